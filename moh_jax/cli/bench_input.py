@@ -29,7 +29,7 @@ from moh_jax.data.sources import CheckedSource, make_source
 from moh_jax.runtime import sharding
 from moh_jax.training import timing
 from moh_jax.training.feed import Feed
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 # What one thread does for an example, one stage after the other.

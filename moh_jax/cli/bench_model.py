@@ -43,7 +43,7 @@ from moh_jax.training.bench import (
 )
 from moh_jax.training.entrance import check_memory
 from moh_jax.training.flops import form_summary, step_forms
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 _SPAN = 32  # tokens that one call of the decoding program generates

@@ -1,56 +1,181 @@
 """`python -m moh_jax inspect`."""
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
-
-import jax
-from flax import traverse_util
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
+from moh_jax.cli.options import (
+  OutPath,
+  Output,
+  Place,
+  RunConfig,
+  Stored,
+  table,
+)
 from moh_jax.config import Config, LayerGroup
-from moh_jax.data.infer import resolve
-from moh_jax.models.registry import make_model
-from moh_jax.ops.head_layout import computes_all_heads, head_placement
-from moh_jax.ops.target import target
-from moh_jax.runtime.sharding import abstract_params, unbox, unsplit_params
-from moh_jax.training.flops import attention_form
+from moh_jax.config.base import Count
+from moh_jax.runtime import steps
 
 _NAMES = 10  # of the classes that are listed
 
 
-def run(args: argparse.Namespace) -> int:
-  """Prints the head budget of each layer and the parameters."""
-  if args.checkpoint:
-    metadata, step = common.read_metadata(args)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Stored, RunConfig, Output):
+  """Describe a checkpoint or config, check files, or draw training images.
+
+  Without --checksums and --batch: heads, parameters and sizes. The column
+  `attention` is the form that a layer has in training, for one example on one
+  device.
+
+  Attributes:
+    checkpoint: workdir of `train` or output of `convert`.
+    config: config file, as FILE or FILE:ARG; --config.KEY=VALUE changes a key
+      of it, and with --help all keys are listed.
+    data: folder of shards, of latents for --batch.
+    checksums: compare the files of --data, or of --checkpoint (without a number
+      as --step all that are there) with their checksums; the status is 1 where
+      any is damaged.
+    batch: draw images into this .png file: of --config those of a training step
+      as the model gets them, with their classes; of --data latents, decoded.
+    num: images of --batch at most.
+    columns: of the grid of --batch.
+    at_step: the step of the run whose batch it is.
+    vae: weights of the autoencoder that decodes the latents of --data.
+    split: of the latents of --data.
+  """
+
+  checkpoint: Place | None = None
+  config: Place | None = None
+  data: Place | None = None
+  checksums: bool = False
+  batch: OutPath | None = None
+  num: Count = 32
+  columns: Count | None = None
+  at_step: Count = 1
+  vae: Place | None = None
+  split: Literal["train", "val"] = "train"
+
+  def check(self) -> None:
+    """There is one thing to look at, and a way to."""
+    super().check()
+    given = {"checkpoint", "config", "data"}
+    given = {name for name in given if getattr(self, name) is not None}
+    if len(given) != 1:
+      raise ValueError("one of --checkpoint, --config and --data must be given")
+    if self.batch is not None and not self.batch.endswith(".png"):
+      self.fail("batch", "must end in .png")
+    if self.batch is not None and self.checkpoint is not None:
+      self.fail("batch", "needs --config or --data")
+    if self.checksums and (self.batch or self.config):
+      raise ValueError("--checksums needs --checkpoint or --data alone")
+    if self.data is not None and not (self.checksums or self.batch):
+      self.fail("data", "needs --checksums or --batch")
+    if self.data is not None and self.batch and self.vae is None:
+      self.fail("batch", "needs --vae, which decodes the latents of --data")
+
+
+def run(options: Options) -> int:
+  """Prints what was asked for; 1 if --checksums found any damage."""
+  if options.checksums:
+    return _compare_checksums(options)
+  if options.batch:
+    return _draw(options)
+  from moh_jax.data.infer import resolve
+  from moh_jax.models.registry import make_model
+  from moh_jax.runtime.sharding import abstract_params, unbox
+
+  if options.checkpoint:
+    metadata, step = options.stored()
     config, names = metadata.config, metadata.class_names
   else:
-    config, step, names = resolve(args.config), None, ()
-  model, inputs = make_model(config)
-  boxed = abstract_params(model, inputs)
-  params = unbox(boxed)
-  layers = _layers(config)
+    config, step, names = resolve(options.loaded), None, ()
+  boxed = abstract_params(*make_model(config))
+  counts = _by_module(unbox(boxed))
   report = {
     "step": step,
     "class_names": list(names),
     "config": config_lib.to_dict(config),
-    "layers": layers,
+    "layers": layer_rows(config),
     "activated_share": config.model.activated_share,
-    "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-    "parameters_by_module": _by_module(params),
+    "parameters": sum(counts.values()),
+    "parameters_by_module": counts,
     "unsplit": _unsplit(boxed, config),
   }
-  if args.json != "-":
-    _print(report, config)
-  common.write_json(args.json, report)
+  options.give(report, _lines(report, config))
   return 0
 
 
-def _layers(config: Config) -> list[dict]:
+def _draw(options: Options) -> int:
+  from moh_jax.cli import batch_picture
+  from moh_jax.data.infer import resolve
+
+  out = pathlib.Path(options.batch)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  grid = options.num, options.columns
+  if options.data:
+    lines = batch_picture.write_latents(
+      out, options.data, options.split, options.vae, *grid
+    )
+  else:
+    config, step = resolve(options.loaded), options.at_step
+    count = batch_picture.write_batch(out, config, step, *grid)
+    lines = [f"{count} images of step {step} written to {out}"]
+  options.give(lines, lines)
+  return 0
+
+
+def _compare_checksums(options: Options) -> int:
+  """A line for each set of shards, or for each checkpoint."""
+  if options.data:
+    found = _damaged_sets(options.data)
+    lines = [
+      line
+      for folder, damage in found.items()
+      for line in damage or [f"{folder}: whole"]
+    ]
+    options.give(found, lines)
+    return 1 if any(found.values()) else 0
+  folder, number = options.checkpoint, options.step_number
+  wanted = steps.list_steps(folder)
+  if number is not None:
+    wanted = [steps.find_step(folder, number)]
+  damage = {step: steps.find_damage(folder, step) for step in wanted}
+  values = [
+    {
+      "step": step,
+      "damage": None
+      if files is None  # the checkpoint is without checksums
+      else [{"file": name, "what": what} for name, what in files.items()],
+    }
+    for step, files in damage.items()
+  ]
+  options.give(values, itertools.starmap(steps.describe, damage.items()))
+  return 1 if any(damage.values()) else 0
+
+
+def _damaged_sets(folder: str) -> dict[str, list[str]]:
+  """What is damaged in the sets of shards in a folder and right below it."""
+  from moh_jax.data import shards
+
+  found, root = {}, pathlib.Path(folder)
+  for place in (root, *sorted(root.glob("*/"))):
+    if (place / shards.METADATA).is_file():
+      try:
+        found[str(place)] = shards.damage(place)
+      except (ValueError, OSError) as error:  # the others are compared too
+        found[str(place)] = [str(error)]
+  if not found:
+    raise ValueError(f"--data {folder} holds no shards")
+  return found
+
+
+def layer_rows(config: Config) -> list[dict]:
   """One row per layer."""
   model, rows = config.model, []
   mesh = [max(1, getattr(config.mesh, axis)) for axis in ("tensor", "sequence")]
@@ -81,6 +206,8 @@ def _on_devices(
 
   None where the axes tensor and sequence cannot split the heads.
   """
+  from moh_jax.ops.head_layout import computes_all_heads, head_placement
+
   placement, budget = head_placement(group, *mesh), group.budget
   if placement is None:
     return {"per_device": None, "imbalance": None}
@@ -98,6 +225,9 @@ def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
 
   On a device like those of this machine, with its part of the heads.
   """
+  from moh_jax.ops.target import target
+  from moh_jax.training.flops import attention_form
+
   try:
     return attention_form(config, group, mesh).name
   except ValueError:  # what was trained elsewhere can be looked at anywhere
@@ -107,6 +237,8 @@ def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
 
 def _unsplit(boxed: Any, config: Config) -> list[dict]:
   """Parameters that the axes fsdp and tensor do not split, as far as known."""
+  from moh_jax.runtime.sharding import unsplit_params
+
   mesh = config.mesh
   sizes = {axis: max(1, getattr(mesh, axis)) for axis in mesh.AXES}
   return [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]
@@ -114,6 +246,8 @@ def _unsplit(boxed: Any, config: Config) -> list[dict]:
 
 def _by_module(params: dict) -> dict[str, int]:
   """Parameters of each part of a stage."""
+  from flax import traverse_util
+
   counts: dict[str, int] = {}
   for path, leaf in traverse_util.flatten_dict(params).items():
     depth = 3 if "blocks" in path else 2
@@ -122,33 +256,29 @@ def _by_module(params: dict) -> dict[str, int]:
   return counts
 
 
-def _print(report: dict, config: Config) -> None:
+def _lines(report: dict, config: Config) -> Iterator[str]:
+  """The report for people: equal layers share a row."""
   rows = []
   equal = itertools.groupby(report["layers"], lambda row: {**row, "layer": 0})
   for values, group in equal:
-    layers = [row["layer"] for row in group]
-    rows.append((_span(layers), len(layers), *list(values.values())[1:]))
-  print(common.table(rows, ("layers", "count", *list(values)[1:])))
+    numbers = [row["layer"] for row in group]
+    span = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
+    rows.append((span, len(numbers), *list(values.values())[1:]))
+  yield table(rows, ("layers", "count", *list(values)[1:]))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
-  print("\n" + common.table(counts, ("module", "parameters")) + "\n")
+  yield f"\n{table(counts, ('module', 'parameters'))}\n"
   if unsplit := report["unsplit"]:
     columns = ("name", "shape", "bytes", "why")
-    rows = [tuple(map(str, map(one.get, columns))) for one in unsplit]
-    print(common.table(rows, ("not split", *columns[1:])) + "\n")
-  print(f"family: {config.model.family}")
+    rows = [[one[name] for name in columns] for one in unsplit]
+    yield table(rows, ("not split", *columns[1:])) + "\n"
+  yield f"family: {config.model.family}"
   if report["step"] is not None:
-    print(f"step: {report['step']}")
+    yield f"step: {report['step']}"
   router = config.model.router
   form = f" ({router.gate_form})" * (router.kind != "none")
-  print(f"router: {router.kind}{form}")
-  print(f"activated share: {report['activated_share']:.4f}")
-  print(f"parameters: {report['parameters']:,}")
+  yield f"router: {router.kind}{form}"
+  yield f"activated share: {report['activated_share']:.4f}"
+  yield f"parameters: {report['parameters']:,}"
   if names := report["class_names"]:
     more = ", ..." if len(names) > _NAMES else ""
-    print(f"classes: {len(names)} ({', '.join(names[:_NAMES])}{more})")
-
-
-def _span(layers: list[int]) -> str:
-  """The numbers of consecutive layers, "2-5"."""
-  first, last = layers[0], layers[-1]
-  return f"{first}-{last}" if last > first else f"{first}"
+    yield f"classes: {len(names)} ({', '.join(names[:_NAMES])}{more})"

@@ -26,13 +26,15 @@ from moh_jax.runtime import compilation_cache, signals, steps
 COMMANDS = (
   "classify",
   "compare",
+  "heads",
+  "inspect",
   "train",
 )
 # Commands of older versions, and what to write instead.
 _RENAMED = {
   "show-batch": "inspect --config FILE --batch OUT.png",
   "show-latents": "inspect --data DIR --batch OUT.png --vae PATH",
-  "verify": "inspect --checksums --checkpoint DIR (or --data DIR)",
+  "verify": "inspect --checksums --checkpoint DIR, or --data DIR for shards",
 }
 
 _USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)

@@ -35,7 +35,7 @@ def run(options: Options) -> int:
   from moh_jax.cli import run_log
   from moh_jax.data.infer import resolve
   from moh_jax.training.flops import at_peak
-  from moh_jax.training.rewind import NonFiniteLossError
+  from moh_jax.training.saving import NonFiniteLossError
   from moh_jax.training.train import train
 
   config = resolve(options.loaded)

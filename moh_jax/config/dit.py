@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from moh_jax.config import base
 from moh_jax.config.layers import ImageModel, LayerStack
 from moh_jax.config.registry import get_source
-from moh_jax.config.run import Config
+from moh_jax.config.run import Config, Fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,15 +197,9 @@ class DiffusionConfig(base.Section):
     """Flow matching predicts velocities, all of the same weight."""
     is_flow = self.schedule == FLOW
     if is_flow != (self.prediction == "velocity"):
-      self.fail(
-        "prediction",
-        f"does not go with diffusion.schedule={self.schedule!r}: 'flow' needs "
-        "'velocity', the others must have another one",
-      )
+      self.fail("prediction", "must be 'velocity' for 'flow', and for it alone")
     if is_flow and self.loss_weight != "uniform":
-      self.fail(
-        "loss_weight", "must be 'uniform' for diffusion.schedule='flow'"
-      )
+      self.fail("loss_weight", "must be 'uniform' for the schedule 'flow'")
 
   @property
   def methods(self) -> tuple[str, ...]:
@@ -395,9 +389,7 @@ class DiTConfig(LayerStack, ImageModel):
     if run.diffusion.space != "latent":  # latents are normalized already
       self.check_channels(run)
 
-  def inherited(
-    self, trained: Config, stated: Mapping[str, Any]
-  ) -> dict[str, dict[str, Any]]:
+  def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """As for all images, the process of the weights, and how they sample.
 
     Labels and the reference of FID belong to the data of that run.
@@ -416,22 +408,19 @@ _OF_PIXELS = (
 def _check_space(run: Config) -> None:
   data = run.data
   space, holds = run.diffusion.space, get_source(data).holds
-  if ("latents" if space == "latent" else "images") not in holds:
-    run.diffusion.fail(
-      "space",
-      f"and data.source={data.source!r} do not go together: 'latent' needs "
-      "'latents', as `encode-latents` writes them, and 'pixel' an image source",
+  is_latent = space == "latent"
+  if ("latents" if is_latent else "images") not in holds:
+    need = (
+      "latents, as `encode-latents` writes them," if is_latent else "images"
     )
+    data.fail("source", f"must hold {need} for diffusion.space={space!r}")
   if "images" not in holds:
     for name in _OF_PIXELS:
       if getattr(data, name) != (neutral := getattr(type(data), name)):
-        data.fail(
-          name,
-          f"must be {neutral!r} for latents, which are cropped and mirrored "
-          "when they are encoded",
-        )
+        # They were cropped and mirrored when they were encoded.
+        data.fail(name, f"must be {neutral!r} for latents")
   for name in ("mean", "std"):
-    if space == "pixel" and {*(getattr(data, name) or ())} - {0.5}:
+    if not is_latent and {*(getattr(data, name) or ())} - {0.5}:
       data.fail(name, "must be 0.5 for diffusion.space='pixel': [-1, 1]")
 
 
@@ -450,25 +439,18 @@ def _check_labels(run: Config) -> None:
 
 def _check_steps(run: Config) -> None:
   sample, diffusion = run.sample, run.diffusion
-  schedule, methods = f"{diffusion.schedule!r}", diffusion.methods
+  schedule = f"the schedule {diffusion.schedule!r}"
+  methods = diffusion.methods
   if sample.method not in methods:
-    sample.fail(
-      "method", f"must be one of {methods} for diffusion.schedule={schedule}"
-    )
+    sample.fail("method", f"must be one of {methods} for {schedule}")
   if sample.eta and sample.method != "ddim":
     sample.fail("eta", f"must be 0 for sample.method={sample.method!r}")
   if diffusion.schedule == FLOW:
     if run.model.learn_sigma:  # its samplers have no variance
-      run.model.fail(
-        "learn_sigma", "must be False for diffusion.schedule='flow'"
-      )
+      run.model.fail("learn_sigma", "must be False for the schedule 'flow'")
     steps = sample.steps
     if not steps.isdecimal() or not 1 <= int(steps[:9]) <= MOST_TIMESTEPS:
-      sample.fail(
-        "steps",
-        f"must be a number in [1, {MOST_TIMESTEPS}] for diffusion.schedule="
-        "'flow'",
-      )
+      sample.fail("steps", f"must be a number in [1, {MOST_TIMESTEPS}]")
   else:
     try:
       spaced_timesteps(diffusion.steps, sample.steps)

@@ -88,15 +88,10 @@ class HeadBudget(base.Section):
   def check(self) -> None:
     """The parts are no more than the whole, and some head is active."""
     if self.shared > self.num_heads:
-      self.fail(
-        "shared", f"must be in [0, {self.num_heads}], the layer's num_heads"
-      )
+      self.fail("shared", f"must be in [0, {self.num_heads}], the num_heads")
     if self.top_k > self.routed:
-      self.fail(
-        "top_k",
-        f"must be in [0, {self.routed}]: {self.num_heads} heads less "
-        f"{self.shared} shared leave {self.routed} routed",
-      )
+      heads = f"{self.num_heads} heads less {self.shared} shared"
+      self.fail("top_k", f"must be in [0, {self.routed}], {heads}")
     if not self.active:
       self.fail("shared", "and top_k=0 leave no head active")
 

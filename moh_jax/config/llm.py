@@ -210,9 +210,8 @@ class LLMConfig(LayerStack):
   def check_run(self, run: Config) -> None:
     """Sequences fit the positions; a schedule of top_k ends as the model is."""
     if run.data.sequence_length > self.max_length:
-      run.data.fail(
-        "sequence_length", f"must be at most model.max_length={self.max_length}"
-      )
+      most = f"model.max_length={self.max_length}"
+      run.data.fail("sequence_length", f"must be at most {most}")
     tune = run.tune
     if not tune.top_k_values:
       return
@@ -220,14 +219,13 @@ class LLMConfig(LayerStack):
     if {b.top_k for b in routed} != {tune.top_k_values[-1]}:
       ends = tuple(sorted({b.top_k for b in routed}))
       tune.fail(
-        "top_k_values",
-        f"must end with the model.top_k of the layers that route, {ends}",
+        "top_k_values", f"must end with the routing layers' top_k {ends}"
       )
     if tune.top_k_steps[-1] >= run.train.steps:
       tune.fail("top_k_steps", f"must end before train.steps={run.train.steps}")
     if max(tune.top_k_values) > (least := _least_routed(self)):
       tune.fail(
-        "top_k_values", f"must be at most the {least} routed heads of a layer"
+        "top_k_values", f"must be at most {least}, a layer's routed heads"
       )
 
   def in_run(self, run: Config) -> Config:

@@ -1,10 +1,7 @@
 """Sizes and head budgets of the released models and their baselines."""
 
-import dataclasses
-
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.heads import RouterConfig
-from moh_jax.config.layers import without_router
 from moh_jax.config.llm import LLMConfig, RotaryConfig
 from moh_jax.config.vit import ViTConfig
 
@@ -19,48 +16,45 @@ NO_DECAY = (
   "*temperature",
 )
 
-_VIT_SMALL = ViTConfig(
-  channels=3,
-  num_classes=1000,
-  embed_dims=(72, 144, 288, 576),
-  depths=(5, 5, 22, 5),
-  num_heads=(3, 6, 12, 24),
-  drop_path=0.45,
-  remat="dots",
-)
-_VIT_BASE = dataclasses.replace(
-  _VIT_SMALL,
-  embed_dims=(96, 192, 384, 768),
-  depths=(5, 5, 23, 5),
-  num_heads=(4, 8, 16, 32),
-  shared_heads=(4, 8, 4, 5),
-  top_k=(0, 0, 8, 16),
-  drop_path=0.6,
-)
+# (first width, layers, first heads, shared, top_k, drop path) of each size, and
+# other splits of its heads: arXiv:2311.17132 (TransNeXt) and 2410.11842 (MoH).
+# Widths and heads double from stage to stage.
+_S80 = (3, 6, 3, 8), (0, 0, 6, 12)
+_B75 = (4, 8, 4, 5), (0, 0, 8, 16)
+_VIT_SIZES = {
+  "micro": (48, (2, 2, 15, 2), 2, *_S80, 0.15),
+  "tiny": (72, (2, 2, 15, 2), 3, *_S80, 0.25),
+  "small": (72, (5, 5, 22, 5), 3, *_S80, 0.45),
+  "base": (96, (5, 5, 23, 5), 4, *_B75, 0.6),
+}
+_VIT_BUDGETS = {
+  "s80": ("small", *_S80),
+  "s75": ("small", (3, 6, 3, 4), (0, 0, 6, 12)),
+  "b75": ("base", *_B75),
+  "b50": ("base", (2, 2, 2, 4), (2, 4, 6, 8)),
+}
 
 
-def _vit(base: ViTConfig, shared: tuple, top_k: tuple) -> ViTConfig:
-  return dataclasses.replace(base, shared_heads=shared, top_k=top_k)
+def _vit(size: str, *split: tuple[int, ...]) -> ViTConfig:
+  width, depths, heads, shared, top_k, drop_path = _VIT_SIZES[size]
+  shared, top_k = split or (shared, top_k)
+  return ViTConfig(
+    channels=3,
+    num_classes=1000,
+    embed_dims=tuple(width << stage for stage in range(4)),
+    depths=depths,
+    num_heads=tuple(heads << stage for stage in range(4)),
+    shared_heads=shared,
+    top_k=top_k,
+    drop_path=drop_path,
+    router=RouterConfig() if split else RouterConfig("none"),
+    remat="dots",
+  )
 
 
-# Sizes and head budgets: arXiv:2410.11842 (MoH) and 2311.17132 (TransNeXt).
 VIT_MODELS: dict[str, ViTConfig] = {
-  "moh-vit-s80": _vit(_VIT_SMALL, (3, 6, 3, 8), (0, 0, 6, 12)),
-  "moh-vit-s75": _vit(_VIT_SMALL, (3, 6, 3, 4), (0, 0, 6, 12)),
-  "moh-vit-b75": _vit(_VIT_BASE, (4, 8, 4, 5), (0, 0, 8, 16)),
-  "moh-vit-b50": _vit(_VIT_BASE, (2, 2, 2, 4), (2, 4, 6, 8)),
-  "transnext-micro": without_router(
-    _VIT_SMALL,
-    embed_dims=(48, 96, 192, 384),
-    depths=(2, 2, 15, 2),
-    num_heads=(2, 4, 8, 16),
-    drop_path=0.15,
-  ),
-  "transnext-tiny": without_router(
-    _VIT_SMALL, depths=(2, 2, 15, 2), drop_path=0.25
-  ),
-  "transnext-small": without_router(_VIT_SMALL),
-  "transnext-base": without_router(_VIT_BASE),
+  **{f"moh-vit-{name}": _vit(*split) for name, split in _VIT_BUDGETS.items()},
+  **{f"transnext-{size}": _vit(size) for size in _VIT_SIZES},
 }
 
 # (layers, width, heads) of the baselines: arXiv:2212.09748.
@@ -83,109 +77,87 @@ _DIT_BUDGETS = {
 }
 
 
-def _plain_dit(size: str, patch: int) -> DiTConfig:
+def _dit(size: str, patch: int, *groups: tuple[int, ...]) -> DiTConfig:
   depth, width, heads = _DIT_SIZES[size]
+  layers = (
+    split
+    for count, *split in groups or ((depth, heads, heads, 0),)
+    for _ in range(count)
+  )
+  num_heads, shared, top_k = zip(*layers)
   return DiTConfig(
     channels=4,
     num_classes=1000,
     patch_size=patch,
     width=width,
-    num_heads=(heads,) * depth,
+    num_heads=num_heads,
     head_dim=width // heads,
-    shared_heads=(heads,) * depth,
-    top_k=(0,) * depth,
-    router=RouterConfig("none"),
+    shared_heads=shared,
+    top_k=top_k,
+    router=RouterConfig() if groups else RouterConfig("none"),
     remat="dots",
   )
 
 
-def _dit(name: str) -> DiTConfig:
-  columns = zip(
-    *(split for depth, *split in _DIT_BUDGETS[name] for _ in range(depth)),
-    strict=True,
-  )
-  heads, shared, top_k = columns
-  size, patch = name.partition("-")[0][:-1], int(name.partition("-")[0][-1])
-  return dataclasses.replace(
-    _plain_dit(size, patch),
-    router=RouterConfig(),
-    num_heads=heads,
-    shared_heads=shared,
-    top_k=top_k,
-  )
-
-
 DIT_MODELS: dict[str, DiTConfig] = {
-  **{f"moh-dit-{name}": _dit(name) for name in _DIT_BUDGETS},
   **{
-    f"dit-{size}{patch}": _plain_dit(size, patch)
+    f"moh-dit-{name}": _dit(name.partition("2-")[0], 2, *groups)
+    for name, groups in _DIT_BUDGETS.items()
+  },
+  **{
+    f"dit-{size}{patch}": _dit(size, patch)
     for size in _DIT_SIZES
     for patch in (2, 4, 8)
   },
 }
 
-# (layers, width, MLP width, heads, head dim): arXiv:2410.11842.
+# (vocabulary, length, layers, width, MLP width, heads, key/value heads):
+# arXiv:2410.11842, and LLaMA3 also with the vocabulary of the continue-tuned
+# models.
 _LLM_SIZES = {
-  "s": (12, 768, 2048, 12, 64),
-  "b": (24, 1536, 4096, 16, 96),
+  "s": (65536, 2048, 12, 768, 2048, 12, 12),
+  "b": (65536, 2048, 24, 1536, 4096, 16, 16),
+  "8b": (128256, 8192, 32, 4096, 14336, 32, 8),
+  "8b-expanded": (160896, 8192, 32, 4096, 14336, 32, 8),
+  "70b": (128256, 8192, 80, 8192, 28672, 64, 8),
 }
 # (shared, top_k). The paper gives the activated share; of the active heads at
 # least 40 % are shared here.
 _LLM_BUDGETS = {"s-75": (4, 5), "s-50": (3, 3), "b-75": (6, 6), "b-50": (4, 4)}
 
 
-def _llm(name: str) -> LLMConfig:
-  depth, width, mlp_dim, heads, head_dim = _LLM_SIZES[name[0]]
-  shared, top_k = _LLM_BUDGETS[name]
+def _llm(
+  size: str, kind: str, shared: int, top_k: int, theta: float = 10000.0
+) -> LLMConfig:
+  vocabulary, length, depth, width, mlp_dim, heads, kv_heads = _LLM_SIZES[size]
   return LLMConfig(
-    vocab_size=65536,
+    vocab_size=vocabulary,
+    max_length=length,
     width=width,
     mlp_dim=mlp_dim,
     num_heads=(heads,) * depth,
-    num_kv_heads=heads,
-    head_dim=head_dim,
+    num_kv_heads=kv_heads,
+    head_dim=width // heads,
     shared_heads=(shared,) * depth,
     top_k=(top_k,) * depth,
+    rope=RotaryConfig(theta),
+    router=RouterConfig(kind),
     remat="dots",
   )
 
 
-_DEPTH = 32
-_LLAMA3_8B = LLMConfig(
-  vocab_size=128256,
-  max_length=8192,
-  width=4096,
-  mlp_dim=14336,
-  num_heads=(32,) * _DEPTH,
-  num_kv_heads=8,
-  head_dim=128,
-  shared_heads=(32,) * _DEPTH,
-  top_k=(0,) * _DEPTH,
-  rope=RotaryConfig(theta=500000.0),
-  router=RouterConfig("none"),
-  remat="dots",
-)
-_LLAMA3_70B = dataclasses.replace(
-  _LLAMA3_8B,
-  width=8192,
-  mlp_dim=28672,
-  num_heads=(64,) * 80,
-  shared_heads=(64,) * 80,
-  top_k=(0,) * 80,
-)
-# Vocabulary as in the continue-tuned models.
-_EXPANDED = dataclasses.replace(_LLAMA3_8B, vocab_size=160896)
+def _llama3(size: str, kind: str, shared: int, top_k: int) -> LLMConfig:
+  return _llm(size, kind, shared, top_k, theta=500000.0)
+
 
 LLM_MODELS: dict[str, LLMConfig] = {
-  **{f"moh-llm-{name}": _llm(name) for name in _LLM_BUDGETS},
-  **{f"llm-{size}": without_router(_llm(f"{size}-75")) for size in _LLM_SIZES},
-  "moh-llama3-8b": dataclasses.replace(
-    _EXPANDED,
-    router=RouterConfig("query_norm"),
-    shared_heads=(16,) * _DEPTH,
-    top_k=(8,) * _DEPTH,
-  ),
-  "llama3-8b-expanded": _EXPANDED,
-  "llama3-8b": _LLAMA3_8B,
-  "llama3-70b": _LLAMA3_70B,
+  **{
+    f"moh-llm-{name}": _llm(name[0], "two_stage", *split)
+    for name, split in _LLM_BUDGETS.items()
+  },
+  **{f"llm-{s}": _llm(s, "none", *_LLM_BUDGETS[f"{s}-75"]) for s in "sb"},
+  "moh-llama3-8b": _llama3("8b-expanded", "query_norm", 16, 8),
+  "llama3-8b-expanded": _llama3("8b-expanded", "none", 32, 0),
+  "llama3-8b": _llama3("8b", "none", 32, 0),
+  "llama3-70b": _llama3("70b", "none", 64, 0),
 }

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from moh_jax.config import base
 from moh_jax.config.registry import get_family, imported
 
+Fields = dict[str, dict[str, Any]]  # by section
 _Axis = Annotated[int, base.Range(-1, 1 << 20)]
 
 
@@ -223,9 +224,8 @@ class CheckpointConfig(base.Section):
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
     if self.keep_every % self.every:
-      self.fail(
-        "keep_every", f"must be a multiple of checkpoint.every={self.every}"
-      )
+      whole = f"a multiple of checkpoint.every={self.every}"
+      self.fail("keep_every", f"must be {whole}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,18 +333,12 @@ class Config:
   log: LogConfig
   sections: Mapping[str, Any] = dataclasses.field(hash=False)
 
-  def __init__(
-    self,
-    model: Any,
-    *,
-    sections: Mapping[str, Any] | None = None,
-    **others: Any,
-  ):
+  def __init__(self, model: Any, *, sections: Any = None, **others: Any):
     """Completes and checks a run.
 
     Args:
       model: the section of the network.
-      sections: sections of the family, as the attribute; `dataclasses.replace`
+      sections: those of the family, as the attribute; `dataclasses.replace`
         passes it on.
       **others: any section by its name, before those of `sections`. What is
         left out takes its defaults.
@@ -380,9 +374,8 @@ class Config:
     self.model.check_run(self)
     optim, steps = self.optim, self.train.steps
     if self.data.batch_size % (parts := optim.accumulation):
-      self.data.fail(
-        "batch_size", f"must be a multiple of optim.accumulation={parts}"
-      )
+      whole = f"a multiple of optim.accumulation={parts}"
+      self.data.fail("batch_size", f"must be {whole}")
     warmup, decay = optim.warmup(steps), optim.decay(steps)
     if warmup > steps:
       optim.fail("warmup_steps", f"must be at most train.steps={steps}")
@@ -394,11 +387,10 @@ class Config:
 
   def served(self) -> "Config":
     """The run to serve its model with: what only trains has its defaults."""
-    defaults = {
-      name: type(section)()
-      for name, section in self.sections.items()
-      if getattr(section, "ONLY_TRAINS", False)
-    }
+    trained = (
+      n for n, x in self.sections.items() if getattr(x, "ONLY_TRAINS", 0)
+    )
+    defaults = {name: type(self.sections[name])() for name in trained}
     return dataclasses.replace(self, **defaults)
 
   def by_name(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from moh_jax.config import base
 from moh_jax.config.layers import ImageClassifier, LayerGroup, LayerStack
-from moh_jax.config.run import Config
+from moh_jax.config.run import Config, Fields
 
 _Size = Annotated[int, base.Range(0, 1 << 14)]  # 0 stands for another one
 
@@ -89,6 +89,8 @@ class ViTConfig(LayerStack, ImageClassifier):
   pretrain_columns: _Size = 0
   qkv_bias: bool = True
   drop_path: Annotated[float, base.Range(0, 0.999, "[]")] = 0.0
+  # The kernels add no position bias.
+  attention_impl: Literal["auto", "dense", "packed", "cudnn"] = "auto"
 
   RUNTIME_FIELDS = (*ImageClassifier.RUNTIME_FIELDS, "drop_path")
   PART = "stage"
@@ -99,20 +101,12 @@ class ViTConfig(LayerStack, ImageClassifier):
 
   def check(self) -> None:
     """Stages, head splits and grids add up; attention has a position bias."""
-    if self.attention_impl == "kernel":
-      self.fail(
-        "attention_impl",
-        "must be 'auto', 'dense', 'packed' or 'cudnn': the kernels add no "
-        "position bias",
-      )
     if self.window % 2 == 0:
       self.fail("window", "must be odd")
     if self.router.reads_norms:
-      raise ValueError(
-        f"model.router.kind={self.router.kind!r} must be a router that does "
-        "not read the norms of queries, such as 'two_stage': those of a ViT "
-        "have unit length"
-      )
+      # Those of a ViT have unit length.
+      kind = f"model.router.kind={self.router.kind!r}"
+      raise ValueError(f"{kind} must not read the norms of queries")
     if not self.depths:
       self.fail("depths", "must have at least one stage")
     names = "embed_dims", "num_heads", "shared_heads", "top_k"
@@ -170,9 +164,7 @@ class ViTConfig(LayerStack, ImageClassifier):
     """The grids of the stages."""
     return tuple(shape.grid for shape in self.stage_shapes())
 
-  def inherited(
-    self, trained: Config, stated: Mapping[str, Any]
-  ) -> dict[str, dict[str, Any]]:
+  def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """As for all images; coordinates keep the size of the pre-training."""
     found = super().inherited(trained, stated)
     size = self.image_size
@@ -212,11 +204,9 @@ class ViTConfig(LayerStack, ImageClassifier):
       if ratio > 1:
         pool = tuple(self.fixed_pool_size or size // ratio for size in grid)
         if not all(1 <= p <= size for p, size in zip(pool, grid)):
+          pooled = f"a pooled grid {pool} in stage {stage + 1}"
           self.fail(
-            "image_size",
-            f"is too small for stage {stage + 1}: its grid {grid} cannot be "
-            f"pooled to {pool} (model.sr_ratios[{stage}]={ratio}, "
-            f"model.fixed_pool_size={self.fixed_pool_size})",
+            "image_size", f"is too small for {pooled}, of {grid} tokens"
           )
       shapes.append(StageShape(grid, pool, pretrain))
     return tuple(shapes)

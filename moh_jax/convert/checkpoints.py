@@ -89,10 +89,8 @@ def convert(
   folder = _folder(source)
   if config.model.READS_TEXT and (found := _tokenizer(folder)):
     check_vocabulary(found, config.model.vocab_size, source)
-  table = model_rules(config.model, kind)
-  params = stream.source_params(
-    table, tensors, _abstract(config), source=source
-  )
+  table, abstract = model_rules(config.model, kind), _abstract(config)
+  params = stream.source_params(table, tensors, abstract, source=source)
   checkpoint.check_vacant(out)
   sha256 = ""
   if config.model.READS_TEXT:
@@ -101,7 +99,7 @@ def convert(
     metadata, config=config, tokenizer_sha256=sha256
   )
   stream.save_params(out, params, metadata)
-  return name, _count(params)
+  return name, _count(abstract)
 
 
 def export(
@@ -211,7 +209,7 @@ def _open(
   if model is not None:
     released_model(model)  # before a large source is looked through
   tensors = tensor_files.open_tensors(source, key)
-  described = ours = None
+  ours = described = None
   if config is None and model is None:
     ours = _exported(source)
     described = imported(family.converter).described(
@@ -221,11 +219,12 @@ def _open(
     name, config = "the given config", resolve(config)
   elif ours is not None:
     name, config = "the exported model", ours.config
-  elif described is not None:
-    name, config = "the model of config.json", _released_run(described, tensors)
   else:
-    name = model or _find_model(kind, tensors, source)
-    config = _released_run(released_model(name), tensors)
+    name = "the model of config.json"
+    if described is None:
+      name = model or _find_model(kind, tensors, source)
+      described = released_model(name)
+    config = released_run(described, tensors)
   if config.model.family != family.name:
     raise ValueError(
       f"--from {kind!r} makes a model of {family.name!r}; {name} is one of "
@@ -262,7 +261,7 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
   models = imported(family.released)
   names = [name for name in models if name.startswith(family.formats[kind])]
   for name in names:
-    config = _released_run(models[name], tensors)
+    config = released_run(models[name], tensors)
     kept = _without_ignored(config.model, tensors)
     found = {n: tuple(tensor.shape) for n, tensor in kept.items()}
     expected = rules.expected_tensors(
@@ -276,10 +275,9 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
   )
 
 
-def _released_run(model: Any, tensors: Tensors) -> Config:
-  """The run that a released model stands for."""
-  converter = converter_of(model)
-  return resolve(converter.released_run(model, tensors))
+def released_run(model: Any, tensors: Tensors) -> Config:
+  """The run that a released model stands for, see `Converter.released_run`."""
+  return resolve(converter_of(model).released_run(model, tensors))
 
 
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:

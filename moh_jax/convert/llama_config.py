@@ -322,7 +322,7 @@ def _check_own_code(stored: Mapping[str, Any], folder: pathlib.Path) -> None:
 
   Its config.json names code (`auto_map`), or a modeling file lies beside it.
   """
-  found = "auto_map" if stored.get("auto_map") else ""
+  found = f"auto_map={stored['auto_map']!r}" if stored.get("auto_map") else ""
   for path in sorted(folder.glob("modeling_*.py"))[:1]:
     found = found or f"the file {path.name!r} beside it"
   if found:

@@ -48,11 +48,9 @@ _MAX_LISTED = 20  # keys named in an error
 
 # Names of dtypes in the safetensors format -> in NumPy.
 _STORED_DTYPES = {
-  **{f"{kind}{bits}": f"{name}{bits}" for kind, name, bits in (
-    *(("F", "float", bits) for bits in (16, 32, 64)),
-    *(("I", "int", bits) for bits in (8, 16, 32, 64)),
-    *(("U", "uint", bits) for bits in (8, 16, 32, 64)),
-  )},
+  **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+  **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+  **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
   **{"BF16": "bfloat16", "BOOL": "bool", "C64": "complex64"},
   **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
 }  # fmt: skip
@@ -167,21 +165,20 @@ def _sniff(path: pathlib.Path) -> str:
   """Returns "zip", "safetensors" or "index", else a description of the file."""
   with open(path, "rb") as file:
     head = file.read(64)
-  text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-  if head.startswith(b"PK\x03\x04"):
-    return "zip"
   # Before pickles, since a safetensors header of 640 bytes starts like one.
   header_size = int.from_bytes(head[:8], "little")
   if head[8:9] == b"{" and header_size <= _MAX_HEADER:
     return "safetensors"
-  if text.startswith(b"{"):
-    return "index"
-  if head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-    return "a bare pickle (legacy torch.save, never read: re-save it)"
-  if text.startswith(b"<"):
-    return "an HTML or XML page (a failed download?)"
-  if text.startswith(b"version https://git-lfs"):
-    return "a Git LFS pointer (run `git lfs pull`)"
+  text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+  for begin, found in (
+    (b"PK\x03\x04", "zip"),
+    (b"{", "index"),
+    (b"\x80", "a bare pickle (legacy torch.save, never read: re-save it)"),
+    (b"<", "an HTML or XML page (a failed download?)"),
+    (b"version https://git-lfs", "a Git LFS pointer (run `git lfs pull`)"),
+  ):
+    if text.startswith(begin):
+      return found
   return f"unknown content {head[:8]!r}..." if head else "an empty file"
 
 
@@ -218,12 +215,12 @@ def _open_file(path: pathlib.Path, key: str | None) -> _Tensors:
 
 def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
   """Opens the shards that a directory holds or an index file lists."""
-  weight_map, shards = {}, []
+  weight_map, folder = {}, path
   if path.is_dir():
+    shards = [file.name for file in sorted(path.glob("*.safetensors"))]
     indexes = sorted(path.glob("*.safetensors.index.json"))
     if len(indexes) == 1:
       return _open_shards(indexes[0], key)
-    shards = [file.name for file in sorted(path.glob("*.safetensors"))]
     if indexes or not shards:
       found = f"a directory with {len(indexes)} indexes, {len(shards)} shards"
       error = ValueError if indexes else FileNotFoundError
@@ -231,10 +228,9 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
   else:
     try:
       weight_map = read_json(path, _Index)["weight_map"]
-      shards = sorted(set(weight_map.values()))
     except ValueError as err:
       raise _error(path, f"JSON that is no shard index ({err})") from err
-  folder = path if path.is_dir() else path.parent
+    shards, folder = sorted(set(weight_map.values())), path.parent
   tensors = {}
   for shard in shards:
     file = folder / shard
@@ -324,18 +320,20 @@ def _select(
   nests = [name for name in _NESTS if isinstance(entries.get(name), dict)]
   name = key if key is not None else next(iter(nests), None)
   found = tree if name is None else entries.get(name)
-  problem = ""
-  if not isinstance(found, dict) or not found:
-    problem = "not a dict with entries"
-  else:
-    for k, v in found.items():
-      if not isinstance(k, str) or not isinstance(v, leaf):
-        problem = f"entry {k!r} is not a dense tensor under a text name"
-        break
-  if not problem:
-    if key is None and len(nests) > 1:
-      _LOG.warning("%s: the weights of its entry %r are taken", path, name)
-    return found
+  problem = "not a dict with entries"
+  if isinstance(found, dict) and found:
+    others = (
+      k
+      for k, v in found.items()
+      if not isinstance(k, str) or not isinstance(v, leaf)
+    )
+    for other in others:
+      problem = f"entry {other!r} is not a dense tensor under a text name"
+      break
+    else:
+      if key is None and len(nests) > 1:
+        _LOG.warning("%s: the weights of its entry %r are taken", path, name)
+      return found
   where = "the top level" if name is None else name
   listed = ", ".join(repr(k) for k in list(entries)[:_MAX_LISTED])
   more = ", ..." if len(entries) > _MAX_LISTED else ""

@@ -37,8 +37,12 @@ SPLIT_WORDS = {
   **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-# Formats that Pillow knows, but decodes with other programs or not at all.
-_NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+# Further ones that commands read, but training does not.
+_OTHER_SUFFIXES = (
+  *(".apng", ".avif", ".bw", ".cur", ".dds", ".dib", ".fits", ".icns", ".ico"),
+  *(".j2c", ".j2k", ".jfif", ".jp2", ".jpe", ".jpf", ".jpx", ".pbm", ".pcx"),
+  *(".pgm", ".pnm", ".ppm", ".psd", ".qoi", ".sgi", ".tga", ".xbm", ".xpm"),
+)
 FLAT_CLASS = "images"  # the one class of a folder without class folders
 _LOG = logging.getLogger(__name__)
 
@@ -179,7 +183,7 @@ class ImageFolderSource(EncodedSource):
         self._held_out = f"{val_share:g}"
     else:
       self._root = epath.Path(path)
-      own, self._files = list_images(self._root)
+      own, self._files = list_images(path)
     self.class_names, self.channels = own, channels
     if split == "val" and not class_names and all(map(str.isdecimal, own)):
       # Without names of the model, numbers are labels; in training folders are
@@ -364,13 +368,14 @@ def find_files(folder: str | os.PathLike, *, warn: bool = False) -> list[str]:
   """Paths of the images in a folder and all below it, in order.
 
   Args:
-    folder: local; images are of any format that Pillow decodes, by suffix.
+    folder: local; images are of the usual formats that Pillow decodes, by
+      suffix.
     warn: whether to warn of other files that are not hidden.
 
   Raises:
     FileNotFoundError: there is none.
   """
-  suffixes, paths, others = _decoded_suffixes(), [], []
+  suffixes, paths, others = _SUFFIXES + _OTHER_SUFFIXES, [], []
   for where, below, names in os.walk(folder):
     below[:] = [name for name in below if not name.startswith(".")]
     for name in names:
@@ -386,26 +391,17 @@ def find_files(folder: str | os.PathLike, *, warn: bool = False) -> list[str]:
   return sorted(paths)
 
 
-@functools.cache
-def _decoded_suffixes() -> tuple[str, ...]:
-  """Suffixes of the formats that Pillow decodes."""
-  from PIL import Image  # takes a while, and help needs none
-
-  known = Image.registered_extensions().items()
-  kinds = Image.OPEN.keys() - _NOT_DECODED
-  return tuple(sorted(suffix for suffix, kind in known if kind in kinds))
-
-
 def find_images(paths: Iterable[str]) -> list[str]:
   """Image files: those given, and all in and below the folders given.
 
   Raises:
     FileNotFoundError: a folder holds none.
   """
-  found = []
-  for path in paths:
-    found += find_files(path, warn=True) if os.path.isdir(path) else [path]
-  return found
+  return [
+    file
+    for path in paths
+    for file in (find_files(path, warn=True) if os.path.isdir(path) else [path])
+  ]
 
 
 def find_splits(
@@ -425,8 +421,7 @@ def find_splits(
   Raises:
     FileNotFoundError: there is no such directory or split.
   """
-  root = epath.Path(root)
-  folders = {path.name: path for path in _folders(root)}
+  folders = {path.name: path for path in _folders(epath.Path(root))}
   # A class may be called "train" too: beside other classes, it is a split only
   # if it does not hold image files alone.
   only = {name.lower() for name in folders} <= SPLIT_WORDS.keys()
@@ -435,15 +430,12 @@ def find_splits(
     for name in SPLITS
     if name in folders and (only or _is_split(folders[name]))
   }
-  if not found:
-    return {split or SPLITS[0]: root}
-  if split is None:
-    return found
-  if split not in found:
+  found = found or {split or SPLITS[0]: epath.Path(root)}
+  if split is not None and split not in found:
     raise FileNotFoundError(
       f"{root} has no split {split!r}, only {sorted(found)}"
     )
-  return {split: found[split]}
+  return found if split is None else {split: found[split]}
 
 
 def has_class_images(root: str | os.PathLike) -> bool:

@@ -122,8 +122,6 @@ class ShardSetWriter:
       ValueError: the folder holds a set with other settings (they are named),
         or shards of unknown origin.
     """
-    if shard_size < 1:
-      raise ValueError(f"shard_size={shard_size} must be at least 1")
     self._folder = pathlib.Path(folder)
     self._unfinished = self._folder / _UNFINISHED
     self._kind, self._items, self._size = kind, items, shard_size
@@ -257,23 +255,16 @@ class ShardSetWriter:
     """The entries of the complete shards in the folder, by file name."""
     # Read in this order, since another process may finish the set meanwhile: it
     # writes metadata.json first and then removes the folder "unfinished".
-    newer = []
+    entries = []
     for path in sorted(self._unfinished.glob("*.array_record.json")):
       with contextlib.suppress(FileNotFoundError):
-        newer.append(read_json(path, Entry))
-    entries = newer
+        entries.append(read_json(path, Entry))
     if (self._folder / shards.METADATA).is_file():
       stored = shards.read_metadata(self._folder, self._kind)
-      entries = [*stored["shards"], *newer]
-    sizes = {
-      path.name: path.stat().st_size
-      for path in self._folder.glob("*.array_record")
-    }
-    return {
-      entry["file"]: entry
-      for entry in entries
-      if sizes.get(entry["file"]) == entry["bytes"]
-    }
+      entries = [*stored["shards"], *entries]
+    files = self._folder.glob("*.array_record")
+    sizes = {path.name: path.stat().st_size for path in files}
+    return {e["file"]: e for e in entries if sizes.get(e["file"]) == e["bytes"]}
 
   def _check_folder(self):
     if (self._folder / shards.METADATA).is_file():
@@ -287,12 +278,11 @@ class ShardSetWriter:
       )
     else:
       return
-    differing = [
+    if differing := [
       f"{name}: {value!r} here, {stored.get(name)!r} there"
       for name, value in self._settings.items()
       if value != stored.get(name)
-    ]
-    if differing:
+    ]:
       raise ValueError(
         f"{self._folder} holds {self._kind} of other settings; "
         f"{'; '.join(differing)}. Choose another directory or the same settings"
@@ -316,11 +306,9 @@ def _count_skipped(
   entries: Iterable[Mapping[str, Any]],
 ) -> collections.Counter[str]:
   counts: collections.Counter[str] = collections.Counter()
-  for entry in entries:
-    for reason, count in entry["skipped"].items():
-      if isinstance(count, str):  # older sets have a reason for each name
-        reason, count = count, 1
-      counts[reason] += count
+  for reason, count in (x for e in entries for x in e["skipped"].items()):
+    is_name = isinstance(count, str)  # older sets have a reason for each name
+    counts.update({count: 1} if is_name else {reason: count})
   return counts
 
 

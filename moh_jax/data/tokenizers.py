@@ -363,8 +363,6 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     if not found:
       raise FileNotFoundError(f"{file} holds none of {TOKENIZER_FILES}")
     file = found[0]
-  if not file.is_file():
-    raise FileNotFoundError(f"{file}: no such tokenizer file")
   kinds = {".json": "tokenizer_json", ".model": "sentencepiece"}
   if file.suffix not in kinds:
     raise ValueError(

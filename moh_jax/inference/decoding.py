@@ -109,13 +109,27 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
       chosen, log_prob = choose_tokens(
         state.logits, keys, greedy=greedy, cut=cut, **options
       )
-      written = jnp.where(state.finished, NO_TOKEN, chosen)
-      tokens = tokens.at[:, step].set(written)
+      tokens = tokens.at[:, step].set(
+        jnp.where(state.finished, NO_TOKEN, chosen)
+      )
       log_probs = log_probs.at[:, step].set(log_prob)
       ended = (chosen[:, None] == stops[None]).any(-1)
-      finished = state.finished | ended
-      state = _read_token(model, params, state, chosen)
-      state = dataclasses.replace(state, finished=finished)
+      x, _, cache = model.apply(
+        {"params": params},
+        chosen[:, None],
+        state.cache,
+        Slots(state.slot, state.padding),
+        positions=(state.slot - state.padding)[:, None],
+        with_logits=False,
+        method="extend",
+      )
+      state = dataclasses.replace(
+        state,
+        cache=cache,
+        slot=state.slot + 1,
+        logits=_next_logits(params, model.config, x),
+        finished=state.finished | ended,
+      )
       return step + 1, state, tokens, log_probs
 
     def unfinished(carry):
@@ -152,27 +166,6 @@ def span_numbers(
     "top_k": np.int32(sampling.top_k),
     "top_p": np.float32(sampling.top_p),
   }
-
-
-def _read_token(
-  model: LLM, params: Any, state: Decoding, tokens: jax.Array
-) -> Decoding:
-  """Puts [B] tokens into the cache and predicts the next ones."""
-  x, _, cache = model.apply(
-    {"params": params},
-    tokens[:, None],
-    state.cache,
-    Slots(state.slot, state.padding),
-    positions=(state.slot - state.padding)[:, None],
-    with_logits=False,
-    method="extend",
-  )
-  return dataclasses.replace(
-    state,
-    cache=cache,
-    slot=state.slot + 1,
-    logits=_next_logits(params, model.config, x),
-  )
 
 
 def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:

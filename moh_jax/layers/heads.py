@@ -126,20 +126,18 @@ class HeadMix(KernelLayer):
       [B, N, C].
     """
     chex.assert_rank(heads, 4)
-    # The bias is whole on every device: to gather it would take longer than
-    # the memory is worth.
     num_heads, dim = heads.shape[2:]
     layout = self.layout or layer_layout(dim, num_heads)
-    inputs = num_heads, layout.dim
-    kernel, bias = self.parameters(
-      inputs, (self.features,), (_HEAD_AXES, ("embed",)), (None,)
-    )
+    inputs, axes = (num_heads, layout.dim), (_HEAD_AXES, ("embed",))
+    # The bias is whole on every device: to gather it would take longer than
+    # the memory is worth.
+    kernel, bias = self.parameters(inputs, (self.features,), axes, (None,))
     kernel = _pad(kernel, dim, -1 if self.output_major else 1)
     count = 1 if self.output_major else layout.count(num_heads)
     if count > 1:
       kernel = kernel.reshape(-1, count * dim, self.features)
     gated = fill_lanes(heads, count)
-    if dim != inputs[1]:
+    if dim != layout.dim:
       gated = _store_by_head(gated)
     if gates is not None:
       chex.assert_equal_shape_prefix((heads, gates), 3)

@@ -135,52 +135,6 @@ class KernelLayer(nn.Module, kw_only=True):
   dtype: jnp.dtype = jnp.float32
   layout: HeadLayout | None = None
 
-  def declare_kernel(
-    self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: KernelAxes
-  ) -> jax.Array:
-    """Declares the parameter "kernel" in the layer's layout.
-
-    Args:
-      inputs: sizes of the input dimensions.
-      outputs: sizes of the output dimensions.
-      axes: logical names of both.
-
-    Returns:
-      [*inputs, *outputs], or [*outputs, *inputs] if output-major, float32.
-    """
-    count = len(inputs)
-    shape, names = (*inputs, *outputs), (*axes[0], *axes[1])
-    dims = tuple(range(len(shape)))
-    input_dims, output_dims = dims[:count], dims[count:]
-    if self.output_major:
-      shape, names = shape[count:] + inputs, names[count:] + names[:count]
-      input_dims, output_dims = dims[-count:], dims[:-count]
-    init = self.kernel_init(input_dims, output_dims)
-    return declare(self, "kernel", init, shape, names)
-
-  def project(
-    self,
-    x: jax.Array,
-    outputs: tuple[int, ...],
-    axes: KernelAxes,
-    bias_axes: tuple[str | None, ...] | None = None,
-  ) -> jax.Array:
-    """Declares the kernel and the bias, and applies them.
-
-    Args:
-      x: [..., *inputs], as many input dimensions as `axes` names.
-      outputs: sizes of the output dimensions.
-      axes: logical names of the input and the output dimensions.
-      bias_axes: those of the bias; None is the outputs'.
-
-    Returns:
-      [..., *outputs] in the compute dtype.
-    """
-    count = len(axes[0])
-    inputs = x.shape[-count:]
-    kernel, bias = self.parameters(inputs, outputs, axes, bias_axes)
-    return self.multiply(x, kernel, bias, count)
-
   def parameters(
     self,
     inputs: tuple[int, ...],
@@ -188,22 +142,31 @@ class KernelLayer(nn.Module, kw_only=True):
     axes: KernelAxes,
     bias_axes: tuple[str | None, ...] | None = None,
   ) -> tuple[jax.Array, jax.Array | None]:
-    """Declares the kernel and the bias, as for `project`.
+    """Declares the parameters "kernel" and "bias".
+
+    Args:
+      inputs: sizes of the input dimensions.
+      outputs: sizes of the output dimensions.
+      axes: logical names of both.
+      bias_axes: those of the bias; None is the outputs'.
 
     Returns:
-      Both in the compute dtype, the kernel in the layer's layout; None in place
-      of a bias that the layer lacks.
+      Both in the compute dtype and the layer's layout: the kernel [*inputs,
+      *outputs], or [*outputs, *inputs] if output-major; and the bias [*outputs]
+      or None.
     """
-    kernel = self.declare_kernel(inputs, outputs, axes).astype(self.dtype)
-    names = (*axes[0], *axes[1])
-    if self.output_major:
-      names = (*axes[1], *axes[0])
-    kernel = self._deal(kernel, names)
+    order = slice(None, None, -1 if self.output_major else 1)
+    shape = sum((inputs, outputs)[order], ())
+    names = sum(axes[order], ())
+    count = len((inputs, outputs)[order][0])
+    dims = tuple(range(len(shape)))
+    init = self.kernel_init(*(dims[:count], dims[count:])[order])
+    kernel = self._deal(declare(self, "kernel", init, shape, names), names)
     if not self.use_bias:
       return kernel, None
     bias_axes = bias_axes or axes[1]
     bias = declare(self, "bias", nn.initializers.zeros, outputs, bias_axes)
-    return kernel, self._deal(bias.astype(self.dtype), bias_axes)
+    return kernel, self._deal(bias, bias_axes)
 
   def multiply(
     self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, count: int
@@ -221,16 +184,14 @@ class KernelLayer(nn.Module, kw_only=True):
     """
     x = x.astype(self.dtype)
     lead, inputs = x.shape[:-count], x.shape[-count:]
-    outputs = (
-      kernel.shape[:-count] if self.output_major else kernel.shape[count:]
-    )
+    stored = kernel.shape
+    outputs = stored[:-count] if self.output_major else stored[count:]
     size = math.prod(inputs)
     # Merging output dimensions would undo how a mesh splits them, and merging
     # heads how a TPU stores them.
+    merges = len(outputs) == 1 or on_one_device()
     if on_tpu():
       merges = len(inputs) == len(outputs) == 1
-    else:
-      merges = len(outputs) == 1 or on_one_device()
     flat = x.reshape(*lead, size)
     if self.output_major:
       out = product(flat, kernel.reshape(-1, size), output_major=True)
@@ -242,7 +203,8 @@ class KernelLayer(nn.Module, kw_only=True):
     return out if bias is None else add_bias(out, bias)
 
   def _deal(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """Brings the heads of a parameter to the devices that compute them."""
+    """Casts a parameter and brings its heads to the devices of the layout."""
+    x = x.astype(self.dtype)
     placement = self.layout and self.layout.placement
     if placement is None or "heads" not in axes:
       return x
@@ -263,5 +225,6 @@ class Linear(KernelLayer):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., C] to [..., features]."""
-    inputs, outputs = self.axes
-    return self.project(x, (self.features,), ((inputs,), (outputs,)))
+    axes = tuple((name,) for name in self.axes)
+    kernel, bias = self.parameters(x.shape[-1:], (self.features,), axes)
+    return self.multiply(x, kernel, bias, 1)

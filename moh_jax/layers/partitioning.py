@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from moh_jax.runtime.sharding import resolve_spec
+from moh_jax.runtime.sharding import axes_of_entry, resolve_spec
 
 
 class LogicalAxes(nn.LogicallyPartitioned):
@@ -72,12 +72,18 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     x: any array.
     *names: one logical name, or None, per dimension.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  rules = nn.get_logical_axis_rules()
-  if mesh.empty or mesh.size == 1 or not rules:
+  mesh = _mesh()
+  if math.prod(mesh.values()) == 1:
     return x
-  spec = resolve_spec(names, x.shape, dict(mesh.shape), rules)
+  spec = resolve_spec(names, x.shape, mesh, nn.get_logical_axis_rules())
   return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _mesh() -> dict[str, int]:
+  """Devices along each axis; empty outside a mesh and without rules."""
+  mesh = jax.sharding.get_abstract_mesh()
+  whole = not mesh.empty and nn.get_logical_axis_rules()
+  return dict(mesh.shape) if whole else {}
 
 
 def axes_of(name: str, *sizes: int) -> dict[str, int]:
@@ -91,14 +97,11 @@ def axes_of(name: str, *sizes: int) -> dict[str, int]:
     The axes' numbers of devices, all above 1. Empty outside a mesh and without
     rules.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  rules = nn.get_logical_axis_rules()
-  if mesh.empty or not rules:
+  if not (mesh := _mesh()):
     return {}
-  shape = dict(mesh.shape)
-  (entry,) = resolve_spec([name], [math.gcd(*sizes)], shape, rules)
-  axes = (entry,) if isinstance(entry, str) else entry or ()
-  return {axis: shape[axis] for axis in axes}
+  size, rules = math.gcd(*sizes), nn.get_logical_axis_rules()
+  (entry,) = resolve_spec([name], [size], mesh, rules)
+  return {axis: mesh[axis] for axis in axes_of_entry(entry)}
 
 
 def map_shards(
@@ -133,11 +136,9 @@ def map_shards(
   Returns:
     The result, split as `out` says.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  rules = nn.get_logical_axis_rules()
-  if mesh.empty or mesh.size == 1 or not rules:
+  mesh, rules = _mesh(), nn.get_logical_axis_rules()
+  if math.prod(mesh.values()) == 1:
     return function(*arrays)
-  sizes = dict(mesh.shape)
   # A number of devices divides every dimension of a name if it divides their
   # greatest common divisor.
   common: dict[str, int] = {}
@@ -148,22 +149,16 @@ def map_shards(
           common[name] = math.gcd(size, common.get(name, 0))
 
   def spec(axes: Sequence[str | None]) -> PartitionSpec:
-    return resolve_spec(axes, [common.get(n, 1) for n in axes], sizes, rules)
+    return resolve_spec(axes, [common.get(n, 1) for n in axes], mesh, rules)
 
   specs = tuple(spec(axes) for axes in names)
-  entries = [entry for s in specs for entry in s if entry]
-  used = {a for e in entries for a in ((e,) if isinstance(e, str) else e)}
+  used = {a for s in specs for entry in s for a in axes_of_entry(entry)}
   if whole_mesh:
-    used = set(mesh.axis_names)
+    used = set(mesh)
   if not used:
     return function(*arrays)
-  mapped = jax.shard_map(
-    function,
-    in_specs=specs,
-    out_specs=spec(out),
-    axis_names=used,
-    # Loops inside start from zeros, which JAX takes to be equal on all devices
-    # while what the loops return is not.
-    check_vma=checked,
-  )
+  # Loops inside start from zeros, which JAX takes to be equal on all devices
+  # while what the loops return is not: `check_vma` would refuse them.
+  how = {"axis_names": used, "check_vma": checked}
+  mapped = jax.shard_map(function, in_specs=specs, out_specs=spec(out), **how)
   return mapped(*arrays)

@@ -25,19 +25,13 @@ StackCache = LayerCache | tuple[LayerCache, ...]
 
 
 class OutputKernel(KernelLayer):
-  """Weights of the output layer, stored as [C, V] or output-major as [V, C].
-
-  Attributes:
-    config: the model.
-  """
-
-  config: LLMConfig
+  """Weights of the output layer, stored as [C, V] or output-major as [V, C]."""
 
   @nn.compact
-  def __call__(self) -> jax.Array:
+  def __call__(self, width: int, vocab: int) -> jax.Array:
     """Returns the kernel [C, V] float32."""
-    inputs, outputs = (self.config.width,), (self.config.vocab_size,)
-    kernel = self.declare_kernel(inputs, outputs, (("embed",), ("vocab",)))
+    axes = (("embed",), ("vocab",))
+    kernel, _ = self.parameters((width,), (vocab,), axes)
     return kernel.T if self.output_major else kernel
 
 
@@ -214,8 +208,10 @@ class LLM(nn.Module):
     if cfg.tie_embeddings:
       kernel = table.T
     else:
-      head = OutputKernel(cfg, output_major=self.unrolled, name="head")
-      kernel = head()
+      head = OutputKernel(
+        use_bias=False, output_major=self.unrolled, name="head"
+      )
+      kernel = head(cfg.width, cfg.vocab_size)
     return output_logits(x, kernel), aux, tuple(written)
 
   @nn.nowrap

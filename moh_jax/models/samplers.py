@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.dit import DIFFUSION_METHODS, FLOW_METHODS, GUIDED_CHANNELS
 from moh_jax.models.diffusion import (
   AnyProcess,
-  Flow,
   Process,
   implied_noise,
   lookup,
@@ -57,26 +55,9 @@ def sample(
 
   Returns:
     x_0 [B, ...], or with `trajectory` [S, B, ...].
-
-  Raises:
-    ValueError: an unknown method, or noise is missing.
   """
-  is_flow = isinstance(process, Flow)
-  methods = FLOW_METHODS if is_flow else DIFFUSION_METHODS
-  if method not in methods:
-    raise ValueError(f"method={method!r} must be one of {methods}")
-  if noise is None and (method == "ddpm" or eta):
-    raise ValueError(f"method={method!r} needs noise (eta={eta})")
-  if is_flow:
-    step_of_flow = flow_step(predict, process, method, clip)
-
-    def advance(x: jax.Array, previous: None, step: jax.Array) -> tuple:
-      return step_of_flow(x, step), previous
-
-  else:
-    make = {"ddpm": _ddpm, "ddim": _ddim, "dpm": _dpm}[method]
-    network = _Network(predict, process, prediction, clip)
-    advance = make(network, noise, eta)
+  solver = _Solver(predict, process, prediction, noise, eta, clip)
+  advance = getattr(solver, method)
 
   def body(carry: tuple, step: jax.Array) -> tuple:
     carry = advance(*carry, step)
@@ -91,15 +72,71 @@ def sample(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Network:
-  """A network and what its output at a step means."""
+class _Solver:
+  """The methods, each from (x, x0 of the step before, step) to the first two.
+
+  Attributes are arguments of `sample`.
+  """
 
   predict: Predict
-  process: Process
+  process: AnyProcess
   prediction: str
+  noise: Noise | None
+  eta: float
   clip: bool
 
-  def output(
+  def ddpm(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
+    """Ancestral sampling."""
+    out, t = self._output(x, step)
+    reverse = reverse_step(
+      self.process, self.prediction, out, x, t, clip=self.clip
+    )
+    added = jnp.exp(0.5 * reverse.log_variance) * self._noise(step)
+    return reverse.mean + jnp.where(step > 0, added, 0.0), previous
+
+  def ddim(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
+    """Noise that x0 implies, at the level of the next step."""
+    x0, t = self._clean(x, step)
+    direction = implied_noise(self.process, x0, x, t)
+    before = self.process.alphas_cumprod_prev
+    variance = self.eta**2 * self.process.posterior_variance
+    signal, spread = (
+      lookup(np.sqrt(level), t, x.ndim)
+      for level in (before, 1.0 - before - variance)
+    )
+    x = signal * x0 + spread * direction
+    if self.eta:
+      x += lookup(np.sqrt(variance), t, x.ndim) * self._noise(step)
+    return x, previous
+
+  def dpm(self, x: jax.Array, previous: jax.Array, step: jax.Array) -> tuple:
+    """DPM-Solver++ 2M."""
+    x0, t = self._clean(x, step)
+    keep, move, history = (
+      lookup(table, t, x.ndim) for table in _solver_tables(self.process)
+    )
+    blend = x0 + history * (x0 - previous)
+    return keep * x + move * blend, x0
+
+  def euler(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
+    """First order of dx/dt = velocity(x, t)."""
+    return x - self._gap(step) * self._velocity(x, step), previous
+
+  def heun(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
+    """Second order: the mean of the velocities at both ends of a step.
+
+    The last step, to the example, has the velocity of its beginning alone.
+    """
+    first = self._velocity(x, step)
+    reached = x - self._gap(step) * first
+
+    def corrected() -> jax.Array:
+      second = self._velocity(reached, step - 1)
+      return x - self._gap(step) * (first + second) / 2
+
+    return jax.lax.cond(step > 0, corrected, lambda: reached), previous
+
+  def _output(
     self, x: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """The network's output at a step, and the step of each example, [B]."""
@@ -107,64 +144,30 @@ class _Network:
     out = self.predict(x, jnp.broadcast_to(timesteps[step], batch))
     return out, jnp.broadcast_to(step, batch)
 
-  def clean(self, x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def _clean(
+    self, x: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     """The predicted clean example, and the step of each example, [B]."""
-    out, t = self.output(x, step)
+    out, t = self._output(x, step)
     value, _ = split_output(out, x.shape[-1])
     x0 = predict_x0(self.process, self.prediction, value, x, t)
     return (jnp.clip(x0, -1.0, 1.0) if self.clip else x0), t
 
+  def _velocity(self, x: jax.Array, step: jax.Array) -> jax.Array:
+    """The velocity, that to the clipped example if examples are clipped."""
+    value, _ = self._output(x, step)
+    if not self.clip:
+      return value
+    time = jnp.asarray(self.process.times, jnp.float32)[step]
+    return (x - jnp.clip(x - time * value, -1.0, 1.0)) / time
 
-# Every method maps x, the step before's x0 and the step to the first two.
-_Advance = Callable[[jax.Array, jax.Array | None, jax.Array], tuple]
+  def _gap(self, step: jax.Array) -> jax.Array:
+    """Time to the step before, [] float32."""
+    gaps = np.diff(self.process.times, prepend=0.0)
+    return jnp.asarray(gaps, jnp.float32)[step]
 
-
-def _ddpm(network: _Network, noise: Noise, eta: float) -> _Advance:
-  del eta
-  process, last = network.process, network.process.num_steps - 1
-
-  def advance(x: jax.Array, previous: None, step: jax.Array) -> tuple:
-    out, t = network.output(x, step)
-    reverse = reverse_step(
-      process, network.prediction, out, x, t, clip=network.clip
-    )
-    added = jnp.exp(0.5 * reverse.log_variance) * noise(last - step)
-    return reverse.mean + jnp.where(step > 0, added, 0.0), previous
-
-  return advance
-
-
-def _ddim(network: _Network, noise: Noise | None, eta: float) -> _Advance:
-  process, last = network.process, network.process.num_steps - 1
-  before = process.alphas_cumprod_prev
-  variance = eta**2 * process.posterior_variance
-
-  def advance(x: jax.Array, previous: None, step: jax.Array) -> tuple:
-    x0, t = network.clean(x, step)
-    direction = implied_noise(process, x0, x, t)
-    signal, spread = (
-      lookup(np.sqrt(level), t, x.ndim)
-      for level in (before, 1.0 - before - variance)
-    )
-    x = signal * x0 + spread * direction
-    if eta:
-      x += lookup(np.sqrt(variance), t, x.ndim) * noise(last - step)
-    return x, previous
-
-  return advance
-
-
-def _dpm(network: _Network, noise: Noise | None, eta: float) -> _Advance:
-  del noise, eta
-  solver = _solver_tables(network.process)
-
-  def advance(x: jax.Array, previous: jax.Array, step: jax.Array) -> tuple:
-    x0, t = network.clean(x, step)
-    keep, move, history = (lookup(table, t, x.ndim) for table in solver)
-    blend = x0 + history * (x0 - previous)
-    return keep * x + move * blend, x0
-
-  return advance
+  def _noise(self, step: jax.Array) -> jax.Array:
+    return self.noise(self.process.num_steps - 1 - step)
 
 
 def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
@@ -190,48 +193,6 @@ def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
       ratio = h / (log_snr[step] - log_snr[step + 1])
       history[step] = min(ratio, 1.0) / 2
   return keep, move, history
-
-
-def flow_step(
-  predict: Predict, process: Flow, method: str, clip: bool
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-  """Makes a step of a solver of dx/dt = velocity(x, t), from noise to example.
-
-  Args:
-    predict: (x [B, ...], t [B]) -> velocity [B, ...].
-    process: the steps.
-    method: "euler", or "heun": the mean of the velocities at both ends, where
-      the last step, to the example, has that of its beginning alone.
-    clip: whether to clip the clean example that a velocity leads to.
-
-  Returns:
-    (x, number of the step) -> x of the step before.
-  """
-  times = jnp.asarray(process.times, jnp.float32)
-  gaps = jnp.asarray(np.diff(process.times, prepend=0.0), jnp.float32)
-  inputs = jnp.asarray(process.timesteps)
-
-  def velocity(x: jax.Array, step: jax.Array) -> jax.Array:
-    value = predict(x, jnp.broadcast_to(inputs[step], x.shape[:1]))
-    if not clip:
-      return value
-    clean = jnp.clip(x - times[step] * value, -1.0, 1.0)
-    return (x - clean) / times[step]
-
-  def euler(x: jax.Array, step: jax.Array) -> jax.Array:
-    return x - gaps[step] * velocity(x, step)
-
-  def heun(x: jax.Array, step: jax.Array) -> jax.Array:
-    first = velocity(x, step)
-    reached = x - gaps[step] * first
-
-    def corrected() -> jax.Array:
-      second = velocity(reached, step - 1)
-      return x - gaps[step] * (first + second) / 2
-
-    return jax.lax.cond(step > 0, corrected, lambda: reached)
-
-  return {"euler": euler, "heun": heun}[method]
 
 
 def drop_labels(
@@ -271,13 +232,7 @@ def guide(
 
   Returns:
     (x, t) -> output [B, X, Y, channels or 2 * channels].
-
-  Raises:
-    ValueError: unknown channels.
   """
-  if channels not in GUIDED_CHANNELS:
-    raise ValueError(f"channels={channels!r} must be one of {GUIDED_CHANNELS}")
-
   if scale == 0:
     labels = jnp.full_like(labels, no_label)
 

@@ -158,22 +158,20 @@ def _share_of_steps(seconds: dict[str, float]) -> float:
   return seconds["step"] / max(sum(seconds.values()), 1e-9)
 
 
-class Profiler:
+class Profiler(contextlib.AbstractContextManager):
   """Traces steps A to B - 1 into WORKDIR/profile, in every process."""
 
   def __init__(self, steps: tuple[int, int] | None, workdir: epath.Path):
     """Traces nothing where `steps` is None."""
-    self._steps, self._folder = steps, os.fspath(workdir / TRACE)
+    self._steps, self._folder = steps or (0, 0), os.fspath(workdir / TRACE)
     self._tracing = False
 
-  def __enter__(self) -> "Profiler":
-    return self
-
   def __exit__(self, *_: Any) -> None:
-    self.stop()
+    self._trace(False, None)
 
-  @contextlib.contextmanager
-  def step(self, step: int, before: Any) -> Iterator[None]:
+  def step(
+    self, step: int, before: Any
+  ) -> contextlib.AbstractContextManager[Any]:
     """A block that dispatches a step.
 
     Args:
@@ -181,23 +179,18 @@ class Profiler:
       before: arrays of the step before, which the trace is to hold or to leave
         out whole.
     """
-    if self._steps is None:
-      yield
-      return
     first, end = self._steps
-    if self._tracing and not first <= step < end:  # or the run went back
-      self.stop(before)
-    if first <= step < end and not self._tracing:
-      jax.block_until_ready(before)
-      jax.profiler.start_trace(self._folder)
-      self._tracing = True
-    with jax.profiler.StepTraceAnnotation("train", step_num=step):
-      yield
+    self._trace(first <= step < end, before)
+    return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-  def stop(self, arrays: Any = None) -> None:
-    """Writes the trace, once `arrays` are there; does nothing without one."""
-    if self._tracing:
-      jax.block_until_ready(arrays)
-      self._tracing = False
+  def _trace(self, on: bool, before: Any) -> None:
+    """Begins or ends the trace once arrays are there, where that is due."""
+    if on == self._tracing:
+      return
+    jax.block_until_ready(before)
+    self._tracing = on
+    if on:
+      jax.profiler.start_trace(self._folder)
+    else:
       jax.profiler.stop_trace()
       _LOG.info("profile: %s", self._folder)

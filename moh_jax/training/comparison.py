@@ -20,7 +20,7 @@ from moh_jax.runtime.files import write_whole
 from moh_jax.runtime.json_files import parse_json
 from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.entrance import check_writable
-from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.train import train
 from moh_jax.training.variants import ComparedRun
 

@@ -23,7 +23,7 @@ from moh_jax.config.registry import ROUTERS, RouterKind, get_router
 from moh_jax.runtime import devices as devices_lib
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import USABLE, Topology
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}

@@ -1,8 +1,8 @@
 """What may refuse a run: all checks, before any long work begins.
 
-Each says by its arguments what it needs: the config, devices, the programs for
-them, the working directory, the data. `train` makes them in this order, and
-`plan` those that need no devices. What follows the entrance trusts its callers.
+`train` makes them in this order: those of the processes need nothing but the
+config, `CHECKS` the mesh and the abstract program (as in `plan`), the rest the
+working directory and the data. What follows the entrance trusts its callers.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from moh_jax.runtime.sharding import (
   check_whole,
   device_bytes,
 )
-from moh_jax.training.program import Program
+from moh_jax.training.step import Program
 
 _LOG = logging.getLogger(__name__)
 _INDEX_BYTES = 8  # of an entry of a table of relative positions
@@ -62,56 +62,52 @@ _STRUCTURE_FIELDS = (
 )
 
 
-def check_packages(config: Config) -> None:
-  """Checks that optional packages are there which the config asks for.
+def check_processes(config: Config, workdir: str) -> None:
+  """Checks that all processes of the run are about to do the same, and can.
+
+  It needs no devices: a process whose mesh is impossible stops the others.
 
   Raises:
-    ValueError: one is not.
+    ValueError: their configs, versions or checkpoints differ, or a package is
+      missing that the config asks for.
+    OSError: a process does not come.
   """
-  if config.log.wandb and importlib.util.find_spec("wandb") is None:
+  wandb = config.log.wandb
+  lacking = bool(wandb) and importlib.util.find_spec("wandb") is None
+  agree(
+    {
+      "config": config_lib.to_dict(config),
+      "newest checkpoint in the workdir": steps.list_steps(workdir)[-1:],
+      "lack of the package wandb": lacking,
+    }
+  )
+  if lacking:
     raise ValueError(
-      f"log.wandb={config.log.wandb!r} needs the package wandb: "
+      f"log.wandb={wandb!r} needs the package wandb: "
       "pip install 'moh_jax[wandb]'"
     )
 
 
-def check_processes(config: Config, workdir: str) -> None:
-  """Checks that all processes of the run are about to do the same.
-
-  Raises:
-    ValueError: their configs, versions or checkpoints differ.
-    OSError: a process does not come.
-  """
-  newest = steps.list_steps(workdir)[-1:]
-  run = {"config": config_lib.to_dict(config)}
-  agree({**run, "newest checkpoint in the workdir": newest})
-
-
-def check_mesh(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  """Checks all that follows from the config and its devices alone.
+def check_run(
+  config: Config, mesh: Mesh | AbstractMesh, program: Program
+) -> None:
+  """Makes all checks of `CHECKS`: what a config and its devices allow.
 
   Args:
     config: of the run.
-    mesh: the devices, which may be absent or abstract.
+    mesh: the devices, which may be absent or abstract; what is abstract tells
+      nothing of memory.
+    program: of the run, for these devices.
 
   Raises:
-    ValueError: the mesh does not fit the batches, the heads or the tokens, or
-      leaves a device of several slices a single image where images are mixed;
-      the devices cannot use the memory of their host; or the config is one for
-      serving.
+    ValueError: names what does not fit.
   """
-  _check_router(config)
-  _check_mixed_images(config, mesh)
-  _check_host_memory(config, mesh)
-  batch, parts = config.data.batch_size, config.optim.accumulation
-  check_batch("data.batch_size", batch, mesh, parts)
-  check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  check_heads(config.model, mesh, config.mesh.max_imbalance)
-  length = getattr(config.data, "sequence_length", None)
-  check_tokens(config.model, mesh, length)
+  for check in CHECKS:
+    check(config, mesh, program)
 
 
-def _check_router(config: Config) -> None:
+def check_router(config: Config, *_: Any) -> None:
+  """Choosing heads by their probability is for serving."""
   if config.model.router.top_p:
     raise ValueError(
       f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
@@ -119,8 +115,8 @@ def _check_router(config: Config) -> None:
     )
 
 
-def _check_mixed_images(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  """Images are mixed with others of their device, and so need one."""
+def check_mixed_images(config: Config, mesh: Mesh, *_: Any) -> None:
+  """Images of slices are mixed with others of their device, so need one."""
   batch, classifier = config.data.batch_size, config.sections.get("classifier")
   each = batch // config.optim.accumulation
   each //= math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -133,14 +129,14 @@ def _check_mixed_images(config: Config, mesh: Mesh | AbstractMesh) -> None:
     )
 
 
-def _check_host_memory(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  """Devices may use memory of their host where the config asks for it."""
+def check_host_memory(config: Config, mesh: Mesh, *_: Any) -> None:
+  """Devices can use memory of their host where the config asks for it."""
   asked = []
   if config.model.remat == "offload":
     asked.append("model.remat='offload'")
   if config.optim.state_memory == "host":
     asked.append("optim.state_memory='host'")
-  if not asked or isinstance(mesh, AbstractMesh):  # these tell nothing of it
+  if not asked or isinstance(mesh, AbstractMesh):
     return
   device = mesh.devices.flat[0]
   kinds = [one.kind for one in device.addressable_memories()]
@@ -151,30 +147,28 @@ def _check_host_memory(config: Config, mesh: Mesh | AbstractMesh) -> None:
     )
 
 
-def check_program(config: Config, mesh: Mesh, program: Program) -> None:
-  """Checks that the devices of a mesh can hold a run.
-
-  Raises:
-    ValueError: names what is too large, or not split; see the functions below.
-  """
-  check_params(config, mesh, program)
-  check_memory(config, mesh, program)
+def check_batches(config: Config, mesh: Mesh, *_: Any) -> None:
+  """Devices have equally many examples of a microbatch or an evaluation."""
+  batch, parts = config.data.batch_size, config.optim.accumulation
+  check_batch("data.batch_size", batch, mesh, parts)
+  check_batch("eval.batch_size", config.eval.batch_size, mesh)
 
 
-def check_params(
-  config: Config, mesh: Mesh | AbstractMesh, program: Program
-) -> None:
-  """Checks that a mesh splits the parameters of a program.
+def check_layers(config: Config, mesh: Mesh, *_: Any) -> None:
+  """The mesh can split the heads, and the tokens of an example."""
+  check_heads(config.model, mesh, config.mesh.max_imbalance)
+  length = getattr(config.data, "sequence_length", None)
+  check_tokens(config.model, mesh, length)
 
-  Raises:
-    ValueError: an axis splits none, or more than `mesh.max_whole` stays whole.
-  """
+
+def check_params(config: Config, mesh: Mesh, program: Program) -> None:
+  """An axis splits parameters, and less than `mesh.max_whole` stays whole."""
   if line := check_whole(program.boxed, mesh.shape, config.mesh.max_whole):
     _LOG.info("mesh: %s", line)
 
 
 def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
-  """Compares lower bounds with memory: what passes may still be too large.
+  """Lower bounds are less than memory: what passes may still be too large.
 
   They are those of the batches that are prepared ahead, of the tables of
   relative positions, of the layers' inputs of one example, and of the state.
@@ -182,6 +176,8 @@ def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
   Raises:
     ValueError: one of them is larger than the memory that there is.
   """
+  if isinstance(mesh, AbstractMesh):
+    return
   data, groups = config.data, config.model.layer_groups()
   length = getattr(data, "sequence_length", None)
   shape = getattr(config.model, "input_shape", ())
@@ -204,6 +200,18 @@ def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
   check_bytes(kept, "the layers' inputs of one example", each * len(devices))
   state = "the state of the run (parameters and optimizer)"
   check_tree(program.state, state)
+
+
+# Each takes (config, mesh, program) and raises ValueError.
+CHECKS = (
+  check_router,
+  check_mixed_images,
+  check_host_memory,
+  check_batches,
+  check_layers,
+  check_params,
+  check_memory,
+)
 
 
 def check_writable(workdir: str) -> epath.Path:

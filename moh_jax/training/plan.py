@@ -2,11 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from moh_jax.config import Config, without_router
@@ -20,16 +19,15 @@ from moh_jax.training.compiling import (
   Collective,
   Compiled,
   compile_step,
-  devices_along,
 )
-from moh_jax.training.entrance import check_mesh, check_params
+from moh_jax.training.entrance import check_run
 from moh_jax.training.flops import (
   LayerForm,
   published_peak,
   step_flops,
   step_forms,
 )
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 # What programs reach of published figures. These three are assumptions.
@@ -134,8 +132,8 @@ class Plan:
     baseline_flops: of a step of the same model without its router.
     computed: that a step computes, see `StepFlops.computed`.
     recomputed: FLOPs that `model.remat` computes again, beside these.
-    time: of a step, by the collectives of the compiled program or, without
-      one, by those that the mesh needs.
+    time: of a step, with the collectives of the compiled program; without one
+      nothing is known of them.
     unit: what throughput counts, "images" or "tokens".
     units_per_step: number of them.
     compiled: what the compiler says, or None.
@@ -189,10 +187,9 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     axis_types=(AxisType.Auto,) * len(sizes),
     abstract_device=devices.abstract_device(topology),
   )
-  check_mesh(config, mesh)
   objective = task_builder(config).make_objective(config)
   program = make_program(config, objective, mesh)
-  check_params(config, mesh, program)
+  check_run(config, mesh, program)
   state, sizes = program.state, dict(mesh.shape)
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
   counters = bytes_on_device((state.step, state.rng))
@@ -211,9 +208,7 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
   again = RUN_TWICE.get(config.model.remat, ())
   recomputed = sum(computed[part] / 3 for part in again)
   compiled, reason = _compile(config, topology, compiles)
-  collectives = expected_collectives(config, sizes, parameters)
-  if compiled and compiled.fits:
-    collectives = compiled.collectives
+  collectives = compiled.collectives if compiled else ()
   return Plan(
     config=config,
     topology=topology,
@@ -301,76 +296,30 @@ def seconds(collective: Collective, topology: Topology) -> float:
   return time / LINK_SHARE
 
 
-def expected_collectives(
-  config: Config, mesh: Mapping[str, int], parameters: int
-) -> tuple[Collective, ...]:
-  """The collectives that a step should have, before it is compiled.
-
-  In each microbatch the devices of `fsdp` put the parameters together in the
-  compute dtype for the forward and for the backward pass and add up the
-  gradients; those of `data` and `sequence` add them up too; those of `tensor`
-  add up the results of attention and of the MLP in each pass, and those of
-  `sequence` exchange queries, keys, values and the results of attention.
-
-  Args:
-    config: of the run.
-    mesh: sizes of the mesh's axes, in order.
-    parameters: their number.
-  """
-  times, dtype = config.optim.accumulation, jnp.dtype(config.model.dtype)
-  short = {"float32": "f32", "bfloat16": "bf16"}[config.model.dtype]
-  size = parameters * dtype.itemsize / mesh["tensor"]
-  found = []
-
-  def add(kind: str, axis: str, count: int, each: float) -> None:
-    if mesh[axis] > 1:
-      group = devices_along((axis,), mesh)
-      found.append(Collective(kind, short, (axis,), group, count, count * each))
-
-  add("all-gather", "fsdp", 2 * times, size)
-  add("reduce-scatter", "fsdp", times, size)
-  for axis in ("data", "sequence"):
-    add("all-reduce", axis, times, size / mesh["fsdp"])
-  shards = mesh["data"] * mesh["fsdp"]
-  examples = config.data.batch_size / (shards * times)
-  again = "products" in RUN_TWICE.get(config.model.remat, ())
-  passes = 3 if again else 2
-  length = getattr(config.data, "sequence_length", None)
-  for group in config.model.layer_groups():
-    tokens = examples * (length or group.tokens) / mesh["sequence"]
-    layers = passes * group.depth * times
-    each = tokens * group.width * dtype.itemsize
-    add("all-reduce", "tensor", 2 * layers, each)
-    heads, dim = group.budget.num_heads, group.budget.head_dim
-    both = heads + (group.kv_heads or heads)  # q and k, or v and the result
-    each = tokens * both / 2 * dim * dtype.itemsize / mesh["tensor"]
-    add("all-to-all", "sequence", 4 * layers, each)
-  return tuple(found)
-
-
 def assumptions(plan: Plan) -> Sequence[str]:
   """What a predicted time takes for granted, a sentence each."""
   config, topology = plan.config, plan.topology
-  chip, network, copies = topology.chip, "", ()
+  chip, network, more = topology.chip, "", ()
   peak = published_peak(chip.kind)
   if chip.platform == "gpu" or topology.slices > 1:
     others = "hosts" if chip.platform == "gpu" else "slices"
     network = f", {chip.network / 1e9:g} GB/s to other {others}"
-  if config.optim.state_memory == "host" or config.model.remat == "offload":
-    copies = ("copies to and from the memory of the host take no time",)
-  collectives = "that the mesh needs, not a compiled program's"
+  collectives = "without a compiled program collectives take no time"
   if plan.compiled and plan.compiled.fits:
-    collectives = "of the compiled program"
+    collectives = (
+      f"collectives reach {LINK_SHARE:.0%} of {chip.link / 1e9:g} GB/s per "
+      f"device{network} (the share is assumed)"
+    )
+  if config.optim.state_memory == "host" or config.model.remat == "offload":
+    more = ("copies to and from the memory of the host take no time",)
   return (
     f"products reach {PEAK_SHARE:.0%} of {peak / 1e12:g} TFLOP/s "
     "(published for bfloat16; the share is assumed)",
     f"the update reaches {MEMORY_SHARE:.0%} of {chip.memory_speed / 1e9:g} GB/s"
     " of memory (the share is assumed)",
-    f"collectives reach {LINK_SHARE:.0%} of {chip.link / 1e9:g} GB/s per device"
-    f"{network} (the share is assumed)",
-    f"the collectives are those {collectives}",
+    collectives,
     "communication is hidden behind products as far as these take longer; "
     "input, evaluation and checkpoints take no time",
-    *copies,
+    *more,
     f"source of the device's figures: {chip.source}",
   )

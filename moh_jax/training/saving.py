@@ -1,8 +1,9 @@
-"""Saves and restores the train state of a run, and says what is safe."""
+"""Checkpoints of a run: saved, restored, and gone back to after a bad step."""
 
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import shutil
@@ -13,16 +14,109 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from moh_jax.config import RewindConfig
 from moh_jax.data.identity import Identity
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.peers import ask_first_process
-from moh_jax.training.rewind import BadStepError, NonFiniteLossError, Watch
 from moh_jax.training.step import TrainState
 
 _LOG = logging.getLogger(__name__)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore's
 _RUN_FIELDS = ("step", "opt_state", "rng")
+_MEAN_STEPS = 50  # of the loss that a spike is compared with
+
+
+class NonFiniteLossError(RuntimeError):
+  """The loss or the gradient norm is NaN, infinite or a spike."""
+
+
+class BadStepError(Exception):
+  """A step whose result is not to be kept.
+
+  Attributes:
+    step: its number.
+    position: training batches read, its own among them.
+    reason: what is wrong with it.
+  """
+
+  def __init__(self, step: int, position: int, reason: str):
+    super().__init__(f"{reason} at step {step}")
+    self.step, self.position, self.reason = step, position, reason
+
+
+class Watch:
+  """Finds bad steps, and counts how often a run went back.
+
+  All it knows is in checkpoints, so a resumed run decides as one that was never
+  interrupted. With several processes all see the same metrics.
+
+  Attributes:
+    config: section `train.rewind` of the config.
+    rewinds: how often the run went back.
+  """
+
+  def __init__(self, config: RewindConfig):
+    """Knows nothing yet."""
+    self.config = config
+    self._mean: float | None = None
+    self.rewinds = 0
+
+  def check(
+    self, step: int, position: int, values: Mapping[str, float]
+  ) -> None:
+    """Looks at the metrics of the next step.
+
+    Args:
+      step: its number.
+      position: training batches read until then, its own among them.
+      values: its metrics, with "loss" and "grad_norm".
+
+    Raises:
+      BadStepError: they are not finite, or the loss is a spike.
+    """
+    for name in ("loss", "grad_norm"):
+      if not math.isfinite(values[name]):
+        raise BadStepError(step, position, f"{name}={values[name]}")
+    loss, spike = values["loss"], self.config.spike
+    if self._mean is None:
+      self._mean = loss
+    if spike and loss > spike * self._mean:
+      reason = f"loss={loss:.4g}, the mean before is {self._mean:.4g},"
+      raise BadStepError(step, position, reason)
+    self._mean += (loss - self._mean) / _MEAN_STEPS
+
+  def may_rewind(self) -> bool:
+    """Whether the run may go back once more."""
+    return bool(self.config.steps) and self.rewinds < self.config.limit
+
+  def target(self, step: int, saved: Sequence[int]) -> int:
+    """The checkpoint to go back to from a bad step.
+
+    Args:
+      step: the bad step.
+      saved: steps of the checkpoints, ascending.
+
+    Returns:
+      The newest that is far enough back, else the oldest; -1 without any.
+    """
+    far = [s for s in saved if s <= step - self.config.steps]
+    return far[-1] if far else min(saved, default=-1)
+
+  def to_json(self) -> dict[str, Any]:
+    """What a checkpoint is to hold."""
+    return {"rewinds": self.rewinds, "mean_loss": self._mean}
+
+  def restore(self, stored: Mapping[str, Any] | None) -> None:
+    """Continues from a checkpoint, which may know of fewer rewinds.
+
+    Args:
+      stored: what `to_json` returned; None at the beginning of the run, and in
+        checkpoints of older versions.
+    """
+    stored = stored or {}
+    self._mean = stored.get("mean_loss")
+    self.rewinds = max(stored.get("rewinds", 0), self.rewinds)
 
 
 class Saver:
@@ -83,31 +177,30 @@ class Saver:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    """Waits for what is being written, whose error `wait` raises."""
     # After an error other processes may never come to where this one waits.
     if kind is None or jax.process_count() == 1:
-      self.close()
+      with contextlib.suppress(Exception):
+        self._manager.close()
 
   def save(
     self,
     state: TrainState,
     position: int,
     watch: Mapping[str, Any] | None = None,
-    before: Callable[[int], None] = lambda step: None,
   ) -> None:
-    """Begins to write a checkpoint.
+    """Begins to write a checkpoint, once the one before is whole.
 
     Args:
       state: train state; its step names the checkpoint.
       position: number of training batches read.
       watch: of `Watch.to_json`.
-      before: called with the step once the checkpoint before is whole.
 
     Raises:
       OSError: it cannot be written, or the one before could not.
     """
     self.wait()
     step = int(state.step)
-    before(step)
     items = {n: checkpoint.save_arrays(t) for n, t in _items(state).items()}
     data = {"position": position, "stream": self._stream, "watch": watch}
     items["data"] = ocp.args.JsonSave(data)
@@ -197,12 +290,12 @@ class Saver:
         raise OSError(line) from error
       _LOG.warning("%s; %s", line, self.last_whole())
 
-  def last_step(self) -> str:
-    """As `last_whole`, but takes checkpoints to be as they were written."""
-    return self.last_whole(verify=False)
-
   def last_whole(self, verify: bool = True) -> str:
-    """Says which checkpoint the run can go on from, and may read it, once."""
+    """Says which checkpoint the run can go on from.
+
+    Args:
+      verify: read it, once, rather than take it to be as it was written.
+    """
     verify = verify and self._verify and jax.process_index() == 0
     for step in reversed(steps.list_steps(self._directory)):
       if step not in self._whole and verify:
@@ -211,16 +304,6 @@ class Saver:
         self._whole.add(step)
       return f"the last whole checkpoint in {self._directory} is step {step}"
     return f"{self._directory} holds no checkpoint that is whole"
-
-  def close(self) -> None:
-    """Waits for what is being written, and closes the folder.
-
-    An error of the last save is not raised here, but by `wait`.
-    """
-    try:
-      self._manager.close()
-    except Exception as error:
-      _LOG.debug("closing: %s", error, exc_info=True)
 
   @contextlib.contextmanager
   def errors(self) -> Iterator[None]:

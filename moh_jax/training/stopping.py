@@ -37,9 +37,7 @@ class StopRequest(contextlib.ExitStack):
     super().__init__()
     self._requested = threading.Event()
     self._shared = jax.process_count() > 1
-    self._interruptible = False
-    self._previous: dict[int, Any] = {}  # handlers of signals
-    self._begun = False
+    self._previous: dict[int, Any] | None = None  # handlers of signals
 
   def begin(self) -> None:
     """Turns the first SIGTERM or SIGINT into a request; a second interrupts.
@@ -47,23 +45,23 @@ class StopRequest(contextlib.ExitStack):
     Before, a signal ends the command: a run has nothing to save yet. With
     several processes JAX handles the signals from the start.
     """
-    if self._begun or self._shared:
+    in_main = threading.current_thread() is threading.main_thread()
+    if self._previous is not None or self._shared or not in_main:
       return
-    if threading.current_thread() is not threading.main_thread():
-      return
-    self._begun = True
     self.enter_context(signals.deferred())
     self.callback(self._restore)
-    for number in (signal.SIGTERM, signal.SIGINT):
-      self._previous[number] = signal.signal(number, self._handle)
+    self._previous = {
+      number: signal.signal(number, self._handle)
+      for number in (signal.SIGTERM, signal.SIGINT)
+    }
     if signals.stop_was_asked():
-      self.ask()
+      self._requested.set()
 
   def _handle(self, number: int, _: Any) -> None:
     name = signal.Signals(number).name
     _LOG.warning("%s: saving after this step, then stopping", name)
     self._restore()
-    self.ask()
+    self._requested.set()
 
   def _restore(self) -> None:
     while self._previous:
@@ -71,12 +69,6 @@ class StopRequest(contextlib.ExitStack):
 
   def __bool__(self) -> bool:
     return self._requested.is_set()
-
-  def ask(self) -> None:
-    """Asks for a stop; raises where the work may be interrupted."""
-    self._requested.set()
-    if self._interruptible:
-      raise StopNowError
 
   def reached(self) -> bool:
     """Whether to stop here; all processes of a run ask equally often."""
@@ -91,11 +83,7 @@ class StopRequest(contextlib.ExitStack):
       return None
     token = _current.set(self)
     try:
-      self._interruptible = True
-      try:
-        return work()
-      finally:
-        self._interruptible = False
+      return work()
     except StopNowError:
       return None
     finally:

@@ -27,7 +27,7 @@ from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn, Metrics
+from moh_jax.training.step import LossFn, Metrics, Objective
 from moh_jax.training.stopping import interruptible
 
 Evaluate = Callable[[Any, Mesh], dict[str, float]]
@@ -37,7 +37,7 @@ Preview = Callable[[Any, Mesh], np.ndarray]
 class TaskBuilder(Protocol):
   """Builds what a family trains on and is scored by."""
 
-  def make_objective(self, config: Config) -> "Objective":
+  def make_objective(self, config: Config) -> Objective:
     """Builds the network and its loss; no data are read.
 
     Args:
@@ -71,27 +71,6 @@ class TaskBuilder(Protocol):
 def task_builder(config: Config) -> TaskBuilder:
   """What builds the task of a run's family."""
   return imported(get_family(config.model.family).task)
-
-
-@dataclasses.dataclass(frozen=True)
-class Objective:
-  """A network and its training loss, which need no data to be built.
-
-  Attributes:
-    model: Linen module of the network.
-    inputs: abstract positional arguments of the network, with batch size 1.
-    example: abstract training example, without the axis of the batch.
-    loss_fn: (params, batch, rng, step) -> (loss, metrics).
-    unit: unit of throughput, "images" or "tokens".
-    units_per_step: number of units in a global batch.
-  """
-
-  model: nn.Module
-  inputs: tuple[jax.ShapeDtypeStruct, ...]
-  example: Mapping[str, jax.ShapeDtypeStruct]
-  loss_fn: LossFn
-  unit: str
-  units_per_step: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

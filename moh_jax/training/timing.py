@@ -16,7 +16,7 @@ import jax
 from moh_jax._version import __version__
 from moh_jax.config import Config
 from moh_jax.runtime import sharding
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 _MAX_REPEATS = 1000

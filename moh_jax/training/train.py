@@ -20,10 +20,13 @@ from moh_jax.training import entrance, saving, warm_start
 from moh_jax.training.clock import Profiler, RunClock
 from moh_jax.training.feed import Feed
 from moh_jax.training.metrics import HeadWatch, MetricsWriter
-from moh_jax.training.program import Program, describe, make_program
-from moh_jax.training.rewind import BadStepError, Watch
-from moh_jax.training.saving import Saver
-from moh_jax.training.step import HEAD_LOADS, TrainState
+from moh_jax.training.saving import BadStepError, Saver, Watch
+from moh_jax.training.step import (
+  HEAD_LOADS,
+  Program,
+  TrainState,
+  make_program,
+)
 from moh_jax.training.stopping import StopRequest
 from moh_jax.training.task import Task, task_builder
 from moh_jax.training.warm_start import keep_tokenizer
@@ -55,7 +58,7 @@ def train(
   devices: list[jax.Device] | None = None,
   decode: Decode | None = None,
   verify: bool = True,
-  at_peak: AtPeak = lambda _: {},
+  at_peak: AtPeak = lambda config: {},
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
@@ -72,7 +75,7 @@ def train(
       newest one that is whole.
     at_peak: (config) -> seconds that a step would take at the peak of one
       device, by the name of the metric that compares the run's with them; see
-      `speed.model_flops.at_peak`.
+      `flops.at_peak`.
 
   Returns:
     The final state and evaluation.
@@ -88,15 +91,13 @@ def train(
   # Prepare.
   clock, config = RunClock(), resolve(config)
   compilation_cache.keep_in(config.train.compilation_cache)
+  entrance.check_processes(config, workdir)
   # Devices.
   mesh = sharding.make_mesh(config.mesh, devices)
-  entrance.check_packages(config)
-  entrance.check_processes(config, workdir)
-  entrance.check_mesh(config, mesh)
   # Program.
   builder = task_builder(config)
   program = make_program(config, builder.make_objective(config), mesh)
-  entrance.check_program(config, mesh, program)
+  entrance.check_run(config, mesh, program)
   # Data.
   task = builder.make_task(config, decode)
   metadata = task.metadata(config)
@@ -115,7 +116,7 @@ def train(
     enter(saver.errors())
     enter(saver)
     batches = enter(Feed(task.batches(mesh), mesh, config.data.device_prefetch))
-    peers = enter(Peers(directory, saver.last_step))
+    peers = enter(Peers(directory, lambda: saver.last_whole(verify=False)))
     stop = enter(StopRequest())
     profiler = enter(Profiler(config.log.profiled_steps, directory))
     clock.begin(directory, start or 0)
@@ -152,18 +153,19 @@ def train(
             log.report(*pending, watch)
             pending = None
           if saves:
-            with clock.phase("save"):
-              saver.save(state, batches.position, watch.to_json(), log.flush)
+            log.save(step, state, batches.position, watch)
           if shows:
             evaluation = log.show(step, state, stop) or evaluation
-          if stopping or stop:
-            if not saves:  # the stop came while the state was shown
-              with clock.phase("save"):
-                saver.save(state, batches.position, watch.to_json(), log.flush)
-            return _finished(Result(state, evaluation, False), step, saver, log)
-        # A finished run that was started again has nothing evaluated.
-        evaluation = evaluation or log.evaluate(step, state)
-        return _finished(Result(state, evaluation, True), step, saver, log)
+          if stop:
+            if not saves:  # it came while the state was shown
+              log.save(step, state, batches.position, watch)
+            break
+        if not stop and not evaluation:  # of a finished run, started again
+          evaluation = log.evaluate(step, state)
+        log.finish(step)
+        if stop:
+          _LOG.warning("stopped at step %d, saved; run again to resume", step)
+        return Result(state, evaluation, not stop)
       except BadStepError as error:
         bad = error.with_traceback(None)  # its frames keep the state alive
       state = pending = batch = metrics = None
@@ -179,17 +181,17 @@ def _say(config: Config, mesh: Mesh, program: Program) -> None:
     jax.process_count(),
     ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
   )
-  _LOG.info("model: %s", describe(config, program.state.params))
-
-
-def _finished(result: Result, step: int, saver: Saver, log: "Log") -> Result:
-  """Waits for the last checkpoint; says where a run was stopped."""
-  with log.clock.phase("save"):
-    saver.wait()
-    log.flush(step)
-  if not result.finished:
-    _LOG.warning("stopped at step %d, saved; run again to resume", step)
-  return result
+  groups = config.model.layer_groups()
+  widths = dict.fromkeys(str(group.width) for group in groups)
+  _LOG.info(
+    "model: %s, %d layers of width %s, %.1f%% of the heads active, %s "
+    "parameters",
+    config.model.family,
+    sum(group.depth for group in groups),
+    ", ".join(widths),
+    100 * config.model.activated_share,
+    f"{sum(x.size for x in jax.tree.leaves(program.state.params)):,}",
+  )
 
 
 class Log(contextlib.AbstractContextManager):
@@ -212,12 +214,12 @@ class Log(contextlib.AbstractContextManager):
       config: the run.
       task: makes pictures and evaluates.
       mesh: the devices.
-      saver: guards what is written.
+      saver: of checkpoints; it guards all that is written.
       clock: counts the time.
       at_peak: see `train`.
     """
     self._directory, self._config, self._task = directory, config, task
-    self._mesh, self._guard, self.clock = mesh, saver.guard, clock
+    self._mesh, self._saver, self._clock = mesh, saver, clock
     self._peaks, self._heads = at_peak(config), HeadWatch(config)
     self._writer: MetricsWriter | None = None
 
@@ -249,8 +251,8 @@ class Log(contextlib.AbstractContextManager):
       ),
       run=to_dict(self._config),
     )
-    self.clock.at(step)
-    with self._guard(f"pictures after step {step}"):
+    self._clock.at(step)
+    with self._saver.guard(f"pictures after step {step}"):
       writer.drop_images(_SAMPLES, lambda s: s > step and self.due(s)[0])
     if not step or not any(self.due(step)):
       return {}
@@ -262,12 +264,33 @@ class Log(contextlib.AbstractContextManager):
     picture, row = ask_first_process(missing, 2)
     return self.show(step, state, stop, (bool(picture), bool(row)))
 
-  def flush(self, step: int) -> None:
-    """Writes the metrics and times until a step that has a checkpoint."""
-    with self._guard("metrics.jsonl"):
+  def save(
+    self, step: int, state: TrainState, position: int, watch: Watch
+  ) -> None:
+    """Begins a checkpoint, with the metrics and the seconds until there.
+
+    Args:
+      step: its number.
+      state: after the step.
+      position: training batches read until then.
+      watch: what it knows is saved too.
+    """
+    with self._clock.phase("save"):
+      self._saver.wait()  # for the one before
+      self._flush(step)
+      self._saver.save(state, position, watch.to_json())
+
+  def finish(self, step: int) -> None:
+    """Waits for the last checkpoint, and writes what is left."""
+    with self._clock.phase("save"):
+      self._saver.wait()
+      self._flush(step)
+
+  def _flush(self, step: int) -> None:
+    with self._saver.guard("metrics.jsonl"):
       self._writer.flush()
-    with self._guard("goodput.json"):
-      self.clock.save(step)
+    with self._saver.guard("goodput.json"):
+      self._clock.save(step)
 
   def report(
     self, step: int, position: int, metrics: Any, watch: Watch
@@ -288,12 +311,12 @@ class Log(contextlib.AbstractContextManager):
     loads = metrics.pop(HEAD_LOADS, None)
     values = {n: float(v) for n, v in metrics.items()}
     watch.check(step, position, values)
-    self.clock.step_done()
+    self._clock.step_done()
     writer.advance(step)
     if step % config.log.every == 0 or step == config.train.steps:
-      seconds = self.clock.seconds_per_step(step)
+      seconds = self._clock.seconds_per_step(step)
       rate = task.units_per_step / seconds
-      values |= {f"{task.unit}_per_second": rate, **self.clock.metrics()}
+      values |= {f"{task.unit}_per_second": rate, **self._clock.metrics()}
       scale = seconds * self._mesh.size
       values |= {name: least / scale for name, least in self._peaks.items()}
       if config.train.rewind.steps:
@@ -304,7 +327,7 @@ class Log(contextlib.AbstractContextManager):
         values |= self._heads.metrics(step, loads)
       self._write(step, "train", values)
     if loads is not None and self._heads.due(step):
-      with self._guard(f"the loads of heads of step {step}"):
+      with self._saver.guard(f"the loads of heads of step {step}"):
         writer.write_loads(step, self._heads.by_layer(loads))
 
   def due(self, step: int) -> tuple[bool, bool]:
@@ -324,11 +347,11 @@ class Log(contextlib.AbstractContextManager):
     """Shows and scores a state where that is due; returns its evaluation."""
     show, evaluate = map(operator.and_, self.due(step), missing)
     if show:
-      with self.clock.phase("evaluate"):
+      with self._clock.phase("evaluate"):
         params = self._params(state)
         picture = stop.run(lambda: self._task.preview(params, self._mesh))
       if picture is not None:
-        with self._guard(f"the picture of step {step}"):
+        with self._saver.guard(f"the picture of step {step}"):
           self._writer.write_image(step, _SAMPLES, picture)
     found = stop.run(lambda: self._scores(state)) if evaluate else None
     if found is not None:
@@ -342,11 +365,11 @@ class Log(contextlib.AbstractContextManager):
     return found
 
   def _scores(self, state: TrainState) -> dict[str, float]:
-    with self.clock.phase("evaluate"):
+    with self._clock.phase("evaluate"):
       return self._task.evaluate(self._params(state), self._mesh)
 
   def _write(self, step: int, split: str, values: dict[str, float]) -> None:
-    with self._guard(f"metrics.jsonl, step {step},"):
+    with self._saver.guard(f"metrics.jsonl, step {step},"):
       self._writer.write(step, split, values)
 
   def _params(self, state: TrainState) -> Any:

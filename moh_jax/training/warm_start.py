@@ -23,8 +23,7 @@ from moh_jax.models.registry import fit_params, make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_on
-from moh_jax.training.program import Program, averaged_from
-from moh_jax.training.step import TrainState
+from moh_jax.training.step import Program, TrainState, averaged_from
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from absl.testing import absltest
 
 from moh_jax import config as config_lib
 from moh_jax.training import comparison, timing
-from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.timing import Timing
 from moh_jax.training.train import Result
 from tests.cli import tiny_checkpoint

@@ -12,7 +12,7 @@ from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]

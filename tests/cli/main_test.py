@@ -11,7 +11,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.cli import main, verify
+from moh_jax.cli import classify, main
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.training import tiny
@@ -129,7 +129,7 @@ class MainTest(parameterized.TestCase):
 
 _LIGHT = """
 import contextlib, io, sys
-from moh_jax.cli import main, verify
+from moh_jax.cli import main
 for argv in {calls}:
   out = io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -211,9 +211,12 @@ class WarningsTest(absltest.TestCase):
     logging.basicConfig()  # as a library may call it
     ours = logging.getLogger("moh_jax")
     before = ours.handlers[:], ours.propagate
-    with mock.patch.object(verify, "run", run):
+    with mock.patch.object(classify, "run", run):
       folder = self.enterContext(tempfile.TemporaryDirectory())
-      status, _, err = tiny_checkpoint.call("verify", folder)
+      tiny_checkpoint.save(folder)
+      status, _, err = tiny_checkpoint.call(
+        "classify", folder, "--checkpoint", folder
+      )
     self.assertEqual((status, err), (0, "an odd file\n"))
     self.assertEqual((ours.handlers, ours.propagate), before)
 
@@ -260,7 +263,7 @@ class ModuleTest(absltest.TestCase):
     environment.pop("PYTHONWARNINGS", None)
     for flags, shown in ([], 0), (["-W", "default"], 3):
       done = subprocess.run(
-        [sys.executable, *flags, "-m", "moh_jax", "--import", "odd", "verify"],
+        [sys.executable, *flags, "-m", "moh_jax", "--import", "odd", "inspect"],
         cwd=_ROOT,
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from moh_jax.config import Config, MeshConfig, released_model
 from moh_jax.config.layers import without_router
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import absent_devices
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 

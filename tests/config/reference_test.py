@@ -1,56 +1,12 @@
-import dataclasses
-from typing import Literal
-
 from absl.testing import absltest, parameterized
 
 from docs import write_reference
 from moh_jax import config as config_lib
 from moh_jax.config import reference
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-  """A part.
-
-  Attributes:
-    size: of the part,
-      on two lines.
-  """
-
-  size: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-  """A section with a part. More of it.
-
-  Attributes:
-    part: the part.
-    kind: what it is.
-    free: any text.
-
-  Raises:
-    ValueError: a kind that there is not.
-  """
-
-  part: _Part = _Part()
-  kind: Literal["a", "b"] = "a"
-  free: str = "b"
+from moh_jax.config.registry import ROUTERS
 
 
 class KeysTest(parameterized.TestCase):
-  def test_sections_nest(self):
-    part, kind, free = reference.keys("whole", _Whole(part=_Part(3)))
-    self.assertEqual(
-      part,
-      reference.Key(
-        "whole.part.size", 3, "int | None", "of the part, on two lines.", ()
-      ),
-    )
-    self.assertEqual(kind.choices, ("'a'", "'b'"))
-    self.assertEqual(free.choices, ())
-    self.assertEqual(free.meaning, "any text.")
-
   @parameterized.parameters(
     ("train.seed", "int", ()),
     ("optim.schedule", "str", ("'cosine'", "'constant'", "'wsd'")),
@@ -58,6 +14,8 @@ class KeysTest(parameterized.TestCase):
     ("optim.warmup_steps", "int | None", ()),
     ("model.image_size", "tuple[int, int] | None", ()),
     ("model.dtype", "str", ("'float32'", "'bfloat16'")),
+    ("model.router.two_stage", "bool", ()),
+    ("model.router.kind", "str", tuple(map(repr, ROUTERS.names()))),
   )
   def test_of_a_real_config(self, name, type_name, choices):
     config = config_lib.Config(config_lib.ViTConfig())
@@ -67,6 +25,15 @@ class KeysTest(parameterized.TestCase):
     }
     self.assertEqual(found[name].type, type_name)
     self.assertEqual(found[name].choices, choices)
+
+  def test_meaning_may_have_several_lines(self):
+    found = reference.meanings(config_lib.TrainConfig)["rewind"]
+    self.assertEqual(
+      found, "what the run does when its loss is NaN or a spike."
+    )
+    found = reference.meanings(config_lib.OptimConfig)["layer_decay"]
+    self.assertEndsWith(found, "1 is one rate for all.")
+    self.assertIn("as fine-tuning wants it: the output has", found)
 
   @parameterized.parameters("vit", "dit", "llm")
   def test_every_key_has_a_meaning(self, family):

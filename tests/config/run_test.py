@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import pickle
 import re
@@ -61,6 +62,7 @@ _LLM = tiny.llm_config(
   tune={"top_k_steps": (0, 3), "top_k_values": (3, 2)},
 )
 _RUNS = {"vit": _VIT, "dit": _DIT, "pixel": _PIXEL, "flow": _FLOW, "llm": _LLM}
+_ROUTER = config_lib.RouterConfig()
 _SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
 # Run, changed fields by section, what the message says.
 _REFUSED = (
@@ -88,7 +90,7 @@ _REFUSED = (
   *(
     ("pixel", {"data": {"source": source, "path": "x"},
                "diffusion": {"space": space}},
-     f"diffusion.space='{space}' and data.source='{source}' do not go")
+     f"data.source='{source}' must hold")
     for space, source in (
       ("latent", "digits"), ("latent", "image_folder"), ("pixel", "latents")
     )
@@ -121,21 +123,21 @@ _REFUSED = (
   ("flow", {"sample": {"steps": "ddim50"}}, "'ddim50' must be a number in"),
   ("flow", {"sample": {"steps": "0"}}, "steps='0' must be a number in"),
   ("flow", {"sample": {"eta": 0.5}}, "eta=0.5 must be 0 for sample.method='h"),
-  ("flow", {"diffusion": {"prediction": "v"}}, "'flow' needs 'velocity'"),
-  ("flow", {"diffusion": {"schedule": "linear"}}, "'flow' needs 'velocity'"),
+  ("flow", {"diffusion": {"prediction": "v"}}, "must be 'velocity' for 'flow'"),
+  ("flow", {"diffusion": {"schedule": "linear"}}, "must be 'velocity' for"),
   ("llm", {"data": {"sequence_length": 33}},
    "data.sequence_length=33 must be at most model.max_length=32"),
   ("llm", {"tune": {"top_k_steps": (0, 2), "top_k_values": (3, 1)}},
-   "must end with the model.top_k of the layers that route, (2,)"),
+   "must end with the routing layers' top_k (2,)"),
   ("llm", {"tune": {"top_k_steps": (0, 2), "top_k_values": (4, 2)}},
-   "tune.top_k_values=(4, 2) must be at most the 3 routed heads"),
+   "tune.top_k_values=(4, 2) must be at most 3, a layer's routed"),
   ("llm", {"tune": {"top_k_steps": (0, 9**6), "top_k_values": (3, 2)}},
    "must end before train.steps="),
   ("llm", {"tune": _SCHEDULE, "model": {"top_k": (2, 3)}},
-   "must end with the model.top_k of the layers that route, (2, 3)"),
+   "must end with the routing layers' top_k (2, 3)"),
   ("llm", {"tune": _SCHEDULE,
            "model": {"router": config_lib.RouterConfig("none")}},
-   "must end with the model.top_k of the layers that route, ()"),
+   "must end with the routing layers' top_k ()"),
 )  # fmt: skip
 _OLD = {
   "model": {
@@ -273,12 +275,6 @@ class FormsTest(parameterized.TestCase):
       expected = Config(model=config.model)
       self.assertEqual(config_lib.from_config_dict(cfg), expected)
 
-  @parameterized.parameters("nope", "optim.nope", "model.nope")
-  def test_locked_dict_refuses_an_unknown_key(self, path):
-    cfg = config_lib.to_config_dict(_VIT)
-    with self.assertRaises(KeyError):
-      cfg.update_from_flattened_dict({path: 1})
-
   @parameterized.parameters(
     ({"data": {}}, "no section 'model'"),
     (
@@ -300,18 +296,13 @@ class FormsTest(parameterized.TestCase):
     ("vit", "data", "batch_size", 8.0, "must be of type int"),
     ("vit", "data", "batch_size", True, "must be of type int"),
     ("vit", "data", "path", 7, "must be of type str"),
-    ("vit", "data", "mean", 0.5, "must be a tuple"),
     ("vit", "data", "mean", (0.1, "x", 0.3), "data.mean[1]='x' must be of"),
     ("vit", "optim", "lr", "1e-3", "must be of type float"),
     ("vit", "optim", "lr", None, "must be of type float"),
     ("vit", "optim", "lr", True, "must be of type float"),
     ("vit", "optim", "lr", 10**400, "must be finite"),
     ("vit", "optim", "no_decay", "*/bias", "must be a tuple"),
-    ("vit", "train", "steps", "10", "must be of type int"),
     ("vit", "checkpoint", "async_save", 1, "must be of type bool"),
-    ("vit", "model", "depths", 1, "must be a tuple"),
-    ("vit", "model", "num_classes", "many", "must be of type int"),
-    ("vit", "model", "num_classes", True, "must be of type int"),
     ("vit", "model", "image_size", (8, 8, 3), "must have 2 values"),
     ("vit", "model", "router", {"kinds": "none"},
      "unknown config key model.router.kinds; did you mean 'kind'?; known:"),
@@ -319,28 +310,15 @@ class FormsTest(parameterized.TestCase):
      "model.router.two_stage='yes' must be of type bool"),
     ("vit", "model", "router", {"kind": "one"},
      "model.router.kind='one' must be one of ('two_stage', "),
-    ("vit", "model", "router", {"gate_form": "x"},
-     "model.router.gate_form='x' must be one of ('rel"),
     ("vit", "model", "router", 3,
      "model.router=3 must be a section with the fields ['kind', "),
-    ("vit", "model", "router", "none", "looks like model.router.kind"),
     ("vit", "model", "gate_form", "paper", "now model.router.gate_form"),
     ("vit", "train", "mixup", 0.2, "it is now classifier.mixup"),
-    ("dit", "diffusion", "step", 3,
-     "unknown config key diffusion.step; did you mean 'steps'?; known:"),
-    ("dit", "diffusion", "steps", "1000", "must be of type int"),
     ("dit", "sample", "steps", 250, "must be of type str"),
-    ("dit", "sample", "cfg_interval", (1, 2, 3), "must have 2 values"),
     ("llm", "model", "head_order", ((0, "1"),), "head_order[0][1]='1' must"),
-    ("llm", "data", "ratios", ("1",), "data.ratios[0]='1' must be of type"),
     ("llm", "data", "augment", "none", "unknown config key data.augment"),
-    ("llm", "model", "rope", {"base": 5.0},
-     "unknown config key model.rope.base; known: ['attention_factor', "),
-    ("llm", "model", "rope", {"theta": "5"},
-     "model.rope.theta='5' must be of type float"),
     ("llm", "model", "rope", {"low_freq_factor": 9.0},
      "model.rope.low_freq_factor=9.0 must be above 0 and below"),
-    ("llm", "tune", "top_k_steps", 0, "tune.top_k_steps=0 must be a tuple"),
     *(
       (run, section, "xyz", 1, f"unknown config key {section}.xyz; known: [")
       for run in ("vit", "dit", "llm")
@@ -352,36 +330,19 @@ class FormsTest(parameterized.TestCase):
       config_lib.from_config_dict(_changed(section, _RUNS[run], **{key: value}))
     self.assertIn(f"{section}.{key}", str(caught.exception))
 
-  def test_unset_leaves_are_none_and_can_be_set(self):
-    cfg = config_lib.to_config_dict(_VIT)
-    self.assertIsNone(cfg.model.num_classes)
-    self.assertIsNone(config_lib.from_config_dict(cfg).model.num_classes)
-    cfg.model.num_classes = 7
-    cfg.data.mean = cfg.data.std = (0.5,) * 3
-    self.assertEqual(config_lib.from_config_dict(cfg).model.num_classes, 7)
-    with self.assertRaises(TypeError):
-      cfg.model.num_classes = "many"
-
 
 class OverridesTest(absltest.TestCase):
   def test_only_the_named_field_changes_and_is_checked(self):
-    changed = config_lib.apply_overrides(_VIT, "model", top_k=(2,))
+    change = functools.partial(config_lib.apply_overrides, section="model")
+    changed = change(_VIT, top_k=(2,), router={"two_stage": False})
     self.assertEqual(changed.model.top_k, (2,))
-    back = config_lib.apply_overrides(changed, "model", top_k=(1,))
+    changed = change(changed, router={"gate_form": "paper"})
+    router = config_lib.RouterConfig(gate_form="paper", two_stage=False)
+    self.assertEqual(changed.model.router, router)
+    back = change(changed, top_k=(1,), router=dataclasses.asdict(_ROUTER))
     self.assertEqual(back, _VIT)
     with self.assertRaisesRegex(ValueError, "top_k=4"):
-      config_lib.apply_overrides(_VIT, "model", top_k=(4,))
-
-  def test_nested_section_keeps_its_other_fields(self):
-    router = {"two_stage": False}
-    changed = config_lib.apply_overrides(_VIT, "model", router=router)
-    changed = config_lib.apply_overrides(
-      changed, "model", router={"gate_form": "paper"}
-    )
-    self.assertEqual(
-      changed.model.router,
-      config_lib.RouterConfig(gate_form="paper", two_stage=False),
-    )
+      change(_VIT, top_k=(4,))
 
   def test_differing_fields_and_both_values_are_named(self):
     router = config_lib.RouterConfig("none")

@@ -75,15 +75,16 @@ class ReadTest(parameterized.TestCase):
     # Keys, and the fields in which the model is not LLaMA3's.
     ({"num_key_value_heads": _ABSENT}, {"num_kv_heads": 32}),
     ({"rope_theta": _ABSENT}, {"rope": RotaryConfig()}),
-    ({"attention_bias": _ABSENT}, {}),
     (
       {"attention_bias": True, "mlp_bias": True},
       {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
     ),
     ({"head_dim": 64}, {"head_dim": 64}),
     ({"head_dim": None}, {}),
-    ({"tie_word_embeddings": True}, {"tie_embeddings": True}),
-    ({"rms_norm_eps": 1e-6}, {"norm_eps": 1e-6}),
+    (
+      {"tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+      {"tie_embeddings": True, "norm_eps": 1e-6},
+    ),
     # Other architectures, and what a key means that they lack.
     ({**_QWEN2, "use_sliding_window": False}, {"qkv_bias": True}),
     ({"architectures": _ABSENT, "model_type": "qwen2"}, {"qkv_bias": True}),
@@ -98,12 +99,10 @@ class ReadTest(parameterized.TestCase):
       {"num_kv_heads": 8},
     ),
     # Sliding windows bound the texts.
-    ({**_MISTRAL, "sliding_window": 10000}, {}),
     ({**_MISTRAL, "sliding_window": 100}, {"max_length": 100}),
     ({**_MISTRAL, "sliding_window": _ABSENT}, {"max_length": 4096}),
     ({"sliding_window": 100}, {}),
     (_SLIDING, {"qkv_bias": True, "max_length": 100}),
-    ({**_SLIDING, "max_window_layers": 32}, {"qkv_bias": True}),
     ({**_SLIDING, "use_sliding_window": False}, {"qkv_bias": True}),
     (
       {**_SLIDING, "layer_types": ["full_attention"] * 32},
@@ -115,10 +114,6 @@ class ReadTest(parameterized.TestCase):
       {"qkv_bias": True, "max_length": 100},
     ),
     # RoPE, in both spellings.
-    (
-      {"rope_parameters": _LLAMA31, "max_position_embeddings": 131072},
-      {"rope": _rope("llama3", factor=8.0), "max_length": 131072},
-    ),
     (
       {"rope_scaling": _LLAMA31, "max_position_embeddings": 131072},
       {"rope": _rope("llama3", factor=8.0), "max_length": 131072},
@@ -141,11 +136,6 @@ class ReadTest(parameterized.TestCase):
       {"rope_scaling": _YARN},
       {"rope": _rope("yarn", factor=4.0, original_length=4096),
        "max_length": 4 * 4096},
-    ),
-    (
-      {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-      {"rope": _rope("yarn", factor=2.0, original_length=8192),
-       "max_length": 16384},
     ),
     (
       {"rope_scaling": {**_YARN, **_OPTIONS, "mscale": 1.0}},
@@ -182,16 +172,13 @@ class ReadTest(parameterized.TestCase):
       {**_QWEN2, "layer_types": ["sliding_attention"] * 32},
       r"layer_types=.*must each be in \['full_attention'\]",
     ),
-    ({"layer_types": ["linear_attention"]}, "layer_types=.*must each be"),
     ({"logit_scale": 0.5}, "unknown key 'logit_scale'=0.5 may change"),
-    ({"is_encoder_decoder": True}, "unknown key 'is_encoder_decoder'=True"),
     ({"quantization_config": {"bits": 4}}, "quantization_config=.*'bits': 4"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
     (
       {"rope_scaling": {"type": "longrope", "factor": 2.0}},
       "rope_scaling.rope_type='longrope' must be one of .*'llama3', 'yarn'",
     ),
-    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor must be given"),
     (
       {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 40}},
       "rope.beta_slow=40.0 must be above 0 and at most rope.beta_fast=32.0",
@@ -215,16 +202,20 @@ class ReadTest(parameterized.TestCase):
     ({"num_key_value_heads": 5}, "num_kv_heads=5 must divide .*=32"),
     ({"hidden_size": 4097}, "hidden_size=4097 must be a multiple"),
     ({"vocab_size": _ABSENT}, "has no entry 'vocab_size'"),
-    ({"vocab_size": "many"}, "vocab_size='many' must be 'int'"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be"),
-    ({"rms_norm_eps": None}, "has no entry 'rms_norm_eps'"),
     ({"moh_jax": {"depth": 3}}, "model.depth"),
     (
       {"moh_jax": {"router": "query_norm"}},
       r"moh_jax\.router\.kind='query_norm'",
     ),
     ({"architectures": ["MoHLlamaForCausalLM"]}, "needs router.kind"),
+    (
+      {
+        "architectures": ["MoHLlamaForCausalLM"],
+        "router": {"kind": "query_norm"},
+      },
+      "no 'shared_heads'",
+    ),
   )
   def test_other_networks_are_refused_by_field_and_value(self, changes, regex):
     with self.assertRaisesRegex(ValueError, regex):
@@ -261,11 +252,6 @@ class FileTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, option):
       llama_config.read_config(path)
 
-  def test_the_release_may_have_code(self):
-    path = self._file(json.dumps(_LLAMA3 | {"auto_map": {"AutoModel": "a.B"}}))
-    model = llama_config.read_config(path, "moh-llama3")
-    self.assertEqual(model, released_model("llama3-8b"))
-
 
 _LLAMA, _OURS = "LlamaForCausalLM", "MoHLlamaForCausalLM"
 _BIASES = {"qkv_bias": True, "out_bias": True}
@@ -292,13 +278,13 @@ _MODELS = {
         "router": RouterConfig("query_norm", straight_through="all")}),
       ("qwen3_moh", tiny_llm.QUERY_NORM, _OURS, {"qk_norm": True}),
       ("out_bias", tiny_llm.MHA, _OURS, {"out_bias": True}),
-      ("biases", tiny_llm.MHA, _LLAMA, {**_BIASES, "mlp_bias": True}),
       ("qwen2", tiny_llm.MHA, "Qwen2ForCausalLM", {"qkv_bias": True}),
-      ("qwen3", tiny_llm.MHA, "Qwen3ForCausalLM", {"qk_norm": True}),
       ("qwen3_biases", tiny_llm.MHA, "Qwen3ForCausalLM",
        {"qk_norm": True, **_BIASES}),
       ("tied", tiny_llm.MHA, _LLAMA,
-       {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16"}),
+       {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16",
+        **_BIASES, "mlp_bias": True,
+        "rope": RotaryConfig(factor=2.0, original_length=5)}),
       ("linear", tiny_llm.MHA, _LLAMA,
        {"rope": RotaryConfig(scaling="linear", factor=3.0),
         "max_length": 100}),
@@ -309,12 +295,9 @@ _MODELS = {
       ("llama3", tiny_llm.MHA, _LLAMA,
        {"rope": RotaryConfig(scaling="llama3", factor=8.0,
                              low_freq_factor=2.0, original_length=32)}),
-      ("yarn", tiny_llm.MHA, _LLAMA, {"rope": RotaryConfig(**_WRITTEN_YARN)}),
       ("yarn_options", tiny_llm.MHA, _LLAMA,
        {"rope": RotaryConfig(**{**_WRITTEN_YARN, **_OPTIONS}),
         "max_length": 100}),
-      ("unused", tiny_llm.MHA, _LLAMA,
-       {"rope": RotaryConfig(factor=2.0, original_length=5)}),
     )
   },
 }  # fmt: skip
@@ -368,12 +351,6 @@ class WriteTest(parameterized.TestCase):
     stored["moh_jax"] = {name: fields[name] for name in names}
     read = llama_config.from_hf(json.loads(json.dumps(stored)))
     self.assertEqual(read, model)
-
-  def test_heads_must_stand_beside_a_router(self):
-    stored = llama_config.to_hf(_MODELS["order"][0])
-    del stored["selected_heads"]
-    with self.assertRaisesRegex(ValueError, "no 'selected_heads'"):
-      llama_config.from_hf(stored)
 
 
 class ReleasedTest(parameterized.TestCase):

@@ -19,11 +19,8 @@ from tests.convert import tiny_llm
 # Plain models that transformers computes, one thing each.
 _PLAIN = {
   "gqa": {},
-  "mha": {"num_kv_heads": 6},
   "wide_heads": {"head_dim": 10},
-  "tied": {"tie_embeddings": True},
   "qwen2": {"qkv_bias": True},
-  "qwen3": {"qk_norm": True, "head_dim": 8},
   "qwen3_tied": {"qk_norm": True, "tie_embeddings": True, "num_kv_heads": 6},
   "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
   "norm_eps": {"norm_eps": 1e-2, "rope": RotaryConfig(theta=50.0)},
@@ -34,11 +31,6 @@ _PLAIN = {
   "dynamic": {
     "rope": RotaryConfig(scaling="dynamic", factor=2.0, original_length=8),
     "max_length": 16,
-  },
-  "yarn": {
-    "rope": RotaryConfig(
-      theta=100.0, scaling="yarn", factor=4.0, original_length=16
-    ),
   },
   "yarn_options": {
     "rope": RotaryConfig(

@@ -8,7 +8,6 @@ import pathlib
 import tempfile
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import (
   Config,
   DiTConfig,
-  RotaryConfig,
   RouterConfig,
   SampleConfig,
   released_model,
@@ -29,9 +27,8 @@ from moh_jax.convert import llama, rules
 from moh_jax.convert.checkpoints import convert, export, model_rules
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.data.infer import resolve
-from moh_jax.models.dit import patchify
 from moh_jax.models.registry import make_model
-from moh_jax.ops.position import rotate, rotation, sincos_2d
+from moh_jax.ops.position import sincos_2d
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert import tiny_llm
 from tests.convert.stored import save_tensors
@@ -53,19 +50,16 @@ _ONE_STAGE = {"router": RouterConfig(two_stage=False)}
 _MODELS = {
   "vit": _VIT,
   "vit_transnext": without_router(_VIT),
-  "vit_no_qkv_bias": dataclasses.replace(_VIT, qkv_bias=False),
-  "vit_one_stage": dataclasses.replace(_VIT, **_ONE_STAGE),
+  "vit_one_stage": dataclasses.replace(_VIT, qkv_bias=False, **_ONE_STAGE),
   "dit": _DIT,
   "dit_mha": without_router(_DIT),
-  "dit_one_stage": dataclasses.replace(_DIT, **_ONE_STAGE),
   "dit_plain_output": dataclasses.replace(
     _DIT, learn_sigma=False, label_dropout=0.0, patch_size=1
   ),
   "llm": _LLM,
   "llm_query_norm": tiny_llm.QUERY_NORM,
   "llm_mha": tiny_llm.MHA,
-  "llm_one_kv_head_each": dataclasses.replace(_LLM, num_kv_heads=6),
-  "llm_one_stage": dataclasses.replace(_LLM, **_ONE_STAGE),
+  "llm_one_stage": dataclasses.replace(_LLM, num_kv_heads=6, **_ONE_STAGE),
   "llm_biases": dataclasses.replace(
     tiny_llm.MHA, qkv_bias=True, out_bias=True, mlp_bias=True
   ),
@@ -112,10 +106,11 @@ class InverseTest(parameterized.TestCase):
     chex.assert_trees_all_equal(loaded, _params(name))
     again = rules.dump_params(model_rules(_MODELS[name]), loaded)
     chex.assert_trees_all_equal(again, tensors)
-
-  def test_loads_into_our_dtypes(self):
-    tensors = {k: v.astype(np.float16) for k, v in _dump("vit").items()}
-    chex.assert_type(jax.tree.leaves(_load("vit", tensors)), np.float32)
+    halves = {
+      k: v if k == "pos_embed" else v.astype(np.float16)
+      for k, v in tensors.items()
+    }
+    chex.assert_type(jax.tree.leaves(_load(name, halves)), np.float32)
 
 
 class NamesTest(parameterized.TestCase):
@@ -133,17 +128,6 @@ class NamesTest(parameterized.TestCase):
     self.assertCountEqual(names, [f"{name}.weight" for name in expected])
     self.assertEmpty(rules.router_rules(budget, RouterConfig(kind="none")))
 
-  def test_layers_of_a_dit_have_the_matrices_of_their_split(self):
-    names = [name for name in _dump("dit") if ".wg" in name]
-    expected = [
-      *(f"blocks.{layer}.attn.{name}.weight"
-        for layer in (0, 1) for name in ("wg", "wg_0", "wg_1")),
-      "blocks.2.attn.wg_1.weight",
-      *("blocks.3.attn.wg.weight", "blocks.3.attn.wg_0.weight"),
-    ]  # fmt: skip
-    self.assertCountEqual(names, expected)
-    self.assertFalse([name for name in _dump("dit_mha") if ".wg" in name])
-
   def test_routers_of_language_models_have_our_names(self):
     tensors = _dump("llm")
     found = {n: x.shape for n, x in tensors.items() if ".router." in n}
@@ -153,18 +137,6 @@ class NamesTest(parameterized.TestCase):
       for name, size in zip(("routed", "shared", "group"), (*sizes, 2))
     }
     self.assertEqual(found, expected)
-    self.assertCountEqual(_dump("llm_query_norm"), _dump("llm_mha"))
-
-  def test_biases_of_language_models_have_transformers_names(self):
-    layer = "model.layers.1."
-    names = [
-      name.removeprefix(layer)
-      for name in _dump("llm_biases")
-      if name.startswith(layer) and name.endswith("bias")
-    ]
-    attention = [f"self_attn.{p}_proj.bias" for p in "qkvo"]
-    mlp = [f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")]
-    self.assertCountEqual(names, attention + mlp)
 
   def test_what_follows_from_other_tensors_is_ignored(self):
     self.assertNotIn("lm_head.weight", _dump("llm_tied"))
@@ -176,41 +148,7 @@ class NamesTest(parameterized.TestCase):
 
 
 class LayoutTest(parameterized.TestCase):
-  """Our layouts against what the public networks compute."""
-
-  def _loaded(self, table, tensors):
-    out = {}
-    for rule in table:
-      arrays = rule.load([tensors[name] for name in rule.theirs])
-      out |= zip(("/".join(path) for path in rule.ours), arrays)
-    return out
-
-  def test_linear(self):
-    weight = np.arange(6.0).reshape(2, 3)  # out, in
-    tensors = {"fc.weight": weight, "fc.bias": np.ones(2)}
-    params = self._loaded(rules.linear("fc", "a/b"), tensors)
-    x = np.array([1.0, 2.0, 3.0])
-    out = x @ params["a/b/kernel"] + params["a/b/bias"]
-    np.testing.assert_array_equal(out, weight @ x + 1)
-
-  def test_conv(self):
-    rng = np.random.default_rng(0)
-    weight = rng.normal(size=(4, 3, 3, 5)).astype(np.float32)  # out, in, X, Y
-    tensors = {"c.weight": weight, "c.bias": np.zeros(4, np.float32)}
-    params = self._loaded(rules.conv("c", "c"), tensors)
-    image = rng.normal(size=(1, 3, 3, 5)).astype(np.float32)
-    out = nn.Conv(4, (3, 5), padding="VALID").apply(
-      {"params": {"kernel": params["c/kernel"], "bias": params["c/bias"]}},
-      image.transpose(0, 2, 3, 1),
-    )
-    expected = np.einsum("oixy,bixy->bo", weight, image)
-    np.testing.assert_allclose(out[:, 0, 0], expected, rtol=1e-4, atol=1e-5)
-
-  def test_norm(self):
-    tensors = {"n.weight": np.ones(3), "n.bias": np.zeros(3)}
-    params = self._loaded(rules.norm("n", "n"), tensors)
-    self.assertCountEqual(params, ["n/scale", "n/bias"])
-    np.testing.assert_array_equal(params["n/scale"], 1.0)
+  """Stacks and joins; tests of recorded cases compare what networks compute."""
 
   def test_stacked_adds_a_layer_axis_and_takes_it_away(self):
     (rule,) = rules.stacked(
@@ -237,9 +175,7 @@ class LayoutTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.asarray(joined, np.float32), whole)
 
   @parameterized.parameters(
-    ("vit", "block1.0.mlp.fc2.weight", "stage1/blocks/mlp/out", 0),
     ("vit", "block1.1.mlp.fc2.weight", "stage1/blocks/mlp/out", 1),
-    ("dit", "blocks.0.mlp.fc1.weight", "blocks0/mlp/up", 0),
     ("dit", "blocks.1.mlp.fc1.weight", "blocks0/mlp/up", 1),
     ("dit", "blocks.2.mlp.fc1.weight", "blocks1/mlp/up", 0),
     ("dit", "blocks.3.mlp.fc1.weight", "blocks2/mlp/up", 0),
@@ -252,67 +188,6 @@ class LayoutTest(parameterized.TestCase):
       params = params[part]
     np.testing.assert_array_equal(
       _dump(name)[theirs], params["kernel"][place].T
-    )
-
-  def test_gate_rows_come_before_value_rows(self):
-    mlp = _params("vit")["stage2"]["blocks"]["mlp"]
-    expected = np.concatenate(
-      [mlp["gate"]["kernel"][0].T, mlp["value"]["kernel"][0].T]
-    )
-    weight = _dump("vit")["block2.0.mlp.fc1.weight"]
-    np.testing.assert_array_equal(weight, expected)
-
-  def test_patch_kernel_is_their_convolution(self):
-    rng = np.random.default_rng(2)
-    x = rng.normal(size=(1, 4, 6, 3)).astype(np.float32)
-    kernel = _params("dit")["patch"]["kernel"]
-    tokens = np.asarray(patchify(jnp.asarray(x), 2)) @ kernel
-    weight = _dump("dit")["x_embedder.proj.weight"]  # out, in, X, Y
-    chex.assert_shape(weight, (8, 3, 2, 2))
-    for row, column in np.ndindex(2, 3):
-      window = x[0, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-      expected = np.einsum("ocxy,xyc->o", weight, window)
-      np.testing.assert_allclose(
-        tokens[0, row * 3 + column], expected, rtol=1e-4, atol=1e-5
-      )
-
-  def test_queries_keys_and_values_are_rows_in_this_order(self):
-    kernel = _params("dit")["blocks1"]["attn"]["qkv"]["kernel"][0]
-    weight = _dump("dit")["blocks.2.attn.qkv.weight"]
-    parts = [kernel[:, part].reshape(8, 24).T for part in range(3)]
-    np.testing.assert_array_equal(weight, np.concatenate(parts))
-
-  def test_projections_of_language_models_follow_their_linears(self):
-    tensors = _dump("llm_biases")
-    params = _params("llm_biases")["blocks0"]["attn"]
-    x = np.random.default_rng(1).normal(size=24).astype(np.float32)
-    for name, kernel, part, heads in (
-      ("q", "q", 0, 6),
-      ("k", "kv", 0, 3),
-      ("v", "kv", 1, 3),
-    ):
-      place = f"model.layers.1.self_attn.{name}_proj"
-      theirs = tensors[f"{place}.weight"] @ x + tensors[f"{place}.bias"]
-      ours = np.einsum("c,chd->hd", x, params[kernel]["kernel"][1][:, part])
-      ours = ours + params[kernel]["bias"][1][part]
-      np.testing.assert_allclose(
-        ours, theirs.reshape(heads, 4), rtol=1e-4, atol=1e-5
-      )
-
-  def test_output_projection_reads_heads_in_order(self):
-    weight = _dump("llm_mha")["model.layers.2.self_attn.o_proj.weight"]
-    kernel = _params("llm_mha")["blocks0"]["attn"]["out"]["kernel"]
-    chex.assert_shape(weight, (24, 24))
-    np.testing.assert_array_equal(weight[:, 8:12].T, kernel[2][2])
-
-  def test_rope_turns_the_pairs_of_transformers(self):
-    # transformers: x * cos + rotate_half(x) * sin.
-    x = np.random.default_rng(2).normal(size=(1, 3, 2, 4)).astype(np.float32)
-    by = rotation(jnp.arange(3)[None], RotaryConfig(), 4)
-    cos, sin = (np.tile(t, 2)[:, :, None] for t in (by.cos, by.sin))
-    half = np.concatenate([-x[..., 2:], x[..., :2]], axis=-1)
-    np.testing.assert_allclose(
-      rotate(jnp.asarray(x), by), x * cos + half * sin, rtol=1e-5, atol=1e-6
     )
 
 
@@ -352,6 +227,9 @@ class ErrorsTest(absltest.TestCase):
     return str(caught.exception)
 
   def test_missing_extra_and_misshapen_are_listed_at_once(self):
+    count = len(_dump("vit"))
+    more = f"{count} missing: .*, and {count - 8} more"
+    self.assertRegex(self._message({}), more)
     tensors = _dump("vit")
     del tensors["head.bias"], tensors["norm2.weight"]
     tensors["decoder.weight"] = np.zeros(3, np.float32)
@@ -366,12 +244,6 @@ class ErrorsTest(absltest.TestCase):
       message, r"2 shape: .*norm1\.bias \(7,\) instead of \(8,\)"
     )
     self.assertIn("head.weight (16, 5) instead of (5, 16)", message)
-
-  def test_long_lists_are_cut_with_their_count(self):
-    count = len(_dump("vit"))
-    message = self._message({})
-    self.assertIn(f"{count} missing", message)
-    self.assertIn(f"and {count - 8} more", message)
 
   def test_dump_names_a_parameter_without_a_rule(self):
     params = {**_params("vit"), "decoder": {"kernel": np.zeros(3)}}

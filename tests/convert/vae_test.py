@@ -72,14 +72,15 @@ class NamesTest(parameterized.TestCase):
   def _convert(self, tensors):
     return vae.convert_vae(tensors, _CONFIG, source="some.file")
 
-  def test_round_trip_is_exact(self):
-    params = self._convert(_tensors())
-    chex.assert_trees_all_equal(params, _params())
-    again = rules.dump_params(vae.vae_rules(_CONFIG), params)
-    chex.assert_trees_all_equal(dict(again), _tensors())
-
   @parameterized.parameters(False, True)
   def test_old_names_give_the_same_parameters(self, convolutions):
+    self.assertLen(
+      rules.expected_tensors(
+        vae.vae_rules(VAEConfig()), vae.abstract_vae(VAEConfig())
+      ),
+      248,
+    )
+    chex.assert_trees_all_equal(self._convert(_tensors()), _params())
     old = _old_names(convolutions=convolutions)
     self.assertIn("decoder.mid_block.attentions.0.proj_attn.weight", old)
     chex.assert_trees_all_equal(self._convert(old), _params())
@@ -88,10 +89,6 @@ class NamesTest(parameterized.TestCase):
     tensors = _tensors() | _old_names(convolutions=False)
     with self.assertRaisesRegex(ValueError, r"not expected: .*\.query\.weight"):
       self._convert(tensors)
-
-  def test_public_file_has_248_tensors(self):
-    table = vae.vae_rules(VAEConfig())
-    self.assertLen({name for rule in table for name in rule.theirs}, 248)
 
 
 class LoadTest(parameterized.TestCase):
@@ -117,14 +114,6 @@ class LoadTest(parameterized.TestCase):
     config, params = vae.load_vae(str(self.folder / given))
     self.assertEqual(config, _CONFIG)
     chex.assert_trees_all_equal(params, _params())
-
-  def test_half_precision_becomes_float32(self):
-    self._write(
-      tensors={n: x.astype(np.float16) for n, x in _tensors().items()}
-    )
-    _, params = vae.load_vae(self.folder)
-    chex.assert_type(jax.tree.leaves(params), np.float32)
-    chex.assert_trees_all_close(params, _params(), rtol=1e-3, atol=1e-6)
 
   def test_scaling_of_latents(self):
     self._write(
@@ -153,18 +142,6 @@ class LoadTest(parameterized.TestCase):
     ):
       self.assertIn(part, str(caught.exception))
 
-  def test_tensors_that_do_not_fit_are_listed(self):
-    tensors = _tensors()
-    del tensors["quant_conv.bias"]
-    tensors["quant_conv.weight"] = np.zeros((6, 6, 3, 3), np.float32)
-    self._write(tensors=tensors | {"other": np.zeros(1)})
-    with self.assertRaisesRegex(
-      ValueError,
-      r"1 missing: quant_conv\.bias; 1 not expected: other; "
-      r"1 shape: quant_conv\.weight",
-    ):
-      vae.load_vae(self.folder)
-
   @parameterized.parameters(
     ({"latents_mean": [1.0]}, ValueError, "latents.mean=.* must have 3 values"),
     ({"scaling_factor": 0}, ValueError, "latents.scale=0.0 must be above 0"),
@@ -173,14 +150,12 @@ class LoadTest(parameterized.TestCase):
       {"_class_name": "AsymmetricAutoencoderKL"},
       *(NotImplementedError, "_class_name='Asymmetric"),
     ),
-    ({"act_fn": "relu"}, NotImplementedError, "act_fn='relu' must be one of"),
     ({"out_channels": 4}, NotImplementedError, "out_channels=4"),
     (
       {"up_block_types": ["AttnUpDecoderBlock2D"] * 2},
       *(NotImplementedError, "up_block_types="),
     ),
     ({"block_out_channels": "48"}, ValueError, "block_out_channels='48' must"),
-    ({"block_out_channels": None}, ValueError, "block_out_channels=None must"),
   )
   def test_other_configs_are_refused(self, entries, error, message):
     self._write(**entries)

@@ -69,10 +69,6 @@ class FindTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"'tool' must be one of .*'rag'"):
       load_chat_template(tokenizer, "tool")
 
-  def test_absence_is_an_error(self):
-    with self.assertRaisesRegex(ValueError, "the model has no chat template"):
-      load_chat_template(_tokenizer())
-
   @parameterized.parameters((3,), ([1],), ({"default": 3},))
   def test_wrong_type_names_the_file(self, stored):
     tokenizer = _tokenizer(tokenizer_config_json={"chat_template": stored})
@@ -90,35 +86,6 @@ class FindTest(parameterized.TestCase):
 
 
 class RenderTest(parameterized.TestCase):
-  def test_special_tokens_have_names(self):
-    text = _render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    self.assertEqual(text, "<|begin_of_text|>aA<|end_of_text|>")
-    self.assertEqual(_render("[{{ pad_token }}{{ tools }}]"), "[None]")
-
-  def test_null_is_not_absent(self):
-    call = {"type": "function", "function": {"name": "f", "arguments": None}}
-    messages = [
-      {"role": "user", "content": "a", "name": None},
-      {"role": "assistant", "content": None, "tool_calls": [call]},
-      {"role": "assistant"},
-    ]
-    source = (
-      "{% for m in messages %}{{ m.name is defined }}|"
-      "{% if m.content is none %}{{ m.tool_calls | tojson }}"
-      "{% elif m.content is defined %}{{ m.content }}{% endif %};"
-      "{% endfor %}"
-    )
-    self.assertEqual(
-      _render(source, messages),
-      f"True|a;False|{json.dumps([call])};False|;",
-    )
-
-  def test_names_set_in_a_generation_block_stay_there(self):
-    source = (
-      "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}[{{ x }}]"
-    )
-    self.assertEqual(_render(source), "1[]")
-
   @parameterized.parameters(
     "{{ messages.append(1) }}",
     "{{ messages.__class__.__mro__[1].__subclasses__() }}",

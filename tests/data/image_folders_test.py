@@ -7,9 +7,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.config import Config, ViTConfig
 from moh_jax.data import image_folders, sources
-from moh_jax.data.image_folders import ImageFolderSource
+from tests.data.folder import FolderTest
 
 
 def _write(path):
@@ -18,26 +18,13 @@ def _write(path):
   return path
 
 
-class _TempDirTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-
-class ListImagesTest(_TempDirTest):
+class ListImagesTest(FolderTest):
   def test_hidden_files_and_folders_are_left_out(self):
     for name in ("ant/1.png", "ant/._1.png", ".cache/2.png", "cat/3.png"):
       _write(self.root / name)
     names, files = image_folders.list_images(self.root)
     self.assertEqual(names, ("ant", "cat"))
     self.assertEqual(files, [("ant/1.png", 0), ("cat/3.png", 1)])
-
-  def test_flat_folder_is_one_class(self):
-    for name in ("b.png", "a.png"):
-      _write(self.root / name)
-    names, files = image_folders.list_images(self.root)
-    self.assertLen(names, 1)
-    self.assertEqual(files, [("a.png", 0), ("b.png", 0)])
 
   def test_other_files_are_left_out_with_one_warning(self):
     for name in ("a/1.png", "a/2.HEIC", "a/labels.txt", "b/1.jpg", "3.png"):
@@ -60,7 +47,7 @@ class ListImagesTest(_TempDirTest):
       image_folders.list_images(self.root)
 
 
-class ListSplitTest(_TempDirTest):
+class ListSplitTest(FolderTest):
   def _names(self, split, share=0.25):
     _, _, files = image_folders.list_split(self.root, split, share)
     return {name for name, _ in files}
@@ -94,23 +81,6 @@ class ListSplitTest(_TempDirTest):
     self.assertEqual(self._names("train", 0.0), {"1.png"})
     self.assertEqual(self._names("val", 0.0), {"2.png"})
 
-  @parameterized.parameters(
-    (("Train/1.png", "Val/2.png"), "Train, Val"),
-    (("training/ant/1.png", "validation/ant/2.png"), "training, validation"),
-    (("test/1.png", "dev/2.png"), "dev, test"),
-  )
-  def test_splits_of_other_names_are_no_classes(self, names, found):
-    for name in names:
-      _write(self.root / name)
-    with self.assertRaisesRegex(ValueError, f"{found} are splits, no classes"):
-      self._names("train", 0.0)
-
-  def test_without_share_nothing_is_held_out(self):
-    self._write_many(3)
-    self.assertLen(self._names("train", 0.0), 6)
-    with self.assertRaisesRegex(FileNotFoundError, "'val'.* data.val_share"):
-      self._names("val", 0.0)
-
   def test_class_without_training_images_is_named(self):
     self._write_many(3)
     with self.assertRaisesRegex(ValueError, "val_share=1.0 .* class 'ant'"):
@@ -122,15 +92,7 @@ class ListSplitTest(_TempDirTest):
       self._names("val", 1e-6)
 
 
-class FindFilesTest(_TempDirTest):
-  def test_finds_images_below(self):
-    for name in ("b/c/2.png", "a.png", ".hidden/3.png", "b/._1.png"):
-      _write(self.root / name)
-    found = image_folders.find_files(self.root)
-    self.assertEqual(
-      found, [str(self.root / name) for name in ("a.png", "b/c/2.png")]
-    )
-
+class FindFilesTest(FolderTest):
   def test_finds_all_formats_and_warns_of_others(self):
     for suffix in ("ppm", "tga", "jp2", "ico", "pcx", "PGM"):
       _write(self.root / f"1.{suffix}")
@@ -141,18 +103,8 @@ class FindFilesTest(_TempDirTest):
     self.assertLen(found, 6)
     self.assertIn("left out 2 files or folders", logs.output[0])
 
-  def test_folders_may_be_called_as_images(self):
-    _write(self.root / "deep.jpg" / "1.png")
-    _write(self.root / "deep.jpg" / "2.png" / "3.png")
-    found = {
-      name.rpartition("/")[2] for name in image_folders.find_files(self.root)
-    }
-    self.assertEqual(found, {"1.png", "3.png"})
-    names, files = image_folders.list_images(self.root)
-    self.assertEqual((names, files), (("deep.jpg",), [("deep.jpg/1.png", 0)]))
 
-
-class FindSplitsTest(_TempDirTest):
+class FindSplitsTest(FolderTest):
   def test_class_may_be_called_train(self):
     for name in ("bus", "train"):
       _write(self.root / name / "1.png")
@@ -224,29 +176,6 @@ class ClassListTest(parameterized.TestCase):
     self.file.write_bytes(content)
     with self.assertRaisesRegex(ValueError, f"class_list=.*{message}"):
       sources.match_classes((), sources.listed_classes(str(self.file)), "x")
-
-  def test_labels_of_folders_are_the_lists(self):
-    for split in ("train", "val"):
-      for name in ("ant", "bee", "cat"):
-        path = self.root / split / name / "1.png"
-        path.parent.mkdir(parents=True)
-        Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
-    self.file.write_text("cat\nant\nbee\n")
-    data = DataConfig(
-      source="image_folder", path=str(self.root), class_list=str(self.file)
-    )
-    for split in ("train", "val"):
-      source = ImageFolderSource.open(_config(data), split)
-      self.assertEqual(source.class_names, ("cat", "ant", "bee"))
-      self.assertEqual([int(source[i]["label"]) for i in range(3)], [1, 2, 0])
-    alphabetical = DataConfig(source="image_folder", path=str(self.root))
-    other = ImageFolderSource.open(_config(alphabetical), "train")
-    self.assertNotEqual(other.identity(), source.identity())
-    self.file.write_text("cat\nant\n")
-    with self.assertRaisesRegex(
-      ValueError, "folder 'bee' is none .*class_list="
-    ):
-      ImageFolderSource.open(_config(data), "train")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,7 @@
 import dataclasses
 import io
 import json
-import pathlib
 import pickle
-import tempfile
-import threading
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +14,7 @@ from PIL import Image
 from moh_jax.config import Config, DataConfig
 from moh_jax.data import image_shards, image_tables, infer, sources
 from moh_jax.data.image_tables import ParquetSource
+from tests.data.folder import FolderTest
 from tests.data.sources_test import _MODEL
 
 CLASSES = ("ant", "bee", "cat")
@@ -58,11 +56,7 @@ def write(path, table, group=2):
         stream.write_batch(batch)
 
 
-class _TempDirTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class _TempDirTest(FolderTest):
   def _open(self, split="train", **options):
     return ParquetSource(str(self.root), split, 3, **options)
 
@@ -90,17 +84,6 @@ class SplitsTest(_TempDirTest):
     expected = {"train": train, "val": val}
     self.assertEqual(counts, {k: n for k, n in expected.items() if n})
     self.assertTrue(image_tables.is_tables(self.root))
-
-  def test_saved_data_set_has_the_files_that_it_lists(self):
-    for split in ("train", "test"):
-      write(self.root / split / "data-0.arrow", make_table([0, 1]))
-      write(self.root / split / "cache-1.arrow", make_table([0]))
-      state = {"_data_files": [{"filename": "data-0.arrow"}]}
-      (self.root / split / "state.json").write_text(json.dumps(state))
-    found = image_tables.find_tables(self.root)
-    self.assertEqual(
-      found, {"train": ["train/data-0.arrow"], "val": ["test/data-0.arrow"]}
-    )
 
   @parameterized.parameters(
     (".cache/x.arrow", False),
@@ -146,15 +129,6 @@ class RowsTest(_TempDirTest):
       self.assertEqual(example["label"].dtype, np.int32)
     self.assertEqual(source.name(4), f"train-2.{suffix}:1")
 
-  @parameterized.parameters("string", "large_string")
-  def test_labels_of_text_are_sorted(self, kind):
-    labels = pa.array(["dog", "ant", "dog"], getattr(pa, kind)())
-    table = make_table(labels, features={})
-    write(self.root / "0.parquet", table)
-    source = self._open()
-    self.assertEqual(source.class_names, ("ant", "dog"))
-    self.assertEqual([int(source[i]["label"]) for i in range(3)], [1, 0, 1])
-
   def test_labels_follow_the_models_classes(self):
     write(self.root / "0.parquet", make_table([0, 2]))
     names = ("cat", "dog", "bee", "ant")
@@ -183,41 +157,6 @@ class RowsTest(_TempDirTest):
     self.assertNotEqual(*identities)
     self.assertEqual(identities[0]["val_share"], "0.3")
 
-  def test_group_is_read_once_by_many_threads(self):
-    write(self.root / "0.parquet", make_table([0] * 8), 8)
-    source, reads = self._open(), []
-    original = image_tables._read_group
-
-    def counted(*args):
-      reads.append(args)
-      return original(*args)
-
-    self.enterContext(
-      absltest.mock.patch.object(image_tables, "_read_group", counted)
-    )
-    threads = [
-      threading.Thread(target=source.read, args=(i,)) for i in range(8)
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    self.assertLen(reads, 1)
-
-  def test_mapped_files_need_no_memory(self):
-    for number in range(3):
-      write(self.root / f"{number}.arrow", make_table([0], number))
-    self.enterContext(
-      absltest.mock.patch.object(image_tables, "_KEPT_BYTES", 1)
-    )
-    source, mapped = self._open(), image_tables._map_arrow
-    with absltest.mock.patch.object(
-      image_tables, "_map_arrow", side_effect=mapped
-    ) as maps:
-      for i in (0, 1, 2, 0, 1, 2):
-        np.testing.assert_array_equal(source[i]["image"], png(i)[1])
-    self.assertEqual(maps.call_count, 3)
-
 
 class IdentityTest(_TempDirTest):
   def test_changes_with_rows_labels_and_content(self):
@@ -233,20 +172,6 @@ class IdentityTest(_TempDirTest):
     self.assertLen(set(found), 4)
     write(self.root / "0.parquet", make_table([0, 1]))
     self.assertEqual(str(sorted(self._open().identity().items())), found[0])
-
-  def test_packing_goes_on_with_the_same_labels_and_classes_alone(self):
-    write(self.root / "0.parquet", make_table([0, 1]))
-    found = {
-      self._open(class_names=names).fingerprint
-      for names in (
-        (),
-        ("bee", "ant", "cat"),
-        ("ant", "bee", "cat", "dog"),
-        ("ant", "bee", "dog", "cat"),
-      )
-    }
-    self.assertLen(found, 4)
-    self.assertIn(self._open(class_names=CLASSES).fingerprint, found)
 
 
 class BadInputTest(_TempDirTest):
@@ -319,23 +244,6 @@ class MakeSourceTest(_TempDirTest):
       found = infer.data_at(config, str(folder))
       self.assertEqual(found["source"], source)
       self.assertEqual(found["val_share"], 1.0)
-
-  def test_a_config_finds_classes_and_splits(self):
-    for split, count in (("train", 6), ("validation", 3)):
-      labels = [i % 3 for i in range(count)]
-      write(self.root / f"data/{split}-0-of-1.parquet", make_table(labels))
-    data = DataConfig(source="parquet", path=str(self.root))
-    model = dataclasses.replace(_model(None), channels=None)
-    with absltest.mock.patch.object(
-      image_tables, "find_tables", side_effect=image_tables.find_tables
-    ) as opened:
-      config = infer.resolve(Config(model=model, data=data))
-    self.assertEqual(opened.call_count, 1)
-    self.assertEqual(config.model.num_classes, 3)
-    self.assertEqual(config.model.channels, 3)
-    train = sources.make_source(config, "train")
-    val = sources.make_source(config, "val", train.class_names)
-    self.assertEqual((len(train), len(val)), (6, 3))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 import dataclasses
 import json
-import pathlib
 import re
-import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -11,10 +9,11 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.dit import LatentScaling
-from moh_jax.data import image_shards, transforms
+from moh_jax.data import image_shards
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data import tiny_sets, tiny_text
+from tests.data.folder import FolderTest
 
 _VIT = config_lib.ViTConfig()
 _DIT = config_lib.DiTConfig(input_size=(8, 8))
@@ -22,16 +21,10 @@ _PIXELS = config_lib.DiffusionConfig(space="pixel")
 _IMAGENET = (0.485, 0.456, 0.406)
 
 
-class _TempDirTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-
-class ImagesTest(_TempDirTest):
+class ImagesTest(FolderTest):
   def _pack(self, folder, out):
     source = ImageFolderSource(str(folder), "", 3)
-    image_shards.pack_images(source, out, packed_from=folder, progress=False)
+    image_shards.pack_images(source, out, packed_from=folder)
 
   def _write_images(self):
     for name in ("ant", "bee", "cat"):
@@ -39,11 +32,6 @@ class ImagesTest(_TempDirTest):
       path.parent.mkdir(parents=True)
       Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
     return str(self.root / "images")
-
-  def test_digits(self):
-    config = resolve(Config(_VIT, data=DataConfig(source="digits")))
-    self.assertEqual((config.model.channels, config.model.num_classes), (1, 10))
-    self.assertEqual((config.data.mean, config.data.std), ((0.3,), (0.37,)))
 
   def test_classes_are_the_folders(self):
     data = DataConfig(source="image_folder", path=self._write_images())
@@ -69,34 +57,6 @@ class ImagesTest(_TempDirTest):
     sizes |= {resolve(Config(model, data=data)).model.image_size}
     self.assertEqual(sizes, {(side, side)})
 
-  def test_reason_is_told_where_no_image_can_be_read(self):
-    folder = self.root / "train/ant"
-    folder.mkdir(parents=True)
-    (folder / "0.png").write_text("no image")
-    data = DataConfig(source="image_folder", path=str(self.root))
-    model = dataclasses.replace(_VIT, image_size=None)
-    with self.assertRaisesRegex(ValueError, "first: .*0.png: not an image"):
-      resolve(Config(model, data=data))
-
-  @parameterized.parameters((64, 128), (128, 64), (64, 64))
-  def test_evaluation_takes_the_largest_crop(self, *size):
-    model = dataclasses.replace(_VIT, image_size=size)
-    data = DataConfig(source="fake", eval_resize=None)
-    config = resolve(Config(model, data=data))
-    crop = transforms.eval_transforms(config.data, config.model)[0]
-    image = np.arange(4 * size[0] * size[1]).reshape(2 * size[0], -1, 1) % 251
-    image = np.uint8(image.repeat(3, -1))
-    np.testing.assert_array_equal(
-      crop.map({"image": image})["image"], transforms.resize(image, size)
-    )
-
-  def test_latents_tell_channels_and_classes(self):
-    tiny_sets.write_latents(self.root / "train")
-    data = DataConfig(source="latents", path=str(self.root))
-    config = resolve(Config(_DIT, data=data))
-    self.assertEqual((config.model.channels, config.model.num_classes), (2, 2))
-    self.assertIsNone(config.data.mean)
-
   def test_latents_tell_their_scaling(self):
     tiny_sets.write_latents(self.root / "train", latent_shift=0.25)
     data = DataConfig(source="latents", path=str(self.root))
@@ -116,13 +76,6 @@ class ImagesTest(_TempDirTest):
     self.assertEqual(config.data.mean, (0.5,) * channels)
     self.assertEqual(config.data.std, (0.5,) * channels)
 
-  def test_missing_images_are_named(self):
-    data = DataConfig(source="image_folder", path=str(self.root))
-    with self.assertRaisesRegex(
-      FileNotFoundError, f"{self.root} holds no image"
-    ):
-      resolve(Config(_VIT, data=data))
-
   def test_what_is_stated_needs_no_data(self):
     model = dataclasses.replace(_VIT, channels=1, num_classes=7)
     data = DataConfig(
@@ -131,11 +84,6 @@ class ImagesTest(_TempDirTest):
     config = Config(model, data=data)
     resolved = resolve(config)
     self.assertEqual((resolved.model, resolved.data), (model, data))
-
-  def test_stated_normalization_must_fit_the_data(self):
-    data = DataConfig(source="digits", mean=_IMAGENET, std=(1.0,) * 3)
-    with self.assertRaisesRegex(ValueError, r"must have model\.channels=1"):
-      resolve(Config(_VIT, data=data))
 
 
 class WithoutDataTest(absltest.TestCase):
@@ -160,7 +108,7 @@ class WithoutDataTest(absltest.TestCase):
     self.assertEqual(config, resolve(config))
 
 
-class TextTest(_TempDirTest):
+class TextTest(FolderTest):
   def _vocab_size(self, **data):
     config = Config(config_lib.LLMConfig(), data=TextDataConfig(**data))
     return resolve(config).model.vocab_size
@@ -179,10 +127,6 @@ class TextTest(_TempDirTest):
   def test_standard_library(self, tokenizer, size):
     data = {"source": "stdlib", "path": str(self.root)}
     self.assertEqual(self._vocab_size(tokenizer=tokenizer, **data), size)
-
-  def test_missing_set_is_named(self):
-    with self.assertRaisesRegex(FileNotFoundError, "`python -m moh_jax token"):
-      self._vocab_size(source="tokens", path=str(self.root))
 
 
 class WarmupTest(parameterized.TestCase):

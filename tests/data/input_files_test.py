@@ -1,9 +1,7 @@
 import io
 import json
-import pathlib
 import pickle
 import sys
-import tempfile
 from unittest import mock
 
 import datasets
@@ -12,9 +10,8 @@ import pyarrow
 from absl.testing import absltest, parameterized
 from pyarrow import parquet
 
-from moh_jax.data import tokenize, tokenizers
 from moh_jax.data.text_files import list_pieces, read_documents
-from tests.data import tiny_text
+from tests.data.folder import FolderTest
 
 _TEXTS = [f"text {i} é" for i in range(2500)]  # three batches of a stream
 
@@ -31,11 +28,7 @@ def _read(*patterns, field="text", on_bad=None, piece_bytes=10**6):
   ]
 
 
-class _FolderTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class _FolderTest(FolderTest):
   def _save(self, name, texts=_TEXTS, **options):
     rows = {"id": list(range(len(texts))), "text": texts}
     datasets.Dataset.from_dict(rows).save_to_disk(self.root / name, **options)
@@ -51,26 +44,6 @@ class SavedDatasetTest(_FolderTest):
     self.assertEqual(found[0][0], "data-00000-of-00002.arrow:1")
     self.assertEqual(found[-1][0], "data-00001-of-00002.arrow:1250")
 
-  def test_splits_are_chosen_by_their_folder(self):
-    both = datasets.DatasetDict(
-      {
-        name: datasets.Dataset.from_dict({"text": [name]})
-        for name in ("train", "test")
-      }
-    )
-    both.save_to_disk(self.root / "both")
-    with self.assertRaisesRegex(
-      ValueError, r"holds the splits \['train', 'test'\]; .* in .*both/train$"
-    ):
-      _read(self.root / "both")
-    self.assertEqual(
-      _read(self.root / "both" / "test"),
-      [("data-00000-of-00001.arrow:1", "test")],
-    )
-    del both["test"]
-    both.save_to_disk(self.root / "one")
-    self.assertLen(_read(self.root / "one"), 1)
-
   def test_damaged_folder_is_named(self):
     self._save("set")
     (self.root / "set" / "data-00000-of-00001.arrow").unlink()
@@ -85,19 +58,6 @@ class SavedDatasetTest(_FolderTest):
       ):
         _read(self.root / "set")
 
-  def test_tokens_and_the_hash_of_the_tokenizer(self):
-    self._save("set")
-    used = tokenizers.BytesTokenizer()
-    metadata = tokenize.tokenize(
-      [str(self.root / "set")],
-      used,
-      self.root / "out",
-      {"train": None},
-      progress=False,
-    )
-    self.assertEqual(tiny_text.texts(self.root / "out" / "train"), _TEXTS)
-    self.assertEqual(metadata["train"]["tokenizer"]["sha256"], used.sha256)
-
 
 class ArrowTest(_FolderTest):
   def _write(self, values, kind="stream"):
@@ -107,14 +67,6 @@ class ArrowTest(_FolderTest):
     with new[kind](path, table.schema) as writer:
       writer.write_table(table, max_chunksize=10)
     return path
-
-  @parameterized.parameters("stream", "footer")
-  def test_both_formats(self, kind):
-    path = self._write([*_TEXTS[:35], None], kind)
-    expected = [
-      (f"a.arrow:{i + 1}", text) for i, text in enumerate(_TEXTS[:35])
-    ]
-    self.assertEqual(_read(path), [*expected, ("a.arrow:36", "")])
 
   @parameterized.parameters("cut", "other", "empty")
   def test_damage_is_named_or_skipped(self, how):
@@ -191,10 +143,6 @@ class AddressTest(_FolderTest):
     self.assertEqual(
       _read("memory://texts/c.jsonl.zst"), [("c.jsonl.zst:1", "packed")]
     )
-
-  def test_local_files_by_address(self):
-    (self.root / "a.txt").write_text("text")
-    self.assertEqual(_read(f"file://{self.root}/*.txt"), [("a.txt", "text")])
 
   def test_missing_files_and_protocols_are_named(self):
     (self.root / "a.txt").write_text("text")

@@ -1,6 +1,4 @@
 import itertools
-import pathlib
-import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -9,14 +7,14 @@ from moh_jax.config import apply_overrides
 from moh_jax.config.dit import LatentScaling
 from moh_jax.data import latents, sources
 from tests.data import tiny_sets
+from tests.data.folder import FolderTest
 
 _SCALING = LatentScaling(0.5)
 
 
-class _LatentsTest(parameterized.TestCase):
+class _LatentsTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     for split in sources.SPLITS:
       tiny_sets.write_latents(self.root / split)
     self.config = tiny_sets.dit_config(path=self.root)
@@ -29,13 +27,6 @@ class _LatentsTest(parameterized.TestCase):
 
 
 class SourceTest(_LatentsTest):
-  def test_records_hold_both_posteriors(self):
-    source = latents.LatentSource(str(self.root), "train")
-    self.assertLen(source, 10)
-    for i in range(10):
-      np.testing.assert_array_equal(source[i]["image"], tiny_sets.moments(i))
-      self.assertEqual(source[i]["label"], i % 2)
-
   @parameterized.parameters(np.inf, np.nan, 1e6)
   def test_what_float16_cannot_hold_is_refused(self, value):
     moments = tiny_sets.moments(0)
@@ -63,13 +54,6 @@ class RefusalTest(_LatentsTest):
       config,
     )
 
-  def test_missing_split(self):
-    config = apply_overrides(self.config, "data", path=str(self.root / "train"))
-    self._refused(
-      "train/train: no such directory; `python -m moh_jax enc",
-      config,
-    )
-
 
 class TransformTest(absltest.TestCase):
   def _sample(self, count=2000):
@@ -87,13 +71,6 @@ class TransformTest(absltest.TestCase):
     np.testing.assert_allclose(noise.std(0), std, rtol=0.1)
     self.assertAlmostEqual(noise.std(), std, delta=0.01 * std)
 
-  def test_evaluation_takes_the_mean(self):
-    element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
-    out = latents.MeanLatent(_SCALING).map(element)
-    np.testing.assert_array_equal(out["image"], np.full(tiny_sets.SHAPE, 15))
-    self.assertEqual(out["image"].dtype, np.float32)
-    self.assertEqual(out["label"], 1)
-
   def test_shift_and_statistics_of_channels(self):
     moments = np.zeros((2, 2, 1, 1, 2), np.float16)
     moments[0, 0] = (5.0, -1.0)
@@ -104,16 +81,6 @@ class TransformTest(absltest.TestCase):
 
 
 class StreamTest(_LatentsTest):
-  def test_batches_are_scaled_latents(self):
-    (batch,) = self._batches(1)
-    self.assertEqual(batch["image"].shape, (4, *tiny_sets.SHAPE))
-    self.assertEqual(batch["image"].dtype, np.float32)
-    self.assertEqual(batch["label"].dtype, np.int32)
-    for latent, label in zip(batch["image"], batch["label"]):
-      item = abs(latent.mean()) / 5
-      self.assertAlmostEqual(item, round(item), delta=0.05)
-      self.assertEqual(round(item) % 2, label)
-
   def test_damaged_record_is_skipped_or_named(self):
     path = self.root / "train" / "00001-of-00003.array_record"
     content = path.read_bytes()

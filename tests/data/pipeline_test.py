@@ -14,7 +14,6 @@ from unittest import mock
 import grain
 import numpy as np
 import pytest
-from absl import logging
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
@@ -94,38 +93,11 @@ def _assert_equal(test, ours, theirs):
 
 
 class TrainBatchesTest(parameterized.TestCase):
-  def test_more_threads_than_examples_ahead_are_no_warning(self):
-    many = config_lib.apply_overrides(CONFIG, "data", num_threads=64)
-    with mock.patch.object(logging, "warning") as warning:  # of grain
-      _batches(many, count=1)
-    warning.assert_not_called()
-
-  def test_every_epoch_is_a_permutation(self):
-    labels = _labels(_batches(examples=10, count=10)).reshape(4, 10)
-    for epoch in labels:
-      self.assertCountEqual(epoch, range(10))
-
-  def test_examples_keep_their_labels(self):
-    plain = config_lib.apply_overrides(CONFIG, "data", augment="none")
-    for batch in _batches(plain):
-      corner = batch["image"][:, 0, 0, 0]
-      np.testing.assert_array_equal(corner, batch["label"])
-
   @parameterized.parameters(1, 3, 7)
   def test_seek_continues_an_uninterrupted_run(self, position):
     whole = _batches(count=10)
     rest = _batches(position=position, count=10 - position)
     _assert_equal(self, rest, whole[position:])
-
-  def test_position_counts_the_batches_taken(self):
-    stream = tiny_sets.train_stream(CONFIG, _Numbered(10))
-    self.assertEqual(stream.position, 0)
-    for taken in range(1, 5):
-      next(stream)
-      self.assertEqual(stream.position, taken)
-    stream.seek(40)
-    next(stream)
-    self.assertEqual(stream.position, 41)
 
   @parameterized.parameters(
     (((0, 1), (2, 3)),),
@@ -137,22 +109,6 @@ class TrainBatchesTest(parameterized.TestCase):
     whole = _batches()
     for rows in processes:
       for ours, theirs in zip(_batches(rows=rows), whole, strict=True):
-        for name in theirs:
-          np.testing.assert_array_equal(ours[name], theirs[name][list(rows)])
-
-
-class RepeatsTest(parameterized.TestCase):
-  def _labels(self, examples, repeats=3, count=8, **data):
-    values = {"augment": "none", "repeats": repeats, **data}
-    config = config_lib.apply_overrides(CONFIG, "data", **values)
-    return _labels(_batches(config, examples, count=count))
-
-  def test_seek_and_rows_find_the_same_images(self):
-    config = config_lib.apply_overrides(CONFIG, "data", repeats=3)
-    whole = _batches(config, count=9)
-    for rows in ((0, 2), (1, 3)):
-      part = _batches(config, position=4, count=5, rows=rows)
-      for ours, theirs in zip(part, whole[4:], strict=True):
         for name in theirs:
           np.testing.assert_array_equal(ours[name], theirs[name][list(rows)])
 
@@ -173,15 +129,6 @@ class WorkersTest(parameterized.TestCase):
     self.assertLen(said[0].splitlines(), 9)
     self.assertEqual(said[0].splitlines()[3:6], said[0].splitlines()[6:])
     self.assertEqual(said[1:], said[:1] * 2)
-
-  def test_number_follows_the_host(self):
-    text = config_lib.TextDataConfig()
-    for cpus, expected in ((2, 0), (64, 4), (1000, 8)):
-      with mock.patch.object(
-        pipeline.os, "sched_getaffinity", return_value=range(cpus), create=True
-      ):
-        self.assertEqual(pipeline.worker_count(CONFIG.data), expected)
-        self.assertEqual(pipeline.worker_count(text), 0)
 
 
 class SharedMemoryTest(absltest.TestCase):
@@ -204,13 +151,6 @@ class SharedMemoryTest(absltest.TestCase):
     ):
       self._workers(4, 119_000_000)
 
-  def test_default_takes_what_there_is(self):
-    self.assertEqual(self._workers(None, 10**9), 4)
-    with self.assertLogs(pipeline._log, "WARNING") as logs:
-      self.assertEqual(self._workers(None, 64_000_000), 2)
-      self.assertEqual(self._workers(None, 0), 0)
-    self.assertIn("2 processes make batches, not 4", logs.output[0])
-
 
 class EvalBatchesTest(parameterized.TestCase):
   @parameterized.parameters(10, 8, 3, 1)
@@ -232,13 +172,6 @@ class EvalBatchesTest(parameterized.TestCase):
     np.testing.assert_array_equal(_labels(batches)[masks], places)
     index = np.concatenate([batch["index"] for batch in batches])
     np.testing.assert_array_equal(index[masks], places)
-
-  def test_padding_is_zero_and_masked(self):
-    last = _eval(examples=10)[-1]
-    np.testing.assert_array_equal(last["mask"], [1, 1, 0, 0])
-    np.testing.assert_array_equal(last["image"][2:], 0)
-    np.testing.assert_array_equal(last["label"][2:], 0)
-    self.assertEqual(last["mask"].dtype, np.float32)
 
   @parameterized.product(
     processes=(((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))),
@@ -378,28 +311,6 @@ class RepeatedImagesTest(parameterized.TestCase):
     self.assertEqual(
       source.reads, collections.Counter({i: 3 for i in range(4)})
     )
-
-  def test_a_broken_image_is_an_error_for_each_copy(self):
-    source = _Slow(20, together=1, broken=1)
-    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
-    for index in (3, 4, 5):
-      with self.assertRaisesRegex(ValueError, "image 1 is broken"):
-        repeated[index]
-    self.assertEqual([repeated[2], repeated[6]], [0, 2])
-
-  def test_an_image_that_can_be_read_again_is_no_error(self):
-    source = _Slow(20, together=1, broken=1)
-    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
-    with self.assertRaisesRegex(ValueError, "image 1 is broken"):
-      repeated[3]
-    source._broken = -1
-    self.assertEqual([repeated[i] for i in (3, 4, 5)], [1, 1, 1])
-
-  def test_few_images_wait_for_copies_that_nobody_asks_for(self):
-    repeated = RepeatedImages(_images(1000), 3)
-    for index in range(0, 768, 3):
-      repeated[index]
-    self.assertLessEqual(len(repeated._reads), 32)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 import collections
 import dataclasses
-import pathlib
-import tempfile
-from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.data import TextDataConfig
 from moh_jax.data import sequences, tokenizers
-from moh_jax.data.sequences import FakeSequences, PackedSource
-from moh_jax.data.token_sets import BLOCK, TokenSet
+from moh_jax.data.sequences import PackedSource
+from moh_jax.data.token_sets import TokenSet
 from tests.data import tiny_text
+from tests.data.folder import FolderTest
 
 _VOCAB = 300
 
@@ -42,11 +40,7 @@ class MixtureTest(parameterized.TestCase):
         self.assertLess(abs(count - share), len(ratios))
 
 
-class _SetsTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class _SetsTest(FolderTest):
   def _write(self, name, seed=0, documents=40, used=None, **notes):
     for split in sequences.SPLITS:
       shards = tiny_text.random_documents(2, documents, 50, seed=seed)
@@ -99,31 +93,6 @@ class TrainTest(_SetsTest):
     self.assertLess(same, 50)
 
 
-class OpenTest(_SetsTest):
-  def test_a_run_opens_every_set_once(self):
-    data = self._mixed()
-    with mock.patch.object(
-      sequences, "TokenSet", side_effect=sequences.TokenSet
-    ) as opened:
-      text = self._open(data)
-      text.stream(0)
-      self.assertEqual(text.tokenizer.sha256, tiny_text.tokenizer().sha256)
-      self.assertEqual(list(text.identity()), ["a", "b"])
-      sequences.Text(data, _VOCAB, "val")
-    folders = [call.args[0] for call in opened.call_args_list]
-    self.assertCountEqual(
-      folders,
-      [self.root / name / s for name in "ab" for s in sequences.SPLITS],
-    )
-
-  def test_missing_shards_are_named(self):
-    self._write("")
-    for path in self.root.rglob("*.array_record"):
-      path.unlink()
-    with self.assertRaisesRegex(FileNotFoundError, "lacks 2 of its 2 shards"):
-      self._open(self._data())
-
-
 class RefusedTest(_SetsTest):
   def test_missing_source_is_named(self):
     self._write("a")
@@ -144,22 +113,6 @@ class RefusedTest(_SetsTest):
       sequences.Text(data, _VOCAB, "train").stream(0)
     with self.assertRaisesRegex(ValueError, "b/val: made with .*a/val"):
       sequences.Text(data, _VOCAB, "val")
-
-  def test_splits_of_other_tokenizers_are_named(self):
-    used = tokenizers.JsonTokenizer(tokenizers.train_bpe(iter(["text"]), 260))
-    tiny_text.write(self.root / "train", [[[1] * 50]])
-    tiny_text.write(self.root / "val", [[[1] * 50]], used)
-    for open_ in (
-      lambda: sequences.Text(self._data(), _VOCAB, "val"),
-      lambda: sequences.Text(self._data(), _VOCAB, "train").stream(0),
-    ):
-      with self.assertRaisesRegex(ValueError, "their ids mean different text"):
-        open_()
-
-  def test_too_few_tokens_are_named(self):
-    self._write("", documents=1)
-    with self.assertRaisesRegex(ValueError, "fewer than data.sequence_length"):
-      sequences.Text(self._data(sequence_length=999), _VOCAB, "train").stream(0)
 
 
 class HeldOutTest(_SetsTest):
@@ -224,11 +177,7 @@ def _token_by_token(row, ends, start, length, separate):
   return result
 
 
-class PackedSourceTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class PackedSourceTest(FolderTest):
   def _set(self, documents):
     tiny_text.write(self.root / "set", documents)
     return TokenSet(self.root / "set"), *tiny_text.row(documents)
@@ -250,43 +199,6 @@ class PackedSourceTest(parameterized.TestCase):
       for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, name)
         self.assertEqual(found[name].dtype, values.dtype)
-
-  def test_every_token_but_a_documents_first_is_a_target_once(self):
-    documents = tiny_text.random_documents(3, 100, 200)
-    token_set, row, ends = self._set(documents)
-    self.assertGreater(len(row), 3 * BLOCK)
-    source = PackedSource(token_set, 64, keep_rest=True)
-    weights = np.concatenate([source[i]["weights"] for i in range(len(source))])
-    targets = np.concatenate([source[i]["targets"] for i in range(len(source))])
-    expected = np.ones(len(row))
-    expected[ends[:-1]] = 0
-    np.testing.assert_array_equal(weights[: len(row) - 1], expected[1:])
-    np.testing.assert_array_equal(targets[: len(row) - 1], row[1:])
-    self.assertEqual(weights[len(row) - 1 :].sum(), 0)
-    self.assertEqual(weights.sum(), len(row) - 300)
-
-  def test_sequences_that_are_not_there(self):
-    token_set, *_ = self._set([[[1] * 14]])
-    source = PackedSource(token_set, 5)
-    for index in (-1, 3):
-      with self.assertRaises(IndexError):
-        source[index]
-
-
-class FakeSequencesTest(absltest.TestCase):
-  def test_documents_begin_within_sequences(self):
-    data = TextDataConfig(sequence_length=64, fake_examples=40)
-    sequences = [FakeSequences(data, 50, "train")[i] for i in range(40)]
-    segments = [s["segments"][-1] for s in sequences]
-    self.assertBetween(np.mean(segments), 2, 6)
-    for sequence in sequences:
-      self.assertLess(sequence["targets"].max(), 50)
-      borders = np.diff(sequence["segments"])
-      np.testing.assert_array_equal(borders, 1 - sequence["weights"][:-1])
-    joined = FakeSequences(
-      dataclasses.replace(data, separate_documents=False), 50, "train"
-    )[0]
-    self.assertEqual(joined["segments"].max(), 1)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,8 @@
-import concurrent.futures
-import functools
 import json
-import os
 import pathlib
 import resource
 import tempfile
-from unittest import mock
 
-import numpy as np
-import xxhash
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import shards
@@ -52,56 +46,8 @@ class _SetTest(parameterized.TestCase):
 
 
 class ReadTest(_SetTest):
-  def test_items_come_back_in_order(self):
-    self._whole()
-    read = shards.Shards(self.folder, _KIND)
-    self.assertLen(read, 10)
-    for item in range(10):
-      header, payload = read[item]
-      self.assertEqual(header, {"label": item})
-      self.assertEqual(payload, f"item {item}\n".encode())
-
-  def _open_files(self):
-    """How many files of the set this process has open."""
-    links = list(pathlib.Path("/proc/self/fd").iterdir())
-    targets = [os.readlink(link) for link in links if link.is_symlink()]
-    return sum(target.startswith(str(self.folder)) for target in targets)
-
   def _labels(self, read, indices):
     return [read[i][0]["label"] for i in indices]
-
-  def test_few_shards_are_open_at_one_time(self):
-    self._whole(items=60, shard_size=2)
-    few = functools.lru_cache(5)(shards._reader.__wrapped__)
-    with mock.patch.object(shards, "_reader", few):
-      sets = [shards.Shards(self.folder, _KIND) for _ in range(2)]
-      for index in [*range(60), *range(60)]:
-        for read in sets:
-          self.assertEqual(self._labels(read, [index]), [index])
-          self.assertLessEqual(self._open_files(), 5)
-      orders = np.random.default_rng(0).integers(60, size=(8, 300)).tolist()
-      with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(self._labels, 4 * sets, orders))
-      self.assertEqual(found, orders)
-      self.assertLessEqual(self._open_files(), 5)
-
-  def test_limit_of_open_files_is_kept(self):
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    self.assertEqual(shards._reader.cache_info().maxsize, soft // 2)
-
-  def test_set_that_is_written_anew_is_read_anew(self):
-    self._whole()
-    first = self._labels(shards.Shards(self.folder, _KIND), range(10))
-    for path in self.folder.iterdir():
-      path.unlink()
-    writer = self._writer()
-    for shard in writer.todo():
-      with writer.open(shard) as target:
-        for item in writer.items(shard):
-          target.add({"label": item + 1}, b"")
-    writer.finish()
-    again = self._labels(shards.Shards(self.folder, _KIND), range(10))
-    self.assertEqual(again, [label + 1 for label in first])
 
   def test_shard_that_cannot_be_opened_is_tried_again(self):
     self._whole()
@@ -114,13 +60,6 @@ class ReadTest(_SetTest):
     path.write_bytes(content)
     self.assertEqual(read[5][0], {"label": 5})
 
-  def test_index_beyond_the_set_is_refused(self):
-    self._whole()
-    read = shards.Shards(self.folder, _KIND)
-    for index in (-1, 10):
-      with self.assertRaisesRegex(IndexError, f"index={index} of 10 records"):
-        read[index]
-
   def test_empty_shard_between_others(self):
     writer = self._fill(self._writer(), only=[0, 2])
     with writer.open(1) as target:
@@ -131,19 +70,6 @@ class ReadTest(_SetTest):
     labels = [read[i][0]["label"] for i in range(len(read))]
     self.assertEqual(labels, [0, 1, 2, 3, 8, 9])
     self.assertEqual((metadata["examples"], metadata["skipped"]), (6, 4))
-
-  def test_unfinished_set_is_refused(self):
-    self._fill(self._writer(), only=[0])
-    with self.assertRaisesRegex(FileNotFoundError, "metadata.json.*unfinished"):
-      shards.Shards(self.folder, _KIND)
-
-  def test_missing_shards_are_named(self):
-    self._whole()
-    (self.folder / "00001-of-00003.array_record").unlink()
-    with self.assertRaisesRegex(
-      FileNotFoundError, "lacks 1 of its 3 shards: 00001-of-00003"
-    ):
-      shards.Shards(self.folder, _KIND)
 
   def test_truncated_shard_is_named(self):
     self._whole()
@@ -207,32 +133,6 @@ class DamageTest(_SetTest):
 
 
 class WriteTest(_SetTest):
-  def test_metadata_describes_the_set(self):
-    self._whole()
-    metadata = json.loads((self.folder / shards.METADATA).read_text())
-    del metadata["shards"][0]["bytes"]
-    file = self.folder / "00000-of-00003.array_record"
-    summed = xxhash.xxh3_128_hexdigest(file.read_bytes())
-    self.assertEqual(metadata["shards"][0].pop("xxh3"), summed)
-    self.assertEqual(
-      metadata["shards"][0],
-      {"file": "00000-of-00003.array_record", "examples": 4, "skipped": {}},
-    )
-    del metadata["shards"]
-    self.assertEqual(
-      metadata,
-      {
-        "format": _KIND,
-        "version": 1,
-        "size": 8,
-        "items": 10,
-        "shard_size": 4,
-        "class_names": ["ant"],
-        "examples": 10,
-        "skipped": 0,
-      },
-    )
-
   @parameterized.parameters("finish", "discard")
   def test_files_of_others_are_not_removed(self, end):
     others = [
@@ -293,12 +193,6 @@ class WriteTest(_SetTest):
       with self.assertRaisesRegex(ValueError, message):
         self._writer(**changed)
 
-  def test_shards_of_nobody_are_not_touched(self):
-    self._whole()
-    (self.folder / shards.METADATA).unlink()
-    with self.assertRaisesRegex(ValueError, "shards without metadata.json"):
-      self._writer()
-
   def test_skipped_items_are_listed(self):
     writer = self._fill(self._writer(), only=[0, 1])
     with writer.open(2) as target:
@@ -311,11 +205,6 @@ class WriteTest(_SetTest):
       (self.folder / "skipped" / "00002-of-00003.txt").read_text(),
       "ant/9.jpg: not an image\n",
     )
-
-  def test_an_error_of_the_caller_is_not_one_of_the_disk(self):
-    writer = self._writer()
-    with self.assertRaisesRegex(FileNotFoundError, "^mine$"), writer.open(0):
-      raise FileNotFoundError("mine")
 
   def test_full_disk_leaves_finished_shards_whole(self):
     writer = self._fill(self._writer(), only=[0])

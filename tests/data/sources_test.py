@@ -1,7 +1,4 @@
-import dataclasses
 import logging
-import pathlib
-import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -9,7 +6,8 @@ from PIL import Image
 from sklearn import datasets
 
 from moh_jax.config import Config, DataConfig, ViTConfig
-from moh_jax.data import identity, image_folders, sources
+from moh_jax.data import image_folders, sources
+from tests.data.folder import FolderTest
 
 _MODEL = ViTConfig(
   image_size=(8, 12),
@@ -33,12 +31,6 @@ def _write(path, pixels=_RGB, **options):
   return path
 
 
-class _TempDirTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-
 class DigitsSourceTest(parameterized.TestCase):
   def test_splits_hold_every_scan_once(self):
     ours = []
@@ -54,24 +46,7 @@ class DigitsSourceTest(parameterized.TestCase):
     self.assertCountEqual(ours, theirs)
 
 
-class ImageFolderSourceTest(_TempDirTest):
-  def test_missing_directory_is_named(self):
-    path = str(self.root / "images")
-    with self.assertRaisesRegex(FileNotFoundError, "no such directory") as e:
-      image_folders.ImageFolderSource(path, "train", 3)
-    self.assertIn(path, str(e.exception))
-
-  @parameterized.parameters((), ("ant", "cat"))
-  def test_directory_without_images_is_named(self, *folders):
-    (self.root / "train").mkdir()
-    for folder in folders:
-      (self.root / "train" / folder).mkdir()
-    with self.assertRaisesRegex(FileNotFoundError, "holds no image") as e:
-      image_folders.ImageFolderSource(str(self.root), "train", 3)
-    self.assertIn(str(self.root / "train"), str(e.exception))
-
-
-class ClassNamesTest(_TempDirTest):
+class ClassNamesTest(FolderTest):
   def _labels(self, *folders, names, split="val"):
     for folder in folders:
       _write(self.root / split / folder / "1.png")
@@ -83,10 +58,6 @@ class ClassNamesTest(_TempDirTest):
       source.name(i).partition("/")[0]: int(source[i]["label"])
       for i in range(len(source))
     }
-
-  def test_labels_are_the_models(self):
-    labels = self._labels("dog", "ant", names=("dog", "cat", "ant"))
-    self.assertEqual(labels, {"dog": 0, "ant": 2})
 
   def test_class_that_the_model_lacks_is_named(self):
     with self.assertRaisesRegex(
@@ -108,16 +79,7 @@ def _config(model=_MODEL, **data):
   return Config(model=model, data=DataConfig(**data))
 
 
-class MakeSourceTest(_TempDirTest):
-  def test_unknown_split_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "split='test' .*'train', 'val'"):
-      sources.make_source(_config(), "test")
-
-  def test_batch_beyond_the_data_is_said(self):
-    with self.assertLogs(level="WARNING") as logs:
-      sources.make_source(_config(source="fake", fake_examples=7), "train")
-    self.assertIn("more than the 7 training examples", logs.output[0])
-
+class MakeSourceTest(FolderTest):
   def test_check_names_all_bad_images_at_once(self):
     for folder in ("ant", "cat"):
       _write(self.root / "train" / folder / "1.png")
@@ -133,25 +95,6 @@ class MakeSourceTest(_TempDirTest):
     for name in ("ant/0.png", "cat/2.png"):
       (self.root / "train" / name).unlink()
     self.assertLen(sources.make_source(config, "train"), 2)
-
-  def test_other_images_of_the_same_names_are_other_data(self):
-    for folder in ("ant", "cat"):
-      _write(self.root / "train" / folder / "1.bmp")
-    config = _config(source="image_folder", path=str(self.root))
-
-    def stream():
-      return {"train": sources.make_source(config, "train").identity()}
-
-    before = stream()
-    self.assertEqual(stream(), before)
-    file = self.root / "train/cat/1.bmp"
-    _write(file, 255 - _RGB)  # of the same size
-    self.assertRegex(
-      " ".join(identity.differences(stream(), before)), "content .* here"
-    )
-    # Checkpoints of older versions do not know of it.
-    del before["train"]["content"]
-    self.assertEqual(identity.differences(stream(), before), [])
 
   def test_skipping_is_for_training_alone(self):
     for split in sources.SPLITS:
@@ -169,13 +112,6 @@ class MakeSourceTest(_TempDirTest):
     ):
       sources.make_source(config, "val")
 
-  def test_one_class_is_no_task_for_a_classifier(self):
-    _write(self.root / "train" / "ant" / "1.png")
-    model = dataclasses.replace(_MODEL, num_classes=1)
-    config = _config(model, source="image_folder", path=str(self.root))
-    with self.assertRaisesRegex(ValueError, "one class, 'ant'; a classifier"):
-      sources.make_source(config, "train")
-
   def test_centre_crop_needs_large_images(self):
     for folder in ("ant", "cat"):
       _write(self.root / "train" / folder / "1.png")
@@ -191,16 +127,6 @@ class MakeSourceTest(_TempDirTest):
         ValueError, "ant/1.png: 6 x 5 pixels .* at least 8 x 12 needed"
       ):
         source[0]
-
-  def test_digits_may_be_enlarged(self):
-    model = dataclasses.replace(
-      _MODEL, image_size=(16, 16), channels=1, num_classes=10
-    )
-    data = DataConfig(
-      source="digits", augment="center_flip", mean=(0.5,), std=(0.5,)
-    )
-    source = sources.make_source(Config(model=model, data=data), "train")
-    self.assertEqual(source[0]["image"].shape, (8, 8, 1))
 
 
 class _Source:
@@ -227,12 +153,6 @@ def _labels(source):
 
 
 class CheckedSourceTest(absltest.TestCase):
-  def test_next_good_image_takes_its_place(self):
-    source = sources.CheckedSource(_Source({1, 2, 5}), skip=True)
-    self.assertLen(source, 6)
-    for _ in range(2):
-      self.assertEqual(_labels(source), [0, 3, 3, 3, 4, 0])
-
   def test_each_bad_image_is_counted_once(self):
     source = sources.CheckedSource(_Source({1, 2}), skip=True)
     with self.assertLogs("moh_jax.data.sources", logging.WARNING) as logs:
@@ -245,11 +165,6 @@ class CheckedSourceTest(absltest.TestCase):
         "skipped ant/2.png: damaged (2 so far)",
       ],
     )
-
-  def test_nothing_but_bad_images_ends(self):
-    source = sources.CheckedSource(_Source(set(range(6))), skip=True)
-    with self.assertRaisesRegex(ValueError, "none of the 6 images can be read"):
-      source[0]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-import concurrent.futures
-import gzip
 import pathlib
 import platform
 import tempfile
@@ -64,33 +62,6 @@ class StdlibTest(absltest.TestCase):
         folder.iterdir(), [folder / "train", folder / "val"]
       )
 
-  def test_is_prepared_once(self):
-    folder = stdlib_text.prepare(self.out, "bytes", 257)
-    times = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
-    (self.library / "abc.py").write_text("changed")
-    stdlib_text.prepare(self.out, "bytes", 257)
-    self.assertEqual(
-      {p: p.stat().st_mtime_ns for p in folder.rglob("*")}, times
-    )
-
-  def test_an_error_leaves_nothing(self):
-    with (
-      mock.patch.object(stdlib_text, "tokenize", side_effect=OSError("full")),
-      self.assertRaisesRegex(OSError, "full"),
-    ):
-      stdlib_text.prepare(self.out, "bytes", 257)
-    self.assertEmpty(list(self.out.iterdir()))
-    stdlib_text.prepare(self.out, "bytes", 257)
-
-  def test_several_at_once_do_no_harm(self):
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-      found = [
-        pool.submit(stdlib_text.prepare, self.out, "bytes", 257)
-        for _ in range(4)
-      ]
-    self.assertLen({f.result() for f in found}, 1)
-    self.assertEqual([p.name for p in self.out.iterdir()], ["bytes"])
-
   def test_set_of_another_python_is_told(self):
     with self.assertNoLogs(level="WARNING"):
       stdlib_text.prepare(self.out, "bytes", 257)
@@ -103,12 +74,6 @@ class StdlibTest(absltest.TestCase):
     (line,) = logs.output
     made_by = platform.python_version()
     self.assertIn(f"sources of Python {made_by}, this is Python 3.99.1", line)
-
-  def test_damage_is_noticed_later(self):
-    folder = stdlib_text.prepare(self.out, "bytes", 257)
-    (folder / "val" / "documents.npy").unlink()
-    with self.assertRaisesRegex(FileNotFoundError, "documents.npy: no such"):
-      stdlib_text.prepare(self.out, "bytes", 257)
 
   def test_python_without_sources_is_told(self):
     self.get_path.return_value = str(self.library / "nowhere")
@@ -127,12 +92,6 @@ class StdlibTest(absltest.TestCase):
     self.assertEqual(held_out.text_bytes, size)
     tokenizer = sequences.Text(data, 300, "train").tokenizer
     self.assertLessEqual(tokenizer.vocab_size, 300)
-
-  def test_this_python_has_megabytes_of_text(self):
-    self.get_path.return_value = str(pathlib.Path(gzip.__file__).parent)
-    train, held_out = stdlib_text.list_sources()
-    for files, smallest in ((train, 5_000_000), (held_out, 500_000)):
-      self.assertGreater(sum(f.stat().st_size for f in files), smallest)
 
 
 if __name__ == "__main__":

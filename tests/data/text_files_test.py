@@ -2,10 +2,8 @@ import gzip
 import itertools
 import json
 import os
-import pathlib
 import shutil
 import sys
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -13,6 +11,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.data import text_files
 from moh_jax.data import text_files as text_pieces
 from moh_jax.data.text_files import list_pieces, read_documents
+from tests.data.folder import FolderTest
 
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
 
@@ -22,11 +21,7 @@ def _lines(documents, field="text"):
   return ("\n".join(lines) + "\n").encode()
 
 
-class _FilesTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class _FilesTest(FolderTest):
   def _read(self, name, content=None, field="text", piece_bytes=100, **options):
     if content is not None:
       (self.root / name).write_bytes(content)
@@ -49,11 +44,6 @@ class _FilesTest(parameterized.TestCase):
 
 
 class ReadTest(_FilesTest):
-  def test_a_text_file_is_one_document(self):
-    for name, pack in (("a.txt", bytes), ("b.py.gz", gzip.compress)):
-      text = "".join(_DOCUMENTS)
-      self.assertEqual(self._read(name, pack(text.encode())), [(name, text)])
-
   @parameterized.parameters(1, 100, 10**6)
   def test_lines_are_documents_however_they_are_cut(self, piece_bytes):
     expected = [(f"a.jsonl:{i + 1}", t) for i, t in enumerate(_DOCUMENTS)]
@@ -99,21 +89,6 @@ class DamageTest(_FilesTest):
     expected = [(f"{name}:{n}", f"a{i}") for i, n in enumerate(numbers)]
     self.assertEqual(found, expected)
     self.assertEqual(left_out, [(f"{name}:{place + 1}", "too long")])
-
-  @parameterized.parameters("truncated", "damaged", "other")
-  def test_damaged_gzip_names_the_line(self, how):
-    lines = [json.dumps({"text": f"{i * i} {i}"}) for i in range(9999)]
-    content = bytearray(gzip.compress("\n".join(lines).encode()))
-    if how == "truncated":
-      del content[len(content) // 2 :]
-    elif how == "damaged":
-      content[len(content) // 2 :] = bytes(len(content) // 2)
-    else:
-      content = b"no gzip"
-    with self.assertRaisesRegex(
-      ValueError, r"a.jsonl.gz, line \d+: (damaged or truncated|not JSON)"
-    ):
-      self._read("a.jsonl.gz", bytes(content))
 
   def test_file_that_shrank_is_named(self):
     (self.root / "a.jsonl").write_bytes(_lines(_DOCUMENTS))
@@ -199,14 +174,6 @@ class WithPyarrowTest(_FilesTest):
     with self.assertRaisesRegex(ValueError, "row 1: 'id' is int, expected"):
       self._read("a.parquet", field="id")
 
-  def test_damaged_rows_are_named(self):
-    path = self._write([f"{i * i} {i}" * 50 for i in range(400)], rows=100)
-    content = bytearray(path.read_bytes())
-    half = len(content) // 2
-    content[half - 2000 : half + 2000] = bytes(4000)
-    with self.assertRaisesRegex(ValueError, r"a.parquet, row \d+ or after"):
-      self._read("a.parquet", bytes(content))
-
   @parameterized.product(form=["file", "stream"], compression=[None, "zstd"])
   def test_a_damaged_batch_of_arrow_is_left_out_alone(self, form, compression):
     import pyarrow
@@ -235,11 +202,7 @@ class WithPyarrowTest(_FilesTest):
       self._read("a.arrow")
 
 
-class PiecesTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class PiecesTest(FolderTest):
   def _write(self, name, content):
     path = self.root / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,18 +212,6 @@ class PiecesTest(parameterized.TestCase):
     return text_pieces.list_pieces(
       [str(self.root / g) for g in globs], piece_bytes
     )
-
-  @parameterized.parameters(
-    ("a.txt", ("text", "")),
-    ("a", ("text", "")),
-    ("a.py.gz", ("text", ".gz")),
-    ("a.jsonl", ("jsonl", "")),
-    ("A.JSONL.ZST", ("jsonl", ".zst")),
-    ("c4-train.00000.json.gz", ("jsonl", ".gz")),
-    ("a.parquet", ("parquet", "")),
-  )
-  def test_suffix_says_the_format(self, name, expected):
-    self.assertEqual(text_pieces.file_format(name), expected)
 
   @parameterized.parameters(1, 10, 37, 38, 100, 10**6)
   def test_lines_are_never_cut(self, piece_bytes):
@@ -280,13 +231,6 @@ class PiecesTest(parameterized.TestCase):
     if piece_bytes == 1:
       self.assertLen(pieces, 40)
 
-  def test_small_files_are_grouped_in_order(self):
-    for name in ("b/2.txt", "a.txt", "b/1.txt", "c.jsonl"):
-      self._write(name, bytes(400))
-    groups = self._list("**/*")
-    names = [[piece.name for piece in group] for group in groups]
-    self.assertEqual(names, [["a.txt", "b/1.txt"], ["b/2.txt", "c.jsonl"]])
-
   def test_plan_is_the_same_elsewhere_and_in_any_order(self):
     for name in ("x/a.txt", "x/b.jsonl"):
       self._write(name, b"{}\n" * 1000)
@@ -302,11 +246,6 @@ class PiecesTest(parameterized.TestCase):
     self.assertNotEqual(changed, same)
     cut = text_pieces.fingerprint(self._list("y/*", piece_bytes=500))
     self.assertLen({same, changed, cut}, 3)
-
-  def test_names_with_brackets_are_taken_as_they_are(self):
-    self._write("a[1].txt", b"text")
-    ((piece,),) = self._list("a[1].txt")
-    self.assertEqual(piece.name, "a[1].txt")
 
   def test_missing_input_is_named(self):
     os.mkdir(self.root / "folder")

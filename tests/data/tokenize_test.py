@@ -1,22 +1,16 @@
-import functools
-import gzip
 import json
 import os
-import pathlib
-import random
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-import zlib
-from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import shard_writer, tokenize, tokenizers
 from tests.data import tiny_text
+from tests.data.folder import FolderTest
 
 # Every batch takes a while, so that a kill meets unfinished work.
 _SLOW_RUN = """
@@ -31,8 +25,8 @@ class Slow(BytesTokenizer):
 
 if __name__ == "__main__":
   source, out, workers = sys.argv[1:]
-  tokenize([source], Slow(), out, {"all": None}, piece_bytes=2000,
-           workers=int(workers), progress=False)
+  tokenize([source], Slow(), out, "all", piece_bytes=2000,
+           workers=int(workers))
 """
 
 
@@ -43,21 +37,20 @@ class _Dying(tokenizers.BytesTokenizer):
     os._exit(1)
 
 
-class _FilesTest(parameterized.TestCase):
+class _FilesTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     self.texts = [f"document {i} " + "é" * (i % 50) for i in range(200)]
     lines = [json.dumps({"text": text}) + "\n" for text in self.texts]
     (self.root / "in.jsonl").write_text("".join(lines))
 
-  def _run(self, name, tokenizer=None, split="all", keep=None, **options):
-    options = {"piece_bytes": 2000, "progress": False, **options}
+  def _run(self, name, tokenizer=None, split="all", **options):
+    options = {"piece_bytes": 2000, **options}
     return tokenize.tokenize(
       [str(self.root / "in.jsonl")],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      {split: keep},
+      split,
       **options,
     )[split]
 
@@ -78,40 +71,6 @@ class _FilesTest(parameterized.TestCase):
 
 
 class TokenizeTest(_FilesTest):
-  def test_documents_come_back_in_order(self):
-    content = tokenizers.train_bpe(iter(self.texts), 300)
-    for tokenizer in (None, tokenizers.JsonTokenizer(content)):
-      metadata = self._run(f"{tokenizer is None}", tokenizer)
-      self.assertEqual(self._texts(f"{tokenizer is None}"), self.texts)
-      self.assertEqual(metadata["documents"], 200)
-      size = sum(len(text.encode()) for text in self.texts)
-      self.assertEqual(metadata["text_bytes"], size)
-      self.assertGreater(len(metadata["shards"]), 5)
-
-  def test_empty_documents_are_skipped_and_listed(self):
-    with (self.root / "in.jsonl").open("a") as file:
-      file.write('{"text": ""}\n{"text": null}\n{"text": "last"}\n')
-    metadata = self._run("out")
-    self.assertEqual((metadata["documents"], metadata["skipped"]), (201, 2))
-    self.assertEqual(
-      self._skipped("out"),
-      "in.jsonl:201: empty\nin.jsonl:202: empty\n",
-    )
-    self.assertEqual(self._texts("out")[-1], "last")
-
-  def test_processes_write_the_same_bytes(self):
-    content = tokenizers.train_bpe(iter(self.texts), 300)
-    tokenizer = tokenizers.JsonTokenizer(content)
-    self._run("one", tokenizer)
-    self._run("two", tokenizer, workers=2)
-    self.assertEqual(self._files("two"), self._files("one"))
-
-  def test_error_of_a_process_names_the_line(self):
-    with (self.root / "in.jsonl").open("a") as file:
-      file.write("{\n")
-    with self.assertRaisesRegex(ValueError, "in.jsonl, line 201: not JSON"):
-      self._run("out", workers=2)
-
   def test_process_that_dies_is_an_error(self):
     with self.assertRaisesRegex(OSError, "with fewer workers"):
       self._run("out", _Dying(), workers=2)
@@ -161,9 +120,6 @@ class TokenizeTest(_FilesTest):
     self._run("out")
     with self.assertRaisesRegex(ValueError, "field: 'body' here, 'text' there"):
       self._run("out", field="body")
-    keep = tokenize.HeldOutPart(0.1, held_out=True)
-    with self.assertRaisesRegex(ValueError, "keep: 'HeldOutPart.* 'all' there"):
-      self._run("out", keep=keep)
     with (self.root / "in.jsonl").open("a") as file:
       file.write('{"text": "more"}\n')
     with self.assertRaisesRegex(ValueError, "inputs: 'sha256"):
@@ -189,19 +145,10 @@ class SplitsTest(_FilesTest):
       [str(self.root / options.pop("files", "in.jsonl"))],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      tokenize.held_out_parts(share),
+      held_out=share,
       piece_bytes=2000,
-      progress=False,
       **options,
     )
-
-  def test_every_document_is_in_one_part(self):
-    metadata = self._split(0.2)
-    train, val = self._texts("out", "train"), self._texts("out", "val")
-    self.assertCountEqual(train + val, self.texts)
-    self.assertBetween(len(val), 20, 65)
-    self.assertEqual(metadata["val"]["documents"], len(val))
-    self.assertEqual(list(metadata), ["train", "val"])
 
   def _parts(self, name, *inputs):
     """The part of each document."""
@@ -209,8 +156,7 @@ class SplitsTest(_FilesTest):
       [str(path) for path in inputs],
       tokenizers.BytesTokenizer(),
       self.root / name,
-      tokenize.held_out_parts(0.3),
-      progress=False,
+      held_out=0.3,
     )
     return {
       text: split
@@ -244,24 +190,6 @@ class SplitsTest(_FilesTest):
     (self.root / "x/y").rename(self.root / "v")
     self.assertEqual(self._parts("renamed", self.root / "v/*"), expected)
 
-  def test_sets_divided_by_name_are_not_continued(self):
-    self._split(0.2)
-    metadata = self.root / "out/val/metadata.json"
-    older = metadata.read_text().replace(" of texts", "")
-    metadata.write_text(older)
-    self.assertGreater(len(self._texts("out", "val")), 20)
-    with self.assertRaisesRegex(ValueError, "keep: 'Held.* of texts' here"):
-      self._split(0.2)
-
-  def test_input_is_read_once(self):
-    with mock.patch.object(
-      tokenize, "read_documents", side_effect=tokenize.read_documents
-    ) as read:
-      metadata = self._split(0.2)
-    # And the first piece, for whether both parts get a document.
-    self.assertEqual(read.call_count, 1 + len(metadata["train"]["shards"]))
-    self.assertGreater(read.call_count, 5)
-
   def test_interrupted_run_continues_to_the_same_bytes(self):
     whole = self._split(0.2, "whole")
     with self.assertRaisesRegex(OSError, "full"):
@@ -290,15 +218,6 @@ class SplitsTest(_FilesTest):
     self.assertEqual(total, 200 if files == "in.jsonl" else 5)
     self.assertEqual(self._split(share, files=files), metadata)
 
-  def test_the_share_stays_where_both_parts_have_a_document(self):
-    parts = tokenize.held_out_parts(0.3)
-    names = iter([f"a.jsonl:{i}" for i in range(1000)])
-    self.assertEqual(tokenize.fill_parts(parts, names), parts)
-    self.assertGreater(len(list(names)), 900)  # which were not needed
-    self.assertEqual(
-      repr(parts["val"]), "HeldOutPart(share=0.3, held_out=True)"
-    )
-
   @parameterized.parameters("in.jsonl", "one.txt")
   def test_one_document_cannot_be_divided(self, name):
     content = '{"text": ""}\n{"text": "a"}\n' if name == "in.jsonl" else "a"
@@ -311,25 +230,6 @@ class SplitsTest(_FilesTest):
       ):
         self._split(share, files=name)
     self.assertEmpty(self._files("out"))
-
-  def test_no_document_is_told_with_the_reason(self):
-    with self.assertRaisesRegex(
-      ValueError, r"no document; 200 skipped \(200 no field 'body'\)"
-    ):
-      self._split(0.2, field="body", on_error="skip")
-    (self.root / "in.jsonl").write_text('{"text": ""}\n')
-    with self.assertRaisesRegex(ValueError, "the input has no document$"):
-      self._split(0.2)
-
-  def test_options_that_wrote_nothing_do_not_stick(self):
-    with self.assertRaisesRegex(ValueError, "line 1: no field 'body'"):
-      self._split(0.2, field="body")
-    self._split(0.2)
-    with self.assertRaisesRegex(ValueError, "keep: 'HeldOutPart"):
-      self._split(0.3)
-    self.assertLen(
-      self._texts("out", "val"), self._split(0.2)["val"]["documents"]
-    )
 
 
 _BROKEN = (
@@ -364,7 +264,7 @@ class SkipTest(_FilesTest):
 
   def _tokenize(self, out, on_error="skip", name="in.jsonl", **options):
     options = {
-      "parts": tokenize.held_out_parts(0.2),
+      "held_out": 0.2,
       "tokenizer": tokenizers.BytesTokenizer(),
       "piece_bytes": 20_000,
     } | options
@@ -372,7 +272,6 @@ class SkipTest(_FilesTest):
       [str(self.root / name)],
       out=self.root / out,
       on_error=on_error,
-      progress=False,
       **options,
     )
 
@@ -411,42 +310,11 @@ class SkipTest(_FilesTest):
       self.assertEqual(clean[split]["skipped"], 0)
       self.assertEqual(found[split]["documents"], clean[split]["documents"])
 
-  @parameterized.parameters(".gz", ".zst")
-  def test_what_came_before_a_cut_is_kept(self, packing):
-    import pyarrow
-
-    pack = gzip.compress
-    if packing == ".zst":
-      pack = functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
-    more = [f'{{"text": "{random.random()} {i}"}}' for i in range(20_000)]
-    more[1234] = "{"
-    cut = pack("\n".join(more).encode())
-    cut = cut[: len(cut) // 2]  # a second member, not whole
-    name = f"in.jsonl{packing}"
-    (self.root / name).write_bytes(pack(self.crawl) + cut)
-    options = {"parts": {"train": None}, "piece_bytes": 10**9}
-    (metadata,) = self._tokenize("crawl", name=name, **options).values()
-    last = self._skipped("crawl", "train").splitlines()[-1]
-    self.assertRegex(last, rf"^{name}:\d+: damaged or truncated: ")
-    self.assertEqual(
-      metadata["shards"][0]["skipped"]["damaged or truncated"], 1
-    )
-    whole = int(last.split(":")[1]) - 1
-    self.assertGreater(whole, 8000)
-    if packing == ".gz":
-      text = self.crawl + zlib.decompressobj(31).decompress(cut)
-      self.assertEqual(whole, text.count(b"\n"))
-    lines = self.crawl.splitlines() + [line.encode() for line in more]
-    bad = {b"{", *(line for line, _ in _BROKEN)}
-    self._write([b"" if line in bad else line for line in lines[:whole]])
-    self._tokenize("clean", "stop", **options)
-    self.assertEqual(self._data("crawl"), self._data("clean"))
-
   def test_a_run_that_met_a_bad_line_may_skip_it(self):
     lines = self.crawl.split(b"\n")
     lines[37] = lines[137] = b""  # the first piece is without them
     self._write(lines)
-    options = {"parts": {"train": None}}
+    options = {"held_out": None}
     with self.assertRaisesRegex(ValueError, "line 238: no field 'text'"):
       self._tokenize("out", "stop", **options)
     self.assertNotEmpty(list((self.root / "out").rglob("*.array_record")))

@@ -24,6 +24,7 @@ from moh_jax.data.tokenizers import (
   load_tokenizer,
   prompt_ids,
 )
+from tests.data.folder import FolderTest
 from tests.tools.random_texts import random_texts
 
 _TEXTS = (
@@ -120,30 +121,6 @@ class StreamTest(parameterized.TestCase):
         text = before + "".join(parts) + stream.flush()
         self.assertEqual(text, tokenizer.decode(written), written)
 
-  def test_a_character_that_begins_before_is_not_lost(self):
-    first, second = "é".encode()
-    stream = StreamDecoder(tokenizers.BytesTokenizer(), [97, first])
-    self.assertEqual(stream.feed(second), "é")
-
-  def test_half_a_character_waits_and_is_marked_at_the_end(self):
-    stream = StreamDecoder(tokenizers.BytesTokenizer())
-    parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
-    self.assertEqual(parts, ["", "é", "", "", ""])
-    self.assertEqual(stream.flush(), "\ufffd")
-
-  def test_bytes_that_are_no_text_do_not_wait_forever(self):
-    stream = StreamDecoder(tokenizers.BytesTokenizer())
-    parts = [stream.feed(0xFF) for _ in range(100)]
-    self.assertGreater(len("".join(parts)), 80)
-    self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
-    self.assertEqual(stream.feed(ord("a")), "a")
-
-
-class TrainTest(absltest.TestCase):
-  def test_too_few_entries_are_refused(self):
-    with self.assertRaisesRegex(ValueError, "vocab_size=257 must be at least"):
-      tokenizers.train_bpe(iter(_CORPUS), 257)
-
 
 class JsonTest(parameterized.TestCase):
   @parameterized.parameters(
@@ -163,11 +140,6 @@ class JsonTest(parameterized.TestCase):
     tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 7}, unk_token="a"))
     content = tokenizer.to_str().encode()
     self.assertEqual(tokenizers.JsonTokenizer(content).vocab_size, 8)
-
-  def test_truncation_and_padding_of_the_file_do_not_count(self):
-    tokenizer = _words("<s>", enable_truncation=1)
-    self.assertEqual(tokenizer.encode("a b a"), [0, 1, 0])
-    self.assertEqual(tokenizer.encode_batch(["a", "a b"]), [[0], [0, 1]])
 
 
 class WithSentencePieceTest(parameterized.TestCase):
@@ -207,20 +179,7 @@ class WithSentencePieceTest(parameterized.TestCase):
     self.assertEqual(ids[1:-1], tokenizer.encode("the head"))
 
 
-class LoadTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def test_file_folder_and_bytes(self):
-    content = _bpe().content
-    (self.root / "tokenizer.json").write_bytes(content)
-    for path in (self.root, self.root / "tokenizer.json"):
-      tokenizer = tokenizers.load_tokenizer(path)
-      self.assertEqual(tokenizer.content, content)
-    tokenizer = tokenizers.load_tokenizer("bytes")
-    self.assertEqual((tokenizer.vocab_size, tokenizer.eos_id), (257, 256))
-
+class LoadTest(FolderTest):
   @parameterized.parameters(
     ("no.json", None, FileNotFoundError, "no.json: no such tokenizer"),
     ("", None, FileNotFoundError, "holds none of"),
@@ -241,15 +200,6 @@ class LoadTest(parameterized.TestCase):
       self.assertRaisesRegex(ValueError, r"pip install 'moh_jax\[llm\]'"),
     ):
       tokenizers.load_tokenizer(self.root / "a.model")
-
-  def test_damaged_model_is_named_with_sentencepiece(self):
-    (self.root / "a.model").write_bytes(b"no model")
-    with self.assertRaisesRegex(ValueError, "a.model: not a SentencePiece"):
-      tokenizers.load_tokenizer(self.root / "a.model")
-
-  def test_unknown_kind_lists_the_known_ones(self):
-    with self.assertRaisesRegex(ValueError, "'words' must be one of"):
-      tokenizers.tokenizer_from_bytes("words", json.dumps({}).encode())
 
 
 def _content(template=None):
@@ -370,11 +320,6 @@ class TextFilesTest(parameterized.TestCase):
     )
     self.assertFalse((self.target / "unrelated.json").exists())
 
-  def test_nothing_is_written_without_a_tokenizer(self):
-    self._write(tokenizer_config={})
-    self.assertEqual(copy_tokenizer_files(self.source, self.target), "")
-    self.assertFalse(self.target.exists())
-
   @parameterized.parameters(
     (None, [1, 2], [1, 2]), ({"top_p": 0.5}, 7, 7), ({"eos_token_id": 3}, 7, 3)
   )
@@ -385,14 +330,6 @@ class TextFilesTest(parameterized.TestCase):
     files = read_files_beside(self.source)
     made = json.loads(files["generation_config.json"])
     self.assertEqual(made, {**(generation or {}), "eos_token_id": expected})
-
-  def test_damage_names_the_file(self):
-    (self.source / "tokenizer.json").write_bytes(_content())
-    (self.source / "tokenizer_config.json").write_text("{")
-    with self.assertRaisesRegex(
-      ValueError, r"source/tokenizer.json: tokenizer_config.json: not valid"
-    ):
-      tokenizers.load_tokenizer(self.source)
 
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded"
@@ -432,19 +369,6 @@ class TokensTest(parameterized.TestCase):
     for how, ours in _encoded("llama2_legacy").items():
       digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
       self.assertEqual(digest, recorded[how]["sha256"], how)
-
-  @parameterized.parameters(
-    ("gpt2", 340, 340, False),
-    ("llama2_legacy", 1, 2, True),
-    ("llama2_json", 1, 2, True),
-    ("llama3", 340, 342, True),
-    ("qwen2", None, 342, False),
-  )
-  def test_begin_and_end(self, name, bos_id, eos_id, add_bos):
-    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
-    found = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos)
-    self.assertEqual(found, (bos_id, eos_id, add_bos))
-    self.assertEqual(tokenizer.stop_ids, (eos_id,))
 
   @parameterized.parameters(
     ("llama2", "'legacy' is false"), ("llama2_added", "adds tokens to it")

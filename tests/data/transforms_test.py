@@ -1,7 +1,5 @@
 """Pixels that are normalized on the device."""
 
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,35 +46,14 @@ def _apply(transform, image, seed=0):
 
 class CommonTest(parameterized.TestCase):
   @parameterized.parameters(*_ALL)
-  def test_pickles(self, transform):
-    copy = pickle.loads(pickle.dumps(transform))
-    self.assertEqual(copy, transform)
-    image = _image((11, 9, 3))
-    np.testing.assert_array_equal(
-      _apply(copy, image)["image"], _apply(transform, image)["image"]
-    )
-
-  @parameterized.parameters(*_ALL)
   def test_keeps_the_label_and_its_input(self, transform):
     image = _image((11, 9, 3))
     before = image.copy()
     self.assertEqual(_apply(transform, image)["label"], 3)
     np.testing.assert_array_equal(image, before)
 
-  @parameterized.product(transform=_ALL[:-1], channels=(1, 3))
-  def test_pixels_stay_bytes(self, transform, channels):
-    out = _apply(transform, _image((11, 9, channels)))["image"]
-    self.assertEqual(out.dtype, np.uint8)
-    self.assertEqual(out.shape[-1], channels)
-
 
 class ResizeCenterCropTest(parameterized.TestCase):
-  @parameterized.parameters((7, 31), (31, 7), (9, 9), (3, 5), (101, 13))
-  def test_size_whatever_the_aspect(self, rows, columns):
-    crop = transforms.ResizeCenterCrop(9, (8, 8))
-    out = _apply(crop, _image((rows, columns, 3)))["image"]
-    self.assertEqual(out.shape, (8, 8, 3))
-
   @parameterized.parameters(
     ((8, 16), (8, 16)), ((16, 32), (8, 16)), ((16, 16), (8, 16)),
     ((32, 16), (16, 8)), ((9, 30), (8, 16)), ((10, 10), (20, 20)),
@@ -95,10 +72,6 @@ class ResizeCenterCropTest(parameterized.TestCase):
     )
     expected = whole[top : top + size[0], left : left + size[1]]
     np.testing.assert_allclose(out, expected.astype(int), atol=3)
-
-  def test_crop_larger_than_the_shorter_side_still_fits(self):
-    crop = transforms.ResizeCenterCrop(4, (8, 6))
-    self.assertEqual(_apply(crop, _image((5, 9, 1)))["image"].shape, (8, 6, 1))
 
 
 def _adm(image, size):
@@ -158,38 +131,8 @@ class RandomCropFlipTest(parameterized.TestCase):
     self.assertBetween(min(shares), 0.22, 0.33)
     self.assertBetween(max(shares), 0.42, 0.55)
 
-  def test_crop_that_never_fits_is_the_centre_square(self):
-    image = _image((4, 400, 3))
-    crop = transforms.RandomCropFlip((4, 4), (0.9, 1.0))
-    out = _apply(crop, image)["image"]
-    centre = image[:, 198:202]
-    self.assertTrue(
-      np.array_equal(out, centre) or np.array_equal(out, centre[:, ::-1])
-    )
-
-
-class NormalizeTest(absltest.TestCase):
-  def test_formula(self):
-    image = _image((5, 4, 3))
-    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    out = _apply(transforms.Normalize(mean, std), image)["image"]
-    self.assertEqual(out.dtype, np.float32)
-    expected = (image / 255 - np.array(mean)) / np.array(std)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-
 
 class ChoiceTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ("none", ["Resize"]),
-    ("shift", ["Resize", "RandomShift"]),
-    ("crop_flip", ["RandomCropFlip"]),
-    ("center_flip", ["CenterCrop", "RandomFlip"]),
-  )
-  def test_augment_chooses_the_training_transforms(self, augment, names):
-    data = DataConfig(augment=augment)
-    chosen = transforms.train_transforms(data, _MODEL)
-    self.assertEqual([type(t).__name__ for t in chosen], names)
-
   def test_further_changes_follow_crop_and_flip_in_timms_order(self):
     data = DataConfig(
       augment="crop_flip",

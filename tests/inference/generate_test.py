@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import types
 from unittest import mock
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import RouterConfig, without_router
+from moh_jax.config import RouterConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizer_files import END
 from moh_jax.data.tokenizers import JsonTokenizer
@@ -94,40 +93,26 @@ def _tokens(completions):
 
 
 class TokensTest(parameterized.TestCase):
-  @parameterized.parameters(*_ROUTERS)
-  def test_greedy_takes_the_best_token_of_the_whole_text(self, router):
-    for prompt, completion in zip(_PROMPTS, _written(router)):
-      text = list(prompt)
-      for token in completion.tokens:
-        best = int(_full(router)(text)[-1].argmax())
-        self.assertEqual(token, best)
-        text.append(best)
-      self.assertLen(completion.tokens, 6)
-    self.assertGreater(len(set(_tokens(_written(router)))), 1)
-
   @parameterized.parameters(
     ("two_stage", _GREEDY), ("two_stage", _DRAWN), ("query_norm", _GREEDY)
   )
-  def test_log_probabilities_are_those_of_the_whole_text(
+  def test_tokens_and_probabilities_are_those_of_the_whole_text(
     self, router, sampling
   ):
-    for prompt, completion in zip(_PROMPTS, _written(router, sampling)):
-      text = [*prompt, *completion.tokens]
+    written = _written(router, sampling)
+    for prompt, completion in zip(_PROMPTS, written):
+      text, count = [*prompt, *completion.tokens], len(completion.tokens)
       table = _full(router)(text)[len(prompt) - 1 : -1]
-      expected = table[np.arange(len(completion.tokens)), completion.tokens]
+      expected = table[np.arange(count), completion.tokens]
       np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+      if sampling.greedy:
+        self.assertEqual(count, 6)
+        self.assertEqual(completion.tokens, tuple(table.argmax(-1)))
+    self.assertGreater(len(set(_tokens(written))), 1)
 
   def test_batch_size_changes_nothing(self):
     one_by_one = _generator(size=1).generate(_PROMPTS, _DRAWN)
     self.assertEqual(_tokens(one_by_one), _tokens(_written(sampling=_DRAWN)))
-
-  def test_other_prompts_change_nothing(self):
-    other = [*_PROMPTS]
-    other[1] = (8, 8, 8, 8, 8, 8, 8, 8, 9)
-    written = _generator().generate(other, _DRAWN)
-    for row in (0, 2, 3):
-      expected = _written(sampling=_DRAWN)[row]
-      self.assertEqual(written[row].tokens, expected.tokens)
 
   def test_a_model_is_the_same_on_any_mesh(self):
     ours = _generator(on_mesh=True).fingerprint()
@@ -141,12 +126,11 @@ class TokensTest(parameterized.TestCase):
     for one, other in zip(ours, theirs):
       np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
 
-  @parameterized.parameters(4, 2)
-  def test_heads_at_work_alone_write_the_same(self, kv_heads):
+  def test_heads_at_work_alone_write_the_same(self):
     written, reads = [], []
     for name in ("dense", "kernel"):
-      config = _config(num_kv_heads=kv_heads, attention_impl=name)
-      params = tiny_writer.random_params(_config(num_kv_heads=kv_heads))
+      config = _config(num_kv_heads=2, attention_impl=name)
+      params = tiny_writer.random_params(_config(num_kv_heads=2))
       generator = Generator(
         tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
       )
@@ -186,41 +170,25 @@ class TokensTest(parameterized.TestCase):
     written = _generator().generate(_PROMPTS, other)
     self.assertNotEqual(_tokens(written), _tokens(again))
 
-  def test_rows_of_equal_prompts_draw_differently(self):
-    written = _generator().generate([(5, 9)] * 4, _DRAWN)
-    self.assertGreater(len(set(_tokens(written))), 1)
-
-  @parameterized.parameters({"top_k": 1}, {"top_p": 1e-6})
-  def test_one_kept_token_is_the_best(self, **options):
-    sampling = dataclasses.replace(_DRAWN, **options)
-    written = _generator().generate(_PROMPTS, sampling)
-    self.assertEqual(_tokens(written), _tokens(_written()))
-
   def test_longer_text_begins_alike(self):
     longer = dataclasses.replace(_DRAWN, max_new_tokens=36)
     written = _generator().generate(_PROMPTS, longer)
     for one, other in zip(written, _written(sampling=_DRAWN)):
       self.assertEqual(one.tokens[:6], other.tokens)
       self.assertEqual(one.finish_reason == "length", len(one.tokens) == 36)
-    # More than one look at what was written.
+    # More than one span of tokens.
     self.assertEqual(max(len(one.tokens) for one in written), 36)
 
   def test_int8_cache_writes_with_close_probabilities(self):
     written = _generator(cache_dtype="int8").generate(_PROMPTS, _GREEDY)
-    first, exact = (
-      np.array([completion.log_probs[0] for completion in completions])
-      for completions in (written, _written())
-    )
-    np.testing.assert_allclose(first, exact, atol=1e-4)  # of the prompt alone
-    for prompt, completion in zip(_PROMPTS, written):
-      text = [*prompt, *completion.tokens]
-      table = _full("two_stage")(text)[len(prompt) - 1 : -1]
-      expected = table[np.arange(len(completion.tokens)), completion.tokens]
-      gap = np.abs(completion.log_probs - expected).max()
-      self.assertBetween(gap, 0, 1.0)
-    later = [[c.log_probs[1] for c in w] for w in (written, _written())]
-    gap = np.abs(np.subtract(*later)).max()
-    self.assertGreater(gap, 1e-6)  # the cache is another
+    for prompt, completion, exact in zip(_PROMPTS, written, _written()):
+      first = completion.log_probs[0]  # of the prompt alone
+      self.assertAlmostEqual(first, exact.log_probs[0], delta=1e-4)
+      self.assertNotEqual(completion.log_probs[1], exact.log_probs[1])
+      table = _full("two_stage")([*prompt, *completion.tokens])
+      rows = table[len(prompt) - 1 : -1]
+      expected = rows[np.arange(6), completion.tokens]
+      np.testing.assert_allclose(completion.log_probs, expected, atol=1.0)
 
   def test_bfloat16_model_writes(self):
     config = _config(dtype="bfloat16")
@@ -262,9 +230,6 @@ class TextTest(parameterized.TestCase):
     self.assertEqual(completion.finish_reason, "end")
     self.assertLen(completion.log_probs, 3)
 
-  def test_end_of_text_as_the_last_token_is_an_end(self):
-    self.assertEqual(self._write("yY", max_new_tokens=2).finish_reason, "end")
-
   def test_begin_of_text_comes_before_texts_alone(self):
     self.assertEqual(self._write("", max_new_tokens=2).text, "aAbB")
     (completion,) = _alphabet().generate([(27,)], Sampling(max_new_tokens=2))
@@ -282,19 +247,12 @@ class TextTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (("dD",), "bBcC", 3),  # a whole token
-    (("Dd",), "bBcCdDeE", 6),  # nowhere
-    (("De",), "bBcCd", 4),  # across two tokens
     (("DeEf",), "bBcCd", 5),  # across three
-    (("E",), "bBcCdDe", 4),  # within one
     (("fF", "cC"), "bB", 2),  # the one that comes first
     (("CdD", "d"), "bBc", 3),  # both in one token: where the first begins
   )
   def test_stop_text_ends_and_is_left_out(self, stop, text, tokens):
     completion = self._write(stop=stop, max_new_tokens=6)
-    if stop == ("Dd",):
-      self.assertEqual(completion.text, "bBcCdDeEfFgG")
-      self.assertEqual(completion.finish_reason, "length")
-      return
     self.assertEqual(completion.text, text)
     self.assertEqual(completion.finish_reason, "stop")
     self.assertLen(completion.tokens, tokens)
@@ -302,7 +260,6 @@ class TextTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("aA", (), " bB cC dD"),
-    ("aA bB", (), " cC dD eE"),
     ("", (), "aA bB cC"),  # nothing is before the first space
     ((1,), (" cC",), " bB"),
     ("aA", ("A bB", " dD"), " bB cC"),
@@ -317,37 +274,23 @@ class TextTest(parameterized.TestCase):
     self.assertEqual(completion.text, text)
     self.assertEqual("".join(generator.stream(prompt, sampling)), text)
 
-  def test_stop_text_in_the_prompt_does_not_count(self):
-    completion = self._write("aAbB", stop=("Bc",), max_new_tokens=2)
-    self.assertEqual(completion.text, "cCdD")
-
   @parameterized.parameters(
     ((), ["bB", "cC", "dD", "eE"]),
-    (("De",), ["bB", "cC", "d"]),  # "D" was held back
     (("Dx",), ["bB", "cC", "d", "DeE"]),  # and is given where it was not it
-    (("E",), ["bB", "cC", "dD", "e"]),
     (("cCdDx",), ["bB", "cCdDeE"]),
     (("EfF",), ["bB", "cC", "dD", "eE"]),  # nothing follows: no reason to
   )
   def test_stream_holds_back_what_may_begin_a_stop(self, stop, pieces):
     self.assertEqual(self._stream(stop=stop, max_new_tokens=4), pieces)
 
-  @parameterized.product(
-    stop=((), ("De",), ("E", "CdD"), ("EfFgG",), ("zZ",)),
-    prompt=("aA", "vVwW"),
+  @parameterized.parameters(
+    ((), "vVwW"), (("E", "CdD"), "aA"), (("EfFgG",), "aA"), (("zZ",), "vVwW")
   )
   def test_pieces_add_up_to_the_text(self, stop, prompt):
     options = {"stop": stop, "max_new_tokens": 7}
     pieces = self._stream(prompt, **options)
     self.assertNotIn("", pieces)
     self.assertEqual("".join(pieces), self._write(prompt, **options).text)
-
-  def test_drawn_stream_is_the_first_row_of_generate(self):
-    generator = _generator(size=1)
-    pieces = list(generator.stream("aAbB", _DRAWN))
-    (completion,) = generator.generate(["aAbB"], _DRAWN)
-    self.assertNotEmpty(completion.text)
-    self.assertEqual("".join(pieces), completion.text)
 
   def test_stream_of_bytes_has_no_half_characters(self):
     config = tiny.llm_config(model={"vocab_size": 257, "max_length": 64})
@@ -417,11 +360,6 @@ class SpecialTokensTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "the model has no chat template"):
       self._generator().chat(messages)
 
-  def test_stop_beyond_the_model_is_named(self):
-    files = {"generation_config.json": b'{"eos_token_id": [2, 60]}'}
-    with self.assertRaisesRegex(ValueError, "eos_token_id 60 must be below"):
-      self._generator(files)
-
 
 class ErrorsTest(parameterized.TestCase):
   def _generator(self, config=None, tokenizer=None, **options):
@@ -446,25 +384,6 @@ class ErrorsTest(parameterized.TestCase):
       options = {"max_new_tokens": 4, **options}
       _alphabet().generate(prompts, Sampling(**options))
 
-  def test_longest_prompt_is_taken(self):
-    sampling = Sampling(max_new_tokens=2)
-    (completion,) = _alphabet().generate([(1,) * 30], sampling)
-    self.assertEqual(completion.text, "bBcC")
-
-  def test_stream_refuses_the_same(self):
-    with self.assertRaisesRegex(ValueError, "prompt 0: token 60"):
-      list(_alphabet().stream((60,), Sampling()))
-
-  def test_empty_text_needs_a_begin_of_text(self):
-    words = tiny_writer.WORDS
-    without = types.SimpleNamespace(
-      vocab_size=29, bos_id=None, eos_id=None, encode=words.encode,
-      decode=words.decode, add_bos=False, stop_ids=(),
-    )  # fmt: skip
-    generator = self._generator(tokenizer=without)
-    with self.assertRaisesRegex(ValueError, "prompt 0 is empty, and no begin"):
-      generator.generate([""], Sampling())
-
   def test_model_of_another_family_is_refused(self):
     config = tiny.config()
     restored = Restored(config, make_model(config)[0], {}, 0, ())
@@ -484,15 +403,6 @@ class ErrorsTest(parameterized.TestCase):
   def test_bad_option_is_named(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
       self._generator(**options)
-
-  def test_baseline_writes_too(self):
-    config = dataclasses.replace(
-      tiny_writer.ALPHABET, model=without_router(tiny_writer.ALPHABET.model)
-    )
-    (completion,) = self._generator(config).generate(
-      ["aA"], Sampling(max_new_tokens=2)
-    )
-    self.assertEqual(completion.text, "bBcC")
 
 
 if __name__ == "__main__":

@@ -1,97 +1,104 @@
-"""Sampling: which image an index is."""
+"""Sampling: which image an index is, and files that survive interruptions."""
 
+import dataclasses
+import errno
 import functools
+import os
+import pathlib
+import tempfile
 from unittest import mock
 
+import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
+from moh_jax.inference.sample import Sampler
 from moh_jax.models.registry import make_model
-from tests.inference import tiny_sampler
+from moh_jax.runtime import devices, sharding
 from tests.training import tiny
 
-_SIZE = 8
+_NUM, _SIZE = 29, 8  # four batches, the last one of five images
 _STARTS = (0, 8, 16, 24)
+_SETTINGS = {"checkpoint": "here", "seed": 0}
+
+
+@functools.cache
+def _mesh(devices=1):
+  config = tiny.dit_config(mesh={"data": devices})
+  return sharding.make_mesh(config.mesh, jax.devices()[:devices])
+
+
+@functools.cache
+def _restored(devices=1, **sample):
+  config = tiny.dit_config(sample=sample)
+  whole = sharding.replicated(_mesh(devices))
+  params = jax.device_put(tiny.random_params(config), whole)
+  return Restored(config, make_model(config)[0], params, 0, ())
+
+
+@functools.cache
+def _sampler(devices=1, labels=(), seed=0):
+  restored = _restored(devices)
+  return Sampler(restored, labels=labels, seed=seed, mesh=_mesh(devices))
 
 
 @functools.cache
 def _images():
-  return np.concatenate(
-    [tiny_sampler.sampler().batch(start, _SIZE) for start in _STARTS]
-  )
+  return np.concatenate([_sampler().batch(start, _SIZE) for start in _STARTS])
 
 
 class SamplerTest(parameterized.TestCase):
-  @parameterized.parameters(3, 16)
-  def test_images_do_not_depend_on_the_batch_size(self, size):
-    images = tiny_sampler.sampler().batch(5, size)
-    np.testing.assert_array_equal(images, _images()[5 : 5 + size])
-
-  @parameterized.parameters(3, 8)
-  def test_images_are_the_same_on_eight_devices(self, size):
-    images = tiny_sampler.sampler(devices=8).batch(5, size)
+  @parameterized.parameters((1, 3), (1, 16), (8, 3))
+  def test_images_do_not_depend_on_batch_and_devices(self, devices, size):
+    images = _sampler(devices).batch(5, size)
     np.testing.assert_array_equal(images, _images()[5 : 5 + size])
 
   def test_images_are_pixels_and_differ(self):
-    images = _images()
-    self.assertEqual(images.shape, (32, 8, 8, 1))
-    self.assertEqual(images.dtype, np.uint8)
-    self.assertLen({image.tobytes() for image in images}, 32)
+    self.assertEqual(_images().shape, (32, 8, 8, 1))
+    self.assertEqual(_images().dtype, np.uint8)
+    self.assertLen({image.tobytes() for image in _images()}, 32)
 
-  def test_labels_are_those_of_all_classes_in_turn(self):
-    labels = tiny_sampler.sampler().label(np.arange(23))
-    np.testing.assert_array_equal(labels, np.arange(23) % 10)
+  @parameterized.parameters(
+    ((), np.arange(23) % 10), ((3, 3, 7), [3, 3, 7, 3, 3, 7, 3])
+  )
+  def test_labels_repeat_in_turn(self, wanted, expected):
+    labels = _sampler(labels=wanted).label(np.arange(len(expected)))
+    np.testing.assert_array_equal(labels, expected)
     self.assertEqual(labels.dtype, np.int32)
-
-  def test_wanted_labels_repeat(self):
-    labels = tiny_sampler.sampler(labels=(3, 3, 7)).label(np.arange(7))
-    np.testing.assert_array_equal(labels, [3, 3, 7, 3, 3, 7, 3])
 
   def test_label_and_seed_change_an_image_and_nothing_else_does(self):
     # Image 3 has label 3 with these labels as with all in turn.
-    same = tiny_sampler.sampler(labels=(5, 6, 7, 3)).batch(0, _SIZE)
+    same = _sampler(labels=(5, 6, 7, 3)).batch(0, _SIZE)
     np.testing.assert_array_equal(same[3], _images()[3])
     self.assertFalse(np.array_equal(same[0], _images()[0]))
-    other = tiny_sampler.sampler(seed=2**31 - 1).batch(0, _SIZE)
+    other = _sampler(seed=2**31 - 1).batch(0, _SIZE)
     for ours, theirs in zip(other, _images()):
       self.assertFalse(np.array_equal(ours, theirs))
 
   def test_no_label_is_scale_0(self):
-    none = tiny_sampler.sampler(labels=(None,)).batch(0, 2)
+    none = _sampler(labels=(None,)).batch(0, 2)
     self.assertFalse(np.array_equal(none, _images()[:2]))
-    restored = tiny_sampler.restored(cfg_scale=0.0)
-    free = sample_lib.Sampler(
-      restored, labels=(4,), mesh=tiny_sampler.mesh(1)
-    ).batch(0, 2)
+    restored = _restored(cfg_scale=0.0)
+    free = Sampler(restored, labels=(4,), mesh=_mesh()).batch(0, 2)
     np.testing.assert_array_equal(free, none)
 
   def test_own_noise_is_what_images_begin_with(self):
     rows = np.random.default_rng(0).normal(size=(2, 8, 8, 1))
-    sampler = sample_lib.Sampler(
-      tiny_sampler.restored(method="ddim"),
-      labels=(3,),
-      mesh=tiny_sampler.mesh(1),
-      noise=rows,
-    )
+    restored = _restored(method="ddim")
+    sampler = Sampler(restored, labels=(3,), mesh=_mesh(), noise=rows)
     images = sampler.batch(0, 4)
     np.testing.assert_array_equal(images[:2], images[2:])
     self.assertFalse(np.array_equal(images[0], images[1]))
 
   def test_start_images_are_kept_the_more_the_less_the_strength(self):
     start = np.tanh(np.random.default_rng(0).normal(size=(1, 8, 8, 1)))
-    pixels = (start + 1) * 127.5
 
     def distance(strength):
-      sampler = sample_lib.Sampler(
-        tiny_sampler.restored(steps="50"),
-        mesh=tiny_sampler.mesh(1),
-        labels=(3,),
-        start=start,
-        strength=strength,
-      )
-      return np.abs(sampler.batch(0, 1) - pixels).mean()
+      options = {"start": start, "strength": strength, "labels": (3,)}
+      sampler = Sampler(_restored(steps="50"), mesh=_mesh(), **options)
+      return np.abs(sampler.batch(0, 1) - (start + 1) * 127.5).mean()
 
     self.assertLess(distance(0.02), 20)
     self.assertLess(distance(0.02), distance(1.0))
@@ -101,50 +108,249 @@ class SamplerTest(parameterized.TestCase):
     ({"start": np.zeros((0, 8, 8, 1))}, "start of shape .* n at least 1"),
     ({"strength": 0.5}, "strength=0.5 is of `start`"),
     ({"start": np.zeros((1, 8, 8, 1)), "strength": 0.0}, "strength=0.0 must"),
-  )
-  def test_wrong_beginnings_are_named(self, options, text):
-    with self.assertRaisesRegex(ValueError, text):
-      sample_lib.Sampler(
-        tiny_sampler.restored(), mesh=tiny_sampler.mesh(1), **options
-      )
-
-  @parameterized.parameters(1, 5, 8, 13)
-  def test_few_images_come_in_full_batches(self, num):
-    with mock.patch.object(
-      sample_lib.Sampler, "batch", autospec=True,
-      side_effect=sample_lib.Sampler.batch,
-    ) as batch:  # fmt: skip
-      images = sample_lib.sample_images(tiny_sampler.sampler(), num, _SIZE)
-    np.testing.assert_array_equal(images, _images()[:num])
-    self.assertEqual({call.args[2] for call in batch.call_args_list}, {_SIZE})
-
-  @parameterized.parameters(
     ({"labels": (3, 10)}, r"label 10 must be in \[0, 9\]"),
     ({"labels": (-1,)}, r"label -1 must be in \[0, 9\]"),
     ({"seed": -1}, r"seed=-1 must be in \[0, 2147483647\]"),
     ({"seed": 2**31}, "seed=2147483648 must be in"),
   )
-  def test_bad_labels_and_seeds_are_named(self, options, message):
+  def test_bad_requests_are_named(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
-      sample_lib.Sampler(
-        tiny_sampler.restored(), mesh=tiny_sampler.mesh(1), **options
-      )
+      Sampler(_restored(), mesh=_mesh(), **options)
 
-  def test_model_that_does_not_draw_is_refused(self):
-    config = tiny.config()
+  @parameterized.parameters(5, 8, 13)
+  def test_few_images_come_in_full_batches(self, num):
+    with mock.patch.object(
+      Sampler, "batch", autospec=True, side_effect=Sampler.batch
+    ) as batch:
+      images = sample_lib.sample_images(_sampler(), num, _SIZE)
+    np.testing.assert_array_equal(images, _images()[:num])
+    self.assertEqual({call.args[2] for call in batch.call_args_list}, {_SIZE})
+
+  @parameterized.parameters(
+    (tiny.config(), r"family 'vit'; `sample` needs 'dit'"),
+    (
+      tiny.dit_config(data={"source": "fake"}, diffusion={"space": "latent"}),
+      "--vae PATH",
+    ),
+  )
+  def test_models_that_cannot_sample_are_refused(self, config, message):
     restored = Restored(config, make_model(config)[0], {}, 0, ())
-    with self.assertRaisesRegex(
-      ValueError, r"family 'vit'; `sample` needs 'dit'"
-    ):
-      sample_lib.Sampler(restored, mesh=tiny_sampler.mesh(1))
+    with self.assertRaisesRegex(ValueError, message):
+      Sampler(restored, mesh=_mesh())
 
-  def test_latents_need_their_autoencoder(self):
-    config = tiny.dit_config(
-      data={"source": "fake"}, diffusion={"space": "latent"}
+
+class FolderTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.out = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _run(self, names=()):
+    restored = dataclasses.replace(_restored(), class_names=names)
+    sampler = Sampler(restored, labels=(9, None), mesh=_mesh())
+    return sample_lib.sample_files(
+      sampler, 4, self.out, batch_size=2, settings=_SETTINGS
     )
-    restored = Restored(config, make_model(config)[0], {}, 0, ())
-    with self.assertRaisesRegex(ValueError, "--vae PATH"):
-      sample_lib.Sampler(restored, mesh=tiny_sampler.mesh(1))
+
+  @parameterized.parameters(
+    ((), "9"), (tuple(f"class {i}" for i in range(10)), "class 9")
+  )
+  def test_folders_are_named_by_label(self, names, folder):
+    self.assertEqual(self._run(names), 4)
+    found = {str(f.relative_to(self.out)) for f in self.out.rglob("*.png")}
+    first = {f"{folder}/000000.png", f"{folder}/000002.png"}
+    self.assertEqual(found, first | {"none/000001.png", "none/000003.png"})
+
+  def test_what_is_missing_is_sampled_again_and_other_files_stay(self):
+    np.save(self.out / "mine.npy", np.zeros(3))
+    self._run()
+    file = self.out / "none" / "000003.png"
+    content = file.read_bytes()
+    file.unlink()
+    self.assertEqual(self._run(), 2)
+    self.assertEqual(file.read_bytes(), content)
+    self.assertTrue((self.out / "mine.npy").exists())
+    (self.out / "settings.json").unlink()
+    with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
+      self._run()
+
+
+class NpzTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.out = self.root / "images.npz"
+    self.parts = self.root / "images.npz.parts"
+    self.sampled = []  # starts of the batches that were sampled to their end
+    self.kill_before = None  # start of a batch
+    images = _images()
+
+    def batch(sampler, start, size):
+      del sampler
+      if start == self.kill_before:
+        raise KeyboardInterrupt
+      self.sampled.append(start)
+      return images[start : start + size]
+
+    self.enterContext(mock.patch.object(Sampler, "batch", batch))
+
+  def _run(self, kill_before=None, num=_NUM, size=_SIZE, settings=_SETTINGS):
+    self.kill_before = kill_before
+    return sample_lib.sample_files(
+      _sampler(), num, self.out, batch_size=size, settings=settings
+    )
+
+  def _killed(self, **options):
+    with self.assertRaises(KeyboardInterrupt):
+      self._run(**options)
+    self.assertFalse(self.out.exists())
+
+  def _failing(self, name, error):
+    """Fails the first replacement of a file of that name."""
+    replace, left = os.replace, [error]
+
+    def fail(source, target):
+      if left and pathlib.Path(target).name == name:
+        raise left.pop()
+      replace(source, target)
+
+    return mock.patch.object(os, "replace", fail)
+
+  def _assert_whole(self, *others):
+    with np.load(self.out, allow_pickle=False) as stored:
+      self.assertEqual(stored.files, ["arr_0", "arr_1"])
+      images, labels = stored["arr_0"], stored["arr_1"]
+    np.testing.assert_array_equal(images, _images()[:_NUM])
+    np.testing.assert_array_equal(labels, np.arange(_NUM) % 10)
+    self.assertEqual((images.dtype, labels.dtype), (np.uint8, np.int32))
+    self.assertCountEqual(self.root.iterdir(), [self.out, *others])
+
+  def test_file_holds_images_and_labels_and_is_not_drawn_again(self):
+    self.assertEqual(self._run(), _NUM)
+    self.assertEqual(self.sampled, list(_STARTS))
+    self._assert_whole()
+    written = self.out.read_bytes()
+    self.assertEqual(self._run(), 0)
+    self.assertEqual(self.sampled, list(_STARTS))
+    self.assertEqual(self.out.read_bytes(), written)
+
+  @parameterized.parameters((8, 16), (0, 24), (24, 24))
+  def test_killed_twice_loses_and_repeats_nothing(self, first, second):
+    self._killed(kill_before=first)
+    self._killed(kill_before=second)
+    before = len(self.sampled)
+    sampled = self._run()
+    self.assertEqual(self.sampled, list(_STARTS))
+    self.assertEqual(sampled, _NUM - before * _SIZE)
+    self._assert_whole()
+
+  @parameterized.parameters(("000000008.npy", 21), ("images.npz", 0))
+  def test_killed_before_a_file_is_in_place(self, name, again):
+    with self._failing(name, KeyboardInterrupt()):
+      self._killed()
+    self.assertEqual(self._run(), again)
+    self._assert_whole()
+
+  @parameterized.parameters(range(6))
+  def test_killed_while_the_parts_are_removed_keeps_the_file(self, removed):
+    # Four parts, the settings and the folder.
+    left, removals = [removed], []
+    for name in ("unlink", "rmdir"):
+      call = getattr(os, name)
+
+      def remove(path, *args, call=call, **options):
+        if "images.npz.parts" in str(path) and str(path)[-4:] != ".tmp":
+          removals.append(path)
+          if len(removals) > left[0]:
+            raise KeyboardInterrupt
+        call(path, *args, **options)
+
+      self.enterContext(mock.patch.object(os, name, remove))
+    with self.assertRaises(KeyboardInterrupt):
+      self._run()
+    self.assertTrue(self.out.exists())
+    left[0] = 100
+    self.assertEqual(self._run(), 0)
+    self._assert_whole()
+
+  def test_other_files_among_the_parts_stay(self):
+    self.parts.mkdir()
+    np.save(self.parts / "mine.npy", np.zeros(3))
+    other = self.parts / "123456789.npy"  # a part of no call of this size
+    np.save(other, np.zeros(3))
+    self._run()
+    self.assertEqual(self._run(), 0)
+    self.assertLen(list(self.parts.iterdir()), 2)
+    self._assert_whole(self.parts)
+
+  def test_parts_of_unknown_settings_are_not_taken(self):
+    self._killed(kill_before=16)
+    (self.parts / "settings.json").unlink()
+    with self.assertRaisesRegex(ValueError, "000000000.npy is there, and no"):
+      self._run()
+
+  def test_parts_are_not_written_through_a_link(self):
+    (self.root / "other").mkdir()
+    self.parts.symlink_to(self.root / "other")
+    with self.assertRaisesRegex(ValueError, "parts is a symbolic link"):
+      self._run()
+
+  @parameterized.parameters(
+    ("x.png", devices, "total_memory", "of memory"),
+    ("x.npz", sample_lib.shutil, "disk_usage", "bytes are free"),
+  )
+  def test_more_images_than_there_is_room_for(self, name, place, call, text):
+    config, out = tiny.dit_config(mesh={"data": -1}), self.root / name
+    size = 64 * 10  # ten images of 8 x 8 grey pixels
+    have = {"total_memory": size, "disk_usage": mock.Mock(free=size)}[call]
+    with mock.patch.object(place, call, lambda *_: have):
+      sample_lib.check_size(config, 10, out)
+      with self.assertRaisesRegex(ValueError, f"11 images.*{text}"):
+        sample_lib.check_size(config, 11, out)
+
+  @parameterized.parameters("000000016.npy", "images.npz")
+  def test_full_disk_keeps_whole_parts_and_continues(self, name):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    message = f"{name} cannot be written: .*No space left.* make space"
+    with self._failing(name, error):
+      with self.assertRaisesRegex(OSError, message):
+        self._run()
+    whole = 2 if name == "000000016.npy" else 4
+    expected = {f"{start:09d}.npy" for start in _STARTS[:whole]}
+    names = {path.name for path in self.parts.iterdir()}
+    self.assertEqual(names, expected | {"settings.json"})
+    self.assertFalse(self.out.exists())
+    self.assertEqual(self._run(), max(_NUM - 8 * whole, 0))
+    self._assert_whole()
+
+  @parameterized.parameters(
+    ({"settings": {**_SETTINGS, "seed": 1}}, "seed: 1 here, 0 there"),
+    ({"settings": {"seed": 0}}, "checkpoint: None here, 'here' there"),
+    ({"settings": {**_SETTINGS, "cfg": (0, 9)}}, r"cfg: \[0, 9\] here, None"),
+    ({"num": 30}, "num: 30 here, 29 there"),
+    ({"size": 16}, "batch_size: 16 here, 8 there"),
+  )
+  def test_other_settings_are_refused_by_name(self, options, message):
+    self._killed(kill_before=8)
+    with self.assertRaisesRegex(ValueError, message):
+      self._run(**options)
+    self.assertEqual(self._run(), _NUM - 8)  # the parts are untouched
+    self._assert_whole()
+
+  def test_tuples_of_settings_equal_their_stored_lists(self):
+    settings = {**_SETTINGS, "labels": (1, 2)}
+    self._killed(kill_before=8, settings=settings)
+    self.assertEqual(self._run(settings=settings), _NUM - 8)
+
+  @parameterized.parameters(False, True)
+  def test_file_of_other_settings_is_not_overwritten(self, whole):
+    if whole:
+      self._run(settings={**_SETTINGS, "seed": 1})
+    else:
+      self.out.write_bytes(b"old")
+    written = self.out.read_bytes()
+    with self.assertRaisesRegex(ValueError, "exists and was made with other"):
+      self._run()
+    self.assertEqual(self.out.read_bytes(), written)
 
 
 if __name__ == "__main__":

@@ -98,26 +98,19 @@ class ScorerTest(parameterized.TestCase):
     ours = _scorer(config).log_likelihoods(pairs)
     self._assert_close(ours, _plain(pairs, config))
 
-  @parameterized.parameters(1, 64)
-  def test_batch_size_changes_no_score(self, batch_size):
+  def test_batch_size_and_order_change_no_score(self):
     pairs = _pairs([(5, 3), (9, 1), (20, 9), (1, 16), (3, 4)])
-    ours = _scorer(batch_size=batch_size).log_likelihoods(pairs)
+    ours = _scorer(batch_size=1).log_likelihoods(pairs[::-1])[::-1]
     self._assert_close(ours, _plain(pairs))
 
-  def test_order_of_the_pairs_changes_no_score(self):
-    pairs = _pairs(_LENGTHS)
-    backwards = self.scorer.log_likelihoods(pairs[::-1])[::-1]
-    self._assert_close(self.scorer.log_likelihoods(pairs), backwards)
-
-  @parameterized.parameters(1, 4)
-  def test_padding_changes_no_score_of_dynamic_scaling(self, batch_size):
+  def test_padding_changes_no_score_of_dynamic_scaling(self):
     rope = config_lib.RotaryConfig(
       scaling="dynamic", factor=4.0, original_length=4
     )
     model = dataclasses.replace(_MODEL, rope=rope)
     config = dataclasses.replace(_CONFIG, model=model)
     pairs = _pairs([(5, 3), (5, 3), (9, 8), (3, 40)], seed=1)
-    scores = _scorer(config, batch_size=batch_size).log_likelihoods(pairs)
+    scores = _scorer(config, batch_size=4).log_likelihoods(pairs)
     for (context, continuation), score in zip(pairs, scores):
       tokens = np.array([*context, *continuation])
       rows = np.asarray(_log_softmax(config)(tokens[:-1]))
@@ -157,12 +150,6 @@ class ScorerTest(parameterized.TestCase):
     pairs += [pairs[1], (ids[:6], [*ids[6:], 7]), (ids[:6], ids[6:7])]
     pairs += [(ids[:-1], [token]) for token in range(40)]
     self._assert_close(self.scorer.log_likelihoods(pairs), _plain(pairs))
-
-  def test_probabilities_of_all_choices_sum_to_one(self):
-    scores = self.scorer.log_likelihoods([([3, 1], [t]) for t in range(264)])
-    total = np.exp([score.log_likelihood for score in scores]).sum()
-    self.assertAlmostEqual(total, 1, places=5)
-    self.assertEqual(sum(score.greedy for score in scores), 1)
 
   def test_empty_continuation_is_certain(self):
     self.assertEqual(
@@ -220,7 +207,7 @@ class RollingTest(parameterized.TestCase):
     super().setUpClass()
     cls.scorer = _scorer()
 
-  @parameterized.parameters(1, 2, 47, 48, 49, 50, 95, 96, 97, 200)
+  @parameterized.parameters(1, 48, 49, 96, 97, 200)
   def test_every_token_is_scored_once_with_context(self, length):
     tokens = list(range(1, length + 1))
     pairs = self.scorer.rolling(tokens, prefix_id=0)

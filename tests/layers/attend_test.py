@@ -15,6 +15,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import place_heads
@@ -56,17 +57,16 @@ class MeshTest(parameterized.TestCase):
     k, v = (jax.random.normal(key, (8, 70, kv_heads, 8)) for key in r[1:3])
     mask = jax.random.bernoulli(r[3], 0.5, q.shape[:3])
     weights = jax.random.normal(r[4], q.shape) * mask[..., None]
-    options = {
-      "key_mask": jnp.arange(70)[None] < 60 + jnp.arange(8)[:, None],
-      "segments": jnp.arange(70)[None].repeat(8, 0) // 40,
-      "causal": causal,
-    }
+    visible = Visible(
+      key_mask=jnp.arange(70)[None] < 60 + jnp.arange(8)[:, None],
+      segments=jnp.arange(70)[None].repeat(8, 0) // 40,
+      causal=causal,
+    )
 
     def loss(q, k, v, implementation):
       active = ActiveHeads(mask, 4)
-      out = attend(
-        q, k, v, active=active, implementation=implementation, **options
-      )
+      how = {"active": active, "implementation": implementation}
+      out = attend(q, k, v, visible=visible, **how)
       return (out * weights).sum()
 
     grad = functools.partial(
@@ -152,7 +152,10 @@ class MeshTest(parameterized.TestCase):
       compiled = (
         jax.jit(
           lambda q: attend(
-            q, q, q, active=active, causal=True, implementation="packed"
+            *(q, q, q),
+            active=active,
+            visible=Visible(causal=True),
+            implementation="packed",
           )
         )
         .lower(sharding.shard_batch({"x": q}, mesh)["x"])

@@ -76,21 +76,6 @@ class DrawTest(parameterized.TestCase):
     np.testing.assert_allclose(shuffled, x[order], atol=1e-5)
     self.assertGreater(np.abs(x[0] - x[2]).max(), 1e-2)
 
-  @parameterized.parameters(1, 3)
-  def test_size_of_the_batch_does_not_matter(self, size):
-    part = _draw(index=_INDEX[:size], labels=_LABELS[:size])
-    np.testing.assert_allclose(part, _draw()[:size], atol=1e-5)
-
-  def test_equal_index_and_label_give_equal_images(self):
-    x = _draw(index=[4, 4, 4, 8], labels=[1, 1, 2, 1])
-    np.testing.assert_allclose(x[0], x[1], atol=1e-6)
-    self.assertGreater(np.abs(x[0] - x[2]).max(), 1e-3)
-    self.assertGreater(np.abs(x[0] - x[3]).max(), 1e-2)
-
-  def test_seed_decides_the_noise(self):
-    chex.assert_trees_all_equal(_draw(seed=7), _draw(seed=7))
-    self.assertGreater(np.abs(_draw(seed=8) - _draw(seed=7)).max(), 1e-2)
-
   def _called(self, config) -> dict:
     """What the sampler is called with."""
     called = {}
@@ -133,19 +118,11 @@ class DrawTest(parameterized.TestCase):
 
 
 class GuidanceTest(parameterized.TestCase):
-  def test_scale_one_equals_no_guidance_anywhere(self):
-    plain = _draw(_sampling(cfg_scale=1.0))
-    nowhere = _draw(_sampling(cfg_interval=(1, 2)))
-    np.testing.assert_allclose(nowhere, plain, atol=1e-5)
-
-  def test_scale_moves_the_images(self):
+  def test_scale_moves_the_images_where_it_applies(self):
     plain = _draw(_sampling(cfg_scale=1.0))
     self.assertGreater(np.abs(_draw() - plain).max(), 1e-2)
-
-  def test_images_without_a_label_are_not_moved(self):
-    unlabelled = np.full(4, _CONFIG.model.num_classes)
-    plain = _draw(_sampling(cfg_scale=1.0), labels=unlabelled)
-    np.testing.assert_allclose(_draw(labels=unlabelled), plain, atol=1e-5)
+    nowhere = _draw(_sampling(cfg_interval=(1, 2)))
+    np.testing.assert_allclose(nowhere, plain, atol=1e-5)
 
   @parameterized.parameters((50, 100), (0, 50))
   def test_interval_is_between_guided_and_plain(self, low, high):
@@ -223,17 +200,12 @@ class PaintTest(absltest.TestCase):
 
 
 class PixelsTest(absltest.TestCase):
-  def test_every_level_comes_back(self):
-    levels = np.arange(256)
+  def test_every_level_comes_back_and_others_are_rounded_and_clipped(self):
+    levels = np.array([*range(256), -300.0, -0.6, 0.4, 0.6, 254.6, 255.4, 900])
     images = jnp.asarray(levels / 127.5 - 1, jnp.float32)
-    np.testing.assert_array_equal(generation.to_pixels(images), levels)
-
-  def test_rounds_to_the_nearest_and_clips(self):
-    levels = np.array([-300.0, -0.6, 0.4, 0.6, 99.4, 99.6, 254.6, 255.4, 900])
-    images = jnp.asarray(levels / 127.5 - 1, jnp.float32)
-    expected = [0, 0, 0, 1, 99, 100, 255, 255, 255]
     pixels = generation.to_pixels(images)
     chex.assert_type(pixels, jnp.uint8)
+    expected = [*range(256), 0, 0, 0, 1, 255, 255, 255]
     np.testing.assert_array_equal(pixels, expected)
 
 
@@ -258,12 +230,6 @@ class ImageGridTest(parameterized.TestCase):
     grid = generation.image_grid(self._images(4), columns=3)
     np.testing.assert_array_equal(grid[4:, :3], 40)
     np.testing.assert_array_equal(grid[2:, 3:], 255)
-
-  def test_fewer_images_than_columns(self):
-    grid = generation.image_grid(self._images(1), columns=2)
-    chex.assert_shape(grid, (2, 8, 1))
-    np.testing.assert_array_equal(grid[:, :3], 10)
-    np.testing.assert_array_equal(grid[:, 3:], 255)
 
 
 if __name__ == "__main__":

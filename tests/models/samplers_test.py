@@ -1,4 +1,4 @@
-"""Samplers against exact denoisers of simple distributions."""
+"""Samplers against exact denoisers of simple distributions; guidance."""
 
 import functools
 
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.dit import DIFFUSION_METHODS
+from moh_jax.config.dit import DIFFUSION_METHODS, FLOW_METHODS
 from moh_jax.models import samplers
 from moh_jax.models.diffusion import (
   Process,
   even_log_snr,
+  even_times,
   make_process,
   respace,
   reverse_step,
@@ -68,7 +69,9 @@ def _two_gaussians(x, signal, spread, deviation=0.2):
 
 
 def _process(spacing):
-  """Steps of the training process; "evenN" at even log-SNR."""
+  """Steps of the training process; "evenN" at even log-SNR, "flowN" a flow."""
+  if spacing.startswith("flow"):
+    return even_times(int(spacing.removeprefix("flow")), 1000)
   if spacing.startswith("even"):
     return even_log_snr(_TRAINING, int(spacing.removeprefix("even")))
   return respace(_TRAINING, spacing)
@@ -103,16 +106,15 @@ def _hand_ddpm(predict, x, process, noise):
 
 
 class PerfectDenoiserTest(parameterized.TestCase):
-  @parameterized.product(method=DIFFUSION_METHODS, prediction=_PREDICTIONS)
-  def test_returns_the_example(self, method, prediction):
+  @parameterized.product(
+    method=DIFFUSION_METHODS,
+    case=(*((p, "20") for p in _PREDICTIONS), ("v", "1"), ("v", "2")),
+  )
+  def test_returns_the_example(self, method, case):
+    prediction, steps = case
     run = _sampler(
-      _perfect(prediction), method, "20", prediction, noise=_noise()
+      _perfect(prediction), method, steps, prediction, noise=_noise()
     )
-    np.testing.assert_allclose(run(_Z), _X0, atol=1e-4)
-
-  @parameterized.product(method=DIFFUSION_METHODS, spacing=("1", "2"))
-  def test_few_steps_return_the_example(self, method, spacing):
-    run = _sampler(_perfect(), method, spacing, noise=_noise())
     np.testing.assert_allclose(run(_Z), _X0, atol=1e-4)
 
   @parameterized.parameters(*DIFFUSION_METHODS)
@@ -125,41 +127,31 @@ class PerfectDenoiserTest(parameterized.TestCase):
 
 
 class StepsTest(parameterized.TestCase):
-  @parameterized.parameters(*DIFFUSION_METHODS)
-  def test_network_is_told_timesteps_of_training_noisiest_first(self, method):
+  @parameterized.parameters(
+    *((method, "4", [999, 666, 333, 0]) for method in DIFFUSION_METHODS),
+    ("dpm", "even3", None),
+    ("euler", "flow4", [1000, 750, 500, 250]),
+    ("heun", "flow4", [1000, 750, 750, 500, 500, 250, 250]),
+  )
+  def test_network_is_told_its_timesteps_noisiest_first(
+    self, method, spacing, expected
+  ):
     told = []
+    process = _process(spacing)
 
     def predict(x, t):
       chex.assert_shape(t, (3,))
-      chex.assert_type(t, jnp.int32)
-      told.append(np.asarray(t))
+      chex.assert_type(t, process.timesteps.dtype)
+      told.append(float(t[0]))
       return x
 
+    how = {"method": method, "prediction": "x0", "noise": jnp.zeros_like}
     with jax.disable_jit():
-      samplers.sample(
-        predict,
-        _Z,
-        respace(_TRAINING, "4"),
-        method=method,
-        prediction="x0",
-        noise=jnp.zeros_like,
-      )
-    expected = np.repeat([[999], [666], [333], [0]], 3, axis=1)
-    np.testing.assert_array_equal(told, expected)
-
-  def test_network_is_told_times_between_timesteps(self):
-    told = []
-
-    def predict(x, t):
-      chex.assert_type(t, jnp.float32)
-      told.append(np.asarray(t[0]))
-      return x
-
-    process = _process("even3")
-    with jax.disable_jit():
-      samplers.sample(predict, _Z, process, method="dpm", prediction="x0")
-    np.testing.assert_allclose(told, process.timesteps[::-1])
-    self.assertNotEqual(told[1], np.round(told[1]))
+      samplers.sample(predict, _Z, process, **how)
+    if expected is None:  # times between two timesteps of training
+      expected = process.timesteps[::-1]
+      self.assertNotEqual(told[1], np.round(told[1]))
+    np.testing.assert_allclose(told, expected)
 
   def test_ddpm_equals_the_steps_by_hand(self):
     predict = _network(_gaussian)
@@ -178,39 +170,6 @@ class StepsTest(parameterized.TestCase):
     np.testing.assert_allclose(path[-1], last, rtol=1e-6)
     moved = np.abs(np.diff(np.concatenate([_Z[None], path]), axis=0))
     self.assertTrue(np.all(moved.max((1, 2, 3, 4)) > 0))
-
-  @parameterized.parameters(*DIFFUSION_METHODS)
-  def test_jit_equals_eager(self, method):
-    noises = jax.random.normal(_KEY, (3, *_SHAPE))
-    options = {"method": method, "noise": lambda step: noises[step]}
-    process = respace(_TRAINING, "3")
-
-    def predict(x, t):
-      return jnp.tanh(x) * t.reshape(-1, 1, 1, 1) / 1000
-
-    with jax.disable_jit():
-      eager = samplers.sample(predict, _Z, process, **options)
-    jitted = _sampler(predict, method, "3", noise=options["noise"])
-    np.testing.assert_allclose(jitted(_Z), eager, rtol=1e-4, atol=1e-5)
-
-  @parameterized.parameters(*DIFFUSION_METHODS)
-  def test_traces_once_whatever_the_steps_and_calls(self, method):
-    traces = {}
-
-    def run(spacing):
-      def predict(x, t):
-        traces[spacing] = traces.get(spacing, 0) + 1
-        return x
-
-      call = _sampler(predict, method, spacing, noise=_noise())
-      call(_Z)
-      first = traces[spacing]
-      call(_Z + 1)
-      self.assertEqual(traces[spacing], first)
-
-    run("3")
-    run("50")
-    self.assertEqual(traces["3"], traces["50"])
 
 
 class DistributionTest(parameterized.TestCase):
@@ -232,25 +191,14 @@ class DistributionTest(parameterized.TestCase):
       for sampling in samplings
     ]
 
-  @parameterized.product(
-    denoise=(_gaussian, _two_gaussians), spacing=("20", "50")
+  @parameterized.parameters(
+    (_gaussian, ("dpm", "even20"), ("ddim", "50")),
+    (_two_gaussians, ("dpm", "even20"), ("ddim", "50")),
+    (_gaussian, ("dpm", "ddim20"), ("ddim", "ddim20")),
   )
-  def test_solver_of_twenty_steps_is_nearer_the_limit_than_ddim(
-    self, denoise, spacing
-  ):
-    solver, ddim = self._errors(denoise, ("dpm", "even20"), ("ddim", spacing))
+  def test_solver_is_nearer_the_limit_than_ddim(self, denoise, *samplings):
+    solver, ddim = self._errors(denoise, *samplings)
     self.assertLess(solver, ddim)
-
-  def test_solver_at_even_timesteps_is_nearer_the_limit_than_ddim(self):
-    solver, ddim = self._errors(
-      _gaussian, ("dpm", "ddim20"), ("ddim", "ddim20")
-    )
-    self.assertLess(solver, ddim)
-
-  @parameterized.parameters(("ddim", "10", "50"), ("dpm", "even10", "even50"))
-  def test_more_steps_are_nearer_the_limit(self, method, few, many):
-    first, second = self._errors(_gaussian, (method, few), (method, many))
-    self.assertLess(second, 0.5 * first)
 
   @parameterized.parameters(("ddim", 2), ("dpm", 4))
   def test_half_the_step_divides_the_error_by(self, method, factor):
@@ -278,47 +226,11 @@ class DistributionTest(parameterized.TestCase):
   def test_deterministic_methods_read_no_noise(self, method):
     predict = _network(_gaussian)
     plain = _sampler(predict, method, "5")(_Z)
-    chex.assert_trees_all_equal(
-      _sampler(predict, method, "5", noise=_noise())(_Z), plain
-    )
-
-  def test_noise_changes_the_sample_and_repeats_it(self):
-    def run(seed):
-      def noise(step):
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        return jax.random.normal(key, _SHAPE)
-
-      return _sampler(_network(_gaussian), "ddpm", "5", noise=noise)(_Z)
-
-    chex.assert_trees_all_equal(run(0), run(0))
-    self.assertGreater(float(jnp.abs(run(0) - run(1)).max()), 0.05)
-
-
-class ErrorsTest(parameterized.TestCase):
-  def _sample(self, **options):
-    return samplers.sample(_perfect(), _Z, respace(_TRAINING, "2"), **options)
-
-  def test_unknown_method_lists_the_known(self):
-    with self.assertRaisesRegex(
-      ValueError, r"method='euler' must be one of \('ddpm', 'ddim', 'dpm'\)"
-    ):
-      self._sample(method="euler")
-
-  def test_ddpm_needs_noise(self):
-    with self.assertRaisesRegex(ValueError, "method='ddpm' needs noise"):
-      self._sample(method="ddpm")
-
-  def test_eta_needs_noise(self):
-    with self.assertRaisesRegex(ValueError, "'ddim' needs noise .eta=0.5"):
-      self._sample(method="ddim", eta=0.5)
+    given = _sampler(predict, method, "5", noise=_noise(), eta=0.0)(_Z)
+    chex.assert_trees_all_equal(given, plain)
 
 
 class EtaTest(parameterized.TestCase):
-  def test_0_adds_no_noise(self):
-    plain = _sampler(_network(_gaussian), "ddim", "20")(_Z)
-    given = _sampler(_network(_gaussian), "ddim", "20", noise=_noise(), eta=0.0)
-    np.testing.assert_array_equal(given(_Z), plain)
-
   @parameterized.parameters((0.5, "100"), (1.0, "500"))
   def test_samples_have_the_mean_and_deviation_of_the_examples(
     self, eta, steps
@@ -342,6 +254,118 @@ class EtaTest(parameterized.TestCase):
     )  # fmt: skip
     spread = float(jax.jit(run)()[0].var())
     self.assertAlmostEqual(spread, process.posterior_variance[1], delta=0.02)
+
+
+def _flow_of_a_gaussian(x, t):
+  """Velocity of examples from N(2, 0.5^2); the network reads t times 1000."""
+  t = (t / 1000).reshape(-1, 1, 1, 1)
+  x0 = _gaussian(x, 1 - t, t)
+  return (x - (1 - t) * x0) / t - x0
+
+
+class FlowTest(parameterized.TestCase):
+  @parameterized.product(method=FLOW_METHODS, steps=(1, 7))
+  def test_straight_lines_are_exact(self, method, steps):
+    run = _sampler(lambda x, t: _Z - _X0, method, f"flow{steps}")
+    np.testing.assert_allclose(run(_Z), _X0, atol=1e-5)
+
+  @parameterized.parameters(("euler", 0.06, 1.7), ("heun", 0.002, 3.0))
+  def test_error_of_a_gaussian_falls_with_the_order(self, method, most, ratio):
+    exact = 2.0 + 0.5 * _Z
+    few, many = (
+      float(jnp.abs(run(_Z) - exact).max())
+      for run in (
+        _sampler(_flow_of_a_gaussian, method, f"flow{n}") for n in (20, 40)
+      )
+    )
+    self.assertLess(many, most)
+    self.assertGreater(few / many, ratio)
+
+  @parameterized.parameters(*FLOW_METHODS)
+  def test_clips_the_example(self, method):
+    run = _sampler(lambda x, t: _Z - 4 * _X0, method, "flow5", clip=True)
+    np.testing.assert_allclose(run(_Z), jnp.clip(4 * _X0, -1, 1), atol=1e-4)
+
+
+_B, _NO_LABEL = 2, 5
+_LABELS = jnp.array([3, 1])
+
+
+@jax.jit
+def _predict(x, t, labels):
+  """Depends on every input; the last channel tells an example's label."""
+  number = labels.astype(jnp.float32)[:, None, None, None]
+  time = t.astype(jnp.float32)[:, None, None, None]
+  told = 0 * x[..., :1] + number
+  return jnp.concatenate([x + number * x**2 + time, told], -1)
+
+
+def _guided(x, step, batches=None, **options):
+  """What `guide` gives at a step; the sizes of batches that it evaluates."""
+
+  def predict(x, t, labels):
+    chex.assert_equal_shape_prefix((x, t, labels), 1)
+    if batches is not None:
+      batches.append(len(x))
+    return _predict(x, t, labels)
+
+  guided = samplers.guide(predict, _LABELS, _NO_LABEL, **options)
+  return jax.jit(guided)(x, jnp.full(_B, step))
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "count"))
+def _by_hand(x, step, scale, count):
+  """Guided by two evaluations; only the first `count` channels."""
+  t = jnp.full(_B, step)
+  labelled = _predict(x, t, _LABELS)
+  free = _predict(x, t, jnp.full(_B, _NO_LABEL))
+  moved = free + scale * (labelled - free)
+  return jnp.concatenate([moved[..., :count], labelled[..., count:]], -1)
+
+
+class GuidanceTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"channels": "three"}, 4, 3), ({}, 4, 3), ({"channels": "all"}, 4, 4),
+    ({"channels": "three"}, 2, 2), ({"channels": "all"}, 1, 1),
+  )  # fmt: skip
+  def test_moves_these_channels_and_no_other(self, options, size, count):
+    x, batches = jax.random.normal(_KEY, (_B, 2, 3, size)), []
+    out = _guided(x, 7, batches, scale=2.5, **options)
+    expected = _by_hand(x, 7, 2.5, count)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    # The variance, after the prediction, is the labelled one.
+    chex.assert_trees_all_close(out[..., count:], expected[..., count:])
+    self.assertEqual(batches, [2 * _B])
+
+  @parameterized.product(scale=(0, 1), interval=(None, (0, 5)))
+  def test_scales_0_and_1_are_one_evaluation(self, scale, interval):
+    x, batches = jax.random.normal(_KEY, (_B, 2, 3, 4)), []
+    out = _guided(x, 2, batches, scale=scale, interval=interval)
+    labels = _LABELS if scale else jnp.full(_B, _NO_LABEL)
+    expected = _predict(x, jnp.full(_B, 2), labels)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    self.assertEqual(batches, [_B])
+
+  @parameterized.parameters(
+    (0, False), (9, False), (10, True), (19, True), (20, False), (99, False)
+  )
+  def test_guides_from_low_to_before_high(self, step, guided):
+    x, batches = jax.random.normal(_KEY, (_B, 2, 3, 4)), []
+    out = _guided(x, step, batches, scale=4.0, interval=(10, 20))
+    expected = _by_hand(x, step, 4.0 if guided else 1.0, 3)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    self.assertCountEqual(set(batches), {_B, 2 * _B})  # branches
+
+  @parameterized.parameters(0.0, 0.1, 0.5)
+  def test_drops_this_share_of_labels(self, rate):
+    labels = jnp.arange(20_000) % _NO_LABEL
+    kept = samplers.drop_labels(jax.random.key(0), labels, _NO_LABEL, rate)
+    chex.assert_type(kept, labels.dtype)
+    dropped = np.asarray(kept == _NO_LABEL)
+    self.assertAlmostEqual(dropped.mean(), rate, delta=0.015 if rate else 0)
+    chex.assert_trees_all_equal(kept[~dropped], labels[~dropped])
+    again = samplers.drop_labels(jax.random.key(1), labels, _NO_LABEL, rate)
+    self.assertEqual(bool((kept != again).any()), rate > 0)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from moh_jax.config.registry import MissingSplitError
 from moh_jax.layers.stack import ModelAux
 from moh_jax.runtime import sharding
 from moh_jax.training import denoising
-from moh_jax.training.program import make_program
-from moh_jax.training.step import metric_values
+from moh_jax.training.step import make_program, metric_values
 from moh_jax.training.train import train
 from tests.training import tiny
 from tests.training.tiny import make_task

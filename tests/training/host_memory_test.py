@@ -50,7 +50,7 @@ class HostMemoryTest(absltest.TestCase):
       ValueError, r"^optim.state.* of the kind pinned_host; Abacus has .'beads'"
     ):
       config = tiny.llm_config(optim={"state_memory": "host"})
-      entrance._check_host_memory(config, mesh)
+      entrance.check_host_memory(config, mesh)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from absl.testing import absltest
 
 from moh_jax.config import Config, RouterConfig
 from moh_jax.runtime import steps
-from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.train import Result, train
 from tests.training import tiny
 

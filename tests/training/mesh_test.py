@@ -24,7 +24,7 @@ from moh_jax.models.registry import released_model
 from moh_jax.ops import head_layout
 from moh_jax.runtime import sharding
 from moh_jax.training.feed import Feed
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.train import train
 from tests.training import tiny
 from tests.training.tiny import make_task

@@ -14,8 +14,7 @@ from moh_jax.config.base import choices
 from moh_jax.config.run import OptimConfig
 from moh_jax.runtime import sharding
 from moh_jax.training import saving
-from moh_jax.training.program import make_program
-from moh_jax.training.step import TrainState
+from moh_jax.training.step import TrainState, make_program
 from tests.training import tiny
 from tests.training.tiny import make_task
 

@@ -12,7 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.runtime import sharding
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from tests.training import meshes, products, tiny
 
 

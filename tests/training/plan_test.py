@@ -12,13 +12,8 @@ from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import parse_topology
 from moh_jax.training import plan as plan_lib
 from moh_jax.training.compiling import Collective, Compiled
-from moh_jax.training.plan import (
-  assumptions,
-  expected_collectives,
-  make_plan,
-  seconds,
-)
-from moh_jax.training.program import make_program
+from moh_jax.training.plan import assumptions, make_plan, seconds
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 from tests.training import tiny
 
@@ -70,14 +65,6 @@ class TimeTest(parameterized.TestCase):
     else:
       self.assertEqual(ratio, 1)
 
-  @parameterized.parameters(*REMAT_NAMES)
-  def test_results_that_are_made_again_are_added_up_again(self, remat):
-    run = tiny.llm_config(model={"remat": remat}, mesh=_MESH)
-    sizes = {"data": 1, "fsdp": 1, "tensor": 2, "sequence": 1}
-    (one,) = expected_collectives(run, sizes, 1000)
-    passes = 3 if remat in ("full", "attention") else 2
-    self.assertEqual(one.count, 2 * passes * 2)
-
   @parameterized.parameters(16, 2048)
   def test_heads_that_are_computed_take_time(self, length):
     # 16 tokens are too few to leave heads out on any device.
@@ -89,17 +76,6 @@ class TimeTest(parameterized.TestCase):
     comparison = self.assertGreater if length == 16 else self.assertLess
     comparison(moh.time.products, mha.time.products)
     self.assertEqual(moh.forms[0].heads, 1 if length == 16 else 0.75)
-
-  def test_tokens_are_exchanged_for_heads(self):
-    run = tiny.llm_config(mesh=_MESH)
-    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 2}
-    found = expected_collectives(run, sizes, 1000)
-    by_kind = {one.kind: one for one in found if one.axes == ("sequence",)}
-    self.assertCountEqual(by_kind, ["all-reduce", "all-to-all"])
-    # In two layers, both passes: 4 heads of queries and of results, 2 of keys
-    # and of values, of 8 dims, for 8 examples of 16 / 2 tokens.
-    expected = 2 * 2 * (4 + 4 + 2 + 2) * 8 * 8 * 8 * 4
-    self.assertEqual(by_kind["all-to-all"].bytes, expected)
 
 
 class SlicesTest(parameterized.TestCase):
@@ -113,19 +89,6 @@ class SlicesTest(parameterized.TestCase):
     )
     self.assertEqual(seconds(fsdp, one), seconds(fsdp, two))
     self.assertGreater(seconds(data, two), 10 * seconds(data, one))
-
-  @parameterized.parameters(
-    ("v5e:2x2", 1, ""), ("v5e:2x2", 2, ", 3.1 GB/s to other slices"),
-    ("h100:16", 1, ", 50 GB/s to other hosts"),
-  )  # fmt: skip
-  def test_the_network_that_is_crossed_is_told(self, name, slices, network):
-    run = tiny.llm_config(
-      mesh={**_MESH, "dcn_data": slices},
-      data={"batch_size": 16},
-      eval={"batch_size": 16},
-    )
-    told = assumptions(_plan(run, name))
-    self.assertRegex(told[2], rf"GB/s per device{network} \(the share")
 
   def test_a_plan_has_as_many_slices_as_the_config(self):
     run = tiny.llm_config(mesh={**_MESH, "dcn_data": 2, "fsdp": 2})
@@ -151,8 +114,8 @@ class CompilerTest(absltest.TestCase):
     self.assertFalse(refused.fits)
     self.assertTrue(plan.fits)
     self.assertGreater(plan.time.seconds, 2 * refused.time.seconds)
-    self.assertIn("those of the compiled", assumptions(plan)[3])
-    self.assertIn("that the mesh needs", assumptions(refused)[3])
+    self.assertIn("collectives reach 70% of ", assumptions(plan)[2])
+    self.assertIn("collectives take no time", assumptions(refused)[2])
 
   def test_one_that_fails_or_lacks_leaves_the_state(self):
     broken = self._plan(side_effect=ValueError("libtpu 0.0: broken"))

@@ -7,10 +7,10 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import ClassifierConfig
 from moh_jax.runtime import sharding
-from moh_jax.training.entrance import check_mesh
-from moh_jax.training.program import make_program
+from moh_jax.training.entrance import check_mixed_images
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
-from tests.runtime.slices_test import two_slices
+from tests.runtime.sharding_test import two_slices
 from tests.training import tiny
 
 _RUNS = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
@@ -50,15 +50,15 @@ class ProgramTest(parameterized.TestCase):
     run = tiny.config(mesh={"dcn_data": 2, "data": 4}, data={"batch_size": 32})
     with two_slices():
       mesh = sharding.make_mesh(run.mesh)
-    check_mesh(run, mesh)
+    check_mixed_images(run, mesh)
     parts = {"optim": {"accumulation": 4}}
     alone = tiny.config(
       mesh={"dcn_data": 2, "data": 4}, data={"batch_size": 32}, **parts
     )
     with self.assertRaisesRegex(ValueError, "data.batch_size=32 .* it is 1: "):
-      check_mesh(alone, mesh)
+      check_mixed_images(alone, mesh)
     off = {"mixup": 0.0, "cutmix": 0.0}
-    check_mesh(
+    check_mixed_images(
       dataclasses.replace(alone, classifier=ClassifierConfig(**off)), mesh
     )
 

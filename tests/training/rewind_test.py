@@ -20,7 +20,7 @@ from moh_jax.inference.restore import restore
 from moh_jax.runtime import signals
 from moh_jax.runtime.steps import find_damage, list_steps
 from moh_jax.training import language_modeling
-from moh_jax.training.rewind import BadStepError, NonFiniteLossError, Watch
+from moh_jax.training.saving import BadStepError, NonFiniteLossError, Watch
 from moh_jax.training.train import train
 from tests.training import tiny
 
@@ -249,7 +249,7 @@ class WatchTest(parameterized.TestCase):
     for step in range(1, 10):
       watch.check(step, step, {"loss": 3.0 + step % 2, "grad_norm": 1.0})
     again = Watch(RewindConfig(steps=5, spike=2.0))
-    again.restore(json.loads(json.dumps(watch.to_json())), 0)
+    again.restore(json.loads(json.dumps(watch.to_json())))
     for one in (watch, again):
       one.check(10, 10, {"loss": 6.0, "grad_norm": 1.0})
       with self.assertRaisesRegex(BadStepError, "loss=9, .* at step 11"):

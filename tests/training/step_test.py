@@ -13,8 +13,7 @@ from absl.testing import absltest
 
 from moh_jax.runtime import sharding
 from moh_jax.training import optim
-from moh_jax.training.program import make_program
-from moh_jax.training.step import Mean, jit_train_step, train_step
+from moh_jax.training.step import Mean, make_program, train_step
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -122,9 +121,10 @@ class StepTest(absltest.TestCase):
     self.assertNotEqual(float(first["loss"]), float(second["loss"]))
 
   def test_state_is_donated(self):
-    init, _, step = _setup()
-    state = init()
-    jit_train_step(**step.keywords)(state, _batch())
+    mesh = sharding.make_mesh(_CONFIG.mesh, jax.devices()[:1])
+    program = make_program(_CONFIG, make_task(_CONFIG), mesh)
+    state = program.init()
+    program.step(state, _batch())
     self.assertTrue(state.params["head"]["kernel"].is_deleted())
 
   def test_reported_rate_is_the_schedules(self):

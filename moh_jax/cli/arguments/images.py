@@ -6,7 +6,6 @@ from moh_jax.cli import common, fields
 from moh_jax.config import SampleConfig
 from moh_jax.config.base import DTYPES
 from moh_jax.config.dit import RESIZES, EncodeOptions
-from moh_jax.config.registry import SPLITS
 from moh_jax.convert import HOW_TO_GET_INCEPTION, HOW_TO_GET_VAE
 
 METRICS = ("fid", "sfid", "is", "pr")
@@ -15,28 +14,6 @@ OVERRIDES = (
   *("method", "steps", "eta"),
   *("cfg_scale", "cfg_channels", "cfg_interval"),
 )
-
-
-def classify(parser: argparse.ArgumentParser) -> None:
-  """Name what image files show."""
-  parser.add_argument(
-    "images",
-    nargs="+",
-    metavar="IMAGE",
-    help="file, or folder: the images in it and all below",
-  )
-  common.add_checkpoint(parser)
-  parser.add_argument(
-    "--top", type=fields.integer, default=5, help="classes per image"
-  )
-  common.add_count(parser, "--batch-size", 32, help="images at a time")
-  parser.add_argument(
-    "--csv",
-    metavar="FILE",
-    default="",
-    help="write a row for each image to FILE: its classes and probabilities",
-  )
-  common.add_json(parser)
 
 
 def encode_latents(parser: argparse.ArgumentParser) -> None:
@@ -76,25 +53,6 @@ def _part(text: str) -> tuple[int, int]:
       f"{text!r} must be I/N with 0 <= I < N, for instance 0/2"
     )
   return index, count
-
-
-def show_latents(parser: argparse.ArgumentParser) -> None:
-  """Decode a few stored latents into a picture, to check them."""
-  parser.add_argument(
-    "--data",
-    required=True,
-    metavar="DIR",
-    help="what `encode-latents` wrote",
-  )
-  parser.add_argument(
-    "--vae", required=True, metavar="PATH", help="weights of the autoencoder"
-  )
-  parser.add_argument("--out", required=True, metavar="FILE.png")
-  parser.add_argument(
-    "--split", choices=SPLITS, default="train", help="default: train"
-  )
-  text = "latents, at even distances in the set"
-  common.add_count(parser, "--num", 16, help=text)
 
 
 def fid(parser: argparse.ArgumentParser) -> None:
@@ -175,17 +133,6 @@ def pack_images(parser: argparse.ArgumentParser) -> None:
     default="raise",
     help="end at a file that cannot be read, or leave it out",
   )
-
-
-def show_batch(parser: argparse.ArgumentParser) -> None:
-  """Draw a batch of training images as the model gets them."""
-  common.add_config(parser, required=True)
-  parser.add_argument(
-    "--out", required=True, metavar="FILE.png", help="grid with class names"
-  )
-  common.add_count(parser, "--step", 1, help="step whose batch it is")
-  common.add_count(parser, "--num", 32, help="images of it")
-  common.add_count(parser, "--columns", help="of the grid")
 
 
 def sample(parser: argparse.ArgumentParser) -> None:

@@ -2,11 +2,10 @@
 
 import argparse
 
-from moh_jax.cli import common, distributed, fields, text_files
+from moh_jax.cli import common, fields
 from moh_jax.config import EvalConfig, export_forms, public_formats
 from moh_jax.convert.tensor_files import DTYPES, SHARD_SIZE
 from moh_jax.runtime.devices import Topology, parse_topology
-from moh_jax.training.variants import FORMS
 
 _UNITS = {"GB": 10**9, "MB": 10**6}
 
@@ -144,56 +143,6 @@ def _bytes(text: str) -> int:
   return int(number) * _UNITS[unit]
 
 
-def heads(parser: argparse.ArgumentParser) -> None:
-  """Show which heads a model uses for what, and what each is worth."""
-  common.add_checkpoint(parser)
-  common.add_mesh(parser)
-  text_files.add_texts(
-    parser,
-    required=False,
-    note="; each file is a task. For models of images one directory: of images "
-    "in a folder per class, of shards or of latents (default: what the run "
-    "held out; of language models the text that it was trained on)",
-  )
-  parser.add_argument(
-    "--out",
-    metavar="DIR",
-    help="folder for the statistics (CSV, npz), the pictures (PNG, SVG) and "
-    "report.html, made if needed",
-  )
-  common.add_count(
-    parser,
-    "--batches",
-    metavar="N",
-    help="batches to measure on, evenly spread; of each file of text its first "
-    "ones (default: all images, 8 batches of text)",
-  )
-  common.add_count(parser, "--batch-size", 8, help="examples per batch")
-  parser.add_argument(
-    "--against",
-    metavar="DIR",
-    help="another checkpoint, such as one without a router: the similarity of "
-    "its heads is shown beside",
-  )
-  common.add_count(
-    parser, "--maps", 8, metavar="N", help="examples with a map of their heads"
-  )
-  common.add_json(parser)
-
-
-def inspect(parser: argparse.ArgumentParser) -> None:
-  """Describe a checkpoint or config: heads, parameters, sizes."""
-  what = parser.add_mutually_exclusive_group(required=True)
-  what.add_argument("--checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP)
-  common.add_config(what)
-  common.add_step(parser)
-  common.add_json(parser)
-  parser.epilog = (
-    "The column `attention` is the form that a layer has in training, for one "
-    "example on one device."
-  )
-
-
 def plan(parser: argparse.ArgumentParser) -> None:
   """Tell whether a run fits GPUs or TPUs that are not here, and its time."""
   common.add_config(parser, required=True)
@@ -220,106 +169,3 @@ def _topology(text: str) -> Topology:
     return parse_topology(text)
   except ValueError as error:
     raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def compare(parser: argparse.ArgumentParser) -> None:
-  """Train variants of a run over several seeds, and compare their scores."""
-  common.add_config(parser, required=True)
-  _add_workdir(parser, default="runs/compare")
-  parser.add_argument(
-    "--variants",
-    type=lambda text: text.split(","),
-    default=["mha", "config"],
-    metavar="NAME,...",
-    help=f"each is {FORMS}; differences are to the first one "
-    "(default: mha,config)".replace("%", "%%"),
-  )
-  common.add_count(
-    parser,
-    "--seeds",
-    3,
-    help="runs of each variant, from train.seed on (default: 3)",
-  )
-  parser.add_argument(
-    "--sweep",
-    default="",
-    metavar="FIELD=V,V,...",
-    help="train each variant with each value of a config field, such as "
-    "optim.lr=1e-3,2e-3 or model.top_k=(1,2),(1,3); the best one of each, and "
-    "of these one of which no run diverged, stands for it",
-  )
-  parser.add_argument(
-    "--metrics",
-    type=lambda text: text.split(","),
-    default=[],
-    metavar="NAME,...",
-    help="what to compare, the one that decides first (default: accuracy, "
-    "bits_per_byte and loss, those that the evaluation has)",
-  )
-  parser.add_argument(
-    "--rounds",
-    type=fields.integer,
-    default=5,
-    metavar="N",
-    help="turns in which the times of a step are measured, side by side; 0 "
-    "measures none (default: 5)",
-  )
-  parser.add_argument(
-    "--plot",
-    metavar="FILE",
-    help="draw the first metric over the activated share, as .png or .svg",
-  )
-  _add_vae(parser)
-  # Runs that differ in their seed are one program.
-  parser.set_defaults(compilation_cache=True)
-  common.add_verify(parser)
-  distributed.add_distributed(parser)
-  common.add_json(parser)
-
-
-def train(parser: argparse.ArgumentParser) -> None:
-  """Train a model; run again, it resumes."""
-  common.add_config(parser, required=True)
-  _add_workdir(parser)
-  _add_vae(parser)
-  common.add_verify(parser)
-  distributed.add_distributed(parser)
-  common.add_json(parser)
-
-
-def verify(parser: argparse.ArgumentParser) -> None:
-  """Compare the files of checkpoints or shards with their checksums."""
-  parser.add_argument(
-    "folder",
-    metavar="DIR",
-    help=f"{common.CHECKPOINT_HELP}; or folder of shards, as of pack-images",
-  )
-  parser.add_argument(
-    "--step", type=int, help="which checkpoint (default: all of them)"
-  )
-  common.add_json(parser)
-
-
-def _add_workdir(
-  parser: argparse.ArgumentParser, default: str | None = None
-) -> None:
-  text = (
-    "directory of checkpoints and metrics, local or a bucket; run again with "
-    "the same arguments, the command resumes from its last checkpoint"
-  )
-  parser.add_argument(
-    "--workdir",
-    required=default is None,
-    default=default,
-    metavar="DIR",
-    help=f"{text} (default: {default})" if default else text,
-  )
-
-
-def _add_vae(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument(
-    "--vae",
-    default="",
-    metavar="PATH",
-    help="autoencoder weights that show samples of latent diffusion",
-  )

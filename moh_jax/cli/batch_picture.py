@@ -1,0 +1,184 @@
+"""Pictures of what a model is trained on, for `inspect --batch`."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from moh_jax.config import (
+  Config,
+  DataConfig,
+  DiffusionConfig,
+  DiTConfig,
+  MeshConfig,
+)
+from moh_jax.convert.vae import load_autoencoder
+from moh_jax.data.decode import to_array, to_picture
+from moh_jax.data.latents import LatentSource
+from moh_jax.data.pipeline import Batch, TrainBatches, train_images
+from moh_jax.data.sources import ImageSource, is_latent, make_source
+from moh_jax.inference.sample import write_grid
+from moh_jax.models.generation import to_pixels
+from moh_jax.runtime import sharding
+from moh_jax.training import classification
+
+_SMALLEST_SIDE = 112  # columns of an image in the sheet, for a readable name
+_LINE = 14  # rows of a name
+_LATENTS = 64  # that are decoded at a time
+
+
+def write_batch(
+  out: pathlib.Path, config: Config, step: int, num: int, columns: int | None
+) -> int:
+  """Writes images of one training batch, with their classes, as a grid.
+
+  Args:
+    out: PNG file.
+    config: of the run, resolved.
+    step: whose batch it is, from 1 on.
+    num: images at most.
+    columns: of the grid; None is 8 at most.
+
+  Returns:
+    The number of images.
+
+  Raises:
+    ValueError: the run reads no pixels.
+  """
+  if config.model.READS_TEXT or is_latent(config):
+    raise ValueError(
+      f"data.source={config.data.source!r} of model.family="
+      f"{config.model.family!r}: --batch shows pixels, not text or latents"
+    )
+  source = make_source(config, "train")
+  batch = _read(config, source, step, num)
+  # Images are mixed in pairs, which may be one more than was asked for.
+  images, targets = (part[:num] for part in _mixed(config, batch))
+  zoom = -(-_SMALLEST_SIDE // images.shape[2])
+  images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+  tiles = np.stack(
+    [
+      _captioned(image, _name(target, source.class_names))
+      for image, target in zip(images, targets)
+    ]
+  )
+  write_grid(out, tiles, columns or min(len(tiles), 8))
+  return len(tiles)
+
+
+def write_latents(
+  out: pathlib.Path,
+  folder: str,
+  split: str,
+  vae: str,
+  num: int,
+  columns: int | None,
+) -> Sequence[str]:
+  """Writes a grid of decoded latents.
+
+  Args:
+    out: PNG file.
+    folder: what `prepare encode-latents` wrote.
+    split: of the latents.
+    vae: weights of the autoencoder.
+    num: latents at most, at even distances in the set.
+    columns: of the grid; None is about as many as there are rows.
+
+  Returns:
+    A line for each row of the grid: the classes in it.
+
+  Raises:
+    ValueError: there are no latents.
+  """
+  source = LatentSource(folder, split)
+  if not len(source):
+    raise ValueError(f"{folder}/{split} holds no latents")
+  mesh = sharding.make_mesh(MeshConfig())
+  encoder = source.encoder_sha256
+  config = _config_of_run(folder, source)
+  decode = load_autoencoder(vae, config, mesh, encoder=encoder).decoder()
+  num = min(num, len(source))
+  examples = [source[i * len(source) // num] for i in range(num)]
+  means = np.stack([x["image"][0, 0] for x in examples]).astype(np.float32)
+  images = np.concatenate(
+    [
+      np.asarray(to_pixels(decode(means[i : i + _LATENTS])))
+      for i in range(0, num, _LATENTS)
+    ]
+  )
+  columns = columns or max(1, round(num**0.5))
+  write_grid(out, images, columns)
+  names = [source.class_names[int(x["label"])] for x in examples]
+  return [
+    f"row {row}: {', '.join(names[start : start + columns])}"
+    for row, start in enumerate(range(0, num, columns), 1)
+  ]
+
+
+def _config_of_run(path: str, source: LatentSource) -> Config:
+  """The config of a run on these latents, which a decoder must fit."""
+  model = DiTConfig(
+    input_size=source.latent_shape[:2],
+    patch_size=1,
+    channels=source.channels,
+    num_classes=len(source.class_names),
+  )
+  scaling = dataclasses.asdict(source.scaling)
+  diffusion = {f"latent_{name}": value for name, value in scaling.items()}
+  return Config(
+    model=model,
+    data=DataConfig(source="latents", path=path),
+    diffusion=DiffusionConfig(**diffusion),
+  )
+
+
+def _read(config: Config, source: ImageSource, step: int, num: int) -> Batch:
+  """Rows of both ends of a step's batch, which the run mixes in pairs."""
+  size = config.data.batch_size
+  half = min(-(-num // 2), size // 2)
+  rows = [*range(half), *range(size - half, size)] if half else [0]
+  stream = TrainBatches(train_images(config, source), config.data, rows)
+  stream.seek(step - 1)
+  try:
+    return next(stream)
+  finally:
+    stream.close()
+
+
+def _mixed(config: Config, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+  """Images [B, X, Y, channels] uint8 and targets [B, classes].
+
+  Mixup and CutMix are those of the run's section `classifier`, if it has one,
+  with a sample of their own.
+  """
+  images = batch["image"].astype(np.float32)
+  classes = config.model.num_classes
+  targets = classification.class_targets(batch["label"], classes)
+  if "classifier" in config.sections:
+    images, targets = classification.mix_images(
+      jax.random.key(config.train.seed), images, targets, config.classifier
+    )
+  return np.asarray(images).round().astype(np.uint8), np.asarray(targets)
+
+
+def _name(target: np.ndarray, names: tuple[str, ...]) -> str:
+  """The class of an image, or both of a mixed one with their shares."""
+  first, *second = np.argsort(-target, kind="stable")[:2]
+  if not second or target[second[0]] < 0.005:
+    return names[first]
+  return " + ".join(f"{names[i]} {target[i]:.0%}" for i in (first, *second))
+
+
+def _captioned(image: np.ndarray, name: str) -> np.ndarray:
+  """An image above its name."""
+  picture = to_picture(image)
+  sheet = Image.new(
+    picture.mode, (picture.width, picture.height + _LINE), "white"
+  )
+  sheet.paste(picture)
+  font = ImageFont.load_default(size=10)
+  ImageDraw.Draw(sheet).text((2, picture.height), name, fill="black", font=font)
+  return to_array(sheet)
