@@ -20,7 +20,7 @@ from moh_jax.cli.bench import random_active
 from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.attention import has_kernels
@@ -119,7 +119,7 @@ def _arrays(tokens: int, dtype: str, head_dim: int, case: str) -> tuple:
 def _dense(q, k, v, *, active, segments, causal):
   del active
   visible = Visible(segments=segments, causal=causal)
-  return dense_attention(q, k, v, None, visible, q.shape[-1] ** -0.5)
+  return dense_attention(Call(q, k, v, visible, q.shape[-1] ** -0.5))
 
 
 def _evaluation(attend: Callable, causal: bool, **options: Any) -> Callable:

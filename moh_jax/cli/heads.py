@@ -1,96 +1,97 @@
 """`python -m moh_jax heads`."""
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from jax.sharding import Mesh
+from moh_jax.cli.options import (
+  Checkpoint,
+  Distributed,
+  InPath,
+  OutPath,
+  Output,
+  option,
+  table,
+)
+from moh_jax.config.base import Count
 
-from moh_jax.cli import common, distributed
-from moh_jax.cli.csv_file import write_csv
-from moh_jax.cli.labelled_data import LabelledData, open_data
-from moh_jax.data.identity import differences
-from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.evaluation.head_stats import (
-  HEADER,
-  HeadStats,
-  head_stats,
-  table_rows,
-  to_npz,
-)
-from moh_jax.evaluation.probe import (
-  Probe,
-  make_probe,
-  order_by_importance,
-  top_k_by_importance,
-)
-from moh_jax.evaluation.report import (
-  Findings,
-  read_run_metrics,
-  run_preview,
-  samples,
-  similarity_rows,
-  write_report,
-)
-from moh_jax.evaluation.similarity import head_similarity
-from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
-from moh_jax.inference.sample import Sampler
-from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
-from moh_jax.runtime.files import write_whole
+if TYPE_CHECKING:
+  import numpy as np
+
+  from moh_jax.evaluation.head_stats import HeadStats
 
 _EMPTY = 5  # groups without examples that are named
 
 
-@dataclasses.dataclass(frozen=True)
-class _Opened:
-  """A checkpoint, ready to be measured.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Checkpoint, Distributed, Output):
+  """Show which heads a model uses for what, and what each is worth.
 
   Attributes:
-    name: its directory and step.
-    restored: the model.
-    probe: of its family.
-    tokenizer: of a language model that has one, or None.
-    data: that its heads are measured on.
+    data: of language models files of text, addresses (hf://datasets/...) or
+      quoted patterns, each a task; without it the text that the model was
+      trained on. Of models of images one folder, of images in a folder per
+      class, of shards or of latents; without it what the run held out.
+    field: field of JSON objects and tables that is the text.
+    out: folder for the statistics (CSV, npz), the pictures (PNG, SVG) and
+      report.html, made if needed.
+    batches: batches to measure on, evenly spread, of each file of text its
+      first ones; without it all images, or 8 batches of text.
+    batch_size: examples per batch.
+    against: another checkpoint, such as one without a router; the similarity of
+      its heads is shown beside.
+    maps: examples with a map of their heads.
   """
 
-  name: str
-  restored: Restored
-  probe: Probe
-  tokenizer: Tokenizer | None
-  data: LabelledData
+  data: tuple[str, ...] = option("listed", default=())
+  field: str = "text"
+  out: OutPath | None = None
+  batches: Count | None = None
+  batch_size: Count = 8
+  against: InPath | None = None
+  maps: Count = 8
+
+  def check(self) -> None:
+    """The output is a folder."""
+    super().check()
+    if self.out is not None and pathlib.Path(self.out).is_file():
+      self.fail("out", "is a file, must be a folder")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
   """Prints which heads the tokens use, and what each head is worth.
 
   The JSON's "head_order" is what `model.head_order` takes to share the most
   important heads in place of the first.
   """
-  is_first = distributed.join(args)
-  if args.out and pathlib.Path(args.out).is_file():
-    raise ValueError(f"--out {args.out} is a file, must be a folder")
-  mesh = sharding.make_mesh(args.mesh)
-  sharding.check_batch("--batch-size", args.batch_size, mesh)
+  options.join()
+  from moh_jax.cli.csv_file import write_csv
+  from moh_jax.cli.heads_data import open_both
+  from moh_jax.evaluation import head_stats, report
+  from moh_jax.evaluation.similarity import head_similarity
+  from moh_jax.inference.sample import Sampler
+  from moh_jax.runtime import sharding
+  from moh_jax.runtime.files import write_whole
+
+  mesh = sharding.make_mesh(options.stored()[0].config.mesh)
+  sharding.check_batch("--batch-size", options.batch_size, mesh)
   with sharding.use_mesh(mesh):
-    ours = _open(args, mesh)
-    opened = [ours]
-    if args.against:
-      opened.append(_open_other(args, ours, mesh))
+    ours, *_ = opened = open_both(options, mesh)
     restored, probe, data = ours.restored, ours.probe, ours.data
     config, params = restored.config, restored.params
-    stats = head_stats(
-      probe, config, params, data.batches(), data.names, mesh, maps=args.maps
+    stats = head_stats.head_stats(
+      *(probe, config, params, data.batches(), data.names, mesh),
+      maps=options.maps,
     )
     importance = None
     if probe.importance:
       importance = probe.importance(params, data.batches())
     shown, similarity = "", {}
-    if args.out or args.against:
+    if options.out or options.against:
       similarity = {
         one.name: head_similarity(
           *(one.probe, one.restored.config, one.restored.params),
@@ -98,87 +99,42 @@ def run(args: argparse.Namespace) -> int:
         )
         for one in opened
       }
-    if args.out:
-      shown = samples(
+    if options.out:
+      shown = report.samples(
         *(config, params, probe, stats, data.names, ours.tokenizer, mesh),
-        preview=run_preview(args.checkpoint, restored.step),
+        preview=report.run_preview(options.checkpoint, restored.step),
         generate=lambda count: Sampler(restored, mesh=mesh).batch(0, count),
       )
-  if not is_first:
+  if not options.is_first():
     return 0
-  found = Findings(
-    config=config,
-    similarity=similarity,
-    checkpoint=ours.name,
-    where=data.where,
-    stats=stats,
-    importance=importance,
-    metrics=read_run_metrics(args.checkpoint, restored.step),
-    samples=shown,
-    tokenizer=ours.tokenizer,
-  )
   collapsed = stats.collapsed(config.log.collapse_entropy)
   for line in [*collapsed, *_missing(stats)]:
     print(f"warning: {line}", file=sys.stderr)
-  if args.json != "-":
-    _print(stats, importance)
-    if rows := similarity_rows(similarity):
-      print(f"\nsimilarity of heads\n{common.table(rows[1:], rows[0])}")
-  if args.out:
-    folder = pathlib.Path(args.out)
+  lines = list(_lines(stats, importance))
+  if rows := report.similarity_rows(similarity):
+    lines.append(f"\nsimilarity of heads\n{table(rows[1:], rows[0])}")
+  if options.out:
+    found = report.Findings(
+      config=config,
+      similarity=similarity,
+      checkpoint=ours.name,
+      where=data.where,
+      stats=stats,
+      importance=importance,
+      metrics=report.read_run_metrics(options.checkpoint, restored.step),
+      samples=shown,
+      tokenizer=ours.tokenizer,
+    )
+    folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(str(folder / "heads.csv"), HEADER, table_rows(stats))
-    write_whole(folder / "heads.npz", to_npz(stats))
-    write_report(found, folder)
-    if args.json != "-":
-      print(f"report: {folder / 'report.html'}")
-  common.write_json(args.json, _json(stats, importance, collapsed, restored))
+    rows = head_stats.table_rows(stats)
+    write_csv(str(folder / "heads.csv"), head_stats.HEADER, rows)
+    write_whole(folder / "heads.npz", head_stats.to_npz(stats))
+    report.write_report(found, folder)
+    lines.append(f"report: {folder / 'report.html'}")
+  values = {"step": restored.step, **_values(stats, importance)}
+  options.give(values | {"collapsed": list(collapsed)}, lines)
   return 0
-
-
-def _open(args: argparse.Namespace, mesh: Mesh) -> _Opened:
-  """Opens --checkpoint and the data that its heads are measured on."""
-  metadata, step = common.read_metadata(args)
-  # A family without a probe says so before its parameters are read.
-  make_probe(make_model(metadata.config)[0], metadata.config)
-  tokenizer = None
-  if metadata.tokenizer_sha256:
-    tokenizer = load_checkpoint_tokenizer(
-      args.checkpoint, step, verify=args.verify
-    )
-  restored = common.restore(args, mesh=mesh, step=step)
-  return _Opened(
-    f"{args.checkpoint}, step {step}",
-    restored,
-    make_probe(restored.model, restored.config),
-    tokenizer,
-    open_data(args, restored, tokenizer, mesh),
-  )
-
-
-def _open_other(args: argparse.Namespace, ours: _Opened, mesh: Mesh) -> _Opened:
-  """Opens --against, with the same data.
-
-  Raises:
-    ValueError: it is the same checkpoint, or was trained on other data and
-      there is no --data.
-  """
-  other = argparse.Namespace(
-    **{**vars(args), "checkpoint": args.against, "step": None, "top_k": None}
-  )
-  theirs = _open(other, mesh)
-  if theirs.name == ours.name:
-    raise ValueError(
-      f"--against {args.against}: must be another checkpoint than {ours.name}"
-    )
-  if args.data:
-    return theirs
-  if lines := differences(theirs.data.identity(), ours.data.identity()):
-    raise ValueError(
-      f"--against {args.against}: its own data are not those of "
-      f"{args.checkpoint}, give --data for both ({'; '.join(lines)})"
-    )
-  return theirs
 
 
 def _missing(stats: HeadStats) -> Sequence[str]:
@@ -197,13 +153,12 @@ def _missing(stats: HeadStats) -> Sequence[str]:
   return lines
 
 
-def _print(stats: HeadStats, importance: np.ndarray | None) -> None:
+def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
   """A row for each layer, and the importance of its heads."""
   if not stats.layers:
-    print(
-      "the model is multi-head attention: it has no router, and every token "
-      "uses every head"
-    )
+    from moh_jax.evaluation.report import NO_ROUTER
+
+    yield NO_ROUTER
   rows = []
   entropies = stats.entropy()[:, 0]
   for place, (layer, entropy) in enumerate(zip(stats.layers, entropies)):
@@ -220,38 +175,36 @@ def _print(stats: HeadStats, importance: np.ndarray | None) -> None:
     rows.append((layer.name, *cells, f"{entropy:.2f}", least, most))
   if rows:
     header = ("heads", "shared", "top_k", "weight of shared")
-    print(
-      common.table(
-        rows, ("layer", *header, "entropy", "least used", "most used")
-      )
-    )
+    yield table(rows, ("layer", *header, "entropy", "least used", "most used"))
   if importance is not None:
     rows = [
       (layer, *(f"{value:.3f}" for value in values))
       for layer, values in enumerate(importance)
     ]
     heads = (f"head {head}" for head in range(importance.shape[1]))
-    print(f"\nimportance\n{common.table(rows, ('layer', *heads))}")
+    yield f"\nimportance\n{table(rows, ('layer', *heads))}"
     if top_k := _top_k(stats, importance):
       values = ",".join(map(str, top_k))
-      print(f"as many routed heads in all, by importance: --top-k {values}")
+      yield f"as many routed heads in all, by importance: --top-k {values}"
 
 
 def _top_k(stats: HeadStats, importance: np.ndarray) -> tuple[int, ...]:
   """A top_k for each layer by importance; () without a router."""
+  import numpy as np
+
+  from moh_jax.evaluation.probe import top_k_by_importance
+
   budgets = [layer.budget for layer in stats.layers]
   orders = np.array([layer.order for layer in stats.layers])
   return top_k_by_importance(importance, budgets, orders)
 
 
-def _json(
-  stats: HeadStats,
-  importance: np.ndarray | None,
-  collapsed: Sequence[str],
-  restored: Any,
-) -> dict[str, Any]:
-  report: dict[str, Any] = {
-    "step": restored.step,
+def _values(stats: HeadStats, importance: np.ndarray | None) -> dict[str, Any]:
+  """The same for --json."""
+  from moh_jax.evaluation.probe import order_by_importance
+
+  entropies = stats.entropy()[:, 0].tolist()
+  values: dict[str, Any] = {
     "layers": [
       {
         "layer": layer.name,
@@ -259,16 +212,13 @@ def _json(
         "shared": layer.budget.shared,
         "top_k": layer.budget.top_k,
         "load": stats.groups["all"].load[place][0].tolist(),
-        "entropy": entropy if np.isfinite(entropy) else None,
+        "entropy": entropy,  # null where it is NaN
       }
-      for place, (layer, entropy) in enumerate(
-        zip(stats.layers, stats.entropy()[:, 0].tolist())
-      )
+      for place, (layer, entropy) in enumerate(zip(stats.layers, entropies))
     ],
-    "collapsed": list(collapsed),
   }
   if importance is not None:
-    report["importance"] = importance.tolist()
-    report["head_order"] = order_by_importance(importance)
-    report["top_k"] = _top_k(stats, importance)
-  return report
+    values["importance"] = importance.tolist()
+    values["head_order"] = order_by_importance(importance)
+    values["top_k"] = _top_k(stats, importance)
+  return values

@@ -26,6 +26,7 @@ from moh_jax.runtime import compilation_cache, signals, steps
 COMMANDS = (
   "classify",
   "compare",
+  "heads",
   "inspect",
   "train",
 )

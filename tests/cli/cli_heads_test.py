@@ -14,7 +14,7 @@ from flax import traverse_util
 from PIL import Image
 
 from moh_jax import config as config_lib
-from moh_jax.cli import heads
+from moh_jax.evaluation import head_stats
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.inference import tiny_text_model
@@ -207,7 +207,9 @@ class HeadsTest(parameterized.TestCase):
       other = self.folder / "MISSING"
     else:
       tiny_checkpoint.save_dit(str(other))
-    with mock.patch.object(heads, "head_stats", side_effect=AssertionError):
+    with mock.patch.object(
+      head_stats, "head_stats", side_effect=AssertionError
+    ):
       status, _, error = tiny_checkpoint.call(
         *("heads", "--checkpoint", run, "--against", other)
       )

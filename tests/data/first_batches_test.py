@@ -20,7 +20,7 @@ from moh_jax.config import Config, DataConfig, TextDataConfig, ViTConfig
 from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.sources import make_source
-from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import BytesTokenizer
 from tests.data import photos, tiny_sets, tiny_text
 
@@ -153,7 +153,7 @@ def _of_images(root):
   for split in ("train", "val"):
     source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
     image_shards.pack_images(
-      source, packed / split, packed_from="", shard_size=5, progress=False
+      source, packed / split, packed_from="", shard_size=5
     )
   of_shards = {"source": "array_record", "path": str(packed)}
   config = _config(**of_shards, augment="crop_flip")
@@ -247,10 +247,9 @@ def _of_text(root):
     [str(root / "lines.jsonl"), *map(str, files)],
     BytesTokenizer(),
     root / "tokenized",
-    held_out_parts(0.25),
+    held_out=0.25,
     piece_bytes=400,
     on_error="skip",
-    progress=False,
   )
   for metadata in sets.values():
     for shard in metadata["shards"]:

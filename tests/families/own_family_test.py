@@ -124,7 +124,7 @@ class OwnFamilyTest(absltest.TestCase):
   def test_heads_says_what_the_family_lacks_before_it_restores(self):
     plain = moh_jax.Family("patch", PatchConfig, PatchNet, task=None)
     missing = mock.patch.dict(registry.FAMILIES._records, patch=plain)
-    with missing, mock.patch.object(heads.common, "restore") as restore:
+    with missing, mock.patch.object(heads.Options, "restore") as restore:
       status, _, err = tiny_checkpoint.call(
         *("heads", "--checkpoint", self.workdir)
       )

@@ -193,7 +193,8 @@ class FaultsTest(_RunTest):
       again = _train(workdir)
     self.assertIn("step 4: damaged, item data, file metadata", logs.output[0])
     self.assertIn("using the checkpoint of step 2 instead", logs.output[1])
-    self.assertTrue(os.path.isdir(os.path.join(workdir, "damaged", "4.1")))
+    aside = os.path.join(workdir, "checkpoints", "damaged", "4.1")
+    self.assertTrue(os.path.isdir(aside))
     chex.assert_trees_all_equal(again.state, self.result.state)
     self.assertEqual(_rows(workdir), _rows(self.whole))
 

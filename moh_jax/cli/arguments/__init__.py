@@ -18,7 +18,6 @@ COMMANDS = {
   "export": models.export,
   "fid": images.fid,
   "generate": text.generate,
-  "heads": models.heads,
   "pack-images": images.pack_images,
   "plan": models.plan,
   "sample": images.sample,

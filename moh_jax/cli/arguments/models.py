@@ -2,7 +2,7 @@
 
 import argparse
 
-from moh_jax.cli import common, fields, text_files
+from moh_jax.cli import common, fields
 from moh_jax.config import EvalConfig, export_forms, public_formats
 from moh_jax.convert.tensor_files import DTYPES, SHARD_SIZE
 from moh_jax.runtime.devices import Topology, parse_topology
@@ -141,43 +141,6 @@ def _bytes(text: str) -> int:
       f"{text!r} must be a whole number and one of {', '.join(_UNITS)}"
     )
   return int(number) * _UNITS[unit]
-
-
-def heads(parser: argparse.ArgumentParser) -> None:
-  """Show which heads a model uses for what, and what each is worth."""
-  common.add_checkpoint(parser)
-  common.add_mesh(parser)
-  text_files.add_texts(
-    parser,
-    required=False,
-    note="; each file is a task. For models of images one directory: of images "
-    "in a folder per class, of shards or of latents (default: what the run "
-    "held out; of language models the text that it was trained on)",
-  )
-  parser.add_argument(
-    "--out",
-    metavar="DIR",
-    help="folder for the statistics (CSV, npz), the pictures (PNG, SVG) and "
-    "report.html, made if needed",
-  )
-  common.add_count(
-    parser,
-    "--batches",
-    metavar="N",
-    help="batches to measure on, evenly spread; of each file of text its first "
-    "ones (default: all images, 8 batches of text)",
-  )
-  common.add_count(parser, "--batch-size", 8, help="examples per batch")
-  parser.add_argument(
-    "--against",
-    metavar="DIR",
-    help="another checkpoint, such as one without a router: the similarity of "
-    "its heads is shown beside",
-  )
-  common.add_count(
-    parser, "--maps", 8, metavar="N", help="examples with a map of their heads"
-  )
-  common.add_json(parser)
 
 
 def plan(parser: argparse.ArgumentParser) -> None:

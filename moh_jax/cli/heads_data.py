@@ -1,0 +1,222 @@
+"""What `heads` measures: models, on images by class or on text by task."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from moh_jax import config as config_lib
+from moh_jax.data import sequences
+from moh_jax.data.identity import Identity, differences
+from moh_jax.data.infer import data_at
+from moh_jax.data.pipeline import held_out_images
+from moh_jax.data.sequences import LabelledTexts
+from moh_jax.data.sources import make_source
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.evaluation.probe import Probe, make_probe
+from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
+from moh_jax.models.registry import make_model
+from moh_jax.runtime import sharding
+from moh_jax.training.task import held_out_batches, stream
+
+if TYPE_CHECKING:
+  from moh_jax.cli.heads import Options
+
+_TEXT_BATCHES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledData:
+  """Examples with labels.
+
+  Attributes:
+    names: of the labels.
+    batches: makes the global batches, on the devices, from the first on.
+    where: what the data are, for people.
+    identity: tells the identity of the run's own data by source; {} of files
+      of text.
+  """
+
+  names: tuple[str, ...]
+  batches: Callable[[], Iterable[Any]]
+  where: str
+  identity: Callable[[], Mapping[str, Identity]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """A checkpoint, ready to be measured.
+
+  Attributes:
+    name: its directory and step.
+    restored: the model.
+    probe: of its family.
+    tokenizer: of a language model that has one, or None.
+    data: that its heads are measured on.
+  """
+
+  name: str
+  restored: Restored
+  probe: Probe
+  tokenizer: Tokenizer | None
+  data: LabelledData
+
+
+def open_both(options: Options, mesh: Mesh) -> list[Opened]:
+  """Opens --checkpoint, and --against with the same data if it is given.
+
+  Args:
+    options: of the command.
+    mesh: the devices.
+
+  Raises:
+    FileNotFoundError: there are no such data.
+    ValueError: the data do not fit the model; or --against is the same
+      checkpoint, or was trained on other data and there is no --data.
+  """
+  ours = _open(options, mesh)
+  if not options.against:
+    return [ours]
+  theirs = _open(
+    dataclasses.replace(
+      options, checkpoint=options.against, step="newest", top_k=None
+    ),
+    mesh,
+  )
+  if theirs.name == ours.name:
+    raise ValueError(
+      f"--against {options.against}: must be another checkpoint than "
+      f"{ours.name}"
+    )
+  if not options.data and (
+    lines := differences(theirs.data.identity(), ours.data.identity())
+  ):
+    raise ValueError(
+      f"--against {options.against}: its own data are not those of "
+      f"{options.checkpoint}, give --data for both ({'; '.join(lines)})"
+    )
+  return [ours, theirs]
+
+
+def _open(options: Options, mesh: Mesh) -> Opened:
+  """Opens --checkpoint and the data that its heads are measured on."""
+  metadata, step = options.stored()
+  # A family without a probe says so before its parameters are read.
+  make_probe(make_model(metadata.config)[0], metadata.config)
+  tokenizer = None
+  if metadata.tokenizer_sha256:
+    tokenizer = load_checkpoint_tokenizer(
+      options.checkpoint, step, verify=not options.no_verify
+    )
+  restored = options.restore(mesh=mesh)
+  return Opened(
+    f"{options.checkpoint}, step {step}",
+    restored,
+    make_probe(restored.model, restored.config),
+    tokenizer,
+    _data(options, restored, tokenizer, mesh),
+  )
+
+
+def _data(
+  options: Options,
+  restored: Restored,
+  tokenizer: Tokenizer | None,
+  mesh: Mesh,
+) -> LabelledData:
+  """Opens --data, or without it the run's own data."""
+  config = restored.config
+  # Nothing is accumulated here, so any batch will do.
+  config = config_lib.apply_overrides(config, "optim", accumulation=1)
+  size = options.batch_size
+  config = config_lib.apply_overrides(
+    config, "eval", batch_size=size, examples=(options.batches or 0) * size
+  )
+  if not config.model.READS_TEXT:
+    return _images(options, config, restored, mesh)
+  if options.data:
+    return _texts(options, config, tokenizer, mesh)
+  return _training_text(options, config, mesh)
+
+
+def _images(
+  options: Options,
+  config: config_lib.Config,
+  restored: Restored,
+  mesh: Mesh,
+) -> LabelledData:
+  where = config.data.path or config.data.source
+  if options.data:
+    if len(options.data) > 1:
+      raise ValueError(
+        f"--data {' '.join(options.data)} must be one directory for a model of "
+        f"images, not {len(options.data)}"
+      )
+    (where,) = options.data
+    data = data_at(config, where)
+    config = config_lib.apply_overrides(config, "data", **data)
+  source = make_source(config, "val", restored.class_names)
+  ready = held_out_images(config, source)
+  return LabelledData(
+    source.class_names,
+    lambda: held_out_batches(config, ready, mesh),
+    where,
+    lambda: {config.data.source: source.identity()},
+  )
+
+
+def _texts(
+  options: Options,
+  config: config_lib.Config,
+  tokenizer: Tokenizer | None,
+  mesh: Mesh,
+) -> LabelledData:
+  if tokenizer is None:
+    raise ValueError(
+      f"--data {options.data[0]}: the checkpoint {options.checkpoint} has no "
+      "tokenizer to read text with"
+    )
+  most = (options.batches or _TEXT_BATCHES) * options.batch_size
+  length = config.data.sequence_length
+  texts = LabelledTexts(options.data, options.field, tokenizer, length, most)
+  config = config_lib.apply_overrides(config, "eval", examples=0)
+  where = f"{len(texts.names)} text files"
+  return LabelledData(
+    texts.names, lambda: held_out_batches(config, texts, mesh), where, dict
+  )
+
+
+def _training_text(
+  options: Options, config: config_lib.Config, mesh: Mesh
+) -> LabelledData:
+  size = options.batch_size
+  config = config_lib.apply_overrides(config, "data", batch_size=size)
+  vocabulary = config.model.vocab_size
+  # The seed of the run's order does not matter here: with a fixed one, runs of
+  # different seeds are compared on the same sequences.
+  text = sequences.Text(config.data, vocabulary, "train").stream(0)
+
+  def batches() -> Iterable[Any]:
+    taken = itertools.islice(
+      stream(config, text, mesh), options.batches or _TEXT_BATCHES
+    )
+    rows = sharding.batch_rows(mesh, size).astype(np.int32)
+    for number, batch in enumerate(taken):
+      labels = {
+        "label": np.zeros_like(rows),
+        "index": rows + number * size,
+        "mask": np.ones(len(rows), np.float32),
+      }
+      yield sharding.shard_batch({**batch, **labels}, mesh)
+
+  return LabelledData(
+    ("training text",),
+    batches,
+    "the run's training text",
+    lambda: sequences.Text(config.data, vocabulary, "train").identity(),
+  )
