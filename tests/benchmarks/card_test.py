@@ -8,14 +8,12 @@ import pathlib
 from unittest import mock
 
 import jax
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import card, crossing, step, tiles
 from moh_jax.cli import bench as bench_cli
 from moh_jax.ops import attention as table
 from moh_jax.ops.attention import LENGTHS, Crossover, largest_share
-from moh_jax.ops.kernels import triton
 from moh_jax.ops.kernels.attention import read
 from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
@@ -64,31 +62,6 @@ class CardTest(absltest.TestCase):
     with mock.patch.object(card, "stages", chosen):
       return _call(card.main, "--out", self.out, *argv)
 
-  @pytest.mark.slow
-  def test_measures_prints_and_continues(self):
-    only = ("core_8_forward_256", "layer", "decode")
-    status, out, err = self._stages("--minutes", 0, only=only)
-    self.assertEqual((status, err), (0, ""))
-    self.assertRegex(out, r"3 stages are left, core_8_forward_256 first: run")
-    status, out, err = self._stages(only=only)
-    self.assertEqual((status, err), (0, ""))
-    self.assertRegex(out, r"(?m)^core_8_forward_256: \d+\.\d s$")
-    self.assertRegex(out, r"(?m)^core, head dim 8$")
-    self.assertRegex(out, r"(?m)^forward +256 +50\.0% +packed +packed +\d")
-    (line,) = [x for x in out.splitlines() if x.startswith('{"device"')]
-    entry = Crossover(**json.loads(line.rstrip(",")))
-    self.assertEqual((entry.backend, entry.head_dim), ("xla", 8))
-    self.assertTrue(entry.measured)
-    self.assertEqual((self.out / "crossovers.txt").read_text(), f"{line}\n")
-    self.assertEqual((self.out / "core_8.png").read_bytes()[1:4], b"PNG")
-    (self.out / "decode_8_16.json").write_text("{")  # killed while it wrote
-    status, again, _ = self._stages(only=only)
-    self.assertEqual(status, 0)
-    ran = [x for x in again.splitlines() if x.endswith(" s")]
-    self.assertLen(ran, 1)
-    self.assertStartsWith(ran[0], "decode_8_16: ")
-    self.assertIn(line, again)
-
   def test_a_failing_stage_is_one_line_and_the_status(self):
     wrong = {"form": "packed", "case": "causal", "fault": "above 1e-05"}
     wrong["max_error"] = 1.0
@@ -136,14 +109,6 @@ class StagesTest(parameterized.TestCase):
     cores = [name for name in names if name.startswith("core")]
     self.assertLen(cores, 7 * 2 * 4)
     self.assertNotIn("tiles_64", self._stages("cpu"))
-
-  @parameterized.parameters(
-    ("gpu", "forward", "kernel,cudnn"), ("gpu", "causal", "kernel"),
-    ("tpu", "forward", "kernel"), ("cpu", "causal", "packed"),
-  )  # fmt: skip
-  def test_forms_that_pack_are_compared(self, platform, mode, forms):
-    argv = self._stages(platform)[f"core_64_{mode}_4096"]
-    self.assertEqual(argv[argv.index("--implementations") + 1], forms)
 
   def test_every_stage_has_options_that_its_program_takes(self):
     result = {"rows": [], "settings": {}}
@@ -207,26 +172,6 @@ class TilesTest(parameterized.TestCase):
       best, lines = self._tune("triton", named.values())
     self.assertEqual(best, BlockSizes(*(named[name] for name in expected)))
     self.assertLen(lines, 2 + 2 + 2 + 1 + 3 + 3)
-
-  def test_tiles_that_do_not_run_are_reported_and_passed_over(self):
-    devices.need("triton")
-    wrong, right = Tile(16, 8), Tile(16, 16)
-    forward = triton.Triton.forward
-
-    def fails(*args):
-      if args[-1] == wrong:
-        raise RuntimeError("too\nlarge")
-      return forward(*args)
-
-    with mock.patch.object(triton.Triton, "forward", fails):
-      best, lines = self._tune("triton", (wrong, right), interpret=True)
-      self.assertEqual(best.forward, right)
-      self.assertEqual(
-        [line for line in lines if not line.endswith("ms")],
-        [f"forward R=16 {wrong} does not run: RuntimeError: too large"],
-      )
-      with self.assertRaisesRegex(ValueError, "none of 1 tiles .*too large"):
-        self._tune("triton", [wrong], interpret=True)
 
   @parameterized.parameters(("triton", 3), ("mosaic_tpu", 6))
   def test_near_ones_differ_in_one_step(self, backend, count):
