@@ -559,14 +559,10 @@ def _meant(unknown: Sequence[str]) -> str:
 
 
 def out_file(path: str, *suffixes: str) -> pathlib.Path:
-  """The file that --out names, if it can be written.
-
-  Args:
-    path: as given.
-    *suffixes: what it may end in; any if there are none.
+  """The file that --out names, whose folder is there.
 
   Raises:
-    ValueError: it ends in something else.
+    ValueError: it ends in none of the suffixes, if there are some.
     FileNotFoundError: its folder does not exist.
   """
   file = pathlib.Path(path)
