@@ -1,5 +1,6 @@
 """Attention: every form against float64, and what all calls have in common."""
 
+import itertools
 from unittest import mock
 
 import chex
@@ -40,7 +41,14 @@ _SPLASH = {
 
 
 class FormsTest(parameterized.TestCase):
-  @parameterized.product(name=list(_TABLE), form=_PLAIN)
+  @parameterized.parameters(
+    *itertools.product(_TABLE, ("dense", "packed", "cudnn")),
+    *itertools.product(
+      ("every_head", "fewer_keys", "long_masks", "bias_of_examples",
+       "hiding_bias"),
+      ("one_by_one", "blocked"),
+    ),
+  )  # fmt: skip
   def test_value_and_gradients_equal_float64(self, name, form):
     case = _TABLE[name]
     got = cases.results(form, case, case.arrays(), case.blocks(8))

@@ -128,9 +128,9 @@ def kernel_attention(
   sizes = sizes.with_rows(blocks.token.shape[1])
   kernels = BACKENDS[backend]
   kernels.check(sizes)
-  options = (float(scale), backend, sizes, interpret)
   k, v = (kernels.arranged(x) for x in (k.astype(dtype), v))
-  out = _attend(q.astype(dtype), k, v, visible, blocks, options)
+  problem = Problem(k.shape, k.dtype, visible, blocks, float(scale), interpret)
+  out = _attend(q.astype(dtype), k, v, problem, (kernels, sizes))
   return out.astype(out_dtype)
 
 
@@ -166,32 +166,28 @@ def readable(
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, visible, blocks, options):
-  return _forward(q, k, v, visible, blocks, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, problem, options):
+  return _forward(q, k, v, problem, options)[0]
 
 
 # Indices in kernels are int32, also with `jax_enable_x64`.
 @jax.enable_x64(False)
-def _forward(q, k, v, visible, blocks, options):
-  scale, backend, sizes, interpret = options
-  problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  kernels, dim = BACKENDS[backend], q.shape[-1]
+def _forward(q, k, v, problem, options):
+  (kernels, sizes), dim = options, q.shape[-1]
   if not kernels.picks_rows:
     q = kernels.to_rows(problem, q)
   out, log_sums = keep_attention(
     kernels.forward(problem, q, (k, v), sizes.forward)
   )
-  saved = q, k, v, visible, blocks, out, log_sums
+  saved = q, k, v, problem, out, log_sums
   return kernels.to_pairs(problem, out, dim), saved
 
 
 @jax.enable_x64(False)
 def _backward(options, saved, grad):
-  scale, backend, sizes, interpret = options
-  q, k, v, visible, blocks, out, log_sums = saved
-  problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  kernels, dim = BACKENDS[backend], grad.shape[-1]
+  (kernels, sizes), dim = options, grad.shape[-1]
+  q, k, v, problem, out, log_sums = saved
   rows = kernels.to_rows(problem, q) if kernels.picks_rows else q
   grad = kernels.to_rows(problem, grad)
   dq, inner = kernels.query_gradient(
@@ -200,7 +196,7 @@ def _backward(options, saved, grad):
   dk, dv = kernels.key_gradients(
     problem, (rows, log_sums, inner, grad), (k, v), sizes.dkv
   )
-  return kernels.to_pairs(problem, dq, dim), dk, dv, None, None
+  return kernels.to_pairs(problem, dq, dim), dk, dv, None
 
 
 _attend.defvjp(_forward, _backward)
