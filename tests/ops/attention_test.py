@@ -87,7 +87,7 @@ class FormsTest(parameterized.TestCase):
 
       def forward(q, k, v, mask):
         blocks = head_blocks(ActiveHeads(mask, 2), 16)
-        return blocked_attention(q, k, v, None, Visible(), blocks, 1.0, 4)
+        return blocked_attention(Call(q, k, v, Visible(), 1.0), blocks, 4)
 
       compiled = jax.jit(forward).lower(q, q, q, mask).compile()
       return compiled.memory_analysis().temp_size_in_bytes
@@ -100,8 +100,9 @@ class VmapTest(absltest.TestCase):
     case = Case(batch=3, causal=True, kv_heads=2, head_dim=8)
 
     def loss(q, k, v, weights, mask):
-      blocks, seen = head_blocks(ActiveHeads(mask, 4), 8), Visible(causal=True)
-      out = blocked_attention(q, k, v, None, seen, blocks, 0.3, 2)
+      blocks = head_blocks(ActiveHeads(mask, 4), 8)
+      call = Call(q, k, v, Visible(causal=True), 0.3)
+      out = blocked_attention(call, blocks, 2)
       return (out * weights).sum()
 
     args = (*case.arrays(), jnp.asarray(case.active()))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
 from moh_jax.ops.kernels.attention import (
   block_sizes,
@@ -136,7 +136,10 @@ class ErrorsTest(parameterized.TestCase):
     q, k, v, _ = case.arrays(dtype)
     with self.assertRaisesRegex(ValueError, message):
       kernel_attention(
-        q, k, v, Visible(), case.blocks(rows), 1.0, interpret=True, **options
+        Call(q, k, v, Visible(), 1.0),
+        case.blocks(rows),
+        interpret=True,
+        **options,
       )
 
 
@@ -172,7 +175,7 @@ class LoweringTest(parameterized.TestCase):
     def call(q, k, v, grad):
       def attend(q, k, v):
         return kernel_attention(
-          q, k, v, case.visible(), case.blocks(rows), 1.0, backend=backend
+          Call(q, k, v, case.visible(), 1.0), case.blocks(rows), backend=backend
         )
 
       out, pull = jax.vjp(attend, q, k, v)
@@ -201,7 +204,9 @@ class DeviceTest(parameterized.TestCase):
 
     def attend(q, k, v):
       return kernel_attention(
-        q, k, v, case.visible(), case.blocks(rows), case.factor(), **options
+        Call(q, k, v, case.visible(), case.factor()),
+        case.blocks(rows),
+        **options,
       )
 
     with jax.default_matmul_precision("highest"):

@@ -20,7 +20,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import HALF, keep_attention
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads, HeadBlocks, blocks_of
@@ -70,20 +70,16 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  q, k, v = call.q, call.k, call.v
+  q = call.q
   blocks = blocks_of(call.active, q.shape[:3], form.rows)
-  same = q.dtype == k.dtype == v.dtype
+  same = q.dtype == call.k.dtype == call.v.dtype
   options = kernel_options(target(), q.dtype.name if same else "", q.shape[-1])
-  return kernel_attention(q, k, v, call.visible, blocks, call.scale, **options)
+  return kernel_attention(call, blocks, **options)
 
 
 def kernel_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  visible: Visible,
+  call: Call,
   blocks: HeadBlocks,
-  scale: float,
   *,
   backend: str,
   sizes: BlockSizes | None = None,
@@ -95,14 +91,10 @@ def kernel_attention(
   `jax.default_matmul_precision`, as anywhere in JAX.
 
   Args:
-    q: [B, N, H, D] bfloat16, float16 or float32.
-    k: [B, M, K, D]; query head h reads key/value head h // (H / K).
-    v: [B, M, K, D].
-    visible: which keys a query sees.
+    call: arrays, bfloat16, float16 or float32, without a bias.
     blocks: the active pairs. The rows of a block, R, are a power of two of at
       least 16 for "triton", 64 or 128 for "mosaic_gpu" and a multiple of 8 for
       "mosaic_tpu".
-    scale: factor of the logits.
     backend: of Pallas, "triton" (NVIDIA GPUs), "mosaic_gpu" (NVIDIA Hopper,
       where it is able) or "mosaic_tpu".
     sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
@@ -117,6 +109,7 @@ def kernel_attention(
     ValueError: the back end, a dtype or R is not supported, or a tile's rows
       do not divide R.
   """
+  q, k, v = call.q, call.k, call.v
   chex.assert_rank((q, k, v), 4)
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
@@ -129,7 +122,8 @@ def kernel_attention(
   kernels = BACKENDS[backend]
   kernels.check(sizes)
   k, v = (kernels.arranged(x) for x in (k.astype(dtype), v))
-  problem = Problem(k.shape, k.dtype, visible, blocks, float(scale), interpret)
+  masks, scale = call.visible, float(call.scale)
+  problem = Problem(k.shape, k.dtype, masks, blocks, scale, interpret)
   out = _attend(q.astype(dtype), k, v, problem, (kernels, sizes))
   return out.astype(out_dtype)
 
