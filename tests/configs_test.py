@@ -212,6 +212,8 @@ class PlanTest(parameterized.TestCase):
 _EPOCH = 1_281_167 // 1024
 # Values of the papers (arXiv:2410.11842 and, of DiT, arXiv:2212.09748), not of
 # the files: file, arguments, keys as on a command line.
+_MOH_OF_DIT = tuple(arg for arg in _ARGUMENTS["dit"] if "_" in arg)
+_PLAIN_DIT = tuple(arg for arg in _ARGUMENTS["dit"] if "_" not in arg)
 _RECIPES = (
   (
     "vit",
@@ -254,15 +256,28 @@ _RECIPES = (
     model.label_dropout=0.1 model.learn_sigma=True
     """,
   ),
+  ("dit", _MOH_OF_DIT, "model.router.kind=two_stage model.patch_size=2"),
+  ("dit", _PLAIN_DIT, "model.router.kind=none"),
+  ("dit", ("s4", "b4", "l4", "xl4"), "model.patch_size=4"),
+  ("dit", ("s8", "b8", "l8", "xl8"), "model.patch_size=8"),
+  ("dit", ("xl2_90", "xl2_75", "xl2", "xl8"), "train.steps=7000000"),
+  ("dit", ("s2_90", "b2_75", "l2", "l8"), "train.steps=400000"),
   *(
     (
-      "dit",
-      (arg,),
-      f"model.router.kind={'two_stage' if '_' in arg else 'none'} "
-      f"model.patch_size={arg.partition('_')[0][-1]} "
-      f"train.steps={7_000_000 if 'xl' in arg else 400_000}",
+      "llm",
+      args,
+      f"""
+      optim.lr={lr} optim.final_lr={final_lr} optim.warmup_steps={warmup}
+      optim.warmup_lr=1e-7 optim.weight_decay=0.1 optim.clip_norm=1
+      optim.schedule=cosine data.batch_size=2048 data.sequence_length=2048
+      train.balance_weight=0.01 train.steps={steps}
+      """,
     )
-    for arg in _ARGUMENTS["dit"]
+    for args, lr, final_lr, warmup, steps in (
+      (("s75", "s50", "s"), "3e-4", "3e-5", 2000, 23841),
+      (("b75", "b50", "b"), "5e-4", "5e-5", 500, 23841),
+      (("s75_200",), "3e-4", "3e-5", 2000, 47683),
+    )
   ),
 )
 

@@ -1,4 +1,4 @@
-"""Encoded images in shards, as `pack-images` writes and training reads.
+"""Encoded images in shards, as `prepare pack-images` writes and training reads.
 
 The header of a record is {"label": 3, "name": "ant/1.jpg"}; the payload is the
 unchanged image file. metadata.json has the fields "class_names", "images" (a
@@ -95,8 +95,8 @@ def open_splits(
 
   Args:
     path: folder with train/ and val/ (or one of them), or with one split
-      directly, of class folders or of what `pack-images` wrote; or a folder of
-      Parquet or Arrow files.
+      directly, of class folders or of what `prepare pack-images` wrote; or a
+      folder of Parquet or Arrow files.
     split: the wanted split; None opens all. If `path` is one split directly,
       this is the name it gets, "train" for None.
     channels: 1 decodes to grey, 3 to RGB.
@@ -160,7 +160,6 @@ def pack_images(
   shard_size: int = 1024,
   shorter_side: int = 0,
   bad_images: str = "raise",
-  progress: bool = True,
 ) -> dict[str, Any]:
   """Packs images into shards; continues an interrupted run.
 
@@ -177,7 +176,6 @@ def pack_images(
       them.
     bad_images: "raise" ends at a file that cannot be read (or made smaller),
       "skip" leaves it out.
-    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The content of metadata.json.
@@ -218,7 +216,7 @@ def pack_images(
       total=len(source),
       initial=len(source) - left,
       unit="image",
-      disable=not progress or None,
+      disable=None,  # where stderr is no terminal
     ) as bar,
   ):
     for shard in todo:

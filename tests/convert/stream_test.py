@@ -52,9 +52,8 @@ class WriteTest(parameterized.TestCase):
   def _target(self) -> str:
     return self.create_tempdir().full_path
 
-  @parameterized.parameters("float32", "bfloat16", "float16")
-  def test_standard_restore_reads_it_onto_any_mesh(self, dtype):
-    out = self._target()
+  def test_standard_restore_reads_it_onto_any_mesh(self):
+    out, dtype = self._target(), "bfloat16"
     _save(out, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
     expected = tiny_llm.random_params(tiny_llm.MOH, dtype)
     for mesh in (None, *map(make_mesh, _MESHES)):

@@ -16,28 +16,16 @@ import numpy as np
 from absl.testing import absltest
 from PIL import Image
 
-from moh_jax.config import Config, DataConfig, TextDataConfig, ViTConfig
+from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.sources import make_source
-from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import BytesTokenizer
 from tests.data import photos, tiny_sets, tiny_text
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
-_MODEL = ViTConfig(
-  image_size=(16, 16),
-  channels=3,
-  num_classes=3,
-  patch_stride=4,
-  embed_dims=(8,),
-  depths=(1,),
-  num_heads=(2,),
-  shared_heads=(1,),
-  top_k=(1,),
-  mlp_ratios=(2,),
-  sr_ratios=(1,),
-)
+_MODEL = tiny_sets.VIT
 _CLASSES = ("ant", "bee", "cat")
 # Of files that libraries write, whose next versions may write other bytes.
 _OF_LIBRARIES = ("bytes", "fingerprint")
@@ -153,7 +141,7 @@ def _of_images(root):
   for split in ("train", "val"):
     source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
     image_shards.pack_images(
-      source, packed / split, packed_from="", shard_size=5, progress=False
+      source, packed / split, packed_from="", shard_size=5
     )
   of_shards = {"source": "array_record", "path": str(packed)}
   config = _config(**of_shards, augment="crop_flip")
@@ -247,10 +235,9 @@ def _of_text(root):
     [str(root / "lines.jsonl"), *map(str, files)],
     BytesTokenizer(),
     root / "tokenized",
-    held_out_parts(0.25),
+    held_out=0.25,
     piece_bytes=400,
     on_error="skip",
-    progress=False,
   )
   for metadata in sets.values():
     for shard in metadata["shards"]:
