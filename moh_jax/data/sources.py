@@ -245,14 +245,11 @@ def make_source(
       f"{where} images of {source.channels} channels, must be "
       f"model.channels={model.channels}"
     )
-  _LOG.info(
-    "data: %s %s examples of %d classes", where, f"{len(source):,}", found
-  )
+  _LOG.info("data: %s %d examples of %d classes", where, len(source), found)
   if split == "train" and data.batch_size > len(source):
     _LOG.warning(
-      "data.batch_size=%d: more than the %d training examples, which a batch "
+      "data.batch_size is more than the %d training examples, which a batch "
       "then repeats",
-      data.batch_size,
       len(source),
     )
   check_class_names(class_names, source.class_names, where)
@@ -267,14 +264,11 @@ def make_source(
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
-    advice = "remove them, or leave them out with data.bad_images='skip'"
-    if split == "val":
-      advice = (
-        "remove them: data.bad_images='skip' is for training images, as "
-        "accuracies on fewer images could not be compared"
-      )
     if bad := checked.read_all(data.num_threads):
-      raise ValueError(f"{where} {bad}; {advice}")
+      raise ValueError(
+        f"{where} {bad}; remove them: data.bad_images='skip' is for training "
+        "images, which it leaves out; accuracies on fewer could not be compared"
+      )
   return checked
 
 

@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
@@ -316,15 +315,12 @@ def _start_worker(job: _Job):
   # There is a process for each core, so the tokenizer needs no threads.
   os.environ["TOKENIZERS_PARALLELISM"] = "false"
   _worker_job[:] = [job]
-  parent = multiprocessing.parent_process()
-  watch = functools.partial(_exit_after, parent)
-  threading.Thread(target=watch, daemon=True).start()
 
+  def exit_after_parent() -> None:  # also where it was killed
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
-def _exit_after(parent):
-  """Ends this process when the process that started it was killed."""
-  parent.join()
-  os._exit(1)
+  threading.Thread(target=exit_after_parent, daemon=True).start()
 
 
 def _write_group(group: int) -> int:

@@ -10,7 +10,7 @@ from moh_jax.runtime import sharding
 from moh_jax.training.entrance import check_mixed_images
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
-from tests.runtime.slices_test import two_slices
+from tests.runtime.sharding_test import two_slices
 from tests.training import tiny
 
 _RUNS = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
