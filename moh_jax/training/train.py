@@ -128,6 +128,7 @@ def train(
         state, stored = first_state(), {}
       else:
         state, stored = saving.restore(directory, start, program.state)
+        _LOG.info("resumed from step %d in %s", start, directory)
       watch.restore(stored.get("watch"))
       batches.seek(max(stored.get("position", 0), skipped))
       first = step = start or 0
