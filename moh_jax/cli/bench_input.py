@@ -16,6 +16,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import Config
 from moh_jax.config.registry import sources_with
+from moh_jax.data.decode import decode_image
 from moh_jax.data.identity import Identity
 from moh_jax.data.image_folders import EncodedSource, Record
 from moh_jax.data.infer import resolve
@@ -275,7 +276,7 @@ def measure_pixels(
 
   def decode(index: int) -> Any:
     record = images.read(index)
-    return decode.decode_image(record.content, images.channels, record.place)
+    return decode_image(record.content, images.channels, record.place)
 
   calls: dict[str, Callable[[int], Any]] = {
     "decode": decode,
