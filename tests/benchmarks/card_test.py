@@ -13,6 +13,7 @@ from benchmarks import card, crossing, step, tiles
 from moh_jax.cli import bench as bench_cli
 from moh_jax.ops import attention as table
 from moh_jax.ops.attention import LENGTHS, Crossover, largest_share
+from moh_jax.ops.attention_forms import AttentionCase
 from moh_jax.ops.kernels.attention import read
 from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
@@ -264,9 +265,10 @@ class CrossingTest(parameterized.TestCase):
     (entry,) = self._entries(rows)
     entry = Crossover(**json.loads(entry.line()))
     with mock.patch.object(table, "CROSSOVERS", [entry, *table.CROSSOVERS]):
-      share = largest_share(
-        Target("gpu", "NVIDIA X"), "cudnn", "bfloat16", 64, 256, causal=False
+      case = AttentionCase(
+        Target("gpu", "NVIDIA X"), 1, 256, 256, 8, 64, 0.5, dtype="bfloat16"
       )
+      share = largest_share(case, "cudnn")
     self.assertEqual(share, 0.7)
 
 
