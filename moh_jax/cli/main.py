@@ -28,6 +28,7 @@ COMMANDS = (
   "compare",
   "heads",
   "inspect",
+  "plan",
   "train",
 )
 # Commands of older versions, and what to write instead.

@@ -19,7 +19,6 @@ COMMANDS = {
   "fid": images.fid,
   "generate": text.generate,
   "pack-images": images.pack_images,
-  "plan": models.plan,
   "sample": images.sample,
   "tokenize": text.tokenize,
   "train-tokenizer": text.train_tokenizer,
