@@ -105,6 +105,21 @@ class BaseOptions(base.Section):
       object.__setattr__(self, name, value)
     self.check()
 
+  def check(self) -> None:
+    """Keys are changed where there are some."""
+    if self.changes and not self.changeable():
+      raise ValueError(f"{PREFIX}{self.changes[0]} needs --config FILE[:ARG]")
+
+  def changeable(self) -> bool:
+    """Whether there is a config whose keys can be changed."""
+    sources = (getattr(self, name, None) for name in ("config", "checkpoint"))
+    return any(source is not None for source in sources)
+
+  def values(self) -> dict[str, Any]:
+    """The options that results depend on, by name."""
+    every = dataclasses.asdict(self).items()
+    return {k: v for k, v in every if k not in self.OF_A_PROCESS}
+
   def fail(self, name: str, allowed: str) -> NoReturn:
     """Raises the ValueError of an option: its flag, value and what may be."""
     value = base.shown(getattr(self, name))
@@ -227,12 +242,9 @@ class Distributed(BaseOptions):
 
     Training compares its config later, complete with what its data tell.
     """
-    own = {*self.OF_A_PROCESS}
+    options = self.values()
     if hasattr(self, "config"):
-      own |= {"config", "changes"}
-    options = {
-      k: v for k, v in dataclasses.asdict(self).items() if k not in own
-    }
+      del options["config"], options["changes"]
     values = {"options": json_lib.loads(json_lib.dumps(options))}
     if isinstance(self, Stored) and self.step_number is None:
       values["newest checkpoint"] = steps.list_steps(self.checkpoint)[-1:]
@@ -492,7 +504,7 @@ def parse(
     argv: arguments, with changes of config keys: "--config.optim.lr=3e-4".
 
   Raises:
-    ValueError: a key is changed, and there is no config.
+    ValueError: a change of a key has no value.
   """
   argv, changes = split_changes(argv)
   args, unknown = parser.parse_known_args(argv)
@@ -504,8 +516,6 @@ def parse(
     name: _value(value, base.hints(cls)[name])
     for name, value in vars(args).items()
   }
-  if changes and not {"config", "checkpoint"} & set(given):
-    raise ValueError(f"{PREFIX}{changes[0]} needs --config FILE[:ARG]")
   try:
     return cls(**given, changes=changes)
   except ValueError as error:
