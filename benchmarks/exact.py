@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common
-from moh_jax.cli.bench import random_active
+from moh_jax.cli.bench_attention import random_active
 from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.attention import has_kernels
@@ -42,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = make_parser(__doc__)
   parser.add_argument("--forms", default="dense,packed,kernel,cudnn")
   parser.add_argument("--dtype", choices=DTYPES, default="float32")
-  common.add_count(parser, "--head-dim", 64, help="head dim, D")
-  common.add_count(parser, "--tokens", 512, help="tokens of a sequence")
+  parser.add_argument("--head-dim", type=int, default=64, help="head dim, D")
+  parser.add_argument(
+    "--tokens", type=int, default=512, help="tokens of a sequence"
+  )
   args = parser.parse_args(argv)
   shape, forms = (args.tokens, args.dtype, args.head_dim), args.forms.split(",")
   checks = [row for case in CASES for row in measure(case, *shape, forms)]
@@ -119,7 +120,7 @@ def _arrays(tokens: int, dtype: str, head_dim: int, case: str) -> tuple:
 def _dense(q, k, v, *, active, segments, causal):
   del active
   visible = Visible(segments=segments, causal=causal)
-  return dense_attention(q, k, v, None, visible, q.shape[-1] ** -0.5)
+  return dense_attention(Call(q, k, v, visible, q.shape[-1] ** -0.5))
 
 
 def _evaluation(attend: Callable, causal: bool, **options: Any) -> Callable:

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,8 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common, fields
-from moh_jax.cli.bench import random_active
+from moh_jax.cli.bench_attention import random_active
 from moh_jax.cli.main import report_errors
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention_forms import Visible
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument(
     "--head-dim",
-    type=fields.integer,
+    type=int,
     nargs="+",
     default=[64, 128],
     help="of the kernels' calls: on a TPU 128 for layers with heads of 96",
@@ -89,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-  out, device = common.out_file(args.out), target()
+  out, device = pathlib.Path(args.out), target()
+  if not out.parent.is_dir():
+    raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
   found = read(out) if out.exists() else {}
   if device.platform not in ("gpu", "tpu"):
     raise ValueError(f"the kernels run on GPUs and TPUs, not on {device.kind}")

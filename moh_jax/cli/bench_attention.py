@@ -17,7 +17,7 @@ from moh_jax.cli.bench import HeadOptions
 from moh_jax.cli.options import Output, table
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention, choose_form
-from moh_jax.ops.attention_forms import AttentionCase, Form, Visible
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import top_k_mask
@@ -336,7 +336,7 @@ def make_reference(mode: str) -> Callable:
   def head(qkv):
     q, k, v = (x[:, :, None] for x in qkv)
     visible = Visible(causal="causal" in mode)
-    out = dense_attention(q, k, v, None, visible, q.shape[-1] ** -0.5)
+    out = dense_attention(Call(q, k, v, visible, q.shape[-1] ** -0.5))
     return out[:, :, 0]
 
   def attend(q, k, v):

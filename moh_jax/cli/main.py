@@ -24,6 +24,7 @@ from moh_jax.runtime import compilation_cache, signals, steps
 
 # Commands, each a module of this folder; see `options`.
 COMMANDS = (
+  "bench",
   "classify",
   "compare",
   "heads",

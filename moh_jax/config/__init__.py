@@ -30,15 +30,12 @@ from moh_jax.config.parse import to_config_dict as to_config_dict
 from moh_jax.config.parse import to_dict as to_dict
 from moh_jax.config.parse import to_json as to_json
 from moh_jax.config.parse import upgrade as upgrade
-from moh_jax.config.registry import Family as Family
 from moh_jax.config.registry import check_command as check_command
 from moh_jax.config.registry import export_forms as export_forms
 from moh_jax.config.registry import family_of_format as family_of_format
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import imported as imported
 from moh_jax.config.registry import public_formats as public_formats
-from moh_jax.config.registry import register_family as register_family
-from moh_jax.config.registry import register_router as register_router
 from moh_jax.config.registry import released_model as released_model
 from moh_jax.config.registry import released_models as released_models
 from moh_jax.config.run import CheckpointConfig as CheckpointConfig

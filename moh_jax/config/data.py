@@ -8,14 +8,56 @@ from typing import Annotated, Literal
 
 from moh_jax.config import base
 from moh_jax.config.base import shown
-from moh_jax.config.registry import SOURCES, check_source
+from moh_jax.config.registry import SOURCES, get_source, sources_with
 
-_Workers = Annotated[int, base.Range(0, 1024)]
 _SUM_TOLERANCE = 0.05  # percent: published mixes are rounded
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig(base.Section):
+class ExamplesConfig(base.Section):
+  """What the sections `data` of all families have in common.
+
+  Attributes:
+    source: name of the source.
+    path: directory of the source.
+    batch_size: examples per optimizer step, over all devices and processes; of
+      text sequences.
+    num_threads: threads that read and transform examples.
+    prefetch: batches prepared ahead.
+    workers: processes that prepare batches, each with `num_threads`; 0 prepares
+      them in this process, None is 0 for text, and for images one for each 16
+      CPUs, at most 8, as far as shared memory has room. A program that starts
+      them needs `if __name__ == "__main__":`.
+    device_prefetch: batches that are on the devices before their step.
+    fake_examples: examples in each split of "fake".
+  """
+
+  NAME = "data"
+
+  source: str = "fake"
+  path: str = ""
+  batch_size: base.Batch = 128
+  num_threads: base.Ahead = 4
+  prefetch: base.Ahead = 4
+  workers: Annotated[int, base.Range(0, 1024)] | None = None
+  device_prefetch: base.Ahead = 2
+  fake_examples: base.Count = 1024
+
+  def check(self) -> None:
+    """The source has its path, and reads what is set."""
+    source = f"data.source={self.source!r}"
+    if get_source(self).has_path and not self.path:
+      self.fail("path", f"must name the directory of {source}")
+    for field in dataclasses.fields(self):
+      readers = sources_with(self, field.name)
+      is_read = not readers or self.source in readers
+      if not is_read and getattr(self, field.name) != field.default:
+        usual = f"must be {field.default!r} with {source}"
+        self.fail(field.name, f"{usual}; it is for {readers}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(ExamplesConfig):
   """Where examples come from and how they become batches.
 
   Attributes:
@@ -28,7 +70,6 @@ class DataConfig(base.Section):
       path/train/*), "latents" (what `encode-latents` writes, in the same
       places) or "fake" (random).
     path: directory of the source; "digits" and "fake" have none.
-    batch_size: examples per optimizer step, over all devices and processes.
     augment: change of training images: "none", "shift" (random crop after
       padding by one eighth), "crop_flip" (random resized crop and horizontal
       flip) or "center_flip" (the centre crop of ADM, arXiv:2105.05233, and
@@ -67,22 +108,11 @@ class DataConfig(base.Section):
       for diffusion models, ImageNet's for classifiers of three channels, the
       training scans' for "digits", else 0.5. Latents are not normalized.
     std: divides after the mean, one value per channel; None as for `mean`.
-    num_threads: threads that read and transform images.
-    prefetch: batches prepared ahead.
-    workers: processes that prepare batches, each with `num_threads`; 0 prepares
-      them in this process, None is one for each 16 CPUs, at most 8, as
-      far as shared memory has room. A program that starts them needs
-      `if __name__ == "__main__":`.
-    device_prefetch: batches that are on the devices before their step.
-    fake_examples: examples in each split of "fake".
   """
 
-  NAME = "data"
   reads = "images"
 
   source: Annotated[str, SOURCES["images"]] = "fake"
-  path: str = ""
-  batch_size: base.Batch = 128
   augment: Literal["none", "shift", "crop_flip", "center_flip"] = "none"
   auto_augment: str = ""
   color_jitter: Annotated[float, base.Range(0, 10)] = 0.0
@@ -96,16 +126,11 @@ class DataConfig(base.Section):
   eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
   mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
   std: tuple[Annotated[float, base.Range(0, 1e6, "(]")], ...] | None = None
-  num_threads: base.Ahead = 4
-  prefetch: base.Ahead = 4
-  workers: _Workers | None = None
-  device_prefetch: base.Ahead = 2
-  fake_examples: base.Count = 1024
 
   def check(self) -> None:
     """Paths, decoding and normalization fit the source and one another."""
     parse_policy(self.auto_augment)
-    check_source(self)
+    super().check()
     mean, std = self.mean, self.std
     fit = mean and std and len(mean) == len(std)
     if not fit and (mean, std) != (None, None):
@@ -142,7 +167,7 @@ class ClassifierConfig(base.Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextDataConfig(base.Section):
+class TextDataConfig(ExamplesConfig):
   """Where text comes from and how it becomes batches of packed sequences.
 
   Attributes:
@@ -155,41 +180,26 @@ class TextDataConfig(base.Section):
       path/{train,val}.
     ratios: percent of the sequences that each of `mix` gives, 100 together.
     sequence_length: N, tokens of a sequence.
-    batch_size: sequences per optimizer step, over all devices and processes.
     separate_documents: whether documents packed into one sequence do not see
       one another and count their positions from 0; False reads a sequence as
       one text.
     tokenizer: tokenizer of "stdlib": "bpe" (trained on it, model.vocab_size
       entries) or "bytes".
-    num_threads: threads that read.
-    prefetch: batches prepared ahead.
-    workers: processes that prepare batches, each with `num_threads`; 0 prepares
-      them in this process, None is 0. A program that starts them needs
-      `if __name__ == "__main__":`.
-    device_prefetch: batches that are on the devices before their step.
-    fake_examples: sequences in each split of "fake".
   """
 
-  NAME = "data"
   reads = "text"
 
   source: Annotated[str, SOURCES["text"]] = "fake"
-  path: str = ""
+  batch_size: base.Batch = 8
   mix: tuple[str, ...] = ()
   ratios: tuple[base.Positive, ...] = ()
   sequence_length: base.Tokens = 2048
-  batch_size: base.Batch = 8
   separate_documents: bool = True
   tokenizer: Literal["bpe", "bytes"] = "bpe"
-  num_threads: base.Ahead = 4
-  prefetch: base.Ahead = 4
-  workers: _Workers | None = None
-  device_prefetch: base.Ahead = 2
-  fake_examples: base.Count = 1024
 
   def check(self) -> None:
     """Path and mix fit the source; the shares of a mix are all of it."""
-    check_source(self)
+    super().check()
     if len(self.mix) != len(self.ratios):
       self.fail("ratios", f"must have one value for each of {self.mix}")
     if len(set(self.mix)) != len(self.mix):

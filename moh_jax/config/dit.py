@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from moh_jax.config import base
 from moh_jax.config.layers import ImageModel, LayerStack
 from moh_jax.config.registry import get_source
-from moh_jax.config.run import Config
+from moh_jax.config.run import Config, Fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,9 +389,7 @@ class DiTConfig(LayerStack, ImageModel):
     if run.diffusion.space != "latent":  # latents are normalized already
       self.check_channels(run)
 
-  def inherited(
-    self, trained: Config, stated: Mapping[str, Any]
-  ) -> dict[str, dict[str, Any]]:
+  def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """As for all images, the process of the weights, and how they sample.
 
     Labels and the reference of FID belong to the data of that run.

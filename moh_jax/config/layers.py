@@ -10,7 +10,7 @@ from moh_jax.config.base import MOST_LAYERS, Dtype, Section, shown
 from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.registry import get_source
-from moh_jax.config.run import Config
+from moh_jax.config.run import Config, Fields
 
 Implementation = Literal["auto", "dense", "packed", "kernel", "cudnn"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -131,9 +131,7 @@ class RoutedLayers(Section):
     """
     return dataclasses.replace(run, model=self)
 
-  def inherited(
-    self, trained: Config, stated: Mapping[str, Any]
-  ) -> dict[str, dict[str, Any]]:
+  def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """What a run takes from this model, which it starts from, unless stated.
 
     Args:
@@ -151,10 +149,7 @@ class RoutedLayers(Section):
     Raises:
       ValueError: the family has no such form.
     """
-    raise ValueError(
-      f"--image-size {size}: only image classifiers change their size, not "
-      f"model.family={self.family!r}"
-    )
+    raise ValueError(f"--image-size {size} is not for family {self.family!r}")
 
   def check_complete(self) -> None:
     """Refuses a section with fields that are left to the data.
@@ -164,10 +159,7 @@ class RoutedLayers(Section):
     """
     for field in dataclasses.fields(self):
       if getattr(self, field.name) is None:
-        raise ValueError(
-          f"model.{field.name}=None must be stated, or filled in by "
-          "`moh_jax.data.infer.resolve`, which reads it from the data"
-        )
+        self.fail(field.name, "must be stated, or read by `data.infer.resolve`")
 
   @property
   def activated_share(self) -> float:
@@ -207,9 +199,7 @@ class ImageModel(RoutedLayers):
     sides = [math.isqrt(group.tokens) for group in self.layer_groups()]
     return tuple((side, side) for side in sides)
 
-  def inherited(
-    self, trained: Config, stated: Mapping[str, Any]
-  ) -> dict[str, dict[str, Any]]:
+  def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """The network and its normalization; the classes are those of the data."""
     data = trained.data
     return {

@@ -351,20 +351,3 @@ def sources_with(data: Any, option: str) -> tuple[str, ...]:
   """Names of the sources that alone read a field of the section `data`."""
   kinds = SOURCES[data.reads].records()
   return tuple(kind.name for kind in kinds if option in kind.options)
-
-
-def check_source(data: Any) -> None:
-  """Checks the fields of a section `data` that depend on its source.
-
-  Raises:
-    ValueError: the path of the source is missing, or a field is set that it
-      does not read.
-  """
-  if get_source(data).has_path and not data.path:
-    data.fail("path", f"must name the directory of data.source={data.source!r}")
-  for field in dataclasses.fields(data):
-    readers = sources_with(data, field.name)
-    is_read = not readers or data.source in readers
-    if not is_read and getattr(data, field.name) != field.default:
-      there = f"with data.source={data.source!r}; it is for {readers}"
-      data.fail(field.name, f"must be {field.default!r} {there}")

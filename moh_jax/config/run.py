@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from moh_jax.config import base
 from moh_jax.config.registry import get_family, imported
 
+Fields = dict[str, dict[str, Any]]  # by section
 _Axis = Annotated[int, base.Range(-1, 1 << 20)]
 
 
@@ -332,18 +333,12 @@ class Config:
   log: LogConfig
   sections: Mapping[str, Any] = dataclasses.field(hash=False)
 
-  def __init__(
-    self,
-    model: Any,
-    *,
-    sections: Mapping[str, Any] | None = None,
-    **others: Any,
-  ):
+  def __init__(self, model: Any, *, sections: Any = None, **others: Any):
     """Completes and checks a run.
 
     Args:
       model: the section of the network.
-      sections: sections of the family, as the attribute; `dataclasses.replace`
+      sections: those of the family, as the attribute; `dataclasses.replace`
         passes it on.
       **others: any section by its name, before those of `sections`. What is
         left out takes its defaults.
@@ -392,11 +387,10 @@ class Config:
 
   def served(self) -> "Config":
     """The run to serve its model with: what only trains has its defaults."""
-    defaults = {
-      name: type(section)()
-      for name, section in self.sections.items()
-      if getattr(section, "ONLY_TRAINS", False)
-    }
+    trained = (
+      n for n, x in self.sections.items() if getattr(x, "ONLY_TRAINS", 0)
+    )
+    defaults = {name: type(self.sections[name])() for name in trained}
     return dataclasses.replace(self, **defaults)
 
   def by_name(self) -> dict[str, Any]:

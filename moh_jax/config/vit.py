@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from moh_jax.config import base
 from moh_jax.config.layers import ImageClassifier, LayerGroup, LayerStack
-from moh_jax.config.run import Config
+from moh_jax.config.run import Config, Fields
 
 _Size = Annotated[int, base.Range(0, 1 << 14)]  # 0 stands for another one
 
@@ -164,9 +164,7 @@ class ViTConfig(LayerStack, ImageClassifier):
     """The grids of the stages."""
     return tuple(shape.grid for shape in self.stage_shapes())
 
-  def inherited(
-    self, trained: Config, stated: Mapping[str, Any]
-  ) -> dict[str, dict[str, Any]]:
+  def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """As for all images; coordinates keep the size of the pre-training."""
     found = super().inherited(trained, stated)
     size = self.image_size

@@ -39,8 +39,9 @@ SPLIT_WORDS = {
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Further ones that commands read, but training does not.
 _OTHER_SUFFIXES = (
-  *(".avif", ".bw", ".dds", ".dib", ".ico", ".j2k", ".jfif", ".jp2", ".pbm"),
-  *(".pcx", ".pgm", ".pnm", ".ppm", ".psd", ".sgi", ".tga", ".xbm", ".apng"),
+  *(".apng", ".avif", ".bw", ".cur", ".dds", ".dib", ".fits", ".icns", ".ico"),
+  *(".j2c", ".j2k", ".jfif", ".jp2", ".jpe", ".jpf", ".jpx", ".pbm", ".pcx"),
+  *(".pgm", ".pnm", ".ppm", ".psd", ".qoi", ".sgi", ".tga", ".xbm", ".xpm"),
 )
 FLAT_CLASS = "images"  # the one class of a folder without class folders
 _LOG = logging.getLogger(__name__)

@@ -160,7 +160,6 @@ def pack_images(
   shard_size: int = 1024,
   shorter_side: int = 0,
   bad_images: str = "raise",
-  progress: bool = True,
 ) -> dict[str, Any]:
   """Packs images into shards; continues an interrupted run.
 
@@ -177,7 +176,6 @@ def pack_images(
       them.
     bad_images: "raise" ends at a file that cannot be read (or made smaller),
       "skip" leaves it out.
-    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The content of metadata.json.
@@ -218,7 +216,7 @@ def pack_images(
       total=len(source),
       initial=len(source) - left,
       unit="image",
-      disable=not progress or None,
+      disable=None,  # where stderr is no terminal
     ) as bar,
   ):
     for shard in todo:

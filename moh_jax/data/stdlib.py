@@ -148,7 +148,6 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
       {split: None},
       piece_bytes=_PIECE_BYTES,
       notes=notes,
-      progress=False,
     )
 
 

@@ -189,7 +189,6 @@ def tokenize(
   workers: int = 1,
   on_error: OnError = "stop",
   notes: dict[str, Any] | None = None,
-  progress: bool = True,
 ) -> dict[str, dict[str, Any]]:
   """Makes the sets OUT/SPLIT, reading the input once; continues killed runs.
 
@@ -212,7 +211,6 @@ def tokenize(
       OUT/SPLIT/skipped/, and goes on; a run that was stopped by one may be
       continued so.
     notes: any JSON values, stored in metadata.json.
-    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The content of metadata.json by split.
@@ -255,7 +253,7 @@ def tokenize(
       initial=total - sum(map(job.size, todo)),
       unit="B",
       unit_scale=True,
-      disable=not progress or None,  # None: where stderr is no terminal
+      disable=None,  # where stderr is no terminal
     ) as bar:
       for size in _write_all(job, sorted(todo), workers):
         bar.update(size)

@@ -121,7 +121,7 @@ def attention(
   visible = Visible(key_mask, segments, causal)
   if bias is not None:
     bias = jax.lax.broadcast_to_rank(bias, 4)
-  call = Call(q, k, v, bias, visible, active, scale)
+  call = Call(q, k, v, visible, scale, bias, active)
   out = BACKENDS[form.name].attend(call, form)
   return factor * out if form.packs else out
 

@@ -191,19 +191,19 @@ class Call:
     q: [B, N, H, D] queries.
     k: [B, M, K, D] keys; query head h reads key/value head h // (H / K).
     v: [B, M, K, D] values.
-    bias: broadcastable to [B, H, N, M], or None.
     visible: which keys a query sees.
-    active: the active heads; None is every head.
     scale: factor of the logits.
+    bias: broadcastable to [B, H, N, M], or None.
+    active: the active heads; None is every head.
   """
 
   q: jax.Array
   k: jax.Array
   v: jax.Array
-  bias: jax.Array | None
   visible: Visible
-  active: ActiveHeads | None
   scale: float
+  bias: jax.Array | None = None
+  active: ActiveHeads | None = None
 
 
 class Backend(Protocol):

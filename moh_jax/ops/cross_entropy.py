@@ -160,7 +160,6 @@ def summed_cross_entropy(
 
 
 def _backward(chunk, columns, grads, cotangent):
-  del chunk, columns
   dx, dkernel = grads
   scaled = (cotangent * dx).astype(dx.dtype), cotangent * dkernel
   return (*scaled, None, None)

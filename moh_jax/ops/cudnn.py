@@ -67,44 +67,26 @@ def _hides(case: AttentionCase) -> bool:
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  del form
-  return cudnn_attention(
-    *(call.q, call.k, call.v, call.bias, call.visible, call.active), call.scale
-  )
+  return cudnn_attention(call)
 
 
-def cudnn_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  active: ActiveHeads | None,
-  scale: float,
-  *,
-  backend: str = "cudnn",
-) -> jax.Array:
+def cudnn_attention(call: Call, backend: str = "cudnn") -> jax.Array:
   """Softmax attention by `jax.nn.dot_product_attention`.
 
   Args:
-    q: [B, N, H, D] bfloat16 or float16 for cuDNN.
-    k: [B, M, K, D].
-    v: [B, M, K, D].
-    bias: broadcastable to [B, H, N, M], or None.
-    visible: which keys a query sees.
-    active: the active heads; None is every head. With a bias, segments or a
+    call: arrays, bfloat16 or float16 for cuDNN. With a bias, segments or a
       causal mask all heads are computed.
-    scale: factor of the logits.
     backend: "cudnn", or "xla" for tests without a GPU.
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for queries that see no key.
   """
   attend = functools.partial(
-    jax.nn.dot_product_attention, scale=scale, implementation=backend
+    jax.nn.dot_product_attention, scale=call.scale, implementation=backend
   )
+  q, k, v, bias, visible = call.q, call.k, call.v, call.bias, call.visible
   if bias is None and not visible.causal and visible.segments is None:
-    return _bidirectional(q, k, v, visible.key_mask, active, attend)
+    return _bidirectional(q, k, v, visible.key_mask, call.active, attend)
   causal = visible.causal and q.shape[1] == k.shape[1]
   if causal:  # cuDNN applies this mask itself and skips hidden tiles
     visible = Visible(visible.key_mask, visible.segments)

@@ -18,7 +18,6 @@ from moh_jax.ops.attention_forms import (
   AttentionCase,
   Call,
   Form,
-  Visible,
 )
 from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
 from moh_jax.ops.cache import LayerCache, Slots
@@ -31,12 +30,12 @@ _LONG_CAUSAL = 256
 
 def unable(case: AttentionCase) -> str:
   """See `Backend.unable`."""
-  if case.is_small or _one_by_one(case):
+  if case.is_small or _is_small_by_one(case):
     return ""
   return "logits that fit a device's caches or memory"
 
 
-def _one_by_one(case: AttentionCase) -> bool:
+def _is_small_by_one(case: AttentionCase) -> bool:
   """Whether only the logits of one sequence are small."""
   one = dataclasses.replace(case, batch=1)
   short = case.on_cpu and case.one_device and case.queries < SHORT
@@ -57,85 +56,60 @@ def suits(case: AttentionCase, *, packs: bool) -> bool:
 
 def form(case: AttentionCase, *, packs: bool) -> Form:
   """See `Backend.form`."""
-  del packs
-  return Form("dense", one_by_one=_one_by_one(case))
+  return Form("dense", one_by_one=_is_small_by_one(case))
 
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  computed = attend_one_by_one if form.one_by_one else dense_attention
-  return computed(call.q, call.k, call.v, call.bias, call.visible, call.scale)
+  return _one_by_one(call) if form.one_by_one else dense_attention(call)
 
 
-def dense_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  scale: float,
-) -> jax.Array:
+def dense_attention(call: Call) -> jax.Array:
   """Softmax attention of every head through all logits, [B, H, N, M] float32.
-
-  Args:
-    q: [B, N, H, D].
-    k: [B, M, K, D].
-    v: [B, M, K, D].
-    bias: broadcastable to [B, H, N, M], or None.
-    visible: which keys a query sees.
-    scale: factor of the logits.
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for queries that see no key.
   """
-  batch, queries, heads, dim = q.shape
-  keys, groups = k.shape[1:3]
-  mask = visible.mask(queries, keys)
+  batch, queries, heads, dim = call.q.shape
+  keys, groups = call.k.shape[1:3]
+  mask = call.visible.mask(queries, keys)
   # On one device batch and key/value heads are one axis, which makes the CPU's
   # batched products twice as fast; a mesh that splits both needs them apart.
   lead = (batch * groups,) if on_one_device() else (batch, groups)
   # The queries of all heads that read the same keys are rows of one product.
-  q = q.reshape(batch, queries, groups, -1, dim).transpose(0, 2, 3, 1, 4)
+  q = call.q.reshape(batch, queries, groups, -1, dim).transpose(0, 2, 3, 1, 4)
   q = q.reshape(*lead, -1, dim)
-  k, v = (x.swapaxes(1, 2).reshape(*lead, keys, dim) for x in (k, v))
+  k, v = (x.swapaxes(1, 2).reshape(*lead, keys, dim) for x in (call.k, call.v))
   logits = _logits(q, k)
-  logits = logits.reshape(batch, heads, queries, keys) * scale
-  if bias is not None:
-    logits = logits + bias
+  logits = logits.reshape(batch, heads, queries, keys) * call.scale
+  if call.bias is not None:
+    logits = logits + call.bias
   if mask is not None:
     logits = jnp.where(mask, logits, -jnp.inf)
   # Dividing after the product with the values saves one pass over the logits.
-  masked = mask is not None or bias is not None
+  masked = mask is not None or call.bias is not None
   weights, total, _ = unnormalized_softmax(logits, masked=masked)
   out = _mix_values(weights.reshape(*q.shape[:-1], keys), v)
   out = out.reshape(batch, heads, queries, dim) / total
   return out.astype(v.dtype).swapaxes(1, 2)
 
 
-def attend_one_by_one(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  scale: float,
-) -> jax.Array:
+def _one_by_one(call: Call) -> jax.Array:
   """`dense_attention` of one sequence of the batch after another.
 
   The logits of a sequence stay in a CPU's caches where those of the batch would
   not. Gradients compute them again, so that they are never all in memory.
   """
-  shared = bias is None or bias.shape[0] == 1
+  shared = call.bias is None or call.bias.shape[0] == 1
 
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def attend(arrays: tuple) -> jax.Array:
-    q, k, v, own, key_mask, segments = jax.tree.map(lambda x: x[None], arrays)
-    seen = Visible(key_mask, segments, visible.causal)
-    return dense_attention(q, k, v, bias if shared else own, seen, scale)[0]
+    *inputs, own, visible = jax.tree.map(lambda x: x[None], arrays)
+    bias = call.bias if shared else own
+    return dense_attention(Call(*inputs, visible, call.scale, bias))[0]
 
-  own = None if shared else bias
-  arrays = (q, k, v, own, visible.key_mask, visible.segments)
-  return jax.lax.map(attend, arrays)
+  own = None if shared else call.bias
+  return jax.lax.map(attend, (call.q, call.k, call.v, own, call.visible))
 
 
 def attend_to_cache(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:

@@ -47,38 +47,25 @@ def suits(case: AttentionCase, *, packs: bool) -> bool:
 
 def form(case: AttentionCase, *, packs: bool) -> Form:
   """See `Backend.form`."""
-  del case, packs
   return Form("splash")
 
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  del form
-  return splash_attention(call.q, call.k, call.v, call.visible, call.scale)
+  return splash_attention(call)
 
 
-def splash_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  visible: Visible,
-  scale: float,
-  *,
-  interpret: bool = False,
-) -> jax.Array:
+def splash_attention(call: Call, interpret: bool = False) -> jax.Array:
   """Softmax attention of every head; tiles that no query sees are skipped.
 
   Args:
-    q: [B, N, H, D] bfloat16 or float32; N and M are multiples of 128.
-    k: [B, M, K, D]; query head h reads key/value head h // (H / K).
-    v: [B, M, K, D].
-    visible: which keys a query sees.
-    scale: factor of the logits.
+    call: arrays, bfloat16 or float32; N and M are multiples of 128.
     interpret: runs the kernel in Pallas's interpreter, on any device, slowly.
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for queries that see no key.
   """
+  q, k, v, visible = call.q, call.k, call.v, call.visible
   queries, heads, dim = q.shape[1:]
   keys = k.shape[1]
   mask = masks.FullMask((queries, keys))
@@ -91,7 +78,7 @@ def splash_attention(
     interpret=interpret,
   )
   # The kernel has no scale. In bfloat16 only powers of two multiply exactly.
-  q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+  q = (q.astype(jnp.float32) * call.scale).astype(q.dtype)
   count = heads_in_lanes(heads, dim) if heads == k.shape[2] else 1
   q, k, v = (fill_lanes(x, count).swapaxes(1, 2) for x in (q, k, v))
   q = _own_lanes(q, count, dim)

@@ -12,7 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import card, crossing, step, tiles
-from moh_jax.cli import bench as bench_cli
+from moh_jax.cli import bench_attention
 from moh_jax.ops import attention as table
 from moh_jax.ops.attention import LENGTHS, Crossover, largest_share
 from moh_jax.ops.kernels import triton
@@ -153,7 +153,9 @@ class StagesTest(parameterized.TestCase):
     with (
       traced_for("gpu"),
       devices.with_triton(),
-      mock.patch.object(bench_cli, "run_heads", return_value=result) as run,
+      mock.patch.object(
+        bench_attention, "run_heads", return_value=result
+      ) as run,
       mock.patch.object(step, "measure", return_value={"batch": 1}),
       mock.patch.object(step, "compilation_cache"),
       mock.patch.object(card.exact, "measure", return_value=[]),
@@ -211,14 +213,14 @@ class TilesTest(parameterized.TestCase):
   def test_tiles_that_do_not_run_are_reported_and_passed_over(self):
     devices.need("triton")
     wrong, right = Tile(16, 8), Tile(16, 16)
-    forward = triton.forward
+    forward = triton.Triton.forward
 
     def fails(*args):
       if args[-1] == wrong:
         raise RuntimeError("too\nlarge")
       return forward(*args)
 
-    with mock.patch.object(triton, "forward", fails):
+    with mock.patch.object(triton.Triton, "forward", fails):
       best, lines = self._tune("triton", (wrong, right), interpret=True)
       self.assertEqual(best.forward, right)
       self.assertEqual(

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.ops.position import rotation
@@ -34,7 +34,7 @@ def _attend(q, k, v, visible, chosen, form):
   heads, dim = q.shape[2:]
   scale = dim**-0.5
   if form == "splash":
-    return splash_attention(q, k, v, visible, scale)
+    return splash_attention(Call(q, k, v, visible, scale))
   per_head = q.shape[1] // 2
   sizes = block_sizes("mosaic_tpu", dim, q.dtype, per_head)
   blocks = head_blocks(ActiveHeads(chosen, heads // 2), sizes.rows)

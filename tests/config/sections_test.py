@@ -38,105 +38,83 @@ _SECTIONS = {
   "log": config_lib.LogConfig(),
 }
 # A value just outside of a range, what the message says, and the fields.
-_OUTSIDE = (
-  (
-    *(0, "must be at least 1"),
-    """vit.channels vit.num_classes vit.patch_stride vit.window dit.channels
-    dit.num_classes dit.patch_size dit.head_dim dit.width llm.vocab_size
-    llm.max_length llm.width llm.mlp_dim llm.head_dim llm.num_kv_heads
-    rope.original_length vae.layers_per_block vae.image_channels
-    vae.latent_channels vae.norm_groups data.repeats data.batch_size
-    data.prefetch data.device_prefetch data.fake_examples data.num_threads
-    text.sequence_length text.batch_size text.prefetch text.num_threads
-    text.fake_examples sample.num optim.accumulation optim.ema_every
-    train.steps rewind.limit checkpoint.every checkpoint.keep_last
-    eval.batch_size log.every mesh.dcn_data""",
-  ),
-  (
-    *(-1, "must be at least 0"),
-    """vit.fixed_pool_size vit.pretrain_image_size vit.pretrain_columns
-    llm.loss_chunk data.eval_resize data.workers sample.every
-    sample.fid_images optim.warmup_steps optim.decay_steps rewind.steps
-    checkpoint.keep_every eval.every eval.examples log.heads
-    mesh.max_whole""",
-  ),
-  (
-    *(-1e-9, "must be at least 0"),
-    """dit.mlp_ratio data.color_jitter classifier.mixup classifier.cutmix
-    diffusion.vb_weight sample.cfg_scale optim.lr optim.warmup_lr
-    optim.final_lr optim.eps optim.weight_decay optim.clip_norm
-    train.balance_weight rewind.spike""",
-  ),
-  (
-    *(1.1, "must be in [0, 1]"),
-    """router.top_p data.random_erasing data.val_share
+_OUTSIDE = """
+  0 | must be at least 1 | vit.channels vit.num_classes vit.patch_stride
+    vit.window dit.channels dit.num_classes dit.patch_size dit.head_dim
+    dit.width llm.vocab_size llm.max_length llm.width llm.mlp_dim llm.head_dim
+    llm.num_kv_heads rope.original_length vae.layers_per_block
+    vae.image_channels vae.latent_channels vae.norm_groups data.repeats
+    data.batch_size data.prefetch data.device_prefetch data.fake_examples
+    data.num_threads text.sequence_length text.batch_size text.prefetch
+    text.num_threads text.fake_examples sample.num optim.accumulation
+    optim.ema_every train.steps rewind.limit checkpoint.every
+    checkpoint.keep_last eval.batch_size log.every mesh.dcn_data
+  -1 | must be at least 0 | vit.fixed_pool_size vit.pretrain_image_size
+    vit.pretrain_columns llm.loss_chunk data.eval_resize data.workers
+    sample.every sample.fid_images optim.warmup_steps optim.decay_steps
+    rewind.steps checkpoint.keep_every eval.every eval.examples log.heads
+    mesh.max_whole
+  -1e-09 | must be at least 0 | dit.mlp_ratio data.color_jitter
+    classifier.mixup classifier.cutmix diffusion.vb_weight sample.cfg_scale
+    optim.lr optim.warmup_lr optim.final_lr optim.eps optim.weight_decay
+    optim.clip_norm train.balance_weight rewind.spike
+  1.1 | must be in [0, 1] | router.top_p data.random_erasing data.val_share
     classifier.cutmix_prob classifier.label_smoothing sample.eta
-    log.collapse_entropy""",
-  ),
-  (1.0, "must be in [0, 1)", "optim.b1 optim.b2 optim.ema_decay"),
-  (1.0, "must be in [0, 0.999]", "vit.drop_path dit.label_dropout"),
-  (-0.1, "must be in [0, 0.999]", "vit.drop_path dit.label_dropout"),
-  (0.0, "must be in (0, 1]", "optim.layer_decay"),
-  (
-    *(0.0, "must be above 0"),
-    "rope.attention_factor latents.scale diffusion.latent_scale "
-    "diffusion.snr_gamma",
-  ),
-  (0.9, "must be at least 1", "rope.theta rope.factor mesh.max_imbalance"),
-  (0.0, "must be in [1e-12, 1", "llm.norm_eps vae.norm_eps"),
-  (math.nan, "must be", "llm.norm_eps sample.cfg_scale optim.lr rope.theta"),
-  (math.inf, "must be finite", "rope.theta diffusion.vb_weight"),
-  (math.inf, "must be above 0, at most", "diffusion.snr_gamma"),
-  (-2, "must be at least -1", "mesh.data mesh.fsdp mesh.tensor mesh.sequence"),
-  (0, "-1 or at least 1", "mesh.data mesh.fsdp mesh.tensor mesh.sequence"),
-  (-1, "must be in [0, 2147483647]", "train.seed"),
-  (2**31, "must be in [0, 2147483647]", "train.seed"),
-  (2**20 + 1, "must be at most 1048576", "data.batch_size"),
-  (20, "must be in [21, 100000]", "diffusion.steps"),
-  (100_001, "must be in [21, 100000]", "diffusion.steps"),
-  (0, "must be in [1, 64]", "sample.zoom"),
-  (
-    *("?", "must be one of ('float32', 'bfloat16')"),
-    "vit.dtype dit.dtype llm.dtype vae.dtype optim.moment_dtype "
-    "optim.ema_dtype",
-  ),
-  (
-    *("?", "('none', 'full', 'attention', 'dots', 'all_dots', 'offload')"),
-    "vit.remat dit.remat llm.remat",
-  ),
-  ("?", "('auto', 'dense', 'packed', 'kernel'", "llm.attention_impl"),
-  ("?", "('two_stage', 'query_norm', 'none'", "router.kind"),
-  ("?", "('released', 'paper')", "router.gate_form"),
-  ("?", "('selected', 'all')", "router.straight_through"),
-  ("?", "('none', 'linear', 'dynamic', 'llama3', 'yarn')", "rope.scaling"),
-  (
-    *("?", "'array_record', 'parquet', 'latents', 'fake')"),
-    "data.source",
-  ),
-  ("?", "('exact', 'fast')", "data.decode"),
-  ("?", "('none', 'shift', 'crop_flip', 'center_flip')", "data.augment"),
-  ("?", "('raise', 'skip', 'check')", "data.bad_images"),
-  ("?", "'', '3a', or 'rand' with sections", "data.auto_augment"),
-  ("?", "('tokens', 'stdlib', 'fake')", "text.source"),
-  ("?", "('bpe', 'bytes')", "text.tokenizer"),
-  ("?", "('latent', 'pixel')", "diffusion.space"),
-  ("?", "('linear', 'cosine', 'flow')", "diffusion.schedule"),
-  ("?", "('epsilon', 'x0', 'v', 'velocity')", "diffusion.prediction"),
-  ("?", "('uniform', 'min_snr')", "diffusion.loss_weight"),
-  ("?", "('ddpm', 'ddim', 'dpm', 'euler', 'heun')", "sample.method"),
-  ("?", "('three', 'all')", "sample.cfg_channels"),
-  ("?", "('tf1', 'ptfid')", "sample.fid_resize"),
-  ("?", "('cosine', 'constant', 'wsd')", "optim.schedule"),
-  ("?", "('adamw', 'adafactor', 'lion', 'muon')", "optim.name"),
-  ("?", "('linear', 'cosine', 'sqrt')", "optim.decay_form"),
-  ("?", "('device', 'host')", "optim.state_memory"),
-  ("?", "('stop', 'continue')", "checkpoint.on_error"),
-)
+    log.collapse_entropy
+  1.0 | must be in [0, 1) | optim.b1 optim.b2 optim.ema_decay
+  1.0 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
+  -0.1 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
+  0.0 | must be in (0, 1] | optim.layer_decay
+  0.0 | must be above 0 | rope.attention_factor latents.scale
+    diffusion.latent_scale diffusion.snr_gamma
+  0.9 | must be at least 1 | rope.theta rope.factor mesh.max_imbalance
+  0.0 | must be in [1e-12, 1 | llm.norm_eps vae.norm_eps
+  nan | must be | llm.norm_eps sample.cfg_scale optim.lr rope.theta
+  inf | must be finite | rope.theta diffusion.vb_weight
+  inf | must be above 0, at most | diffusion.snr_gamma
+  -2 | must be at least -1 | mesh.data mesh.fsdp mesh.tensor mesh.sequence
+  0 | -1 or at least 1 | mesh.data mesh.fsdp mesh.tensor mesh.sequence
+  -1 | must be in [0, 2147483647] | train.seed
+  2147483648 | must be in [0, 2147483647] | train.seed
+  1048577 | must be at most 1048576 | data.batch_size
+  20 | must be in [21, 100000] | diffusion.steps
+  100001 | must be in [21, 100000] | diffusion.steps
+  0 | must be in [1, 64] | sample.zoom
+  '?' | must be one of ('float32', 'bfloat16') | vit.dtype dit.dtype llm.dtype
+    vae.dtype optim.moment_dtype optim.ema_dtype
+  '?' | ('none', 'full', 'attention', 'dots', 'all_dots', 'offload') |
+    vit.remat dit.remat llm.remat
+  '?' | ('auto', 'dense', 'packed', 'kernel' | llm.attention_impl
+  '?' | ('two_stage', 'query_norm', 'none' | router.kind
+  '?' | ('released', 'paper') | router.gate_form
+  '?' | ('selected', 'all') | router.straight_through
+  '?' | ('none', 'linear', 'dynamic', 'llama3', 'yarn') | rope.scaling
+  '?' | 'array_record', 'parquet', 'latents', 'fake') | data.source
+  '?' | ('exact', 'fast') | data.decode
+  '?' | ('none', 'shift', 'crop_flip', 'center_flip') | data.augment
+  '?' | ('raise', 'skip', 'check') | data.bad_images
+  '?' | '', '3a', or 'rand' with sections | data.auto_augment
+  '?' | ('tokens', 'stdlib', 'fake') | text.source
+  '?' | ('bpe', 'bytes') | text.tokenizer
+  '?' | ('latent', 'pixel') | diffusion.space
+  '?' | ('linear', 'cosine', 'flow') | diffusion.schedule
+  '?' | ('epsilon', 'x0', 'v', 'velocity') | diffusion.prediction
+  '?' | ('uniform', 'min_snr') | diffusion.loss_weight
+  '?' | ('ddpm', 'ddim', 'dpm', 'euler', 'heun') | sample.method
+  '?' | ('three', 'all') | sample.cfg_channels
+  '?' | ('tf1', 'ptfid') | sample.fid_resize
+  '?' | ('cosine', 'constant', 'wsd') | optim.schedule
+  '?' | ('adamw', 'adafactor', 'lion', 'muon') | optim.name
+  '?' | ('linear', 'cosine', 'sqrt') | optim.decay_form
+  '?' | ('device', 'host') | optim.state_memory
+  '?' | ('stop', 'continue') | checkpoint.on_error
+"""
 # Section, field, a value, what the message says.
 _REFUSED = (
   *(
-    (*field.split("."), value, words)
-    for value, words, fields in _OUTSIDE
+    (*field.split("."), eval(value, {"nan": math.nan, "inf": math.inf}), words)
+    for row in re.split(r"\n  (?=\S)", _OUTSIDE.strip())
+    for value, words, fields in (re.split(r"\s\|\s+", row),)
     for field in fields.split()
   ),
   *(

@@ -198,7 +198,7 @@ class DiTTest(_Case):
 
   def test_refusals(self):
     self.assert_refused(
-      "--image-size 512: only image classifiers .*family='dit'",
+      "--image-size 512 is not for family 'dit'",
       "moh-dit", config=_DIT, image_size=512,
     )  # fmt: skip
     # Candidates are those of the kind, though others' names start alike.

@@ -153,7 +153,7 @@ def _of_images(root):
   for split in ("train", "val"):
     source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
     image_shards.pack_images(
-      source, packed / split, packed_from="", shard_size=5, progress=False
+      source, packed / split, packed_from="", shard_size=5
     )
   of_shards = {"source": "array_record", "path": str(packed)}
   config = _config(**of_shards, augment="crop_flip")
@@ -250,7 +250,6 @@ def _of_text(root):
     held_out_parts(0.25),
     piece_bytes=400,
     on_error="skip",
-    progress=False,
   )
   for metadata in sets.values():
     for shard in metadata["shards"]:

@@ -35,7 +35,6 @@ class _PackedTest(FolderTest):
       self.out / split,
       packed_from=folder,
       shard_size=4,
-      progress=False,
       **options,
     )
 

@@ -24,7 +24,7 @@ _IMAGENET = (0.485, 0.456, 0.406)
 class ImagesTest(FolderTest):
   def _pack(self, folder, out):
     source = ImageFolderSource(str(folder), "", 3)
-    image_shards.pack_images(source, out, packed_from=folder, progress=False)
+    image_shards.pack_images(source, out, packed_from=folder)
 
   def _write_images(self):
     for name in ("ant", "bee", "cat"):

@@ -26,7 +26,7 @@ class Slow(BytesTokenizer):
 if __name__ == "__main__":
   source, out, workers = sys.argv[1:]
   tokenize([source], Slow(), out, {"all": None}, piece_bytes=2000,
-           workers=int(workers), progress=False)
+           workers=int(workers))
 """
 
 
@@ -45,7 +45,7 @@ class _FilesTest(FolderTest):
     (self.root / "in.jsonl").write_text("".join(lines))
 
   def _run(self, name, tokenizer=None, split="all", keep=None, **options):
-    options = {"piece_bytes": 2000, "progress": False, **options}
+    options = {"piece_bytes": 2000, **options}
     return tokenize.tokenize(
       [str(self.root / "in.jsonl")],
       tokenizer or tokenizers.BytesTokenizer(),
@@ -150,7 +150,6 @@ class SplitsTest(_FilesTest):
       self.root / name,
       tokenize.held_out_parts(share),
       piece_bytes=2000,
-      progress=False,
       **options,
     )
 
@@ -161,7 +160,6 @@ class SplitsTest(_FilesTest):
       tokenizers.BytesTokenizer(),
       self.root / name,
       tokenize.held_out_parts(0.3),
-      progress=False,
     )
     return {
       text: split
@@ -277,7 +275,6 @@ class SkipTest(_FilesTest):
       [str(self.root / name)],
       out=self.root / out,
       on_error=on_error,
-      progress=False,
       **options,
     )
 

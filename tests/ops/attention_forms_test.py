@@ -9,11 +9,19 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
+from benchmarks import predict
 from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import target as target_lib
-from moh_jax.ops.attention import attention, choose_cached_form, choose_form
+from moh_jax.ops.attention import (
+  CROSSOVERS,
+  LENGTHS,
+  attention,
+  choose_cached_form,
+  choose_form,
+  largest_share,
+)
 from moh_jax.ops.attention_forms import AttentionCase, Form
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import attention as kernels
@@ -23,177 +31,151 @@ from moh_jax.ops.target import Target
 from tests.ops import devices
 
 _CASE = AttentionCase(
-  target=Target("cpu", "cpu"),
-  batch=1,
-  queries=1024,
-  keys=1024,
-  num_heads=32,
-  head_dim=64,
-  share=0.5,
-)
+  target=Target("cpu", "cpu"), batch=1, queries=1024, keys=1024, num_heads=32,
+  head_dim=64, share=0.5,
+)  # fmt: skip
+_TPU = Target("tpu", "TPU v5 lite")
+_A100 = Target("gpu", "NVIDIA A100-SXM4-80GB")
+_H100 = Target("gpu", "NVIDIA H100 80GB HBM3")
+_GPU_CASE = {"target": _A100, "dtype": "bfloat16", "share": 0.4}
+_TPU_CASE = _GPU_CASE | {"target": _TPU}
 
 
-def _name(implementation: str = "auto", **changes) -> str:
+def _form(implementation: str = "auto", tokens: int = 1024, **changes) -> Form:
   if platform := changes.pop("platform", None):
     changes["target"] = Target(platform, platform)
-  case = dataclasses.replace(_CASE, **changes)
-  return choose_form(implementation, case).name
+  changes = {"queries": tokens, "keys": tokens} | changes
+  return choose_form(implementation, dataclasses.replace(_CASE, **changes))
+
+
+def _told(form: Form) -> str:
+  return form.name + "+" * form.packs
 
 
 class _TestCase(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(devices.with_triton())
+    self.enter_context(mock.patch.object(kernels, "measured", dict))
+
+
+_ONE_BY_ONE = Form("dense", one_by_one=True)
 
 
 class ChooseTest(_TestCase):
   @parameterized.parameters(
-    ({}, "packed"),
-    ({"share": 0.75}, "packed"),
-    ({"share": 0.9}, "blocked"),  # nothing is gained
-    ({"share": 1.0}, "blocked"),
-    ({"queries": 128, "keys": 128}, "dense"),
-    ({"queries": 256, "keys": 256}, "dense"),
-    ({"queries": 512, "keys": 512, "num_heads": 8}, "packed"),
-    ({"queries": 256, "keys": 256, "share": 0.75, "causal": True}, "packed"),
-    ({"queries": 1}, "dense"),
-    ({"one_device": False}, "blocked"),
-  )
-  def test_auto_on_a_cpu(self, changes, expected):
-    self.assertEqual(_name(**changes), expected)
-
-  @parameterized.parameters(
+    ({}, Form("packed", True, 64, 8)),
+    ({"tokens": 4096, "causal": True}, Form("packed", True, 128, 4)),
+    ({"share": 0.75}, Form("packed", True, 64, 8)),
+    ({"tokens": 512, "num_heads": 8}, Form("packed", True, 64, 8)),
+    ({"tokens": 256, "share": 0.75, "causal": True},
+     Form("packed", True, 32, 4)),
+    ({"share": 0.9}, Form("blocked", False, 512)),  # nothing is gained
+    ({"share": 1.0}, Form("blocked", False, 512)),
+    ({"tokens": 128}, Form("dense")), ({"tokens": 256}, Form("dense")),
+    ({"queries": 1}, Form("dense")),
     # Short sequences: the logits of one, not of the batch, are in the caches.
-    ({"queries": 256, "keys": 256, "batch": 8}, Form("dense", one_by_one=True)),
-    (
-      {"queries": 128, "keys": 128, "batch": 64},
-      Form("dense", one_by_one=True),
-    ),
+    ({"tokens": 256, "batch": 8}, _ONE_BY_ONE),
+    ({"tokens": 128, "batch": 64}, _ONE_BY_ONE),
     # All heads of causal attention have the blocks of packed ones.
     ({"causal": True, "share": 1.0}, Form("blocked", False, 64, 4)),
-    (
-      {"causal": True, "share": 1.0, "queries": 512},
-      Form("blocked", False, 64, 4),
-    ),
-    (
-      {"causal": True, "share": 1.0, "queries": 256, "keys": 256},
-      Form("blocked", False, 32, 4),
-    ),
-    ({"causal": True, "queries": 128, "keys": 128}, Form("dense")),
-    (
-      {"causal": True, "queries": 128, "keys": 128, "batch": 64},
-      Form("blocked", False, 32, 4),
-    ),
+    ({"causal": True, "share": 1.0, "tokens": 512},
+     Form("blocked", False, 64, 4)),
+    ({"causal": True, "share": 1.0, "tokens": 256},
+     Form("blocked", False, 32, 4)),
+    ({"causal": True, "tokens": 128}, Form("dense")),
+    ({"causal": True, "tokens": 128, "batch": 64},
+     Form("blocked", False, 32, 4)),
     # Blocks are faster than all logits, though these would fit.
-    (
-      {"share": 1.0, "queries": 512, "keys": 512, "num_heads": 8},
-      Form("blocked", False, 512),
-    ),
-    (
-      {"queries": 512, "keys": 512, "num_heads": 8, "dtype": "bfloat16"},
-      Form("dense"),
-    ),
+    ({"share": 1.0, "tokens": 512, "num_heads": 8},
+     Form("blocked", False, 512)),
+    ({"tokens": 512, "num_heads": 8, "dtype": "bfloat16"}, Form("dense")),
     # XLA's partitioner would split a loop over sequences badly.
-    (
-      {"queries": 256, "keys": 256, "batch": 8, "one_device": False},
-      Form("blocked", False, 256),
-    ),
-  )
-  def test_blocks_of_auto_on_a_cpu(self, changes, expected):
-    case = dataclasses.replace(_CASE, **changes)
-    self.assertEqual(choose_form("auto", case), expected)
+    ({"tokens": 256, "batch": 8, "one_device": False},
+     Form("blocked", False, 256)),
+    ({"one_device": False}, Form("blocked", False, 512)),
+  )  # fmt: skip
+  def test_auto_on_a_cpu(self, changes, expected):
+    self.assertEqual(_form(**changes), expected)
 
   @parameterized.parameters(
-    ({}, "cudnn", True),
-    ({"share": 0.9}, "cudnn", False),  # too short for what it saves
-    ({"share": 1.0}, "cudnn", False),
-    ({"causal": True}, "cudnn", False),
-    ({"causal": True, "queries": 4096, "keys": 4096}, "kernel", True),
-    ({"causal": True, "masked": True, "share": 0.75}, "kernel", False),
-    ({"masked": True}, "kernel", True),
-    ({"biased": True}, "cudnn", False),
+    ({}, "cudnn+"),
+    ({"share": 0.9}, "cudnn"),  # too short for what it saves
+    ({"share": 1.0}, "cudnn"), ({"causal": True}, "cudnn"),
+    ({"causal": True, "tokens": 4096}, "kernel+"),
+    ({"causal": True, "masked": True, "share": 0.75}, "kernel"),
+    ({"masked": True}, "kernel+"), ({"biased": True}, "cudnn"),
     # The last stage of a ViT of 224 pixels: cuDNN has no gradients there.
-    ({"biased": True, "queries": 49, "keys": 49}, "dense", False),
-    ({"biased": True, "dtype": "float32"}, "dense", False),
-    ({"biased": True, "dtype": "float32", "batch": 16}, "blocked", False),
-    ({"dtype": "float32"}, "kernel", True),
-    ({"dtype": "float32", "share": 1.0}, "kernel", False),
-    ({"head_dim": 36, "share": 1.0}, "kernel", False),
-    ({"head_dim": 512, "share": 1.0}, "dense", False),
-    ({"one_device": False}, "dense", False),
-    ({"has_cudnn": False}, "kernel", True),
-    ({"dtype": "float64"}, "dense", False),  # no kernel reads it
-  )
-  def test_auto_on_a_gpu(self, changes, name, packs):
-    gpu = Target("gpu", "NVIDIA A100-SXM4-80GB")
-    case = {"target": gpu, "dtype": "bfloat16", "share": 0.4} | changes
-    form = choose_form("auto", dataclasses.replace(_CASE, **case))
-    self.assertEqual((form.name, form.packs), (name, packs))
-
-  @parameterized.parameters(
-    ("bfloat16", 64, "mosaic_gpu"),
-    ("float16", 128, "mosaic_gpu"),
-    ("bfloat16", 96, "mosaic_gpu"),
-    ("bfloat16", 72, "triton"),
-    ("float32", 64, "triton"),
-    ("", 64, "triton"),
-  )
-  def test_kernels_of_hopper_gpus(self, dtype, head_dim, backend):
-    hopper = Target("gpu", "NVIDIA H200")
-    options = {"backend": backend, "interpret": False}
-    self.assertEqual(kernel_options(hopper, dtype, head_dim), options)
-    ampere = Target("gpu", "NVIDIA A100-SXM4-80GB")
-    options = kernel_options(ampere, dtype, head_dim)
-    self.assertEqual(options["backend"], "triton")
-
-  @parameterized.parameters(
-    ({}, "kernel", True),
-    ({"share": 1.0}, "splash", False),
-    ({"causal": True, "share": 0.9}, "splash", False),
-    ({"share": 1.0, "queries": 1000}, "kernel", False),
-    ({"biased": True}, "dense", False),
-    ({"biased": True, "batch": 16}, "blocked", False),
-  )
-  def test_auto_on_a_tpu(self, changes, name, packs):
-    tpu = Target("tpu", "TPU v5 lite")
-    case = {"target": tpu, "dtype": "bfloat16", "share": 0.4} | changes
-    form = choose_form("auto", dataclasses.replace(_CASE, **case))
-    self.assertEqual((form.name, form.packs), (name, packs))
+    ({"biased": True, "tokens": 49}, "dense"),
+    ({"biased": True, "dtype": "float32"}, "dense"),
+    ({"biased": True, "dtype": "float32", "batch": 16}, "blocked"),
+    ({"dtype": "float32"}, "kernel+"),
+    ({"dtype": "float32", "share": 1.0}, "kernel"),
+    ({"head_dim": 36, "share": 1.0}, "kernel"),
+    ({"head_dim": 512, "share": 1.0}, "dense"),
+    ({"one_device": False}, "dense"), ({"has_cudnn": False}, "kernel+"),
+    ({"dtype": "float64"}, "dense"),  # no kernel reads it
+    ({"target": _TPU}, "kernel+"), ({"target": _TPU, "share": 1.0}, "splash"),
+    ({"target": _TPU, "causal": True, "share": 0.9}, "splash"),
+    ({"target": _TPU, "share": 1.0, "queries": 1000}, "kernel"),
+    ({"target": _TPU, "biased": True}, "dense"),
+    ({"target": _TPU, "biased": True, "batch": 16}, "blocked"),
+    ({"target": Target("neuron", "trn2"), "tokens": 8192}, "blocked"),
+  )  # fmt: skip
+  def test_auto_on_a_gpu_or_tpu(self, changes, expected):
+    self.assertEqual(_told(_form(**_GPU_CASE | changes)), expected)
 
   @parameterized.product(
-    platform=("cpu", "gpu", "tpu"),
-    implementation=("auto", "dense"),
-    one_device=(True, False),
-    biased=(True, False),
-  )
-  def test_all_logits_at_once_are_bounded(self, platform, **case):
-    implementation = case.pop("implementation")
-    longest = {"queries": 16384, "keys": 16384, "batch": 4}
-    form = _name(implementation, platform=platform, **longest, **case)
-    self.assertNotEqual(form, "dense")
-
-  @parameterized.parameters("cpu", "gpu", "tpu")
-  def test_what_is_asked_for_is_done(self, platform):
-    self.assertEqual(_name("packed", platform=platform), "packed")
-
-  def test_nothing_to_pack_is_dense(self):
-    self.assertEqual(_name("packed", share=1.0), "blocked")
+    platform=("cpu", "gpu", "tpu"), implementation=("auto", "dense"),
+    one_device=(True, False), biased=(True, False),
+  )  # fmt: skip
+  def test_all_logits_at_once_are_bounded(self, implementation, **case):
+    form = _form(implementation, 16384, batch=4, **case)
+    self.assertNotEqual(form.name, "dense")
 
   @parameterized.parameters(
-    ({}, 64, 8),
-    ({"queries": 256}, 32, 8),
-    ({"causal": True}, 64, 4),
-    ({"causal": True, "queries": 4096}, 128, 4),
-  )
-  def test_rows_of_packed_blocks(self, changes, rows, blocks_per_step):
-    case = dataclasses.replace(_CASE, **changes)
-    expected = Form("packed", True, rows, blocks_per_step)
-    self.assertEqual(choose_form("packed", case), expected)
+    ("packed", {"platform": "gpu"}, Form("packed", True, 64, 8)),
+    ("packed", {"platform": "tpu"}, Form("packed", True, 64, 8)),
+    ("packed", {"tokens": 256}, Form("packed", True, 32, 8)),
+    ("packed", {"share": 1.0}, Form("blocked", False, 512)),
+    ("dense", {"queries": 4096, "keys": 4096}, Form("blocked", False, 1024)),
+    ("dense", {"queries": 300, "keys": 4096}, Form("blocked", False, 300)),
+    # Half of the heads are active: blocks have fewer rows for few tokens.
+    ("kernel", {"tokens": 512}, Form("kernel", True, 64)),
+    ("kernel", _GPU_CASE | {"tokens": 512}, Form("kernel", True, 64)),
+    ("kernel", _GPU_CASE | {"tokens": 4096}, Form("kernel", True, 128)),
+    ("kernel", _TPU_CASE | {"tokens": 512}, Form("kernel", True, 128)),
+    ("kernel", _TPU_CASE | {"tokens": 4096}, Form("kernel", True, 256)),
+    ("cudnn", _GPU_CASE, Form("cudnn", True)),
+    ("kernel", {"biased": True}, "'kernel' needs .* without a bias"),
+    ("cudnn", _TPU_CASE, "an NVIDIA GPU, this is a tpu"),
+    ("cudnn", {"target": _A100}, "bfloat16 or float16, not float32"),
+    ("cudnn", _GPU_CASE | {"head_dim": 36}, "a multiple of 8, not 36"),
+    ("cudnn", _GPU_CASE | {"biased": True, "keys": 49},
+     "beside a bias, not 1024 and 49"),
+    ("flush", {}, "'flush' must be one of"),
+  )  # fmt: skip
+  def test_what_is_asked_for(self, name, changes, expected):
+    if isinstance(expected, Form):
+      self.assertEqual(_form(name, **changes), expected)
+    else:
+      with self.assertRaisesRegex(ValueError, expected):
+        _form(name, **changes)
 
-  @parameterized.parameters((1024, 512), (4096, 1024), (300, 300))
-  def test_rows_of_dense_blocks(self, queries, rows):
-    case = dataclasses.replace(_CASE, queries=queries, keys=4096)
-    self.assertEqual(choose_form("dense", case), Form("blocked", False, rows))
+  @parameterized.parameters(
+    ("bfloat16", 64, None, "mosaic_gpu"), ("float16", 128, None, "mosaic_gpu"),
+    ("bfloat16", 96, 12060, "mosaic_gpu"), ("bfloat16", 72, None, "triton"),
+    ("float32", 64, None, "triton"), ("", 64, None, "triton"),
+    # CUDA that miscompiles them.
+    ("bfloat16", 64, 12080, "triton"), ("bfloat16", 64, 12090, "triton"),
+    ("bfloat16", 64, 13000, "mosaic_gpu"),
+  )  # fmt: skip
+  def test_kernels_of_hopper_gpus(self, dtype, head_dim, cuda, backend):
+    hopper = dataclasses.replace(_H100, cuda=cuda)
+    options = {"backend": backend, "interpret": False}
+    self.assertEqual(kernel_options(hopper, dtype, head_dim), options)
+    options = kernel_options(_A100, dtype, head_dim)
+    self.assertEqual(options["backend"], "triton")
 
 
 # What half of 8,192 causal tokens' heads, 4,096 bidirectional ones' and float32
@@ -223,21 +205,16 @@ _KINDS = {
 _DEVICES = [(kind, forms) for kinds, forms in _KINDS.items() for kind in kinds]
 
 
-def _device(kind: str, **options) -> Target:
-  return Target("tpu" if "TPU" in kind else "gpu", kind, **options)
-
-
 class DevicesTest(_TestCase):
   @parameterized.parameters(*_DEVICES)
   def test_auto(self, kind, expected):
-    device, forms = _device(kind), []
+    device, forms = Target("tpu" if "TPU" in kind else "gpu", kind), []
     for tokens, dtype in ((8192, "bfloat16"), (4096, "bfloat16"), (4096, "")):
-      case = dataclasses.replace(
-        _CASE, target=device, queries=tokens, keys=tokens,
-        causal=tokens == 8192, dtype=dtype or "float32",
+      form = _form(
+        tokens=tokens, target=device, causal=tokens == 8192,
+        dtype=dtype or "float32",
       )  # fmt: skip
-      form = choose_form("auto", case)
-      forms.append(form.name + "+" * form.packs)
+      forms.append(_told(form))
     self.assertEqual(tuple(forms), expected)
     plain = "blocked" in expected
     cached = choose_cached_form("auto", device, new=1, head_dim=64)
@@ -245,7 +222,7 @@ class DevicesTest(_TestCase):
     if plain:
       for name in ("kernel", "cudnn"):
         with self.assertRaisesRegex(ValueError, f"'{name}' needs"):
-          _name(name, target=device, dtype="bfloat16")
+          _form(name, target=device, dtype="bfloat16")
 
   @parameterized.parameters((5, False), (13, True))
   def test_causal_queries_of_more_keys_are_masked_for_cudnn(self, keys, masked):
@@ -254,10 +231,6 @@ class DevicesTest(_TestCase):
     with mock.patch("moh_jax.ops.attention.choose_form", chosen):
       jax.eval_shape(functools.partial(attention, causal=True), q, k, k)
     self.assertEqual(chosen.call_args.args[1].masked, masked)
-
-  def test_other_accelerators_get_plain_xla(self):
-    case = {"target": Target("neuron", "trn2"), "dtype": "bfloat16"}
-    self.assertEqual(_name("auto", **case), "blocked")
 
   @parameterized.parameters("AMD Instinct MI300X", "Tesla T4")
   def test_their_programs_hold_plain_xla(self, kind):
@@ -283,10 +256,13 @@ class DevicesTest(_TestCase):
       compute_capability=capability,
     )  # fmt: skip
     with (
-      mock.patch.object(target_lib, "_default_device", lambda: device),
+      mock.patch.object(jax, "devices", lambda *_: [device]),
       mock.patch.object(target_lib, "cuda_version", lambda: 12090),
     ):
       found = target_lib.target()
+      # A mesh of devices that are here too.
+      with devices.traced_for("gpu", "New", 7):
+        self.assertEqual(target_lib.target(), found)
     self.assertEqual(found, Target("gpu", "New", 7, capability, 12090))
     self.assertEqual((found.compute >= 8, found.is_hopper), (ampere, hopper))
 
@@ -297,47 +273,37 @@ class DevicesTest(_TestCase):
     with mock.patch.object(jax, "devices", found), jax.default_device("cpu"):
       self.assertEqual(target_lib.target().platform, "cpu")
 
-  def test_a_mesh_of_devices_that_are_here_too(self):
-    device = types.SimpleNamespace(
-      platform="gpu", device_kind="New", compute_capability="7.5"
-    )
-    with (
-      mock.patch.object(jax, "devices", lambda: [device]),
-      devices.traced_for("gpu", "New", 7),
-    ):
-      self.assertEqual(target_lib.target().compute, 7.5)
+  @parameterized.product(name=IMPLEMENTATIONS, platform=("cpu", "gpu", "tpu"))
+  def test_only_the_kernel_skips_heads_and_slots(self, name, platform):
+    def cached(new=1, head_dim=64, platform=platform):
+      device = Target(platform, "")
+      return choose_cached_form(name, device, new=new, head_dim=head_dim)
 
-  @parameterized.parameters(
-    (None, "mosaic_gpu"), (12060, "mosaic_gpu"), (12080, "triton"),
-    (12090, "triton"), (13000, "mosaic_gpu"),
-  )  # fmt: skip
-  def test_cuda_that_miscompiles_hopper_kernels(self, cuda, backend):
-    device = _device("NVIDIA H100 80GB HBM3", cuda=cuda)
-    options = kernel_options(device, "bfloat16", 64)
-    self.assertEqual(options["backend"], backend)
+    kernel = name == "kernel" or (name == "auto" and platform != "cpu")
+    self.assertEqual(cached(), "kernel" if kernel else "dense")
+    self.assertEqual(cached(new=2), "dense")
+    if name == "auto":
+      self.assertEqual(cached(head_dim=257), "dense")
+      self.assertEqual(cached(platform="neuron"), "dense")
 
 
 class TritonTest(parameterized.TestCase):
   @parameterized.parameters(
     # Every head where that is faster than packing in plain XLA.
-    ("NVIDIA A100-SXM4-80GB", {"causal": True}, "cudnn"),
-    ("NVIDIA A100-SXM4-80GB", {}, "cudnn"),
-    ("NVIDIA A100-SXM4-80GB", {"causal": True, "masked": True}, "blocked"),
-    ("NVIDIA A100-SXM4-80GB", {"dtype": "float32"}, "blocked"),
-    ("NVIDIA H100 80GB HBM3", {"causal": True}, "kernel"),  # Mosaic GPU
-    ("NVIDIA H100 80GB HBM3", {"causal": True, "head_dim": 72}, "cudnn"),
-  )
-  def test_auto_takes_the_next_best_form(self, kind, changes, expected):
-    long = {"queries": 8192, "keys": 8192, "dtype": "bfloat16"}
-    case = {"target": _device(kind)} | long | changes
+    (_A100, {"causal": True}, "cudnn"), (_A100, {}, "cudnn"),
+    (_A100, {"causal": True, "masked": True}, "blocked"),
+    (_A100, {"dtype": "float32"}, "blocked"),
+    (_H100, {"causal": True}, "kernel"),  # Mosaic GPU
+    (_H100, {"causal": True, "head_dim": 72}, "cudnn"),
+  )  # fmt: skip
+  def test_auto_takes_the_next_best_form(self, device, changes, expected):
+    case = {"target": device, "tokens": 8192, "dtype": "bfloat16"} | changes
     with mock.patch.object(triton, "refused", lambda: "Triton"):
-      self.assertEqual(_name(**case), expected)
+      self.assertEqual(_form(**case).name, expected)
       if expected != "kernel":
         with self.assertRaisesRegex(ValueError, "'kernel' needs Triton"):
-          _name("kernel", **case)
-      cached = choose_cached_form(
-        "auto", case["target"], new=1, head_dim=64
-      )  # fmt: skip
+          _form("kernel", **case)
+      cached = choose_cached_form("auto", device, new=1, head_dim=64)
       self.assertEqual(cached, "dense")
 
   def test_a_refusal_is_told_in_one_line(self):
@@ -369,78 +335,34 @@ except ValueError as error:
     self.assertIn("'triton' needs Pallas' Triton, which jax", result.stdout)
 
 
-class KernelTest(_TestCase):
-  @parameterized.parameters(
-    # Half of the heads are active: 256 tokens a head, and 2,048.
-    ("cpu", 512, 64),
-    ("gpu", 512, 64),
-    ("gpu", 4096, 128),
-    ("tpu", 512, 128),
-    ("tpu", 4096, 256),
-  )
-  def test_rows_are_fewer_for_heads_with_few_tokens(
-    self, platform, queries, rows
-  ):
-    case = dataclasses.replace(
-      _CASE,
-      target=Target(platform, platform),
-      dtype="bfloat16",
-      queries=queries,
-    )
-    with mock.patch.object(kernels, "measured", dict):
-      self.assertEqual(choose_form("kernel", case), Form("kernel", True, rows))
+class CrossoversTest(parameterized.TestCase):
+  """Up to which share packing is taken to be faster."""
 
-  def test_bias_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "'kernel' needs .* without a bias"):
-      _name("kernel", platform="gpu", biased=True)
+  def test_predicted_entries_are_what_the_script_predicts(self):
+    entries = [x for x in CROSSOVERS if not x.measured]
+    self.assertEqual(entries, predict.crossovers())
+    for entry in CROSSOVERS:  # longer sequences allow larger shares
+      self.assertLen(entry.shares, len(LENGTHS))
+      self.assertEqual(sorted(entry.shares), list(entry.shares))
+      self.assertBetween(entry.shares[-1], 0.5, 1)
+    for rates in predict._all_rates():  # nothing left out costs the glue
+      dense = predict.seconds(rates, 4096, None, causal=True)
+      packed = predict.seconds(rates, 4096, 1.0, causal=True)
+      self.assertGreater(packed[0], dense[0])
+    lines = predict.ratios().splitlines()
+    self.assertEqual(len({line.count("|") for line in lines}), 1)
+    self.assertEqual(sum("H100" in line for line in lines), 20)
 
+  def test_lengths_between_are_interpolated(self):
+    def share(tokens, device=_H100):
+      return largest_share(
+        device, "cudnn", "bfloat16", 64, tokens, causal=False
+      )
 
-class CudnnTest(parameterized.TestCase):
-  def test_is_taken_on_a_gpu(self):
-    self.assertEqual(_name("cudnn", platform="gpu", dtype="bfloat16"), "cudnn")
-
-  @parameterized.parameters(
-    ({"platform": "tpu"}, "an NVIDIA GPU, this is a tpu"),
-    ({"dtype": "float32"}, "bfloat16 or float16, not float32"),
-    ({"head_dim": 36}, "a multiple of 8, not 36"),
-    ({"biased": True, "keys": 49}, "beside a bias, not 1024 and 49"),
-  )
-  def test_what_it_cannot_do_is_refused(self, changes, message):
-    able = {"platform": "gpu", "dtype": "bfloat16"}
-    with self.assertRaisesRegex(ValueError, message):
-      _name("cudnn", **(able | changes))
-
-
-def _cached_name(name, platform="gpu", new=1, head_dim=64):
-  device = Target(platform, "")
-  return choose_cached_form(name, device, new=new, head_dim=head_dim)
-
-
-class CachedTest(_TestCase):
-  @parameterized.product(name=IMPLEMENTATIONS, platform=("cpu", "gpu", "tpu"))
-  def test_only_the_kernel_skips_heads_and_slots(self, name, platform):
-    kernel = name == "kernel" or (name == "auto" and platform != "cpu")
-    expected = "kernel" if kernel else "dense"
-    self.assertEqual(_cached_name(name, platform), expected)
-
-  @parameterized.parameters("kernel", "auto")
-  def test_several_new_tokens_are_dense(self, name):
-    self.assertEqual(_cached_name(name, new=2), "dense")
-
-  @parameterized.parameters(
-    {"head_dim": 257}, {"platform": "neuron", "head_dim": 64}
-  )
-  def test_auto_is_dense_where_there_is_no_kernel(self, **case):
-    self.assertEqual(_cached_name("auto", **case), "dense")
-
-
-class ErrorsTest(absltest.TestCase):
-  def test_unknown_implementation_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
-      _name("flush")
-    with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
-      _cached_name("flush")
-
-
-if __name__ == "__main__":
-  absltest.main()
+    self.assertEqual((share(1024), share(2048)), (0.73, 0.85))
+    self.assertAlmostEqual(share(1448), 0.79, places=3)
+    self.assertEqual(share(10**6), share(LENGTHS[-1]))
+    self.assertEqual(share(LENGTHS[0] - 1), 0)
+    # The faster the kernel, the longer it takes.
+    self.assertLess(share(512), share(512, _A100))
+    self.assertEqual(share(4096, Target("npu", "x")), 0)

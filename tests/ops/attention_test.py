@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
@@ -314,10 +314,9 @@ class CudnnTest(parameterized.TestCase):
     bias = None if bias is None else jnp.ones(bias)
     attend = jax.nn.dot_product_attention
     with mock.patch.object(jax.nn, attend.__name__, wraps=attend) as spy:
-      cudnn_attention(
-        *case.arrays(jnp.bfloat16)[:3], bias, case.visible(), None, 0.3,
-        backend="xla",
-      )  # fmt: skip
+      arrays = case.arrays(jnp.bfloat16)[:3]
+      call = Call(*arrays, case.visible(), 0.3, bias)
+      cudnn_attention(call, backend="xla")
     bias, mask = (spy.call_args.kwargs.get(x) for x in ("bias", "mask"))
     for x in filter(lambda x: x is not None, (bias, mask)):
       self.assertEqual(x.shape[2:], (9, 9))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops import dense
+from moh_jax.ops.attention_forms import Call, Form, Visible
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
-from moh_jax.ops.dense import attend_one_by_one, dense_attention
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
   HeadBlocks,
@@ -161,10 +161,10 @@ def reference(case: Case, arrays=None) -> list[np.ndarray]:
 def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   """Calls a form, with 0 for heads that are not active."""
   visible, scale = case.visible(), case.factor()
-  call = q, k, v, bias, visible
+  call = Call(q, k, v, visible, scale, bias)
   chosen = jnp.asarray(case.active())
   if form == "packed":
-    return blocked_attention(*call, blocks, scale, 3)
+    return blocked_attention(q, k, v, bias, visible, blocks, scale, 3)
   if form in ("triton", "mosaic_gpu", "mosaic_tpu"):
     devices.need(form)
     options = {"backend": form, "interpret": True, **options}
@@ -172,15 +172,15 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   if form == "cudnn":
     active = ActiveHeads(chosen, case.heads)
     active = None if case.causal or case.segments or case.bias else active
-    out = cudnn_attention(*call, active, scale, backend="xla")
+    call = dataclasses.replace(call, active=active)
+    out = cudnn_attention(call, backend="xla")
   elif form == "splash":
-    out = splash_attention(q, k, v, visible, scale, interpret=True)
+    out = splash_attention(call, interpret=True)
   elif form == "blocked":
     every = all_blocks(*q.shape[:3], 8)
-    out = blocked_attention(*call, every, scale)
+    out = blocked_attention(q, k, v, bias, visible, every, scale)
   else:
-    forms = {"dense": dense_attention, "one_by_one": attend_one_by_one}
-    out = forms[form](*call, scale)
+    out = dense.attend(call, Form("dense", one_by_one=form == "one_by_one"))
   return jnp.where(chosen[..., None], out, 0)
 
 

@@ -1,4 +1,4 @@
-"""Sliding windows against loops, autodiff of a gather, and XLA's conv."""
+"""Sliding windows, and attention to a window and a pool, against loops."""
 
 import functools
 
@@ -10,30 +10,18 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.ops import window as window_ops
 
-_WINDOWS = (1, 3, 5)
 # Square, oblong, one line, and smaller than the windows.
-_GRIDS = ((4, 4), (3, 7), (6, 1), (1, 1), (2, 2))
-_B, _H, _D = 2, 3, 4
-_CASES = tuple(
-  {"grid": grid, "window": window} for grid in _GRIDS for window in _WINDOWS
-)
-# Compiled once per shape: eager views would compile one by one.
-_LOGITS = jax.jit(window_ops.window_logits, static_argnums=2)
-_MIX = jax.jit(window_ops.window_mix, static_argnums=2)
-_CONV = jax.jit(window_ops.depthwise_conv)
+_SHAPES = [
+  {"grid": grid, "window": window}
+  for grid in ((4, 4), (3, 7), (6, 1), (1, 1), (2, 2))
+  for window in (1, 3, 5)
+]
+_B, _H, _D, _P = 2, 3, 4, 2
 
 
 def _random(index, *shape, dtype=np.float32):
   """From NumPy: jax.random compiles once for every shape."""
   return np.random.default_rng(index).normal(size=shape).astype(dtype)
-
-
-def _tokens(index, grid, dtype=np.float32):
-  return _random(index, _B, *grid, _H, _D, dtype=dtype)
-
-
-def _weights(index, grid, window, dtype=np.float32):
-  return _random(index, _B, *grid, _H, window**2, dtype=dtype)
 
 
 def _neighbours(grid, window):
@@ -63,281 +51,261 @@ def _unfold(x, window):
   return x.reshape(*x.shape[:3], window * window, *x.shape[5:])
 
 
-def _naive_logits(q, k, window):
-  return jnp.einsum("bxyhd,bxylhd->bxyhl", q, _unfold(k, window))
+def _naive(name, a, b, window):
+  """Each function by unfolding its operand, for autodiff."""
+  if name == "logits":
+    return jnp.einsum("bxyhd,bxylhd->bxyhl", a, _unfold(b, window))
+  if name == "mix":
+    return jnp.einsum("bxyhl,bxylhd->bxyhd", a, _unfold(b, window))
+  taps = b.reshape(-1, b.shape[-1])
+  return jnp.einsum("bxylc,lc->bxyc", _unfold(a, window), taps)
 
 
-def _naive_mix(weights, v, window):
-  return jnp.einsum("bxyhl,bxylhd->bxyhd", weights, _unfold(v, window))
+def _ours(name, a, b, window):
+  if name == "conv":
+    return window_ops.depthwise_conv(a, b)
+  function = {"logits": window_ops.window_logits, "mix": window_ops.window_mix}
+  return function[name](a, b, window)
 
 
-def _naive_conv(x, kernel):
-  taps = kernel.reshape(-1, kernel.shape[-1])
-  return jnp.einsum("bxylc,lc->bxyc", _unfold(x, kernel.shape[0]), taps)
+def _inputs(name, grid, window, dtypes=(np.float32,) * 2):
+  tokens, weights = (_B, *grid, _H, _D), (_B, *grid, _H, window**2)
+  shapes = {
+    "logits": (tokens, tokens),
+    "mix": (weights, tokens),
+    "conv": ((_B, *grid, 6), (window, window, 6)),
+  }[name]
+  pairs = enumerate(zip(shapes, dtypes))
+  return [_random(i, *shape, dtype=dtype) for i, (shape, dtype) in pairs]
 
 
-def _vjp(function, *args):
-  """Output and gradients for a fixed random cotangent, jitted."""
-
-  @jax.jit
-  def run(args):
-    out, pullback = jax.vjp(function, *args)
-    return out, pullback(_random(9, *out.shape, dtype=out.dtype))
-
-  return run(args)
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+def _vjp(function, name, a, b, window):
+  """Output and gradients for a fixed random cotangent."""
+  call = functools.partial(function, name, window=window)
+  out, pull = jax.vjp(call, a, b)
+  return out, *pull(_random(9, *out.shape, dtype=out.dtype))
 
 
-class InsideTest(parameterized.TestCase):
-  @parameterized.parameters(*_CASES)
-  def test_marks_the_positions_inside_the_grid(self, grid, window):
+class WindowTest(parameterized.TestCase):
+  @parameterized.parameters(*_SHAPES)
+  def test_positions_inside_the_grid(self, grid, window):
     expected = np.zeros((*grid, window**2), bool)
     for i, j, offset, _, _ in _neighbours(grid, window):
       expected[i, j, offset] = True
     expected = expected.reshape(-1, window**2)
-    np.testing.assert_array_equal(
-      window_ops.window_inside(grid, window), expected
-    )
-    np.testing.assert_array_equal(
-      window_ops.window_counts(grid, window), expected.sum(-1)
-    )
+    inside = window_ops.window_inside(grid, window)
+    np.testing.assert_array_equal(inside, expected)
+    counts = window_ops.window_counts(grid, window)
+    np.testing.assert_array_equal(counts, expected.sum(-1))
 
   @parameterized.parameters(0, 2, -1)
   def test_rejects_windows_that_are_not_odd(self, window):
     with self.assertRaisesRegex(ValueError, f"window={window} "):
       window_ops.window_inside((3, 3), window)
 
-
-class WindowLogitsTest(parameterized.TestCase):
-  @parameterized.parameters(*_CASES)
-  def test_equals_a_loop(self, grid, window):
-    q, k = _tokens(0, grid), _tokens(1, grid)
-    logits = _LOGITS(q, k, window)
-    expected = np.zeros((_B, *grid, _H, window**2))
+  @parameterized.parameters(*_SHAPES)
+  def test_unfolded_references_equal_a_loop(self, grid, window):
+    arrays = {x: _inputs(x, grid, window) for x in ("logits", "mix", "conv")}
+    sums = {
+      "logits": np.zeros((_B, *grid, _H, window**2)),
+      "mix": np.zeros((_B, *grid, _H, _D)),
+      "conv": np.zeros((_B, *grid, 6)),
+    }
     for i, j, offset, row, column in _neighbours(grid, window):
+      (q, k), (weights, v), (x, kernel) = arrays.values()
       pair = q[:, i, j] * k[:, row, column]
-      expected[:, i, j, :, offset] = pair.sum(-1)
-    chex.assert_type(logits, jnp.float32)
-    np.testing.assert_allclose(logits, expected, atol=2e-6)
-
-  @parameterized.product(grid=((3, 5), (2, 2)), window=_WINDOWS)
-  def test_gradients_equal_autodiff_of_the_gather(self, grid, window):
-    args = _tokens(0, grid), _tokens(1, grid)
-    ours = _vjp(lambda q, k: window_ops.window_logits(q, k, window), *args)
-    naive = _vjp(lambda q, k: _naive_logits(q, k, window), *args)
-    chex.assert_trees_all_close(ours, naive, atol=5e-6)
-
-  @parameterized.parameters(
-    (jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.bfloat16)
-  )
-  def test_accumulates_low_precision_in_float32(self, q_dtype, k_dtype):
-    grid = (3, 4)
-    q, k = _tokens(0, grid, q_dtype), _tokens(1, grid, k_dtype)
-    logits, (dq, dk) = _vjp(
-      lambda q, k: window_ops.window_logits(q, k, 3), q, k
-    )
-    exact = [x.astype(jnp.float32) for x in (q, k)]
-    chex.assert_type(logits, jnp.float32)
-    np.testing.assert_allclose(logits, _naive_logits(*exact, 3), atol=1e-5)
-    chex.assert_type([dq, dk], [q_dtype, k_dtype])
-
-  def test_rejects_queries_and_keys_of_different_shape(self):
-    with self.assertRaises(AssertionError):
-      window_ops.window_logits(_tokens(0, (3, 3)), _tokens(1, (3, 4)), 3)
-
-
-class WindowMixTest(parameterized.TestCase):
-  @parameterized.parameters(*_CASES)
-  def test_equals_a_loop(self, grid, window):
-    weights, v = _weights(0, grid, window), _tokens(1, grid)
-    out = _MIX(weights, v, window)
-    expected = np.zeros((_B, *grid, _H, _D))
-    for i, j, offset, row, column in _neighbours(grid, window):
+      sums["logits"][:, i, j, :, offset] = pair.sum(-1)
       weight = weights[:, i, j, :, offset, None]
-      expected[:, i, j] += weight * v[:, row, column]
-    chex.assert_shape(out, v.shape)
-    np.testing.assert_allclose(out, expected, atol=5e-6)
+      sums["mix"][:, i, j] += weight * v[:, row, column]
+      tap = kernel[divmod(offset, window)]
+      sums["conv"][:, i, j] += x[:, row, column] * tap
+    for name, expected in sums.items():
+      out = _naive(name, *arrays[name], window)
+      np.testing.assert_allclose(out, expected, atol=5e-6)
 
-  @parameterized.product(grid=((3, 5), (2, 2)), window=_WINDOWS)
-  def test_gradients_equal_autodiff_of_the_gather(self, grid, window):
-    args = _weights(0, grid, window), _tokens(1, grid)
-    ours = _vjp(lambda w, v: window_ops.window_mix(w, v, window), *args)
-    naive = _vjp(lambda w, v: _naive_mix(w, v, window), *args)
-    chex.assert_trees_all_close(ours, naive, atol=5e-6)
+  @parameterized.product(_SHAPES, name=("logits", "mix", "conv"))
+  def test_equals_autodiff_of_the_unfolded(self, grid, window, name):
+    arrays = _inputs(name, grid, window)
+    ours = _vjp(_ours, name, *arrays, window)
+    expected = _vjp(_naive, name, *arrays, window)
+    chex.assert_trees_all_close(ours, expected, atol=1e-5)
 
   @parameterized.parameters(
-    (jnp.bfloat16, jnp.bfloat16, jnp.bfloat16),
-    (jnp.float32, jnp.bfloat16, jnp.float32),
-    (jnp.bfloat16, jnp.float32, jnp.float32),
+    ("logits", "bfloat16", "bfloat16", "float32", 1e-5),
+    ("logits", "float32", "bfloat16", "float32", 1e-5),
+    ("mix", "bfloat16", "bfloat16", "bfloat16", 0.15),
+    ("mix", "float32", "bfloat16", "float32", 0.15),
+    ("mix", "bfloat16", "float32", "float32", 0.15),
+    ("conv", "bfloat16", "float32", "bfloat16", 0.1),
+    ("conv", "bfloat16", "bfloat16", "bfloat16", 0.1),
   )
-  def test_output_has_the_wider_dtype(self, weights_dtype, v_dtype, expected):
-    weights = _weights(0, (3, 4), 3, weights_dtype)
-    v = _tokens(1, (3, 4), v_dtype)
-    out, grads = _vjp(lambda w, v: window_ops.window_mix(w, v, 3), weights, v)
-    chex.assert_type(out, expected)
-    chex.assert_type(grads, [weights_dtype, v_dtype])
-    exact = (x.astype(jnp.float32) for x in (weights, v))
-    np.testing.assert_allclose(
-      np.asarray(out, np.float32), _naive_mix(*exact, 3), atol=0.15
-    )
+  def test_dtypes(self, name, first, second, expected, atol):
+    dtypes = jnp.dtype(first), jnp.dtype(second)
+    arrays = _inputs(name, (3, 4), 3, dtypes)
+    out, *grads = _vjp(_ours, name, *arrays, 3)
+    chex.assert_type([out, *grads], [expected, *dtypes])
+    exact = _naive(name, *(x.astype(np.float32) for x in arrays), 3)
+    np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=atol)
 
-
-class MemoryTest(parameterized.TestCase):
-  """Keys and values are never unfolded into nine copies.
-
-  Bounds are in copies of the values: the padded operands of each function, with
-  one more as slack. The weights are 9 / 32 of a copy.
-  """
-
-  _TOKENS = (2, 28, 28, 4, 32)
-  _WEIGHTS = (*_TOKENS[:-1], 9)
-
-  def _temporary(self, function, *shapes) -> float:
-    """Temporary memory of the compiled function over the bytes of v."""
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    compiled = jax.jit(function).lower(*args).compile()
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    return temporary / (4 * np.prod(self._TOKENS))
-
-  def _gradients(self, function):
-    return jax.grad(
-      lambda a, b: jnp.sum(function(a, b, 3) ** 2), argnums=(0, 1)
-    )
-
-  def test_mix_pads_the_values_only(self):
-    mix = functools.partial(window_ops.window_mix, window=3)
-    self.assertLess(self._temporary(mix, self._WEIGHTS, self._TOKENS), 2.0)
-
-  def test_logits_pad_the_keys_only(self):
-    logits = functools.partial(window_ops.window_logits, window=3)
-    # The padded copy (1.15), one view (1), the transposed result (0.28).
-    self.assertLess(self._temporary(logits, self._TOKENS, self._TOKENS), 2.5)
-
-  def test_gradients_of_mix_unfold_nothing(self):
-    grads = self._gradients(window_ops.window_mix)
-    self.assertLess(self._temporary(grads, self._WEIGHTS, self._TOKENS), 5.0)
-
-  def test_gradients_of_logits_unfold_nothing(self):
-    grads = self._gradients(window_ops.window_logits)
-    self.assertLess(self._temporary(grads, self._TOKENS, self._TOKENS), 5.0)
-
-  def test_unfolded_form_exceeds_the_bounds(self):
-    mix = functools.partial(_naive_mix, window=3)
-    self.assertGreater(self._temporary(mix, self._WEIGHTS, self._TOKENS), 8.0)
-
-
-class DepthwiseConvTest(parameterized.TestCase):
-  @parameterized.parameters(*_CASES)
-  def test_equals_xla_grouped_convolution(self, grid, window):
-    x, kernel = _random(0, _B, *grid, 6), _random(1, window, window, 6)
-    expected = jax.lax.conv_general_dilated(
-      x,
-      kernel[:, :, None],
-      (1, 1),
-      [(window // 2, window // 2)] * 2,
-      dimension_numbers=("NHWC", "HWIO", "NHWC"),
-      feature_group_count=6,
-    )
-    out = _CONV(x, kernel)
-    chex.assert_shape(out, x.shape)
-    np.testing.assert_allclose(out, expected, atol=5e-6)
-
-  @parameterized.product(grid=((3, 5), (2, 2)), window=_WINDOWS)
-  def test_gradients_equal_autodiff_of_the_gather(self, grid, window):
-    args = _random(0, _B, *grid, 6), _random(1, window, window, 6)
-    chex.assert_trees_all_close(
-      _vjp(window_ops.depthwise_conv, *args),
-      _vjp(_naive_conv, *args),
-      atol=1e-5,
-    )
-
-  @parameterized.product(grid=_GRIDS, window=_WINDOWS)
+  @parameterized.parameters(*_SHAPES)
   def test_both_forms_of_the_taps_gradient_agree(self, grid, window):
+    # Other devices than this one take the first.
     x, grad = _random(0, _B, *grid, 6), _random(1, _B, *grid, 6)
-    forms = (window_ops._taps_grad, window_ops._taps_grad_by_row)
     whole, by_row = (
-      jax.jit(functools.partial(form, window=window))(x, grad) for form in forms
+      jax.jit(functools.partial(form, window=window))(x, grad)
+      for form in (window_ops._taps_grad, window_ops._taps_grad_by_row)
     )
-    expected = np.zeros((window**2, 6))
-    for i, j, offset, row, column in _neighbours(grid, window):
-      expected[offset] += (x[:, row, column] * grad[:, i, j]).sum(0)
-    chex.assert_shape([whole, by_row], (window**2, 6))
-    np.testing.assert_allclose(whole, expected, atol=1e-5)
-    np.testing.assert_allclose(by_row, expected, atol=1e-5)
+    np.testing.assert_allclose(whole, by_row, atol=1e-5)
+    logits = (
+      jax.jit(functools.partial(form, window=window))(
+        *_inputs("logits", grid, window)
+      )
+      for form in (window_ops._logits_at_once, window_ops._logits_by_offset)
+    )
+    np.testing.assert_allclose(*logits, atol=1e-5)
 
   @parameterized.parameters("_taps_grad", "_taps_grad_by_row")
   def test_taps_gradient_of_bfloat16_sums_in_float32(self, form):
     # A bfloat16 sum of 1,024 ones would stop at 256.
     x = jnp.ones((4, 16, 16, 1), jnp.bfloat16)
     taps = getattr(window_ops, form)(x, x, window=1)
-    chex.assert_type(taps, jnp.float32)
-    np.testing.assert_array_equal(taps, [[1024.0]])
+    chex.assert_trees_all_equal(taps, jnp.full((1, 1), 1024, jnp.float32))
 
-  @parameterized.parameters(jnp.float32, jnp.bfloat16)
-  def test_bfloat16_input_keeps_its_dtype(self, kernel_dtype):
-    x = _random(0, _B, 3, 4, 6, dtype=jnp.bfloat16)
-    kernel = _random(1, 3, 3, 6, dtype=kernel_dtype)
-    out, grads = _vjp(window_ops.depthwise_conv, x, kernel)
-    chex.assert_type(out, jnp.bfloat16)
-    chex.assert_type(grads, [jnp.bfloat16, kernel_dtype])
-    expected = _naive_conv(x.astype(jnp.float32), kernel.astype(jnp.float32))
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.1)
-
-  def test_rejects_a_batchless_map(self):
-    with self.assertRaises(AssertionError):
-      window_ops.depthwise_conv(jnp.ones((3, 4, 6)), jnp.ones((3, 3, 6)))
-
-
-def _with_gradients(function):
-  """Value and gradients of a scalar of the function."""
-  return jax.value_and_grad(
-    lambda *args: jnp.sum(jnp.sin(function(*args))), argnums=(0, 1)
-  )
-
-
-class TransformsTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    grid = (3, 4)
-    self.cases = {
-      "logits": (
-        functools.partial(window_ops.window_logits, window=3),
-        (_tokens(0, grid), _tokens(1, grid)),
-      ),
-      "mix": (
-        functools.partial(window_ops.window_mix, window=3),
-        (_weights(0, grid, 3), _tokens(1, grid)),
-      ),
-      "conv": (
-        window_ops.depthwise_conv,
-        (_random(0, _B, *grid, 6), _random(1, 3, 3, 6)),
-      ),
-    }
-
-  @parameterized.parameters("logits", "mix", "conv")
-  def test_jit_equals_eager(self, name):
-    function, args = self.cases[name]
-    call = _with_gradients(function)
-    chex.assert_trees_all_close(
-      jax.jit(call)(*args), call(*args), rtol=1e-5, atol=1e-5
+  # Keys and values are never unfolded into nine copies. Bounds are in copies of
+  # the values: the padded operands of each function, with one more as slack.
+  # The weights are 9 / 32 of a copy.
+  @parameterized.parameters(
+    ("mix", False, 0, 2.0), ("logits", False, 0, 2.5), ("mix", True, 0, 5.0),
+    ("logits", True, 0, 5.0), ("naive", False, 8.0, 99),
+  )  # fmt: skip
+  def test_temporary_memory(self, name, grads, least, most):
+    tokens = (2, 28, 28, 4, 32)
+    first = tokens if name == "logits" else (*tokens[:-1], 9)
+    args = [jax.ShapeDtypeStruct(x, jnp.float32) for x in (first, tokens)]
+    call = functools.partial(
+      *((_naive, "mix") if name == "naive" else (_ours, name)), window=3
     )
+    if grads:
+      call = jax.grad(lambda *x, f=call: jnp.sum(f(*x) ** 2), argnums=(0, 1))
+    compiled = jax.jit(call).lower(*args).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    copies = temporary / (4 * np.prod(tokens))
+    self.assertBetween(copies, least, most)
 
   @parameterized.parameters("logits", "mix", "conv")
   def test_vmap_equals_a_loop(self, name):
-    function, args = self.cases[name]
-    call = jax.jit(_with_gradients(function))
-    several = [jax.tree.map(lambda x, s=s: x * s, args) for s in (1.0, -0.5)]
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *several)
-    loop = [call(*args) for args in several]
-    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *loop)
-    mapped = jax.jit(jax.vmap(_with_gradients(function)))(*stacked)
-    chex.assert_trees_all_close(mapped, expected, rtol=1e-5, atol=1e-5)
+    several = [[s * x for x in _inputs(name, (3, 4), 3)] for s in (1, -0.5)]
+    call = functools.partial(_vjp, _ours, name, window=3)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *several)
+    mapped = jax.vmap(lambda a, b: call(a, b))(*stacked)
+    loop = jax.tree.map(lambda *x: np.stack(x), *(call(*x) for x in several))
+    chex.assert_trees_all_close(mapped, loop, rtol=1e-5, atol=1e-5)
 
-  @parameterized.parameters("logits", "mix", "conv")
-  def test_rematerialized_gradients_equal_the_plain_ones(self, name):
-    function, args = self.cases[name]
-    call = jax.jit(_with_gradients(function))
-    remat = jax.jit(_with_gradients(jax.checkpoint(function)))
-    chex.assert_trees_all_close(remat(*args), call(*args), rtol=1e-5, atol=1e-5)
+  def test_rejects_what_does_not_fit(self):
+    for call in (
+      lambda: window_ops.window_logits(*map(jnp.ones, ((1, 3, 3, 1, 1),
+                                                       (1, 3, 4, 1, 1))), 3),
+      lambda: window_ops.depthwise_conv(*map(jnp.ones, ((3, 4, 6),
+                                                        (3, 3, 6)))),
+    ):  # fmt: skip
+      with self.assertRaises(AssertionError):
+        call()
+
+
+_VALUES = ("v", "pool_v")
+# (grid, window): the last grid is smaller than its window.
+_CASES = (((3, 4), 3), ((4, 2), 1), ((2, 3), 5))
+
+
+@functools.cache
+def _arrays(grid, window, dtype=jnp.float32):
+  tokens, offsets = grid[0] * grid[1], window**2
+  vectors = dict.fromkeys(("q", "k", "v"), (_B, tokens, _H, _D))
+  vectors |= dict.fromkeys(("pool_k", "pool_v"), (_B, _P, _H, _D))
+  others = {
+    "window_bias": (_H, offsets),
+    "pool_bias": (_H, tokens, _P),
+    "position_weights": (_B, tokens, _H, offsets),
+  }
+  rng = np.random.default_rng(0)
+  return {
+    name: jnp.asarray(rng.normal(size=shape), dtype if name in vectors else "f")
+    for name, shape in {**vectors, **others}.items()
+  }
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "window"))
+def _attend(inputs, grid, window):
+  on = {"grid": grid, "window": window}
+  others = {name: x for name, x in inputs.items() if name not in _VALUES}
+  weights = window_ops.aggregated_weights(**others, **on)
+  values = (inputs[name] for name in _VALUES)
+  return window_ops.aggregated_attention(weights, *values, **on)
+
+
+def _reference(inputs, grid, window):
+  """One query of one head at a time: concatenate, softmax, sum; float64."""
+  x = {name: np.asarray(a, np.float64) for name, a in inputs.items()}
+  seen = {n: [] for n in range(grid[0] * grid[1])}
+  for i, j, offset, row, column in _neighbours(grid, window):
+    seen[i * grid[1] + j].append((offset, row * grid[1] + column))
+  out = np.zeros(x["v"].shape)
+  for b, n, h in np.ndindex(*out.shape[:3]):
+    offsets, keys = map(list, zip(*seen[n]))
+    logits = x["k"][b, keys, h] @ x["q"][b, n, h] + x["window_bias"][h, offsets]
+    pool = x["pool_k"][b, :, h] @ x["q"][b, n, h] + x["pool_bias"][h, n]
+    weights = np.exp(np.concatenate([logits, pool]))
+    weights /= weights.sum()
+    weights[: len(keys)] += x["position_weights"][b, n, h, offsets]
+    values = np.concatenate([x["v"][b, keys, h], x["pool_v"][b, :, h]])
+    out[b, n, h] = weights @ values
+  return out
+
+
+class AggregatedAttentionTest(parameterized.TestCase):
+  @parameterized.product(case=_CASES, shift=(0.0, -200.0, 200.0))
+  def test_equals_one_concatenated_softmax(self, case, shift):
+    inputs = dict(_arrays(*case))
+    inputs["pool_bias"] = inputs["pool_bias"] + shift
+    expected = _reference(inputs, *case)
+    np.testing.assert_allclose(_attend(inputs, *case), expected, atol=2e-5)
+
+  def test_gradients_equal_finite_differences(self):
+    grid, window = (2, 3), 3
+    jax.test_util.check_grads(
+      functools.partial(_attend, grid=grid, window=window),
+      (_arrays(grid, window),),
+      order=1,
+      modes=("rev",),
+      eps=1e-2,
+      rtol=1e-2,
+    )
+
+  def test_bfloat16_output_is_close_to_float32(self):
+    out = _attend(_arrays(*_CASES[0], jnp.bfloat16), *_CASES[0])
+    chex.assert_type(out, jnp.bfloat16)
+    expected = _reference(_arrays(*_CASES[0]), *_CASES[0])
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.2)
+
+  @parameterized.parameters("k", "pool_v")
+  def test_rejects_unequal_shapes(self, name):
+    inputs = dict(_arrays(*_CASES[0]))
+    inputs[name] = inputs[name][:, :-1]
+    with self.assertRaises(AssertionError):
+      _attend(inputs, *_CASES[0])
+
+  @parameterized.parameters(jnp.float32, jnp.bfloat16)
+  def test_unit_vectors_are_float32(self, dtype):
+    x = 100 * jax.random.normal(jax.random.key(0), (2, 5, 3, 4)).astype(dtype)
+    unit = window_ops.l2_normalize(x.at[0, 0].set(0))
+    chex.assert_type(unit, jnp.float32)
+    exact = np.array(x, np.float64)
+    expected = exact / np.linalg.norm(exact, axis=-1, keepdims=True)
+    expected[0, 0] = 0
+    np.testing.assert_allclose(unit, expected, atol=1e-6)
+    grad = jax.grad(lambda x: window_ops.l2_normalize(x).sum())
+    chex.assert_tree_all_finite(grad(jnp.zeros((1, 4))))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import optax
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
-from moh_jax.cli import common
 from moh_jax.config import OptimConfig, ViTConfig
 from moh_jax.convert import rules
 from moh_jax.convert import vit as convert_vit
 from moh_jax.models.vit import ViT
 from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.steps import load_config
 from moh_jax.training import optim
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ _KEYWORDS = ("query_embedding", "relative_pos_bias_local", "cpb", "temperature")
 
 
 def _no_decay(name):
-  return common.load_config(str(_ROOT / "configs" / name)).optim.no_decay
+  return load_config(str(_ROOT / "configs" / name)).optim.no_decay
 
 
 def _vit_params():

@@ -37,7 +37,6 @@ class TuningTest(absltest.TestCase):
       load_tokenizer("bytes"),
       cls.root / "tokens",
       held_out_parts(0.2),
-      progress=False,
     )
     mha = dataclasses.replace(
       without_router(tiny.LLM), vocab_size=257, max_length=64, loss_chunk=0

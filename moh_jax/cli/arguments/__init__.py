@@ -6,11 +6,10 @@ answer at once; and in `cli/NAME.py` `run(args) -> exit status`, imported when
 it runs.
 """
 
-from moh_jax.cli.arguments import images, models, speed, text
+from moh_jax.cli.arguments import images, models, text
 
 # Command -> the function that declares its options.
 COMMANDS = {
-  "bench": speed.bench,
   "convert": models.convert,
   "encode-latents": images.encode_latents,
   "evaluate": models.evaluate,

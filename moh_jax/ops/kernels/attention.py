@@ -57,7 +57,6 @@ def unable(case: AttentionCase) -> str:
 
 def suits(case: AttentionCase, *, packs: bool) -> bool:
   """See `Backend.suits`; a CPU interprets kernels."""
-  del packs
   return not (case.on_cpu or unable(case))
 
 

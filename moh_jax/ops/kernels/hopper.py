@@ -13,10 +13,9 @@ heads of a key/value head, D head dim, T blocks, R rows of a block, r rows of a
 tile, L keys of a tile, P tiles of rows in all blocks, J tiles of keys.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +28,12 @@ from moh_jax.ops.kernels.hopper_program import (
   PART,
   Launch,
   Masks,
-  Ring,
-  Turns,
+  Part,
+  Work,
   alternating,
   column,
   hide,
   loop,
-  masks,
   row,
 )
 from moh_jax.ops.kernels.problem import (
@@ -95,7 +93,7 @@ class Hopper(Kernels):
     self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
   ) -> Arrays:
     """See `Kernels.forward`."""
-    return RowLaunch(problem, tile, tile.rows // PART).run_kernel(
+    return RowLaunch(problem, tile, tile.rows // PART).compute(
       _forward_kernel, (q,), (), keys, problem.outputs(q, keys[1])
     )
 
@@ -104,7 +102,7 @@ class Hopper(Kernels):
   ) -> Arrays:
     """See `Kernels.query_gradient`."""
     q, out, log_sums, grad = rows
-    return RowLaunch(problem, tile, tile.rows // PART).run_kernel(
+    return RowLaunch(problem, tile, tile.rows // PART).compute(
       _query_gradient_kernel, (q, grad), (out, log_sums), keys,
       problem.query_gradients(q),
     )  # fmt: skip
@@ -113,7 +111,7 @@ class Hopper(Kernels):
     self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
   ) -> Arrays:
     """See `Kernels.key_gradients`."""
-    return KeyLaunch(problem, tile, 2).run_kernel(
+    return KeyLaunch(problem, tile, 2).compute(
       _key_gradients_kernel, rows, keys
     )
 
@@ -127,99 +125,6 @@ def _lacks(dtype: str, value_dtype: str, head_dim: int) -> str:
     f"head_dim in {_HEAD_DIMS}, not {dtype}, {value_dtype} (values) and "
     f"{head_dim}"
   )
-
-
-class RowWork(NamedTuple):
-  """A tile of rows, its key/value head, and the tiles of keys that it reads.
-
-  Numbers; the last four are those of `Ranges`.
-  """
-
-  tile: Any
-  batch: Any
-  head: Any
-  begin: Any
-  whole_begin: Any
-  whole_end: Any
-  end: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class RowPart:
-  """A consumer's part of a piece of work.
-
-  Attributes:
-    launch: the kernel.
-    work: the piece.
-    consumer: number of the consumer.
-    offset: what turns the index of a tile of keys into its step in the rings.
-    masks: references.
-    keys: ring of the keys.
-    values: ring of the values.
-    turns: of the consumers.
-  """
-
-  launch: "RowLaunch"
-  work: RowWork
-  consumer: Any
-  offset: Any
-  masks: Masks
-  keys: Ring
-  values: Ring
-  turns: Turns
-
-  @property
-  def first(self) -> jax.Array:
-    """The first row of the part."""
-    return self.work.tile * self.launch.rows + self.consumer * PART
-
-  def own(self, tile: Any) -> Any:
-    """The part's rows of a tile in shared memory."""
-    return tile.at[pl.ds(self.consumer * PART, PART)]
-
-  def over_keys(self, step: Callable, carry: Any) -> Any:
-    """Loops over the tiles of keys.
-
-    Args:
-      step: (turn, hide, carry) -> carry, where turn is the step in the rings
-        and `hide` sets hidden logits [PART, L] to -inf.
-      carry: its first value.
-
-    Returns:
-      The last carry.
-    """
-    hidden = self._hidden()
-
-    def visit(j: jax.Array, carry: Any) -> Any:
-      return step(self.offset + j, functools.partial(hidden, j), carry)
-
-    return loop(self.work.begin, self.work.end, visit, carry)
-
-  def _hidden(self) -> Callable:
-    """Loads the masks of the rows; returns the function that hides keys."""
-    launch, problem = self.launch, self.launch.problem
-    if problem.visible.everything and problem.keys % launch.keys == 0:
-      return lambda j, logits: logits
-    end, codes = (
-      None if x is None else launch.load_per_row(x, self.first)
-      for x in (self.masks.end, self.masks.row_codes)
-    )
-
-    def masked(j: jax.Array, logits: jax.Array) -> jax.Array:
-      key_codes = self.masks.key_codes
-      if key_codes is not None:
-        span = pl.ds(j * launch.keys, launch.keys)
-        key_codes = launch.load_per_column(key_codes.at[self.work.batch, span])
-      own = Masks(end, codes, key_codes)
-      return hide(launch, logits, own, j * launch.keys, rows_axis=0)
-
-    def hidden(j: jax.Array, logits: jax.Array) -> jax.Array:
-      whole = j < self.work.whole_end
-      if problem.masks_by_value:  # else all rows see the first keys
-        whole &= j >= self.work.whole_begin
-      return lax.cond(whole, lambda x: x, functools.partial(masked, j), logits)
-
-    return hidden
 
 
 class RowLaunch(Launch):
@@ -245,87 +150,91 @@ class RowLaunch(Launch):
     table = jnp.stack([tile, *place, *bounds], -1)
     return table, blocks.first[-1:] * per_block
 
-  def run_kernel(
+  def over_tiles(
+    self, work: Work, bounds: None, done: Any, visit: Callable, carry: Any
+  ) -> tuple[jax.Array, Any]:
+    """Loops over the tiles of keys that a tile of rows reads.
+
+    Args:
+      work: the tile of rows, with the bounds of the loop.
+      bounds: None.
+      done: steps done in the rings before.
+      visit: (turn, j, None, carry) -> carry for tile j of the keys, where turn
+        is the step in the rings.
+      carry: its first value.
+
+    Returns:
+      The steps that are done, and the last carry.
+    """
+    offset = done - work.begin
+
+    def one(j: jax.Array, carry: Any) -> Any:
+      return visit(offset + j, j, None, carry)
+
+    carry = loop(work.begin, work.end, one, carry)
+    return done + work.end - work.begin, carry
+
+  def hidden(self, part: Part) -> Callable:
+    """Loads the masks of a part's rows; gives the function that hides keys."""
+    problem = self.problem
+    if problem.visible.everything and problem.keys % self.keys == 0:
+      return lambda j, whole, logits: logits
+    end, codes = (
+      None if x is None else self.load_per_row(x, _first_row(part))
+      for x in (part.masks.end, part.masks.row_codes)
+    )
+
+    def masked(j: jax.Array, logits: jax.Array) -> jax.Array:
+      key_codes = part.masks.key_codes
+      if key_codes is not None:
+        span = pl.ds(j * self.keys, self.keys)
+        key_codes = self.load_per_column(key_codes.at[part.work.batch, span])
+      own = Masks(end, codes, key_codes)
+      return hide(self, logits, own, j * self.keys, rows_axis=0)
+
+    def hidden(j: jax.Array, whole: None, logits: jax.Array) -> jax.Array:
+      whole = j < part.work.whole_end
+      if problem.masks_by_value:  # else all rows see the first keys
+        whole &= j >= part.work.whole_begin
+      return lax.cond(whole, lambda x: x, functools.partial(masked, j), logits)
+
+    return hidden
+
+  def compute(
     self,
     kernel: Callable,
-    streamed: Arrays,
+    held: Arrays,
     others: Arrays,
     keys: Arrays,
     outputs: tuple,
   ) -> Arrays:
-    """Launches a kernel.
-
-    Args:
-      kernel: called by each consumer for each piece of work with a `RowPart`,
-        references to the tiles of the streamed arrays, the other arrays and the
-        outputs.
-      streamed: arrays [T * R, D] of which tiles are copied to shared memory.
-      others: arrays [T * R, D] or [T * R] that stay in global memory.
-      keys: keys and values.
-      outputs: shapes of the results.
-    """
-
-    def consume(
-      inputs: tuple, outputs: tuple, rings: tuple, group: Any, turns: Turns
-    ) -> None:
-      table, used, masks, _, others, _ = inputs
-      rows, *key_rings = rings
-
-      def step(m: jax.Array, work: RowWork, done: jax.Array) -> jax.Array:
-        offset = done - work.begin
-        part = RowPart(self, work, group, offset, masks, *key_rings, turns)
-        kernel(part, rows.take(m), others, outputs)
-        rows.release(m)
-        return done + work.end - work.begin
-
-      self.over_work(table, used[0], RowWork, step)
-
-    def copy(inputs: tuple, rings: tuple) -> None:
-      table, used, _, streamed, _, keys = inputs
-      rows, *key_rings = rings
-
-      def step(m: jax.Array, work: RowWork, done: jax.Array) -> jax.Array:
-        offset = done - work.begin
-        span = pl.ds(work.tile * self.rows, self.rows)
-        rows.fill(m, *(x.at[span] for x in streamed))
-
-        def copy_tile(j: jax.Array, carry: tuple) -> tuple:
-          span = pl.ds(j * self.keys, self.keys)
-          for ring, x in zip(key_rings, keys, strict=True):
-            ring.fill(offset + j, x.at[work.batch, span, work.head])
-          return carry
-
-        loop(work.begin, work.end, copy_tile, ())
-        return done + work.end - work.begin
-
-      self.over_work(table, used[0], RowWork, step)
-
-    return self.call(
-      "moh" + kernel.__name__,
-      consume,
-      copy,
-      (*self.table(), masks(self), streamed, others, keys),
-      outputs,
-      (
-        self.ring(self.slots, *((self.rows, x) for x in streamed)),
-        *(self.ring(self.tile.stages, (self.keys, one_head(x))) for x in keys),
-      ),
+    """Launches a kernel; see `Launch.run_kernel`."""
+    pieces = *self.table(), None
+    slots = 2 if self.problem.head_dim <= 128 else 1
+    streams = [(x,) for x in keys]
+    return self.run_kernel(
+      kernel, pieces, held, slots, streams, others, outputs
     )
 
 
+def _first_row(part: Part) -> jax.Array:
+  """The first row of a part."""
+  return part.work.tile * part.launch.rows + part.start
+
+
 def _forward_kernel(
-  part: RowPart, tiles: tuple, others: tuple, outputs: tuple
-) -> None:
-  del others
+  part: Part, tiles: tuple, others: tuple, outputs: tuple
+) -> jax.Array:
   launch, (out_ref, sum_ref) = part.launch, outputs
+  keys, values = part.rings
   q = part.own(tiles[0])
-  span = pl.ds(part.first, PART)
+  span = pl.ds(_first_row(part), PART)
 
   def step(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
     acc, highest, total = carry
-    [k] = part.keys.take(turn)
+    [k] = keys.take(turn)
     logits = launch.logits(launch.across(q, k, part.turns.switch))
-    part.keys.release(turn)
+    keys.release(turn)
     logits = hide(logits)
     new = jnp.maximum(highest, logits.max(1))
     # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
@@ -336,9 +245,9 @@ def _forward_kernel(
     acc = acc * row(decay, acc.shape)
     weights = weights.astype(q.dtype)
     part.turns.switch()
-    [v] = part.values.take(turn)
+    [v] = values.take(turn)
     acc = launch.add_product(acc, weights, v)
-    part.values.release(turn)
+    values.release(turn)
     return acc, new, total
 
   zeros = launch.zeros(launch.problem.head_dim)
@@ -346,7 +255,7 @@ def _forward_kernel(
   # In each piece of work anew: the one ahead would otherwise wait for memory
   # that the other one frees only when its turn comes.
   part.turns.start(part.consumer)
-  acc, highest, total = part.over_keys(step, start)
+  done, (acc, highest, total) = part.over_tiles(step, start)
   part.turns.stop(part.consumer)
   sees_keys = total > 0
   total = jnp.where(sees_keys, total, 1.0)
@@ -354,131 +263,40 @@ def _forward_kernel(
   shift = jnp.where(sees_keys, highest, 0.0) * launch.exponent_scale
   sum_ref[span] = shift + jnp.log(total) * LOG2_E
   plgpu.wait_smem_to_gmem(0)
+  return done
 
 
 def _query_gradient_kernel(
-  part: RowPart, tiles: tuple, others: tuple, outputs: tuple
-) -> None:
-  launch, (out_ref, sums_ref), (dq_ref, inner_ref) = (
-    part.launch,
-    others,
-    outputs,
-  )
+  part: Part, tiles: tuple, others: tuple, outputs: tuple
+) -> jax.Array:
+  launch, first = part.launch, _first_row(part)
+  (out_ref, sums_ref), (dq_ref, inner_ref) = others, outputs
+  keys, values = part.rings
   q, grad = map(part.own, tiles)
-  span = pl.ds(part.first, PART)
-  log_sums = launch.load_per_row(sums_ref, part.first)
-  out = launch.load_rows(out_ref, part.first).astype(jnp.float32)
+  span = pl.ds(first, PART)
+  log_sums = launch.load_per_row(sums_ref, first)
+  out = launch.load_rows(out_ref, first).astype(jnp.float32)
   inner = (out * grad[...].astype(jnp.float32)).sum(1)
   inner_ref[span] = inner
 
   def step(turn: jax.Array, hide: Callable, dq: jax.Array) -> jax.Array:
-    [k], [v] = part.keys.take(turn), part.values.take(turn)
+    [k], [v] = keys.take(turn), values.take(turn)
 
     def weigh(products: jax.Array) -> jax.Array:
       logits = hide(launch.logits(products))
       return launch.weights(logits, row(log_sums, logits.shape))
 
     weights, dweights = launch.across_both((q, k), weigh, (grad, v))
-    part.values.release(turn)
+    values.release(turn)
     dlogits = weights * (dweights - row(inner, weights.shape))
     dq = launch.add_product(dq, dlogits.astype(k.dtype), k)
-    part.keys.release(turn)
+    keys.release(turn)
     return dq
 
-  dq = part.over_keys(step, launch.zeros(launch.problem.head_dim))
+  done, dq = part.over_tiles(step, launch.zeros(launch.problem.head_dim))
   _store(dq * launch.problem.scale, q, dq_ref.at[span])
   plgpu.wait_smem_to_gmem(0)
-
-
-class KeyWork(NamedTuple):
-  """A tile of the keys of a key/value head; numbers."""
-
-  tile: Any
-  batch: Any
-  head: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyPart:
-  """A consumer's part of a piece of work.
-
-  Attributes:
-    launch: the kernel.
-    work: the piece.
-    consumer: number of the consumer.
-    offset: steps that were done in the rings before.
-    bounds: references to the bounds of `rows_of_keys`.
-    masks: references.
-    rows: ring of the rows.
-    turns: of the consumers.
-  """
-
-  launch: "KeyLaunch"
-  work: KeyWork
-  consumer: Any
-  offset: Any
-  bounds: Ranges
-  masks: Masks
-  rows: Ring
-  turns: Turns
-
-  @property
-  def start(self) -> jax.Array:
-    """Where the part's keys begin in a tile."""
-    return 0 if self.launch.shares_keys else self.consumer * PART
-
-  def own(self, tile: Any) -> Any:
-    """The part's keys of a tile in shared memory."""
-    return tile.at[pl.ds(self.start, PART)]
-
-  def place(self, x: Any) -> Any:
-    """The part's keys of an array [B, M, K, D] in global memory."""
-    first = self.work.tile * self.launch.keys + self.start
-    return x.at[self.work.batch, pl.ds(first, PART), self.work.head]
-
-  def over_rows(self, step: Callable, carry: Any) -> tuple[jax.Array, Any]:
-    """Loops over the tiles of rows.
-
-    Args:
-      step: (turn, hide, carry) -> carry, where turn is the step in the rings
-        and `hide` sets hidden logits [PART, r] to -inf.
-      carry: its first value.
-
-    Returns:
-      The steps that are done in the rings, and the last carry.
-    """
-
-    def visit(turn: Any, i: Any, whole: Any, carry: Any) -> Any:
-      return step(turn, functools.partial(self._hidden, i, whole), carry)
-
-    return self.launch.over_rows(
-      self.work, self.bounds, self.offset, visit, carry
-    )
-
-  def _hidden(
-    self, i: jax.Array, whole: jax.Array, logits: jax.Array
-  ) -> jax.Array:
-    """Hides keys from the rows of tile i, unless all see the whole tile."""
-    launch = self.launch
-    # Gradients of keys beyond the last are not stored, so nothing hides them.
-    if launch.problem.visible.everything:
-      return logits
-
-    def masked(logits: jax.Array) -> jax.Array:
-      span = pl.ds(i * launch.rows, launch.rows)
-      by_row = (
-        None if x is None else launch.load_per_column(x.at[span])
-        for x in (self.masks.end, self.masks.row_codes)
-      )
-      first = self.work.tile * launch.keys + self.start
-      key_codes = self.masks.key_codes
-      if key_codes is not None:
-        key_codes = key_codes.at[self.work.batch]
-        key_codes = launch.load_per_row(key_codes, first)
-      own = Masks(*by_row, key_codes)
-      return hide(launch, logits, own, first, rows_axis=1)
-
-    return lax.cond(whole, lambda x: x, masked, logits)
+  return done
 
 
 class KeyLaunch(Launch):
@@ -505,14 +323,14 @@ class KeyLaunch(Launch):
     columns = [jnp.broadcast_to(x, shape).reshape(-1) for x in columns]
     return jnp.stack(columns, -1)
 
-  def over_rows(
-    self, work: KeyWork, bounds: Ranges, done: Any, visit: Callable, carry: Any
+  def over_tiles(
+    self, work: Work, bounds: Ranges, done: Any, visit: Callable, carry: Any
   ) -> tuple[jax.Array, Any]:
     """Loops over the tiles of rows of the query heads that read a tile of keys.
 
     Args:
       work: the tile of keys.
-      bounds: references.
+      bounds: references to those of `rows_of_keys`.
       done: steps done in the rings before.
       visit: (turn, i, whole, carry) -> carry for tile i of the rows, where turn
         is the step in the rings; `whole` tells that all rows see all keys.
@@ -537,50 +355,32 @@ class KeyLaunch(Launch):
 
     return loop(0, self.problem.group, over_query_head, (done, carry))
 
-  def run_kernel(self, kernel: Callable, rows: Arrays, keys: Arrays) -> Arrays:
-    """Launches the kernel.
+  def hidden(self, part: Part) -> Callable:
+    """The function that hides a part's keys from the rows of a tile."""
+    # Gradients of keys beyond the last are not stored, so nothing hides them.
+    if self.problem.visible.everything:
+      return lambda i, whole, logits: logits
+    work, masks = part.work, part.masks
 
-    Args:
-      kernel: called by each consumer for each piece of work with a `KeyPart`,
-        references to the tiles of keys and values, and the outputs; it returns
-        the steps that are done in the rings.
-      rows: rows [T * R, D] and numbers [T * R].
-      keys: keys and values; the outputs have their shapes and dtypes.
-    """
-    pieces = self.problem.batch * self.problem.kv_heads * self.key_tiles
+    def masked(i: jax.Array, logits: jax.Array) -> jax.Array:
+      span = pl.ds(i * self.rows, self.rows)
+      by_row = (
+        None if x is None else self.load_per_column(x.at[span])
+        for x in (masks.end, masks.row_codes)
+      )
+      first, key_codes = work.tile * self.keys + part.start, masks.key_codes
+      if key_codes is not None:
+        key_codes = self.load_per_row(key_codes.at[work.batch], first)
+      own = Masks(*by_row, key_codes)
+      return hide(self, logits, own, first, rows_axis=1)
 
-    def consume(
-      inputs: tuple, outputs: tuple, rings: tuple, group: Any, turns: Turns
-    ) -> None:
-      table, bounds, masks, *_ = inputs
-      tiles, row_ring = rings
+    def hidden(i: jax.Array, whole: jax.Array, logits: jax.Array) -> jax.Array:
+      return lax.cond(whole, lambda x: x, functools.partial(masked, i), logits)
 
-      def step(m: jax.Array, work: KeyWork, done: jax.Array) -> jax.Array:
-        part = KeyPart(self, work, group, done, bounds, masks, row_ring, turns)
-        done = kernel(part, tiles.take(m), outputs)
-        tiles.release(m)
-        return done
+    return hidden
 
-      self.over_work(table, pieces, KeyWork, step)
-
-    def copy(inputs: tuple, rings: tuple) -> None:
-      table, bounds, _, rows, keys = inputs
-      tiles, row_ring = rings
-
-      def step(m: jax.Array, work: KeyWork, done: jax.Array) -> jax.Array:
-        span = pl.ds(work.tile * self.keys, self.keys)
-        tiles.fill(m, *(x.at[work.batch, span, work.head] for x in keys))
-
-        def copy_tile(turn: Any, i: Any, whole: Any, carry: tuple) -> tuple:
-          del whole
-          span = pl.ds(i * self.rows, self.rows)
-          row_ring.fill(turn, *(x.at[span] for x in rows))
-          return carry
-
-        return self.over_rows(work, bounds, done, copy_tile, ())[0]
-
-      self.over_work(table, pieces, KeyWork, step)
-
+  def compute(self, kernel: Callable, rows: Arrays, keys: Arrays) -> Arrays:
+    """Launches a kernel whose outputs are like the keys and values."""
     bounds = rows_of_keys(self.problem, self.rows, self.keys)
     # Copies leave out what is beyond an array's end; the interpreter's do not.
     more = self.key_tiles * self.keys - self.problem.keys
@@ -588,24 +388,15 @@ class KeyLaunch(Launch):
     outputs = jax.eval_shape(
       lambda: tuple(jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))) for x in keys)
     )
-    results = self.call(
-      "moh" + kernel.__name__,
-      consume,
-      copy,
-      (self.table(), bounds, masks(self), rows, keys),
-      outputs,
-      (
-        self.ring(1, *((self.keys, one_head(x)) for x in keys)),
-        self.ring(self.tile.stages, *((self.rows, x) for x in rows)),
-      ),
-    )
+    pieces = self.table(), None, bounds
+    results = self.run_kernel(kernel, pieces, keys, 1, [rows], (), outputs)
     return tuple(x[:, : self.problem.keys] for x in results)
 
 
 def _key_gradients_kernel(
-  part: KeyPart, tiles: tuple, outputs: tuple
+  part: Part, tiles: tuple, others: tuple, outputs: tuple
 ) -> jax.Array:
-  launch = part.launch
+  launch, [row_ring] = part.launch, part.rings
   scale, dim = launch.problem.scale, launch.problem.head_dim
   k, v = map(part.own, tiles)
 
@@ -629,15 +420,15 @@ def _key_gradients_kernel(
 
   def step_both(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
     dk, dv = carry
-    rows = part.rows.take(turn)
+    rows = row_ring.take(turn)
     weights = weigh(hide, *rows[:2])
     dv = add_dv(dv, weights, rows)
     dk = add_dk(dk, weights, rows)
-    part.rows.release(turn)
+    row_ring.release(turn)
     return dk, dv
 
   def step_one(turn: jax.Array, hide: Callable, total: jax.Array) -> jax.Array:
-    rows = part.rows.take(turn)
+    rows = row_ring.take(turn)
     weights = weigh(hide, *rows[:2])
     total = jax.lax.cond(
       part.consumer == 0,
@@ -645,12 +436,17 @@ def _key_gradients_kernel(
       lambda x: add_dv(x, weights, rows),
       total,
     )
-    part.rows.release(turn)
+    row_ring.release(turn)
     return total
 
-  zeros, (dk_place, dv_place) = launch.zeros(dim), map(part.place, outputs)
+  def place(x: Any) -> Any:
+    """The part's keys of an array [B, M, K, D] in global memory."""
+    first = part.work.tile * launch.keys + part.start
+    return x.at[part.work.batch, pl.ds(first, PART), part.work.head]
+
+  zeros, (dk_place, dv_place) = launch.zeros(dim), map(place, outputs)
   if launch.shares_keys:
-    done, total = part.over_rows(step_one, zeros)
+    done, total = part.over_tiles(step_one, zeros)
     part.turns.switch()  # the other one may still read the keys
 
     @pl.when(part.consumer == 0)
@@ -662,7 +458,7 @@ def _key_gradients_kernel(
       _store(total, v, dv_place)
 
   else:
-    done, (dk, dv) = part.over_rows(step_both, (zeros, zeros))
+    done, (dk, dv) = part.over_tiles(step_both, (zeros, zeros))
     _store(dk * scale, k, dk_place)
     _store(dv, v, dv_place)
   plgpu.wait_smem_to_gmem(0)
@@ -674,8 +470,3 @@ def _store(values: jax.Array, tile: Any, place: Any) -> None:
   tile[...] = values.astype(tile.dtype)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(tile, place)
-
-
-def one_head(x: jax.Array) -> jax.ShapeDtypeStruct:
-  """Shape of the keys or values [B, M, K, D] of one head, [M, D]."""
-  return jax.ShapeDtypeStruct((x.shape[1], x.shape[3]), x.dtype)

@@ -14,7 +14,7 @@ Shapes as in `hopper`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -112,32 +112,7 @@ class Ring:
       plgpu.barrier_wait(self.free.at[slot])
 
 
-@dataclasses.dataclass(frozen=True)
-class RingType:
-  """Shape of a ring; one copy fills each buffer of a slot.
-
-  Attributes:
-    slots: number of slots.
-    buffers: shape and dtype of each buffer of a slot. Matrices are stored for
-      the tensor cores.
-  """
-
-  slots: int
-  buffers: tuple[jax.ShapeDtypeStruct, ...]
-
-  def scratch(self, consumers: int) -> tuple:
-    """Types of the arguments of `Ring`, for so many consumers."""
-    buffers = tuple(
-      shared((self.slots, *x.shape), x.dtype) for x in self.buffers
-    )
-    ready, free = (
-      plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.slots)
-      for arrivals in (len(buffers), consumers)
-    )
-    return buffers, ready, free
-
-
-def shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+def _shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
   """Type of a buffer [slots, ...] in shared memory."""
   if len(shape) < 3:
     return plgpu.SMEM(shape, dtype)
@@ -166,9 +141,87 @@ class Masks(NamedTuple):
   key_codes: Any = None
 
 
+class Work(NamedTuple):
+  """A piece of work; numbers.
+
+  Attributes:
+    tile: the tile of rows, or of the keys of a key/value head.
+    batch: of the keys.
+    head: key/value head of the keys.
+    begin: of a tile of rows, the tiles of keys that it reads: as in `Ranges`.
+    whole_begin: as in `Ranges`.
+    whole_end: as in `Ranges`.
+    end: as in `Ranges`.
+  """
+
+  tile: Any
+  batch: Any
+  head: Any
+  begin: Any = None
+  whole_begin: Any = None
+  whole_end: Any = None
+  end: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A consumer's part of a piece of work.
+
+  Attributes:
+    launch: the kernel.
+    work: the piece.
+    consumer: number of the consumer.
+    done: steps that were done in the rings before.
+    bounds: references to the bounds of the loops, where `work` has none.
+    masks: references.
+    rings: of what the piece loops over.
+    turns: of the consumers.
+  """
+
+  launch: "Launch"
+  work: Work
+  consumer: Any
+  done: Any
+  bounds: Any
+  masks: Masks
+  rings: list[Ring]
+  turns: Turns
+
+  @property
+  def start(self) -> jax.Array:
+    """Where the part begins in a tile that the piece holds."""
+    return 0 if self.launch.shares_keys else self.consumer * PART
+
+  def own(self, tile: Any) -> Any:
+    """The part's rows or keys of a tile in shared memory."""
+    return tile.at[pl.ds(self.start, PART)]
+
+  def over_tiles(self, step: Callable, carry: Any) -> tuple[jax.Array, Any]:
+    """Loops over the tiles that are streamed.
+
+    Args:
+      step: (turn, hide, carry) -> carry, where turn is the step in the rings
+        and `hide` sets hidden logits to -inf: [PART, L] of a part of rows,
+        [PART, r] of a part of keys.
+      carry: its first value.
+
+    Returns:
+      The steps that are done in the rings, and the last carry.
+    """
+    launch, hidden = self.launch, self.launch.hidden(self)
+
+    def visit(turn: Any, i: Any, whole: Any, carry: Any) -> Any:
+      return step(turn, functools.partial(hidden, i, whole), carry)
+
+    return launch.over_tiles(self.work, self.bounds, self.done, visit, carry)
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
   """One kernel of one call: its launch, and the steps its programs share.
+
+  What differs between tiles of rows and of keys is in the two classes below it:
+  `over_tiles`, the loop of a piece of work, and `hidden`, its masks.
 
   Attributes:
     problem: the call.
@@ -179,6 +232,7 @@ class Launch:
   problem: Problem
   tile: Tile
   consumers: int
+  shares_keys = False
 
   @property
   def rows(self) -> int:
@@ -315,11 +369,6 @@ class Launch:
   # The launch.
 
   @property
-  def slots(self) -> int:
-    """Tiles in shared memory that a piece of work holds: the next ones too."""
-    return 2 if self.problem.head_dim <= 128 else 1
-
-  @property
   def run(self) -> int:
     """Pieces of work that a program takes at a time.
 
@@ -333,93 +382,135 @@ class Launch:
     # The interpreter runs one after the other: two show how they share work.
     return 2 if self.problem.interpret else target().cores or _CORES
 
-  def over_work(
-    self, table: Any, used: Any, kind: type, step: Callable
-  ) -> None:
+  def _over_work(self, table: Any, used: Any, step: Callable) -> None:
     """Does this program's pieces of work, one after the other.
 
     Args:
       table: reference to all work, [pieces, X] int32.
-      used: pieces of all programs.
-      kind: tuple of the X numbers of a piece.
+      used: reference to the number of pieces, [1]; None is all.
       step: (m, work, done) -> done for the m-th of its pieces, where done is
         the number of steps that are done in the rings of a loop.
     """
+    pieces = table.shape[0] if used is None else used[0]
     program = lax.axis_index("program") * self.run
     stride = self.run * self.programs
-    left = jnp.maximum(used - program, 0)
+    left = jnp.maximum(pieces - program, 0)
     count = lax.div(left, stride) * self.run
     count += jnp.minimum(lax.rem(left, stride), self.run)
 
     def one(m: jax.Array, done: jax.Array) -> jax.Array:
       place = program + lax.div(m, self.run) * stride + lax.rem(m, self.run)
-      numbers = (table[place, i] for i in range(len(kind._fields)))
-      return step(m, kind(*numbers), done)
+      numbers = (table[place, i] for i in range(table.shape[1]))
+      return step(m, Work(*numbers), done)
 
     loop(0, count, one, jnp.int32(0))
 
-  def ring(self, slots: int, *buffers: tuple[int, jax.Array]) -> RingType:
-    """A ring of so many rows each of arrays [X, D] or [X]."""
-    return RingType(
-      slots,
-      tuple(
-        jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-        for rows, x in buffers
-      ),
-    )
+  def _ring(self, slots: int, arrays: Arrays) -> tuple:
+    """Types of the arguments of `Ring`; one copy fills each buffer of a slot.
 
-  def call(
+    Args:
+      slots: number of slots.
+      arrays: of which a slot holds a tile each: rows, or keys and values.
+    """
+    buffers = tuple(
+      _shared(
+        (slots, self.keys, x.shape[3])
+        if x.ndim == 4
+        else (slots, self.rows, *x.shape[1:]),
+        x.dtype,
+      )
+      for x in arrays
+    )
+    ready, free = (
+      plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
+      for arrivals in (len(buffers), self.consumers)
+    )
+    return buffers, ready, free
+
+  def _tile(self, x: Any, work: Work, i: Any) -> Any:
+    """The i-th tile of rows [T * R, ...], or of keys [B, M, K, D]."""
+    if len(x.shape) < 4:
+      return x.at[pl.ds(i * self.rows, self.rows)]
+    return x.at[work.batch, pl.ds(i * self.keys, self.keys), work.head]
+
+  def run_kernel(
     self,
-    name: str,
-    consume: Callable,
-    copy: Callable,
-    inputs: Any,
+    kernel: Callable,
+    pieces: tuple,
+    held: Arrays,
+    slots: int,
+    streams: Sequence[Arrays],
+    others: Arrays,
     outputs: tuple,
-    rings: tuple[RingType, ...],
   ) -> Arrays:
     """Launches a kernel.
 
     Args:
-      name: of the kernel.
-      consume: run by each consumer with references to the inputs and outputs,
-        the rings, its number and `Turns`.
-      copy: run by the copying warpgroup with the inputs and rings.
-      inputs: a pytree of arrays.
+      kernel: called by each consumer for each piece of work with a `Part`,
+        references to the tiles that the piece holds, the other arrays and the
+        outputs; it returns the steps that are done in the rings.
+      pieces: all work [pieces, X] int32, a `Work` per row; how much of it is
+        used, [1]; and the bounds of the loops that are not in it.
+      held: rows, or keys and values, of which a piece holds one tile.
+      slots: tiles of these in shared memory: the next ones too.
+      streams: for each ring, the arrays whose tiles a piece loops over.
+      others: arrays that stay in global memory.
       outputs: shapes of the results.
-      rings: the rings.
     """
+    inputs = (*pieces, masks(self), held, streams, others)
     arrays, tree = jax.tree.flatten(inputs)
+    rings = (
+      self._ring(slots, held),
+      *(self._ring(self.tile.stages, x) for x in streams),
+    )
 
     def body(*references: Any) -> None:
       *references, buffers, barrier = references
-      inputs = jax.tree.unflatten(tree, references[: len(arrays)])
+      table, used, bounds, masks, held, streams, others = jax.tree.unflatten(
+        tree, references[: len(arrays)]
+      )
       outputs = references[len(arrays) :]
-      rings = tuple(Ring(*x) for x in buffers)
+      tiles, *rings = (Ring(*x) for x in buffers)
       group = lax.axis_index("warpgroup")
+
+      def compute(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
+        part = Part(
+          self, work, group, done, bounds, masks, rings, Turns(barrier)
+        )
+        done = kernel(part, tiles.take(m), others, outputs)
+        tiles.release(m)
+        return done
+
+      def copy(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
+        tiles.fill(m, *(self._tile(x, work, work.tile) for x in held))
+
+        def copy_tile(turn: Any, i: Any, whole: Any, carry: tuple) -> tuple:
+          for ring, xs in zip(rings, streams, strict=True):
+            ring.fill(turn, *(self._tile(x, work, i) for x in xs))
+          return carry
+
+        return self.over_tiles(work, bounds, done, copy_tile, ())[0]
 
       @pl.when(group < self.consumers)
       def _() -> None:
         self._set_registers(_REGISTERS[0], "increase")
-        for ring in rings:
+        for ring in (tiles, *rings):
           ring.open()
-        consume(inputs, outputs, rings, group, Turns(barrier))
+        self._over_work(table, used, compute)
 
       @pl.when(group == self.consumers)
       def _() -> None:
         self._set_registers(_REGISTERS[1], "decrease")
-        copy(inputs, rings)
-        for ring in rings:
+        self._over_work(table, used, copy)
+        for ring in (tiles, *rings):
           ring.close()
 
-    body.__name__ = name
+    body.__name__ = "moh" + kernel.__name__
     barrier = plgpu.Barrier(num_arrivals=self.consumers)
     launch = plgpu.kernel(
       body,
       out_type=outputs,
-      scratch_types=(
-        tuple(x.scratch(self.consumers) for x in rings),
-        barrier if self.consumers > 1 else None,
-      ),
+      scratch_types=(rings, barrier if self.consumers > 1 else None),
       compiler_params=plgpu.CompilerParams(
         approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
       ),

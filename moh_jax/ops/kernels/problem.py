@@ -320,24 +320,6 @@ class Problem:
     whole = highest(whole_begin), whole_end.min(-1)
     return Ranges(begin.min(-1), *whole, highest(end))
 
-  def key_bounds(self, rows: int) -> tuple[jax.Array, jax.Array]:
-    """How many leading keys each tile of rows reads without and with a mask.
-
-    These are `tile_ranges` for loops that begin at the first key.
-
-    Args:
-      rows: r, a divisor of R.
-
-    Returns:
-      unmasked, keys that every row of the tile sees, and end, keys that at
-      least one row may see; both [T * R / r] int32. A tile without active pairs
-      has unmasked M and end 0.
-    """
-    begin, whole_begin, whole_end, end = self.tile_ranges(rows)
-    reads = begin < end
-    unmasked = jnp.where((whole_begin > 0) & reads, 0, whole_end)
-    return unmasked, jnp.where(reads, end, 0)
-
   def row_masks(self) -> tuple[jax.Array | None, jax.Array | None]:
     """What decides which keys each row sees, [T * R] int32 each, or None.
 
@@ -583,7 +565,6 @@ class Kernels(Protocol):
       rows: results of a kernel.
       dim: D.
     """
-    del dim
     return scatter_rows(rows, problem.blocks)
 
   def forward(

@@ -51,7 +51,6 @@ class Tpu(Kernels):
 
   def unable(self, device: Target, dtype: str, head_dim: int) -> str:
     """See `Kernels.unable`."""
-    del dtype, head_dim
     able = device.platform in ("cpu", "tpu")
     return "" if able else f"a TPU, this is a {device.platform} ({device.kind})"
 

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from moh_jax.ops.head_layout import LANES
-from moh_jax.ops.kernels.problem import Argument, Problem
+from moh_jax.ops.kernels.problem import Argument, Problem, keys_of_rows
 from moh_jax.ops.target import target
 
 _MIB = 1 << 20
@@ -338,7 +338,8 @@ def tables(
   Returns:
     The tables, and which chunks of a unit's keys are visited, [U, chunks] bool.
   """
-  bounds = tile_bounds(problem, cut.keys, cut.tiles)
+  start, _, whole, end = keys_of_rows(problem, problem.rows, cut.keys)
+  bounds = start, start if problem.masks_by_value else whole, end
   first = problem.blocks.first[:: problem.group * cut.heads]
   visits, count = _visits_of_rows(first, problem.num_blocks, cut.window)
   visited = (first[1:] > first[:-1])[:, None]
@@ -378,63 +379,6 @@ def tables(
   head = problem.blocks.head // problem.group
   lists = Tables(starts, window, unit, chunk, low, high, head, *bounds)
   return lists, visited
-
-
-def tile_bounds(
-  problem: Problem, keys: int, tiles: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Finds the tiles of keys that each block of rows reads.
-
-  Args:
-    problem: the call.
-    keys: keys of a tile, L.
-    tiles: J.
-
-  Returns:
-    `start`, `whole` and `end` of `Tables`. A block that sees no key has
-    start = end.
-  """
-  whole, end = problem.key_bounds(problem.rows)
-  whole, end = whole // keys, pl.cdiv(end, keys)
-  start = jnp.zeros_like(end)
-  if problem.masks_by_value:
-    seen = _tiles_seen(problem, keys, tiles)
-    seen = seen & (jnp.arange(tiles)[None] < end[:, None])
-    first = jnp.argmax(seen, -1).astype(jnp.int32)
-    last = tiles - jnp.argmax(seen[:, ::-1], -1).astype(jnp.int32)
-    some = seen.any(-1)
-    start, end = jnp.where(some, first, 0), jnp.where(some, last, 0)
-    whole = start
-  return start, jnp.clip(whole, start, end), end
-
-
-def _tiles_seen(problem: Problem, keys: int, tiles: int) -> jax.Array:
-  """Which tiles may hold a key that a block sees by its value, [T, J] bool.
-
-  A block sees a tile only if the ranges of their segments overlap; hidden keys
-  are in no range.
-  """
-  segments, hidden = problem.visible.segments, problem.visible.key_mask
-  rows = problem.row_masks()[1]
-  if segments is None:
-    segments = jnp.zeros((problem.batch, problem.keys), jnp.int32)
-    rows = jnp.zeros(problem.blocks.token.size, jnp.int32)
-  hidden = jnp.zeros_like(segments, bool) if hidden is None else ~hidden
-  fill = ((0, 0), (0, tiles * keys - problem.keys))
-  segments = jnp.pad(segments, fill).reshape(-1, tiles, keys)
-  hidden = jnp.pad(hidden, fill, constant_values=True).reshape(segments.shape)
-  text = problem.blocks.head // (problem.group * problem.kv_heads)
-  lowest, highest = (x[text] for x in _ranges(segments, hidden))
-  empty = problem.blocks.token == problem.queries
-  least, most = _ranges(rows.reshape(empty.shape), empty)
-  return (lowest <= most[:, None]) & (highest >= least[:, None])
-
-
-def _ranges(x: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The least and the largest visible number of the last axis."""
-  limits = jnp.iinfo(x.dtype)
-  least = jnp.where(hidden, limits.max, x).min(-1)
-  return least, jnp.where(hidden, limits.min, x).max(-1)
 
 
 def _visits_of_rows(

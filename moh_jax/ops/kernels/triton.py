@@ -86,7 +86,6 @@ class Triton(Kernels):
 
   def unable(self, device: Target, dtype: str, head_dim: int) -> str:
     """See `Kernels.unable`."""
-    del dtype, head_dim
     if device.platform == "cpu":
       return MISSING
     return device.gpu_problem or refused()
