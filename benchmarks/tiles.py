@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import finish, make_parser
+from moh_jax.cli import options
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.cli.main import report_errors
 from moh_jax.config.heads import HeadBudget
@@ -89,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-  out, device = pathlib.Path(args.out), target()
-  if not out.parent.is_dir():
-    raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
+  out, device = options.out_file(args.out), target()
   found = read(out) if out.exists() else {}
   if device.platform not in ("gpu", "tpu"):
     raise ValueError(f"the kernels run on GPUs and TPUs, not on {device.kind}")
@@ -123,8 +121,8 @@ def candidates(backend: str) -> list[Tile]:
   if backend == "mosaic_gpu":
     sizes = itertools.product((64, 128), (64, 128, 256), (1, 2, 3))
     return [Tile(rows, keys, stages=stages) for rows, keys, stages in sizes]
-  options = (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4)
-  return [Tile(*option) for option in itertools.product(*options)]
+  shapes = (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4)
+  return [Tile(*option) for option in itertools.product(*shapes)]
 
 
 def near(sizes: BlockSizes, backend: str) -> list[Tile]:

@@ -1,6 +1,6 @@
 """MoH-DiT and DiT on ImageNet 256 x 256 with the paper's recipe.
 
-  python -m moh_jax encode-latents --data IMAGENET/train --split train \
+  python -m moh_jax prepare encode-latents --data IMAGENET/train --split train \
     --vae VAE --out LATENTS
   python train.py --config=configs/dit.py:xl2_90 --workdir=DIR \
     --config.data.path=LATENTS
@@ -13,7 +13,7 @@ Two arguments make a model of your own classes from a trained one: finetune (for
 the released models, on latents of your images) and finetune_pixels (a model
 without an autoencoder, on your images).
 
-  python -m moh_jax encode-latents --data FOLDER --vae VAE --out LATENTS
+  python -m moh_jax prepare encode-latents --data FOLDER --vae VAE --out LATENTS
   python train.py --config=configs/dit.py:finetune --workdir=DIR \
     --config.data.path=LATENTS --config.train.init_from=CHECKPOINT
 

@@ -1,7 +1,7 @@
 """MoH-LLM from scratch with the paper's recipe (arXiv:2410.11842).
 
-  python -m moh_jax tokenize --data 'C4/*.json.gz' --tokenizer tokenizer.json \
-    --out TOKENS/c4          # and so on for each of the sources below
+  python -m moh_jax prepare tokenize --data 'C4/*.json.gz' \
+    --tokenizer tokenizer.json --out TOKENS/c4  # and so on for each source
   python train.py --config=configs/llm.py:s75 --workdir=DIR \
     --config.data.path=TOKENS --config.mesh.fsdp=16
 

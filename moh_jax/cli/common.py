@@ -306,25 +306,6 @@ def restore(args: argparse.Namespace, **options: Any) -> Restored:
   return library.restore(args.checkpoint, **parsed | options)
 
 
-def out_file(path: str, *suffixes: str) -> pathlib.Path:
-  """The file that --out names, if it can be written.
-
-  Args:
-    path: as given.
-    *suffixes: what it may end in; any if there are none.
-
-  Raises:
-    ValueError: it ends in something else.
-    FileNotFoundError: its folder does not exist.
-  """
-  file = pathlib.Path(path)
-  if suffixes and file.suffix not in suffixes:
-    raise ValueError(f"--out {path!r} must end in {' or '.join(suffixes)}")
-  if not file.parent.is_dir():
-    raise FileNotFoundError(f"--out {path!r}: no directory {file.parent}")
-  return file
-
-
 def write_json(target: str, value: Any) -> None:
   """Writes results where --json asked for them.
 

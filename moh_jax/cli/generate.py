@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.cli import chat, common, distributed, fields, interactive
+from moh_jax.cli import options as options_lib
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
 from moh_jax.data.text_files import Prompts
@@ -98,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
   if args.out and not args.prompt_file:
     raise ValueError("--out is of --prompt-file; of --prompt, give --json FILE")
   if args.out:
-    common.out_file(args.out)
+    options_lib.out_file(args.out)
   if args.json and not (args.prompt or args.messages):
     raise ValueError("--json is of --prompt and --messages alone")
   if args.prompt or args.messages or args.prompt_file:

@@ -156,10 +156,9 @@ def _missing(stats: HeadStats) -> Sequence[str]:
 def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
   """A row for each layer, and the importance of its heads."""
   if not stats.layers:
-    yield (
-      "the model is multi-head attention: it has no router, and every token "
-      "uses every head"
-    )
+    from moh_jax.evaluation.report import NO_ROUTER
+
+    yield NO_ROUTER
   rows = []
   entropies = stats.entropy()[:, 0]
   for place, (layer, entropy) in enumerate(zip(stats.layers, entropies)):

@@ -27,15 +27,22 @@ COMMANDS = (
   "bench",
   "classify",
   "compare",
+  "convert",
+  "export",
   "heads",
   "inspect",
   "plan",
+  "prepare",
   "train",
 )
 # Commands of older versions, and what to write instead.
 _RENAMED = {
+  "encode-latents": "prepare encode-latents",
+  "pack-images": "prepare pack-images",
   "show-batch": "inspect --config FILE --batch OUT.png",
   "show-latents": "inspect --data DIR --batch OUT.png --vae PATH",
+  "tokenize": "prepare tokenize",
+  "train-tokenizer": "prepare train-tokenizer",
   "verify": "inspect --checksums --checkpoint DIR, or --data DIR for shards",
 }
 

@@ -32,6 +32,7 @@ import functools
 import inspect
 import json as json_lib
 import os
+import pathlib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -565,6 +566,21 @@ def _meant(unknown: Sequence[str]) -> str:
     if "." in key.partition("=")[0]:
       return f"; did you mean --config.{key}?"
   return ""
+
+
+def out_file(path: str, *suffixes: str) -> pathlib.Path:
+  """The file that --out names, whose folder is there.
+
+  Raises:
+    ValueError: it ends in none of the suffixes, if there are some.
+    FileNotFoundError: its folder does not exist.
+  """
+  file = pathlib.Path(path)
+  if suffixes and file.suffix not in suffixes:
+    raise ValueError(f"--out {path!r} must end in {' or '.join(suffixes)}")
+  if not file.parent.is_dir():
+    raise FileNotFoundError(f"--out {path!r}: no directory {file.parent}")
+  return file
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:

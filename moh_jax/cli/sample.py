@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moh_jax.cli import common, distributed, fields
+from moh_jax.cli import options as options_lib
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
 from moh_jax.convert import HOW_TO_GET_VAE
@@ -77,7 +78,7 @@ def _target(path: str) -> pathlib.Path:
   """The file or folder to write; checks that it can be written."""
   out = pathlib.Path(path)
   if out.suffix and not out.is_dir():
-    return common.out_file(path, ".png", ".npz")
+    return options_lib.out_file(path, ".png", ".npz")
   check_writable(path, "--out")
   return out
 

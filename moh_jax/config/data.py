@@ -65,10 +65,10 @@ class DataConfig(ExamplesConfig):
       (path/train/CLASS/* and path/val/CLASS/*, or path/CLASS/* with
       `val_share`; images without class folders are one class),
       "array_record" (shards of encoded images, path/train/*.array_record and
-      path/val/..., as `pack-images` writes them), "parquet" (Parquet or Arrow
-      files of the library `datasets` with image bytes, path/train-*.parquet or
-      path/train/*), "latents" (what `encode-latents` writes, in the same
-      places) or "fake" (random).
+      path/val/..., as `prepare pack-images` writes them), "parquet" (Parquet or
+      Arrow files of the library `datasets` with image bytes,
+      path/train-*.parquet or path/train/*), "latents" (what `prepare
+      encode-latents` writes, in the same places) or "fake" (random).
     path: directory of the source; "digits" and "fake" have none.
     augment: change of training images: "none", "shift" (random crop after
       padding by one eighth), "crop_flip" (random resized crop and horizontal
@@ -171,8 +171,8 @@ class TextDataConfig(ExamplesConfig):
   """Where text comes from and how it becomes batches of packed sequences.
 
   Attributes:
-    source: "tokens" (what `tokenize` writes), "stdlib" (the sources of the
-      running Python's standard library, tokenized on first use) or "fake"
+    source: "tokens" (what `prepare tokenize` writes), "stdlib" (the sources of
+      the running Python's standard library, tokenized on first use) or "fake"
       (random tokens).
     path: folder of the token sets; for "stdlib" where they are prepared; "fake"
       has none.

@@ -411,7 +411,9 @@ def _check_space(run: Config) -> None:
   is_latent = space == "latent"
   if ("latents" if is_latent else "images") not in holds:
     need = (
-      "latents, as `encode-latents` writes them," if is_latent else "images"
+      "latents, as `prepare encode-latents` writes them,"
+      if is_latent
+      else "images"
     )
     data.fail("source", f"must hold {need} for diffusion.space={space!r}")
   if "images" not in holds:

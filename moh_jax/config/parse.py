@@ -248,9 +248,11 @@ def run_file(spec: str) -> dict[str, Any]:
 def _is_of(name: str, folder: str, known: Set[str]) -> bool:
   """Whether a module was found in a folder, but for parts of known ones."""
   module, top = sys.modules[name], name.partition(".")[0]
-  places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-  place = next(filter(None, places), "")
-  return top not in known and place.startswith(os.path.join(folder, top))
+  if top in known:
+    return False
+  file = getattr(module, "__file__", None)  # none of a folder alone
+  place = file or "".join(getattr(module, "__path__", ()))
+  return place.startswith(os.path.join(folder, top))
 
 
 def _said(error: BaseException, path: pathlib.Path) -> str:

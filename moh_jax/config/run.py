@@ -257,7 +257,7 @@ class LogConfig(base.Section):
   Attributes:
     every: steps between records of metrics.
     tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
-    progress: whether to show a progress bar.
+    progress: whether to print a line for every row of metrics.
     profile: "A:B" traces steps A to B - 1 into WORKDIR/profile, for XProf; ""
       traces none.
     wandb: project of Weights & Biases that gets the metrics too (the extra

@@ -315,10 +315,14 @@ def _training(config: Config, step: int) -> str:
   data, optim, train = config.data, config.optim, config.train
   tokens = step * data.batch_size * data.sequence_length
   mix = ", ".join(f"{n} {r:g} %" for n, r in zip(data.mix, data.ratios))
-  rate = f"{optim.lr:g}, {optim.schedule}"
-  if optim.schedule != "constant":
-    rate += f" to {optim.final_lr:g}"
-  rate += f" after {optim.warmup(train.steps):,} steps of warm-up"
+  fall = f"to {optim.final_lr:g}"
+  schedule = {
+    "constant": "constant",
+    "cosine": f"cosine {fall}",
+    "wsd": f"constant, in the last {optim.decay(train.steps):,} steps {fall},",
+  }[optim.schedule]
+  warmup = optim.warmup(train.steps)
+  rate = f"{optim.lr:g}, {schedule} after {warmup:,} steps of warm-up"
   optimizer = f"{optim.name}, weight decay {optim.weight_decay:g}"
   if optim.clip_norm:
     optimizer += f", gradients up to norm {optim.clip_norm:g}"

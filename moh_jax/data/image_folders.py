@@ -197,7 +197,10 @@ class ImageFolderSource(EncodedSource):
   @property
   def fingerprint(self) -> str:
     """Identifies the list of images: its length and a hash of names."""
-    return fingerprint(self._files)
+    digest = hashlib.sha256()
+    for name, label in self._files:
+      digest.update(f"{label} {name}\n".encode(errors="surrogateescape"))
+    return f"{len(self)} files, sha256 {digest.hexdigest()[:16]}"
 
   def __len__(self) -> int:
     return len(self._files)
@@ -356,14 +359,6 @@ def hold_out(
   return chosen
 
 
-def fingerprint(files: Files) -> str:
-  """Identifies a list of images and labels: its length and a hash of names."""
-  digest = hashlib.sha256()
-  for name, label in files:
-    digest.update(f"{label} {name}\n".encode(errors="surrogateescape"))
-  return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
-
-
 def find_files(folder: str | os.PathLike, *, warn: bool = False) -> list[str]:
   """Paths of the images in a folder and all below it, in order.
 
@@ -425,10 +420,16 @@ def find_splits(
   # A class may be called "train" too: beside other classes, it is a split only
   # if it does not hold image files alone.
   only = {name.lower() for name in folders} <= SPLIT_WORDS.keys()
+
+  def is_split(folder: epath.Path) -> bool:  # it has classes or packed images
+    return any(
+      x.is_dir() or x.name == "metadata.json" for x in folder.iterdir()
+    )
+
   found = {
     name: folders[name]
     for name in SPLITS
-    if name in folders and (only or _is_split(folders[name]))
+    if name in folders and (only or is_split(folders[name]))
   }
   found = found or {split or SPLITS[0]: epath.Path(root)}
   if split is not None and split not in found:
@@ -447,14 +448,6 @@ def has_class_images(root: str | os.PathLike) -> bool:
   splits = find_splits(root).values()
   classes = [folder for split in splits for folder in _folders(split)]
   return bool(classes) and all(_file_names(folder)[0] for folder in classes)
-
-
-def _is_split(folder: epath.Path) -> bool:
-  """Whether a folder holds classes or packed images."""
-  return any(
-    entry.is_dir() or entry.name == "metadata.json"
-    for entry in folder.iterdir()
-  )
 
 
 def _folders(root: epath.Path) -> list[epath.Path]:

@@ -1,4 +1,4 @@
-"""Encoded images in shards, as `pack-images` writes and training reads.
+"""Encoded images in shards, as `prepare pack-images` writes and training reads.
 
 The header of a record is {"label": 3, "name": "ant/1.jpg"}; the payload is the
 unchanged image file. metadata.json has the fields "class_names", "images" (a
@@ -95,8 +95,8 @@ def open_splits(
 
   Args:
     path: folder with train/ and val/ (or one of them), or with one split
-      directly, of class folders or of what `pack-images` wrote; or a folder of
-      Parquet or Arrow files.
+      directly, of class folders or of what `prepare pack-images` wrote; or a
+      folder of Parquet or Arrow files.
     split: the wanted split; None opens all. If `path` is one split directly,
       this is the name it gets, "train" for None.
     channels: 1 decodes to grey, 3 to RGB.

@@ -5,8 +5,8 @@ its label, as the library `datasets` writes them; `datasets` is not needed.
 
 Any row can be read. Of a Parquet file its whole row group is read for it (often
 100 rows; 10 MB took 2.7 ms of one core), and the last groups are kept, so rows
-in order are quick and random ones are not; `pack-images` makes shards of them.
-Arrow files are mapped into memory.
+in order are quick and random ones are not; `prepare pack-images` makes shards
+of them. Arrow files are mapped into memory.
 """
 
 import bisect

@@ -1,4 +1,4 @@
-"""Latents in shards, as `encode-latents` writes and diffusion training reads.
+"""Latents in shards, as `prepare encode-latents` writes and training reads.
 
 The header of a record is {"label": 3, "name": "ant/1.jpg"}. The payload is a
 little-endian float16 array [2, 2, X, Y, channels]: for the image and for its

@@ -82,13 +82,7 @@ class Text:
     self.text_bytes: int = sum(source.total_bytes for source in sources)
     self.notes = _merge([source.notes for source in sources])
     for name, source in self.sources.items():
-      _LOG.info(
-        "data: %s, %s: %s sequences of %d tokens",
-        name,
-        split,
-        f"{len(source):,}",
-        data.sequence_length,
-      )
+      _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
 
   @functools.cached_property
   def tokenizer(self) -> Tokenizer | None:
@@ -117,8 +111,6 @@ class Text:
 
   def __getitem__(self, index: int) -> Sequence:
     """Returns a packed sequence."""
-    if not 0 <= index < len(self):
-      raise IndexError(f"index={index} of {len(self)} sequences")
     place = bisect.bisect_right(self._ends, index)
     source = list(self.sources.values())[place]
     return source[index - self._ends[place] + len(source)]
@@ -319,10 +311,10 @@ def open_sets(
 
 def _check_alike(described: Mapping[pathlib.Path, Mapping[str, Any]]) -> None:
   """Checks that all sets have the same tokenizer, by its SHA-256."""
-  (first, ours), *others = (
-    (place, metadata["tokenizer"]) for place, metadata in described.items()
-  )
-  for place, theirs in others:
+  first, *others = described
+  ours = described[first]["tokenizer"]
+  for place in others:
+    theirs = described[place]["tokenizer"]
     if theirs["sha256"] != ours["sha256"]:
       raise ValueError(
         f"{place}: made with a tokenizer {theirs['kind']!r} of sha256 "

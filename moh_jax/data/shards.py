@@ -120,9 +120,9 @@ class Tokens(_Set):
 
 SCHEMAS = {"images": Images, "latents": Latents, "tokens": Tokens}
 _MAKERS = {  # the commands
-  "images": "pack-images",
-  "latents": "encode-latents",
-  "tokens": "tokenize",
+  "images": "prepare pack-images",
+  "latents": "prepare encode-latents",
+  "tokens": "prepare tokenize",
 }
 # Numbers of a set that are the sums of its shards' numbers.
 SUMS = ("examples", "documents", "tokens", "text_bytes")

@@ -48,7 +48,7 @@ class ImageSource(abc.ABC):
   def open(
     cls, config: Config, split: str, class_names: tuple[str, ...] = ()
   ) -> "ImageSource":
-    """Opens one split of a run's images; a value of `data.source` needs it.
+    """Opens one split of a run's images; by default the class is called so.
 
     Args:
       config: the run.
@@ -61,7 +61,7 @@ class ImageSource(abc.ABC):
       FileNotFoundError: data are missing.
       ValueError: they are damaged, or have classes beside `class_names`.
     """
-    raise NotImplementedError(f"{cls.__name__} has no open")
+    return cls(config, split, class_names)  # type: ignore[call-arg]
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
@@ -168,13 +168,6 @@ class FakeSource(ImageSource):
     self._examples = config.data.fake_examples
 
   @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "FakeSource":
-    """Makes a split."""
-    return cls(config, split, class_names)
-
-  @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The shapes of the usual images or latents."""
     del names
@@ -231,8 +224,6 @@ def make_source(
     FileNotFoundError: a directory, metadata.json or a shard is missing.
     ValueError: the data is damaged or does not fit the model or its classes.
   """
-  if split not in SPLITS:
-    raise ValueError(f"split={split!r} must be one of {SPLITS}")
   data, model, kind = config.data, config.model, get_source(config.data)
   source = imported(kind.source).open(config, split, class_names)
   if data.decode == "fast":
@@ -254,14 +245,11 @@ def make_source(
       f"{where} images of {source.channels} channels, must be "
       f"model.channels={model.channels}"
     )
-  _LOG.info(
-    "data: %s %s examples of %d classes", where, f"{len(source):,}", found
-  )
+  _LOG.info("data: %s %d examples of %d classes", where, len(source), found)
   if split == "train" and data.batch_size > len(source):
     _LOG.warning(
-      "data.batch_size=%d: more than the %d training examples, which a batch "
+      "data.batch_size is more than the %d training examples, which a batch "
       "then repeats",
-      data.batch_size,
       len(source),
     )
   check_class_names(class_names, source.class_names, where)
@@ -276,14 +264,11 @@ def make_source(
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
-    advice = "remove them, or leave them out with data.bad_images='skip'"
-    if split == "val":
-      advice = (
-        "remove them: data.bad_images='skip' is for training images, as "
-        "accuracies on fewer images could not be compared"
-      )
     if bad := checked.read_all(data.num_threads):
-      raise ValueError(f"{where} {bad}; {advice}")
+      raise ValueError(
+        f"{where} {bad}; remove them: data.bad_images='skip' is for training "
+        "images, which it leaves out; accuracies on fewer could not be compared"
+      )
   return checked
 
 

@@ -145,7 +145,7 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
       [glob.escape(str(file)) for file in files],
       used,
       folder,
-      {split: None},
+      split,
       piece_bytes=_PIECE_BYTES,
       notes=notes,
     )

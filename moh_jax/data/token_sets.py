@@ -313,14 +313,6 @@ class TokenSetWriter(ShardSetWriter):
       yield tokens
       tokens.close()
 
-  def documents(self) -> int:
-    """Number of documents in the whole set.
-
-    Raises:
-      ValueError: a shard is missing.
-    """
-    return sum(entry["documents"] for entry in self.entries())
-
   def finish(self) -> dict[str, Any]:
     """Writes documents.npy, the tokenizer's file and metadata.json.
 
@@ -328,19 +320,12 @@ class TokenSetWriter(ShardSetWriter):
       The content of metadata.json.
 
     Raises:
-      ValueError: a shard is missing, or there is no document at all.
+      ValueError: a shard is missing.
     """
     entries = self.entries()
     totals = {name: sum(entry[name] for entry in entries) for name in _COUNTS}
-    if not totals["documents"]:
-      raise ValueError(f"{self._folder}: the input has no document for it")
-    ends = np.zeros(totals["documents"] + 1, np.int64)
-    done = 0
-    for entry in entries:
-      lengths = self._lengths(entry)
-      ends[done + 1 : done + 1 + len(lengths)] = lengths
-      done += len(lengths)
-    np.cumsum(ends, out=ends)
+    lengths = np.concatenate([[0], *map(self._lengths, entries)])
+    ends = np.cumsum(lengths, dtype=np.int64)
     with replacing(self._folder / DOCUMENTS) as path, path.open("wb") as file:
       np.save(file, ends)
     if self._tokenizer.file_name:

@@ -9,7 +9,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
@@ -17,7 +16,7 @@ import multiprocessing
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tqdm
@@ -33,7 +32,7 @@ from moh_jax.data.text_files import (
   read_documents,
   skip_or_stop,
 )
-from moh_jax.data.token_sets import TokenSetWriter
+from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
 
@@ -42,71 +41,39 @@ _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 20
 
 
-# Returns whether a document is kept, by its text; None keeps all.
-_Keep = Callable[[str], bool] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldOutPart:
-  """Chooses the documents of a held-out part, or the rest, by their text.
+def split_of(text: str, held_out: float) -> str:
+  """The part of a document, "train" or "val", by its text.
 
   A hash of the text decides, so the choice depends on nothing else: not on the
   name or place of a file, nor on what other documents there are. Documents of
   the same text are in the same part.
 
-  Attributes:
-    share: share of the documents in the held-out part, in (0, 1).
-    held_out: whether to choose the held-out part; False chooses the rest.
-
-  Raises:
-    ValueError: `share` is out of range.
+  Args:
+    text: of the document.
+    held_out: share of the documents in "val", in (0, 1).
   """
-
-  share: float
-  held_out: bool
-
-  def __post_init__(self):
-    if not 0 < self.share < 1:
-      raise ValueError(f"held_out={self.share} must be between 0 and 1")
-
-  def __call__(self, text: str) -> bool:
-    """Returns whether the document `text` belongs to the part."""
-    return (_number(text) < self.share) == self.held_out
+  return "val" if _number(text) < held_out else "train"
 
 
-def held_out_parts(share: float) -> dict[str, HeldOutPart]:
-  """Divides documents among "train" and "val", which gets `share` of them.
+def fill_parts(held_out: float, texts: Iterable[str]) -> float:
+  """The share that gives each part a document, where the given one does not.
 
-  Raises:
-    ValueError: `share` is not between 0 and 1.
-  """
-  return {"train": HeldOutPart(share, False), "val": HeldOutPart(share, True)}
-
-
-def fill_parts(
-  parts: Mapping[str, Any], texts: Iterable[str]
-) -> dict[str, Any]:
-  """Gives each of two parts a document where the share leaves one empty.
-
-  The share moves just past the lowest or the highest number of a text. Where
-  the hash gives both parts a document, nothing changes, and no more texts are
-  taken than needed to see it.
+  It moves just past the lowest or the highest number of a text. Where the hash
+  gives both parts a document, nothing changes, and no more texts are taken than
+  needed to see it.
 
   Args:
-    parts: by split; others than `held_out_parts` makes are returned as given.
+    held_out: see `split_of`.
     texts: the documents that have text.
 
   Raises:
     ValueError: there are fewer than two documents, or all have the same text.
   """
-  share = getattr(parts.get("val"), "share", None)
-  if share is None or parts != held_out_parts(share):
-    return dict(parts)
   low, high, count = 1.0, 0.0, 0
   for number in map(_number, texts):
     low, high, count = min(low, number), max(high, number), count + 1
-    if low < share <= high:
-      return dict(parts)
+    if low < held_out <= high:
+      return held_out
   if not count:
     raise ValueError("the input has no document")
   if low == high:
@@ -115,7 +82,7 @@ def fill_parts(
       f"the input has {count} {same}, and documents are not cut; tokenize "
       "other files with --split val, and this one with --split train"
     )
-  return held_out_parts(high if low < share else math.nextafter(low, 1))
+  return high if low < held_out else math.nextafter(low, 1)
 
 
 def _number(text: str) -> float:
@@ -131,7 +98,7 @@ class _Job:
   """What a worker process needs to write shards; picklable."""
 
   writers: dict[str, TokenSetWriter]  # by split
-  keeps: Mapping[str, _Keep]  # by split
+  held_out: float | None
   groups: list[tuple[Piece, ...]]
   todo: dict[int, list[str]]  # number of a group -> splits that lack its shard
   tokenizer: Tokenizer
@@ -146,31 +113,30 @@ class _Job:
         for split in self.todo[group]
       }
 
-      def skip(
-        name: str, reason: str, detail: str = "", text: str = ""
-      ) -> None:
-        for split, target in targets.items():
-          # Without text, the name says which part tells of it.
-          if _wanted(self.keeps[split], text or name):
-            target.skip(name, reason, detail)
+      def target(text: str) -> TokenShard | None:
+        if self.held_out is None:
+          return next(iter(targets.values()))
+        return targets.get(split_of(text, self.held_out))
+
+      def skip(name: str, *why: str) -> None:
+        if found := target(name):  # without text, the name says the part
+          found.skip(name, *why)
 
       on_bad = skip_or_stop(self.on_error, skip)
       documents = (
         (name, text)
         for piece in self.groups[group]
         for name, text in read_documents(piece, self.field, on_bad)
-        if not text
-        or any(_wanted(self.keeps[split], text) for split in targets)
+        if not text or target(text)
       )
-      for names, texts in _batches(documents):
-        ids = self.tokenizer.encode_batch(texts)
-        for name, text, tokens in zip(names, texts, ids):
-          if not tokens:
-            skip(name, "empty", text=text)
-            continue
-          for split, target in targets.items():
-            if _wanted(self.keeps[split], text):
-              target.add(tokens, len(text.encode()))
+      for batch in _batches(documents):
+        ids = self.tokenizer.encode_batch([text for _, text in batch])
+        for (name, text), tokens in zip(batch, ids):
+          found = target(text or name)
+          if found and tokens:
+            found.add(tokens, len(text.encode()))
+          elif found:
+            found.skip(name, "empty")
     return self.size(group)
 
   def size(self, group: int) -> int:
@@ -182,28 +148,29 @@ def tokenize(
   inputs: Sequence[str],
   tokenizer: Tokenizer,
   out: str | os.PathLike,
-  parts: Mapping[str, _Keep],
+  split: str = "train",
   *,
+  held_out: float | None = None,
   field: str = "text",
   piece_bytes: int = PIECE_BYTES,
   workers: int = 1,
   on_error: OnError = "stop",
   notes: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-  """Makes the sets OUT/SPLIT, reading the input once; continues killed runs.
+  """Makes sets OUT/SPLIT, reading the input once; continues killed runs.
 
   If no shard of a set can be written, the set is removed again, so that other
   options can be tried. If a set has no document, all of them are removed. Where
-  `parts` are those of `held_out_parts` and the share leaves one of them empty,
-  it gets one document, see `fill_parts`; that is known before the work starts.
+  the share leaves one of two parts empty, it gets one document, see
+  `fill_parts`; that is known before the work starts.
 
   Args:
     inputs: files or patterns, see `list_pieces`.
     tokenizer: tokenizer that makes the tokens.
     out: folder of the splits, local or mounted.
-    parts: for each split, a function from a document's text to whether it is
-      kept; None keeps all, for example {"train": None}. The functions are
-      pickled, and their repr is a setting of the set.
+    split: name of the set that all documents go to.
+    held_out: makes two sets in its place, "train" and "val", which gets this
+      share of the documents, see `split_of`.
     field: field of JSON objects, or column of tables, that holds the text.
     piece_bytes: approximate bytes of input for one shard.
     workers: number of processes; 1 is this one, which encodes on all cores.
@@ -221,23 +188,30 @@ def tokenize(
     ValueError: an input is damaged and `on_error` is "stop", a split gets no
       document, or `out` holds sets with other settings.
   """
-  groups = list_pieces(inputs, piece_bytes)
-  out = pathlib.Path(out)
-  for split in parts:
-    inside(out, split, "split")
-  parts = fill_parts(parts, _texts(groups, field, on_error))
+  groups, out = list_pieces(inputs, piece_bytes), pathlib.Path(out)
+  inside(out, split, "split")
+  keeps = {split: "all"}
+  if held_out is not None:
+    if not 0 < held_out < 1:
+      raise ValueError(f"held_out={held_out} must be between 0 and 1")
+    held_out = fill_parts(held_out, _texts(groups, field, on_error))
+    # Sets say it as versions did that had a class for it.
+    name = f"HeldOutPart(share={held_out!r}, held_out="
+    keeps = {
+      "train": f"{name}False) of texts",
+      "val": f"{name}True) of texts",
+    }
   writers: dict[str, TokenSetWriter] = {}
   try:
-    for split, keep in parts.items():
-      writers[split] = TokenSetWriter(
-        out / split,
+    for part, keep in keeps.items():
+      writers[part] = TokenSetWriter(
+        out / part,
         tokenizer,
         num_shards=len(groups),
         settings={
           "inputs": fingerprint(groups),
           "field": field,
-          # Older versions asked `keep` for the name.
-          "keep": "all" if keep is None else f"{keep!r} of texts",
+          "keep": keep,
         },
         notes=notes or {},
       )
@@ -245,7 +219,7 @@ def tokenize(
     for split, writer in writers.items():
       for group in writer.todo():
         todo.setdefault(group, []).append(split)
-    job = _Job(writers, parts, groups, todo, tokenizer, field, on_error)
+    job = _Job(writers, held_out, groups, todo, tokenizer, field, on_error)
     total = sum(map(job.size, range(len(groups))))
     with tqdm.tqdm(
       desc=", ".join(writers),
@@ -263,8 +237,9 @@ def tokenize(
         writer.discard()
     raise
   for split, writer in writers.items():
-    if not writer.documents():
-      skipped = describe_skipped(writer.entries())
+    entries = writer.entries()
+    if not any(entry["documents"] for entry in entries):
+      skipped = describe_skipped(entries)
       for other in writers.values():
         other.discard()
       raise ValueError(
@@ -272,10 +247,6 @@ def tokenize(
         + (f"; {skipped}" if skipped else "")
       )
   return {split: writer.finish() for split, writer in writers.items()}
-
-
-def _wanted(keep: _Keep, text: str) -> bool:
-  return keep is None or keep(text)
 
 
 def _texts(
@@ -297,20 +268,18 @@ def _texts(
 
 def _batches(
   documents: Iterable[tuple[str, str]],
-) -> Iterator[tuple[list[str], list[str]]]:
-  """Collects (name, text) pairs into batches of names and texts."""
-  names: list[str] = []
-  texts: list[str] = []
+) -> Iterator[list[tuple[str, str]]]:
+  """Collects (name, text) pairs into batches."""
+  batch: list[tuple[str, str]] = []
   size = 0
   for name, text in documents:
-    names.append(name)
-    texts.append(text)
+    batch.append((name, text))
     size += len(text)
-    if len(names) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
-      yield names, texts
-      names, texts, size = [], [], 0
-  if names:
-    yield names, texts
+    if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
+      yield batch
+      batch, size = [], 0
+  if batch:
+    yield batch
 
 
 def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
@@ -346,15 +315,12 @@ def _start_worker(job: _Job):
   # There is a process for each core, so the tokenizer needs no threads.
   os.environ["TOKENIZERS_PARALLELISM"] = "false"
   _worker_job[:] = [job]
-  parent = multiprocessing.parent_process()
-  watch = functools.partial(_exit_after, parent)
-  threading.Thread(target=watch, daemon=True).start()
 
+  def exit_after_parent() -> None:  # also where it was killed
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
-def _exit_after(parent):
-  """Ends this process when the process that started it was killed."""
-  parent.join()
-  os._exit(1)
+  threading.Thread(target=exit_after_parent, daemon=True).start()
 
 
 def _write_group(group: int) -> int:

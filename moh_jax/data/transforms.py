@@ -94,13 +94,6 @@ def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     halves = (image.shape[0] // 2, image.shape[1] // 2)
     image = resize(image, halves, resample=Image.Resampling.BOX)
   scale = max(wanted / s for s, wanted in zip(image.shape, size))
-  return _scale_and_crop(image, scale, size)
-
-
-def _scale_and_crop(
-  image: np.ndarray, scale: float, size: tuple[int, int]
-) -> np.ndarray:
-  """Multiplies both sides by `scale`, then crops the centre to `size`."""
   scaled = tuple(
     max(round(s * scale), wanted) for s, wanted in zip(image.shape, size)
   )

@@ -336,36 +336,30 @@ def to_npz(stats: HeadStats) -> bytes:
   numbers of the listed heads; for a grouping such as "class" there are
   "class/names" [G], "class/tokens" [L, G], "class/load", "class/score" and
   "class/gate" [L, G, H], "class/weights" [L, G, 2] and "class/entropy" [L, G];
-  "maps/best" [L, M, N], "maps/selected" [L, M, N, H], "maps/index" [M],
-  "maps/label" [M] and "maps/inputs".
+  "maps/best" [L, M, N] (numbers of heads), "maps/selected" [L, M, N, H] (as
+  listed), "maps/index" [M], "maps/label" [M] and "maps/inputs".
   """
-  arrays = {
-    "layers": np.array([layer.name for layer in stats.layers]),
-    "order": _filled([np.array(layer.order) for layer in stats.layers], -1),
-    "shared": np.array([layer.budget.shared for layer in stats.layers]),
-    "top_k": np.array([layer.budget.top_k for layer in stats.layers]),
-  }
-  for kind, groups in stats.groups.items():
-    arrays |= {
-      f"{kind}/names": np.array(groups.names),
-      f"{kind}/tokens": groups.tokens.astype(np.int64),
-      f"{kind}/weights": groups.weights,
-      f"{kind}/entropy": stats.entropy(kind),
-    }
-    for name in VALUES:
-      arrays[f"{kind}/{name}"] = _filled(getattr(groups, name), np.nan)
-  maps = stats.maps
+  layers, maps = stats.layers, stats.maps
   selected = [
     np.pad(chosen, ((0, 0), (0, 0), (layer.budget.shared, 0)))
-    for chosen, layer in zip(maps.selected, stats.layers)
+    for chosen, layer in zip(maps.selected, layers)
   ]
-  arrays |= {
+  arrays = {
+    "layers": np.array([layer.name for layer in layers]),
+    "order": _filled([np.array(layer.order) for layer in layers], -1),
+    "shared": np.array([layer.budget.shared for layer in layers]),
+    "top_k": np.array([layer.budget.top_k for layer in layers]),
     "maps/best": _filled(maps.best, -1),
     "maps/selected": _filled(selected, False),
-    "maps/index": maps.index,
-    "maps/label": maps.label,
-    "maps/inputs": maps.inputs,
+    **{f"maps/{n}": getattr(maps, n) for n in ("index", "label", "inputs")},
   }
+  for kind, groups in stats.groups.items():
+    arrays[f"{kind}/names"] = np.array(groups.names)
+    arrays[f"{kind}/tokens"] = groups.tokens.astype(np.int64)
+    arrays[f"{kind}/weights"] = groups.weights
+    arrays[f"{kind}/entropy"] = stats.entropy(kind)
+    for name in VALUES:
+      arrays[f"{kind}/{name}"] = _filled(getattr(groups, name), np.nan)
   stream = io.BytesIO()
   np.savez_compressed(stream, **arrays)
   return stream.getvalue()

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -89,31 +90,25 @@ def open_images(
     )
   if 0 in shape:
     raise ValueError(f"{path}: arr_0 of shape {shape} holds no image")
-  read = _fortran_batches if fortran_order else _npz_batches
-  batches = functools.partial(read, path, shape)
+  batches = functools.partial(_npz_batches, path, shape, fortran_order)
   return ImageSet(str(path), shape[0], shape[1:3], batches)
 
 
 def _npz_batches(
-  path: pathlib.Path, shape: tuple[int, ...], batch_size: int
+  path: pathlib.Path, shape: tuple[int, ...], whole: bool, batch_size: int
 ) -> Iterator[np.ndarray]:
+  """Batches, read one by one unless the first image ends with the file."""
+  images = read_npz(path, ["arr_0"])["arr_0"] if whole else None
   with open_member(path, "arr_0") as (stream, _):
     for start in range(0, shape[0], batch_size):
       wanted = (min(batch_size, shape[0] - start), *shape[1:])
-      with npz_damage(path):
-        data = np.frombuffer(stream.read(int(np.prod(wanted))), np.uint8)
-        images = data.reshape(wanted)
-      yield np.broadcast_to(images, (*wanted[:3], 3))
-
-
-def _fortran_batches(
-  path: pathlib.Path, shape: tuple[int, ...], batch_size: int
-) -> Iterator[np.ndarray]:
-  """Batches of an array whose first image ends with the file."""
-  images = read_npz(path, ["arr_0"])["arr_0"]
-  for start in range(0, shape[0], batch_size):
-    part = np.ascontiguousarray(images[start : start + batch_size])
-    yield np.broadcast_to(part, (*part.shape[:3], 3))
+      if whole:
+        part = np.ascontiguousarray(images[start : start + batch_size])
+      else:
+        with npz_damage(path):
+          data = np.frombuffer(stream.read(math.prod(wanted)), np.uint8)
+          part = data.reshape(wanted)
+      yield np.broadcast_to(part, (*wanted[:3], 3))
 
 
 def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
@@ -132,7 +127,6 @@ def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
         "crops them to N x N"
       )
   order = np.random.RandomState(_SEED).permutation(len(files))
-  ordered = [files[i] for i in order]
 
   def read(file: str) -> np.ndarray:
     image = read_image(file, 3)
@@ -140,17 +134,13 @@ def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
       raise ValueError(f"{file} has {_written(image.shape)}, others have not")
     return center_crop(image, size)
 
-  batches = functools.partial(_folder_batches, ordered, read)
+  def batches(batch_size: int) -> Iterator[np.ndarray]:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+      for start in range(0, len(files), batch_size):
+        part = [files[i] for i in order[start : start + batch_size]]
+        yield np.stack(list(pool.map(read, part)))
+
   return ImageSet(str(path), len(files), size, batches)
-
-
-def _folder_batches(
-  files: Sequence[str], read: Callable[[str], np.ndarray], batch_size: int
-) -> Iterator[np.ndarray]:
-  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    for start in range(0, len(files), batch_size):
-      part = files[start : start + batch_size]
-      yield np.stack(list(pool.map(read, part)))
 
 
 def _image_size(file: str) -> tuple[int, int]:
@@ -243,16 +233,14 @@ def summarize(
     raise ValueError(
       f"{images.path}: has one image; a covariance needs at least 2"
     )
-  wanted = {
-    "pool3": distributions or keep_features,
-    "spatial": distributions,
-    "logits": score,
-  }
-  names = [name for name, asked in wanted.items() if asked]
+  names = ("pool3", "spatial") if distributions else ()
+  names += ("logits",) * score
+  names = tuple(dict.fromkeys(names + ("pool3",) * keep_features))
   sums: dict[str, Moments] = {}
   scores, kept = [], []
-  rows = _rows(extract, images, batch_size, names, progress)
-  for block in _blocks(rows, block_size):
+  for block in _blocks(
+    extract, images, batch_size, names, progress, block_size
+  ):
     if distributions:
       for name in ("pool3", "spatial"):
         sums[name] = moments(block[name], sums.get(name))
@@ -268,22 +256,30 @@ def summarize(
   )
 
 
-def _rows(
+def _blocks(
   extract: Callable[[np.ndarray], Features],
   images: ImageSet,
   batch_size: int,
   names: Sequence[str],
   progress: Callable[[int], Any],
+  size: int,
 ) -> Iterator[dict[str, np.ndarray]]:
-  """The features of every batch by name, [b, D] float32 on the host."""
+  """Features by name, [size, D] float32 on the host; the last may be fewer."""
+  held: dict[str, list[np.ndarray]] = {name: [] for name in names}
+  seen = 0
 
-  def on_host(features: Features, count: int) -> dict[str, np.ndarray]:
-    found = {
-      name: np.asarray(getattr(features, name))[:count].reshape(count, -1)
-      for name in names
-    }
+  def add(features: Features, count: int) -> Iterator[dict[str, np.ndarray]]:
+    nonlocal held, seen
+    for name, parts in held.items():
+      rows = np.asarray(getattr(features, name))[:count]
+      parts.append(rows.reshape(count, -1))
+    seen += count
     progress(count)
-    return found
+    while seen >= size:
+      whole = {name: np.concatenate(parts) for name, parts in held.items()}
+      yield {name: rows[:size] for name, rows in whole.items()}
+      held = {name: [rows[size:]] for name, rows in whole.items()}
+      seen -= size
 
   waiting = None
   for batch in images.batches(batch_size):
@@ -291,24 +287,8 @@ def _rows(
     features = extract(np.concatenate([batch, fill]))
     # One batch in flight: the device computes while the host reads and adds.
     if waiting is not None:
-      yield on_host(*waiting)
+      yield from add(*waiting)
     waiting = features, len(batch)
-  yield on_host(*waiting)
-
-
-def _blocks(
-  parts: Iterator[dict[str, np.ndarray]], size: int
-) -> Iterator[dict[str, np.ndarray]]:
-  """Puts rows together to blocks of `size`; the last may be smaller."""
-  held: list[dict[str, np.ndarray]] = []
-  for part in parts:
-    held.append(part)
-    count = sum(len(x) for one in held for x in list(one.values())[:1])
-    if count >= size:
-      whole = {n: np.concatenate([one[n] for one in held]) for n in part}
-      for start in range(0, count - size + 1, size):
-        yield {n: x[start : start + size] for n, x in whole.items()}
-      held = [{n: x[count - count % size :] for n, x in whole.items()}]
-  last = {n: np.concatenate([one[n] for one in held]) for n in held[0]}
-  if all(map(len, last.values())):
-    yield last
+  yield from add(*waiting)
+  if seen:
+    yield {name: np.concatenate(parts) for name, parts in held.items()}

@@ -153,11 +153,10 @@ def routing_maps(
   shown = sorted({round(place) for place in shown.tolist()})
   extra = pictures is not None
   columns = 1 if is_text else len(shown) + extra
-  width, height = 1.5 * columns + 0.4, 1.5
+  width, height = 1.5 * columns + 1.1, 1.5
   if is_text:
     width, height = 10, 0.6 + 0.12 * len(layers)
-  size = width, height * len(titles) + 1.0
-  figure = new_figure(figsize=size)
+  figure = new_figure(figsize=(width, height * len(titles) + 0.6))
   axes = figure.subplots(len(titles), columns, squeeze=False)
   for axis in axes.flat:
     axis.set_xticks([])
@@ -193,7 +192,7 @@ def load_over_steps(
       in the order of their numbers.
     layers: of the model.
   """
-  figure, axes = _panels(len(loads), (2.6, 1.9), (0.4, 0.6))
+  figure, axes = _panels(len(loads), (2.6, 1.9), (1.1, 0.6))
   routed = {layer.name: sorted(layer.routed) for layer in layers}
   colors = head_colors(_most_heads(layers))
   for axis, (name, points) in zip(axes, loads.items()):
@@ -201,7 +200,7 @@ def load_over_steps(
     for head, line in zip(routed.get(name, ()), np.transpose(values)):
       axis.plot(steps, line, color=colors[head], linewidth=1)
     axis.set_title(name, fontsize=8)
-    axis.set_ylim(0, 1)
+    axis.set_ylim(0, 1.02)  # a line at 1 is seen
     axis.tick_params(labelsize=6)
   figure.supxlabel("step", fontsize=8)
   figure.supylabel("share of tokens", fontsize=8)
@@ -296,8 +295,7 @@ def _head_legend(figure: Any, layers: Sequence[Layer]) -> None:
   if len(colors) <= len(_PALETTE):
     heads = sorted({head for layer in layers for head in layer.routed})
     handles = [Patch(color=colors[n], label=f"head {n}") for n in heads]
-    where = {"loc": "outside lower center", "ncols": 4}
-    figure.legend(handles=handles, fontsize=7, **where)
+    figure.legend(handles=handles, fontsize=7, loc="outside right upper")
 
 
 def _printable(name: str) -> str:

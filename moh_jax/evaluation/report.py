@@ -33,9 +33,9 @@ _CURVES = (
   *("loss", "task_loss", "accuracy", "bits_per_byte", "mse"),
   *("balance_loss", "activated_share", "load_entropy", "lr"),
 )
-_NO_ROUTER = (
-  "This model is multi-head attention: it has no router, and every token uses "
-  "every head. There is no load to show."
+NO_ROUTER = (
+  "the model is multi-head attention: it has no router, and every token uses "
+  "every head"
 )
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
@@ -187,14 +187,10 @@ def _figures(found: Findings) -> Iterator[tuple[str, Any]]:
 def _page(found: Findings, images: Mapping[str, str]) -> str:
   config, stats = found.config, found.stats
   warnings = stats.collapsed(config.log.collapse_entropy)
-  if not stats.layers:
-    warnings = [_NO_ROUTER]
+  warnings += [] if stats.layers else [NO_ROUTER]
   budgets = [
-    (
-      *(name, budget.num_heads, budget.shared, budget.routed, budget.top_k),
-      f"{budget.share:.1%}",
-    )
-    for name, budget in config.model.layer_budgets().items()
+    (n, b.num_heads, b.shared, b.routed, b.top_k, f"{b.share:.1%}")
+    for n, b in config.model.layer_budgets().items()
   ]
   header = ("layer", "heads", "shared", "routed", "top_k", "active")
   similarity = similarity_rows(found.similarity)

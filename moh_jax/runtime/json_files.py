@@ -102,6 +102,8 @@ def check_json(value: Any, kind: Any, where: str = "") -> Any:
   except msgspec.ValidationError as error:
     what = _explain(str(error), value)
     raise ValueError(f"{where}: {what}" if where else what) from error
+  except UnicodeError as error:  # half a surrogate pair where no text may be
+    raise ValueError(f"{where}: not valid JSON: {error}") from error
   return value
 
 

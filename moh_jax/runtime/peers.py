@@ -6,11 +6,13 @@ store also works where programs would differ so much that a collective hangs.
 """
 
 import contextlib
+import inspect
 import itertools
 import json
 import logging
 import os
 import platform
+import subprocess
 import sys
 import threading
 import time
@@ -24,7 +26,6 @@ from orbax.checkpoint import multihost
 
 from moh_jax._version import __version__
 from moh_jax.runtime.steps import in_bucket, steps_folder, workdir
-from moh_jax.runtime.witness import Witness
 
 LOG = "run.log"  # in the working directory: what libraries say
 # How long the slowest process may take to come to `agree` after the first.
@@ -166,7 +167,7 @@ class Peers:
       last_whole: says which checkpoint the run can go on from.
     """
     self._stop = threading.Event()
-    self._witness: Witness | None = None
+    self._witness: _Witness | None = None
     self._last_whole, self._step = last_whole, 0
     self._index, self._count = jax.process_index(), jax.process_count()
     if self._count == 1:
@@ -176,7 +177,7 @@ class Peers:
     root = workdir(directory)
     log = root / LOG
     if not in_bucket(root):
-      self._witness = Witness(os.fspath(steps_folder(directory)), str(log))
+      self._witness = _Witness(os.fspath(steps_folder(directory)), str(log))
     now = time.monotonic()
     self._answered = now
     self._seen = {i: "" for i in range(self._count) if i != self._index}
@@ -276,3 +277,54 @@ class Peers:
       flush=True,
     )
     os._exit(STATUS)  # the main thread waits for the other process
+
+
+class _Witness:
+  """Says in one line that this process has ended without saying why.
+
+  When the first process of a run dies, JAX's C++ code ends the others within a
+  second, and no Python code of theirs runs any more. A witness is a small
+  process of its own that waits for the end of the process which started it, or
+  for `dismiss`.
+  """
+
+  def __init__(self, steps_folder: str, log: str):
+    """Starts it; its line goes to this process's stderr.
+
+    Args:
+      steps_folder: local folder of the run's checkpoints.
+      log: file that says more.
+    """
+    program = f"{inspect.getsource(_wait)}\n_wait({steps_folder!r}, {log!r})"
+    self._child = subprocess.Popen(
+      [sys.executable, "-I", "-c", program],
+      stdin=subprocess.PIPE,
+      stderr=sys.stderr,
+      text=True,
+      start_new_session=True,  # signals of the terminal are not for it
+    )
+
+  def dismiss(self) -> None:
+    """Ends it in silence: this process ends in order, or says why itself."""
+    with contextlib.suppress(OSError, ValueError):
+      self._child.communicate("dismissed")
+
+
+def _wait(steps_folder: str, log: str) -> None:
+  """What a witness runs: its source, without this module's imports."""
+  import os
+  import sys
+
+  if sys.stdin.read():
+    return
+  names = os.listdir(steps_folder) if os.path.isdir(steps_folder) else ()
+  steps = [int(name) for name in names if name.isdecimal()]
+  workdir = os.path.dirname(steps_folder)
+  last = f"{workdir} holds no checkpoint"
+  if steps:
+    last = f"the last whole checkpoint in {workdir} is step {max(steps)}"
+  print(
+    "error: this process of the run was ended, as happens when the first one "
+    f"is gone; {log} says more; {last}; start all processes again to resume",
+    file=sys.stderr,
+  )

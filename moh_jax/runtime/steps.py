@@ -10,7 +10,6 @@ Importable without JAX.
 """
 
 import concurrent.futures
-import errno
 import itertools
 import logging
 import os
@@ -295,34 +294,18 @@ def newest_whole_step(
 
 
 def set_aside_after(directory: str | epath.Path, step: int) -> None:
-  """Moves checkpoints after a step to DIR/damaged/: no run continues them.
+  """Moves checkpoints after a step to DIR/checkpoints/damaged/.
 
-  A run that continues at `step` will write checkpoints of their names again.
-  Where DIR/checkpoints is on another disk than DIR, they stay on theirs, in
-  DIR/checkpoints/damaged/, and DIR/damaged/ has links to them.
+  No run continues them. One that continues at `step` will write checkpoints of
+  their names again.
   """
-  here = workdir(directory) / _SET_ASIDE
-  there = steps_folder(directory) / _SET_ASIDE
+  folder = steps_folder(directory) / _SET_ASIDE
   for later in list_steps(directory):
     if later > step:
-      here.mkdir(parents=True, exist_ok=True)
-      source = step_folder(directory, later)
+      folder.mkdir(exist_ok=True)
       names = (f"{later}.{number}" for number in itertools.count(1))
-      name = next(
-        n for n in names if not any((to / n).exists() for to in (here, there))
-      )
-      target, kept = here / name, there / name
-      try:
-        source.rename(target)
-      except OSError as error:
-        if error.errno != errno.EXDEV:
-          raise
-        # The link comes first: after a kill between the two it leads nowhere,
-        # and the next call makes it again.
-        there.mkdir(exist_ok=True)
-        target.unlink(missing_ok=True)
-        os.symlink(os.path.realpath(kept), target)
-        source.rename(kept)
+      target = next(t for t in (folder / n for n in names) if not t.exists())
+      step_folder(directory, later).rename(target)
       _LOG.warning("the checkpoint of step %d is set aside: %s", later, target)
 
 

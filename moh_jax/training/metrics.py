@@ -1,4 +1,4 @@
-"""Where a run's metrics go: metrics.jsonl, a progress bar, tensorboard, W&B."""
+"""Where a run's metrics go: metrics.jsonl, stderr, tensorboard, W&B."""
 
 import hashlib
 import io
@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,8 +27,6 @@ from moh_jax.runtime.steps import in_bucket
 
 _LOG = logging.getLogger(__name__)
 _BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
-_BAR, _GAP, _HEIGHT = 12, 4, 100  # pixels of a picture of loads
-_COLOR, _EVEN = (0, 114, 178), (213, 94, 0)  # told apart by all eyes
 
 
 class MetricsWriter:
@@ -58,21 +56,16 @@ class MetricsWriter:
       run: config of the run, for loggers that show it.
     """
     self._workdir = workdir
-    self._viewers: list[_Tensorboard | _Wandb] = []
     self._active = jax.process_index() == 0
     if not self._active:
       return
     self._rows = _Rows(workdir / "metrics.jsonl", start)
+    self._viewers: list[_Tensorboard | _Wandb] = []
     if config.tensorboard:
       self._viewers.append(_Tensorboard(workdir, start))
     if config.wandb:
       self._viewers.append(_Wandb(config.wandb, workdir, run or {}))
-    self._progress = _Progress(config.progress, start, steps, shown)
-
-  def advance(self, step: int) -> None:
-    """Moves the progress bar to `step`."""
-    if self._active:
-      self._progress.advance(step)
+    self._lines = _Lines(steps, shown) if config.progress else None
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     """Records scalars of one step.
@@ -86,8 +79,9 @@ class MetricsWriter:
     values = {n: v for n, v in values.items() if math.isfinite(v)}
     if not self._active or not values or self.has(step, split):
       return  # the last: a finished run that was started again
-    for sink in (self._rows, *self._viewers, self._progress):
-      sink.write(step, split, values)
+    for sink in (self._rows, *self._viewers, self._lines):
+      if sink is not None:
+        sink.write(step, split, values)
 
   def write_image(self, step: int, name: str, picture: np.ndarray) -> None:
     """Writes a picture to WORKDIR/NAME/STEP.png, tensorboard and W&B.
@@ -105,10 +99,10 @@ class MetricsWriter:
     to_picture(picture).save(stream, "png")
     write_whole(file, stream.getvalue())
     for viewer in self._viewers:
-      viewer.show(step, {name: picture})
+      viewer.show(step, name, picture)
 
   def write_loads(self, step: int, loads: Mapping[str, np.ndarray]) -> None:
-    """Records the load of heads: a row of the split "heads", and pictures.
+    """Records the load of heads, a row of the split "heads".
 
     Args:
       step: optimizer steps done.
@@ -122,9 +116,6 @@ class MetricsWriter:
       for name, load in loads.items()
     }
     self._rows.write(step, LOAD_SPLIT, rows)
-    for viewer in self._viewers:
-      pictures = {f"load/{n}": load_picture(x) for n, x in loads.items()}
-      viewer.show(step, pictures)
 
   def image_path(self, step: int, name: str) -> epath.Path:
     """Where `write_image` puts a picture."""
@@ -156,8 +147,8 @@ class MetricsWriter:
     """Flushes and closes the files."""
     if self._active:
       self._rows.flush()
-      for sink in (self._progress, *self._viewers):
-        sink.close()
+      for viewer in self._viewers:
+        viewer.close()
 
 
 class _Rows:
@@ -209,48 +200,25 @@ class _Rows:
       self._unwritten, self._written_at = False, time.monotonic()
 
 
-class _Progress:
-  """A progress bar on stderr, or lines where no bar can be seen."""
+class _Lines:
+  """A line on stderr for each row."""
 
-  def __init__(self, on: bool, start: int, steps: int, shown: Sequence[str]):
-    self._shown = shown
-    self._first_advance: tuple[int, float] | None = None  # step, when
-    self._bar = tqdm.tqdm(
-      total=steps,
-      initial=start,
-      unit="step",
-      dynamic_ncols=True,
-      disable=not (on and _has_width(sys.stderr)),
-    )
-    self._print_rows = on and self._bar.disable
-
-  def advance(self, step: int) -> None:
-    self._first_advance = self._first_advance or (step, time.monotonic())
-    self._bar.update(step - self._bar.n)
+  def __init__(self, steps: int, shown: Sequence[str]):
+    self._steps, self._shown = steps, shown
+    self._first: tuple[int, float] | None = None  # step of a row, when
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     names = [n for n in self._shown or values if n in values]
-    summary = ", ".join(_text(name, values[name]) for name in names)
+    line = ", ".join(_text(name, values[name]) for name in names)
     if split == "train":
-      self._bar.set_postfix_str(summary, refresh=False)
-    if self._print_rows:
-      eta = self._eta(step) if split == "train" else ""
-      line = f"step {step}/{self._bar.total} {split}: {summary}{eta}"
-      print(line, file=sys.stderr, flush=True)
-    elif split != "train" and not self._bar.disable:
-      self._bar.write(f"step {step} {split}: {summary}", sys.stderr)
-
-  def _eta(self, step: int) -> str:
-    """Remaining time, ", ETA MM:SS"; the compilation before step 1 is past."""
-    first, since = self._first_advance or (step, 0.0)
-    if step == first:
-      return ""
-    per_step = (time.monotonic() - since) / (step - first)
-    left = tqdm.tqdm.format_interval(per_step * (self._bar.total - step))
-    return f", ETA {left}"
-
-  def close(self) -> None:
-    self._bar.close()
+      now = time.monotonic()
+      first, since = self._first = self._first or (step, now)
+      if step > first:
+        left = (now - since) / (step - first) * (self._steps - step)
+        line += f", ETA {tqdm.tqdm.format_interval(left)}"
+    print(
+      f"step {step}/{self._steps} {split}: {line}", file=sys.stderr, flush=True
+    )
 
 
 class _Tensorboard:
@@ -262,7 +230,7 @@ class _Tensorboard:
 
     scheme, separator, _ = str(workdir).partition("://")
     if separator:
-      record_writer.register_writer_factory(scheme, _EventFiles())
+      record_writer.register_writer_factory(scheme, _EventFile())
     self._writer = tensorboardX.SummaryWriter(
       str(workdir / "tensorboard"), purge_step=start + 1
     )
@@ -271,37 +239,29 @@ class _Tensorboard:
     for name, value in values.items():
       self._writer.add_scalar(f"{split}/{name}", value, step)
 
-  def show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-    for name, picture in pictures.items():
-      self._writer.add_image(name, picture, step, dataformats="HWC")
+  def show(self, step: int, name: str, picture: np.ndarray) -> None:
+    self._writer.add_image(name, picture, step, dataformats="HWC")
 
   def close(self) -> None:
     self._writer.close()
 
 
-class _EventFiles:
-  """What tensorboardX calls for paths in buckets.
+class _EventFile:
+  """An event file that is kept in memory and written whole at each flush.
 
-  Its own writer for gs:// wants a package that the extra `gcs` does not
-  install; this one goes through the library that epath uses.
+  Objects of a bucket cannot be appended to; tensorboardX flushes every two
+  minutes, and at the end. Its own writer for gs:// wants a package that the
+  extra `gcs` does not install; this one goes through the library of epath.
   """
+
+  def __init__(self, path: str = ""):
+    self._path, self._content, self._written = epath.Path(path), bytearray(), 0
 
   def open(self, path: str) -> "_EventFile":
     return _EventFile(path)
 
   def directory_check(self, path: str) -> None:
     """Buckets have no directories."""
-
-
-class _EventFile:
-  """An event file that is kept in memory and written whole at each flush.
-
-  Objects of a bucket cannot be appended to. tensorboardX flushes every two
-  minutes, and at the end.
-  """
-
-  def __init__(self, path: str):
-    self._path, self._content, self._written = epath.Path(path), bytearray(), 0
 
   def write(self, content: bytes) -> None:
     self._content += content
@@ -311,8 +271,7 @@ class _EventFile:
       self._path.write_bytes(bytes(self._content))
       self._written = len(self._content)
 
-  def close(self) -> None:
-    self.flush()
+  close = flush
 
 
 class _Wandb:
@@ -340,9 +299,8 @@ class _Wandb:
     named = {f"{split}/{name}": value for name, value in values.items()}
     self._run.log({"step": step, **named})
 
-  def show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-    images = {name: self._image(pixels) for name, pixels in pictures.items()}
-    self._run.log({"step": step, **images})
+  def show(self, step: int, name: str, picture: np.ndarray) -> None:
+    self._run.log({"step": step, name: self._image(picture)})
 
   def close(self) -> None:
     self._run.finish()
@@ -415,34 +373,6 @@ class HeadWatch:
       "load_entropy": min(entropies.values()),
       "collapsed_routers": float(len(collapsed)),
     }
-
-
-def load_picture(load: np.ndarray) -> np.ndarray:
-  """A bar for the load of each routed head, with a line at the even load.
-
-  Args:
-    load: [R] share of tokens in [0, 1].
-
-  Returns:
-    [rows, columns, 3] uint8.
-  """
-  width = len(load) * (_BAR + _GAP) + _GAP
-  picture = np.full((_HEIGHT, width, 3), 255, np.uint8)
-  for head, share in enumerate(load):
-    start = _GAP + head * (_BAR + _GAP)
-    height = round(float(share) * _HEIGHT)
-    picture[_HEIGHT - height :, start : start + _BAR] = _COLOR
-  even = round(float(np.mean(load)) * (_HEIGHT - 1))
-  picture[_HEIGHT - 1 - even] = _EVEN
-  return picture
-
-
-def _has_width(stream: TextIO) -> bool:
-  """Whether a progress bar can be seen: some terminals have 0 columns."""
-  try:
-    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
-  except OSError:
-    return False
 
 
 def _text(name: str, value: float) -> str:

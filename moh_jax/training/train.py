@@ -312,7 +312,6 @@ class Log(contextlib.AbstractContextManager):
     values = {n: float(v) for n, v in metrics.items()}
     watch.check(step, position, values)
     self._clock.step_done()
-    writer.advance(step)
     if step % config.log.every == 0 or step == config.train.steps:
       seconds = self._clock.seconds_per_step(step)
       rate = task.units_per_step / seconds

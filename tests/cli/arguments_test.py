@@ -12,7 +12,6 @@ from moh_jax.cli import fields
 from moh_jax.cli.arguments import COMMANDS, images
 from moh_jax.cli.bench import HeadOptions
 from moh_jax.config import SampleConfig
-from moh_jax.config.dit import EncodeOptions
 from moh_jax.config.llm import Sampling
 
 
@@ -94,10 +93,6 @@ class CommandsTest(absltest.TestCase):
     args = _parse("bench", "attention", "--heads", "8")
     given = fields.given_fields(args, HeadOptions)
     self.assertEqual(given, {"heads": 8})
-    required = "--data x --vae x --out x --shard-size 2".split()
-    args = _parse("encode-latents", *required)
-    given = fields.given_fields(args, EncodeOptions)
-    self.assertEqual(given, {"shard_size": 2})
     args = _parse("generate", *"--checkpoint x --prompt x --seed 2".split())
     self.assertEqual(
       fields.given_fields(args, Sampling, "seed", "top_p"), {"seed": 2}

@@ -34,7 +34,7 @@ class EncodeLatentsCommandTest(absltest.TestCase):
 
   def _call(self, *argv, **options):
     return tiny_checkpoint.call(
-      "encode-latents", *self._arguments(**options), *argv
+      "prepare", "encode-latents", *self._arguments(**options), *argv
     )
 
   def _shards(self, out):
@@ -69,7 +69,9 @@ class EncodeLatentsCommandTest(absltest.TestCase):
 
   def test_packed_images_give_the_same_latents(self):
     packed = self.root / "packed"
-    tiny_checkpoint.call("pack-images", "--data", self.images, "--out", packed)
+    tiny_checkpoint.call(
+      "prepare", "pack-images", "--data", self.images, "--out", packed
+    )
     self.assertEqual(self._call()[0], 0)
     other = self.root / "other"
     self.assertEqual(self._call(images=packed, out=other)[0], 0)
@@ -128,7 +130,7 @@ class EncodeLatentsCommandTest(absltest.TestCase):
   def test_two_processes_share_the_shards(self):
     self.assertEqual(self._call()[0], 0)
     other = self.root / "other"
-    command = [sys.executable, "-m", "moh_jax", "encode-latents"]
+    command = [sys.executable, "-m", "moh_jax", "prepare", "encode-latents"]
     command += self._arguments(out=other)
     children = [
       subprocess.Popen(

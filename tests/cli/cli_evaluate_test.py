@@ -111,7 +111,16 @@ class EvaluateCommandTest(parameterized.TestCase):
     shards = self.root / "shards"
     folder = self._folder()
     status, _, err = tiny_checkpoint.call(
-      *("pack-images", "--data", folder, "--out", shards, "--split", "val")
+      *(
+        "prepare",
+        "pack-images",
+        "--data",
+        folder,
+        "--out",
+        shards,
+        "--split",
+        "val",
+      )
     )
     self.assertEqual(status, 0, err)
     classes = tiny_checkpoint.CLASS_NAMES[:4]

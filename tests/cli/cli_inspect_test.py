@@ -333,7 +333,7 @@ class LatentsTest(absltest.TestCase):
     tiny_vae.save(cls.root / "vae")
     tiny_vae.save_images(cls.root / "images" / "train")
     status, _, err = tiny_checkpoint.call(
-      *("encode-latents", "--data", cls.root / "images"),
+      *("prepare", "encode-latents", "--data", cls.root / "images"),
       *("--vae", cls.root / "vae", "--out", cls.root / "latents"),
       *("--image-size", 8, "--batch-size", 8),
     )

@@ -20,7 +20,7 @@ class PackImagesCommandTest(absltest.TestCase):
 
   def _call(self, images, *argv):
     return tiny_checkpoint.call(
-      "pack-images", "--data", images, "--out", self.out, *argv
+      "prepare", "pack-images", "--data", images, "--out", self.out, *argv
     )
 
   def test_packs_every_split(self):
@@ -117,10 +117,10 @@ class PackImagesCommandTest(absltest.TestCase):
 
   def test_sizes_are_checked_before_anything_is_written(self):
     tiny_vae.save_images(self.root / "images")
-    for option in ("--shorter-side", "--shard-size"):
+    for option, least in (("--shorter-side", 0), ("--shard-size", 1)):
       status, _, err = self._call(self.root / "images", option, "-5")
       self.assertEqual(status, 2)
-      self.assertIn(f"{option}: -5 must be at least 1", err)
+      self.assertIn(f"{option}=-5 must be at least {least}", err)
     self.assertFalse(self.out.exists())
 
   def test_no_images_is_one_line(self):

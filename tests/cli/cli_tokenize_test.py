@@ -19,7 +19,7 @@ class TokenizeCommandTest(absltest.TestCase):
 
   def _call(self, *argv, pattern="*.jsonl"):
     return tiny_checkpoint.call(
-      "tokenize",
+      *("prepare", "tokenize"),
       "--data",
       self.root / pattern,
       "--out",
@@ -59,7 +59,7 @@ class TokenizeCommandTest(absltest.TestCase):
       ((), "*.jsonl", "bad.jsonl, line 1: 'body' is int"),
       ((), "*.csv", "*.csv: no such file"),
       (("--tokenizer=no.json",), "a.jsonl", "no.json: no such tokenizer"),
-      (("--held-out=2",), "a.jsonl", "held_out=2.0 must be between 0 and 1"),
+      (("--held-out=2",), "a.jsonl", "--held-out=2.0 must be in [0, 1]"),
     ):
       status, _, err = self._call(*argv, pattern=pattern)
       self.assertEqual(status, 2)
@@ -96,7 +96,7 @@ class TokenizeCommandTest(absltest.TestCase):
   def test_held_out_and_split_exclude_each_other(self):
     status, _, err = self._call("--held-out=0.1", "--split=val")
     self.assertEqual(status, 2)
-    self.assertIn("not allowed with", err)
+    self.assertIn("must not be given with --held-out", err)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class TrainTokenizerCommandTest(absltest.TestCase):
 
   def _call(self, *argv, pattern="*.txt"):
     return tiny_checkpoint.call(
-      "train-tokenizer", "--data", self.root / pattern, *argv
+      "prepare", "train-tokenizer", "--data", self.root / pattern, *argv
     )
 
   def test_writes_a_tokenizer_of_the_size(self):

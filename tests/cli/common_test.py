@@ -42,10 +42,8 @@ class MeshTest(parameterized.TestCase):
 
 class HelpTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("encode-latents", "training (default: the autoencoder's); the stored"),
     ("evaluate-lm", "texts at a time (default: 8)"),
     ("generate", "texts at a time (default: 8)"),
-    ("pack-images", "images per shard (default: 1024)"),
     ("show-batch", "images of it (default: 32)"),
   )
   def test_says_the_default(self, command, text):

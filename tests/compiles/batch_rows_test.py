@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import absent_devices, missing_packages
-from tests.runtime.batch_rows_test import assemble
+from tests.runtime.sharding_test import assemble
 
 pytestmark = pytest.mark.compiles
 

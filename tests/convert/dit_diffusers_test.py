@@ -139,7 +139,6 @@ class DiffusersTest(parameterized.TestCase):
     ({"router": RouterConfig(), "top_k": (1, 1), "shared_heads": (1, 1)},
      "model.router=.*'two_stage'.*'none'.* without --to"),
     ({"num_heads": (2, 4), "shared_heads": (2, 4)}, r"num_heads=\(2, 4\)"),
-    ({"head_dim": 4}, "model.width=16 must be 8"),
     ({"mlp_ratio": 2.0}, "model.mlp_ratio=2.0 must be 4"),
     ({"input_size": (8, 4)}, r"model.input_size=\(8, 4\) must be \(8, 8\)"),
     ({"label_dropout": 0.0}, "model.label_dropout=0 must be above 0"),

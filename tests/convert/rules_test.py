@@ -106,7 +106,10 @@ class InverseTest(parameterized.TestCase):
     chex.assert_trees_all_equal(loaded, _params(name))
     again = rules.dump_params(model_rules(_MODELS[name]), loaded)
     chex.assert_trees_all_equal(again, tensors)
-    halves = {k: v.astype(np.float16) for k, v in tensors.items()}
+    halves = {
+      k: v if k == "pos_embed" else v.astype(np.float16)
+      for k, v in tensors.items()
+    }
     chex.assert_type(jax.tree.leaves(_load(name, halves)), np.float32)
 
 
@@ -124,6 +127,16 @@ class NamesTest(parameterized.TestCase):
     names = [name for rule in table for name in rule.theirs]
     self.assertCountEqual(names, [f"{name}.weight" for name in expected])
     self.assertEmpty(rules.router_rules(budget, RouterConfig(kind="none")))
+
+  def test_routers_of_language_models_have_our_names(self):
+    tensors = _dump("llm")
+    found = {n: x.shape for n, x in tensors.items() if ".router." in n}
+    expected = {
+      f"model.layers.{layer}.self_attn.router.{name}.weight": (size, 24)
+      for layer, sizes in enumerate([(4, 2), (4, 2), (3, 3)])
+      for name, size in zip(("routed", "shared", "group"), (*sizes, 2))
+    }
+    self.assertEqual(found, expected)
 
   def test_what_follows_from_other_tensors_is_ignored(self):
     self.assertNotIn("lm_head.weight", _dump("llm_tied"))
@@ -221,6 +234,7 @@ class ErrorsTest(absltest.TestCase):
     del tensors["head.bias"], tensors["norm2.weight"]
     tensors["decoder.weight"] = np.zeros(3, np.float32)
     tensors["norm1.bias"] = np.zeros(7, np.float32)
+    tensors["norm1.weight"] = np.zeros(8, np.int8)
     tensors["head.weight"] = tensors["head.weight"].T
     message = self._message(tensors)
     self.assertIn("some.file", message)
@@ -231,6 +245,7 @@ class ErrorsTest(absltest.TestCase):
       message, r"2 shape: .*norm1\.bias \(7,\) instead of \(8,\)"
     )
     self.assertIn("head.weight (16, 5) instead of (5, 16)", message)
+    self.assertRegex(message, "1 dtype, .* float32, .*: norm1.weight int8")
 
   def test_dump_names_a_parameter_without_a_rule(self):
     params = {**_params("vit"), "decoder": {"kernel": np.zeros(3)}}

@@ -253,11 +253,6 @@ class DecodersTest(parameterized.TestCase):
         smaller, tuple(-(-side // factor) for side in pixels.shape[:2])
       )
 
-  def test_inks_are_left_to_pillow(self):
-    content = encode(photo(mode="CMYK"))
-    self.assertIsNone(decode.decode_jpeg(content, 3))
-    self.assertEqual(decode.decode_image(content, 3, "x").shape, (167, 251, 3))
-
   def test_damage_gives_the_same_error_or_the_same_pixels(self):
     whole = encode(photo())
     rng = np.random.default_rng(0)

@@ -111,23 +111,6 @@ class FindSplitsTest(FolderTest):
     self.assertEqual(image_folders.find_splits(self.root), {"train": self.root})
 
 
-class FingerprintTest(absltest.TestCase):
-  def test_depends_on_names_labels_and_order(self):
-    lists = (
-      [("ant/1", 0), ("cat/1", 1)],
-      [("cat/1", 1), ("ant/1", 0)],
-      [("ant/1", 0), ("cat/2", 1)],
-      [("ant/1", 0), ("cat/1", 2)],
-      [("ant/1", 0)],
-    )
-    self.assertLen(
-      {image_folders.fingerprint(files) for files in lists}, len(lists)
-    )
-    self.assertStartsWith(
-      image_folders.fingerprint(lists[0]), "2 files, sha256 "
-    )
-
-
 def _config(data):
   return Config(model=ViTConfig(), data=data)
 

@@ -1,8 +1,7 @@
 import itertools
-from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.data import image_folders, image_shards, sources
@@ -40,32 +39,6 @@ class _PackedTest(FolderTest):
 
 
 class PackTest(_PackedTest):
-  @parameterized.parameters(0, 7)
-  def test_killed_run_goes_on_to_the_same_bytes(self, shorter):
-    folder = self.images / "train"
-
-    def files():
-      found = sorted(self.out.rglob("*"))
-      return {p.name: p.read_bytes() for p in found if p.is_file()}
-
-    self._pack_folder(folder, "whole", shorter_side=shorter)
-    expected = files()
-    self.out = self.root / "killed"
-    read = image_folders.ImageFolderSource.read
-
-    def killed(source, index):
-      if index == 5:  # in the second shard
-        raise KeyboardInterrupt
-      return read(source, index)
-
-    with mock.patch.object(image_folders.ImageFolderSource, "read", killed):
-      with self.assertRaises(KeyboardInterrupt):
-        self._pack_folder(folder, "whole", shorter_side=shorter)
-    self.assertFalse((self.out / "whole/metadata.json").exists())
-    self.assertNotEmpty(list(self.out.glob("whole/*.array_record")))
-    self._pack_folder(folder, "whole", shorter_side=shorter)
-    self.assertEqual(files(), expected)
-
   def test_larger_images_become_smaller(self):
     Image.new("L", (40, 30)).save(self.images / "val/ant/0.png")
     Image.new("RGBA", (20, 44)).save(self.images / "val/ant/1.png")

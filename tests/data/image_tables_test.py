@@ -138,25 +138,6 @@ class RowsTest(_TempDirTest):
     with self.assertRaisesRegex(ValueError, "'cat' is none of the model's 2"):
       self._open(class_names=("ant", "bee"))
 
-  def test_share_is_held_out_by_row(self):
-    for number in range(2):
-      labels = [i % 3 for i in range(30)]
-      table = make_table(labels, 30 * number)
-      write(self.root / f"{number}.parquet", table, 7)
-    splits = [self._open(split, val_share=0.3) for split in ("train", "val")]
-    names = [{s.name(i) for i in range(len(s))} for s in splits]
-    self.assertLen(names[0] | names[1], 60)
-    self.assertEmpty(names[0] & names[1])
-    self.assertBetween(len(names[1]), 8, 30)
-    for source in splits:
-      for i in (0, len(source) - 1):
-        file, row = source.name(i).split(":")
-        seed = 30 * int(file[0]) + int(row) - 1
-        np.testing.assert_array_equal(source[i]["image"], png(seed)[1])
-    identities = [source.identity() for source in splits]
-    self.assertNotEqual(*identities)
-    self.assertEqual(identities[0]["val_share"], "0.3")
-
 
 class IdentityTest(_TempDirTest):
   def test_changes_with_rows_labels_and_content(self):

@@ -49,17 +49,6 @@ class ReadTest(_SetTest):
   def _labels(self, read, indices):
     return [read[i][0]["label"] for i in indices]
 
-  def test_shard_that_cannot_be_opened_is_tried_again(self):
-    self._whole()
-    read = shards.Shards(self.folder, _KIND)
-    path = self.folder / "00001-of-00003.array_record"
-    content = path.read_bytes()
-    path.unlink()
-    with self.assertRaisesRegex(ValueError, r"\[1\]: damaged.*open\(\) failed"):
-      read[5]
-    path.write_bytes(content)
-    self.assertEqual(read[5][0], {"label": 5})
-
   def test_empty_shard_between_others(self):
     writer = self._fill(self._writer(), only=[0, 2])
     with writer.open(1) as target:

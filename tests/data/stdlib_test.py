@@ -75,11 +75,6 @@ class StdlibTest(absltest.TestCase):
     made_by = platform.python_version()
     self.assertIn(f"sources of Python {made_by}, this is Python 3.99.1", line)
 
-  def test_python_without_sources_is_told(self):
-    self.get_path.return_value = str(self.library / "nowhere")
-    with self.assertRaisesRegex(FileNotFoundError, "nowhere lacks the sources"):
-      stdlib_text.prepare(self.out, "bytes", 257)
-
   def test_is_a_source_of_training(self):
     data = TextDataConfig(
       source="stdlib", path=str(self.out), sequence_length=16

@@ -3,7 +3,6 @@ import itertools
 import json
 import os
 import shutil
-import sys
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -89,27 +88,6 @@ class DamageTest(_FilesTest):
     expected = [(f"{name}:{n}", f"a{i}") for i, n in enumerate(numbers)]
     self.assertEqual(found, expected)
     self.assertEqual(left_out, [(f"{name}:{place + 1}", "too long")])
-
-  def test_file_that_shrank_is_named(self):
-    (self.root / "a.jsonl").write_bytes(_lines(_DOCUMENTS))
-    ((piece,),) = list_pieces([str(self.root / "a.jsonl")], 10**6)
-    (self.root / "a.jsonl").write_bytes(_lines(_DOCUMENTS[:2]))
-    with self.assertRaisesRegex(ValueError, "line 3: the file became shorter"):
-      list(read_documents(piece, "text"))
-
-  def test_missing_library_says_how_to_install_it(self):
-    for name, library in (
-      ("a.txt.zst", "pyarrow"),
-      ("a.parquet", "pyarrow"),
-      ("a.arrow", "pyarrow"),
-    ):
-      with (
-        mock.patch.dict(sys.modules, {library: None}),
-        self.assertRaisesRegex(
-          ValueError, rf"{name} needs .*'{library}': pip install 'moh_jax\[llm"
-        ),
-      ):
-        self._read(name, b"")
 
 
 class WithZstandardTest(_FilesTest):

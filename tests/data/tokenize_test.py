@@ -25,7 +25,7 @@ class Slow(BytesTokenizer):
 
 if __name__ == "__main__":
   source, out, workers = sys.argv[1:]
-  tokenize([source], Slow(), out, {"all": None}, piece_bytes=2000,
+  tokenize([source], Slow(), out, "all", piece_bytes=2000,
            workers=int(workers))
 """
 
@@ -44,13 +44,13 @@ class _FilesTest(FolderTest):
     lines = [json.dumps({"text": text}) + "\n" for text in self.texts]
     (self.root / "in.jsonl").write_text("".join(lines))
 
-  def _run(self, name, tokenizer=None, split="all", keep=None, **options):
+  def _run(self, name, tokenizer=None, split="all", **options):
     options = {"piece_bytes": 2000, **options}
     return tokenize.tokenize(
       [str(self.root / "in.jsonl")],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      {split: keep},
+      split,
       **options,
     )[split]
 
@@ -120,9 +120,6 @@ class TokenizeTest(_FilesTest):
     self._run("out")
     with self.assertRaisesRegex(ValueError, "field: 'body' here, 'text' there"):
       self._run("out", field="body")
-    keep = tokenize.HeldOutPart(0.1, held_out=True)
-    with self.assertRaisesRegex(ValueError, "keep: 'HeldOutPart.* 'all' there"):
-      self._run("out", keep=keep)
     with (self.root / "in.jsonl").open("a") as file:
       file.write('{"text": "more"}\n')
     with self.assertRaisesRegex(ValueError, "inputs: 'sha256"):
@@ -148,7 +145,7 @@ class SplitsTest(_FilesTest):
       [str(self.root / options.pop("files", "in.jsonl"))],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      tokenize.held_out_parts(share),
+      held_out=share,
       piece_bytes=2000,
       **options,
     )
@@ -159,7 +156,7 @@ class SplitsTest(_FilesTest):
       [str(path) for path in inputs],
       tokenizers.BytesTokenizer(),
       self.root / name,
-      tokenize.held_out_parts(0.3),
+      held_out=0.3,
     )
     return {
       text: split
@@ -267,7 +264,7 @@ class SkipTest(_FilesTest):
 
   def _tokenize(self, out, on_error="skip", name="in.jsonl", **options):
     options = {
-      "parts": tokenize.held_out_parts(0.2),
+      "held_out": 0.2,
       "tokenizer": tokenizers.BytesTokenizer(),
       "piece_bytes": 20_000,
     } | options
@@ -317,7 +314,7 @@ class SkipTest(_FilesTest):
     lines = self.crawl.split(b"\n")
     lines[37] = lines[137] = b""  # the first piece is without them
     self._write(lines)
-    options = {"parts": {"train": None}}
+    options = {"held_out": None}
     with self.assertRaisesRegex(ValueError, "line 238: no field 'text'"):
       self._tokenize("out", "stop", **options)
     self.assertNotEmpty(list((self.root / "out").rglob("*.array_record")))

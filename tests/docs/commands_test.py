@@ -1,8 +1,8 @@
 """Every example of README.md and docs/ works.
 
-In the default suite examples run with small stand-ins, and the options and
-configs of all others are checked. `pytest -m slow` runs examples as they stand,
-in one folder, page after page: about an hour on two cores.
+The default suite checks the options and configs of all; `pytest -m fuzz` runs
+examples with small stand-ins. `pytest -m slow` runs examples as they stand, in
+one folder, page after page: about an hour on two cores.
 """
 
 import argparse
@@ -66,6 +66,7 @@ def test_options_and_configs_are_valid(block, small, monkeypatch):
       _check_module(command, monkeypatch)
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_runs_with_stand_ins(block, small, monkeypatch):
   monkeypatch.chdir(small)
@@ -120,30 +121,6 @@ def test_a_wrong_option_or_key_is_found():
       "--workdir=runs/digits",
       "--config.optim.rate=1",
     )
-
-
-def test_marks_of_blocks():
-  text = (
-    "<!-- test: parse: needs a TPU -->\n```sh\na \\\n b\n```\n```sh\nc\n```"
-  )
-  first, second = blocks.read_blocks("page.md", text)
-  assert (first.mode, first.reason, first.line) == ("parse", "needs a TPU", 3)
-  assert (second.mode, second.line) == ("run", 7)
-  with pytest.raises(ValueError, match="reason"):
-    blocks.read_blocks("page.md", "<!-- test: none -->\n```sh\na\n```")
-
-
-def test_command_lines():
-  code = (
-    "python3 -m venv .venv && .venv/bin/python -m moh_jax inspect \\\n"
-    "  --config x.py  # what it builds\nA=b python train.py --workdir=c"
-  )
-  assert blocks.commands(code) == [
-    blocks.Command("moh_jax", ("inspect", "--config", "x.py")),
-    blocks.Command("moh_jax", ("train", "--workdir=c"), (("A", "b"),)),
-  ]
-  with pytest.raises(ValueError, match="no command"):
-    blocks.commands("rm -r runs")
 
 
 def _check(name, *arguments):

@@ -1,13 +1,11 @@
 """The measured tables of README.md and docs/ are those of the results."""
 
-import dataclasses
 import json
 import pathlib
 
 import pytest
 
 from benchmarks import tables
-from moh_jax.training.bench import Row
 
 ROOT = pathlib.Path(tables.__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -20,24 +18,6 @@ def test_tables_are_those_of_the_results(page):
   text = (ROOT / page).read_text()
   assert "<!-- figures: " in text
   assert tables.rendered(text) == text, "python -m benchmarks.tables"
-
-
-def test_slower_forms_of_multi_head_attention_have_no_column(monkeypatch):
-  rows = [
-    Row("cpu", "attention", "causal", 256, *row[:2], ratio_to_mha=row[2],
-        form=row[3], computed_share=row[0])
-    for row in (
-      (1.0, "dense", 1.25, "dense"),
-      (1.0, "mha", 1.0, "blocked"),
-      (0.5, "auto", 0.75, "packed"),
-    )
-  ]  # fmt: skip
-  machine = dict.fromkeys(("cores", "cpu", "jax", "commit"), "?")
-  result = {"machine": machine, "rows": list(map(dataclasses.asdict, rows))}
-  monkeypatch.setattr(tables, "_load", lambda name: result)
-  *_, line = tables._heads("", ["attention"]).splitlines()
-  cells = "| 256 | causal forward | blocked | packed, 50% | 0.75 |"
-  assert line == cells
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -3,7 +3,6 @@
 import copy
 import pathlib
 import re
-import shutil
 import sys
 import tomllib
 
@@ -16,6 +15,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.entrance import check_same_run
 from tests.cli import tiny_checkpoint
 from tests.docs import blocks
+from tests.inference import tiny_text_model
 from tests.training import tiny
 
 _PROJECT = tomllib.loads((blocks.ROOT / "pyproject.toml").read_text())
@@ -76,12 +76,10 @@ def _locked():
 
 
 def _lacking(library):
-  shutil.copytree("damaged", "whole")
-  shutil.rmtree("whole/checkpoints")
-  tiny_checkpoint.save("whole")
+  tiny_text_model.save(pathlib.Path("text"))
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, library, None)
-    return _call("heads", "--checkpoint=whole", "--out=o")
+    return _call("evaluate-lm", "--checkpoint=text", "--tasks=piqa")
 
 
 def _full():
@@ -109,7 +107,7 @@ _CAUSES = (
     *("train", "--config", blocks.ROOT / "configs/vit.py:s80", "--workdir=v"),
     "--config.data.path=no",
   ),
-  lambda: _lacking("matplotlib"),
+  lambda: _lacking("lm_eval"),
 )
 
 

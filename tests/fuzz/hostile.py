@@ -1,7 +1,7 @@
 """Damaged and hostile input, and what readers may answer to it.
 
 `MOH_JAX_FUZZ=N` tries N examples of each test, at random, in place of the few
-that the suite always tries.
+that the marker `fuzz` always tries.
 """
 
 import copy
@@ -14,6 +14,7 @@ import tempfile
 import warnings
 
 import hypothesis
+import pytest
 from absl.testing import absltest
 from hypothesis import strategies as st
 
@@ -47,13 +48,14 @@ _WILD = (b"[" * 200_000, b'{"a":' * 100_000, b"", b"\xff\xfe", b"NaN", b"1e999")
 
 def examples(few: int = 30):
   """Decorates a test: `few` examples, or what the environment asks for."""
-  return hypothesis.settings(
+  settings = hypothesis.settings(
     max_examples=_EXAMPLES or few,
     derandomize=not _EXAMPLES,
     deadline=_MOST_SECONDS * 1000,
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
   )
+  return lambda test: pytest.mark.fuzz(settings(test))
 
 
 @st.composite
@@ -131,6 +133,13 @@ class ReaderTest(absltest.TestCase):
     # A library may warn of what it then refuses.
     self.enterContext(warnings.catch_warnings())
     warnings.simplefilter("ignore")
+
+  def write(self, name, content):
+    """Writes a file of the folder and returns its path."""
+    file = self.folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    return file
 
   def check(self, read, *args):
     """Calls a reader: it returns, or refuses in one line.

@@ -86,19 +86,20 @@ class MetadataTest(hostile.ReaderTest):
           target.add({"label": shard, "name": "x"}, moments.tobytes())
       writer.finish()
 
-  def _write(self, data, name, value):
-    file = self.folder / name
-    file.write_bytes(data.draw(hostile.json_files(value)))
-    return file
+  def _draw(self, data, name, value):
+    """Writes an altered or damaged JSON file."""
+    return self.write(name, data.draw(hostile.json_files(value)))
+
+  def _copy(self, kind):
+    folder = self.folder / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    return shutil.copytree(self.folder / kind, folder)
 
   def _alter(self, data, kind):
     """A copy of a set with its metadata altered."""
-    folder = self.folder / "copy"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(self.folder / kind, folder)
-    file = folder / "metadata.json"
-    stored = json.loads(file.read_text())
-    file.write_bytes(data.draw(hostile.json_files(stored)))
+    folder = self._copy(kind)
+    stored = json.loads((folder / "metadata.json").read_text())
+    self._draw(data, folder / "metadata.json", stored)
     return folder
 
   def _read_tokens(self, folder):
@@ -129,9 +130,7 @@ class MetadataTest(hostile.ReaderTest):
   @hostile.examples()
   @given(st.sampled_from(("tokens", "latents")), st.data())
   def test_damaged_shard(self, kind, data):
-    folder = self.folder / "damaged"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(self.folder / kind, folder)
+    folder = self._copy(kind)
     names = sorted(path.name for path in folder.iterdir())
     file = folder / data.draw(st.sampled_from(names))
     if file.is_file():
@@ -143,25 +142,14 @@ class MetadataTest(hostile.ReaderTest):
   def test_unfinished_set(self, data):
     folder = self.folder / "unfinished_set"
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "unfinished").mkdir(parents=True)
     settings = {"images": "x", "items": 2, "shard_size": 1}
     entry = {"file": "00000-of-00002.array_record", "examples": 1, "bytes": 3}
-    for name, value in (
-      ("settings.json", settings),
-      ("00000-of-00002.array_record.json", entry),
-    ):
-      content = data.draw(hostile.json_files(value))
-      (folder / "unfinished" / name).write_bytes(content)
+    self._draw(data, folder / "unfinished/settings.json", settings)
+    self._draw(data, folder / f"unfinished/{entry['file']}.json", entry)
+    sizes = {"items": 2, "shard_size": 1, "settings": {"images": "x"}}
 
     def resume():
-      ShardSetWriter(
-        folder,
-        "images",
-        items=2,
-        shard_size=1,
-        settings={"images": "x"},
-        notes={},
-      ).todo()
+      ShardSetWriter(folder, "images", notes={}, **sizes).todo()
 
     self.check(resume)
 
@@ -175,7 +163,7 @@ class MetadataTest(hostile.ReaderTest):
       "class_names": ["ant"],
       "tokenizer_sha256": "0" * 64,
     }
-    file = self._write(data, "checkpoints/2/config/metadata", stored)
+    file = self._draw(data, "checkpoints/2/config/metadata", stored)
 
     def read():
       found = steps.read_json_item(file.parents[3], 2)
@@ -187,33 +175,27 @@ class MetadataTest(hostile.ReaderTest):
   @given(st.sampled_from((("llama", _LLAMA), ("moh-hf", _OURS))), st.data())
   def test_config_of_hugging_face(self, case, data):
     kind, value = case
-    file = self._write(data, "config.json", value)
+    file = self._draw(data, "config.json", value)
     self.check(llama_config.read_config, file, kind)
 
   @hostile.examples()
   @given(st.data())
   def test_config_of_an_autoencoder(self, data):
-    self.check(vae.read_config, self._write(data, "vae.json", _VAE))
+    self.check(vae.read_config, self._draw(data, "vae.json", _VAE))
 
   @hostile.examples()
   @given(st.data())
   def test_sizes_of_tiles(self, data):
-    self.check(kernels.read, self._write(data, "tiles.json", _TILES))
+    self.check(kernels.read, self._draw(data, "tiles.json", _TILES))
 
   @hostile.examples()
   @given(st.data())
   def test_scores_and_messages(self, data):
     scores = {"accuracy": 0.5, "tasks": {"x": {"acc": 1}}, "step": 3}
-    file = self._write(data, "scores.json", scores)
+    file = self._draw(data, "scores.json", scores)
     self.check(llama.read_scores, str(file), 3)
-    file = self._write(data, "messages.json", _MESSAGES)
+    file = self._draw(data, "messages.json", _MESSAGES)
     self.check(chat.read_messages, str(file))
-
-  def setUp(self):
-    super().setUp()
-    (self.folder / "checkpoints" / "2" / "config").mkdir(
-      parents=True, exist_ok=True
-    )
 
 
 if __name__ == "__main__":

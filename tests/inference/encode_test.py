@@ -174,26 +174,20 @@ class EncodeTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "batch_size=6 must be a multiple"):
       self._encode(devices=8, batch_size=6)
 
-  def test_hash_is_of_weights_and_sizes(self):
+  def test_hashes_are_of_weights_and_sizes(self):
+    config, other = tiny_vae.CONFIG, tiny_vae.params(1)
     hashes = [
-      weights_sha256(config, params)
-      for config, params in (
-        (tiny_vae.CONFIG, _params()),
-        (dataclasses.replace(tiny_vae.CONFIG, norm_groups=1), _params()),
-        (tiny_vae.CONFIG, tiny_vae.params(1)),
-        (dataclasses.replace(tiny_vae.CONFIG, dtype="bfloat16"), _params()),
-      )
+      weights_sha256(config, _params()),
+      weights_sha256(dataclasses.replace(config, norm_groups=1), _params()),
+      weights_sha256(config, other),
+      encoder_sha256(config, _params()),
+      encoder_sha256(config, other),
     ]
-    self.assertLen(set(hashes), 3)
-    self.assertEqual(hashes[0], hashes[3])
-
-  def test_encoder_has_a_hash_of_its_own(self):
-    other = {**_params(), "decoder": tiny_vae.params(1)["decoder"]}
-    ours, same = (
-      encoder_sha256(tiny_vae.CONFIG, params) for params in (_params(), other)
-    )
-    self.assertEqual(ours, same)
-    self.assertNotEqual(ours, encoder_sha256(tiny_vae.CONFIG, _params(1)))
+    self.assertLen(set(hashes), 5)
+    half = dataclasses.replace(config, dtype="bfloat16")
+    self.assertEqual(weights_sha256(half, _params()), hashes[0])
+    mixed = {**_params(), "decoder": other["decoder"]}
+    self.assertEqual(encoder_sha256(config, mixed), hashes[3])
 
   def test_scaling_of_the_autoencoder_is_noted(self):
     scaling = LatentScaling(0.25, shift=0.5, mean=(1.0, 2.0), std=(3.0, 4.0))

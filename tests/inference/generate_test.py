@@ -93,28 +93,22 @@ def _tokens(completions):
 
 
 class TokensTest(parameterized.TestCase):
-  @parameterized.parameters(*_ROUTERS)
-  def test_greedy_takes_the_best_token_of_the_whole_text(self, router):
-    for prompt, completion in zip(_PROMPTS, _written(router)):
-      text = list(prompt)
-      for token in completion.tokens:
-        best = int(_full(router)(text)[-1].argmax())
-        self.assertEqual(token, best)
-        text.append(best)
-      self.assertLen(completion.tokens, 6)
-    self.assertGreater(len(set(_tokens(_written(router)))), 1)
-
   @parameterized.parameters(
     ("two_stage", _GREEDY), ("two_stage", _DRAWN), ("query_norm", _GREEDY)
   )
-  def test_log_probabilities_are_those_of_the_whole_text(
+  def test_tokens_and_probabilities_are_those_of_the_whole_text(
     self, router, sampling
   ):
-    for prompt, completion in zip(_PROMPTS, _written(router, sampling)):
-      text = [*prompt, *completion.tokens]
+    written = _written(router, sampling)
+    for prompt, completion in zip(_PROMPTS, written):
+      text, count = [*prompt, *completion.tokens], len(completion.tokens)
       table = _full(router)(text)[len(prompt) - 1 : -1]
-      expected = table[np.arange(len(completion.tokens)), completion.tokens]
+      expected = table[np.arange(count), completion.tokens]
       np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+      if sampling.greedy:
+        self.assertEqual(count, 6)
+        self.assertEqual(completion.tokens, tuple(table.argmax(-1)))
+    self.assertGreater(len(set(_tokens(written))), 1)
 
   def test_batch_size_changes_nothing(self):
     one_by_one = _generator(size=1).generate(_PROMPTS, _DRAWN)
@@ -132,12 +126,11 @@ class TokensTest(parameterized.TestCase):
     for one, other in zip(ours, theirs):
       np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
 
-  @parameterized.parameters(4, 2)
-  def test_heads_at_work_alone_write_the_same(self, kv_heads):
+  def test_heads_at_work_alone_write_the_same(self):
     written, reads = [], []
     for name in ("dense", "kernel"):
-      config = _config(num_kv_heads=kv_heads, attention_impl=name)
-      params = tiny_writer.random_params(_config(num_kv_heads=kv_heads))
+      config = _config(num_kv_heads=2, attention_impl=name)
+      params = tiny_writer.random_params(_config(num_kv_heads=2))
       generator = Generator(
         tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
       )
@@ -188,20 +181,14 @@ class TokensTest(parameterized.TestCase):
 
   def test_int8_cache_writes_with_close_probabilities(self):
     written = _generator(cache_dtype="int8").generate(_PROMPTS, _GREEDY)
-    first, exact = (
-      np.array([completion.log_probs[0] for completion in completions])
-      for completions in (written, _written())
-    )
-    np.testing.assert_allclose(first, exact, atol=1e-4)  # of the prompt alone
-    for prompt, completion in zip(_PROMPTS, written):
-      text = [*prompt, *completion.tokens]
-      table = _full("two_stage")(text)[len(prompt) - 1 : -1]
-      expected = table[np.arange(len(completion.tokens)), completion.tokens]
-      gap = np.abs(completion.log_probs - expected).max()
-      self.assertBetween(gap, 0, 1.0)
-    later = [[c.log_probs[1] for c in w] for w in (written, _written())]
-    gap = np.abs(np.subtract(*later)).max()
-    self.assertGreater(gap, 1e-6)  # the cache is another
+    for prompt, completion, exact in zip(_PROMPTS, written, _written()):
+      first = completion.log_probs[0]  # of the prompt alone
+      self.assertAlmostEqual(first, exact.log_probs[0], delta=1e-4)
+      self.assertNotEqual(completion.log_probs[1], exact.log_probs[1])
+      table = _full("two_stage")([*prompt, *completion.tokens])
+      rows = table[len(prompt) - 1 : -1]
+      expected = rows[np.arange(6), completion.tokens]
+      np.testing.assert_allclose(completion.log_probs, expected, atol=1.0)
 
   def test_bfloat16_model_writes(self):
     config = _config(dtype="bfloat16")
@@ -261,7 +248,6 @@ class TextTest(parameterized.TestCase):
   @parameterized.parameters(
     (("dD",), "bBcC", 3),  # a whole token
     (("DeEf",), "bBcCd", 5),  # across three
-    (("E",), "bBcCdDe", 4),  # within one
     (("fF", "cC"), "bB", 2),  # the one that comes first
     (("CdD", "d"), "bBc", 3),  # both in one token: where the first begins
   )
@@ -274,7 +260,6 @@ class TextTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("aA", (), " bB cC dD"),
-    ("aA bB", (), " cC dD eE"),
     ("", (), "aA bB cC"),  # nothing is before the first space
     ((1,), (" cC",), " bB"),
     ("aA", ("A bB", " dD"), " bB cC"),
@@ -291,9 +276,7 @@ class TextTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ((), ["bB", "cC", "dD", "eE"]),
-    (("De",), ["bB", "cC", "d"]),  # "D" was held back
     (("Dx",), ["bB", "cC", "d", "DeE"]),  # and is given where it was not it
-    (("E",), ["bB", "cC", "dD", "e"]),
     (("cCdDx",), ["bB", "cCdDeE"]),
     (("EfF",), ["bB", "cC", "dD", "eE"]),  # nothing follows: no reason to
   )
@@ -308,13 +291,6 @@ class TextTest(parameterized.TestCase):
     pieces = self._stream(prompt, **options)
     self.assertNotIn("", pieces)
     self.assertEqual("".join(pieces), self._write(prompt, **options).text)
-
-  def test_drawn_stream_is_the_first_row_of_generate(self):
-    generator = _generator(size=1)
-    pieces = list(generator.stream("aAbB", _DRAWN))
-    (completion,) = generator.generate(["aAbB"], _DRAWN)
-    self.assertNotEmpty(completion.text)
-    self.assertEqual("".join(pieces), completion.text)
 
   def test_stream_of_bytes_has_no_half_characters(self):
     config = tiny.llm_config(model={"vocab_size": 257, "max_length": 64})

@@ -59,14 +59,6 @@ class PromptFileTest(parameterized.TestCase):
       self.assertLen(row["log_probs"], len(row["tokens"]))
     self.assertGreater(len({row["text"] for row in rows}), 15)
 
-  def test_prompts_are_taken_in_bounded_chunks(self):
-    with mock.patch.object(
-      self.generator, "generate", side_effect=self.generator.generate
-    ) as generate:
-      self._complete()
-    sizes = [len(call.args[0]) for call in generate.call_args_list]
-    self.assertEqual(sizes, [16, 7])
-
   @parameterized.parameters(0, 16, 20)
   def test_a_killed_call_continues_to_the_same_file(self, whole_lines):
     self._complete()

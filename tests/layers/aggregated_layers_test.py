@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers import aggregated
 from moh_jax.ops.position import relative_coordinates
+from tests.layers import small
 
 _B, _C, _GRID, _POOL = 2, 12, (4, 6), (2, 3)
 _N = math.prod(_GRID)
@@ -24,16 +25,6 @@ _BUDGET = HeadBudget(num_heads=4, shared=1, top_k=2, head_dim=3)
 
 def _random(*shape, dtype=jnp.float32):
   return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
-
-
-def _params(module, *args):
-  shapes = jax.eval_shape(
-    lambda: nn.unbox(module.init(jax.random.key(0), *args))
-  )
-  rng = np.random.default_rng(1)
-  return jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(size=x.shape) / 4, x.dtype), shapes
-  )
 
 
 def _module(kind: str, **options) -> tuple[nn.Module, tuple]:
@@ -51,7 +42,7 @@ def _module(kind: str, **options) -> tuple[nn.Module, tuple]:
 def _applied(kind: str, dtype=jnp.float32):
   """Variables, outputs and gradients of a layer, compiled once."""
   module, inputs = _module(kind, dtype=dtype)
-  variables = _params(module, *inputs)
+  variables = small.params(module, *inputs)
 
   def loss(variables, x):
     out, aux = module.apply(variables, x, inputs[1])
@@ -80,13 +71,10 @@ class AttentionLayersTest(parameterized.TestCase):
         jax.tree.leaves(jax.eval_shape(made, *inputs)), "float32"
       )
 
-  def test_bfloat16_keeps_parameters_and_router_float32(self, kind):
+  def test_bfloat16_is_close_to_float32(self, kind):
     variables, (out, aux), grads = _applied(kind, jnp.bfloat16)
     chex.assert_type(out, jnp.bfloat16)
     chex.assert_type(jax.tree.leaves((variables, aux, grads)), jnp.float32)
-
-  def test_bfloat16_is_close_to_float32(self, kind):
-    _, (out, aux), _ = _applied(kind, jnp.bfloat16)
     _, (expected, expected_aux), _ = _applied(kind)
     chex.assert_trees_all_close(aux, expected_aux, rtol=1e-6)
     scale = float(jnp.abs(expected).max())
@@ -102,53 +90,37 @@ class AttentionLayersTest(parameterized.TestCase):
       for leaf in jax.tree.leaves(grads["params"][name]):
         self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
 
-  def test_jit_equals_eager(self, kind):
-    variables, outputs, _ = _applied(kind)
-    module, inputs = _module(kind)
-    chex.assert_trees_all_close(
-      module.apply(variables, *inputs), outputs, rtol=1e-5, atol=1e-5
-    )
-
-  def test_without_router_all_heads_weigh_one(self, kind):
-    module, inputs = _module(kind, router=RouterConfig(kind="none"))
-    variables = _params(module, *inputs)
+  def test_router_and_biases_can_be_left_out(self, kind):
+    module, inputs = _module(kind, router=RouterConfig("none"), qkv_bias=False)
+    variables = small.params(module, *inputs)
     self.assertNotIn("router", variables["params"])
+    for name in ("qkv",) if kind == "full" else ("q", "kv"):
+      self.assertCountEqual(variables["params"][name], ["kernel"])
     _, aux = jax.eval_shape(module.apply, variables, *inputs)
     chex.assert_shape(aux.load, (4,))
 
-  def test_qkv_bias_can_be_left_out(self, kind):
-    module, inputs = _module(kind, qkv_bias=False)
-    params = _params(module, *inputs)["params"]
-    for name in ("qkv",) if kind == "full" else ("q", "kv"):
-      self.assertCountEqual(params[name], ["kernel"])
-
 
 class QueryScaleTest(parameterized.TestCase):
-  @parameterized.parameters(jnp.float32, jnp.bfloat16)
-  def test_scales_unit_queries_with_embedding(self, dtype):
+  @parameterized.product(
+    dtype=(jnp.float32, jnp.bfloat16), counts=([4, 6, 9, 6, 4], 7)
+  )
+  def test_scales_unit_queries_with_embedding(self, dtype, counts):
     q, module = _random(_B, 5, 2, 3, dtype=dtype), aggregated.QueryScale()
-    counts = np.array([4, 6, 9, 6, 4])
-    variables = _params(module, q, counts)
+    counts = np.asarray(counts)
+    variables = small.params(module, q, counts)
     temperature = np.asarray(variables["params"]["temperature"], np.float64)
     embedding = np.asarray(variables["params"]["query_embedding"], np.float64)
     unit = np.asarray(q, np.float64)
     unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
-    scale = np.log(counts)[:, None] * np.log1p(np.exp(temperature))  # [N, H]
+    scale = np.log(counts).reshape(-1, 1) * np.log1p(
+      np.exp(temperature)
+    )  # [N, H]
     got_unit, got = module.apply(variables, q, counts)
     chex.assert_shape([got_unit, got], q.shape)
     chex.assert_type([got_unit, got], jnp.float32)
     np.testing.assert_allclose(got_unit, unit, atol=1e-6)
     expected = (unit + embedding) * scale[..., None]
     np.testing.assert_allclose(got, expected, atol=1e-5)
-
-  def test_one_count_serves_all_queries(self):
-    q, module = _random(_B, 5, 2, 3), aggregated.QueryScale()
-    variables = _params(module, q, np.asarray(7))
-    chex.assert_trees_all_close(
-      module.apply(variables, q, np.asarray(7)),
-      module.apply(variables, q, np.full(5, 7)),
-      rtol=1e-6,
-    )
 
   def test_temperature_starts_at_the_published_scale(self):
     q = _random(_B, 5, 2, 3)
@@ -167,7 +139,7 @@ class PositionBiasTest(absltest.TestCase):
       aggregated.PositionBias(4),
       relative_coordinates(_GRID, _POOL),
     )
-    variables = _params(module, coordinates)
+    variables = small.params(module, coordinates)
     params = jax.tree.map(
       lambda p: np.asarray(p, np.float64), variables["params"]
     )

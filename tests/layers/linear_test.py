@@ -1,4 +1,4 @@
-"""Products with weights stored either way."""
+"""Linear layers, projections to heads, and the gated sum of heads."""
 
 import chex
 import flax.linen as nn
@@ -11,52 +11,34 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import Linear, xavier_init
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.runtime.sharding import unbox
 from tests.layers import small
 
 _X = jax.random.normal(jax.random.key(0), (2, 3, 8))
 
 
-def _params(module, x):
-  params = unbox(module.init(jax.random.key(1), x)["params"])
-  return jax.tree.map(lambda p: p + 0.1, params)  # biases begin at zero
-
-
 class OutputMajorTest(parameterized.TestCase):
   """The same weights the other way round give the same result."""
 
-  @parameterized.parameters(jnp.float32, jnp.bfloat16)
-  def test_linear(self, dtype):
-    axes = ("embed", "mlp")
-    plain = Linear(5, axes, dtype=dtype)
-    turned = Linear(5, axes, dtype=dtype, output_major=True)
-    params = _params(plain, _X)
-    out = plain.apply({"params": params}, _X)
-    params = {**params, "kernel": params["kernel"].T}
-    again = turned.apply({"params": params}, _X)
+  @parameterized.product(
+    case=(
+      (Linear, {"features": 5, "axes": ("embed", "mlp")}, 0, -1),
+      (HeadProjection, {"parts": 2, "num_heads": 3, "head_dim": 4}, 0, -1),
+      (HeadMix, {"features": 5}, -1, 0),
+    ),
+    dtype=(jnp.float32, jnp.bfloat16),
+  )
+  def test_gives_the_same(self, case, dtype):
+    module, sizes, source, target = case
+    x = _X.reshape(2, 3, 2, 4) if module is HeadMix else _X
+    plain = module(**sizes, dtype=dtype)
+    turned = module(**sizes, dtype=dtype, output_major=True)
+    params = small.params(plain, x)["params"]
+    out = plain.apply({"params": params}, x)
+    kernel = jnp.moveaxis(params["kernel"], source, target)
+    again = turned.apply({"params": {**params, "kernel": kernel}}, x)
     chex.assert_type(again, dtype)
-    chex.assert_shape(again, (2, 3, 5))
-    tolerance = 1e-6 if dtype == jnp.float32 else 1e-2
+    tolerance = 1e-5 if dtype == jnp.float32 else 5e-2
     chex.assert_trees_all_close(out, again, atol=tolerance)
-
-  def test_head_projection(self):
-    plain = HeadProjection(2, 3, 4)
-    turned = HeadProjection(2, 3, 4, output_major=True)
-    params = _params(plain, _X)
-    out = plain.apply({"params": params}, _X)
-    params = {**params, "kernel": jnp.moveaxis(params["kernel"], 0, -1)}
-    again = turned.apply({"params": params}, _X)
-    chex.assert_trees_all_close(out, again, atol=1e-6)
-
-  def test_head_mix(self):
-    heads = _X.reshape(2, 3, 2, 4)
-    gates = jax.random.uniform(jax.random.key(2), (2, 3, 2))
-    plain, turned = HeadMix(5), HeadMix(5, output_major=True)
-    params = _params(plain, heads)
-    out = plain.apply({"params": params}, heads, gates)
-    params = {**params, "kernel": jnp.moveaxis(params["kernel"], -1, 0)}
-    again = turned.apply({"params": params}, heads, gates)
-    chex.assert_trees_all_close(out, again, atol=1e-6)
 
 
 class KernelInitTest(parameterized.TestCase):
@@ -87,17 +69,83 @@ class KernelInitTest(parameterized.TestCase):
     module, x = MoHAttention(budget), jnp.zeros((1, 1, 32))
     params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
     kernels = [params[name]["kernel"] for name in ("qkv", "out")]
+    for name in ("qkv", "out"):
+      np.testing.assert_array_equal(params[name]["bias"], 0.0)
     for kernel in (*kernels, *params["router"].values()):
       spread = 3 / np.sqrt(kernel.size)
       np.testing.assert_allclose(kernel.std(), 0.02, rtol=spread)
 
-  def test_biases_start_at_zero(self):
-    module = MoHAttention(small.BUDGET, kernel_init=xavier_init)
-    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), small.tokens()))[
-      "params"
-    ]
-    for name in ("qkv", "out"):
-      np.testing.assert_array_equal(params[name]["bias"], 0.0)
+
+class HeadProjectionTest(parameterized.TestCase):
+  @parameterized.product(
+    parts=(1, 3), dtype=(jnp.float32, jnp.bfloat16), use_bias=(True, False)
+  )
+  def test_projects_each_part_and_head(self, parts, dtype, use_bias):
+    module = HeadProjection(parts, 2, 4, use_bias=use_bias, dtype=dtype)
+    x = small.tokens()
+    variables = small.params(module, x)
+    chex.assert_type(jax.tree.leaves(variables), jnp.float32)
+    stored = jax.tree.map(np.asarray, variables["params"])
+    kernel = stored["kernel"]
+    bias = stored.get("bias", np.zeros((parts, 2, 4)))
+    vectors = module.apply(variables, x)
+    self.assertLen(vectors, parts)
+    for part, vector in enumerate(vectors):
+      chex.assert_shape(vector, (small.B, small.N, 2, 4))
+      chex.assert_type(vector, dtype)
+      for head in range(2):
+        expected = np.asarray(x) @ kernel[:, part, head] + bias[part, head]
+        np.testing.assert_allclose(
+          np.asarray(vector[:, :, head], np.float32),
+          expected,
+          atol=1e-5 if dtype == jnp.float32 else 0.1,
+        )
+
+
+class HeadMixTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    rng = np.random.default_rng(2)
+    self.heads = jnp.asarray(
+      rng.normal(size=(small.B, small.N, 6, 3)), jnp.float32
+    )
+    self.gates = jnp.asarray(
+      rng.uniform(size=(small.B, small.N, 6)), jnp.float32
+    )
+
+  @parameterized.product(
+    dtype=(jnp.float32, jnp.bfloat16), use_bias=(True, False)
+  )
+  def test_equals_the_gated_sum_over_heads(self, dtype, use_bias):
+    module = HeadMix(small.C, use_bias=use_bias, dtype=dtype)
+    variables = small.params(module, self.heads, self.gates)
+    stored = jax.tree.map(np.asarray, variables["params"])
+    kernel = stored["kernel"]  # [H, D, C]
+    expected = sum(
+      np.asarray(self.gates[:, :, h, None] * self.heads[:, :, h]) @ kernel[h]
+      for h in range(6)
+    ) + stored.get("bias", np.zeros(small.C))
+    out = module.apply(variables, self.heads, self.gates)
+    chex.assert_shape(out, (small.B, small.N, small.C))
+    chex.assert_type(out, dtype)
+    chex.assert_type(jax.tree.leaves(variables), jnp.float32)
+    np.testing.assert_allclose(
+      np.asarray(out, np.float32),
+      expected,
+      atol=1e-5 if dtype == jnp.float32 else 0.1,
+    )
+
+  def test_no_gates_equal_gates_of_one(self):
+    module = HeadMix(small.C)
+    variables = small.params(module, self.heads)
+    chex.assert_trees_all_equal(
+      module.apply(variables, self.heads),
+      module.apply(variables, self.heads, jnp.ones_like(self.gates)),
+    )
+
+  def test_rejects_gates_of_another_head_count(self):
+    with self.assertRaises(AssertionError):
+      small.params(HeadMix(small.C), self.heads, self.gates[..., :5])
 
 
 if __name__ == "__main__":

@@ -84,16 +84,13 @@ class MoHAttentionTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(out, expected, atol=5e-5)
 
-  @parameterized.product(
-    split=tuple(small.MATRICES), dtype=(jnp.float32, jnp.bfloat16)
-  )
-  def test_shapes_and_dtypes(self, split, dtype):
-    module, x = MoHAttention(small.budget(split), dtype=dtype), small.tokens()
+  def test_shapes_and_dtypes(self):
+    module, x = MoHAttention(small.BUDGET, dtype=jnp.bfloat16), small.tokens()
     variables, (out, aux) = jax.eval_shape(
       lambda x: module.init_with_output(jax.random.key(0), x)[::-1], x
     )
     chex.assert_shape(out, (small.B, small.N, small.C))
-    chex.assert_type(out, dtype)
+    chex.assert_type(out, jnp.bfloat16)
     chex.assert_type(jax.tree.leaves((variables, aux)), jnp.float32)
     kernel = nn.unbox(variables)["params"]["qkv"]["kernel"]
     chex.assert_shape(kernel, (small.C, 3, 6, 3))
@@ -121,12 +118,6 @@ class MoHAttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(
       np.asarray(out, np.float32), expected, atol=0.03 * scale
     )
-
-  def test_use_bias_false_has_kernels_only(self):
-    module = MoHAttention(small.BUDGET, num_kv_heads=2, use_bias=False)
-    params = small.params(module, small.tokens())["params"]
-    for name in ("q", "kv", "out"):
-      self.assertCountEqual(params[name], ["kernel"])
 
   @parameterized.parameters(
     (True, None, True, True),
@@ -166,7 +157,6 @@ class MoHAttentionTest(parameterized.TestCase):
 
   def test_gradients_reach_every_parameter(self):
     module, x = MoHAttention(small.BUDGET), small.tokens()
-    variables = small.params(module, x)
 
     @jax.jit
     @jax.grad
@@ -174,46 +164,29 @@ class MoHAttentionTest(parameterized.TestCase):
       out, aux = module.apply(variables, x)
       return jnp.sum(out**2) + aux.balance_loss
 
-    grads = gradient(variables)
+    grads = gradient(small.params(module, x))
     chex.assert_tree_all_finite(grads)
     for leaf in jax.tree.leaves(grads):
       self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
 
-  def test_jit_equals_eager(self):
-    module, x = MoHAttention(small.BUDGET), small.tokens()
-    variables = small.params(module, x)
-    chex.assert_trees_all_close(
-      jax.jit(module.apply)(variables, x),
-      module.apply(variables, x),
-      rtol=1e-5,
-      atol=1e-5,
-    )
-
   @parameterized.parameters(
-    ((6, 16), None, r"x has shape \(6, 16\), must be \[B, N, C\]"),
-    ((2, 6, 16), jnp.ones((2, 6)), r"float32\(2, 6\) must be bool\(2, 6\)"),
-    ((2, 6, 16), jnp.ones((2, 1, 6, 6), bool), r"bool\(2, 1, 6, 6\) must be"),
+    ({}, (6, 16), None, r"x has shape \(6, 16\), must be \[B, N, C\]"),
+    ({}, (2, 6, 8), jnp.ones((2, 6)), r"float32\(2, 6\) must be bool\(2, 6\)"),
+    (
+      {},
+      (2, 6, 8),
+      jnp.ones((2, 1, 6, 6), bool),
+      r"bool\(2, 1, 6, 6\) must be",
+    ),
+    ({"budget": 8}, (2, 6, 8), None, "budget=8 must be a HeadBudget"),
+    ({"num_kv_heads": 0}, (2, 6, 8), None, "num_kv_heads=0 must"),
+    ({"num_kv_heads": 4}, (2, 6, 8), None, "num_kv_heads=4 must"),
+    ({"implementation": "flush"}, (2, 6, 8), None, "implementation='flush'"),
   )
-  def test_wrong_shapes_are_named(self, shape, mask, message):
+  def test_what_does_not_fit_is_named(self, fields, shape, mask, message):
+    layer = MoHAttention(**{"budget": small.BUDGET} | fields)
     with self.assertRaisesRegex(ValueError, message):
-      MoHAttention(small.BUDGET).init(
-        jax.random.key(0), jnp.ones(shape), token_mask=mask
-      )
-
-  def test_a_number_of_heads_is_no_budget(self):
-    with self.assertRaisesRegex(ValueError, "budget=8 must be a HeadBudget"):
-      MoHAttention(8).init(jax.random.key(0), small.tokens())
-
-  @parameterized.parameters(0, 4)
-  def test_key_value_heads_that_do_not_divide_are_named(self, heads):
-    layer = MoHAttention(small.BUDGET, num_kv_heads=heads)
-    with self.assertRaisesRegex(ValueError, f"num_kv_heads={heads} must"):
-      layer.init(jax.random.key(0), small.tokens())
-
-  def test_unknown_implementation_raises(self):
-    module = MoHAttention(small.BUDGET, implementation="flush")
-    with self.assertRaisesRegex(ValueError, "implementation='flush'"):
-      module.init(jax.random.key(0), small.tokens())
+      layer.init(jax.random.key(0), jnp.ones(shape), token_mask=mask)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -376,16 +349,6 @@ class PlacesTest(parameterized.TestCase):
     chex.assert_trees_all_equal(self._extend(cache, 3, 4), first)
     np.testing.assert_array_equal(cache.k[:, :, 3:], 0.0)
     self.assertGreater(float(jnp.abs(first[1].k[:, :, 3]).min()), 0.0)
-
-  def test_a_cache_changes_neither_parameters_nor_collections(self):
-    x, cache = small.tokens(), make_cache(small.B, 2, 8, 4, "float32")
-    variables = self.module.init(
-      jax.random.key(0), x, cache, Slots(jnp.int32(0)), method="extend"
-    )
-    chex.assert_trees_all_equal(
-      variables, self.module.init(jax.random.key(0), x)
-    )
-    self.assertCountEqual(variables, ["params"])
 
   def _extend(self, cache, start, stop, tokens=None):
     """The layer on tokens `start` to `stop`: outputs and the new cache."""

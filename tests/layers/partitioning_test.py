@@ -22,57 +22,30 @@ _RULES = (
 )
 
 
-def _resolve(names, shape):
-  return tuple(resolve_spec(names, shape, _SIZES, _RULES))
-
-
 class ResolveSpecTest(parameterized.TestCase):
   @parameterized.parameters(
-    (
-      ("batch", None, "heads"),
-      (8, 5, 4),
-      (("data", "fsdp"), None, "tensor"),
-    ),
+    (("batch", None, "heads"), (8, 5, 4), (("data", "fsdp"), None, "tensor")),
     (("embed", "mlp"), (6, 12), ("fsdp", "tensor")),
     (("layers", "embed"), (4, 8), (None, "fsdp")),
-    ((None, None), (4, 8), (None, None)),
     ((), (), ()),
+    (("heads",), (6,), (None,)),  # four devices do not divide six
+    (("heads", "mlp"), (8, 8), ("tensor", None)),  # an axis is used once
+    (("heads", "mlp"), (3, 8), (None, "tensor")),
+    (("embed", "batch"), (8, 8), (None, ("data", "fsdp"))),  # the first rule
+    (("batch",), (6,), ("data",)),  # of several axes the first that divide
+    (("batch",), (3,), (None,)),
+    (("tokens",), (8,), (None,)),  # an axis of one device
   )
   def test_maps_each_dimension(self, names, shape, expected):
-    self.assertEqual(_resolve(names, shape), expected)
+    spec = resolve_spec(names, shape, _SIZES, _RULES)
+    self.assertEqual(tuple(spec), expected)
 
-  @parameterized.parameters((3, None), (6, None), (8, "tensor"))
-  def test_indivisible_dimension_stays_whole(self, heads, expected):
-    self.assertEqual(_resolve(("heads",), (heads,)), (expected,))
-
-  def test_mesh_axis_is_used_once(self):
-    self.assertEqual(_resolve(("heads", "mlp"), (8, 8)), ("tensor", None))
-    self.assertEqual(
-      _resolve(("batch", "embed"), (8, 8)), (("data", "fsdp"), None)
-    )
-
-  def test_earlier_rule_gets_the_mesh_axis(self):
-    self.assertEqual(
-      _resolve(("embed", "batch"), (8, 8)), (None, ("data", "fsdp"))
-    )
-
-  def test_of_several_axes_the_first_that_divide_are_used(self):
-    self.assertEqual(_resolve(("batch",), (6,)), ("data",))
-    self.assertEqual(_resolve(("batch",), (3,)), (None,))
-
-  def test_indivisible_dimension_leaves_its_axis_to_the_next(self):
-    self.assertEqual(_resolve(("heads", "mlp"), (3, 8)), (None, "tensor"))
-
-  def test_mesh_axis_of_one_device_is_left_out(self):
-    self.assertEqual(_resolve(("tokens",), (8,)), (None,))
-
-  def test_unknown_name_raises_listing_the_known(self):
-    with self.assertRaisesRegex(ValueError, r"'head' .*'batch', 'embed'"):
-      _resolve(("batch", "head"), (8, 4))
-
-  def test_names_must_match_the_rank(self):
-    with self.assertRaises(ValueError):
-      _resolve(("batch",), (8, 4))
+  @parameterized.parameters(
+    (("batch", "head"), r"'head' .*'batch', 'embed'"), (("batch",), "zip")
+  )
+  def test_unknown_names_and_other_ranks_raise(self, names, message):
+    with self.assertRaisesRegex(ValueError, message):
+      resolve_spec(names, (8, 4), _SIZES, _RULES)
 
 
 class ConstrainTest(absltest.TestCase):
@@ -80,13 +53,10 @@ class ConstrainTest(absltest.TestCase):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     return jax.sharding.Mesh(devices, ("data", "tensor"))
 
-  def test_is_the_identity_without_a_mesh(self):
+  def test_is_the_identity_without_a_mesh_or_rules(self):
     x = jnp.ones((4, 3))
     with nn.logical_axis_rules((("batch", "data"),)):
       self.assertIs(constrain(x, "batch", None), x)
-
-  def test_is_the_identity_without_rules(self):
-    x = jnp.ones((4, 3))
     with jax.set_mesh(self._mesh()):
       self.assertIs(constrain(x, "batch", None), x)
 

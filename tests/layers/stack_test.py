@@ -1,4 +1,4 @@
-"""Scanned stacks of blocks, rematerialization and stochastic depth."""
+"""Scanned stacks, rematerialization, stochastic depth, side values."""
 
 import functools
 import re
@@ -12,7 +12,13 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.stack import REMAT_NAMES, DropPath, scan_blocks
+from moh_jax.layers.stack import (
+  REMAT_NAMES,
+  DropPath,
+  collect_aux,
+  scan_blocks,
+)
+from moh_jax.ops.routing import RouterAux
 
 _DEPTH, _B, _C = 3, 2, 4
 
@@ -79,19 +85,8 @@ class ScanBlocksTest(parameterized.TestCase):
     np.testing.assert_allclose(carry, x, rtol=1e-6)
     chex.assert_shape(aux["loss"], (_DEPTH,))
     np.testing.assert_allclose(aux["loss"], jnp.stack(losses), rtol=1e-6)
-
-  def test_parameters_get_a_layer_axis_and_differ(self):
-    kernel = _variables()["params"]["fc"]["kernel"]
-    chex.assert_shape(kernel, (_DEPTH, _C, _C))
+    kernel = variables["params"]["fc"]["kernel"]
     self.assertGreater(float(jnp.abs(kernel[0] - kernel[1]).max()), 1e-3)
-
-  @parameterized.parameters("none", "full")
-  def test_intermediates_get_a_layer_axis(self, remat):
-    _, recorded = _stack(remat).apply(
-      _variables(), *_inputs(), mutable=["intermediates"]
-    )
-    (hidden,) = recorded["intermediates"]["hidden"]
-    chex.assert_shape(hidden, (_DEPTH, _B, _C))
 
   @parameterized.parameters(*(name for name in REMAT_NAMES if name != "none"))
   def test_remat_gives_equal_values_and_gradients(self, remat):
@@ -125,14 +120,17 @@ class ScanBlocksTest(parameterized.TestCase):
     loops = re.findall(r"/rematted_computation/\S*/while\b(?!/)", program)
     self.assertEqual(loops != [], remat == "full", loops)
 
-  def test_remat_names_its_variables_as_no_remat_does(self):
+  def test_remat_names_and_records_variables_as_no_remat_does(self):
     for remat in REMAT_NAMES:
-      variables = jax.eval_shape(
-        _stack(remat).init, jax.random.key(0), *_inputs()
-      )
+      stack = _stack(remat)
+      made = jax.eval_shape(stack.init, jax.random.key(0), *_inputs())
       chex.assert_trees_all_equal_shapes(
-        nn.unbox(variables["params"]), _variables()["params"]
+        nn.unbox(made["params"]), _variables()["params"]
       )
+      record = functools.partial(stack.apply, mutable=["intermediates"])
+      _, recorded = jax.eval_shape(record, _variables(), *_inputs())
+      (hidden,) = recorded["intermediates"]["hidden"]
+      chex.assert_shape(hidden, (_DEPTH, _B, _C))
 
   def test_layers_and_samples_drop_independently(self):
     stack = scan_blocks(_DropBlock, 8, in_axes=(0,))()
@@ -157,42 +155,85 @@ class DropPathTest(parameterized.TestCase):
       {}, x, jnp.float32(rate), rngs={"dropout": jax.random.key(seed)}
     )
 
-  def test_deterministic_is_the_identity_without_a_key(self):
+  def test_keeps_everything_if_told(self):
     x = jnp.arange(6.0).reshape(2, 3)
     out = DropPath(deterministic=True).apply({}, x, jnp.float32(0.9))
     chex.assert_trees_all_equal(out, x)
-
-  def test_rate_zero_keeps_everything(self):
-    x = jnp.arange(6.0).reshape(2, 3)
     chex.assert_trees_all_equal(self._drop(x, 0.0), x)
 
-  def test_drops_whole_samples_and_rescales_the_rest(self):
-    out = np.asarray(self._drop(jnp.ones((64, 2, 3)), 0.25))
+  @parameterized.product(
+    rate=(0.1, 0.5, 0.8), dtype=(jnp.float32, jnp.bfloat16)
+  )
+  def test_drops_whole_samples_and_rescales_the_rest(self, rate, dtype):
+    count = 20_000
+    out = self._drop(jnp.ones((count, 2, 3), dtype), rate)
+    chex.assert_type(out, dtype)
+    out = np.asarray(out, np.float32)
     first = np.broadcast_to(out[:, :1, :1], out.shape)
     np.testing.assert_array_equal(out, first)
-    np.testing.assert_allclose(np.unique(out), [0, 4 / 3], rtol=1e-6)
+    np.testing.assert_allclose(np.unique(out), [0, 1 / (1 - rate)], rtol=1e-2)
+    deviation = (rate * (1 - rate) / count) ** 0.5
+    np.testing.assert_allclose((out == 0).mean(), rate, atol=5 * deviation)
 
-  @parameterized.parameters(0.1, 0.5, 0.8)
-  def test_expectation_is_the_input(self, rate):
-    count = 20_000
-    out = self._drop(jnp.ones((count, 1)), rate)
-    deviation = (rate / (1 - rate) / count) ** 0.5
-    np.testing.assert_allclose(out.mean(), 1.0, atol=5 * deviation)
-    np.testing.assert_allclose(
-      (out == 0).mean(), rate, atol=5 * (rate * (1 - rate) / count) ** 0.5
-    )
 
-  @parameterized.parameters(jnp.float32, jnp.bfloat16)
-  def test_keeps_shape_and_dtype(self, dtype):
-    out = self._drop(jnp.ones((4, 2, 3), dtype), 0.5)
-    chex.assert_shape(out, (4, 2, 3))
-    chex.assert_type(out, dtype)
+def _side(losses, load, *, routed=True) -> RouterAux:
+  """Side values of a scanned stack with the given losses and one load."""
+  load = jnp.tile(jnp.asarray(load, jnp.float32), (len(losses), 1))
+  losses = jnp.asarray(losses, jnp.float32)
+  return RouterAux(losses, load, load, routed=routed)
 
-  def test_needs_a_key_to_drop(self):
-    with self.assertRaisesRegex(Exception, "dropout"):
-      DropPath(deterministic=False).apply(
-        {}, jnp.ones((2, 3)), jnp.float32(0.5)
-      )
+
+def _layers(stack: RouterAux) -> list[RouterAux]:
+  """The layers of a stack, one by one."""
+  return [
+    jax.tree.map(lambda x: x[layer], stack)  # noqa: B023
+    for layer in range(len(stack.load))
+  ]
+
+
+_DENSE = _side([0.0, 0.0], [1, 1], routed=False)
+_ROUTED = _side([1.0, 2.0, 6.0], [1, 0.5, 0.5, 0])
+
+
+class CollectAuxTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"dense": _DENSE, "routed": _ROUTED},),
+    ((*_layers(_DENSE), *_layers(_ROUTED)),),
+    ([_DENSE, *_layers(_ROUTED)],),
+  )
+  def test_mean_over_routed_layers_and_share_over_all_heads(self, layers):
+    aux = collect_aux(layers)
+    chex.assert_shape([aux.balance_loss, aux.activated_share], ())
+    chex.assert_type([aux.balance_loss, aux.activated_share], jnp.float32)
+    np.testing.assert_allclose(aux.balance_loss, 3.0)
+    np.testing.assert_allclose(aux.activated_share, (4 + 6) / (4 + 12))
+    self.assertIs(aux.layers, layers)
+
+  def test_no_routed_layer_costs_nothing(self):
+    aux = collect_aux({"dense": _DENSE})
+    self.assertEqual(float(aux.balance_loss), 0.0)
+    self.assertEqual(float(aux.activated_share), 1.0)
+
+  def test_a_routed_layer_without_loss_counts_in_the_mean(self):
+    aux = collect_aux([_ROUTED, *_layers(_side([0.0], [1, 0]))])
+    np.testing.assert_allclose(aux.balance_loss, (1 + 2 + 6 + 0) / 4)
+
+  def test_jit_and_gradients_keep_what_layers_are(self):
+    def loss(scale):
+      layers = jax.tree.map(lambda x: scale * x, {"a": _DENSE, "b": _ROUTED})
+      aux = collect_aux(layers)
+      return aux.balance_loss, aux
+
+    grad, aux = jax.jit(jax.grad(loss, has_aux=True))(2.0)
+    np.testing.assert_allclose(grad, 3.0)
+    self.assertEqual([x.routed for x in aux.layers.values()], [False, True])
+
+  @parameterized.parameters(
+    ({},), ([],), (_ROUTED,), ([(jnp.ones(3), _ROUTED)],)
+  )
+  def test_anything_but_side_values_raises(self, layers):
+    with self.assertRaisesRegex(ValueError, "layers holds .* RouterAux"):
+      collect_aux(layers)
 
 
 if __name__ == "__main__":

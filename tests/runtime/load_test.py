@@ -1,7 +1,6 @@
 import contextlib
 import dataclasses
 import pathlib
-import re
 import sys
 import tempfile
 
@@ -19,26 +18,24 @@ _BY_TYPE = (
   ("train.init_from", "2024", "2024"),
   ("train.init_from", "none", "none"),
   ("data.path", "1e-3", "1e-3"),
+  ("data.path", "a=b", "a=b"),
   ("data.path", "(1,2)", "(1,2)"),
   ("model.router.kind", "none", "none"),
-  ("optim.no_decay", "*bias", ("*bias",)),
   ("optim.no_decay", "*bias,*norm*", ("*bias", "*norm*")),
-  ("optim.no_decay", "2024", ("2024",)),
   ("optim.no_decay", "7,08,x/y", ("7", "08", "x/y")),
   ("optim.no_decay", "('a,b',\"c\")", ("a,b", "c")),
   ("optim.no_decay", "None", ("None",)),
   ("optim.no_decay", "", ()),
-  ("optim.no_decay", "()", ()),
   ("optim.no_decay", " (*/bias, *norm*) ", ("*/bias", "*norm*")),
   ("optim.no_decay", "[Bb]*[sz]", ("[Bb]*[sz]",)),
+  ("model.image_size", "(64,32)", (64, 32)),
+  ("model.image_size", "[64,32]", (64, 32)),
   ("model.image_size", "64,32", (64, 32)),
-  ("model.image_size", "None", None),
   ("model.image_size", "none", None),
   ("model.num_classes", "7", 7),
-  ("model.num_classes", "none", None),
   ("optim.warmup_steps", "none", None),
+  ("optim.lr", "3e-4", 3e-4),
   ("optim.lr", "1", 1.0),
-  ("train.balance_weight", "1", 1.0),
   ("train.rewind.steps", "4", 4),
   ("eval.use_ema", "FALSE", False),
   ("log.progress", "true", True),
@@ -56,24 +53,6 @@ class LoadConfigTest(parameterized.TestCase):
     path.write_text(content)
     return str(path)
 
-  @parameterized.parameters(
-    ("optim.lr=3e-4", "optim", "lr", 3e-4),
-    ("optim.lr=1", "optim", "lr", 1.0),
-    ("model.top_k=(1,2)", "model", "top_k", (1, 2)),
-    ("model.top_k=[1,2]", "model", "top_k", (1, 2)),
-    ("data.path=some/where", "data", "path", "some/where"),
-    ("data.path=a=b", "data", "path", "a=b"),
-    ("data.path=123", "data", "path", "123"),
-    ("model.top_k=1,2", "model", "top_k", (1, 2)),
-    ("optim.no_decay=*bias", "optim", "no_decay", ("*bias",)),
-    ("optim.no_decay=*bias,*norm*", "optim", "no_decay", ("*bias", "*norm*")),
-    ("log.progress=false", "log", "progress", False),
-    ("checkpoint.async_save=False", "checkpoint", "async_save", False),
-  )
-  def test_override_sets_its_field(self, override, section, field, value):
-    config = load_config(_DIGITS, [override])
-    self.assertEqual(getattr(getattr(config, section), field), value)
-
   @parameterized.product(case=_BY_TYPE, states=(False, True))
   def test_override_is_read_by_the_type_of_its_field(self, case, states):
     key, text, value = case
@@ -87,9 +66,9 @@ class LoadConfigTest(parameterized.TestCase):
       found = getattr(found, part)
     self.assertEqual((type(found), found), (type(value), value))
 
-  def test_overrides_apply_in_order(self):
-    config = load_config(_DIGITS, ["train.steps=60", "train.steps=70"])
-    self.assertEqual(config.train.steps, 70)
+  def test_later_overrides_win(self):
+    config = load_config(_DIGITS, ["model.top_k=(1,2)", "model.top_k=0,3"])
+    self.assertEqual(config.model.top_k, (0, 3))
 
   @parameterized.parameters(
     ("optim.nope=1", "unknown config key optim.nope; known: ['accumulation'"),
@@ -113,36 +92,11 @@ class LoadConfigTest(parameterized.TestCase):
     with self.assertRaisesRegex(FileNotFoundError, "nope.py: no such config"):
       load_config("configs/nope.py:s80")
 
-  @parameterized.named_parameters(
-    ("no_python_file", "hello", "mine.txt"),
-    ("no_get_config", "x = 1\n", "mine.py"),
-    ("no_config_dict", "def get_config(): return 3\n", "mine.py"),
-    ("no_python_inside", "def get_config(:\n", "mine.py, line 1: SyntaxError"),
-    (
-      "misspelt",
-      "def get_config(): return dic()\n",
-      "mine.py, line 1: NameError",
-    ),
-    (
-      "unknown_module",
-      "import nope_nope\n",
-      "mine.py, line 1: ModuleNotFoundError",
-    ),
-  )
-  def test_file_that_is_no_config_is_named(self, content, name):
-    path = self._file(content, re.split("[:,]", name)[0])
-    with self.assertRaises(ValueError) as caught:
-      load_config(path)
-    self.assertIn(name, str(caught.exception))
-
-  def test_repeated_override_replaces_a_tuple(self):
-    first, second = "model.top_k=(1,2)", "model.top_k=0,3"
-    config = load_config(_DIGITS, [first])
-    self.assertEqual(config.model.top_k, (1, 2))
-    config = load_config(_DIGITS, [first, second])
-    self.assertEqual(config.model.top_k, (0, 3))
-
   @parameterized.parameters(
+    ("hello", "mine.txt"),
+    ("def get_config(): return 3\n", "mine.py"),
+    ("def get_config(:\n", "mine.py, line 1: SyntaxError"),
+    ("import nope_nope\n", "mine.py, line 1: ModuleNotFoundError"),
     ("def get_config():\n  x = 1\n  return x / 0\n", "line 3: ZeroDivision"),
     ("def get_config():\n  return get_config()\n", "line 2: RecursionError"),
     ("import sys\n\nsys.exit(4)\n", "line 3: SystemExit: 4"),
@@ -151,8 +105,10 @@ class LoadConfigTest(parameterized.TestCase):
     ("import sys\nsys.path.pop(0)\n", "has no function get_config"),
   )
   def test_error_names_file_and_line(self, content, text):
-    with self.assertRaisesRegex(ValueError, f"bad.py.*{text}") as caught:
-      load_config(self._file(content, "bad.py"))
+    path = self._file(content, "mine.txt" if "txt" in text else "mine.py")
+    with self.assertRaisesRegex(ValueError, text) as caught:
+      load_config(path)
+    self.assertIn("mine.", str(caught.exception))
     self.assertNotIn("\n", str(caught.exception))
 
   def test_dict_of_sections_is_a_config(self):
@@ -291,30 +247,21 @@ def get_config():
     self.assertEqual(config.data.mean, (0.1, 0.2, 0.3))
     self.assertEqual(config.data.std, tiny_checkpoint.CONFIG.data.std)
 
-  def test_text_that_the_file_leaves_out_may_look_like_a_number(self):
-    overrides = ("sample.steps=4", "data.path=2024")
-    config = self._load(self.dit, *overrides)
-    self.assertEqual((config.sample.steps, config.data.path), ("4", "2024"))
-
   def test_checkpoint_may_be_named_like_a_number(self):
     (self.root / "2024").symlink_to(self.vit)
     with contextlib.chdir(self.root):
       config = self._load("2024")
     self.assertEqual(config.train.init_from, "2024")
 
-  def test_start_that_is_no_text_is_named(self):
+  @parameterized.parameters(
+    ("{'init_from': 2024}", "init_from=2024 must be of type"),
+    ("5", "section train=5 must have fields"),
+  )
+  def test_bad_section_of_the_file_is_named(self, section, message):
     file = self.root / "number.py"
-    file.write_text(
-      "def get_config():\n"
-      "  return {'model': {}, 'train': {'init_from': 2024}}\n"
-    )
-    with self.assertRaisesRegex(ValueError, "init_from=2024 must be of type"):
-      load_config(str(file))
-
-  def test_section_without_fields_is_named(self):
-    file = self.root / "number.py"
-    file.write_text("def get_config(): return {'model': {}, 'train': 5}\n")
-    with self.assertRaisesRegex(ValueError, "section train=5 must have fields"):
+    config = f"{{'model': {{}}, 'train': {section}}}"
+    file.write_text(f"def get_config(): return {config}\n")
+    with self.assertRaisesRegex(ValueError, message):
       load_config(str(file))
 
   def test_size_of_the_checkpoint_may_be_stated(self):

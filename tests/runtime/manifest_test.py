@@ -1,14 +1,8 @@
 """Checksums of checkpoints: what they find, name and leave alone."""
 
-import errno
-import functools
-import itertools
 import os
 import pathlib
 import random
-import shutil
-import tempfile
-from unittest import mock
 
 from absl.testing import absltest, parameterized
 from etils import epath
@@ -78,11 +72,6 @@ class ManifestTest(parameterized.TestCase):
     self.assertEqual(self._found({"config", "params"}), {})
     self.assertEqual(self._named({"train"}), ["train/d/0"])
 
-  def test_missing_item_is_damage(self):
-    for file in ("params/d/0", "params/_METADATA"):
-      (self.folder / file).unlink()
-    self.assertLen(self._named({"params"}), 2)
-
   def test_pipe_in_place_of_a_file_is_damage(self):
     (self.folder / "params/d/0").unlink()
     os.mkfifo(self.folder / "params/d/0")
@@ -127,55 +116,11 @@ class ManifestTest(parameterized.TestCase):
     self.assertEqual(steps.newest_whole_step(self.workdir, {"params"}), 6)
     steps.set_aside_after(self.workdir, 2)
     self.assertEqual(steps.list_steps(self.workdir), [2])
-    moved = [path.name for path in (self.workdir / "damaged").iterdir()]
-    self.assertCountEqual(moved, ["4.1", "6.1"])
-
-  def test_steps_on_another_disk_are_set_aside_there(self):
-    other = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    rename = os.rename
-
-    def on_one_disk(source, target):
-      folders = real(*(os.path.dirname(path) for path in (source, target)))
-      inside = [folder.is_relative_to(other) for folder in folders]
-      if inside[0] != inside[1]:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), source, target)
-      rename(source, target)
-
-    def real(*paths):
-      return [pathlib.Path(os.path.realpath(path)) for path in paths]
-
-    def killed_before(number, calls):
-      """Functions that a kill ends before the call of a number is made."""
-      counter = itertools.count(1)
-
-      def call(function, *args):
-        if next(counter) == number:
-          raise KeyboardInterrupt
-        return function(*args)
-
-      return {n: functools.partial(call, f) for n, f in calls.items()}
-
-    folder = self.workdir / "checkpoints"
-    shutil.move(folder, other / "kept")
-    folder.symlink_to(other / "kept")
-    calls = {"rename": on_one_disk, "symlink": os.symlink}
-    for number in (1, 2, 3):
-      _write(folder / "4")
-      with mock.patch.multiple(os, **killed_before(number, calls)):
-        with self.assertRaises(KeyboardInterrupt):
-          steps.set_aside_after(self.workdir, 2)
-      with mock.patch.multiple(os, **calls):
-        steps.set_aside_after(self.workdir, 2)
-      linked = {real(link)[0] for link in (self.workdir / "damaged").iterdir()}
-      self.assertEqual(linked, {*(other / "kept" / "damaged").iterdir()})
-    with mock.patch.object(os, "rename", on_one_disk):
-      for number in (4, 5):
-        _write(folder / "4")
-        steps.set_aside_after(self.workdir, 2)
-        self.assertEqual(steps.list_steps(self.workdir), [2])
-        moved = self.workdir / "damaged" / f"4.{number}"
-        self.assertTrue((moved / "train").is_dir())
-        self.assertTrue(real(moved)[0].is_relative_to(other))
+    aside = self.workdir / "checkpoints" / "damaged"
+    self.assertCountEqual(os.listdir(aside), ["4.1", "6.1"])
+    _write(self.workdir / "checkpoints" / "4")
+    steps.set_aside_after(self.workdir, 2)
+    self.assertCountEqual(os.listdir(aside), ["4.1", "4.2", "6.1"])
 
   def test_no_whole_checkpoint_is_an_error_that_names_all(self):
     (self.folder / "train/d/0").unlink()

@@ -1,13 +1,56 @@
-"""A process whose step stays behind the others' is named."""
+"""Processes that differ, are late or are silent are named."""
 
+import sys
 import threading
 import time
 from unittest import mock
 
+import jax
 from absl.testing import absltest
 from orbax.checkpoint import multihost
 
-from moh_jax.runtime import peers
+from moh_jax.runtime import cluster, peers
+from tests import two_processes
+
+_CHILD = """
+import sys
+sys.path.insert(0, ".")
+from tests.runtime import peers_test
+peers_test.compare()
+"""
+
+
+def compare() -> None:
+  """What both processes do: agree, then differ; prints what was said."""
+  cluster.join(cluster.given_place())
+  index = jax.process_index()
+  peers.agree({"config": {"seed": 3, "tags": ["a"]}})
+  peers.agree({"config": {"seed": 4}})
+  try:
+    peers.agree({"config": {"seed": index, "same": 1}, "steps": [2][index:]})
+  except ValueError as error:
+    print(error)
+  sys.stdout.flush()
+
+
+class AgreementTest(absltest.TestCase):
+  def test_one_process_agrees_with_itself(self):
+    peers.agree({"config": {"seed": 1}})
+
+  def test_what_differs_is_named_in_all_processes(self):
+    said = two_processes.call("-c", _CHILD)
+    self.assertEqual(
+      said,
+      [
+        "the 2 processes of the run differ: config.seed: 0 in process 0, 1 in "
+        "process 1; steps: [2] in process 0, [] in process 1\n"
+      ]
+      * 2,
+    )
+
+  def test_many_differences_are_counted(self):
+    told = [{f"f{i}": 0 for i in range(9)}, {f"f{i}": 1 for i in range(9)}]
+    self.assertRegex(peers._differences(told), "f4: .*; and 4 more$")
 
 
 class _Store:
@@ -37,7 +80,7 @@ class PeersTest(absltest.TestCase):
         multihost, "get_jax_distributed_client", return_value=store
       ),
       mock.patch.object(peers.os, "_exit", lambda _: left.set()),
-      mock.patch.object(peers, "Witness"),
+      mock.patch.object(peers, "_Witness"),
       peers.Peers(self.create_tempdir().full_path, lambda: "step 5") as watch,
     ):
       watch.at(8)

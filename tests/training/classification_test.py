@@ -1,19 +1,156 @@
-"""The classification task: its loss."""
+"""The classification task: its targets, mixed images and loss."""
+
+import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+import optax
+from absl.testing import absltest, parameterized
 
+from moh_jax.config import ClassifierConfig
+from moh_jax.training.classification import (
+  class_targets,
+  mix_images,
+  soft_cross_entropy,
+)
 from tests.training import tiny
 from tests.training.tiny import make_task
+
+# Example i is an image of constant value i and of class i, so that a mixed
+# image shows how much of which example it holds.
+_BATCH = 4
+_SIZE = (8, 12)
+_VALUES = np.arange(_BATCH, dtype=np.float32)
+_IMAGES = np.broadcast_to(_VALUES[:, None, None, None], (_BATCH, *_SIZE, 1))
+
+
+@functools.cache
+def _mix(draws=32, batch=_BATCH, **fields):
+  """Mixed images [draws, B, X, Y, 1] and targets [draws, B, B]."""
+  config = ClassifierConfig(**fields)
+  keys = jax.random.split(jax.random.key(0), draws)
+  images, targets = jnp.array(_IMAGES[:batch]), jnp.eye(batch)
+  mix = jax.vmap(lambda key: mix_images(key, images, targets, config))
+  return jax.tree.map(np.asarray, jax.jit(mix)(keys))
+
+
+def _own_share(images):
+  """Per image, the mean share of its own value rather than its mirror's."""
+  own = _VALUES.reshape(-1, 1, 1, 1)
+  mirror = own[::-1]
+  return ((images - mirror) / (own - mirror)).mean((-3, -2, -1))
+
+
+def _is_constant(images):
+  """Per draw, whether each image has one value."""
+  spread = np.ptp(images, axis=(-3, -2, -1))
+  return (spread < 1e-5).all(-1)
+
+
+class TargetsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (0.0, [[0, 0, 1, 0], [1, 0, 0, 0]]),
+    (0.2, [[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]]),
+    (1.0, [[0.25] * 4] * 2),
+  )
+  def test_smoothing_is_spread_over_all_classes(self, smoothing, expected):
+    found = class_targets(jnp.array([2, 0]), 4, smoothing)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+  def test_cross_entropy_is_that_of_integers_and_by_hand(self):
+    logits = jax.random.normal(jax.random.key(0), (6, 5)) * 3
+    labels = jnp.array([0, 1, 2, 3, 4, 0])
+    ours = soft_cross_entropy(logits, class_targets(labels, 5))
+    theirs = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-6)
+    logits = np.array([[1.0, 2.0, -1.0]], np.float32)
+    targets = np.array([[0.2, 0.5, 0.3]], np.float32)
+    logp = logits - np.log(np.exp(logits).sum())
+    ours = soft_cross_entropy(jnp.array(logits), jnp.array(targets))
+    np.testing.assert_allclose(ours, -(targets * logp).sum(-1), rtol=1e-6)
+
+  def test_cross_entropy_is_float32_for_low_precision_logits(self):
+    logits, targets = jnp.array([[300.0, 301.0]], jnp.bfloat16), jnp.eye(1, 2)
+    ours = soft_cross_entropy(logits, targets)
+    expected = soft_cross_entropy(logits.astype(jnp.float32), targets)
+    chex.assert_trees_all_equal(ours, expected)
+    chex.assert_type(ours, jnp.float32)
+
+
+class MixImagesTest(parameterized.TestCase):
+  @parameterized.parameters((0.8, 0.0), (0.0, 1.0), (0.8, 1.0))
+  def test_targets_weigh_what_the_pixels_show(self, mixup, cutmix):
+    images, targets = _mix(mixup=mixup, cutmix=cutmix)
+    np.testing.assert_allclose(targets.sum(-1), 1, atol=1e-5)
+    self.assertGreaterEqual(targets.min(), 0)
+    share = _own_share(images)  # [draws, B]
+    rows = np.arange(_BATCH)
+    np.testing.assert_allclose(targets[:, rows, rows], share, atol=1e-5)
+    np.testing.assert_allclose(
+      targets[:, rows, rows[::-1]], 1 - share, atol=1e-5
+    )
+    self.assertGreater(np.ptp(share), 0.5)  # not always the same mixture
+    # The batch shares one sample.
+    np.testing.assert_allclose(share, share[:, :1] * np.ones(_BATCH), atol=1e-5)
+
+  def test_alphas_of_zero_change_nothing(self):
+    targets = jnp.eye(_BATCH)
+    images, mixed = mix_images(
+      jax.random.key(0), jnp.array(_IMAGES), targets, ClassifierConfig()
+    )
+    chex.assert_trees_all_equal((images, mixed), (_IMAGES, targets))
+
+  @parameterized.parameters(0.0, 0.5, 1.0)
+  def test_one_method_alone_takes_no_other_whatever_the_probability(self, prob):
+    images, _ = _mix(mixup=0.8, cutmix_prob=prob)
+    self.assertTrue(_is_constant(images).all())
+    self.assertLess(_own_share(images).min(), 0.9)
+    images, _ = _mix(cutmix=1.0, cutmix_prob=prob)
+    own = np.isclose(images, _VALUES.reshape(-1, 1, 1, 1))
+    mirror = np.isclose(images, _VALUES[::-1].reshape(-1, 1, 1, 1))
+    self.assertTrue((own | mirror).all())
+    self.assertTrue(mirror.any())
+
+  @parameterized.parameters((0.0, 1.0, 1.0), (0.5, 0.25, 0.75), (1.0, 0.0, 0.2))
+  def test_cutmix_prob_chooses_between_both(self, prob, low, high):
+    images, _ = _mix(mixup=0.8, cutmix=1.0, cutmix_prob=prob, draws=128)
+    # A box may be empty or whole, which leaves a constant image too.
+    self.assertBetween(_is_constant(images).mean(), low, high)
+
+  def test_cutmix_pastes_one_box(self):
+    images, _ = _mix(cutmix=1.0)
+    pasted = ~np.isclose(images[:, 0, ..., 0], _VALUES[0])
+    for mask in pasted:
+      box = np.outer(mask.any(1), mask.any(0))
+      np.testing.assert_array_equal(mask, box)
+      for edge in (mask.any(1), mask.any(0)):
+        self.assertLessEqual(np.abs(np.diff(edge.astype(int))).sum(), 2)
+
+  def test_large_alpha_mixes_by_halves_and_the_middle_is_itself(self):
+    images, _ = _mix(mixup=1e4)
+    np.testing.assert_allclose(_own_share(images), 0.5, atol=0.05)
+    images, targets = _mix(mixup=0.8, batch=3)
+    np.testing.assert_allclose(images[:, 1], 1, atol=1e-6)
+    np.testing.assert_allclose(targets[:, 1, 1], 1, atol=1e-6)
+
+  def test_keeps_the_images_dtype(self):
+    config = ClassifierConfig(mixup=0.8, cutmix=1.0)
+    images, _ = jax.eval_shape(
+      functools.partial(mix_images, config=config),
+      jax.random.key(0),
+      jnp.array(_IMAGES, jnp.bfloat16),
+      jnp.eye(_BATCH),
+    )
+    self.assertEqual(images.dtype, jnp.bfloat16)
 
 
 class LossTest(absltest.TestCase):
   def test_loss_is_task_plus_weighted_balance(self):
-    train = {"balance_weight": 0.5}
-    plain = {"mixup": 0.0, "cutmix": 0.0}
-    config = tiny.config(train=train, classifier=plain)
+    config = tiny.deterministic_config(
+      model=tiny.ALIKE["vit"], train={"balance_weight": 0.5}
+    )
     rng = np.random.default_rng(3)
     batch = {
       "image": rng.normal(size=(16, 8, 8, 1)).astype(np.float32),

@@ -1,6 +1,7 @@
-"""The diffusion task: its loss, its held-out figures and its previews."""
+"""The diffusion task: its loss, held-out figures, previews and FID."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from unittest import mock
@@ -14,9 +15,14 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config.registry import MissingSplitError
+from moh_jax.evaluation.fid import Gaussian, frechet_distance, moments
+from moh_jax.inference.restore import Restored
+from moh_jax.inference.sample import Sampler, sample_images
 from moh_jax.layers.stack import ModelAux
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.training import denoising
+from moh_jax.training.denoising import make_fid
 from moh_jax.training.step import make_program, metric_values
 from moh_jax.training.train import train
 from tests.training import tiny
@@ -70,21 +76,17 @@ class LossTest(parameterized.TestCase):
     share = _metrics(_Echo("no label"), **sections)["mse"]
     self.assertAlmostEqual(share, rate, delta=0.03 if rate else 0)
 
-  def test_labels_that_stay_are_the_examples(self):
-    model = {"label_dropout": 0.0}
-    metrics = _metrics(
-      _Echo("label"), labels=7, model=model, sample={"cfg_scale": 1.0}
-    )
+  def test_the_network_is_told_times_and_labels(self):
+    sections = {"model": {"label_dropout": 0.0}, "sample": {"cfg_scale": 1.0}}
+    metrics = _metrics(_Echo("label"), labels=7, **sections)
     self.assertEqual(metrics["mse"], 49.0)
-
-  def test_timesteps_are_uniform(self):
     mse = _metrics(_Echo("time"))["mse"]
     self.assertAlmostEqual(mse / np.square(np.arange(50)).mean(), 1, delta=0.05)
-
-  def test_quartiles_split_the_error_by_timestep(self):
     metrics = _metrics(_Echo("quartile"))
     quartiles = [metrics[f"mse_quartile{i}"] for i in (1, 2, 3, 4)]
     self.assertEqual(quartiles, [0, 1, 4, 9])
+    self.assertNotIn("vb", metrics)
+    self.assertEqual(metrics["task_loss"], metrics["mse"])
 
   def test_quartile_without_examples_is_not_a_number(self):
     metrics = _metrics(_Echo("quartile"), examples=1)
@@ -127,11 +129,6 @@ class LossTest(parameterized.TestCase):
     self.assertEqual(metrics["balance_loss"], 3.0)
     self.assertEqual(metrics["activated_share"], 0.5)
 
-  def test_bound_is_missing_without_a_learned_variance(self):
-    metrics = _metrics(_Echo("quartile"))
-    self.assertNotIn("vb", metrics)
-    self.assertEqual(metrics["task_loss"], metrics["mse"])
-
   def test_noise_timesteps_and_labels_come_from_the_key(self):
     first, again, other = (
       _metrics(_Echo("time"), examples=8, seed=seed)["mse"]
@@ -169,9 +166,7 @@ class StepsTest(absltest.TestCase):
     first, last = self.metrics[0], self.last
     self.assertLess(float(last["loss"]), 0.8 * float(first["loss"]))
     self.assertLess(float(last["mse"]), 0.9 * float(first["mse"]))
-
-  def test_new_model_predicts_nothing(self):
-    self.assertAlmostEqual(float(self.metrics[0]["mse"]), 1.0, delta=0.1)
+    self.assertAlmostEqual(float(first["mse"]), 1.0, delta=0.1)  # of nothing
 
   def test_average_equals_a_hand_rolled_one(self):
     mine = jax.tree.map(np.float64, self.params[0])
@@ -191,33 +186,20 @@ class StepsTest(absltest.TestCase):
 
 
 class HeldOutTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
+  def test_run_without_a_split_finishes_with_no_figures(self):
     missing = mock.patch.object(
       denoising, "make_evaluate", side_effect=MissingSplitError("no val")
     )
-    self.enterContext(missing)
-
-  def test_missing_split_is_a_warning_and_no_figures(self):
-    with self.assertLogs("moh_jax", "WARNING") as logged:
-      task = make_task(tiny.dit_config())
-    self.assertLen(logged.output, 1)
-    self.assertIn("has no val/", logged.output[0])
-    self.assertEqual(task.evaluate({}, None), {})
-
-  def test_run_without_a_split_finishes_with_no_figures(self):
     workdir = self.create_tempdir().full_path
     config = tiny.dit_config(eval={"every": 2})
-    result = train(config, workdir, devices=jax.devices()[:1])
-    self.assertTrue(result.finished)
-    self.assertEqual(result.evaluation, {})
+    with missing, self.assertLogs("moh_jax", "WARNING") as logged:
+      result = train(config, workdir, devices=jax.devices()[:1])
+    self.assertIn("has no val/", logged.output[0])
+    self.assertEqual((result.finished, result.evaluation), (True, {}))
     text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
-    splits = [row["split"] for row in rows]
+    splits = [json.loads(line)["split"] for line in text.splitlines()]
     self.assertEqual(splits, ["train"] * 4 + ["heads"])
 
-
-class DamagedHeldOutTest(absltest.TestCase):
   def test_split_that_is_there_but_not_whole_is_refused(self):
     root = pathlib.Path(self.create_tempdir().full_path)
     file = root / "train" / "0" / "1.png"
@@ -252,27 +234,16 @@ class PreviewTest(parameterized.TestCase):
     np.testing.assert_array_equal(pixels[:8], classes[:8])
     self.assertFalse(np.array_equal(pixels[10:18, :8], classes[10:18, :8]))
 
-  def test_is_a_grid_of_the_wanted_images(self):
-    picture = self._preview()
+  def test_is_a_grid_that_depends_on_the_parameters_alone(self):
+    picture, other = self._preview(), self._preview(seed=1)
     # 3 rows of 2 images of 8 x 8 pixels, 2 pixels apart; the sixth is blank.
     self.assertEqual(picture.shape, (28, 18, 1))
     self.assertEqual(picture.dtype, np.uint8)
     np.testing.assert_array_equal(picture[20:, 10:], 255)
     self.assertLess(picture[20:, :8].min(), 255)
-
-  def test_changes_with_the_parameters_alone(self):
-    first, again, other = (self._preview(seed=seed) for seed in (0, 0, 1))
-    np.testing.assert_array_equal(first, again)
-    self.assertFalse(np.array_equal(first, other))
-
-  def test_is_the_same_on_eight_devices(self):
-    one, eight = self._preview(), self._preview(devices=8)
-    gap = np.abs(one.astype(int) - eight)
+    self.assertFalse(np.array_equal(picture, other))
+    gap = np.abs(picture.astype(int) - self._preview(devices=8))
     self.assertLessEqual(gap.max(), 1)  # where the rounding is a tie
-
-  def test_none_is_sampled_unless_asked_for(self):
-    task = make_task(tiny.dit_config(sample={"every": 0}))
-    self.assertIsNone(task.preview)
 
   def test_run_writes_one_at_every_interval_and_at_the_end(self):
     workdir = pathlib.Path(self.create_tempdir().full_path)
@@ -283,11 +254,6 @@ class PreviewTest(parameterized.TestCase):
     with Image.open(workdir / "samples" / files[0]) as picture:
       self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
 
-  def test_latents_need_their_autoencoder(self):
-    config = self._latent_config()
-    with self.assertRaisesRegex(ValueError, r"sample\.every=2 .* --vae"):
-      make_task(config)
-
   def test_latents_are_shown_as_the_autoencoder_decodes_them(self):
     decoded = []
 
@@ -295,7 +261,11 @@ class PreviewTest(parameterized.TestCase):
       decoded.append(latents)
       return jnp.zeros((len(latents), 16, 16, 3))
 
-    config = self._latent_config()
+    config = tiny.dit_config(
+      sample=_PREVIEW, data={"source": "fake"}, diffusion={"space": "latent"}
+    )
+    with self.assertRaisesRegex(ValueError, r"sample\.every=2 .* --vae"):
+      make_task(config)
     picture = make_task(config, decode).preview(
       tiny.random_params(config),
       sharding.make_mesh(config.mesh, jax.devices()[:1]),
@@ -303,12 +273,108 @@ class PreviewTest(parameterized.TestCase):
     self.assertEqual(decoded[0].shape, (5, 8, 8, 1))
     self.assertEqual(picture.shape, (52, 34, 3))
 
-  def _latent_config(self):
-    return tiny.dit_config(
-      sample=_PREVIEW,
-      data={"source": "fake"},
-      diffusion={"space": "latent"},
-    )
+
+_NUM, _DIM = 13, 6  # images, the last batch is not full
+_FILES = {"fid_reference": "stats.npz", "fid_inception": "weights.pth"}
+_REFERENCE = Gaussian(np.full(_DIM, 90.0), 50 * np.eye(_DIM))
+
+
+def _extract(images, mesh=None):
+  del mesh
+  return _features(images)
+
+
+@jax.jit
+def _features(images):
+  """Features of [B, 8, 8, 3] images: means of two rows of each channel."""
+  assert images.dtype == jnp.uint8
+  rows = images.astype(jnp.float32).mean(2)
+  return rows[:, :2].reshape(len(images), _DIM)
+
+
+def _config(**sections):
+  sample = {"fid_images": _NUM, "steps": "3", **_FILES}
+  return tiny.dit_config(sample=sample, eval={"batch_size": 8}, **sections)
+
+
+@functools.cache
+def _fid(devices, seed=0):
+  config = _config(mesh={"data": devices})
+  mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
+  params = tiny.random_params(config, seed)
+  with sharding.use_mesh(mesh):
+    params = jax.device_put(params, sharding.replicated(mesh))
+    return make_fid(config, _REFERENCE, _extract)(params, mesh)["fid"]
+
+
+class SampledFidTest(parameterized.TestCase):
+  def test_is_that_of_the_sampler_s_images_on_any_devices(self):
+    config = _config(mesh={"data": 1})
+    model, _ = make_model(config)
+    restored = Restored(config, model, tiny.random_params(config), 0, ())
+    sampler = Sampler(restored, seed=config.train.seed)
+    images = sample_images(sampler, _NUM, 8).repeat(3, -1)
+    found = moments(np.asarray(_extract(images))).gaussian()
+    expected = frechet_distance(found, _REFERENCE)
+    for devices in (1, 8):
+      self.assertAlmostEqual(_fid(devices), expected, delta=1e-6 * expected)
+    self.assertNotAlmostEqual(_fid(1, seed=1), expected, delta=1e-3 * expected)
+
+  @parameterized.parameters((1, 64), (3, 63))
+  def test_images_are_decoded_few_at_a_time(self, devices, most):
+    sizes = []
+
+    def extract(images, mesh):
+      sizes.append(len(images))
+      return _extract(images)
+
+    config = tiny.dit_config(
+      sample={"fid_images": 70, "steps": "1", **_FILES},
+      eval={"batch_size": 192}, mesh={"data": devices},
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
+    with sharding.use_mesh(mesh):
+      params = jax.device_put(
+        tiny.random_params(config), sharding.replicated(mesh)
+      )
+      make_fid(config, _REFERENCE, extract)(params, mesh)
+    self.assertEqual(sizes, [most, most])
+
+  def test_run_writes_it_with_every_evaluation_and_resumed_the_same(self):
+    root = pathlib.Path(self.create_tempdir().full_path)
+
+    def run(name, steps):
+      config = _config(mesh={"data": 1}, train={"steps": steps})
+      config = dataclasses.replace(
+        config, eval=dataclasses.replace(config.eval, every=1)
+      )
+      found = _REFERENCE, _extract
+      devices = jax.devices()[:1]
+      with mock.patch.object(denoising, "_inception", return_value=found):
+        train(config, str(root / name), devices=devices)
+      lines = (root / name / "metrics.jsonl").read_text().splitlines()
+      rows = [json.loads(line) for line in lines]
+      return {r["step"]: r["fid"] for r in rows if "fid" in r}
+
+    whole = run("whole", 3)
+    self.assertEqual(list(whole), [1, 2, 3])
+    run("parts", 2)
+    self.assertEqual(run("parts", 3), whole)
+
+  def test_config_alone_asks_for_it(self):
+    workdir = pathlib.Path(self.create_tempdir().full_path, "run")
+    config = _config(mesh={"data": 1})
+    with self.assertRaisesRegex(FileNotFoundError, "stats.npz"):
+      train(config, str(workdir), devices=jax.devices()[:1])
+    self.assertFalse(workdir.exists())
+
+  def test_latents_need_their_autoencoder(self):
+    config = _config(
+      model={"channels": 2}, data={"source": "fake"},
+      diffusion={"space": "latent", "latent_scale": 0.18215},
+    )  # fmt: skip
+    with self.assertRaisesRegex(ValueError, "an autoencoder must decode"):
+      make_fid(config, _REFERENCE, _extract)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import jax
 from moh_jax.runtime import sharding
 from moh_jax.training.compiling import read_collectives
 from moh_jax.training.step import make_program
-from tests.runtime.slices_test import two_slices
+from tests.runtime.sharding_test import two_slices
 from tests.training import tiny
 
 VOCAB, WIDTH = 336, 64

@@ -1,49 +1,63 @@
+"""What a run writes of its metrics, also into buckets; loads of heads."""
+
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import pathlib
-import tempfile
+import struct
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorboardX
 from absl.testing import absltest, parameterized
 from etils import epath
+from flax import traverse_util
 from PIL import Image
+from tensorboardX import record_writer
+from tensorboardX.proto import event_pb2
 
 from moh_jax.config import LogConfig
 from moh_jax.training import metrics
-from moh_jax.training.metrics import MetricsWriter
+from moh_jax.training.metrics import HeadWatch, MetricsWriter
+from moh_jax.training.step import HEAD_LOADS, HeadLoads, metric_values
+from tests.training import tiny
 
 _QUIET = LogConfig(tensorboard=False, progress=False)
+_CONFIG = tiny.deterministic_config(log={"heads": 2, "every": 1})
 
 
-class MetricsWriterTest(parameterized.TestCase):
+class _WriterTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    self.dir = epath.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    self.file = pathlib.Path(self.dir) / "metrics.jsonl"
+    self.dir = pathlib.Path(self.create_tempdir().full_path)
+    self.file = self.dir / "metrics.jsonl"
 
-  def _writer(self, start=0, config=_QUIET, shown=()):
-    writer = MetricsWriter(self.dir, config, start=start, steps=8, shown=shown)
+  def _writer(self, start=0, shown=(), **log):
+    config = dataclasses.replace(_QUIET, **log)
+    path = epath.Path(self.dir)
+    writer = MetricsWriter(path, config, start=start, steps=8, shown=shown)
     self.addCleanup(writer.close)
     return writer
 
   def _rows(self):
     return [json.loads(line) for line in self.file.read_text().splitlines()]
 
-  def _write_rows(self, *steps):
-    lines = [
-      json.dumps({"step": s, "split": "train", "loss": s}) for s in steps
-    ]
-    self.file.write_text("".join(line + "\n" for line in lines))
 
-  def test_appends_a_row_per_call(self):
+class RowsTest(_WriterTest):
+  def _steps(self):
+    return [row["step"] for row in self._rows()]
+
+  def test_a_row_is_on_disk_at_once_and_written_once(self):
     writer = self._writer()
-    writer.write(2, "train", {"loss": 1.5})
+    writer.write(2, "train", {"loss": 1.5, "none": float("nan"), "all": np.inf})
+    self.assertLen(self._rows(), 1)
+    writer.write(2, "val", {"none": float("nan")})  # no row
     writer.write(2, "val", {"accuracy": 0.25, "examples": 3})
+    writer.write(2, "val", {"accuracy": 0.5, "examples": 3})
     self.assertEqual(
       self._rows(),
       [
@@ -52,193 +66,224 @@ class MetricsWriterTest(parameterized.TestCase):
       ],
     )
 
-  def test_rows_are_on_disk_before_close(self):
-    writer = self._writer()
-    for step in range(1, 4):
-      writer.write(step, "train", {"loss": 0.0})
-      self.assertLen(self._rows(), step)
-
-  def test_new_run_starts_an_empty_file(self):
-    self._write_rows(1, 2)
-    self._writer(start=0)
-    self.assertEmpty(self._rows())
-
-  def test_resuming_drops_rows_of_later_steps(self):
-    self._write_rows(1, 2, 3, 4)
-    self._writer(start=2)
-    self.assertEqual([row["step"] for row in self._rows()], [1, 2])
-
-  def test_resuming_appends_after_the_kept_rows(self):
-    self._write_rows(1, 2, 3)
-    self._writer(start=2).write(3, "train", {"loss": 9.0})
-    self.assertEqual([row["loss"] for row in self._rows()], [1, 2, 9.0])
-
-  @parameterized.parameters('{"step": 2, "spl', "{", '{"split": "train"}')
-  def test_resuming_drops_a_half_written_row(self, tail):
-    self._write_rows(1)
-    with self.file.open("a") as stream:
-      stream.write(tail)
-    self._writer(start=2).write(3, "train", {"loss": 0.5})
-    self.assertEqual([row["step"] for row in self._rows()], [1, 3])
+  @parameterized.parameters(
+    (0, "", [9]), (2, "", [1, 2, 9]), (4, '{"step": 5, "spl', [1, 2, 3, 4, 9]),
+    (4, "{", [1, 2, 3, 4, 9]), (2, '{"split": "train"}', [1, 2, 9]),
+  )  # fmt: skip
+  def test_resuming_drops_later_and_half_written_rows(self, start, tail, left):
+    lines = [json.dumps({"step": s, "split": "train"}) for s in (1, 2, 3, 4)]
+    self.file.write_text("\n".join([*lines, tail]))
+    self._writer(start=start).write(9, "train", {"loss": 9.0})
+    self.assertEqual(self._steps(), left)
 
   def test_other_processes_write_nothing(self):
     with mock.patch.object(jax, "process_index", return_value=1):
       writer = self._writer()
-    writer.advance(1)
     writer.write(1, "train", {"loss": 0.5})
-    self.assertFalse(self.file.exists())
+    writer.write_image(1, "samples", np.zeros((6, 4, 1), np.uint8))
+    writer.write_loads(1, {"a": np.ones(2)})
+    self.assertEmpty(list(self.dir.iterdir()))
 
-  def _printed(self, *rows, shown=()):
+  def _printed(self, *rows, **options):
     """Lines on stderr for rows (step, split, values)."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-      writer = self._writer(config=LogConfig(tensorboard=False), shown=shown)
-      for step, split, values in rows:
-        writer.advance(step)
-        writer.write(step, split, values)
+      writer = self._writer(**{"progress": True, **options})
+      for row in rows:
+        writer.write(*row)
     self.assertEmpty(out.getvalue())
     return err.getvalue().splitlines()
 
-  def test_without_a_terminal_rows_go_to_stderr(self):
-    lines = self._printed(
+  def test_rows_are_lines_on_stderr_where_configured(self):
+    rows = (
       (1, "train", {"loss": 0.51239, "accuracy": 0.5}),
       (1, "val", {"accuracy": 0.25, "tokens": 12345}),
       (2, "train", {"tokens_per_second": 4321.7}),
     )
+    lines = self._printed(*rows)
     self.assertEqual(lines[0], "step 1/8 train: loss 0.5124, accuracy 50.0%")
     self.assertEqual(lines[1], "step 1/8 val: accuracy 25.0%, tokens 12,345")
-    self.assertRegex(
-      lines[2], r"^step 2/8 train: 4,322 tokens/s, ETA \d\d:\d\d$"
-    )
-
-  def test_shows_what_was_asked_for_in_that_order(self):
+    pattern = r"^step 2/8 train: 4,322 tokens/s, ETA \d\d:\d\d$"
+    self.assertRegex(lines[2], pattern)
+    self.assertEmpty(self._printed((3, "train", {"lr": 1.0}), progress=False))
+    shown = ("bits_per_byte", "mse", "loss")
     values = {"loss": 2.0, "lr": 0.1, "bits_per_byte": 1.5}
-    (line,) = self._printed(
-      (1, "val", values), shown=("bits_per_byte", "mse", "loss")
-    )
-    self.assertEqual(line, "step 1/8 val: bits per byte 1.5000, loss 2.0000")
+    (line,) = self._printed((4, "val", values), shown=shown)
+    self.assertEqual(line, "step 4/8 val: bits per byte 1.5000, loss 2.0000")
 
-  @parameterized.parameters((0, True), (80, False))
-  def test_terminal_without_a_width_gets_lines(self, columns, lines):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    terminal.fileno = lambda: 2
-    size = os.terminal_size((columns, 24))
-    with (
-      contextlib.redirect_stderr(terminal),
-      mock.patch.object(os, "get_terminal_size", return_value=size),
-    ):
-      writer = self._writer(config=LogConfig(tensorboard=False))
-      writer.write(1, "train", {"loss": 0.5})
-    self.assertEqual("step 1/8 train: loss" in terminal.getvalue(), lines)
-
-  def test_without_progress_nothing_is_printed(self):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-      writer = self._writer()
-      writer.write(2, "train", {"loss": 0.5})
-      writer.write(2, "val", {"accuracy": 0.25})
-    self.assertEqual((out.getvalue(), err.getvalue()), ("", ""))
-
-  @parameterized.parameters(True, False)
-  def test_tensorboard_is_written_where_configured(self, tensorboard):
-    config = LogConfig(tensorboard=tensorboard, progress=False)
-    writer = self._writer(config=config)
-    writer.write(1, "train", {"loss": 0.5})
-    writer.close()
-    events = list((pathlib.Path(self.dir) / "tensorboard").glob("*tfevents*"))
-    self.assertLen(events, int(tensorboard))
-
-  def test_tensorboard_forgets_the_steps_that_come_again(self):
-    config = LogConfig(tensorboard=True, progress=False)
-    for start in (0, 3, 0):  # the last one went back to the beginning
-      with mock.patch.object(tensorboardX, "SummaryWriter") as summary:
-        self._writer(start, config).close()
-      self.assertEqual(summary.call_args[1]["purge_step"], start + 1)
-
-  @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
-  def test_metrics_without_a_value_are_left_out(self, nothing):
+  def test_loads_are_a_row_of_few_digits(self):
     writer = self._writer()
-    writer.write(1, "train", {"loss": 0.5, "mse_quartile1": nothing})
-    self.assertEqual(self._rows(), [{"step": 1, "split": "train", "loss": 0.5}])
-
-  @parameterized.parameters(({},), ({"mse": float("nan")},))
-  def test_no_metrics_write_no_row(self, values):
-    writer = self._writer()
-    writer.write(1, "val", values)
-    self.assertEmpty(self._rows())
-    writer.write(1, "val", {"loss": 0.5})  # the step is not taken by nothing
-    self.assertLen(self._rows(), 1)
+    for _ in range(2):
+      writer.write_loads(2, {"stage1.0": np.array([0.25, 2 / 3])})
+    expected = {"step": 2, "split": "heads", "stage1.0": [0.25, 0.667]}
+    self.assertEqual(self._rows(), [expected])
 
 
-class WriteImageTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.dir = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def _write(self, picture, step=12, tensorboard=False):
-    config = LogConfig(tensorboard=tensorboard, progress=False)
-    writer = MetricsWriter(epath.Path(self.dir), config, start=0, steps=20)
-    self.addCleanup(writer.close)
-    writer.write_image(step, "samples", picture)
-    return writer
-
+class ViewersTest(_WriterTest):
   def _picture(self, channels):
     shape = (6, 4, channels)
     return np.random.RandomState(0).randint(0, 256, shape, np.uint8)
 
-  def test_picture_goes_to_wandb(self):
-    config = LogConfig(tensorboard=False, progress=False, wandb="project")
-    with mock.patch.object(metrics, "_Wandb") as log:
-      writer = MetricsWriter(epath.Path(self.dir), config, start=0, steps=20)
-      self.addCleanup(writer.close)
-      writer.write_image(12, "samples", self._picture(1))
-    ((step, pictures), _) = log.return_value.show.call_args
-    self.assertEqual((step, list(pictures)), (12, ["samples"]))
+  def test_tensorboard_is_written_where_configured(self):
+    self._writer().write(1, "train", {"loss": 0.5})
+    self.assertFalse((self.dir / "tensorboard").exists())
+    writer = self._writer(tensorboard=True)
+    writer.write(2, "train", {"loss": 0.5})
+    writer.write_image(3, "samples", self._picture(3))
+    writer.close()
+    (events,) = (self.dir / "tensorboard").glob("*tfevents*")
+    for text in (b"train/loss", b"samples", b"PNG"):
+      self.assertIn(text, events.read_bytes())
+
+  def test_tensorboard_forgets_the_steps_that_come_again(self):
+    for start in (0, 3, 0):  # the last one went back to the beginning
+      with mock.patch.object(tensorboardX, "SummaryWriter") as summary:
+        self._writer(start, tensorboard=True).close()
+      self.assertEqual(summary.call_args[1]["purge_step"], start + 1)
 
   @parameterized.parameters((1, "L"), (3, "RGB"))
-  def test_png_holds_the_picture(self, channels, mode):
+  def test_png_holds_the_picture_and_nothing_temporary_stays(
+    self, channels, mode
+  ):
     picture = self._picture(channels)
-    self._write(picture)
-    with Image.open(self.dir / "samples" / "00000012.png") as stored:
+    self._writer().write_image(12, "samples", picture)
+    (file,) = (self.dir / "samples").iterdir()
+    self.assertEqual(file.name, "00000012.png")
+    with Image.open(file) as stored:
       self.assertEqual(stored.mode, mode)
       pixels = np.asarray(stored).reshape(picture.shape)
     np.testing.assert_array_equal(pixels, picture)
 
-  def test_killed_while_writing_leaves_the_picture_before(self):
-    old, new = self._picture(1), 255 - self._picture(1)
-    self._write(old)
-    before = (self.dir / "samples" / "00000012.png").read_bytes()
-    write = pathlib.Path.write_bytes
 
-    def half(path, data):
-      write(path, data[:20])
-      raise KeyboardInterrupt
+class _Bucket(type(epath.Path("/"))):
+  """A local path that calls itself an address."""
 
-    with mock.patch.object(pathlib.Path, "write_bytes", half):
-      with self.assertRaises(KeyboardInterrupt):
-        self._write(new)
-    after = (self.dir / "samples" / "00000012.png").read_bytes()
-    self.assertEqual(after, before)
+  def __str__(self):
+    return f"fake://{super().__str__().lstrip('/')}"
 
-  def test_nothing_temporary_stays(self):
-    self._write(self._picture(1))
-    names = [path.name for path in (self.dir / "samples").iterdir()]
-    self.assertEqual(names, ["00000012.png"])
 
-  @parameterized.parameters(1, 3)
-  def test_tensorboard_gets_it_where_configured(self, channels):
-    writer = self._write(self._picture(channels), tensorboard=True)
+def _local(path=""):
+  return pathlib.Path(os.fspath(path).replace("fake://", "/"))
+
+
+class BucketTest(_WriterTest):
+  def setUp(self):
+    super().setUp()
+    self.writes, write = 0, metrics.write_whole
+
+    def counted(path, content):
+      self.writes += 1
+      write(epath.Path(_local(path)), content)
+
+    self.enterContext(mock.patch.object(metrics, "write_whole", counted))
+    self.enterContext(mock.patch.dict(record_writer.REGISTERED_FACTORIES))
+
+  def _bucket_writer(self, start=0, **log):
+    config = dataclasses.replace(_QUIET, **log)
+    return MetricsWriter(_Bucket(self.dir), config, start=start, steps=9)
+
+  def test_file_is_written_before_checkpoints_not_for_each_row(self):
+    writer = self._bucket_writer()
+    for step in range(1, 6):
+      writer.write(step, "train", {"loss": 0.5})
+    self.assertEqual(self.writes, 0)
+    writer.flush()
+    writer.flush()
+    self.assertEqual((len(self._rows()), self.writes), (5, 1))
+    writer.write(6, "train", {"loss": 0.5})
     writer.close()
-    (events,) = (self.dir / "tensorboard").glob("*tfevents*")
-    content = events.read_bytes()
-    self.assertIn(b"samples", content)
-    self.assertIn(b"PNG", content)
+    self.assertLen(self._rows(), 6)
+    writer = self._bucket_writer(start=3)
+    with mock.patch.object(metrics.time, "monotonic", lambda: 1e9):  # later
+      writer.write(4, "train", {"loss": 0.5})
+    self.assertEqual([row["step"] for row in self._rows()], [1, 2, 3, 4])
 
-  def test_other_processes_write_nothing(self):
-    with mock.patch.object(jax, "process_index", return_value=1):
-      self._write(self._picture(1))
-    self.assertEmpty(list(self.dir.iterdir()))
+  def test_events_need_no_package_of_the_cloud(self):
+    (self.dir / "tensorboard").mkdir()
+    with (
+      mock.patch.object(record_writer, "GCS_ENABLED", False),
+      mock.patch.object(metrics.epath, "Path", _local),
+    ):
+      writer = self._bucket_writer(tensorboard=True)
+      writer.write(2, "train", {"loss": 0.5})
+      writer.close()
+    (file,) = (self.dir / "tensorboard").iterdir()
+    content, place, found = file.read_bytes(), 0, {}
+    while place < len(content):
+      (length,) = struct.unpack_from("Q", content, place)
+      event = event_pb2.Event()
+      event.ParseFromString(content[place + 12 : place + 12 + length])
+      for value in event.summary.value:
+        found[value.tag, event.step] = value.simple_value
+      place += 16 + length
+    self.assertEqual(found, {("train/loss", 2): 0.5})
+
+
+def _loads(params):
+  """Loads of heads as a step of the run measures them."""
+  objective = tiny.make_task(_CONFIG)
+  rng = np.random.default_rng(0)
+  batch = {
+    "image": jnp.asarray(rng.integers(0, 256, (4, 8, 8, 1)), jnp.uint8),
+    "label": jnp.arange(4),
+  }
+  loss_fn = jax.jit(objective.loss_fn)
+  _, metrics = loss_fn(params, batch, jax.random.key(0), jnp.int32(0))
+  return metric_values(metrics)[HEAD_LOADS]
+
+
+class HeadWatchTest(absltest.TestCase):
+  def test_loads_of_a_step_add_up_to_top_k(self):
+    by_layer = HeadWatch(_CONFIG).by_layer(_loads(tiny.random_params(_CONFIG)))
+    self.assertEqual(list(by_layer), ["stage1.0", "stage2.0", "stage2.1"])
+    for load in by_layer.values():
+      self.assertAlmostEqual(float(load.sum()), 1.0, places=5)
+
+  def test_heads_are_listed_by_number_whatever_heads_are_shared(self):
+    model = dataclasses.replace(
+      tiny.LLM, shared_heads=(2, 2), top_k=(1, 1), num_kv_heads=4,
+      head_order=((3, 1, 2, 0), (0, 1, 2, 3)),
+    )  # fmt: skip
+    loads = np.float32([[0.7, 1.0, 0.3, 1.0], [1.0, 1.0, 0.6, 0.4]])
+    by_layer = HeadWatch(tiny.llm_config(model=vars(model))).by_layer([loads])
+    np.testing.assert_array_equal(by_layer["blocks0.0"], loads[0, [0, 2]])
+    np.testing.assert_array_equal(by_layer["blocks0.1"], loads[1, 2:])
+
+  def test_a_collapsed_router_is_called_out_once(self):
+    watch = HeadWatch(_CONFIG)
+    params = {  # routers that prefer no head: ties go to one
+      path: np.zeros_like(x) if path[-1] == "routed" else x
+      for path, x in traverse_util.flatten_dict(
+        tiny.random_params(_CONFIG)
+      ).items()
+    }
+    loads = _loads(traverse_util.unflatten_dict(params))
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      values = watch.metrics(1, loads)
+      again = watch.metrics(2, loads)
+    self.assertLen(logs.records, 2)
+    pattern = r"step 1: the router of layer stage2.0 has collapsed"
+    self.assertRegex(logs.output[0], pattern)
+    # The first stage has one routed head, so its tokens have no choice.
+    expected = {"load_entropy": 0.0, "collapsed_routers": 2.0}
+    self.assertEqual((values, again), (expected, expected))
+    even = ([[1.0, 1.0]], [[1, 1, 0.5, 0.5], [1, 1, 0.4, 0.6]])
+    with self.assertNoLogs("moh_jax", "WARNING"):
+      values = HeadWatch(_CONFIG).metrics(1, even)
+    self.assertEqual(values["collapsed_routers"], 0.0)
+    self.assertGreater(values["load_entropy"], 0.9)
+
+  def test_due_at_multiples_and_at_the_end(self):
+    watch = HeadWatch(_CONFIG)
+    self.assertEqual([s for s in range(1, 5) if watch.due(s)], [2, 4])
+    log = dataclasses.replace(_CONFIG.log, heads=0)
+    never = HeadWatch(dataclasses.replace(_CONFIG, log=log))
+    self.assertFalse(any(map(never.due, range(1, 5))))
+
+  def test_microbatches_are_averaged(self):
+    parts = jnp.asarray([[[1.0, 0.0]], [[0.5, 0.5]]])  # [parts, layers, H]
+    (mean,) = metric_values({"x": HeadLoads((parts,))})["x"]
+    np.testing.assert_allclose(mean, [[0.75, 0.25]])
 
 
 if __name__ == "__main__":

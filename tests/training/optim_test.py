@@ -1,3 +1,6 @@
+"""Schedules, optimizers against a float64 reference, decay, rates by layer."""
+
+import dataclasses
 import pathlib
 
 import chex
@@ -8,44 +11,22 @@ import optax
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
-from moh_jax.config import OptimConfig, ViTConfig
+from moh_jax.config import OptimConfig
 from moh_jax.convert import rules
 from moh_jax.convert import vit as convert_vit
-from moh_jax.models.vit import ViT
+from moh_jax.models.registry import make_model
 from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.runtime.steps import load_config
 from moh_jax.training import optim
+from tests.models import small_vit
+from tests.training import tiny
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-_MODEL = ViTConfig(
-  image_size=(8, 8),
-  channels=1,
-  num_classes=10,
-  patch_stride=2,
-  embed_dims=(8, 16),
-  depths=(1, 2),
-  num_heads=(2, 4),
-  shared_heads=(1, 2),
-  top_k=(1, 1),
-  mlp_ratios=(2, 2),
-  sr_ratios=(2, 1),  # a pooled and a full stage
-)
 _KEYWORDS = ("query_embedding", "relative_pos_bias_local", "cpb", "temperature")
 
 
-def _no_decay(name):
-  return load_config(str(_ROOT / "configs" / name)).optim.no_decay
-
-
-def _vit_params():
-  inputs = (jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32),)
-  return unbox(abstract_params(ViT(_MODEL), inputs))
-
-
-def _release_decays(name, array):
-  """The rule of the public release's optimizer, on its parameter names."""
-  exempt = array.ndim == 1 or name.endswith(".bias")
-  return not (exempt or any(keyword in name for keyword in _KEYWORDS))
+def _shapes(config):
+  return unbox(abstract_params(*make_model(config)))
 
 
 def _adamw(params, grads, config, lrs):
@@ -77,80 +58,41 @@ def _run(params, grads, config, steps=100):
   return params
 
 
-def _params():
-  rng = np.random.RandomState(0)
+def _random(seed, scale=1.0):
+  rng = np.random.RandomState(seed)
   return {
-    "kernel": jnp.array(rng.normal(size=(3, 4)), jnp.float32),
-    "bias": jnp.array(rng.normal(size=4), jnp.float32),
+    "kernel": jnp.array(rng.normal(size=(3, 4)) * scale, jnp.float32),
+    "bias": jnp.array(rng.normal(size=4) * scale, jnp.float32),
   }
 
 
-def _grads(scales):
-  rng = np.random.RandomState(1)
-  return [
-    {
-      "kernel": jnp.array(rng.normal(size=(3, 4)) * scale, jnp.float32),
-      "bias": jnp.array(rng.normal(size=4) * scale, jnp.float32),
-    }
-    for scale in scales
-  ]
+_WSD = {"schedule": "wsd", "lr": 1.0, "warmup_steps": 10, "final_lr": 0.2,
+        "decay_steps": 20}  # fmt: skip
+_EIGHTH = 0.2 + 0.8 * (1 + np.cos(np.pi * np.array([0.25, 0.5, 0.75]))) / 2
 
 
 class ScheduleTest(parameterized.TestCase):
-  def test_starts_peaks_and_ends_as_configured(self):
-    config = OptimConfig(
-      lr=1e-2, warmup_steps=10, warmup_lr=1e-4, final_lr=1e-3
-    )
-    schedule = optim.make_schedule(config, 100)
-    values = [float(schedule(step)) for step in (0, 10, 100)]
-    np.testing.assert_allclose(values, [1e-4, 1e-2, 1e-3], rtol=1e-5)
-
-  def test_warmup_is_linear(self):
-    config = OptimConfig(lr=1.0, warmup_steps=4, warmup_lr=0.2)
-    schedule = optim.make_schedule(config, 10)
-    values = [float(schedule(step)) for step in range(5)]
-    np.testing.assert_allclose(values, [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
-
-  def test_cosine_between_peak_and_end(self):
-    config = OptimConfig(lr=1.0, warmup_steps=20, final_lr=0.2)
-    schedule = optim.make_schedule(config, 120)
-    values = [float(schedule(step)) for step in (45, 70, 95)]
-    angles = np.pi * np.array([0.25, 0.5, 0.75])
-    expected = 0.2 + 0.8 * (1 + np.cos(angles)) / 2
-    np.testing.assert_allclose(values, expected, rtol=1e-5)
-
-  def test_stays_at_the_end(self):
-    config = OptimConfig(lr=1.0, final_lr=0.2)
-    schedule = optim.make_schedule(config, 10)
-    np.testing.assert_allclose(float(schedule(500)), 0.2, rtol=1e-6)
-
-  def test_no_warmup_starts_at_the_peak(self):
-    config = OptimConfig(lr=0.5, warmup_lr=1e-6)
-    schedule = optim.make_schedule(config, 10)
-    self.assertEqual(float(schedule(0)), 0.5)
-    self.assertLess(float(schedule(1)), 0.5)
-
-  def test_constant_stays_at_the_peak(self):
-    config = OptimConfig(lr=0.5, schedule="constant", warmup_steps=2)
-    schedule = optim.make_schedule(config, 10)
-    values = [float(schedule(step)) for step in (0, 1, 2, 9, 99)]
-    np.testing.assert_allclose(values, [0, 0.25, 0.5, 0.5, 0.5], rtol=1e-6)
-
   @parameterized.parameters(
-    ("linear", [1.0, 1.0, 0.6, 0.2]),
-    ("cosine", [1.0, 1.0, 0.6, 0.2]),
-    ("sqrt", [1.0, 1.0, 1 - 0.8 * 0.5**0.5, 0.2]),
-  )
-  def test_wsd_stays_and_falls_at_the_end(self, form, expected):
-    config = OptimConfig(
-      lr=1.0, schedule="wsd", warmup_steps=10, final_lr=0.2, decay_steps=20,
-      decay_form=form,
-    )  # fmt: skip
-    schedule = optim.make_schedule(config, 100)
-    values = [float(schedule(step)) for step in (10, 80, 90, 100)]
-    np.testing.assert_allclose(values, expected, rtol=1e-5)
-    self.assertEqual(float(schedule(5)), 0.5)
-    np.testing.assert_allclose(float(schedule(500)), 0.2, rtol=1e-6)
+    ({"lr": 1e-2, "warmup_steps": 10, "warmup_lr": 1e-4, "final_lr": 1e-3},
+     100, {0: 1e-4, 10: 1e-2, 100: 1e-3}),
+    ({"lr": 1.0, "warmup_steps": 4, "warmup_lr": 0.2}, 10,
+     {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 1.0}),
+    ({"lr": 1.0, "warmup_steps": 20, "final_lr": 0.2}, 120,
+     dict(zip((45, 70, 95), _EIGHTH))),
+    ({"lr": 1.0, "final_lr": 0.2}, 10, {500: 0.2}),
+    ({"lr": 0.5, "warmup_lr": 1e-6}, 10, {0: 0.5, 5: 0.25}),
+    ({"lr": 0.5, "schedule": "constant", "warmup_steps": 2}, 10,
+     {0: 0, 1: 0.25, 2: 0.5, 9: 0.5, 99: 0.5}),
+    ({**_WSD, "decay_form": "linear"}, 100,
+     {5: 0.5, 10: 1.0, 80: 1.0, 90: 0.6, 100: 0.2, 500: 0.2}),
+    ({**_WSD, "decay_form": "cosine"}, 100, {80: 1.0, 90: 0.6, 100: 0.2}),
+    ({**_WSD, "decay_form": "sqrt"}, 100,
+     {80: 1.0, 90: 1 - 0.8 * 0.5**0.5, 100: 0.2, 500: 0.2}),
+  )  # fmt: skip
+  def test_rates_of_steps(self, fields, steps, expected):
+    schedule = optim.make_schedule(OptimConfig(**fields), steps)
+    found = [float(schedule(step)) for step in expected]
+    np.testing.assert_allclose(found, list(expected.values()), rtol=1e-5)
 
   def test_wsd_of_a_longer_run_is_the_same_before_its_fall(self):
     config = OptimConfig(schedule="wsd", warmup_steps=10)
@@ -172,116 +114,104 @@ class ScheduleTest(parameterized.TestCase):
 
 
 class DecayMaskTest(parameterized.TestCase):
-  @parameterized.parameters("vit.py:s80", "vit_digits.py")
-  def test_is_the_public_releases_rule(self, spec):
-    params = _vit_params()
-    mask = optim.decay_mask(params, _no_decay(spec))
+  def test_is_the_public_releases_rule(self):
+    no_decay = load_config(f"{_ROOT}/configs/vit.py:s80").optim.no_decay
+    params = _shapes(tiny.config())
+    mask = optim.decay_mask(params, no_decay)
     filled = jax.tree.map(
       lambda leaf, decays: np.full(leaf.shape, decays), params, mask
     )
-    public = rules.dump_params(convert_vit.model_rules(_MODEL), filled)
+    public = rules.dump_params(convert_vit.model_rules(tiny.MODEL), filled)
     self.assertGreater(len(public), 50)
     for name, array in public.items():
-      self.assertEqual({bool(x) for x in np.unique(array)},
-                       {_release_decays(name, array)}, name)  # fmt: skip
+      kept = name.endswith(".bias") or any(k in name for k in _KEYWORDS)
+      decays = array.ndim != 1 and not kept
+      self.assertEqual({bool(x) for x in np.unique(array)}, {decays}, name)
 
-  @parameterized.parameters(
-    ("stage1/blocks/attn/q/bias", False),
-    ("stage1/blocks/norm1/bias", False),
-    ("stage1/blocks/norm2/scale", False),
-    ("stage2/patch_embed/norm/scale", False),
-    ("head/bias", False),
-    ("stage1/blocks/attn/query_scale/query_embedding", False),
-    ("stage1/blocks/attn/query_scale/temperature", False),
-    ("stage1/blocks/attn/relative_pos_bias_local", False),
-    ("stage1/blocks/attn/cpb/fc1_kernel", False),
-    ("stage2/blocks/attn/cpb/fc2/kernel", False),
-    ("stage1/blocks/attn/q/kernel", True),
-    ("stage2/blocks/attn/out/kernel", True),
-    ("stage1/blocks/mlp/dwconv/kernel", True),
-    ("stage1/blocks/attn/learnable_tokens", True),
-    ("stage1/blocks/attn/learnable_bias", True),
-    ("stage2/blocks/attn/router/shared", True),
-    ("head/kernel", True),
-  )
-  def test_recipe_decays(self, path, decays):
-    mask = optim.decay_mask(_vit_params(), _no_decay("vit.py:s80"))
-    self.assertEqual(traverse_util.flatten_dict(mask, sep="/")[path], decays)
-
-  def test_no_pattern_decays_everything(self):
-    mask = optim.decay_mask(_params(), ())
-    self.assertEqual(mask, {"kernel": True, "bias": True})
-
-  def test_star_crosses_slashes(self):
-    mask = optim.decay_mask({"a": {"b": {"c": 1}, "d": 2}}, ("a/*c",))
+  def test_star_crosses_slashes_and_no_pattern_decays_everything(self):
+    tree = {"a": {"b": {"c": 1}, "d": 2}}
+    mask = optim.decay_mask(tree, ("a/*c",))
     self.assertEqual(mask, {"a": {"b": {"c": False}, "d": True}})
-
-
-def _constant(**fields):
-  return OptimConfig(lr=0.05, schedule="constant", warmup_steps=0, **fields)
+    mask = optim.decay_mask(tree, ())
+    self.assertEqual(mask, {"a": {"b": {"c": True}, "d": True}})
 
 
 class OptimizerTest(parameterized.TestCase):
+  @parameterized.product(
+    scales=((1.0,), (1e4, 1.0, 1.0), (1e-3, 2e-3)), clip=(0.0, 1.0)
+  )
+  def test_steps_equal_the_reference(self, scales, clip):
+    config = OptimConfig(
+      lr=0.05, warmup_steps=2, warmup_lr=0.01, b1=0.8, b2=0.9, eps=1e-3,
+      weight_decay=0.1, clip_norm=clip, no_decay=("bias",),
+    )  # fmt: skip
+    grads = [_random(1 + i, scale) for i, scale in enumerate(scales)]
+    ours = _run(_random(0), grads, config, steps=4)
+    theirs = _adamw(_random(0), grads, config, [0.01, 0.03, 0.05])
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
   @parameterized.parameters(0.0, 1.0)
   def test_zero_gradient_shrinks_only_what_decays(self, clip_norm):
     config = OptimConfig(
       lr=0.1, schedule="constant", warmup_steps=0, weight_decay=0.5,
       clip_norm=clip_norm, no_decay=("bias",),
     )  # fmt: skip
-    params = _params()
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    after = _run(params, [zeros], config)
+    params = _random(0)
+    after = _run(params, [jax.tree.map(jnp.zeros_like, params)], config)
     chex.assert_trees_all_close(
       after["kernel"], params["kernel"] * (1 - 0.1 * 0.5), rtol=1e-6
     )
     chex.assert_trees_all_equal(after["bias"], params["bias"])
 
-  @parameterized.product(scales=((1.0,), (100.0, 0.1, 1.0)), clip=(0.0, 1.0))
-  def test_steps_equal_the_reference(self, scales, clip):
-    config = OptimConfig(
-      lr=0.05, schedule="constant", warmup_steps=0, b1=0.8, b2=0.9, eps=1e-3,
-      weight_decay=0.1, clip_norm=clip, no_decay=("bias",),
-    )  # fmt: skip
-    grads = _grads(scales)
-    ours = _run(_params(), grads, config)
-    theirs = _adamw(_params(), grads, config, [0.05] * len(grads))
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
-  def test_learning_rate_follows_the_schedule(self):
-    config = OptimConfig(
-      lr=0.05, warmup_steps=2, warmup_lr=0.01, no_decay=("bias",)
-    )
-    grads = _grads((1.0, 1.0, 1.0))
-    ours = _run(_params(), grads, config, steps=4)
-    lrs = [0.01, 0.03, 0.05]
-    theirs = _adamw(_params(), grads, config, lrs)
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
+class LayerDecayTest(parameterized.TestCase):
+  def _factors(self, config):
+    factors = optim.layer_factors(_shapes(config), 0.5, config.model)
+    return {
+      path: np.ravel(leaf).tolist()
+      for path, leaf in traverse_util.flatten_dict(factors, sep="/").items()
+    }
 
-  def test_clipping_tames_one_large_gradient(self):
-    grads = _grads((1e4, 1.0, 1.0))
-    config = OptimConfig(
-      lr=0.05, schedule="constant", warmup_steps=0, clip_norm=0.0
+  def test_factors_of_layers(self):
+    model = dataclasses.replace(
+      small_vit.TWO_STAGES, num_classes=10, channels=1
     )
-    free = _run(_params(), grads, config)
-    clipped = _run(
-      _params(),
-      grads,
-      _constant(clip_norm=1.0),
-    )
-    gap = jnp.abs(free["kernel"] - clipped["kernel"]).max()
-    self.assertGreater(gap, 1e-3)
+    found = self._factors(dataclasses.replace(tiny.config(), model=model))
+    expected = {  # two blocks, then one; the output has 1
+      "stage1/patch_embed/proj/kernel": [1 / 16],
+      "stage1/blocks/norm1/scale": [1 / 8, 1 / 4],
+      "stage1/norm/scale": [1 / 4],
+      "stage2/patch_embed/proj/kernel": [1 / 4],
+      "stage2/blocks/norm1/scale": [1 / 2],
+      "stage2/norm/scale": [1 / 2],
+      "head/kernel": [1],
+    }
+    self.assertEqual({name: found[name] for name in expected}, expected)
+    found = self._factors(tiny.dit_config())  # two layers, a stack each
+    expected = {
+      "patch/kernel": [1 / 8],
+      "embed/label/embedding": [1 / 8],
+      "blocks0/mlp/up/kernel": [1 / 4],
+      "blocks1/mlp/up/kernel": [1 / 2],
+      "final/kernel": [1],
+    }
+    self.assertEqual({name: found[name] for name in expected}, expected)
 
-  def test_small_gradients_are_not_clipped(self):
-    grads = _grads((1e-3, 2e-3))
-    free = OptimConfig(
-      lr=0.05, schedule="constant", warmup_steps=0, clip_norm=0.0
+  @parameterized.parameters("config", "dit_config", "llm_config")
+  def test_multiplies_the_updates_and_keeps_the_state(self, name):
+    config = getattr(tiny, name)()
+    params, plain = tiny.random_params(config), optax.sgd(0.1)
+    scaled = optim.decay_by_layer(plain, 0.5, config.model)
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, state = scaled.update(grads, scaled.init(params), params)
+    factors = optim.layer_factors(params, 0.5, config.model)
+    expected = jax.tree.map(
+      lambda f, x: -0.1 * np.broadcast_to(f, x.shape), factors, params
     )
-    clipped = OptimConfig(
-      lr=0.05, schedule="constant", warmup_steps=0, clip_norm=1.0
-    )
-    chex.assert_trees_all_equal(
-      _run(_params(), grads, free), _run(_params(), grads, clipped)
-    )
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+    self.assertTrue(any((f == 1).all() for f in jax.tree.leaves(factors)))
+    chex.assert_trees_all_equal_structs(state, plain.init(params))
+    self.assertIs(optim.decay_by_layer(plain, 1.0, config.model), plain)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class RewindTest(parameterized.TestCase):
       result = _train(workdir, _config(keep_last=3, back=back))
     self.assertIn(f"going back to step {target}, ", "\n".join(logs.output))
     self.assertEqual(int(result.state.step), _STEPS)
-    aside = os.listdir(os.path.join(workdir, "damaged"))
+    aside = os.listdir(os.path.join(workdir, "checkpoints", "damaged"))
     self.assertCountEqual(aside, [f"{s}.1" for s in range(target + 2, 7, 2)])
     for step in list_steps(workdir):
       self.assertEqual(find_damage(workdir, step), {})

@@ -11,7 +11,7 @@ import jax
 from absl.testing import absltest
 
 from moh_jax.config import RouterConfig, without_router
-from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
@@ -36,7 +36,7 @@ class TuningTest(absltest.TestCase):
       [str(text)],
       load_tokenizer("bytes"),
       cls.root / "tokens",
-      held_out_parts(0.2),
+      held_out=0.2,
     )
     mha = dataclasses.replace(
       without_router(tiny.LLM), vocab_size=257, max_length=64, loss_chunk=0

@@ -1,9 +1,7 @@
-"""Starting a run from another run's parameters."""
+"""Starting a run from another run's parameters, also of other classes."""
 
-import ast
 import dataclasses
 import pathlib
-import re
 import tempfile
 from unittest import mock
 
@@ -12,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from flax import traverse_util
+from flax.traverse_util import flatten_dict
 
-from moh_jax.config import Config, RotaryConfig, RouterConfig, without_router
+from moh_jax.config import RotaryConfig, RouterConfig, without_router
 from moh_jax.data import sequences
 from moh_jax.models.registry import grow_vocabulary, make_model, restack
 from moh_jax.runtime import checkpoint, sharding
@@ -26,95 +24,116 @@ from moh_jax.training.train import Log, train
 from moh_jax.training.warm_start import warm_start
 from tests.training import tiny
 
-
-def _plain(**model) -> Config:
-  """The run of the multi-head baseline."""
-  config = tiny.llm_config()
-  return dataclasses.replace(config, model=without_router(tiny.LLM, **model))
-
-
-def _flat(params):
-  return traverse_util.flatten_dict(params, sep="/")
+_TEN = tuple("0123456789")
+_PLAIN = dataclasses.replace(
+  tiny.llm_config(), model=without_router(tiny.LLM)
+)  # the multi-head baseline
+_NORMS = RouterConfig("query_norm")
+_OTHER_ORDER = ((1, 2, 3, 0),) * 2
+# What a run stores, and makes a model that cannot start from it.
+_REFUSED = (
+  (tiny.dit_config, "diffusion", {"prediction": "v"},
+   r"diffusion\.prediction: 'v' here, 'epsilon' there"),
+  (tiny.dit_config, "diffusion", {"schedule": "cosine"},
+   r"diffusion\.schedule: 'cosine' here, 'linear' there"),
+  (tiny.dit_config, "diffusion", {"steps": 60},
+   r"diffusion\.steps: 60 here, 50 there"),
+  (tiny.dit_config, "model", {"width": 48}, "does not fit the model"),
+  (tiny.config, "model", {"window": 5}, r"model\.window: 5 here, 3 there"),
+  (tiny.config, "model", {"sr_ratios": (4, 1)},
+   r"model\.sr_ratios: \(4, 1\) here, \(2, 1\) there"),
+  *((tiny.llm_config, "model", model, message) for model, message in (
+    ({"rope": RotaryConfig(theta=500.0)}, r"model\.rope\.theta: 500.0 here"),
+    ({"rope": RotaryConfig(scaling="linear")}, r"rope\.scaling: 'linear' here"),
+    ({"norm_eps": 1e-3}, r"norm_eps: 0.001 here, 1e-05 there"),
+    ({"router": RouterConfig(gate_form="paper")},
+     r"router\.gate_form: 'paper' here, 'released' there"),
+    ({"router": RouterConfig(two_stage=False)},
+     r"router\.two_stage: False here, True there"),
+    ({"head_order": _OTHER_ORDER}, r"head_order: \(\(1, .* here, \(\) t"),
+    ({"mlp_dim": 20},
+     r"blocks0/mlp/gate/kernel \(2, 32, 24\), \(2, 32, 20\) needed"),
+    ({"vocab_size": 50}, r"embed/embedding \(60, 32\), \(50, 32\) needed"),
+    ({"qkv_bias": True},
+     r"blocks0/attn/q/bias missing, \(2, 1, 4, 8\) needed"),
+    ({"tie_embeddings": True}, "does not fit .*: head/kernel not used"),
+    ({"num_kv_heads": 4}, r"blocks0/attn/qkv/kernel missing"),
+    ({"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)},
+     r"blocks0/attn/kv/kernel \(2, .*\), \(1, .*\) needed.*, and \d+ more"),
+  )),
+)  # fmt: skip
 
 
 class WarmStartTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.root = pathlib.Path(
-      cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.root = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.sources = {}
+
+  def _saved(self, config, names=()):
+    """Directory of random parameters of a run, and these."""
+    key = repr((config, names))
+    if key not in self.sources:
+      params = tiny.random_params(config)
+      path = str(pathlib.Path(self.root, str(len(self.sources))))
+      checkpoint.save_params(path, params, Metadata(config, names))
+      self.sources[key] = path, params
+    return self.sources[key]
+
+  def _start(
+    self, config, stored, names=(), stored_names=(), mesh=None, **kept
+  ):
+    """Stored parameters, initial ones, and those of a run that starts so."""
+    source, theirs = self._saved(stored, stored_names)
+    section = dataclasses.replace(config.train, init_from=source)
+    config = dataclasses.replace(config, train=section)
+    mesh = mesh or sharding.make_mesh(_PLAIN.mesh, jax.devices()[:1])
+    abstract = abstract_on(*make_model(config), mesh)
+    read = warm_start(Metadata(config, names, **kept), abstract, mesh)
+    initial = tiny.random_params(config, seed=1)
+    with self.assertLogs("moh_jax.training.warm_start", "INFO") as logs:
+      started = read(initial)
+    self.said = logs.output[-1]
+    return theirs, initial, started
+
+  def test_stored_parameters_lie_on_the_runs_mesh(self):
+    config = tiny.llm_config(mesh=tiny.MESH)
+    mesh = sharding.make_mesh(config.mesh)
+    stored, _, started = self._start(config, tiny.llm_config(), mesh=mesh)
+    spec = started["head"]["kernel"].sharding.spec
+    self.assertEqual(tuple(spec), (None, ("tensor", "fsdp")))
+    chex.assert_trees_all_equal(jax.device_get(started), stored)
+
+  def test_router_that_one_of_both_lacks_is_sampled_or_left_out(self):
+    stored, sampled, started = (
+      flatten_dict(tree, sep="/")
+      for tree in self._start(tiny.llm_config(), _PLAIN)
     )
-    cls.directory = str(cls.root / "routed")
-    cls.stored = cls._save(cls.directory, tiny.llm_config())
-    cls.baseline = str(cls.root / "plain")
-    cls.stored_baseline = cls._save(cls.baseline, _plain())
-
-  @classmethod
-  def _save(cls, directory, config):
-    params = tiny.random_params(config)
-    checkpoint.save_params(directory, params, checkpoint.Metadata(config))
-    return params
-
-  def _start(self, config, mesh=None, source=None):
-    """A run of the config that starts from what was saved."""
-    train = dataclasses.replace(
-      config.train, init_from=source or self.directory
-    )
-    config = dataclasses.replace(config, train=train)
-    mesh = mesh or sharding.make_mesh(tiny.llm_config().mesh, jax.devices()[:1])
-    return warm_start(
-      Metadata(config), abstract_on(*make_model(config), mesh), mesh
-    )
-
-  def _load(self, config, mesh=None, source=None):
-    sampled = tiny.random_params(config, seed=1)
-    return self._start(config, mesh, source)(sampled), sampled
-
-  def test_same_model_gets_the_stored_parameters(self):
-    loaded, _ = self._load(tiny.llm_config())
-    chex.assert_trees_all_equal(loaded, self.stored)
-
-  def test_router_that_the_baseline_lacks_is_sampled(self):
-    stored = _flat(self.stored_baseline)
-    both = self._load(tiny.llm_config(), source=self.baseline)
-    loaded, sampled = map(_flat, both)
-    self.assertEqual(loaded.keys(), sampled.keys())
-    routers = [path for path in loaded if "/router/" in path]
+    self.assertEqual(started.keys(), sampled.keys())
+    routers = [path for path in started if "/router/" in path]
     self.assertLen(routers, 2)
-    for path, leaf in loaded.items():
+    for path, leaf in started.items():
       expected = sampled[path] if path in routers else stored[path]
       np.testing.assert_array_equal(leaf, expected, path)
-
-  def test_router_that_the_model_lacks_is_left_out(self):
-    stored = _flat(self.stored)
-    loaded, _ = self._load(
-      tiny.llm_config(model={"router": RouterConfig("query_norm")})
-    )
-    for path, leaf in _flat(loaded).items():
+    config = tiny.llm_config(model={"router": _NORMS})
+    stored, _, started = self._start(config, tiny.llm_config())
+    stored = flatten_dict(stored)
+    for path, leaf in flatten_dict(started).items():
       np.testing.assert_array_equal(leaf, stored[path], path)
 
-  def test_vocabulary_is_grown(self):
-    loaded, _ = self._load(tiny.llm_config(model={"vocab_size": 70}))
-    expected = grow_vocabulary(self.stored, 70)
-    chex.assert_trees_all_close(loaded, expected, atol=1e-6)
-
-  def test_layers_are_regrouped(self):
+  def test_vocabulary_is_grown_and_layers_are_regrouped(self):
+    config = tiny.llm_config(model={"vocab_size": 70})
+    stored, _, started = self._start(config, tiny.llm_config())
+    chex.assert_trees_all_close(started, grow_vocabulary(stored, 70), atol=1e-6)
     config = tiny.llm_config(model={"top_k": (1, 3)})
-    loaded, _ = self._load(config)
-    expected = restack(self.stored, tiny.LLM, config.model)
-    chex.assert_trees_all_equal(loaded, expected)
-
-  def test_parameters_lie_on_the_runs_mesh(self):
-    config = tiny.llm_config(mesh=tiny.MESH)
-    loaded, _ = self._load(config, mesh=sharding.make_mesh(config.mesh))
-    kernel = loaded["head"]["kernel"]
-    self.assertEqual(tuple(kernel.sharding.spec), (None, ("tensor", "fsdp")))
-    chex.assert_trees_all_equal(jax.device_get(loaded), self.stored)
+    stored, _, started = self._start(config, tiny.llm_config())
+    expected = restack(stored, tiny.LLM, config.model)
+    chex.assert_trees_all_equal(started, expected)
 
   def test_all_heads_on_continue_the_baseline_exactly(self):
-    model = {"router": RouterConfig("query_norm"), "top_k": (3, 3)}
-    config = tiny.llm_config(model=model)
-    loaded, _ = self._load(config, source=self.baseline)
+    config = tiny.llm_config(model={"router": _NORMS, "top_k": (3, 3)})
+    stored, _, started = self._start(config, _PLAIN)
     data = sequences.Text(config.data, 60, "train").stream(0)
     batch = jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
 
@@ -122,167 +141,109 @@ class WarmStartTest(parameterized.TestCase):
       loss_fn = make_loss(make_model(config)[0], config)
       args = (batch, jax.random.key(0), jnp.int32(0))
       values = jax.jit(lambda p: metric_values(loss_fn(p, *args)[1]))(params)
-      return values["task_loss"]
+      return float(values["task_loss"])
 
-    plain = loss(_plain(), self.stored_baseline)
-    self.assertEqual(float(loss(config, loaded)), float(plain))
+    self.assertEqual(loss(config, started), loss(_PLAIN, stored))
 
-  @parameterized.parameters(
-    ({"prediction": "v"}, "prediction: 'v' here, 'epsilon' there"),
-    ({"schedule": "cosine"}, "schedule: 'cosine' here, 'linear' there"),
-    ({"steps": 60}, "steps: 60 here, 50 there"),
-  )
-  def test_another_process_is_refused(self, diffusion, message):
-    source = str(self.root / f"dit{len(message)}")
-    self._save(source, tiny.dit_config())
-    with self.assertRaisesRegex(ValueError, rf"diffusion\.{message}"):
-      self._start(tiny.dit_config(diffusion=diffusion), source=source)
+  @parameterized.parameters(*_REFUSED)
+  def test_what_differs_is_refused_by_name(self, make, section, changes, text):
+    with self.assertRaisesRegex(ValueError, f"train.init_from='.*{text}"):
+      self._start(make(**{section: changes}), make())
 
-  def test_another_objective_is_none_of_its_business(self):
-    source = str(self.root / "objective")
-    self._save(source, tiny.dit_config())
-    config = tiny.dit_config(diffusion={"loss_weight": "min_snr"})
-    self._start(config, source=source)
-
-  @parameterized.parameters(
-    ({"rope": RotaryConfig(theta=500.0)}, r"rope\.theta: 500.0 here"),
-    ({"rope": RotaryConfig(scaling="linear")}, r"rope\.scaling: 'linear' here"),
-    ({"norm_eps": 1e-3}, r"norm_eps: 0.001 here, 1e-05 there"),
-    (
-      {"router": RouterConfig(gate_form="paper")},
-      r"router\.gate_form: 'paper' here, 'released' there",
-    ),
-    (
-      {"router": RouterConfig(two_stage=False)},
-      r"router\.two_stage: False here, True there",
-    ),
-    (
-      {"head_order": ((1, 2, 3, 0),) * 2},
-      r"head_order: \(\(1, .* here, \(\) t",
-    ),
-  )
-  def test_other_numbers_without_parameters_are_refused(self, model, message):
-    with self.assertRaisesRegex(ValueError, rf"model\.{message}"):
-      self._start(tiny.llm_config(model=model))
-
-  @parameterized.parameters(
-    ("window", "5", "3"), ("sr_ratios", "(4, 1)", "(2, 1)")
-  )
-  def test_other_neighbours_are_refused(self, field, here, there):
-    source = str(self.root / field)
-    self._save(source, tiny.config())
-    message = re.escape(f"model.{field}: {here} here, {there} there")
-    with self.assertRaisesRegex(ValueError, message):
-      model = {field: ast.literal_eval(here)}
-      self._start(tiny.config(model=model), source=source)
+  def test_another_family_and_a_missing_checkpoint_are_refused(self):
+    with self.assertRaisesRegex(ValueError, "'vit', model.family='llm'"):
+      self._start(tiny.llm_config(), tiny.config())
+    config = tiny.llm_config(train={"init_from": "/nowhere"})
+    with self.assertRaisesRegex(FileNotFoundError, "/nowhere"):
+      train(config, self.create_tempdir().full_path, devices=jax.devices()[:1])
 
   @parameterized.parameters("query_norm", "two_stage")
-  def test_shared_heads_of_a_baseline_are_chosen_freely(self, kind):
-    model = {"head_order": ((1, 2, 3, 0),) * 2}
+  def test_what_the_parameters_do_not_depend_on_is_free(self, kind):
+    model = {"head_order": _OTHER_ORDER}
     router = RouterConfig(kind, two_stage=False)
-    self._start(
-      tiny.llm_config(model={**model, "router": router}), source=self.baseline
-    )
-    self._start(_plain(**model))
+    self._start(tiny.llm_config(model={**model, "router": router}), _PLAIN)
+    config = tiny.dit_config(diffusion={"loss_weight": "min_snr"})
+    self._start(config, tiny.dit_config())
 
   def test_another_tokenizer_is_refused_unless_the_vocabulary_grows(self):
-    directory = str(self.root / "words")
     config = tiny.llm_config()
-    checkpoint.save_params(
-      directory,
-      self.stored,
-      Metadata(config, tokenizer_sha256="a" * 64),
-    )
-    train = dataclasses.replace(config.train, init_from=directory)
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-
-    def start(config):
-      config = dataclasses.replace(config, train=train)
-      ours = Metadata(config, tokenizer_sha256="b" * 64)
-      return warm_start(ours, abstract_on(*make_model(config), mesh), mesh)
-
+    source = str(pathlib.Path(self.root, "words"))
+    theirs = Metadata(config, tokenizer_sha256="a" * 64)
+    checkpoint.save_params(source, tiny.random_params(config), theirs)
+    self.sources[repr((config, ("words",)))] = source, None
+    ours = {"stored_names": ("words",), "tokenizer_sha256": "b" * 64}
     with self.assertRaisesRegex(ValueError, "sha256 a{16}, .* with b{16}"):
-      start(config)
+      self._start(config, config, **ours)
     with self.assertLogs(level="WARNING"):
-      start(tiny.llm_config(model={"vocab_size": 70}))
-
-  def test_another_family_is_refused(self):
-    images = str(self.root / "images")
-    self._save(images, tiny.config())
-    with self.assertRaisesRegex(
-      ValueError,
-      rf"train\.init_from='{images}' .* 'vit', model\.family='llm'",
-    ):
-      self._start(tiny.llm_config(), source=images)
+      larger = tiny.llm_config(model={"vocab_size": 70})
+      self._start(larger, config, **ours)
 
   @parameterized.parameters(
-    (
-      {"mlp_dim": 20},
-      r"blocks0/mlp/gate/kernel \(2, 32, 24\), \(2, 32, 20\) needed",
-    ),
-    ({"vocab_size": 50}, r"embed/embedding \(60, 32\), \(50, 32\) needed"),
-    (
-      {"qkv_bias": True},
-      r"blocks0/attn/q/bias missing, \(2, 1, 4, 8\) needed",
-    ),
-    ({"tie_embeddings": True}, "head/kernel not used"),
-    ({"num_kv_heads": 4}, r"blocks0/attn/qkv/kernel missing"),
-    (
-      {"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)},
-      r"blocks0/attn/kv/kernel \(2, .*\), \(1, .*\) needed.*, and \d+ more",
-    ),
-  )
-  def test_another_shape_is_refused_by_name(self, model, message):
-    pattern = f"does not fit the model: .*{message}"
-    with self.assertRaisesRegex(ValueError, pattern):
-      self._start(tiny.llm_config(model=model))
+    ("vit", ("ant", "bee", "cat"), {}), ("dit", ("ant", "bee", "cat"), {}),
+    ("vit", ("7", "new", "2"), {0: 7, 2: 2}),
+    ("dit", ("7", "new", "2"), {0: 7, 2: 2}), ("vit", tuple("abcdefghij"), {}),
+  )  # fmt: skip
+  def test_known_classes_keep_their_rows_and_others_are_new(
+    self, family, names, known
+  ):
+    make, head, axis = {
+      "vit": (tiny.config, ("head", "kernel"), 1),
+      "dit": (tiny.dit_config, ("embed", "label", "embedding"), 0),
+    }[family]
+    config = make(model={"num_classes": len(names)})
+    trees = self._start(config, make(), names, _TEN)
+    stored, initial, started = map(flatten_dict, trees)
+    for path, leaf in started.items():
+      if "head" not in path and "label" not in path:
+        np.testing.assert_array_equal(leaf, stored[path], path)
+    ours, own, theirs = (
+      np.moveaxis(tree[head], axis, 0) for tree in (started, initial, stored)
+    )
+    for i in range(len(names)):
+      expected = theirs[known[i]] if i in known else own[i]
+      np.testing.assert_array_equal(ours[i], expected)
+    taken, new = len(known), len(names) - len(known)
+    if family == "dit":  # the vector of "no label"
+      np.testing.assert_array_equal(ours[3], theirs[10])
+      taken += 1
+    said = f"{'/'.join(head)}: took {taken} rows, initialised {new}"
+    self.assertIn(said, self.said)
 
-  def test_missing_checkpoint_is_named(self):
-    with self.assertRaisesRegex(FileNotFoundError, "nowhere"):
-      self._start(tiny.llm_config(), source=str(self.root / "nowhere"))
+  @parameterized.parameters(
+    ((), _TEN, {}), (_TEN, (), {}), (_TEN, _TEN, {}),
+    (_TEN, _TEN, {"image_size": (16, 16), "pretrain_image_size": 8}),
+  )  # fmt: skip
+  def test_same_classes_keep_the_head_also_at_another_size(
+    self, ours, theirs, size
+  ):
+    config = tiny.config(model=size)
+    stored, _, started = self._start(config, tiny.config(), ours, theirs)
+    chex.assert_trees_all_equal(started, stored)
 
 
 class RunTest(absltest.TestCase):
-  """A whole run that starts from another."""
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    cls.source, cls.workdir = root / "source", str(root / "run")
-    metadata = checkpoint.Metadata(tiny.llm_config())
-    cls.stored = tiny.random_params(tiny.llm_config())
-    checkpoint.save_params(cls.source, cls.stored, metadata)
-    cls.config = tiny.llm_config(
-      train={"init_from": str(cls.source), "steps": 2}
-    )
-    started = []
-    begin = Log.begin
+  def test_a_run_starts_from_another_and_is_resumed_without_it(self):
+    root = pathlib.Path(self.create_tempdir().full_path)
+    stored = tiny.random_params(tiny.llm_config())
+    source = str(root / "source")
+    checkpoint.save_params(source, stored, Metadata(tiny.llm_config()))
+    started, begin = [], Log.begin
 
     def keep(log, step, state, stop):
       started.append(jax.device_get((state.step, state.params, state.ema)))
       return begin(log, step, state, stop)
 
+    def run(init_from, steps):
+      config = tiny.llm_config(train={"init_from": init_from, "steps": steps})
+      return train(config, str(root / "run"), devices=jax.devices()[:1])
+
     with mock.patch.object(Log, "begin", keep):
-      train(cls.config, cls.workdir, devices=jax.devices()[:1])
-    ((cls.step, cls.params, cls.ema),) = started
-
-  def test_begins_at_step_zero_from_the_stored_parameters(self):
-    self.assertEqual(int(self.step), 0)
-    chex.assert_trees_all_equal(self.params, self.stored)
-    chex.assert_trees_all_equal(self.ema, self.stored)
-
-  def test_resumed_run_goes_on_and_does_not_start_anew(self):
-    sections = {"train": {"init_from": "/nowhere", "steps": 3}}
-    config = tiny.llm_config(**sections)
-    resumed = train(config, self.workdir, devices=jax.devices()[:1])
-    self.assertEqual(int(resumed.state.step), 3)
-
-  def test_missing_source_is_named_before_any_step(self):
-    config = tiny.llm_config(train={"init_from": "/nowhere"})
-    workdir = self.create_tempdir().full_path
-    with self.assertRaisesRegex(FileNotFoundError, "/nowhere"):
-      train(config, workdir, devices=jax.devices()[:1])
+      run(source, 2)
+    ((step, params, ema),) = started
+    self.assertEqual(int(step), 0)
+    chex.assert_trees_all_equal(params, stored)
+    chex.assert_trees_all_equal(ema, stored)
+    self.assertEqual(int(run("/nowhere", 3).state.step), 3)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,9 @@ from moh_jax.cli.arguments import images, models, text
 
 # Command -> the function that declares its options.
 COMMANDS = {
-  "convert": models.convert,
-  "encode-latents": images.encode_latents,
   "evaluate": models.evaluate,
   "evaluate-lm": text.evaluate_lm,
-  "export": models.export,
   "fid": images.fid,
   "generate": text.generate,
-  "pack-images": images.pack_images,
   "sample": images.sample,
-  "tokenize": text.tokenize,
-  "train-tokenizer": text.train_tokenizer,
 }

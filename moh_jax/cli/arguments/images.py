@@ -4,8 +4,7 @@ import argparse
 
 from moh_jax.cli import common, fields
 from moh_jax.config import SampleConfig
-from moh_jax.config.base import DTYPES
-from moh_jax.config.dit import RESIZES, EncodeOptions
+from moh_jax.config.dit import RESIZES
 from moh_jax.convert import HOW_TO_GET_INCEPTION, HOW_TO_GET_VAE
 
 METRICS = ("fid", "sfid", "is", "pr")
@@ -14,45 +13,6 @@ OVERRIDES = (
   *("method", "steps", "eta"),
   *("cfg_scale", "cfg_channels", "cfg_interval"),
 )
-
-
-def encode_latents(parser: argparse.ArgumentParser) -> None:
-  """Turn images into latents to train a diffusion model on."""
-  common.add_image_folders(
-    parser, "; or what `pack-images` made of it, or Parquet or Arrow files"
-  )
-  parser.add_argument(
-    "--vae", required=True, metavar="PATH", help="weights of the autoencoder"
-  )
-  parser.add_argument("--out", required=True, metavar="DIR")
-  fields.add_fields(
-    parser,
-    EncodeOptions,
-    *("image_size", "batch_size", "shard_size", "latent_scale", "bad_images"),
-  )
-  parser.add_argument(
-    "--dtype", choices=DTYPES, default="float32", help="of the computation"
-  )
-  parser.add_argument(
-    "--process",
-    type=_part,
-    metavar="I/N",
-    help="of N processes that write one set, this is number I, from 0; each "
-    "takes every N-th shard",
-  )
-
-
-def _part(text: str) -> tuple[int, int]:
-  """Parses "0/2"."""
-  try:
-    index, count = (int(number) for number in text.split("/"))
-  except ValueError:
-    index, count = 0, 0
-  if not 0 <= index < count:
-    raise argparse.ArgumentTypeError(
-      f"{text!r} must be I/N with 0 <= I < N, for instance 0/2"
-    )
-  return index, count
 
 
 def fid(parser: argparse.ArgumentParser) -> None:
@@ -104,35 +64,6 @@ def _metrics(text: str) -> tuple[str, ...]:
       f"{unknown[0]!r} must be one of {', '.join(METRICS)}"
     )
   return names
-
-
-def pack_images(parser: argparse.ArgumentParser) -> None:
-  """Pack images, in folders or tables, into array_record shards."""
-  common.add_image_folders(parser, "; or Parquet or Arrow files of images")
-  parser.add_argument("--out", required=True, metavar="DIR")
-  common.add_count(
-    parser, "--shard-size", 1024, metavar="N", help="images per shard"
-  )
-  common.add_count(
-    parser,
-    "--shorter-side",
-    0,
-    metavar="N",
-    help="make images whose shorter side has more than N pixels smaller, as "
-    "JPEG (default: copy all files unchanged)",
-  )
-  parser.add_argument(
-    "--class-list",
-    metavar="FILE",
-    help="labels in the order of FILE, which names a class (a folder) on each "
-    "line (default: alphabetical)",
-  )
-  parser.add_argument(
-    "--bad-images",
-    choices=("raise", "skip"),
-    default="raise",
-    help="end at a file that cannot be read, or leave it out",
-  )
 
 
 def sample(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,10 @@
 """Options of the commands for text and language models."""
 
 import argparse
-import os
 
 from moh_jax.cli import common, fields, text_files
 from moh_jax.config import CACHE_DTYPES
 from moh_jax.config.llm import Sampling
-from moh_jax.data.text_files import PIECE_BYTES
 
 
 def evaluate_lm(parser: argparse.ArgumentParser) -> None:
@@ -124,59 +122,3 @@ def generate(parser: argparse.ArgumentParser) -> None:
     "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
   )
   common.add_json(parser)
-
-
-def tokenize(parser: argparse.ArgumentParser) -> None:
-  """Turn text files into token sets to train a language model on."""
-  text_files.add_texts(parser)
-  parser.add_argument(
-    "--tokenizer",
-    required=True,
-    metavar="FILE",
-    help="a tokenizer.json, a SentencePiece .model, a folder with one of them, "
-    "or 'bytes'",
-  )
-  parser.add_argument("--out", required=True, metavar="DIR")
-  parts = parser.add_mutually_exclusive_group()
-  parts.add_argument(
-    "--held-out",
-    type=float,
-    default=0.005,
-    metavar="SHARE",
-    help="share of the documents in val/, chosen by a hash of their text; "
-    "the others are train/, and each gets one at least (default: 0.005)",
-  )
-  parts.add_argument(
-    "--split", metavar="NAME", help="put all documents into this split instead"
-  )
-  text_files.add_on_error(parser, "OUT/SPLIT/skipped/ lists them")
-  parser.add_argument(
-    "--shard-bytes",
-    type=int,
-    default=PIECE_BYTES,
-    metavar="N",
-    help=f"input of a shard in bytes, about (default: {PIECE_BYTES})",
-  )
-  parser.add_argument(
-    "--workers",
-    type=fields.integer,
-    default=os.cpu_count(),
-    metavar="N",
-    help="processes (default: one per core)",
-  )
-
-
-def train_tokenizer(parser: argparse.ArgumentParser) -> None:
-  """Train a byte-level BPE tokenizer on text files."""
-  text_files.add_texts(parser)
-  text_files.add_on_error(parser, "they are counted")
-  parser.add_argument(
-    "--vocab-size",
-    required=True,
-    type=fields.integer,
-    metavar="N",
-    help="entries, among them the 256 bytes, begin and end of text",
-  )
-  parser.add_argument(
-    "--out", required=True, metavar="FILE", help="for instance tokenizer.json"
-  )

@@ -236,10 +236,13 @@ class MoHAttention(LlamaAttention):
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None = None,
+    cache: Cache | None = None,
     past_key_values: Cache | None = None,
     **kwargs,
   ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Maps [B, N, C] to [B, N, C] and attention weights, if there are any."""
+    if cache is None:  # its name before transformers 5.24
+      cache = past_key_values
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     query = self.q_proj(hidden_states).view(shape)
     key = self.k_proj(hidden_states).view(shape)
@@ -252,8 +255,8 @@ class MoHAttention(LlamaAttention):
     query, key = apply_rotary_pos_emb(
       query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
     )
-    if past_key_values is not None:
-      key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+      key, value = cache.update(key, value, self.layer_idx)
     attend = eager_attention_forward
     if self.config._attn_implementation != "eager":
       attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -399,14 +402,14 @@ class MoHLlamaForCausalLM(MoHPreTrainedModel, LlamaForCausalLM):
           # `Trainer` adds up the losses of the parts of a batch.
           weight = weight * (labels[:, 1:] != -100).sum() / items
         loss = loss + (weight * aux_loss).to(loss.device)
+    # The cache, under its name in this version, and what else was asked for.
+    taken = ("last_hidden_state", "router_logits")
     return MoeCausalLMOutputWithPast(
       loss=loss,
       aux_loss=aux_loss,
       logits=logits,
-      past_key_values=out.past_key_values,
-      hidden_states=out.hidden_states,
-      attentions=out.attentions,
       router_logits=scores,
+      **{name: value for name, value in out.items() if name not in taken},
     )
 
 

@@ -287,7 +287,7 @@ class Program:
     """Decorates what a program does with its tile of rows, if that is used.
 
     Args:
-      table: references from `row_table`.
+      table: references to the table of `call_by_rows`.
       masks: references to the masks of rows and keys.
 
     Returns:
@@ -399,7 +399,7 @@ class Program:
     """Loops over the tiles of keys that a tile of rows may see.
 
     Args:
-      bounds: references from `row_table`.
+      bounds: references to the table of `call_by_rows`.
       index: the tile of rows.
       step: (j, carry, masked=) -> carry.
       carry: its first value.
@@ -427,7 +427,7 @@ class Program:
     """Loops over the tiles of rows that may see a tile of keys.
 
     Args:
-      table: references from `key_table`.
+      table: references to the table of `call_by_keys`.
       j: index of the tile of keys.
       head: key/value head of the keys, b * K + k.
       step: (i, carry, masked=) -> carry.
@@ -495,39 +495,23 @@ class Program:
     masks = visible.key_mask, visible.segments
     return jax.tree.map(lambda x: self._whole(x, block), masks)
 
-  def row_table(self) -> tuple:
-    """Each block's head, each head's first block, and the loops' bounds.
-
-    The bounds are those of `keys_of_rows`; None if nothing is hidden.
-    """
-    blocks, bounds = self.problem.blocks, None
-    if not self.problem.visible.everything:
-      bounds = keys_of_rows(self.problem, self.rows, self.keys)
-    return blocks.head, blocks.first, bounds
-
-  def key_table(self) -> tuple:
-    """The first block of each head [B * H + 1], and the loops' bounds.
-
-    The bounds are those of `rows_of_keys`; None if nothing is hidden.
-    """
-    bounds = None
-    if not self.problem.visible.everything:
-      bounds = rows_of_keys(self.problem, self.rows, self.keys)
-    return self.problem.blocks.first, bounds
-
   def call_by_rows(
     self, kernel: Callable, rows: Any, keys: tuple, outputs: tuple
   ) -> tuple:
     """Launches a kernel with one program per tile of rows.
 
     Args:
-      kernel: gets `row_table`, then the inputs, the masks and the outputs.
+      kernel: gets the table, then the inputs, the masks and the outputs. The
+        table has each block's head, each head's first block, and the loops'
+        bounds of `keys_of_rows`, None if nothing is hidden.
       rows: arrays [T * R, D] or [T * R], of which a program gets its tile, or
         arguments.
       keys: keys and values.
       outputs: shapes of rows.
     """
-    inputs = self._inputs(self.row_table(), rows, keys, self.own_rows)
+    blocks, bounds = self.problem.blocks, self._bounds(keys_of_rows)
+    table = blocks.head, blocks.first, bounds
+    inputs = self._inputs(table, rows, keys, self.own_rows)
     outputs = jax.tree.map(self.own_rows, outputs)
     return self._call(kernel, (self.row_tiles,), inputs, outputs)
 
@@ -535,14 +519,22 @@ class Program:
     """Launches a kernel with one program per tile of keys of each head.
 
     Args:
-      kernel: gets `key_table`, then the inputs, the masks and the outputs.
+      kernel: gets the table, then the inputs, the masks and the outputs. The
+        table has the first block of each head [B * H + 1] and the loops' bounds
+        of `rows_of_keys`, None if nothing is hidden.
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values; the outputs have their shapes and dtypes.
     """
-    inputs = self._inputs(self.key_table(), rows, keys, self.all_rows)
+    table = self.problem.blocks.first, self._bounds(rows_of_keys)
+    inputs = self._inputs(table, rows, keys, self.all_rows)
     outputs = tuple(map(self.keys_or_values, map(like, keys)))
     grid = self.key_tiles, self.problem.batch * self.problem.kv_heads
     return self._call(kernel, grid, inputs, outputs)
+
+  def _bounds(self, bounds_of: Callable) -> Ranges | None:
+    if self.problem.visible.everything:
+      return None
+    return bounds_of(self.problem, self.rows, self.keys)
 
   def _inputs(
     self, table: tuple, rows: Any, keys: tuple, argument: Callable

@@ -1,0 +1,288 @@
+"""Turn images or text into what training reads.
+
+A second run of a command that was ended continues what the first one wrote.
+"""
+
+import dataclasses
+import os
+import pathlib
+from typing import Literal
+
+from moh_jax.cli.options import (
+  BaseOptions,
+  InPath,
+  OutPath,
+  Place,
+  out_file,
+)
+from moh_jax.cli.text_files import Texts
+from moh_jax.config.base import Count, Dtype, Natural, Share
+from moh_jax.config.dit import EncodeOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Images(BaseOptions):
+  """Options of what reads labelled images.
+
+  Attributes:
+    data: folder with a folder of images per class, or with train/ and val/ that
+      have those; or Parquet or Arrow files of images.
+    out: folder of the shards.
+    split: read this split alone; without train/ and val/, what the images are
+      (default: train).
+    val_share: share of the images that becomes val/ where there is none, as
+      data.val_share of a run.
+    label_column: column of the labels of Parquet or Arrow files (default:
+      found).
+    shard_size: images of a shard.
+    bad_images: end at a file that cannot be read, or leave it out.
+  """
+
+  data: Place
+  out: OutPath
+  split: Literal["train", "val"] | None = None
+  val_share: Share = 0.0
+  label_column: str = ""
+  shard_size: Count = 1024
+  bad_images: Literal["raise", "skip"] = "raise"
+
+  def sources(self, *channels: int, class_names=None) -> dict:
+    """Opens the images of each split."""
+    from moh_jax.data.image_shards import open_splits
+
+    return open_splits(
+      self.data,
+      self.split,
+      *channels,
+      class_names=class_names,
+      label_column=self.label_column,
+      val_share=self.val_share,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackImages(Images):
+  """Pack images, in folders or tables, into array_record shards.
+
+  Attributes:
+    shorter_side: make images whose shorter side has more pixels smaller, as
+      JPEG; 0 copies all files unchanged.
+    class_list: labels in the order of this file, which names a class (a folder)
+      on each line (default: alphabetical).
+  """
+
+  shorter_side: Natural = 0
+  class_list: InPath | None = None
+
+
+def pack_images(options: PackImages) -> int:
+  """Writes the shards of each split."""
+  from moh_jax.data import image_shards
+  from moh_jax.data.sources import listed_classes
+
+  names = listed_classes(options.class_list)
+  for split, source in options.sources(class_names=names).items():
+    folder = pathlib.Path(options.out) / split
+    metadata = image_shards.pack_images(
+      source,
+      folder,
+      packed_from=options.data,
+      shard_size=options.shard_size,
+      shorter_side=options.shorter_side,
+      bad_images=options.bad_images,
+    )
+    classes = f"{len(metadata['class_names']):,} classes in {folder}"
+    print(
+      f"{split}: {metadata['examples']:,} images of {classes}"
+      + _skipped(metadata, folder)
+    )
+  return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodeLatents(Images, EncodeOptions):
+  """Turn images into latents to train a diffusion model on.
+
+  Attributes:
+    vae: weights of the autoencoder.
+    dtype: of the computation.
+    process: as I/N: of N processes that write one set, this is number I, from
+      0; each takes every N-th shard.
+  """
+
+  vae: Place
+  dtype: Dtype = "float32"
+  process: str | None = None
+
+  def check(self) -> None:
+    """The process is one of them."""
+    super().check()
+    if self.process is not None and not self.part:
+      self.fail("process", "must be I/N with 0 <= I < N, for instance 0/2")
+
+  @property
+  def part(self) -> tuple[int, int] | None:
+    """I and N of --process; None where it has none."""
+    index, _, count = (self.process or "").partition("/")
+    if not (index.isdecimal() and count.isdecimal() and len(count) < 10):
+      return None
+    return (int(index), int(count)) if int(index) < int(count) else None
+
+
+def encode_latents(options: EncodeLatents) -> int:
+  """Writes the latents of each split."""
+  from moh_jax.convert.vae import load_vae
+  from moh_jax.inference import encode
+
+  config, params = load_vae(options.vae)
+  config = dataclasses.replace(config, dtype=options.dtype)
+  sources = options.sources(config.image_channels)
+  folders = {split: pathlib.Path(options.out) / split for split in sources}
+  writers = {  # all before the first image: here other settings are refused
+    split: encode.open_latents(
+      source,
+      folders[split],
+      config,
+      options,
+      params=params,
+      notes={"vae": options.vae, "encoded_from": options.data},
+    )
+    for split, source in sources.items()
+  }
+  for split, source in sources.items():
+    metadata = encode.encode_latents(
+      source, writers[split], config, params, options, process=options.part
+    )
+    folder = folders[split]
+    if metadata is None:
+      print(f"{folder}: this process is done, others are not yet")
+      continue
+    shape = " x ".join(str(side) for side in metadata["latent_shape"])
+    print(
+      f"{folder}: {metadata['examples']:,} images as latents of {shape}"
+      + _skipped(metadata, folder)
+    )
+  return 0
+
+
+def _skipped(metadata: dict, folder: pathlib.Path) -> str:
+  count = metadata["skipped"]
+  return f"; {count:,} skipped, see {folder}/skipped" if count else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenize(Texts):
+  """Turn text files into token sets to train a language model on.
+
+  Attributes:
+    tokenizer: a tokenizer.json, a SentencePiece .model, a folder with one of
+      them, or 'bytes'.
+    out: folder of the token sets; OUT/SPLIT/skipped/ lists what was skipped.
+    held_out: share of the documents in val/, chosen by a hash of their text;
+      the others are train/, and each gets one at least (default: 0.005).
+    split: put all documents into this split instead.
+    on_error: what to do at a line, row or file that is not JSON, not UTF-8,
+      lacks the field or is damaged.
+    shard_bytes: input of a shard in bytes, about.
+    workers: processes (default: one per core).
+  """
+
+  tokenizer: Place
+  out: OutPath
+  held_out: Share | None = None
+  split: Place | None = None
+  on_error: Literal["stop", "skip"] = "stop"
+  shard_bytes: Count = 256 << 20
+  workers: Count | None = None
+
+  def check(self) -> None:
+    """Documents have one way into splits."""
+    super().check()
+    if self.split is not None and self.held_out is not None:
+      self.fail("split", "must not be given with --held-out")
+
+
+def tokenize(options: Tokenize) -> int:
+  """Writes the token set of each split."""
+  from moh_jax.data import tokenize as tokenize_lib
+  from moh_jax.data.shard_writer import describe_skipped
+  from moh_jax.data.tokenizers import load_tokenizer
+
+  part = {"split": options.split}
+  if options.split is None:
+    share = 0.005 if options.held_out is None else options.held_out
+    part = {"held_out": share}
+  done = tokenize_lib.tokenize(
+    options.data,
+    load_tokenizer(options.tokenizer),
+    options.out,
+    **part,
+    field=options.field,
+    piece_bytes=options.shard_bytes,
+    workers=options.workers or os.cpu_count(),
+    on_error=options.on_error,
+  )
+  for split, metadata in done.items():
+    folder = pathlib.Path(options.out) / split
+    text = (
+      f"{split}: {metadata['documents']:,} documents, "
+      f"{metadata['tokens']:,} tokens of {metadata['text_bytes']:,} bytes of "
+      f"text in {folder}"
+    )
+    if skipped := describe_skipped(metadata["shards"]):
+      text += f"; {skipped}, see {folder}/skipped"
+    print(text)
+  return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTokenizer(Texts):
+  """Train a byte-level BPE tokenizer on text files.
+
+  Attributes:
+    vocab_size: entries, among them the 256 bytes, begin and end of text.
+    out: for instance tokenizer.json.
+    on_error: what to do at a line, row or file that is not JSON, not UTF-8,
+      lacks the field or is damaged; what is skipped is counted.
+  """
+
+  vocab_size: Count
+  out: OutPath
+  on_error: Literal["stop", "skip"] = "stop"
+
+  def check(self) -> None:
+    """The file has the name by which tokenizers are found."""
+    super().check()
+    out_file(self.out, ".json")
+
+
+def train_tokenizer(options: TrainTokenizer) -> int:
+  """Trains a byte-level BPE and writes it."""
+  import collections
+
+  from moh_jax.data import text_files
+  from moh_jax.data.shard_writer import describe_skipped
+  from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
+  from moh_jax.runtime.files import replacing
+
+  skipped: collections.Counter[str] = collections.Counter()
+  on_bad = text_files.count_or_stop(options.on_error, skipped)
+  content = train_bpe(options.texts(on_bad), options.vocab_size)
+  with replacing(options.out) as path:
+    path.write_bytes(content)
+  entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size
+  told = describe_skipped([{"skipped": skipped}])
+  print(f"{options.out}: {entries:,} entries" + (f"; {told}" if told else ""))
+  if entries < options.vocab_size:
+    print(
+      f"the text has no more; --vocab-size={options.vocab_size} is not reached"
+    )
+  return 0
+
+
+KINDS = {
+  "pack-images": (PackImages, pack_images),
+  "encode-latents": (EncodeLatents, encode_latents),
+  "tokenize": (Tokenize, tokenize),
+  "train-tokenizer": (TrainTokenizer, train_tokenizer),
+}

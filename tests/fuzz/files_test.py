@@ -1,0 +1,270 @@
+"""Files of arrays, images, tensors, text and tokenizers."""
+
+import gzip
+import importlib.util
+import io
+import json
+import struct
+import unittest
+import zipfile
+import zlib
+
+import numpy as np
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import safetensors.numpy
+from absl.testing import absltest, parameterized
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from moh_jax.convert import tensor_files
+from moh_jax.data import (
+  decode,
+  input_files,
+  text_files,
+  tokenizer_files,
+  tokenizers,
+)
+from moh_jax.evaluation import fid, image_metrics
+from moh_jax.runtime import files
+from tests.fuzz import hostile
+
+
+def _written(write, *args) -> bytes:
+  file = io.BytesIO()
+  write(*args, file)
+  return file.getvalue()
+
+
+_ARRAYS = io.BytesIO()
+np.savez_compressed(
+  _ARRAYS,
+  arr_0=np.zeros((3, 4, 4, 3), np.uint8),
+  mu=np.zeros(4),
+  sigma=np.zeros((4, 4)),
+)
+_HEADERS = st.fixed_dictionaries(
+  {
+    "descr": st.sampled_from(("|u1", "<f8", "|O", "<U9", "|V0", "x", 3, [])),
+    "fortran_order": st.sampled_from((True, False, 0, "x")),
+    "shape": st.one_of(
+      st.lists(st.integers(-2, 2**40), max_size=5).map(tuple),
+      st.sampled_from((3, "x", (2**62, 4), (1.0,), (True,), None)),
+    ),
+  }
+)
+
+
+class ArraysTest(hostile.ReaderTest):
+  def _read(self, content: bytes):
+    file = self.write("x.npz", content)
+    self.check(files.read_npz, file)
+    self.check(lambda: list(image_metrics.open_images(file).batches(2)))
+    self.check(fid.read_statistics, file, 4, 4)
+
+  @hostile.examples()
+  @given(hostile.damaged(_ARRAYS.getvalue()))
+  def test_damaged_file(self, content):
+    self._read(content)
+
+  @hostile.examples()
+  @given(_HEADERS, st.binary(max_size=64))
+  def test_header_that_lies(self, header, content):
+    text = (repr(header) + "\n").encode("latin1")
+    head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+      archive.writestr("arr_0.npy", head + content)
+    self._read(file.getvalue())
+
+
+def _image(kind: str) -> bytes:
+  pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, kind)
+  return file.getvalue()
+
+
+def _png(columns: int, rows: int) -> bytes:
+  """A PNG file whose header states any size."""
+
+  def chunk(name: bytes, data: bytes) -> bytes:
+    check = struct.pack(">I", zlib.crc32(name + data))
+    return struct.pack(">I", len(data)) + name + data + check
+
+  head = struct.pack(">IIBBBBB", columns, rows, 8, 2, 0, 0, 0)
+  body = chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+  return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + body
+
+
+class ImagesTest(hostile.ReaderTest, parameterized.TestCase):
+  @hostile.examples(120)
+  @given(
+    st.sampled_from(("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")),
+    st.sampled_from((1, 3)),
+    st.data(),
+  )
+  def test_damaged_file(self, kind, channels, data):
+    content = data.draw(hostile.damaged(_image(kind)))
+    self.check(decode.decode_image, content, channels, "x")
+
+  @parameterized.parameters(
+    (100_000, 100_000, "pixels"), (9_000, 9_000, "cannot hold")
+  )
+  def test_png_that_lies_about_its_size(self, columns, rows, text):
+    with self.assertRaisesRegex(ValueError, f"liar.png.*{text}"):
+      decode.decode_image(_png(columns, rows), 3, "liar.png")
+
+
+_SAFETENSORS = safetensors.numpy.save(
+  {"a.weight": np.ones((3, 2), np.float32), "b": np.arange(4)},
+  {"moh_jax": "{}"},
+)
+_SIZE = 8 + int.from_bytes(_SAFETENSORS[:8], "little")
+_INDEX = {"weight_map": {"a.weight": "x.safetensors", "b": "y.safetensors"}}
+_has_torch = importlib.util.find_spec("torch")
+
+
+def _archive(pickle: bytes, *parts: bytes, **options) -> bytes:
+  file = io.BytesIO()
+  with zipfile.ZipFile(file, "w", **options) as archive:
+    archive.writestr("net/data.pkl", pickle)
+    archive.writestr("net/version", b"3")
+    for number, data in enumerate(parts):
+      archive.writestr(f"net/data/{number}", data)
+  return file.getvalue()
+
+
+class TensorsTest(hostile.ReaderTest):
+  @classmethod
+  def setUpClass(cls):
+    if _has_torch:
+      import torch  # first: its memory is no example's
+
+      whole = torch.zeros(2, 3)
+      tree = {"model": {"a": whole, "b": whole[0, 1:]}}
+      with zipfile.ZipFile(io.BytesIO(_written(torch.save, tree))) as archive:
+        cls.pickle = archive.read("archive/data.pkl")
+    super().setUpClass()
+
+  def _read(self, name: str, content: bytes):
+    file = self.write(name, content)
+    self.check(tensor_files.read_tensors, file)
+    self.check(tensor_files.read_text, file)
+
+  @hostile.examples()
+  @given(st.data())
+  def test_safetensors(self, data):
+    self._read("x.safetensors", data.draw(hostile.damaged(_SAFETENSORS)))
+    header = data.draw(hostile.altered(json.loads(_SAFETENSORS[8:_SIZE])))
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    content = len(text).to_bytes(8, "little") + text + _SAFETENSORS[_SIZE:]
+    self._read("x.safetensors", content)
+
+  @hostile.examples()
+  @given(hostile.json_files(_INDEX))
+  def test_index_of_shards(self, content):
+    self.write("x.safetensors", _SAFETENSORS)
+    self._read("m.safetensors.index.json", content)
+
+  @unittest.skipUnless(_has_torch, "needs the extra torch")
+  @hostile.examples()
+  @given(st.data())
+  def test_torch_archive(self, data):
+    whole = _archive(self.pickle, bytes(24))
+    self._read("x.pth", data.draw(hostile.damaged(whole)))
+    pickle = data.draw(hostile.damaged(self.pickle))
+    self._read("x.pth", _archive(pickle, bytes(24)))
+
+  @unittest.skipUnless(_has_torch, "needs the extra torch")
+  def test_archive_that_unpacks_to_gigabytes(self):
+    zeros, packed = bytes(1 << 26), zipfile.ZIP_DEFLATED
+    content = _archive(self.pickle, *[zeros] * 4, compression=packed)
+    with self.assertRaisesRegex(ValueError, "bomb.pth.*unpacks to"):
+      tensor_files.read_tensors(self.write("bomb.pth", content))
+
+
+_ROWS = [{"text": "a house", "n": 1}, {"text": "é" * 40}, {"text": None}]
+_LINES = "".join(json.dumps(row) + "\n" for row in _ROWS).encode()
+_TABLE = pyarrow.table({"text": [row["text"] for row in _ROWS] * 20})
+_TEXTS = {
+  "x.jsonl": _LINES,
+  "x.txt": b"plain text\n",
+  "x.jsonl.gz": gzip.compress(_LINES),
+  "x.txt.gz": gzip.compress(b"plain text" * 50),
+  "x.jsonl.zst": pyarrow.compress(_LINES, "zstd", asbytes=True),
+  "x.parquet": _written(pyarrow.parquet.write_table, _TABLE),
+  "x.arrow": _written(pyarrow.feather.write_feather, _TABLE),
+}
+_STATE = {"_data_files": [{"filename": "data.arrow"}], "_split": None}
+
+
+class TextsTest(hostile.ReaderTest):
+  def _read(self, file):
+    for group in text_files.list_pieces([str(file)], 1 << 20):
+      for piece in group:
+        for _, text in text_files.read_documents(piece, "text"):
+          text.encode()
+
+  @hostile.examples(120)
+  @given(st.sampled_from(sorted(_TEXTS)), st.data())
+  def test_damaged_file(self, name, data):
+    file = self.write(name, data.draw(hostile.damaged(_TEXTS[name])))
+    self.check(self._read, file)
+    self.check(text_files.Prompts, str(file))
+
+  @hostile.examples()
+  @given(st.lists(hostile.altered(_ROWS[0]), max_size=3))
+  def test_lines_of_other_values(self, rows):
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    self.check(self._read, self.write("rows.jsonl", lines.encode()))
+
+  @hostile.examples()
+  @given(hostile.json_files(_STATE))
+  def test_saved_data_set(self, state):
+    self.write("saved/data.arrow", _TEXTS["x.arrow"])
+    folder = self.write("saved/state.json", state).parent
+    self.check(input_files.list_files, [str(folder)])
+
+  def test_document_that_unpacks_to_more_than_allowed(self):
+    content = gzip.compress(b"a" * (9 << 24), compresslevel=1)
+    with self.assertRaisesRegex(ValueError, "bomb.txt.gz: too long"):
+      self._read(self.write("bomb.txt.gz", content))
+
+
+_TOKENIZER = tokenizers.train_bpe(["a house, a tree"] * 4, 270)
+_BESIDE = {
+  "tokenizer_config.json": {
+    "bos_token": "<|begin_of_text|>",
+    "eos_token": {"content": "<|end_of_text|>"},
+    "add_bos_token": True,
+    "chat_template": "{{ messages }}",
+    "added_tokens_decoder": {"0": {"content": "<|begin_of_text|>"}},
+  },
+  "special_tokens_map.json": {"eos_token": "<|end_of_text|>"},
+  "generation_config.json": {"eos_token_id": [1, 0]},
+  "config.json": {"eos_token_id": 1},
+  "added_tokens.json": {"<x>": 400},
+  "tokenizer.json": json.loads(_TOKENIZER),
+}
+
+
+class TokenizersTest(hostile.ReaderTest):
+  def _read(self):
+    found = tokenizers.load_tokenizer(self.folder)
+    found.decode(found.encode("a house <|end_of_text|>"))
+
+  @hostile.examples(90)
+  @given(st.sampled_from(sorted(_BESIDE)), st.data())
+  def test_tokenizer_and_files_beside_it(self, name, data):
+    for other, value in _BESIDE.items():
+      self.write(other, json.dumps(value).encode())
+    self.write(name, data.draw(hostile.json_files(_BESIDE[name])))
+    self.check(self._read)
+    self.check(tokenizer_files.read_files_beside, self.folder)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,213 @@
+"""What a run shows of itself: seconds, goodput, MFU, traces, W&B, programs."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from unittest import mock
+
+import jax
+import pytest
+from absl.testing import absltest, parameterized
+from etils import epath
+
+from moh_jax.config import LogConfig
+from moh_jax.runtime import steps
+from moh_jax.training import clock, entrance, flops
+from moh_jax.training.clock import NAME, PHASES, RunClock
+from moh_jax.training.train import train
+from tests.training import tiny
+
+_RUN = """
+import sys, jax
+from moh_jax.training.train import train
+from tests.training import tiny
+config = tiny.llm_config(train={"compilation_cache": sys.argv[2]})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+train(config, sys.argv[1], devices=jax.devices()[:1])
+"""
+
+
+class _Time:
+  """A clock that is set by hand."""
+
+  seconds = 0.0
+
+  def __call__(self):
+    return self.seconds
+
+
+class RunClockTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.dir = epath.Path(self.create_tempdir().full_path)
+    self.file = pathlib.Path(self.dir) / NAME
+
+  def _start(self, step=0):
+    now = _Time()
+    found = RunClock(now)
+    now.seconds += 2
+    found.begin(self.dir, step)
+    found.at(step)
+    return found, now
+
+  def _record(self):
+    return json.loads(self.file.read_text())
+
+  def test_phases_are_exclusive_and_speed_is_that_of_training(self):
+    found, now = self._start()
+    with found.phase("compile"):
+      now.seconds += 100
+    now.seconds += 5
+    with found.phase("evaluate"):
+      now.seconds += 3
+      with found.phase("save"):
+        now.seconds += 1
+    now.seconds += 1
+    expected = dict.fromkeys(PHASES, 0.0)
+    expected |= {"restart": 2.0, "compile": 100.0, "step": 6.0}
+    expected |= {"evaluate": 3.0, "save": 1.0}
+    self.assertEqual(found.seconds(), expected)
+    self.assertAlmostEqual(found.metrics()["goodput"], 6 / 112)
+    self.assertEqual(found.seconds_per_step(2), 3.5)
+    now.seconds += 9
+    self.assertEqual(found.seconds_per_step(5), 3.0)
+
+  def test_starts_add_up(self):
+    for runs, step in ((1, 0), (2, 4), (3, 8)):
+      found, now = self._start(step)
+      now.seconds += 6
+      found.save(step + 4)
+      record = self._record()
+      self.assertEqual((record["runs"], record["restarts"]), (runs, runs - 1))
+      self.assertEqual(record["seconds"]["step"], 6.0 * runs)
+      self.assertEqual(record["goodput"], 0.75)
+    found, _ = self._start(0)  # a new run in the old folder
+    found.save(0)
+    self.assertEqual(self._record()["runs"], 1)
+
+  def test_what_a_killed_run_did_after_its_checkpoint_is_not_counted(self):
+    (self.dir / "checkpoints" / "4").mkdir(parents=True)
+    found, now = self._start()
+    for step in (4, 6):  # killed before the checkpoint of step 6 was whole
+      now.seconds += 5
+      found.save(step)
+    again, _ = self._start(4)
+    self.assertEqual(again.seconds()["step"], 5.0)
+    again.save(6)
+    self.assertEqual(self._record()["seconds"]["step"], 5.0)
+
+  def test_damaged_file_begins_anew(self):
+    for content in ("{", "[]", '{"runs": "x", "seconds": {}}', '{"runs": 1}'):
+      self.file.write_text(content)
+      with self.assertLogs("moh_jax", "WARNING"):
+        found, _ = self._start(4)
+      self.assertEqual(found.seconds()["step"], 0.0)
+
+  def test_percentiles_are_of_the_steps_since_the_last_row(self):
+    found, now = self._start()
+
+    def step(seconds):
+      now.seconds += seconds
+      found.step_done()
+
+    for seconds in (1, 1, 1, 5):
+      step(seconds)
+    metrics = found.metrics()
+    self.assertEqual(metrics["step_seconds_p50"], 1.0)
+    self.assertGreater(metrics["step_seconds_p99"], 4.0)
+    step(7)
+    self.assertEqual(found.metrics()["step_seconds_p50"], 7.0)
+    self.assertNotIn("step_seconds_p50", found.metrics())
+    step(90)  # a step that the run goes back over
+    found.at(2)
+    step(3)
+    self.assertEqual(found.metrics()["step_seconds_p99"], 3.0)
+
+
+class RunTest(parameterized.TestCase):
+  def test_run_writes_times_goodput_mfu_and_a_trace(self):
+    workdir = pathlib.Path(self.create_tempdir().full_path)
+    config = tiny.llm_config(log={"every": 2, "profile": "2:4"})
+    write = steps.write_manifest
+
+    def slow(folder):
+      time.sleep(1)
+      write(folder)
+
+    with (
+      mock.patch.object(flops, "published_peak", return_value=1e12),
+      mock.patch.object(steps, "write_manifest", slow),
+    ):
+      one = jax.devices()[:1]
+      train(config, str(workdir), devices=one, at_peak=flops.at_peak)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
+    self.assertLen(rows, 2)
+    for row in rows:
+      self.assertLessEqual(row["step_seconds_p50"], row["step_seconds_p99"])
+      self.assertBetween(row["goodput"], 0, 1)
+      self.assertBetween(row["mfu"], 0, row["mfu_every_head"])
+      self.assertLess(row["mfu"], row["mfu_every_head"])
+    record = json.loads((workdir / "goodput.json").read_text())
+    self.assertEqual(record["restarts"], 0)
+    self.assertEqual(list(record["at"]), ["2", "4"])  # of slow checkpoints too
+    for phase in ("restart", "compile", "step", "save", "evaluate"):
+      self.assertGreater(record["seconds"][phase], 0, phase)
+    (trace,) = (workdir / "profile").rglob("*.xplane.pb")
+    self.assertIn(b"step_num", trace.read_bytes())
+
+  def test_a_trace_ends_where_the_run_goes_back(self):
+    with (
+      mock.patch.object(jax.profiler, "start_trace") as start,
+      mock.patch.object(jax.profiler, "stop_trace") as stop,
+    ):
+      profiler = clock.Profiler((4, 7), pathlib.Path("run"))
+      for step in (3, 4, 5, 2):
+        with profiler.step(step, None):
+          pass
+    self.assertEqual((start.call_count, stop.call_count), (1, 1))
+
+  @parameterized.parameters("5", "5:5", "7:5", "0:3", "a:b", "-1:3", "1:2:3")
+  def test_wrong_profiles_are_refused(self, text):
+    with self.assertRaisesRegex(ValueError, "log.profile=.* must be '' or"):
+      LogConfig(profile=text)
+
+  @pytest.mark.slow
+  def test_kept_programs_are_used_again(self):
+    root = pathlib.Path(self.create_tempdir().full_path)
+    kept, found = root / "xla", []
+    environment = {**os.environ, "JAX_LOG_COMPILES": "0"}
+    for name in ("a", "b"):
+      argv = [sys.executable, "-c", _RUN, str(root / name), str(kept)]
+      subprocess.run(argv, check=True, env=environment)
+      found.append({file.name for file in kept.glob("*-cache")})
+    self.assertTrue(any("jit_step" in name for name in found[0]))
+    self.assertEqual(*found)
+
+  def test_missing_wandb_is_refused_before_the_run(self):
+    with mock.patch.object(
+      entrance.importlib.util, "find_spec", return_value=None
+    ):
+      with self.assertRaisesRegex(ValueError, "log.wandb='p' needs .* wandb"):
+        train(tiny.llm_config(log={"wandb": "p"}), "/nonexistent/run")
+
+  def test_wandb_gets_the_metrics_offline(self):
+    if importlib.util.find_spec("wandb") is None:
+      self.skipTest("wandb is not installed")
+    workdir = pathlib.Path(self.create_tempdir().full_path)
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    with mock.patch.dict(os.environ, offline):
+      config = tiny.llm_config(log={"wandb": "moh"})
+      train(config, str(workdir), devices=jax.devices()[:1])
+    (stored,) = (workdir / "wandb").glob("offline-run-*/*.wandb")
+    content = stored.read_bytes()
+    self.assertIn(b"train/loss", content)
+    self.assertIn(b"val/", content)
+
+
+if __name__ == "__main__":
+  absltest.main()
