@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.cli import bench, bench_attention, options
+from moh_jax.cli import bench_attention, flags, head_options, options
 from moh_jax.cli.main import report_errors
 from moh_jax.training import timing
 
@@ -50,7 +50,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 def run_heads(
   doc: str,
   argv: Sequence[str] | None,
-  cls: type[bench.HeadOptions],
+  cls: type[head_options.HeadOptions],
   *benchmark: Any,
 ) -> int:
   """Runs a benchmark of heads; 1 if a form is not exact or does not run.
@@ -62,8 +62,8 @@ def run_heads(
     *benchmark: the other arguments of `bench_attention.compare_forms`.
   """
   argv = sys.argv[1:] if argv is None else argv
-  parser = options.make_parser(doc.splitlines()[0], cls)
-  given = options.parse(parser, cls, argv)
+  parser = flags.make_parser(doc.splitlines()[0], cls)
+  given = flags.parse(parser, cls, argv)
 
   def call() -> int:
     result = bench_attention.run_heads(given, *benchmark)

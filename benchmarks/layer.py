@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import run_heads
-from moh_jax.cli.bench import HeadOptions
 from moh_jax.cli.bench_attention import Split, check_shapes, chosen_form
+from moh_jax.cli.head_options import HeadOptions
 from moh_jax.config.base import Count
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moh_jax.cli.bench import HeadOptions
+from moh_jax.cli.head_options import HeadOptions
 from moh_jax.cli.options import Output, table
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention, choose_form

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.cli.bench import ModelOptions
 from moh_jax.config import (
   Config,
   LLMConfig,
@@ -49,12 +48,21 @@ _SPAN = 32  # tokens that one call of the decoding program generates
 _BATCHES = (1, 8)  # of texts that are generated
 
 
-def measure(options: ModelOptions, run: Config) -> dict[str, Any]:
+def measure(
+  run: Config,
+  models: Mapping[str, Any],
+  rounds: int,
+  *,
+  compile_only: bool = False,
+) -> dict[str, Any]:
   """Measures a model.
 
   Args:
-    options: of the command.
-    run: of `options.run`.
+    run: on random data.
+    models: model sections to compare by name of the form; "mha" is the
+      baseline.
+    rounds: measured turns.
+    compile_only: compile the train step and measure nothing else.
 
   Returns:
     {"rows": list of `Row`, "train_step": seconds to compile the train step and
@@ -62,8 +70,7 @@ def measure(options: ModelOptions, run: Config) -> dict[str, Any]:
     diffusion model.
   """
   result = {"train_step": train_step(run), "rows": []}
-  if not options.compile_only:
-    models, rounds = options.variants(run), options.rounds
+  if not compile_only:
     result["rows"] += _losses(run, models, rounds)
     commands = get_family(run.model.family).commands
     if "generate" in commands:

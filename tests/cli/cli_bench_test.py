@@ -17,7 +17,8 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.cli import bench_attention, bench_input, bench_model
-from moh_jax.cli.bench import HeadOptions, ModelOptions, bench_run
+from moh_jax.cli.bench import ModelOptions, bench_run
+from moh_jax.cli.head_options import HeadOptions
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
 from moh_jax.ops.attention_forms import Form
@@ -114,8 +115,8 @@ class CommandTest(parameterized.TestCase):
       )
       _, text, _ = self._call("model")
     self.assertEqual((status, err), (0, ""))
-    (options, run), _ = measure.call_args_list[0]
-    self.assertTrue(options.compile_only)
+    (run, *_), given = measure.call_args_list[0]
+    self.assertEqual(given, {"compile_only": True})
     self.assertEqual((run.data.sequence_length, run.data.batch_size), (32, 4))
     report = json.loads(out)
     self.assertEqual(report["settings"]["model"], "moh-llm-s-75")
@@ -347,13 +348,13 @@ class ModelTest(parameterized.TestCase):
     run = ModelOptions(checkpoint=folder).run()
     self.assertEqual(run.model, tiny_checkpoint.CONFIG.model)
 
-  def _measure(self, family, length=None, **given):
+  def _measure(self, family, length=None):
     run = bench_run(_MODELS[family], 2)
     if length:
       data = dataclasses.replace(run.data, sequence_length=length)
       run = dataclasses.replace(run, data=data)
     with mock.patch.object(bench_model, "_BATCHES", (1,)):
-      return bench_model.measure(ModelOptions(rounds=1, **given), run)
+      return bench_model.measure(run, ModelOptions().variants(run), rounds=1)
 
   def _check_ratios(self, rows):
     for row in rows:

@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from moh_jax.cli import main, options
+from moh_jax.cli import flags, main
 from moh_jax.runtime.steps import load_config
 from tests.docs import blocks, stand_ins
 
@@ -138,7 +138,7 @@ def _check(name, *arguments):
     return
   parser = argparse.ArgumentParser(allow_abbrev=False)
   main.OLD[name](parser)
-  arguments, overrides = options.split_changes(arguments)
+  arguments, overrides = flags.split_changes(arguments)
   config = getattr(parser.parse_args(arguments), "config", None)
   if config:
     try:
@@ -151,7 +151,7 @@ def _check(name, *arguments):
 
 def _check_module(command, monkeypatch):
   """Parses the options of a module that has a function main."""
-  parse, parse_options = argparse.ArgumentParser.parse_args, options.parse
+  parse, parse_options = argparse.ArgumentParser.parse_args, flags.parse
 
   def parse_and_stop(parser, *args):
     parse(parser, *args)
@@ -164,7 +164,7 @@ def _check_module(command, monkeypatch):
   monkeypatch.setattr(sys, "argv", [command.module, *command.arguments])
   with monkeypatch.context() as patch:
     patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    patch.setattr(options, "parse", parse_options_and_stop)
+    patch.setattr(flags, "parse", parse_options_and_stop)
     with pytest.raises(_ParsedError):
       module = importlib.import_module(command.module)
       if not hasattr(module, "main"):  # a package
