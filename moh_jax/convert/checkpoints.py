@@ -25,17 +25,8 @@ from moh_jax.config import (
 from moh_jax.convert import rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
+from moh_jax.data import tokenizer_files, tokenizers
 from moh_jax.data.infer import resolve
-from moh_jax.data.tokenizer_files import (
-  TOKENIZER_FILES,
-  copy_tokenizer_files,
-)
-from moh_jax.data.tokenizers import (
-  Tokenizer,
-  TokenizerFileError,
-  check_vocabulary,
-  load_tokenizer,
-)
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.json_files import parse_json
@@ -88,7 +79,7 @@ def convert(
     config = config.model.resized(config, image_size)
   folder = _folder(source)
   if config.model.READS_TEXT and (found := _tokenizer(folder)):
-    check_vocabulary(found, config.model.vocab_size, source)
+    tokenizers.check_vocabulary(found, config.model.vocab_size, source)
   table, abstract = model_rules(config.model, kind), _abstract(config)
   params = stream.source_params(table, tensors, abstract, source=source)
   checkpoint.check_vacant(out)
@@ -311,24 +302,24 @@ def _make(
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  sha256 = copy_tokenizer_files(source, target)
+  sha256 = tokenizer_files.copy_tokenizer_files(source, target)
   if not sha256:
-    names = " or ".join(TOKENIZER_FILES)
+    names = " or ".join(tokenizer_files.TOKENIZER_FILES)
     _LOG.warning("%s has no %s: no tokenizer is copied", source, names)
   return sha256
 
 
-def _tokenizer(folder: pathlib.Path) -> Tokenizer | None:
+def _tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer | None:
   """Opens a tokenizer; None if there is none, or its own file is damaged.
 
   Raises:
     ValueError: a file beside the tokenizer's own is damaged.
   """
   try:
-    return load_tokenizer(folder)
+    return tokenizers.load_tokenizer(folder)
   except FileNotFoundError:
     return None
-  except TokenizerFileError as error:  # the library may be missing
+  except tokenizers.TokenizerFileError as error:  # the library may be missing
     _LOG.warning("%s; begin and end of text are not known", error)
     return None
 
