@@ -238,8 +238,8 @@ def _forward_kernel(
     logits = hide(logits)
     new = jnp.maximum(highest, logits.max(1))
     # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
-    shift = jnp.where(new == -jnp.inf, 0.0, new) * launch.exponent_scale
-    decay = jnp.exp2(highest * launch.exponent_scale - shift)
+    shift = jnp.where(new == -jnp.inf, 0.0, new) * launch.problem.exponent_scale
+    decay = jnp.exp2(highest * launch.problem.exponent_scale - shift)
     weights = launch.weights(logits, row(shift, logits.shape))
     total = total * decay + weights.sum(1)
     acc = acc * row(decay, acc.shape)
@@ -260,7 +260,7 @@ def _forward_kernel(
   sees_keys = total > 0
   total = jnp.where(sees_keys, total, 1.0)
   _store(acc * row(1 / total, acc.shape), q, out_ref.at[span])
-  shift = jnp.where(sees_keys, highest, 0.0) * launch.exponent_scale
+  shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.exponent_scale
   sum_ref[span] = shift + jnp.log(total) * LOG2_E
   plgpu.wait_smem_to_gmem(0)
   return done

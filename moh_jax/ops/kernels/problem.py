@@ -203,6 +203,15 @@ class _Shapes:
     """Factor that turns q k^T into logits of a softmax in base 2."""
     return self.scale * LOG2_E
 
+  @property
+  def exponent_scale(self) -> float:
+    """Factor of logits that turns them into exponents of 2.
+
+    It is positive, so that the largest logit is the largest before it too: a
+    scale of at most 0 is applied to the logits themselves.
+    """
+    return self.log2_scale if self.scale > 0 else 1.0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
