@@ -22,6 +22,8 @@ from moh_jax.ops.kernels.problem import BlockSizes, Problem
 from moh_jax.ops.splash import splash_attention
 from tests.ops import devices
 
+_table = jax.jit(head_blocks, static_argnums=1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -87,7 +89,7 @@ class Case:
 
   def blocks(self, rows: int = 16) -> HeadBlocks:
     active = ActiveHeads(jnp.asarray(self.active()), self.heads)
-    return head_blocks(active, rows)
+    return _table(active, rows)
 
   def problem(self, rows: int = 16) -> Problem:
     shape = self.batch, self.keys, self.kv_heads, self.head_dim
