@@ -66,7 +66,7 @@ def open_both(options: Any, mesh: Mesh) -> list[Opened]:
   """Opens --checkpoint, and --against with the same data if it is given.
 
   Args:
-    options: of the command.
+    options: of `heads`.
     mesh: the devices.
 
   Raises:

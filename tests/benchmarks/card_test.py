@@ -10,7 +10,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from benchmarks import card, crossing, step, tiles
-from moh_jax.cli import bench as bench_cli
+from moh_jax.cli import bench_attention
 from moh_jax.ops import attention as table
 from moh_jax.ops.attention import LENGTHS, Crossover, largest_share
 from moh_jax.ops.attention_forms import AttentionCase
@@ -95,7 +95,9 @@ class StagesTest(absltest.TestCase):
     with (
       traced_for("gpu"),
       devices.with_triton(),
-      mock.patch.object(bench_cli, "run_heads", return_value=result) as run,
+      mock.patch.object(
+        bench_attention, "run_heads", return_value=result
+      ) as run,
       mock.patch.object(step, "measure", return_value={"batch": 1}),
       mock.patch.object(step, "compilation_cache"),
       mock.patch.object(card.exact, "measure", return_value=[]),

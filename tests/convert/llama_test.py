@@ -153,7 +153,7 @@ class BadSourceTest(_Case):
     ),
     ({}, "moh-hf", "use --from llama"),
     (None, "moh-hf", "config.json: no such file"),
-    ("image_size", "llama", "only image classifiers .*'llm'"),
+    ("image_size", "llama", "--image-size 224 is not for family 'llm'"),
   )
   def test_config_of_another_network(self, changes, kind, regex):
     if changes is None:

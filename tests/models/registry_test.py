@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli.arguments.speed import bench_run
+from moh_jax.cli.bench import bench_run
 from moh_jax.config import (
   Config,
   released_model,

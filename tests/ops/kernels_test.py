@@ -1,7 +1,6 @@
 """The GPU and TPU kernels, interpreted, against float64; that they lower."""
 
 import dataclasses
-import functools
 import itertools
 import unittest
 
@@ -12,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops.attention_forms import Call, Visible
-from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
+from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import (
   block_sizes,
   kernel_attention,
@@ -64,20 +63,6 @@ class InterpretedTest(parameterized.TestCase):
     case, tiles = CASES["all_masks"], _tiles(rows, keys, part)
     results = _run(case, backend, blocks=case.blocks(rows), tiles=tiles)
     cases.check(results, cases.reference(case))
-
-  @parameterized.parameters(*_BACKENDS)
-  def test_vmap_maps_tables_too(self, backend):
-    case = Case(batch=1, queries=20, keys=20, causal=True)
-    blocks = [case.blocks(), all_blocks(1, 20, 4, 16)]
-    most = max(len(x.token) for x in blocks)
-    self.assertEqual([len(x.token) for x in blocks], [most] * 2)
-    arrays = [case.arrays(), [x[:, ::-1] for x in case.arrays()]]
-    call = functools.partial(_run, case, backend)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *zip(arrays, blocks))
-    together = jax.vmap(call)(*stacked)
-    for i in range(2):
-      alone = call(arrays[i], blocks[i])
-      cases.check([x[i] for x in together], alone)
 
   @parameterized.parameters(*_BACKENDS)
   def test_keys_after_the_last_token_are_not_read(self, backend):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.cli.arguments.speed import bench_run, with_length
+from moh_jax.cli.bench import bench_run
 from moh_jax.config import without_router
 from moh_jax.data.infer import resolve
 from moh_jax.ops import attention
@@ -29,7 +29,9 @@ from tests.training import tiny
 
 def _run(model, batch=1, length=None):
   run = resolve(bench_run(model, batch))
-  return with_length(run, length) if length else run
+  return config_lib.apply_overrides(
+    run, "data", **({"sequence_length": length} if length else {})
+  )
 
 
 def _flops(*args):

@@ -203,6 +203,15 @@ class _Shapes:
     """Factor that turns q k^T into logits of a softmax in base 2."""
     return self.scale * LOG2_E
 
+  @property
+  def exponent_scale(self) -> float:
+    """Factor of logits that turns them into exponents of 2.
+
+    It is positive, so that the largest logit is the largest before it too: a
+    scale of at most 0 is applied to the logits themselves.
+    """
+    return self.log2_scale if self.scale > 0 else 1.0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -504,16 +513,15 @@ class Kernels(Protocol):
   def check(self, sizes: BlockSizes) -> None:
     """Raises ValueError if blocks or tiles cannot have these sizes."""
 
-  def check_dtypes(
-    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
-  ) -> None:
-    """Raises ValueError if the kernels do not take a call.
+  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+    """What the kernels need of a call that it has not; else empty.
 
     Args:
-      dtype: of the products of queries and keys.
+      dtype: name of the dtype of the products of queries and keys.
       value_dtype: of the values.
       head_dim: D.
     """
+    return ""
 
   def readable(self, dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which an array of a given one is read."""

@@ -98,12 +98,9 @@ class Triton(Kernels):
       )
     sizes.check_covers()
 
-  def check_dtypes(
-    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
-  ) -> None:
-    """See `Kernels.check_dtypes`."""
-    if MISSING:
-      raise ValueError(f"backend='triton' needs {MISSING}")
+  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+    """See `Kernels.lacks`."""
+    return MISSING
 
   def forward(
     self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
@@ -339,10 +336,10 @@ class Program:
   def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
     """exp2(logits * exponent_scale - shift), where the shift broadcasts."""
     if self.problem.interpret:
-      return jnp.exp2(logits * self.exponent_scale - shift)
+      return jnp.exp2(logits * self.problem.exponent_scale - shift)
     # Two instructions. The compiler would make six: it does not fuse the
     # product with the sum, and handles results below 2 ** -126 apart.
-    factor = struct.pack(">f", self.exponent_scale).hex()
+    factor = struct.pack(">f", self.problem.exponent_scale).hex()
     program = f"fma.rn.f32 $0, $1, 0f{factor}, $2; ex2.approx.ftz.f32 $0, $0;"
     [result] = plgpu.elementwise_inline_asm(
       program,
@@ -352,15 +349,6 @@ class Program:
       result_shape_dtypes=[jax.ShapeDtypeStruct(logits.shape, jnp.float32)],
     )
     return result
-
-  @property
-  def exponent_scale(self) -> float:
-    """Factor of `logits` that `weights` applies.
-
-    It is positive, so that the largest logit is the largest before it too: a
-    scale of at most 0 is applied by `logits` itself.
-    """
-    return self.problem.log2_scale if self.problem.scale > 0 else 1.0
 
   def seen(
     self, row_masks: tuple, key_masks: tuple, batch: jax.Array, j: jax.Array, *,
@@ -618,8 +606,10 @@ def _forward_kernel(
       if masked:
         # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
         shift = jnp.where(new == -jnp.inf, 0.0, new)
-      decay = jnp.exp2((highest - shift) * plan.exponent_scale)
-      weights = plan.weights(logits, (shift * plan.exponent_scale)[:, None])
+      decay = jnp.exp2((highest - shift) * plan.problem.exponent_scale)
+      weights = plan.weights(
+        logits, (shift * plan.problem.exponent_scale)[:, None]
+      )
       total = total * decay + weights.sum(1)
       v = plan.load_keys(v_ref, place, j, last=masked)
       v = _widened(plan.problem, v)
@@ -634,7 +624,7 @@ def _forward_kernel(
     total = jnp.where(sees_keys, total, 1.0)
     norm = (1 / total)[:, None]
     plan.columns.store(out_ref, _OWN, tuple(x * norm for x in acc))
-    shift = jnp.where(sees_keys, highest, 0.0) * plan.exponent_scale
+    shift = jnp.where(sees_keys, highest, 0.0) * plan.problem.exponent_scale
     sum_ref[...] = shift + jnp.log(total) * LOG2_E
 
 
