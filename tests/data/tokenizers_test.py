@@ -16,7 +16,7 @@ import tokenizers as hf
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import tokenizers
-from moh_jax.data.chat import load_chat_template
+from moh_jax.data.chat import render_chat
 from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
 from moh_jax.data.tokenizers import (
   StreamDecoder,
@@ -389,7 +389,6 @@ class ChatTest(parameterized.TestCase):
     tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2_json")
     source = (folder / f"{name}.jinja").read_bytes()
     tokenizer.files = tokenizer.files | {"chat_template.jinja": source}
-    template = load_chat_template(tokenizer)
     cases = 0
     for key, expected in _recorded("chat", version).items():
       style, conversation, prompt = key.split("/")
@@ -397,7 +396,8 @@ class ChatTest(parameterized.TestCase):
         continue
       cases += 1
       render = functools.partial(
-        template.render,
+        render_chat,
+        tokenizer,
         conversations[conversation],
         add_generation_prompt=prompt == "True",
       )
