@@ -121,6 +121,19 @@ class StreamTest(parameterized.TestCase):
         text = before + "".join(parts) + stream.flush()
         self.assertEqual(text, tokenizer.decode(written), written)
 
+  def test_half_a_character_waits_and_is_marked_at_the_end(self):
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
+    self.assertEqual(parts, ["", "é", "", "", ""])
+    self.assertEqual(stream.flush(), "\ufffd")
+
+  def test_bytes_that_are_no_text_do_not_wait_forever(self):
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(0xFF) for _ in range(100)]
+    self.assertGreater(len("".join(parts)), 80)
+    self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
+    self.assertEqual(stream.feed(ord("a")), "a")
+
 
 class JsonTest(parameterized.TestCase):
   @parameterized.parameters(
