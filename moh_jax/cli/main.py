@@ -16,20 +16,23 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from moh_jax.cli import common, options
+from moh_jax.cli import common, flags
 from moh_jax.cli.arguments import COMMANDS as OLD
-from moh_jax.cli.options import BaseOptions, Parser
+from moh_jax.cli.flags import Parser
+from moh_jax.cli.options import BaseOptions
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache, signals, steps
 
 # Commands, each a module of this folder; see `options`.
 COMMANDS = (
+  "bench",
   "classify",
   "compare",
   "convert",
   "export",
   "heads",
   "inspect",
+  "plan",
   "prepare",
   "train",
 )
@@ -145,16 +148,16 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[BaseOptions, Run]:
     argv: what follows it.
   """
   prog, cls, run, argv = _kind(name, argv)
-  parser = options.make_parser(prog, cls)
+  parser = flags.make_parser(prog, cls)
   if _HELP.intersection(argv):
     parser.print_help()
-    others, changes = options.split_changes(argv)
+    others, changes = flags.split_changes(argv)
     config = Parser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
     if file := config.parse_known_args(others)[0].config:
       print(f"\n{reference.describe(steps.load_config(file, changes))}")
     sys.exit(0)
-  return options.parse(parser, cls, argv), run
+  return flags.parse(parser, cls, argv), run
 
 
 def kinds(name: str) -> dict[str, tuple[type[BaseOptions], Run]]:
@@ -180,7 +183,7 @@ def _kind(
     add_help=bool(_HELP.intersection(argv[:1])),
   )
   for kind, (cls, _) in every.items():
-    parser.epilog += f"\n  {kind:<18}{options.description(cls)}"
+    parser.epilog += f"\n  {kind:<18}{flags.description(cls)}"
   parser.add_argument("kind", choices=every, metavar="KIND")
   kind = parser.parse_args(argv[:1]).kind
   return (f"{prog} {kind}", *every[kind], argv[1:])
@@ -203,7 +206,7 @@ def _run_old(name: str, argv: Sequence[str]) -> int:
   command.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
   )
-  argv, overrides = options.split_changes(argv)
+  argv, overrides = flags.split_changes(argv)
   given, unknown = command.parse_known_args(argv)
   if unknown:
     command.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -205,12 +205,8 @@ def head_importance(
     Importances [layers, H] float64, with L2 norm 1 in each layer.
 
   Raises:
-    ValueError: there is no batch, or layers differ in their number of heads.
+    ValueError: there is no batch.
   """
-  if len(set(config.num_heads)) > 1:
-    raise ValueError(
-      f"model.num_heads={config.num_heads} must be the same in every layer"
-    )
   heads = config.num_heads[0]
 
   def losses(scale: jax.Array, params: Any, batch: Any) -> jax.Array:

@@ -10,9 +10,10 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from benchmarks import card, crossing, step, tiles
-from moh_jax.cli import bench as bench_cli
+from moh_jax.cli import bench_attention
 from moh_jax.ops import attention as table
 from moh_jax.ops.attention import LENGTHS, Crossover, largest_share
+from moh_jax.ops.attention_forms import AttentionCase
 from moh_jax.ops.kernels.attention import read
 from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
@@ -94,7 +95,9 @@ class StagesTest(absltest.TestCase):
     with (
       traced_for("gpu"),
       devices.with_triton(),
-      mock.patch.object(bench_cli, "run_heads", return_value=result) as run,
+      mock.patch.object(
+        bench_attention, "run_heads", return_value=result
+      ) as run,
       mock.patch.object(step, "measure", return_value={"batch": 1}),
       mock.patch.object(step, "compilation_cache"),
       mock.patch.object(card.exact, "measure", return_value=[]),
@@ -264,9 +267,10 @@ class CrossingTest(parameterized.TestCase):
     (entry,) = self._entries(rows)
     entry = Crossover(**json.loads(entry.line()))
     with mock.patch.object(table, "CROSSOVERS", [entry, *table.CROSSOVERS]):
-      share = largest_share(
-        Target("gpu", "NVIDIA X"), "cudnn", "bfloat16", 64, 256, causal=False
+      case = AttentionCase(
+        Target("gpu", "NVIDIA X"), 1, 256, 256, 8, 64, 0.5, dtype="bfloat16"
       )
+      share = largest_share(case, "cudnn")
     self.assertEqual(share, 0.7)
 
 

@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 from benchmarks import decode, exact, layer
 from benchmarks.decode import DecodeOptions
 from benchmarks.layer import LayerOptions, layer_flops
-from moh_jax.cli import bench
+from moh_jax.cli import bench_attention as bench
 from moh_jax.config import CACHE_DTYPES
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers import attend
@@ -75,8 +75,8 @@ class CommandTest(parameterized.TestCase):
     self.assertIn("machine", result)
     self.assertRegex(out.getvalue(), r"(?m)^\w+ +16 +50\.0% ")
     errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-      self.assertEqual(module.main(["--shares", "10"]), 2)
+    with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit):
+      module.main(["--shares", "10"])
     self.assertLen(errors.getvalue().splitlines(), 1)
     self.assertIn("--shares 10 must be a whole number", errors.getvalue())
 

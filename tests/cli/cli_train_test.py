@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
+from moh_jax.runtime.steps import load_config
 from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
 
@@ -102,7 +102,7 @@ class TrainCommandTest(parameterized.TestCase):
       "log": {"tensorboard": False, "progress": False},
       "sample": {"every": 1, "num": 6, "steps": "2"},
     }  # fmt: skip
-    digits = common.load_config(str(_ROOT / "configs" / "dit_digits.py"))
+    digits = load_config(str(_ROOT / "configs" / "dit_digits.py"))
     status, out, err = _train(self.workdir, config=digits, **sections)
     self.assertEqual(status, 0, err)
     metrics = json.loads(out.splitlines()[-1])
@@ -168,7 +168,7 @@ class TrainHelpTest(absltest.TestCase):
     self.assertEqual((status, err), (0, ""))
     self.assertIn("--workdir PATH", out)
     self.assertIn("\n  --config.optim.lr=0.25  (float)\n", out)
-    config = common.load_config(str(spec))
+    config = load_config(str(spec))
     for section, fields in config_lib.to_config_dict(config).items():
       for field in fields:
         self.assertIn(f"\n  --config.{section}.{field}", out)

@@ -96,8 +96,6 @@ class ImportanceTest(parameterized.TestCase):
 
   def test_layers_of_different_numbers_of_heads(self):
     config = dataclasses.replace(tiny.LLM, num_heads=(4, 2), top_k=(2, 1))
-    with self.assertRaisesRegex(ValueError, r"model.num_heads=\(4, 2\)"):
-      head_importance(LLM(config), config, {}, [_batch()])
     run = dataclasses.replace(tiny.llm_config(), model=config)
     probe = text_probe(LLM(config), run)
     self.assertIsNone(probe.importance)  # `heads` goes on without it
