@@ -159,7 +159,17 @@ def export(
     params = stream.open_params(
       directory, step, abstract, use_ema=use_ema, verify=verify
     )
-    return _plan(table, params)
+    leaves = traverse_util.flatten_dict(params)
+    shapes = rules.expected_tensors(table, abstract)
+    return [  # in an order that reads each of our leaves once
+      Planned(
+        names,
+        tuple(shapes[name].shape for name in names),
+        functools.partial(_make, rule, [leaves[p] for p in rule.ours], layer),
+      )
+      for rule in table
+      for layer, names in enumerate(rule.layers)
+    ]
 
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
   if not form:
@@ -274,22 +284,6 @@ def released_run(model: Any, tensors: Tensors) -> Config:
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
   is_ignored = converter_of(model).is_ignored
   return {name: t for name, t in tensors.items() if not is_ignored(model, name)}
-
-
-def _plan(table: Sequence[rules.Rule], params: Any) -> list[Planned]:
-  """Plans the public tensors in an order that reads each of our leaves once."""
-  leaves = traverse_util.flatten_dict(params)
-  rules.check_covered(table, leaves)
-  planned = []
-  for rule in table:
-    ours = [leaves[path] for path in rule.ours]
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ours]
-    made = jax.eval_shape(rule.dump, abstract)
-    shapes = {name: x.shape for name, x in zip(rule.theirs, made)}
-    for layer, names in enumerate(rule.layers):
-      make = functools.partial(_make, rule, ours, layer)
-      planned.append(Planned(names, tuple(shapes[n] for n in names), make))
-  return planned
 
 
 def _make(
