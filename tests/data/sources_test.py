@@ -156,6 +156,17 @@ class CheckedSourceTest(absltest.TestCase):
       ],
     )
 
+  def test_next_good_image_takes_its_place(self):
+    source = sources.CheckedSource(_Source({1, 2, 5}), skip=True)
+    self.assertLen(source, 6)
+    for _ in range(2):
+      self.assertEqual(_labels(source), [0, 3, 3, 3, 4, 0])
+
+  def test_nothing_but_bad_images_ends(self):
+    source = sources.CheckedSource(_Source(set(range(6))), skip=True)
+    with self.assertRaisesRegex(ValueError, "none of the 6 images can be read"):
+      source[0]
+
 
 if __name__ == "__main__":
   absltest.main()
