@@ -54,8 +54,6 @@ _LESS = (
   "optim.accumulation for parts of it, and model.remat)"
 )
 _HELP = {"-h", "--help"}
-
-
 Run = Callable[[Any], int]
 
 
@@ -78,19 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parents=[imports],
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="commands:",
   )
-  for name in COMMANDS:
-    parser.epilog += f"\n  {name:<10}{_sentence(name)}"
-  for name, declare in OLD.items():
-    parser.epilog += f"\n  {name:<10}{inspect.getdoc(declare)}"
-  parser.add_argument(
-    "command",
-    choices=(*COMMANDS, *OLD, *_RENAMED),
-    metavar="COMMAND",
-  )
+  known = (*COMMANDS, *OLD)
+  parser.add_argument("command", choices=known, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
+  if instead := _RENAMED.get("".join(argv[:1])):
+    parser.error(f"{argv[0]} is now: python -m moh_jax {instead}")
+  if _HELP.intersection(argv[:1]):
+    lines = (f"  {name:<10}{_sentence(name)}" for name in COMMANDS)
+    parser.epilog = "\n".join(["commands:", *lines])
   args = parser.parse_args(argv)
   return report_errors(
     lambda: _run(args.command, args.arguments, given.modules),
@@ -127,8 +122,6 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       ) from error
   if name in OLD:
     return _run_old(name, argv)
-  if name in _RENAMED:
-    raise ValueError(f"{name} is now: python -m moh_jax {_RENAMED[name]}")
   given, run = parsed(name, argv)
   given.prepare()
   # Several processes would wait for one another's lock on a shared disk.
@@ -180,10 +173,9 @@ def _kind(
     description=_sentence(name),
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="kinds:",
-    add_help=bool(_HELP.intersection(argv[:1])),
   )
   for kind, (cls, _) in every.items():
-    parser.epilog += f"\n  {kind:<18}{flags.description(cls)}"
+    parser.epilog += f"\n  {kind:<18}{_first_line(cls)}"
   parser.add_argument("kind", choices=every, metavar="KIND")
   kind = parser.parse_args(argv[:1]).kind
   return (f"{prog} {kind}", *every[kind], argv[1:])
@@ -192,8 +184,13 @@ def _kind(
 def _sentence(name: str) -> str:
   """What a command does: the first line of its options or its module."""
   every = kinds(name)
-  told = every[""][0] if "" in every else sys.modules[f"moh_jax.cli.{name}"]
-  return inspect.getdoc(told).partition("\n")[0]
+  if "" in every:
+    return _first_line(every[""][0])
+  return _first_line(sys.modules[f"moh_jax.cli.{name}"])
+
+
+def _first_line(described: Any) -> str:
+  return inspect.getdoc(described).partition("\n")[0]
 
 
 def _run_old(name: str, argv: Sequence[str]) -> int:

@@ -22,15 +22,6 @@ class SlotsTest(parameterized.TestCase):
 
 
 class WriteCacheTest(parameterized.TestCase):
-  @parameterized.parameters(*DTYPES)
-  def test_new_cache_is_empty_and_of_its_dtype(self, dtype):
-    cache = make_cache(B, K, M, D, dtype)
-    chex.assert_shape([cache.k, cache.v], (B, K, M, D))
-    chex.assert_type([cache.k, cache.v], jnp.dtype(dtype))
-    for leaf in jax.tree.leaves(cache):
-      np.testing.assert_array_equal(leaf, 0)
-    self.assertLen(jax.tree.leaves(cache), 4 if dtype == "int8" else 2)
-
   @parameterized.product(dtype=DTYPES, slot=(0, 6))
   def test_writes_its_slots_and_no_other(self, dtype, slot):
     before, *_ = filled(dtype)

@@ -103,13 +103,6 @@ class KernelTest(parameterized.TestCase):
     expected = _attend(q, cache, slots)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
-  def test_several_new_tokens_are_dense(self):
-    cache, *_ = filled()
-    q, slots = vectors(2, 4), _slots(2, 5)
-    active = ActiveHeads(jnp.zeros((B, 2, 4), bool), 4)
-    out = _attend(q, cache, slots, active=active, implementation="kernel")
-    chex.assert_trees_all_equal(out, _attend(q, cache, slots))
-
 
 if __name__ == "__main__":
   absltest.main()

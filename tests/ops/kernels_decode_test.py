@@ -18,7 +18,7 @@ from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.attention import kernel_decode
-from moh_jax.ops.kernels.problem import DecodeProblem, Tile, head_list
+from moh_jax.ops.kernels.problem import DecodeProblem, Tile
 from tests.ops import devices
 
 _BACKENDS = ("triton", "mosaic_tpu")
@@ -342,13 +342,6 @@ class ReadTest(parameterized.TestCase):
         head = int(problem.heads.head[text, entry])
         visited += [(text, head, t) for t in range(int(begin), int(stop))]
     self.assertCountEqual(visited, _expected_tiles(case, keys))
-
-  @parameterized.product(share=(0.0, 0.5, 1.0), heads=(1, 9))
-  def test_lists_hold_every_text_s_heads_in_order(self, share, heads):
-    is_read = np.random.default_rng(0).random((5, heads)) < share
-    found = head_list(jnp.asarray(is_read), max(1, is_read.sum(1).max()))
-    for row, head, count in zip(is_read, found.head, found.count):
-      np.testing.assert_array_equal(head[:count], np.flatnonzero(row))
 
   @parameterized.parameters(
     (16, 4096, 16), (128, 4096, 4), (8 * 24, 4096, 2), (8 * 32, 4096, 2),

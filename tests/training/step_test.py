@@ -94,8 +94,8 @@ class StepTest(absltest.TestCase):
     )
 
   def test_random_choices_differ_between_steps(self):
-    config = tiny.config(  # images are mixed, layers dropped
-      model=tiny.ALIKE["vit"],
+    config = tiny.dit_config(  # noise and times are sampled
+      model=tiny.ALIKE["dit"],
       optim={"lr": 0.0, "weight_decay": 0.0, "warmup_steps": 0},
     )
     init, _, step = _setup(config)

@@ -154,7 +154,8 @@ def readable(
       known = ", ".join(_DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
   dtype = jnp.promote_types(q.dtype, k.dtype)
-  kernels.check_dtypes(dtype, v.dtype, q.shape[-1])
+  if reason := kernels.lacks(dtype.name, v.dtype.name, q.shape[-1]):
+    raise ValueError(f"backend={backend!r} needs {reason}")
   return kernels.readable(dtype), *(
     x.astype(kernels.readable(x.dtype)) for x in (k, v)
   )

@@ -513,16 +513,15 @@ class Kernels(Protocol):
   def check(self, sizes: BlockSizes) -> None:
     """Raises ValueError if blocks or tiles cannot have these sizes."""
 
-  def check_dtypes(
-    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
-  ) -> None:
-    """Raises ValueError if the kernels do not take a call.
+  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+    """What the kernels need of a call that it has not; else empty.
 
     Args:
-      dtype: of the products of queries and keys.
+      dtype: name of the dtype of the products of queries and keys.
       value_dtype: of the values.
       head_dim: D.
     """
+    return ""
 
   def readable(self, dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which an array of a given one is read."""

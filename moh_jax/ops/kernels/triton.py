@@ -98,12 +98,9 @@ class Triton(Kernels):
       )
     sizes.check_covers()
 
-  def check_dtypes(
-    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
-  ) -> None:
-    """See `Kernels.check_dtypes`."""
-    if MISSING:
-      raise ValueError(f"backend='triton' needs {MISSING}")
+  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+    """See `Kernels.lacks`."""
+    return MISSING
 
   def forward(
     self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
