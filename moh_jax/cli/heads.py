@@ -69,7 +69,7 @@ def run(options: Options) -> int:
   important heads in place of the first.
   """
   options.join()
-  from moh_jax.cli.csv_file import write_csv
+  from moh_jax.runtime.files import write_csv
   from moh_jax.cli.heads_data import open_both
   from moh_jax.evaluation import head_stats, report
   from moh_jax.evaluation.similarity import head_similarity
