@@ -23,11 +23,10 @@ from typing import Any
 import jax
 
 from benchmarks import crossing, decode, exact, layer, plot, step, tiles
-from benchmarks.common import print_rows
-from moh_jax.cli import common
-from moh_jax.cli.arguments.speed import MODES
+from benchmarks.common import table_of
 from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
+from moh_jax.cli.options import table
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.target import has_cudnn, target
@@ -42,7 +41,7 @@ from moh_jax.training.bench import (
 )
 
 TILES_FILE = "tiles.json"
-_ORDER = (MODES[0], MODES[2], MODES[1], MODES[3])
+_ORDER = "forward", "causal", "forward_backward", "causal_forward_backward"
 # Released name, examples a step on 80 GB, and more.
 _MODELS = (
   ("moh-dit-xl2-90", 256),
@@ -260,7 +259,7 @@ def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
   for title, rows in groups.items():
     rows.sort(key=lambda row: (row.mode, row.length))
     print(f"\n{title.replace('_', ', head dim ')}")
-    print(common.table(*table_cells(rows)))
+    print(table(*table_cells(rows)))
     if importlib.util.find_spec("matplotlib"):
       plot.draw(rows, str(folder / f"{title}.png"))
   parts["layer"] = [
@@ -277,7 +276,7 @@ def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
   for title, rows in parts.items():
     if rows:
       print(f"\n{title}")
-      print_rows(rows)
+      print(table_of(rows))
   cores = [r for name, r in results.items() if name.startswith("core_")]
   lines = "".join(f"{entry.line()},\n" for entry in crossing.crossovers(cores))
   print(f"\nfor moh_jax/ops/crossovers.json:\n{lines}", end="")

@@ -1,12 +1,11 @@
 """What benchmarks share: their options, and how they give their results."""
 
 import argparse
-import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.cli import bench, common, fields
-from moh_jax.cli.arguments import speed
+from moh_jax.cli import bench_attention, flags, head_options, options
 from moh_jax.cli.main import report_errors
 from moh_jax.training import timing
 
@@ -19,9 +18,9 @@ def make_parser(doc: str, rounds: int = 0) -> argparse.ArgumentParser:
     rounds: measured turns.
   """
   parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-  common.add_json(parser)
+  parser.add_argument("--json", metavar="FILE", help="'-' is stdout")
   if rounds:
-    common.add_count(parser, "--rounds", rounds, help="measured turns")
+    parser.add_argument("--rounds", type=int, default=rounds)
   return parser
 
 
@@ -35,25 +34,23 @@ def finish(
     rows: values by name, the same names in each.
     **result: what JSON holds beside the machine and the rows.
   """
-  if args.json != "-":
-    print_rows(rows)
   result = {"machine": timing.machine(), **result, "rows": rows}
-  common.write_json(args.json, result)
+  options.Output(json=args.json).give(result, [table_of(rows)])
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-  """Prints rows as a table."""
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Rows as a table."""
   cells = [
     [f"{x:.4g}" if isinstance(x, float) else x for x in row.values()]
     for row in rows
   ]
-  print(common.table(cells, list(rows[0])) if rows else "no rows")
+  return options.table(cells, list(rows[0])) if rows else "no rows"
 
 
 def run_heads(
   doc: str,
   argv: Sequence[str] | None,
-  cls: type[speed.HeadOptions],
+  cls: type[head_options.HeadOptions],
   *benchmark: Any,
 ) -> int:
   """Runs a benchmark of heads; 1 if a form is not exact or does not run.
@@ -62,17 +59,14 @@ def run_heads(
     doc: of the benchmark.
     argv: its arguments.
     cls: its options.
-    *benchmark: the other arguments of `moh_jax.cli.bench.compare_forms`.
+    *benchmark: the other arguments of `bench_attention.compare_forms`.
   """
-  parser = make_parser(doc)
-  names = [f.name for f in dataclasses.fields(cls) if f.init]
-  fields.add_fields(parser, cls, *names)
-  parser.add_argument("--traceback", action="store_true")
-  args = parser.parse_args(argv)
+  argv = sys.argv[1:] if argv is None else argv
+  parser = flags.make_parser(doc.splitlines()[0], cls)
+  given = flags.parse(parser, cls, argv)
 
   def call() -> int:
-    options = cls(**fields.given_fields(args, cls, *names))
-    result = bench.run_heads(options, *benchmark)
-    return bench.report(args.json, result)
+    result = bench_attention.run_heads(given, *benchmark)
+    return bench_attention.report(given, result)
 
-  return report_errors(call, args.traceback)
+  return report_errors(call, given.traceback)

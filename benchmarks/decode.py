@@ -9,15 +9,16 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.common import run_heads
-from moh_jax import config as config_lib
-from moh_jax.cli.arguments.speed import HeadOptions
-from moh_jax.cli.bench import Split, make_reference, random_active
+from moh_jax.cli.bench_attention import Split, make_reference, random_active
+from moh_jax.cli.head_options import HeadOptions
+from moh_jax.cli.options import option
+from moh_jax.config.base import Count
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import cached_attention
 from moh_jax.ops.attention_forms import Form
@@ -29,25 +30,22 @@ from moh_jax.ops.target import target
 from moh_jax.training.flops import attention_flops
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeOptions(HeadOptions):
   """Options of this benchmark; `lengths` counts the slots of the cache.
 
   Attributes:
-    cache_dtype: dtype of the cached keys and values; None is the compute dtype.
+    cache_dtype: dtype of the cached keys and values; without it the compute
+      dtype.
   """
 
-  lengths: tuple[int, ...] = (1024, 4096)
-  cache_dtype: str | None = None
-  modes: tuple[str, ...] = dataclasses.field(default=("decode",), init=False)
-
+  lengths: tuple[Count, ...] = (1024, 4096)
   # "dense" reads the cache for every head, "kernel" for active heads only.
-  CHOICES: ClassVar = {
-    **HeadOptions.CHOICES,
-    "implementations": ("dense", "kernel"),
-    "cache_dtype": config_lib.CACHE_DTYPES,
-    "modes": ("decode",),
-  }
+  implementations: tuple[Literal["dense", "kernel"], ...] | None = None
+  cache_dtype: Literal["bfloat16", "float32", "int8"] | None = None
+  modes: tuple[Literal["decode"], ...] = option("hidden", default=("decode",))
+
+  FORMS = ("dense", "kernel")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common
-from moh_jax.cli.bench import random_active
+from moh_jax.cli.bench_attention import random_active
 from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
@@ -42,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = make_parser(__doc__)
   parser.add_argument("--forms", default="dense,packed,kernel,cudnn")
   parser.add_argument("--dtype", choices=DTYPES, default="float32")
-  common.add_count(parser, "--head-dim", 64, help="head dim, D")
-  common.add_count(parser, "--tokens", 512, help="tokens of a sequence")
+  parser.add_argument("--head-dim", type=int, default=64, help="head dim, D")
+  parser.add_argument(
+    "--tokens", type=int, default=512, help="tokens of a sequence"
+  )
   args = parser.parse_args(argv)
   shape, forms = (args.tokens, args.dtype, args.head_dim), args.forms.split(",")
   checks = [row for case in CASES for row in measure(case, *shape, forms)]

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import run_heads
-from moh_jax.cli.arguments.speed import HeadOptions
-from moh_jax.cli.bench import Split, check_shapes, chosen_form
+from moh_jax.cli.bench_attention import Split, check_shapes, chosen_form
+from moh_jax.cli.head_options import HeadOptions
+from moh_jax.config.base import Count
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.training.flops import attention_flops, passes
@@ -26,15 +27,15 @@ from moh_jax.training.flops import attention_flops, passes
 _BALANCE_WEIGHT = 0.01
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOptions(HeadOptions):
   """Options of this benchmark.
 
   Attributes:
-    width: width of the tokens, C; None is heads * head_dim.
+    width: width of the tokens, C; without it heads * head_dim.
   """
 
-  width: int | None = None
+  width: Count | None = None
 
   @property
   def features(self) -> int:

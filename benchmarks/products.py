@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common
 from moh_jax.cli.bench_model import random_params
 from moh_jax.config import Config, DiTConfig, released_model
 from moh_jax.models.dit import DiT
@@ -64,7 +63,7 @@ def main() -> None:
   parser = make_parser(__doc__, rounds=12)
   parser.add_argument("--model", default="moh-dit-s2-90")
   parser.add_argument("--layers", type=int, help="default: all")
-  common.add_count(parser, "--batch", 8, help="examples")
+  parser.add_argument("--batch", type=int, default=8, help="examples")
   args = parser.parse_args()
   config = released_model(args.model)
   names = "num_heads", "shared_heads", "top_k"

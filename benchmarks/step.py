@@ -15,10 +15,14 @@ from typing import Any
 import jax
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common
-from moh_jax.cli.arguments.speed import bench_run, with_length
+from moh_jax.cli.bench import bench_run
 from moh_jax.cli.bench_model import train_step
-from moh_jax.config import Config, released_model, without_router
+from moh_jax.config import (
+  Config,
+  apply_overrides,
+  released_model,
+  without_router,
+)
 from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache
@@ -36,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--model", required=True, help="released name")
   parser.add_argument("--mha", action="store_true", help="without its router")
   parser.add_argument("--dtype", choices=DTYPES, default="float32")
-  common.add_count(parser, "--batch", 8, help="examples, on 80 GB")
-  common.add_count(parser, "--length", help="tokens of a sequence")
+  parser.add_argument("--batch", type=int, default=8, help="examples, on 80 GB")
+  parser.add_argument("--length", type=int, help="tokens of a sequence")
   args = parser.parse_args(argv)
   model = dataclasses.replace(released_model(args.model), dtype=args.dtype)
   model = without_router(model) if args.mha else model
@@ -49,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   row = None
   while row is None:
     run = resolve(bench_run(model, batch))
-    run = with_length(run, args.length) if args.length else run
+    if args.length:
+      run = apply_overrides(run, "data", sequence_length=args.length)
     try:
       row = measure(run, args.rounds)
     except jax.errors.JaxRuntimeError as error:

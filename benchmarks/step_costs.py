@@ -11,10 +11,10 @@ import sys
 import jax
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common
-from moh_jax.cli.overrides import split_overrides
+from moh_jax.cli.flags import split_changes
 from moh_jax.data.infer import resolve
 from moh_jax.runtime.sharding import axis_sizes
+from moh_jax.runtime.steps import load_config
 from moh_jax.training.flops import form_summary, step_flops, step_forms
 from moh_jax.training.timing import step_seconds
 from moh_jax.training.variants import compared_runs
@@ -25,9 +25,9 @@ def main() -> None:
   parser = make_parser(__doc__, rounds=15)
   parser.add_argument("--config", required=True, metavar="FILE")
   parser.add_argument("--variants", default="mha,config", metavar="NAME,...")
-  argv, overrides = split_overrides(sys.argv[1:])
+  argv, overrides = split_changes(sys.argv[1:])
   args = parser.parse_args(argv)
-  config = common.load_config(args.config, overrides)
+  config = load_config(args.config, overrides)
   variants = args.variants.split(",")
   runs = {
     one.variant: resolve(one.config)

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import fields, options
-from moh_jax.cli.bench import random_active
+from moh_jax.cli import options
+from moh_jax.cli.bench_attention import random_active
 from moh_jax.cli.main import report_errors
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention_forms import Visible
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument(
     "--head-dim",
-    type=fields.integer,
+    type=int,
     nargs="+",
     default=[64, 128],
     help="of the kernels' calls: on a TPU 128 for layers with heads of 96",

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common
 from moh_jax.cli import main as cli
-from moh_jax.cli.bench import random_active
+from moh_jax.cli.bench_attention import random_active
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
 from moh_jax.ops.head_blocks import ActiveHeads
@@ -34,7 +33,7 @@ def main() -> None:
   """Measures and prints a table."""
   parser = make_parser(__doc__, rounds=25)
   parser.add_argument("--checkpoint", required=True, metavar="DIR")
-  common.add_count(parser, "--examples", 1, help="of the batch")
+  parser.add_argument("--examples", type=int, default=1, help="of the batch")
   args = parser.parse_args()
   budgets = checkpoint.read_metadata(args.checkpoint)[0].config.model.budgets()
   masks = trained_masks(args.checkpoint, budgets, args.examples)

@@ -13,11 +13,11 @@ router is turned on, before any step, and after tuning.
 import pathlib
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import common
 from moh_jax.cli import main as cli
 from moh_jax.config import Config
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
+from moh_jax.runtime.steps import load_config
 from moh_jax.training.language_modeling import make_evaluate
 from moh_jax.training.train import train
 
@@ -40,7 +40,7 @@ def main() -> None:
     print(f"before: {before:.4f} bits per byte, all heads on")
   for kind in ("tune_mha", "tune", f"importance:{heads}", "schedule"):
     name = kind.partition(":")[0]
-    config = common.load_config(
+    config = load_config(
       f"{_CONFIG}:{kind}", [f"train.init_from={args.checkpoint}"]
     )
     result = train(config, str(workdir / name))
@@ -62,7 +62,7 @@ def _bits(directory: str, config: Config | None = None) -> float:
     directory: working directory of the checkpoint.
     config: config whose router is used instead of the checkpoint's, or None.
   """
-  mesh = sharding.make_mesh(common.load_config(f"{_CONFIG}:mha").mesh)
+  mesh = sharding.make_mesh(load_config(f"{_CONFIG}:mha").mesh)
   overrides = {}
   if config is not None and config.model.router.kind != "none":
     names = ("router", "shared_heads", "top_k", "head_order")

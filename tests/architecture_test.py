@@ -1,6 +1,7 @@
 """The structure of the package: its layers, the size of its files."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -8,47 +9,16 @@ from absl.testing import absltest
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGE = _ROOT / "moh_jax"
+_PAGE = _ROOT / "docs" / "architecture.md"
 _MOST_LINES = 600
 _MOST_LINES_OF_KERNELS = 900
-_ABOVE_TRAINING = ("inference", "convert", "evaluation")
+_MOST_LAYERS = 9
+_NAMED = re.compile(r"moh_jax(\.\w+)+(:\w+)?")
 
 
-def _layers() -> list[set[str]]:
-  """The table of layers in docs/architecture.md, the lowest first.
-
-  Folders that stand in one row do not import one another.
-  """
-  text = (_ROOT / "docs" / "architecture.md").read_text()
-  table = text.partition("<!-- layers -->")[2].partition("\n## ")[0]
-  rows = re.findall(r"^\| (`[^|]*) \|", table, flags=re.MULTILINE)
-  return [set(re.findall(r"`(\w+)/`", row)) for row in rows]
-
-
-def _imports(path: pathlib.Path) -> set[str]:
-  """Modules of the package that a file imports, also inside functions."""
-  names = set()
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.Import):
-      names |= {alias.name for alias in node.names}
-    elif isinstance(node, ast.ImportFrom):
-      names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
-  return {name for name in names if name.startswith("moh_jax.")}
-
-
-def _type_checking(path: pathlib.Path) -> set[str]:
-  """Modules that a file imports for annotations alone."""
-  names = set()
-  for node in ast.walk(ast.parse(path.read_text())):
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-      for part in ast.walk(node):
-        if isinstance(part, ast.ImportFrom):
-          names |= {part.module}
-          names |= {f"{part.module}.{a.name}" for a in part.names}
-  return names
-
-
+@functools.cache
 def _modules() -> dict[str, pathlib.Path]:
-  """Every module but the public face, by name."""
+  """Every module but those of the public face, by name."""
   return {
     ".".join(path.relative_to(_ROOT).with_suffix("").parts): path
     for path in _PACKAGE.rglob("*.py")
@@ -56,50 +26,87 @@ def _modules() -> dict[str, pathlib.Path]:
   }
 
 
-class LayersTest(absltest.TestCase):
-  def test_every_folder_has_a_layer(self):
-    folders = {
-      path.name
-      for path in _PACKAGE.iterdir()
-      if path.is_dir() and any(path.glob("*.py"))
-    }
-    self.assertEqual(set.union(*_layers()), folders)
+@functools.cache
+def _imports(module: str) -> frozenset[str]:
+  """Modules of the package that one imports.
 
-  def test_imports_point_down(self):
-    rank = {name: i for i, names in enumerate(_layers()) for name in names}
-    wrong = []
-    for module, path in _modules().items():
-      here = module.split(".")[1]
-      for name in _imports(path) - _type_checking(path):
-        there = name.split(".")[1]
-        above = rank.get(there, -1) > rank[here]
-        beside = rank.get(there) == rank[here] and there != here
-        if above or beside:
-          wrong.append(f"{module} imports {name}")
-    self.assertEmpty(wrong)
+  Imports inside of functions, for annotations, and by name, as "MODULE:NAME",
+  count.
+  """
+  names = set()
+  for node in ast.walk(ast.parse(_modules()[module].read_text())):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom) and node.module:
+      names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+      if _NAMED.fullmatch(node.value):
+        names.add(node.value.partition(":")[0])
+  return frozenset(names & _modules().keys())
+
+
+def _folder(module: str) -> str:
+  return module.split(".")[1]
+
+
+@functools.cache
+def _below() -> dict[str, set[str]]:
+  """The folders that each folder imports."""
+  graph: dict[str, set[str]] = {_folder(module): set() for module in _modules()}
+  for module in _modules():
+    graph[_folder(module)] |= {_folder(name) for name in _imports(module)}
+  return {name: others - {name} for name, others in graph.items()}
+
+
+@functools.cache
+def _layer(folder: str) -> int:
+  """The longest way down from a folder; RecursionError in a circle."""
+  return 1 + max(map(_layer, _below()[folder]), default=0)
+
+
+def _picture() -> str:
+  """The layers of the package, the highest first, and what each imports."""
+  layers: dict[int, list[str]] = {}
+  for folder in sorted(_below()):
+    layers.setdefault(_layer(folder), []).append(folder)
+  lines = ["```text"]
+  for layer in sorted(layers, reverse=True):
+    for folder in layers[layer]:
+      below = sorted(_below()[folder], key=lambda x: (-_layer(x), x))
+      lines.append(f"{layer}  {folder:<11} -> {' '.join(below)}".rstrip(" ->"))
+  return "\n".join([*lines, "```"])
+
+
+class LayersTest(absltest.TestCase):
+  maxDiff = None
+
+  def test_picture_shows_the_imports(self):
+    drawn = _PAGE.read_text().partition("<!-- layers -->")[2]
+    drawn = drawn.partition("<!-- end of layers -->")[0].strip()
+    self.assertEqual(drawn, _picture(), f"{_PAGE} should have\n{_picture()}")
+
+  def test_layers_are_few(self):
+    entries = [path for path in _PACKAGE.iterdir() if path.name != "py.typed"]
+    entries = [path for path in entries if path.name != "__pycache__"]
+    self.assertLessEqual(len(entries), 14)
+    # The public face and `python -m moh_jax` are above all folders.
+    self.assertLess(max(map(_layer, _below())), _MOST_LAYERS)
 
   def test_training_is_for_training(self):
-    for module, path in _modules().items():
-      if module.split(".")[1] in _ABOVE_TRAINING:
-        for name in _imports(path):
-          self.assertFalse(name.startswith("moh_jax.training"), module)
+    for folder in ("inference", "convert", "evaluation"):
+      self.assertNotIn("training", _below()[folder], folder)
 
   def test_no_module_imports_itself_through_others(self):
-    modules = _modules()
-    graph = {
-      module: (_imports(path) - _type_checking(path)) & set(modules)
-      for module, path in modules.items()
-    }
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
       self.assertNotIn(module, trail, " -> ".join((*trail, module)))
       if module not in done:
-        for other in graph[module]:
+        for other in _imports(module):
           visit(other, (*trail, module))
         done.add(module)
 
-    for module in graph:
+    for module in _modules():
       visit(module, ())
 
   def test_no_file_is_too_long(self):

@@ -14,10 +14,10 @@ from absl.testing import absltest, parameterized
 from ml_collections import config_flags
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
 from moh_jax.config import parse
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.devices import parse_topology
+from moh_jax.runtime.steps import load_config
 from moh_jax.training.plan import make_plan
 from moh_jax.training.variants import make_variant
 
@@ -108,21 +108,21 @@ class ConfigsTest(parameterized.TestCase):
   @parameterized.parameters(*(run[:2] for run in _FINETUNE))
   def test_fine_tuning_asks_for_a_checkpoint(self, name, arg):
     with self.assertRaisesRegex(ValueError, "add --config.train.init_from=DIR"):
-      common.load_config(_spec(name, arg))
+      load_config(_spec(name, arg))
 
   def test_tuning_asks_what_it_shall_do(self):
     with self.assertRaisesRegex(ValueError, "llm_tune.py: needs an argument"):
-      common.load_config(str(_CONFIGS / "llm_tune.py"))
+      load_config(str(_CONFIGS / "llm_tune.py"))
 
   @parameterized.parameters(*_ARGUMENTS)
   def test_arguments_have_a_default_and_are_listed(self, name):
     first, *others = _ARGUMENTS[name]
     self.assertEqual(
-      common.load_config(str(_CONFIGS / f"{name}.py")),
-      common.load_config(_spec(name, first)),
+      load_config(str(_CONFIGS / f"{name}.py")),
+      load_config(_spec(name, first)),
     )
     with self.assertRaises(ValueError) as caught:
-      common.load_config(_spec(name, "huge"))
+      load_config(_spec(name, "huge"))
     for arg in (first, *others):
       self.assertIn(repr(arg), str(caught.exception))
 
@@ -153,7 +153,7 @@ class ConfigsTest(parameterized.TestCase):
   )
   def test_a_flag_changes_its_leaf(self, spec, flag, value):
     section, _, field = flag.partition("=")[0].partition(".")
-    config = common.load_config(_spec(*spec), [flag])
+    config = load_config(_spec(*spec), [flag])
     changed = getattr(getattr(config, section), field)
     self.assertEqual((changed, type(changed)), (value, type(value)))
 
@@ -165,7 +165,7 @@ class PlanTest(parameterized.TestCase):
     overrides = []
     folder = self.enterContext(tempfile.TemporaryDirectory())
     if source:
-      trained = common.load_config(_spec(*source))
+      trained = load_config(_spec(*source))
       params = {"w": np.zeros(1, np.float32)}
       checkpoint.save_params(folder, params, checkpoint.Metadata(trained, ()))
       overrides = [f"train.init_from={folder}"]
@@ -175,7 +175,7 @@ class PlanTest(parameterized.TestCase):
       order = list(range(heads))[::-1]
       file.write_text(json.dumps({"head_order": [order] * depth}))
       arg += str(file)
-    return common.load_config(_spec(name, arg), overrides)
+    return load_config(_spec(name, arg), overrides)
 
   @parameterized.parameters(*_RUNS)
   def test_has_variants(self, *run):
@@ -288,7 +288,7 @@ class RecipeTest(parameterized.TestCase):
   )
   def test_to_state_the_papers_values_changes_nothing(self, name, arg, keys):
     spec = _spec(name, arg)
-    plain, stated = (common.load_config(spec, x) for x in ((), keys.split()))
+    plain, stated = (load_config(spec, x) for x in ((), keys.split()))
     for section, values in plain.by_name().items():
       lines = config_lib.differing_fields(
         values, stated.by_name()[section], section
@@ -303,7 +303,7 @@ class RecipeTest(parameterized.TestCase):
     ("xl8", 1152, {(16, 16, 0): 28}),
   )
   def test_head_budgets_of_dit(self, arg, width, runs):
-    model = common.load_config(_spec("dit", arg)).model
+    model = load_config(_spec("dit", arg)).model
     self.assertEqual(model.width, width)
     found = {
       dataclasses.astuple(group.budget)[:3]: group.depth
@@ -313,13 +313,13 @@ class RecipeTest(parameterized.TestCase):
 
   def test_fine_tuning_at_384_pixels_is_transnexts(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())
-    trained = common.load_config(_spec("vit", "s80"))
+    trained = load_config(_spec("vit", "s80"))
     params = {"w": np.zeros(1, np.float32)}
     checkpoint.save_params(folder, params, checkpoint.Metadata(trained, ()))
-    config = common.load_config(
+    config = load_config(
       _spec("vit", "finetune_384"), [f"train.init_from={folder}"]
     )
-    stated = common.load_config(
+    stated = load_config(
       _spec("vit", "s80"),
       """model.image_size=(384,384) model.pretrain_image_size=224
       model.drop_path=0 model.num_classes=none data.eval_resize=0
@@ -344,7 +344,7 @@ class SmallRunsTest(parameterized.TestCase):
     ("llm_stdlib", "moh", "mha"),
   )
   def test_baseline_is_the_same_network_without_a_router(self, name, moh, mha):
-    moh, mha = (common.load_config(_spec(name, arg)) for arg in (moh, mha))
+    moh, mha = (load_config(_spec(name, arg)) for arg in (moh, mha))
     lines = config_lib.differing_fields(moh.model, mha.model, "model")
     fields = [line.partition(":")[0] for line in lines]
     self.assertEqual(fields, ["model.router.kind"])
@@ -360,7 +360,7 @@ class SmallRunsTest(parameterized.TestCase):
     ("llm_stdlib", "moh50", 1 / 2),
   )
   def test_share_of_active_heads(self, name, arg, share):
-    budgets = common.load_config(_spec(name, arg)).model.budgets()
+    budgets = load_config(_spec(name, arg)).model.budgets()
     self.assertEqual({b.share for b in budgets}, {share})
 
 

@@ -17,11 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.cli.arguments.speed import ModelOptions
 from moh_jax.config import (
   Config,
   LLMConfig,
-  SampleConfig,
   get_family,
 )
 from moh_jax.config.llm import Sampling
@@ -50,24 +48,35 @@ _SPAN = 32  # tokens that one call of the decoding program generates
 _BATCHES = (1, 8)  # of texts that are generated
 
 
-def measure(options: ModelOptions) -> dict[str, Any]:
+def measure(
+  run: Config,
+  models: Mapping[str, Any],
+  rounds: int,
+  *,
+  compile_only: bool = False,
+) -> dict[str, Any]:
   """Measures a model.
 
+  Args:
+    run: on random data.
+    models: model sections to compare by name of the form; "mha" is the
+      baseline.
+    rounds: measured turns.
+    compile_only: compile the train step and measure nothing else.
+
   Returns:
-    {"rows": list of `Row`, "train_step": seconds to compile the train step of
-    the longest run and its bytes, "peak_resident_bytes": of the process}, and
-    "sampler" of a diffusion model.
+    {"rows": list of `Row`, "train_step": seconds to compile the train step and
+    its bytes, "peak_resident_bytes": of the process}, and "sampler" of a
+    diffusion model.
   """
-  runs = options.runs()
-  result = {"train_step": train_step(runs[-1]), "rows": []}
-  for run in () if options.compile_only else runs:
-    models = options.variants(run)
-    result["rows"] += _losses(options, run, models)
+  result = {"train_step": train_step(run), "rows": []}
+  if not compile_only:
+    result["rows"] += _losses(run, models, rounds)
     commands = get_family(run.model.family).commands
     if "generate" in commands:
-      result["rows"] += _writing(options, run, models)
+      result["rows"] += _writing(run, models, rounds)
     if "sample" in commands:
-      result["sampler"] = _sampler(options, run)
+      result["sampler"] = _sampler(run, rounds)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   return {**result, "peak_resident_bytes": peak}
 
@@ -132,9 +141,7 @@ def _rows(
   return time_rows(rows, compiled, mha=mha, min_seconds=0.0, **options)
 
 
-def _losses(
-  options: ModelOptions, run: Config, models: Mapping[str, Any]
-) -> list[Row]:
+def _losses(run: Config, models: Mapping[str, Any], rounds: int) -> list[Row]:
   """Rows of the training loss, of its gradients, and of the routers."""
   programs, forms = {}, {}
   for name, model in models.items():
@@ -157,8 +164,8 @@ def _losses(
       forms,
       mode=mode,
       length=length,
-      units=options.batch * (length or 1),
-      rounds=options.rounds,
+      units=run.data.batch_size * (length or 1),
+      rounds=rounds,
     )
   return rows
 
@@ -226,7 +233,7 @@ def routers(run: Config) -> Program:
 
 
 def _writing(
-  options: ModelOptions, run: Config, models: Mapping[str, LLMConfig]
+  run: Config, models: Mapping[str, LLMConfig], rounds: int
 ) -> list[Row]:
   """Rows of "prefill_B" (reads B prompts) and "decode_B" (a token for each).
 
@@ -255,7 +262,7 @@ def _writing(
         mode=f"{mode}_{batch}",
         length=length,
         units=batch * new,
-        rounds=options.rounds,
+        rounds=rounds,
       )
   return rows
 
@@ -299,19 +306,17 @@ class _Writer:
     return tokens
 
 
-def _sampler(options: ModelOptions, run: Config) -> dict[str, float]:
+def _sampler(run: Config, rounds: int) -> dict[str, float]:
   """Times a guided sampler beside the network evaluations that it consists of.
 
   Returns:
     {"steps", "ms": of the sampler, "forward_ms": of one network evaluation,
     "ratio_to_forwards": sampler time / (steps * forward time), of one turn}.
   """
-  steps = options.sampler_steps
-  sample = SampleConfig(method="ddpm", steps=str(steps), cfg_scale=1.5)
-  run = dataclasses.replace(run, sample=sample)
+  steps = int(run.sample.steps)
   network, _ = make_model(run)
   params = random_params(run)
-  index = jnp.arange(options.batch, dtype=jnp.int32)
+  index = jnp.arange(run.data.batch_size, dtype=jnp.int32)
   twice = jnp.tile(index, 2)  # guidance evaluates every image twice
   x = jax.random.normal(jax.random.key(0), (len(twice), *run.model.input_shape))
 
@@ -324,7 +329,7 @@ def _sampler(options: ModelOptions, run: Config) -> dict[str, float]:
       "sampler": compile_program(sampler, params, 0, index, index).run,
       "forward": compile_program(forward, params, x, twice, twice).run,
     },
-    options.rounds,
+    rounds,
   )
   sampler, one = times["sampler"], times["forward"]
   return {

@@ -1,11 +1,9 @@
 """What `heads` measures: models, on images by class or on text by task."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -23,9 +21,6 @@ from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.training.task import held_out_batches, stream
-
-if TYPE_CHECKING:
-  from moh_jax.cli.heads import Options
 
 _TEXT_BATCHES = 8
 
@@ -67,11 +62,11 @@ class Opened:
   data: LabelledData
 
 
-def open_both(options: Options, mesh: Mesh) -> list[Opened]:
+def open_both(options: Any, mesh: Mesh) -> list[Opened]:
   """Opens --checkpoint, and --against with the same data if it is given.
 
   Args:
-    options: of the command.
+    options: of `heads`.
     mesh: the devices.
 
   Raises:
@@ -103,7 +98,7 @@ def open_both(options: Options, mesh: Mesh) -> list[Opened]:
   return [ours, theirs]
 
 
-def _open(options: Options, mesh: Mesh) -> Opened:
+def _open(options: Any, mesh: Mesh) -> Opened:
   """Opens --checkpoint and the data that its heads are measured on."""
   metadata, step = options.stored()
   # A family without a probe says so before its parameters are read.
@@ -124,7 +119,7 @@ def _open(options: Options, mesh: Mesh) -> Opened:
 
 
 def _data(
-  options: Options,
+  options: Any,
   restored: Restored,
   tokenizer: Tokenizer | None,
   mesh: Mesh,
@@ -145,7 +140,7 @@ def _data(
 
 
 def _images(
-  options: Options,
+  options: Any,
   config: config_lib.Config,
   restored: Restored,
   mesh: Mesh,
@@ -171,7 +166,7 @@ def _images(
 
 
 def _texts(
-  options: Options,
+  options: Any,
   config: config_lib.Config,
   tokenizer: Tokenizer | None,
   mesh: Mesh,
@@ -192,7 +187,7 @@ def _texts(
 
 
 def _training_text(
-  options: Options, config: config_lib.Config, mesh: Mesh
+  options: Any, config: config_lib.Config, mesh: Mesh
 ) -> LabelledData:
   size = options.batch_size
   config = config_lib.apply_overrides(config, "data", batch_size=size)

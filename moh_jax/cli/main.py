@@ -16,20 +16,23 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from moh_jax.cli import common, options
+from moh_jax.cli import common, flags
 from moh_jax.cli.arguments import COMMANDS as OLD
-from moh_jax.cli.options import BaseOptions, Parser
+from moh_jax.cli.flags import Parser
+from moh_jax.cli.options import BaseOptions
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache, signals, steps
 
 # Commands, each a module of this folder; see `options`.
 COMMANDS = (
+  "bench",
   "classify",
   "compare",
   "convert",
   "export",
   "heads",
   "inspect",
+  "plan",
   "prepare",
   "train",
 )
@@ -51,8 +54,6 @@ _LESS = (
   "optim.accumulation for parts of it, and model.remat)"
 )
 _HELP = {"-h", "--help"}
-
-
 Run = Callable[[Any], int]
 
 
@@ -75,19 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parents=[imports],
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="commands:",
   )
-  for name in COMMANDS:
-    parser.epilog += f"\n  {name:<10}{_sentence(name)}"
-  for name, declare in OLD.items():
-    parser.epilog += f"\n  {name:<10}{inspect.getdoc(declare)}"
-  parser.add_argument(
-    "command",
-    choices=(*COMMANDS, *OLD, *_RENAMED),
-    metavar="COMMAND",
-  )
+  known = (*COMMANDS, *OLD)
+  parser.add_argument("command", choices=known, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
+  if instead := _RENAMED.get("".join(argv[:1])):
+    parser.error(f"{argv[0]} is now: python -m moh_jax {instead}")
+  if _HELP.intersection(argv[:1]):
+    lines = (f"  {name:<10}{_sentence(name)}" for name in COMMANDS)
+    parser.epilog = "\n".join(["commands:", *lines])
   args = parser.parse_args(argv)
   return report_errors(
     lambda: _run(args.command, args.arguments, given.modules),
@@ -124,8 +122,6 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       ) from error
   if name in OLD:
     return _run_old(name, argv)
-  if name in _RENAMED:
-    raise ValueError(f"{name} is now: python -m moh_jax {_RENAMED[name]}")
   given, run = parsed(name, argv)
   given.prepare()
   # Several processes would wait for one another's lock on a shared disk.
@@ -145,16 +141,16 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[BaseOptions, Run]:
     argv: what follows it.
   """
   prog, cls, run, argv = _kind(name, argv)
-  parser = options.make_parser(prog, cls)
+  parser = flags.make_parser(prog, cls)
   if _HELP.intersection(argv):
     parser.print_help()
-    others, changes = options.split_changes(argv)
+    others, changes = flags.split_changes(argv)
     config = Parser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
     if file := config.parse_known_args(others)[0].config:
       print(f"\n{reference.describe(steps.load_config(file, changes))}")
     sys.exit(0)
-  return options.parse(parser, cls, argv), run
+  return flags.parse(parser, cls, argv), run
 
 
 def kinds(name: str) -> dict[str, tuple[type[BaseOptions], Run]]:
@@ -177,10 +173,9 @@ def _kind(
     description=_sentence(name),
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="kinds:",
-    add_help=bool(_HELP.intersection(argv[:1])),
   )
   for kind, (cls, _) in every.items():
-    parser.epilog += f"\n  {kind:<18}{options.description(cls)}"
+    parser.epilog += f"\n  {kind:<18}{_first_line(cls)}"
   parser.add_argument("kind", choices=every, metavar="KIND")
   kind = parser.parse_args(argv[:1]).kind
   return (f"{prog} {kind}", *every[kind], argv[1:])
@@ -189,8 +184,13 @@ def _kind(
 def _sentence(name: str) -> str:
   """What a command does: the first line of its options or its module."""
   every = kinds(name)
-  told = every[""][0] if "" in every else sys.modules[f"moh_jax.cli.{name}"]
-  return inspect.getdoc(told).partition("\n")[0]
+  if "" in every:
+    return _first_line(every[""][0])
+  return _first_line(sys.modules[f"moh_jax.cli.{name}"])
+
+
+def _first_line(described: Any) -> str:
+  return inspect.getdoc(described).partition("\n")[0]
 
 
 def _run_old(name: str, argv: Sequence[str]) -> int:
@@ -203,7 +203,7 @@ def _run_old(name: str, argv: Sequence[str]) -> int:
   command.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
   )
-  argv, overrides = options.split_changes(argv)
+  argv, overrides = flags.split_changes(argv)
   given, unknown = command.parse_known_args(argv)
   if unknown:
     command.error(f"unrecognized arguments: {' '.join(unknown)}")

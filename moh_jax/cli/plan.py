@@ -1,16 +1,17 @@
 """`python -m moh_jax plan`."""
 
-import argparse
-import dataclasses
-from typing import Any
+from __future__ import annotations
 
-import jax
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
-from moh_jax.runtime.devices import USABLE
-from moh_jax.training.flops import changes_heads, form_summary
-from moh_jax.training.plan import Plan, assumptions, make_plan
+from moh_jax.cli.options import Output, RunConfig, table
+from moh_jax.runtime.devices import USABLE, parse_topology
+
+if TYPE_CHECKING:
+  from moh_jax.training.plan import Plan
 
 _MEMORY = {
   "parameters": "parameters",
@@ -23,51 +24,78 @@ _MEMORY = {
 _SMALL = 1e-3  # of the parameters' bytes: smaller ones share a row
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(RunConfig, Output):
+  """Tell whether a run fits GPUs or TPUs that are not here, and its time.
+
+  Attributes:
+    topology: GPUs and their number, as h100:16; TPUs and the shape of their
+      slice in chips, as v5p:2x4x4, or its name at Google Cloud, as v5p-64.
+    no_compile: do not call the compiler for the devices (libtpu, or
+      jax-cuda13-plugin), which takes seconds to minutes.
+  """
+
+  topology: str
+  no_compile: bool = False
+
+  def check(self) -> None:
+    """There are such devices."""
+    super().check()
+    parse_topology(self.topology)
+
+
+def run(options: Options) -> int:
   """Prints what a run needs on a topology.
 
   Returns:
     0 if it fits, 1 if it does not.
   """
+  import jax
+
+  from moh_jax.training.plan import make_plan
+
   jax.config.update("jax_platforms", "cpu")  # no device of this machine is used
-  plan = make_plan(args.config, args.topology, args.compile)
-  if args.json != "-":
-    _print(plan)
-  common.write_json(args.json, _report(plan))
+  topology = parse_topology(options.topology)
+  plan = make_plan(options.loaded, topology, not options.no_compile)
+  options.give(_report(plan), _lines(plan))
   return 0 if plan.fits else 1
 
 
-def _print(plan: Plan) -> None:
+def _lines(plan: Plan) -> Iterator[str]:
+  """The plan for people."""
+  from moh_jax.training.flops import changes_heads, form_summary
+  from moh_jax.training.plan import assumptions
+
   config, topology, chip = plan.config, plan.topology, plan.topology.chip
   ends = ""
   if changes_heads(config):
     ends = " in the end, as all figures of active heads (tune.top_k_steps)"
-  print(
+  yield (
     f"model: {config.model.family}, {plan.parameters:,} parameters, "
     f"{config.model.activated_share:.1%} of the heads active{ends}"
   )
   for name, value in plan.assumed.items():
-    print(f"assumed, since the data are not here: model.{name}={value}")
+    yield f"assumed, since the data are not here: model.{name}={value}"
   slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
-  print(
+  yield (
     f"topology: {slices}{topology.name}, {topology.devices} x {chip.kind} on "
     f"{topology.hosts} host(s), {_gb(chip.memory)} each"
   )
   parts = config.optim.accumulation
-  print(
+  yield (
     f"mesh: {', '.join(f'{axis}={n}' for axis, n in plan.mesh.items())}; "
     f"{config.data.batch_size} examples a step in {parts} microbatch(es) of "
     f"{config.data.batch_size // parts}"
   )
   names, share = form_summary(config, plan.forms)
-  print(f"attention: {names}\n\n{_layout_table(plan)}\n")
+  yield f"attention: {names}\n\n{_layout_table(plan)}\n"
   rows = [(text, getattr(plan.memory, key)) for key, text in _MEMORY.items()]
   rows = [(text, _gb(n)) for text, n in rows if n or "host" not in text]
-  print(common.table(rows, ("memory of a device", "")))
-  print(f"\n{_verdict(plan)}")
+  yield table(rows, ("memory of a device", ""))
+  yield f"\n{_verdict(plan)}"
   if plan.compiled and plan.compiled.collectives:
-    print(f"\n{_collective_table(plan)}\n")
-  print(
+    yield f"\n{_collective_table(plan)}\n"
+  yield (
     f"FLOPs of a step: {plan.flops:.4g} for the active heads, "
     f"{plan.baseline_flops:.4g} with every head (multi-head attention)\n"
     f"  {sum(plan.computed.values()):.4g} computed: projections of all heads, "
@@ -75,9 +103,9 @@ def _print(plan: Plan) -> None:
   )
   if plan.recomputed:
     remat = f"model.remat={config.model.remat}"
-    print(f"  {plan.recomputed:.4g} computed again ({remat})")
+    yield f"  {plan.recomputed:.4g} computed again ({remat})"
   time, steps = plan.time, config.train.steps
-  print(
+  yield (
     f"predicted: {time.seconds:.3g} s a step, "
     f"{plan.units_per_step / time.seconds:,.0f} {plan.unit}/s, "
     f"{steps * time.seconds / 3600:,.1f} hours for {steps:,} steps\n"
@@ -85,7 +113,7 @@ def _print(plan: Plan) -> None:
     f"communication {time.communication:.3g} s; {time.slowest:.3g} s if no "
     "communication is hidden; assumed:"
   )
-  print("\n".join(f"  - {text}" for text in assumptions(plan)))
+  yield from (f"  - {text}" for text in assumptions(plan))
 
 
 def _layout_table(plan: Plan) -> str:
@@ -106,7 +134,7 @@ def _layout_table(plan: Plan) -> str:
     size = _gb(sum(row.bytes for row in small))
     rows.append((count, "smaller ones", "not split", dtypes, size))
   header = ("count", "parameter", "shape and mesh axes", "dtype", "on a device")
-  return common.table(rows, header)
+  return table(rows, header)
 
 
 def _collective_table(plan: Plan) -> str:
@@ -118,7 +146,7 @@ def _collective_table(plan: Plan) -> str:
     for one in plan.compiled.collectives
   ]
   header = ("collective", "dtype", "axes", "devices", "in a step", "bytes")
-  return common.table(rows, header)
+  return table(rows, header)
 
 
 def _verdict(plan: Plan) -> str:
@@ -148,6 +176,8 @@ def _gb(size: float) -> str:
 
 def _report(plan: Plan) -> dict[str, Any]:
   """The plan for JSON."""
+  from moh_jax.training.plan import assumptions
+
   topology, time = plan.topology, plan.time
   return {
     "topology": {

@@ -111,7 +111,7 @@ class Family:
       `training.task.TaskBuilder`.
     converter: `convert.rules.Converter` of the public checkpoints; None
       where there are none.
-    probe: (network, config) -> `analysis.probe.Probe`, how `heads` runs the
+    probe: (network, config) -> `evaluation.probe.Probe`, how `heads` runs the
       network; None where it cannot.
     released: released models, name to model section.
     commands: commands that work with this family but not with all: "classify",

@@ -25,17 +25,8 @@ from moh_jax.config import (
 from moh_jax.convert import rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
+from moh_jax.data import tokenizer_files, tokenizers
 from moh_jax.data.infer import resolve
-from moh_jax.data.tokenizer_files import (
-  TOKENIZER_FILES,
-  copy_tokenizer_files,
-)
-from moh_jax.data.tokenizers import (
-  Tokenizer,
-  TokenizerFileError,
-  check_vocabulary,
-  load_tokenizer,
-)
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.json_files import parse_json
@@ -88,7 +79,7 @@ def convert(
     config = config.model.resized(config, image_size)
   folder = _folder(source)
   if config.model.READS_TEXT and (found := _tokenizer(folder)):
-    check_vocabulary(found, config.model.vocab_size, source)
+    tokenizers.check_vocabulary(found, config.model.vocab_size, source)
   table, abstract = model_rules(config.model, kind), _abstract(config)
   params = stream.source_params(table, tensors, abstract, source=source)
   checkpoint.check_vacant(out)
@@ -168,7 +159,17 @@ def export(
     params = stream.open_params(
       directory, step, abstract, use_ema=use_ema, verify=verify
     )
-    return _plan(table, params)
+    leaves = traverse_util.flatten_dict(params)
+    shapes = rules.expected_tensors(table, abstract)
+    return [  # in an order that reads each of our leaves once
+      Planned(
+        names,
+        tuple(shapes[name].shape for name in names),
+        functools.partial(_make, rule, [leaves[p] for p in rule.ours], layer),
+      )
+      for rule in table
+      for layer, names in enumerate(rule.layers)
+    ]
 
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
   if not form:
@@ -285,22 +286,6 @@ def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
   return {name: t for name, t in tensors.items() if not is_ignored(model, name)}
 
 
-def _plan(table: Sequence[rules.Rule], params: Any) -> list[Planned]:
-  """Plans the public tensors in an order that reads each of our leaves once."""
-  leaves = traverse_util.flatten_dict(params)
-  rules.check_covered(table, leaves)
-  planned = []
-  for rule in table:
-    ours = [leaves[path] for path in rule.ours]
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ours]
-    made = jax.eval_shape(rule.dump, abstract)
-    shapes = {name: x.shape for name, x in zip(rule.theirs, made)}
-    for layer, names in enumerate(rule.layers):
-      make = functools.partial(_make, rule, ours, layer)
-      planned.append(Planned(names, tuple(shapes[n] for n in names), make))
-  return planned
-
-
 def _make(
   rule: rules.Rule, ours: Sequence[stream.StoredLeaf], layer: int
 ) -> list:
@@ -311,24 +296,24 @@ def _make(
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  sha256 = copy_tokenizer_files(source, target)
+  sha256 = tokenizer_files.copy_tokenizer_files(source, target)
   if not sha256:
-    names = " or ".join(TOKENIZER_FILES)
+    names = " or ".join(tokenizer_files.TOKENIZER_FILES)
     _LOG.warning("%s has no %s: no tokenizer is copied", source, names)
   return sha256
 
 
-def _tokenizer(folder: pathlib.Path) -> Tokenizer | None:
+def _tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer | None:
   """Opens a tokenizer; None if there is none, or its own file is damaged.
 
   Raises:
     ValueError: a file beside the tokenizer's own is damaged.
   """
   try:
-    return load_tokenizer(folder)
+    return tokenizers.load_tokenizer(folder)
   except FileNotFoundError:
     return None
-  except TokenizerFileError as error:  # the library may be missing
+  except tokenizers.TokenizerFileError as error:  # the library may be missing
     _LOG.warning("%s; begin and end of text are not known", error)
     return None
 

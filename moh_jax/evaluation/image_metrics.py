@@ -229,10 +229,6 @@ def summarize(
     ValueError: one image where a covariance is asked for, a damaged file, or
       features that are not finite.
   """
-  if distributions and images.count < 2:
-    raise ValueError(
-      f"{images.path}: has one image; a covariance needs at least 2"
-    )
   names = ("pool3", "spatial") if distributions else ()
   names += ("logits",) * score
   names = tuple(dict.fromkeys(names + ("pool3",) * keep_features))

@@ -1,8 +1,4 @@
-"""Predictions for every image of a split, and scores that are exact counts.
-
-Sums of booleans over devices would do for accuracy; what each image was taken
-for is also wanted by class, and against labels of several right classes.
-"""
+"""Predictions for every image of a split, and scores that are exact counts."""
 
 import collections
 import dataclasses
@@ -17,7 +13,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from moh_jax.evaluation.metrics import EvalStep, batch_sums
 from moh_jax.layers.router import count_examples
 from moh_jax.runtime import sharding
 
@@ -71,32 +66,6 @@ def predict_step(model: nn.Module) -> Callable[[Any, Any], dict[str, Any]]:
   return step
 
 
-def accuracy_step(model: nn.Module) -> EvalStep:
-  """Jitted sums over one batch; padded examples (mask 0) count nothing.
-
-  Args:
-    model: maps images to (logits, aux).
-
-  Returns:
-    (params, batch) -> {name: [] float32 sum over the batch's examples}.
-  """
-  predict = predict_step(model)
-
-  @jax.jit
-  def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
-    found = predict(params, batch)
-    right = found["top"] == batch["label"][:, None]
-    return batch_sums(
-      batch["mask"],
-      loss=found["loss"],
-      accuracy=right[:, 0],
-      top5_accuracy=right.any(-1),
-      activated_share=found["activated_share"],
-    )
-
-  return eval_step
-
-
 def predict_all(
   step: Callable[[Any, Any], dict[str, Any]],
   params: Any,
@@ -114,7 +83,13 @@ def predict_all(
   Raises:
     ValueError: there is no image.
   """
-  parts = [sharding.gather(step(params, batch), mesh) for batch in batches]
+  parts, waiting = [], []
+  for batch in batches:
+    waiting.append(step(params, batch))
+    # Two batches in flight: the device is busy, its memory not full of them.
+    if len(waiting) > 1:
+      parts.append(sharding.gather(waiting.pop(0), mesh))
+  parts += [sharding.gather(one, mesh) for one in waiting]
   if not parts:
     raise ValueError("the split to evaluate is empty")
   whole = {
@@ -152,9 +127,9 @@ def scores(
   ranks = np.array(ranks)
   return {
     "accuracy": int((ranks == 0).sum()) / len(ranks),
-    "top5_accuracy": int((ranks < _TOP).sum()) / len(ranks),
-    "loss": float(found.loss[counted].mean(dtype=np.float64)),
     "activated_share": found.activated_share,
+    "loss": float(found.loss[counted].mean(dtype=np.float64)),
+    "top5_accuracy": int((ranks < _TOP).sum()) / len(ranks),
     "examples": len(ranks),
   }
 

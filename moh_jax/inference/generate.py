@@ -19,14 +19,7 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import Message, chat_ids
 from moh_jax.data.text_files import Prompts
 from moh_jax.data.tokenizers import Tokenizer, check_vocabulary, prompt_ids
-from moh_jax.inference.decoding import (
-  Completion,
-  CompletionWriter,
-  Decoding,
-  make_decode,
-  make_prefill,
-  span_numbers,
-)
+from moh_jax.inference import decoding
 from moh_jax.inference.restore import (
   Restored,
   fingerprint,
@@ -37,11 +30,7 @@ from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import compute_dtypes
 from moh_jax.runtime import sharding
 from moh_jax.runtime.files import disk_errors, write_whole
-from moh_jax.runtime.json_files import (
-  differences,
-  read_json,
-  strict_json,
-)
+from moh_jax.runtime.json_files import differences, read_json, strict_json
 from moh_jax.runtime.peers import ask_first_process
 
 Prompt = str | Sequence[int]
@@ -122,8 +111,8 @@ class Generator:
     model = LLM(served, unrolled=True)
     with sharding.use_mesh(self._mesh):
       self._params = serving_params(restored.params, config)
-    self._prefill = make_prefill(model, cache_dtype)
-    self._decode = make_decode(model, tokenizer.stop_ids, _SPAN)
+    self._prefill = decoding.make_prefill(model, cache_dtype)
+    self._decode = decoding.make_decode(model, tokenizer.stop_ids, _SPAN)
 
   @classmethod
   def from_checkpoint(
@@ -156,7 +145,7 @@ class Generator:
     messages: Sequence[Message],
     sampling: Sampling = _GREEDY,
     template: str | None = None,
-  ) -> Completion:
+  ) -> decoding.Completion:
     """Writes the assistant's answer to a conversation.
 
     Args:
@@ -190,7 +179,7 @@ class Generator:
     sampling: Sampling = _GREEDY,
     *,
     first: int = 0,
-  ) -> list[Completion]:
+  ) -> list[decoding.Completion]:
     """Writes on from every prompt.
 
     Args:
@@ -210,7 +199,7 @@ class Generator:
     ids = [self.encode(i, p, sampling) for i, p in enumerate(prompts, first)]
     # Texts of similar length share a batch, so that little of it is padding.
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    done: dict[int, Completion] = {}
+    done: dict[int, decoding.Completion] = {}
     for start in range(0, len(order), self.batch_size):
       rows = order[start : start + self.batch_size]
       numbers = [first + row for row in rows]
@@ -278,13 +267,15 @@ class Generator:
     prompts: list[list[int]],
     sampling: Sampling,
     span: int = _SPAN,
-  ) -> Iterator[list[CompletionWriter]]:
+  ) -> Iterator[list[decoding.CompletionWriter]]:
     """Gives the writers of a batch after every `span` tokens, until all end."""
-    writers = [CompletionWriter(self.tokenizer, sampling, p) for p in prompts]
+    writers = [
+      decoding.CompletionWriter(self.tokenizer, sampling, p) for p in prompts
+    ]
     state = self._start(rows, prompts, sampling)
     for written in range(0, sampling.max_new_tokens, span):
       count = min(span, sampling.max_new_tokens - written)
-      numbers = span_numbers(sampling, written, count)
+      numbers = decoding.span_numbers(sampling, written, count)
       with sharding.use_mesh(self._mesh):
         state, *new = self._decode(
           self._params, state, numbers, sampling.greedy, sampling.cut
@@ -298,7 +289,7 @@ class Generator:
 
   def _start(
     self, rows: list[int], prompts: list[list[int]], sampling: Sampling
-  ) -> Decoding:
+  ) -> decoding.Decoding:
     """Reads the prompts."""
     size = batch_bucket(len(rows), self.config)
     size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))

@@ -14,13 +14,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config, apply_overrides, check_command
 from moh_jax.config.parse import changed
-from moh_jax.data.tokenizers import (
-  BytesTokenizer,
-  JsonTokenizer,
-  SentencePieceTokenizer,
-  Tokenizer,
-  read_tokenizer,
-)
+from moh_jax.data import tokenizers
 from moh_jax.inference.classify import ImageLike, Prediction, classify
 from moh_jax.models.registry import fit_params, make_model, serving_dtypes
 from moh_jax.ops.head_layout import check_heads
@@ -239,7 +233,7 @@ def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
 
 def load_checkpoint_tokenizer(
   directory: str, step: int | None = None, *, verify: bool = True
-) -> Tokenizer:
+) -> tokenizers.Tokenizer:
   """Opens the tokenizer that belongs to the checkpoint of a language model.
 
   Args:
@@ -255,20 +249,23 @@ def load_checkpoint_tokenizer(
   metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
   check_command(metadata.config.model, "generate", directory)
   expected = metadata.tokenizer_sha256
-  if expected == BytesTokenizer.sha256:
-    return BytesTokenizer()
+  if expected == tokenizers.BytesTokenizer.sha256:
+    return tokenizers.BytesTokenizer()
   folder, refused = steps.workdir(directory), []
-  for kind in (JsonTokenizer, SentencePieceTokenizer):
+  kinds = tokenizers.JsonTokenizer, tokenizers.SentencePieceTokenizer
+  for kind in kinds:
     file = folder / kind.file_name
     try:
-      return read_tokenizer(kind.kind, file, expected, "the checkpoint")
+      return tokenizers.read_tokenizer(
+        kind.kind, file, expected, "the checkpoint"
+      )
     except FileNotFoundError:
       continue
     except ValueError as error:  # the right one may lie beside it
       refused.append(str(error))
   if refused:
     raise ValueError("; ".join(refused))
+  names = " or ".join(kind.file_name for kind in kinds)
   raise FileNotFoundError(
-    f"{folder} holds no {JsonTokenizer.file_name} or "
-    f"{SentencePieceTokenizer.file_name}; put the model's tokenizer there"
+    f"{folder} holds no {names}; put the model's tokenizer there"
   )

@@ -170,7 +170,9 @@ class MoHAttention(nn.Module):
       cache=cache,
       slots=slots,
     )
-    return self.mix(heads, gates, layout, x.shape[-1]), aux, cache
+    bias = self.use_bias if self.out_bias is None else self.out_bias
+    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, layout))
+    return mix(heads, gates), aux, cache
 
   def project(self, x: jax.Array, layout: HeadLayout) -> list[jax.Array]:
     """Queries, keys and values, [B, N, H or K, the layout's width]."""
@@ -217,18 +219,6 @@ class MoHAttention(nn.Module):
     if cache is not None and slots.first is not None:
       return attend_to_cache(q, cache, slots, **how)
     return attend(q, k, v, visible=visible, scale=layout.dim**-0.5, **how)
-
-  def mix(
-    self,
-    heads: jax.Array,
-    gates: jax.Array | None,
-    layout: HeadLayout,
-    width: int,
-  ) -> jax.Array:
-    """Gated sum of the heads' outputs, [B, N, width]."""
-    bias = self.use_bias if self.out_bias is None else self.out_bias
-    mix = HeadMix(width, name="out", **self._kinds(bias, layout))
-    return mix(heads, gates)
 
   @nn.nowrap
   def _check(self, x: jax.Array, token_mask: jax.Array | None) -> None:

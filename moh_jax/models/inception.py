@@ -13,12 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.dit import RESIZES
-
 INPUT_SIZE = 299
 POOL_DIM = 2048
 SPATIAL_DIM = 2023  # 17 x 17 positions x 7 channels, channel fastest
-_MIN_SIZE = 75  # the last reduction needs a pixel left
 _BRANCH_POOL = "branch_pool"
 # Kernels of a factorized 7 x 7 convolution.
 _ROW, _COLUMN = (1, 7), (7, 1)
@@ -141,17 +138,9 @@ class InceptionV3(nn.Module):
     """Extracts features.
 
     Args:
-      x: [B, X, Y, 3] float32, resized and scaled by
-        `prepare`.
-
-    Raises:
-      ValueError: x has another rank, number of channels or too few pixels.
+      x: [B, X, Y, 3] float32, resized and scaled by `prepare`; X and Y of at
+        least 75.
     """
-    if x.ndim != 4 or x.shape[-1] != 3 or min(x.shape[1:3]) < _MIN_SIZE:
-      raise ValueError(
-        f"x of shape {x.shape} must be [batch, X, Y, 3] with X and Y at least "
-        f"{_MIN_SIZE}"
-      )
     for step in _STEM:
       if isinstance(step, Unit):
         x = ConvUnit(step, self.epsilon, name=step.name)(x)
@@ -298,12 +287,7 @@ def prepare(
 
   Returns:
     [B, size, size, 3] float32.
-
-  Raises:
-    ValueError: an unknown resize.
   """
-  if resize not in RESIZES:
-    raise ValueError(f"resize={resize!r} must be one of {RESIZES}")
   x = images.astype(jnp.float32)
   x = x / 255 if resize == "ptfid" else x
   # Columns first, then rows: TensorFlow's kernel rounds in this order.

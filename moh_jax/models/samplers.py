@@ -158,8 +158,9 @@ class _Solver:
     value, _ = self._output(x, step)
     if not self.clip:
       return value
-    time = jnp.asarray(self.process.times, jnp.float32)[step]
-    return (x - jnp.clip(x - time * value, -1.0, 1.0)) / time
+    times = jnp.asarray(self.process.times, jnp.float32)
+    clean = jnp.clip(x - times[step] * value, -1.0, 1.0)
+    return (x - clean) / times[step]
 
   def _gap(self, step: jax.Array) -> jax.Array:
     """Time to the step before, [] float32."""

@@ -140,7 +140,7 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     ValueError: the implementation is unknown or does not support the call.
   """
   _check_known(implementation)
-  if implementation in ("cudnn", "kernel"):
+  if implementation not in ("auto", "dense", "packed"):
     if reason := BACKENDS[implementation].unable(case):
       raise ValueError(f"implementation={implementation!r} needs {reason}")
     return BACKENDS[implementation].form(case, packs=case.share < 1)
@@ -154,15 +154,8 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
   if case.share == 1 or (every.name == "dense" and not case.causal):
     return every  # all logits of a sequence at once are fastest
   packed = _fastest(case, packs=True)
-  largest = largest_share(
-    case.target,
-    packed.backend,
-    case.dtype,
-    case.head_dim,
-    case.queries,
-    causal=case.causal,
-    same_kernel=packed.name == every.name,
-  )
+  same_kernel = packed.name == every.name
+  largest = largest_share(case, packed.backend, same_kernel=same_kernel)
   return packed if case.share <= largest else every
 
 
@@ -290,24 +283,13 @@ CROSSOVERS = [
 
 
 def largest_share(
-  target: Target,
-  backend: str,
-  dtype: str,
-  head_dim: int,
-  queries: int,
-  *,
-  causal: bool,
-  same_kernel: bool = False,
+  case: AttentionCase, backend: str, *, same_kernel: bool = False
 ) -> float:
   """The largest share of active heads at which packing pays.
 
   Args:
-    target: the device.
+    case: the call.
     backend: what packs, as in `Crossover`.
-    dtype: name of the queries' dtype.
-    head_dim: D.
-    queries: N.
-    causal: whether attention is causal.
     same_kernel: whether what packs would also compute every head. Then fewer
       heads are less work on any device, and one without entries of its own gets
       the smallest share of all that have some.
@@ -320,16 +302,17 @@ def largest_share(
     entry
     for entry in CROSSOVERS
     if entry.backend == backend
-    and dtype in entry.dtypes
-    and head_dim <= entry.head_dim
-    and entry.causal in (None, causal)
+    and case.dtype in entry.dtypes
+    and case.head_dim <= entry.head_dim
+    and entry.causal in (None, case.causal)
   ]
   for entry in entries:
-    if entry.device == target.platform or target.is_a(entry.device):
-      return _interpolate(queries, entry.shares)
+    if entry.device == case.target.platform or case.target.is_a(entry.device):
+      return _interpolate(case.queries, entry.shares)
   if not same_kernel:
     return 0.0
-  return min((_interpolate(queries, x.shares) for x in entries), default=0.0)
+  shares = (_interpolate(case.queries, x.shares) for x in entries)
+  return min(shares, default=0.0)
 
 
 def _interpolate(queries: int, shares: tuple[float, ...]) -> float:

@@ -183,6 +183,7 @@ class Form:
   backend: str = dataclasses.field(default="xla", compare=False)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
   """What a form computes with.
@@ -201,7 +202,7 @@ class Call:
   k: jax.Array
   v: jax.Array
   visible: Visible
-  scale: float
+  scale: float = dataclasses.field(metadata={"static": True})
   bias: jax.Array | None = None
   active: ActiveHeads | None = None
 

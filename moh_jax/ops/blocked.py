@@ -27,7 +27,6 @@ from moh_jax.ops.attention_forms import (
   AttentionCase,
   Call,
   Form,
-  Visible,
 )
 from moh_jax.ops.basics import (
   einsum_float32,
@@ -79,55 +78,41 @@ def large_blocks(case: AttentionCase) -> Form:
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  arrays, bias = (call.q, call.k, call.v), call.bias
+  bias = call.bias
   if bias is not None:
     sizes = call.q.shape[1], call.k.shape[1]
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], *sizes))
   blocks = blocks_of(call.active, call.q.shape[:3], form.rows)
+  arrays = call.q, call.k, call.v
   if target().platform == "cpu":
     # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
     arrays = (x.astype(jnp.float32) for x in arrays)
-  out = blocked_attention(
-    *arrays, bias, call.visible, blocks, call.scale, form.blocks_per_step
-  )
+  inner = Call(*arrays, call.visible, call.scale, bias)
+  out = blocked_attention(inner, blocks, form.blocks_per_step)
   return out.astype(call.v.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def blocked_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  blocks: HeadBlocks,
-  scale: float,
-  blocks_per_step: int = 1,
+  call: Call, blocks: HeadBlocks, blocks_per_step: int = 1
 ) -> jax.Array:
   """Softmax attention of the (token, head) pairs in a table.
 
   Args:
-    q: [B, N, H, D].
-    k: [B, M, K, D]; query head h reads key/value head h // (H / K).
-    v: [B, M, K, D].
-    bias: [B or 1, H or 1, N, M] added to the scaled logits, or None.
-    visible: which keys a query sees.
+    call: arrays; a bias is [B or 1, H or 1, N, M].
     blocks: the active pairs.
-    scale: factor of the logits.
     blocks_per_step: blocks of a head computed in one step, at most.
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for inactive pairs and for queries that
     see no key.
   """
-  return _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step)[0]
+  return _forward(call, blocks, blocks_per_step)[0]
 
 
-def _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step):
-  problem = _Problem(
-    q.shape, k.shape, bias, visible, blocks, scale, blocks_per_step
-  )
-  queries, keys, values = gather_rows(q, blocks), _by_head(k), _by_head(v)
+def _forward(call, blocks, blocks_per_step):
+  problem, v = _Problem(call, blocks, blocks_per_step), call.v
+  queries, keys, values = problem.by_head()
 
   def group(g: jax.Array, results: tuple) -> tuple:
     ours, theirs = keys[g], values[g]
@@ -135,7 +120,7 @@ def _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step):
     def work(rows: "_Rows", length: int, sums: tuple) -> tuple:
       logits = problem.logits(rows, rows.of(queries), ours[:length])
       weights, total, highest = unnormalized_softmax(
-        logits, masked=not visible.everything or bias is not None
+        logits, masked=not call.visible.everything or call.bias is not None
       )
       out = einsum_float32(
         "rm,md->rd", weights.astype(v.dtype), theirs[:length]
@@ -152,15 +137,14 @@ def _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step):
   out, log_sums = lax.fori_loop(0, problem.groups, group, results)
   out = scatter_rows(out, blocks)
   out, log_sums = keep_attention((out, log_sums))
-  return out, (q, k, v, bias, visible, blocks, out, log_sums)
+  return out, (call, blocks, out, log_sums)
 
 
-def _backward(scale, blocks_per_step, saved, grad):
-  q, k, v, bias, visible, blocks, out, log_sums = saved
-  problem = _Problem(
-    q.shape, k.shape, bias, visible, blocks, scale, blocks_per_step
-  )
-  queries, keys, values = gather_rows(q, blocks), _by_head(k), _by_head(v)
+def _backward(blocks_per_step, saved, grad):
+  call, blocks, out, log_sums = saved
+  problem = _Problem(call, blocks, blocks_per_step)
+  q, k, v, bias = call.q, call.k, call.v, call.bias
+  queries, keys, values = problem.by_head()
   inner = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   grads, inner = (gather_rows(x, blocks) for x in (grad, inner))
 
@@ -177,7 +161,7 @@ def _backward(scale, blocks_per_step, saved, grad):
       dweights = einsum_float32("rd,md->rm", dout, theirs[:length])
       dlogits = weights * (dweights - rows.of(inner)[:, None])
       dbias = problem.add_bias_grad(dbias, rows, dlogits)
-      dlogits = (dlogits * scale).astype(q.dtype)
+      dlogits = (dlogits * call.scale).astype(q.dtype)
       dk = _add_product(dk, query, dlogits)
       dq = einsum_float32("rm,md->rd", dlogits, ours[:length]).astype(q.dtype)
       return (dq,), (dk, dv, dbias)
@@ -197,9 +181,9 @@ def _backward(scale, blocks_per_step, saved, grad):
   dq, dk, dv, dbias = lax.fori_loop(0, problem.groups, group, start)
   if bias is not None:
     dbias = dbias.astype(bias.dtype)
-  batch = q.shape[0]
-  dq = scatter_rows(dq, blocks)
-  return dq, _from_heads(dk, batch), _from_heads(dv, batch), dbias, None, None
+  dq, batch = scatter_rows(dq, blocks), len(q)
+  dk, dv = _from_heads(dk, batch), _from_heads(dv, batch)
+  return Call(dq, dk, dv, None, call.scale, dbias), None
 
 
 blocked_attention.defvjp(_forward, _backward)
@@ -209,13 +193,17 @@ blocked_attention.defvjp(_forward, _backward)
 class _Problem:
   """One call: the loop over its blocks, and the logits of a step."""
 
-  q_shape: tuple[int, ...]
-  k_shape: tuple[int, ...]
-  bias: jax.Array | None
-  visible: Visible
+  call: Call
   blocks: HeadBlocks
-  scale: float
   blocks_per_step: int
+
+  def by_head(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows of queries [T * R, D]; keys and values [B * K, M, D]."""
+    keys, values = (
+      x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+      for x in (self.call.k, self.call.v)
+    )
+    return gather_rows(self.call.q, self.blocks), keys, values
 
   @property
   def max_count(self) -> int:
@@ -225,7 +213,7 @@ class _Problem:
   @property
   def groups(self) -> int:
     """Key/value heads of the whole batch."""
-    return self.k_shape[0] * self.k_shape[2]
+    return self.call.k.shape[0] * self.call.k.shape[2]
 
   def no_rows(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Zeros for all rows, plus the rows a last step may write past the end."""
@@ -246,7 +234,7 @@ class _Problem:
     Returns:
       The results and sums after the loop.
     """
-    heads = self.q_shape[2] // self.k_shape[2]
+    heads = self.call.q.shape[2] // self.call.k.shape[2]
     first, table = self.blocks.first, self.blocks
     end = first[(group + 1) * heads]
     lengths = self._lengths()
@@ -291,38 +279,38 @@ class _Problem:
 
   def _lengths(self) -> list[int]:
     """Values of L that are compiled, ascending."""
-    keys = self.k_shape[1]
-    if not self.visible.causal or keys < 2 * _MIN_LENGTH:
+    keys = self.call.k.shape[1]
+    if not self.call.visible.causal or keys < 2 * _MIN_LENGTH:
       return [keys]
     step = max(_MIN_LENGTH, -(-keys // _LENGTHS))
     return [min(end, keys) for end in range(step, keys + step, step)]
 
   def _last_key(self, t: jax.Array) -> jax.Array:
     """Index of the last key that a causal row of block t may see."""
-    token, queries = self.blocks.token[t], self.q_shape[1]
+    token, queries = self.blocks.token[t], self.call.q.shape[1]
     last = jnp.where(token < queries, token, 0).max()
-    return jnp.maximum(last + self.k_shape[1] - queries, 0)
+    return jnp.maximum(last + self.call.k.shape[1] - queries, 0)
 
   def logits(
     self, rows: "_Rows", query: jax.Array, keys: jax.Array
   ) -> jax.Array:
     """Logits of rows and the first L keys, [r, L] float32; -inf if hidden."""
-    logits = einsum_float32("rd,md->rm", query, keys) * self.scale
+    logits = einsum_float32("rd,md->rm", query, keys) * self.call.scale
     length = len(keys)
-    if self.bias is not None:
-      logits = logits + self.bias[self._bias_rows(rows)][:, :length]
-    if self.visible.everything:
+    if self.call.bias is not None:
+      logits = logits + self.call.bias[self._bias_rows(rows)][:, :length]
+    if self.call.visible.everything:
       return logits
-    row = rows.head // self.q_shape[2]
+    row = rows.head // self.call.q.shape[2]
     seen = jnp.ones((1, length), bool)
-    if self.visible.key_mask is not None:
-      seen = seen & self.visible.key_mask[row, None, :length]
-    if self.visible.segments is not None:
-      segments = self.visible.segments[row]
+    if self.call.visible.key_mask is not None:
+      seen = seen & self.call.visible.key_mask[row, None, :length]
+    if self.call.visible.segments is not None:
+      segments = self.call.visible.segments[row]
       own = jnp.take(segments, rows.token, mode="clip")
       seen = seen & (own[:, None] == segments[None, :length])
-    if self.visible.causal:
-      last = rows.token + self.k_shape[1] - self.q_shape[1]
+    if self.call.visible.causal:
+      last = rows.token + self.call.k.shape[1] - self.call.q.shape[1]
       seen = seen & (jnp.arange(length)[None] <= last[:, None])
     return jnp.where(seen, logits, -jnp.inf)
 
@@ -338,11 +326,11 @@ class _Problem:
 
   def _bias_rows(self, rows: "_Rows") -> tuple:
     """Index of the rows' part of the bias, [r, M]."""
-    batch, heads = self.bias.shape[:2]
-    row = rows.head // self.q_shape[2] if batch > 1 else 0
-    head = rows.head % self.q_shape[2] if heads > 1 else 0
+    batch, heads = self.call.bias.shape[:2]
+    row = rows.head // self.call.q.shape[2] if batch > 1 else 0
+    head = rows.head % self.call.q.shape[2] if heads > 1 else 0
     # Empty rows read the last token's bias; their gradients are 0.
-    return row, head, jnp.minimum(rows.token, self.q_shape[1] - 1)
+    return row, head, jnp.minimum(rows.token, self.call.q.shape[1] - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,11 +348,6 @@ class _Rows:
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
   return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1))) if rows else x
-
-
-def _by_head(x: jax.Array) -> jax.Array:
-  """Reorders [B, M, K, D] to [B * K, M, D]."""
-  return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _from_heads(x: jax.Array, batch: int) -> jax.Array:

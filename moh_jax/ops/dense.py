@@ -159,10 +159,6 @@ def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
   return einsum_float32("...nd,...md->...nm", q, k)
 
 
-def _logits_forward(q: jax.Array, k: jax.Array) -> tuple:
-  return _logits(q, k), (q, k)
-
-
 def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
   q, k = saved
   grad = grad.astype(q.dtype)
@@ -170,7 +166,7 @@ def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
   return dq, jnp.einsum("...nm,...nd->...md", grad, q)
 
 
-_logits.defvjp(_logits_forward, _logits_backward)
+_logits.defvjp(lambda q, k: (_logits(q, k), (q, k)), _logits_backward)
 
 
 @jax.custom_vjp

@@ -71,9 +71,12 @@ def splash_attention(call: Call, interpret: bool = False) -> jax.Array:
   mask = masks.FullMask((queries, keys))
   if visible.causal:
     mask = masks.CausalMask((queries, keys), offset=keys - queries)
+  tile = _largest_block(queries), _largest_block(keys)
+  names = "q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq"
+  sizes = {f"block_{name}": size for name, size in zip(names, tile * 3)}
   kernel = splash.make_splash_mha_single_device(
     masks.MultiHeadMask([mask] * heads),
-    block_sizes=_block_sizes(queries, keys),
+    block_sizes=splash.BlockSizes(**sizes),
     residual_checkpoint_name=ATTENTION,
     interpret=interpret,
   )
@@ -130,18 +133,6 @@ def _segment_ids(
   if key_mask is not None:
     ids = jnp.where(key_mask, ids, jnp.iinfo(jnp.int32).min)
   return splash.SegmentIds(of_queries, ids)
-
-
-def _block_sizes(queries: int, keys: int) -> splash.BlockSizes:
-  rows, columns = _largest_block(queries), _largest_block(keys)
-  return splash.BlockSizes(
-    block_q=rows,
-    block_kv=columns,
-    block_q_dkv=rows,
-    block_kv_dkv=columns,
-    block_q_dq=rows,
-    block_kv_dq=columns,
-  )
 
 
 def _largest_block(size: int) -> int:

@@ -133,10 +133,6 @@ def _logits_by_offset(q: jax.Array, k: jax.Array, *, window: int) -> jax.Array:
   return jnp.moveaxis(jax.lax.map(one, jnp.arange(window**2)), 0, -1)
 
 
-def _window_logits_fwd(q, k, window):
-  return window_logits(q, k, window), (q, k)
-
-
 def _window_logits_bwd(window, residuals, grad):
   q, k = residuals
   dq = window_mix(grad, k, window)
@@ -144,7 +140,9 @@ def _window_logits_bwd(window, residuals, grad):
   return dq.astype(q.dtype), dk.astype(k.dtype)
 
 
-window_logits.defvjp(_window_logits_fwd, _window_logits_bwd)
+window_logits.defvjp(
+  lambda q, k, window: (window_logits(q, k, window), (q, k)), _window_logits_bwd
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -164,10 +162,6 @@ def window_mix(weights: jax.Array, v: jax.Array, window: int) -> jax.Array:
   return sum(weights[..., offset, None] * view for offset, view in views)
 
 
-def _window_mix_fwd(weights, v, window):
-  return window_mix(weights, v, window), (weights, v)
-
-
 def _window_mix_bwd(window, residuals, grad):
   weights, v = residuals
   dweights = window_logits(grad, v, window)
@@ -175,7 +169,10 @@ def _window_mix_bwd(window, residuals, grad):
   return dweights.astype(weights.dtype), dv.astype(v.dtype)
 
 
-window_mix.defvjp(_window_mix_fwd, _window_mix_bwd)
+window_mix.defvjp(
+  lambda weights, v, window: (window_mix(weights, v, window), (weights, v)),
+  _window_mix_bwd,
+)
 
 
 def _window_scatter(weights: jax.Array, x: jax.Array, window: int) -> jax.Array:
@@ -211,10 +208,6 @@ def depthwise_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
   return out.astype(x.dtype)
 
 
-def _depthwise_conv_fwd(x, kernel):
-  return depthwise_conv(x, kernel), (x, kernel)
-
-
 def _depthwise_conv_bwd(residuals, grad):
   x, kernel = residuals
   window = kernel.shape[0]
@@ -228,7 +221,10 @@ def _depthwise_conv_bwd(residuals, grad):
   return dx, dkernel.reshape(kernel.shape).astype(kernel.dtype)
 
 
-depthwise_conv.defvjp(_depthwise_conv_fwd, _depthwise_conv_bwd)
+depthwise_conv.defvjp(
+  lambda x, kernel: (depthwise_conv(x, kernel), (x, kernel)),
+  _depthwise_conv_bwd,
+)
 
 
 def _taps_grad(x: jax.Array, grad: jax.Array, *, window: int) -> jax.Array:

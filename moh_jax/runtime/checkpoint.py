@@ -31,6 +31,7 @@ TEMPORARY = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 # Arrays are stored in chunks of at most so many bytes, which bounds what a
 # reader holds of an array beside its own part.
 CHUNK_BYTES = 1 << 22
+_SUMS = ("tokenizer_sha256", "encoder_sha256")
 _GROUP_BYTES = 1 << 25  # of arrays that are read at once
 
 
@@ -88,21 +89,44 @@ def restore_params(
   use_ema: bool,
   verify: bool = True,
 ) -> Any:
-  """Reads the parameters of a checkpoint.
+  """Reads the parameters of a checkpoint, some at a time, the largest first.
+
+  Orbax reads all arrays of a tree at once, and holds each as it is stored until
+  it has the wanted dtype: restoring float32 as bfloat16 takes twice the result.
+  Here the arrays that take most memory on their way are read while little of
+  the result is there.
 
   Args:
     directory: working directory.
     step: step of the checkpoint.
-    abstract: parameter tree of ShapeDtypeStructs with shardings.
+    abstract: tree of ShapeDtypeStructs with shardings. Arrays are converted to
+      its dtypes while they are read; each process reads its own parts of them.
     use_ema: prefer averaged parameters where there are any.
     verify: compare them with their checksums first.
 
   Raises:
     ValueError: they are damaged, or others than wanted.
   """
-  item = params_item(directory, step, use_ema=use_ema, verify=verify)
-  with _unreadable(directory, step, item.name):
-    return _read_params(item, abstract)
+  folder = params_item(directory, step, use_ema=use_ema, verify=verify)
+  leaves = traverse_util.flatten_dict(abstract)
+  with (
+    _unreadable(directory, step, folder.name),
+    contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler,
+  ):
+    stored = set(traverse_util.flatten_dict(handler.metadata(folder).tree))
+    if other := ["/".join(map(str, path)) for path in stored ^ leaves.keys()]:
+      listed = ", ".join(sorted(other))
+      raise ValueError(f"it holds other arrays; differing: {listed}")
+    for group in _groups(leaves):
+      item = traverse_util.unflatten_dict(group)
+      restore = ocp.args.PyTreeRestore(
+        item=item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+      )
+      read = jax.block_until_ready(handler.restore(folder, args=restore))
+      leaves |= traverse_util.flatten_dict(read)
+  return traverse_util.unflatten_dict(leaves)
 
 
 def params_item(
@@ -154,41 +178,6 @@ def read_items(
         how = ocp.args.StandardRestore(abstract)
         found[item] = handler.restore(folder / item, args=how)
   return found
-
-
-def _read_params(folder: epath.Path, abstract: Any) -> Any:
-  """Reads a tree of arrays, some at a time and the largest first.
-
-  Orbax reads all arrays of a tree at once, and holds each as it is stored until
-  it has the wanted dtype: restoring float32 as bfloat16 takes twice the result.
-  Here the arrays that take most memory on their way are read while little of
-  the result is there.
-
-  Args:
-    folder: item of a checkpoint.
-    abstract: tree of ShapeDtypeStructs with shardings. Arrays are converted to
-      its dtypes while they are read; each process reads its own parts of them.
-
-  Raises:
-    Exception: Orbax raises many kinds where the stored tree is another or
-      cannot be read.
-  """
-  leaves = traverse_util.flatten_dict(abstract)
-  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-    stored = set(traverse_util.flatten_dict(handler.metadata(folder).tree))
-    if other := ["/".join(map(str, path)) for path in stored ^ leaves.keys()]:
-      listed = ", ".join(sorted(other))
-      raise ValueError(f"it holds other arrays; differing: {listed}")
-    for group in _groups(leaves):
-      item = traverse_util.unflatten_dict(group)
-      restore = ocp.args.PyTreeRestore(
-        item=item,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-        partial_restore=True,
-      )
-      read = jax.block_until_ready(handler.restore(folder, args=restore))
-      leaves |= traverse_util.flatten_dict(read)
-  return traverse_util.unflatten_dict(leaves)
 
 
 def _groups(leaves: dict[tuple, Any]) -> Iterator[dict[tuple, Any]]:
@@ -286,24 +275,16 @@ def config_item(metadata: Metadata) -> ocp.args.JsonSave:
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
   """Metadata as JSON values, as the item `config` stores them."""
   config = json.loads(config_lib.to_json(metadata.config))
-  return {
-    "config": config,
-    "class_names": list(metadata.class_names),
-    "tokenizer_sha256": metadata.tokenizer_sha256,
-    "encoder_sha256": metadata.encoder_sha256,
-  }
+  names = list(metadata.class_names)
+  return {**vars(metadata), "config": config, "class_names": names}
 
 
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
   check_json(stored, steps.StoredConfig)
   config = config_lib.from_config_dict(upgrade(stored["config"]))
-  return Metadata(
-    config,
-    tuple(stored["class_names"]),
-    stored.get("tokenizer_sha256", ""),
-    stored.get("encoder_sha256", ""),
-  )
+  sums = {name: stored[name] for name in _SUMS if name in stored}
+  return Metadata(config, tuple(stored["class_names"]), **sums)
 
 
 def temporary_path_class(

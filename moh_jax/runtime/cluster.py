@@ -1,7 +1,6 @@
 """How a process joins the others of its run; importable without JAX."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import socket
@@ -9,20 +8,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 JOIN_SECONDS = 12  # that the coordinator has to answer in
 _ALL_SECONDS = 300  # that all processes have to come in, once one is there
 _SPARE_SECONDS = 30  # after which JAX would end the process itself
 _RETRY_SECONDS = 0.5
-_VARIABLES = {
-  "coordinator": "JAX_COORDINATOR_ADDRESS",
-  "count": "JAX_NUM_PROCESSES",
-  "index": "JAX_PROCESS_ID",
-}
+VARIABLES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
   """The place of a process in its run; JAX finds out what is None.
 
   Attributes:
@@ -35,17 +30,6 @@ class Place:
   count: int | None = None
   index: int | None = None
 
-  def __post_init__(self):
-    if self.coordinator is not None:
-      _host_and_port(self.coordinator)
-    if self.count is not None and self.count < 1:
-      raise ValueError(f"{_VARIABLES['count']}={self.count} must be at least 1")
-    if self.index is not None and not 0 <= self.index < (self.count or 1 << 31):
-      raise ValueError(
-        f"{_VARIABLES['index']}={self.index} must be at least 0 and below "
-        f"{_VARIABLES['count']}={self.count}"
-      )
-
 
 def given_place() -> Place:
   """The place that JAX's environment variables say.
@@ -53,13 +37,21 @@ def given_place() -> Place:
   Raises:
     ValueError: a value is none of those allowed.
   """
-  values: dict[str, str | int] = {}
-  for name, variable in _VARIABLES.items():
-    if text := os.environ.get(variable):
-      if name != "coordinator" and not re.fullmatch("-?[0-9]{1,9}", text):
-        raise ValueError(f"{variable}={text!r} must be a whole number")
-      values[name] = text if name == "coordinator" else int(text)
-  return Place(**values)
+  address, *numbers = (os.environ.get(name) for name in VARIABLES)
+  if address:
+    _host_and_port(address)
+  for name, text in zip(VARIABLES[1:], numbers):
+    if text and not re.fullmatch("-?[0-9]{1,9}", text):
+      raise ValueError(f"{name}={text!r} must be a whole number")
+  count, index = (int(text) if text else None for text in numbers)
+  _, count_name, index_name = VARIABLES
+  if count is not None and count < 1:
+    raise ValueError(f"{count_name}={count} must be at least 1")
+  if index is not None and not 0 <= index < (count or 1 << 31):
+    raise ValueError(
+      f"{index_name}={index} must be at least 0 and below {count_name}={count}"
+    )
+  return Place(address or None, count, index)
 
 
 def join(place: Place, seconds: float = JOIN_SECONDS) -> None:
@@ -91,7 +83,7 @@ def join(place: Place, seconds: float = JOIN_SECONDS) -> None:
   except (ValueError, RuntimeError) as error:
     raise ValueError(
       f"--distributed: {error}; outside TPU pods, Slurm, Open MPI and "
-      f"Kubernetes set {', '.join(_VARIABLES.values())}"
+      f"Kubernetes set {', '.join(VARIABLES)}"
     ) from error
 
 
@@ -132,9 +124,8 @@ def _completed(place: Place, seconds: float) -> Place:
     detect = ClusterEnv.auto_detect_unset_distributed_params
   except (ImportError, AttributeError):
     return place
-  given = dataclasses.astuple(place)
   # An empty list: which devices are this process's own is left to JAX.
-  found = detect(*given, [], None, int(seconds))
+  found = detect(*place, [], None, int(seconds))
   return Place(*found[:3])
 
 
@@ -165,7 +156,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
     raise ValueError(
-      f"{_VARIABLES['coordinator']}={address!r} must be HOST:PORT, with a port "
-      "of 1 to 65535"
+      f"{VARIABLES[0]}={address!r} must be HOST:PORT, with a port of 1 to 65535"
     )
   return host.strip("[]"), int(port)

@@ -23,7 +23,6 @@ from moh_jax.training.task import (
   Evaluate,
   Objective,
   Task,
-  evaluate_held_out,
   held_out_batches,
   image_objective,
   image_task,
@@ -57,8 +56,8 @@ def make_evaluate(
     config: the run.
     trained: its class names must be those of the held-out split.
   """
-  step = predictions.accuracy_step(model)
-  return evaluate_held_out(config, trained.class_names, step)
+  _, predict = make_predict(model, config, trained)
+  return lambda params, mesh: predictions.scores(predict(params, mesh))
 
 
 def make_predict(

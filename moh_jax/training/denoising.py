@@ -15,6 +15,8 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.convert.inception import load_inception
+from moh_jax.data.pipeline import held_out_images
+from moh_jax.data.sources import make_source
 from moh_jax.evaluation.fid import (
   Gaussian,
   frechet_distance,
@@ -22,7 +24,11 @@ from moh_jax.evaluation.fid import (
   read_statistics,
 )
 from moh_jax.evaluation.image_metrics import make_extractor
-from moh_jax.evaluation.metrics import denoising_losses, denoising_step
+from moh_jax.evaluation.metrics import (
+  denoising_losses,
+  denoising_step,
+  mean_metrics,
+)
 from moh_jax.models import inception
 from moh_jax.models.diffusion import make_process
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
@@ -37,7 +43,7 @@ from moh_jax.training.task import (
   Objective,
   Preview,
   Task,
-  evaluate_held_out,
+  held_out_batches,
   image_objective,
   image_task,
 )
@@ -99,8 +105,16 @@ def make_evaluate(
   Raises:
     FileNotFoundError: there is no held-out split.
   """
+  ready = held_out_images(
+    config, make_source(config, "val", trained.class_names)
+  )
   eval_step = denoising_step(model, config.diffusion)
-  return evaluate_held_out(config, trained.class_names, eval_step)
+
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+    batches = held_out_batches(config, ready, mesh)
+    return mean_metrics(eval_step, params, batches)
+
+  return evaluate
 
 
 def _evaluate_if_held_out(

@@ -1,7 +1,7 @@
 """Batches on the devices before the step that needs them."""
 
-import queue
-import threading
+import collections
+import concurrent.futures
 import time
 from typing import Any
 
@@ -9,8 +9,6 @@ from jax.sharding import Mesh
 
 from moh_jax.data.pipeline import TrainBatches
 from moh_jax.runtime import sharding
-
-_POLL_SECONDS = 0.1  # how soon a thread notices that it is to end
 
 
 class Feed:
@@ -34,11 +32,9 @@ class Feed:
       ahead: batches on the devices beside the one of the step, at least 1.
     """
     self._batches, self._mesh, self._ahead = batches, mesh, ahead
-    self._thread: threading.Thread | None = None
+    self._ready: collections.deque = collections.deque()
+    self._thread = concurrent.futures.ThreadPoolExecutor(1)
     self.position, self.waited = batches.position, 0.0
-
-  def __iter__(self) -> "Feed":
-    return self
 
   def __enter__(self) -> "Feed":
     return self
@@ -46,60 +42,44 @@ class Feed:
   def __exit__(self, *_: Any) -> None:
     self.close()
 
+  def __iter__(self) -> "Feed":
+    return self
+
   def __next__(self) -> Any:
-    if self._thread is None:
-      self._start()
+    self._fill(1)
+    began = time.perf_counter()
     try:
-      batch, error = self._ready.get_nowait()
-    except queue.Empty:
-      began = time.perf_counter()
-      batch, error = self._ready.get()
-      self.waited += time.perf_counter() - began
-    if error is not None:
+      batch = self._ready.popleft().result()
+    except BaseException:
       self.close()
-      raise error
+      raise
+    self.waited += time.perf_counter() - began
     self.position += 1
+    self._fill(self._ahead)
     return batch
 
   def seek(self, position: int) -> None:
     """Makes batch `position` the next one; 0 is the first."""
-    self._end()
+    self._forget()
     self._batches.seek(position)
     self.position = position
 
   def close(self) -> None:
     """Ends the thread and what makes the batches."""
-    self._end()
+    self._forget()
+    self._thread.shutdown()
     self._batches.close()
 
-  def _start(self) -> None:
-    # The thread itself holds one more batch while the queue is full.
-    self._ready: queue.Queue = queue.Queue(maxsize=max(1, self._ahead - 1))
-    self._ended = threading.Event()
-    self._thread = threading.Thread(
-      target=self._send, args=(self._ready, self._ended), daemon=True
-    )
-    self._thread.start()
+  def _fill(self, count: int) -> None:
+    while len(self._ready) < count:
+      self._ready.append(self._thread.submit(self._send))
 
-  def _end(self) -> None:
-    if self._thread is not None:
-      self._ended.set()
-      self._thread.join()
-      self._thread = None
-      self._batches.seek(self.position)  # what was ahead is read again
+  def _send(self) -> Any:
+    return sharding.shard_batch(next(self._batches), self._mesh)
 
-  def _send(self, ready: queue.Queue, ended: threading.Event) -> None:
-    while not ended.is_set():
-      try:
-        batch = next(self._batches)
-        item = sharding.shard_batch(batch, self._mesh), None
-      except BaseException as error:
-        item = None, error
-      while not ended.is_set():
-        try:
-          ready.put(item, timeout=_POLL_SECONDS)
-          break
-        except queue.Full:
-          pass
-      if item[1] is not None:
-        return
+  def _forget(self) -> None:
+    """Drops what is ahead, once the thread no longer reads."""
+    for batch in self._ready:
+      batch.cancel()
+    concurrent.futures.wait(self._ready)
+    self._ready.clear()

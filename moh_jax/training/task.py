@@ -16,13 +16,11 @@ from moh_jax.data.pipeline import (
   Source,
   TrainBatches,
   eval_batches,
-  held_out_images,
   train_images,
 )
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.transforms import normalizer
-from moh_jax.evaluation.metrics import EvalStep, mean_metrics
 from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
@@ -198,27 +196,3 @@ def held_out_batches(
     normalize(sharding.shard_batch(batch, mesh))
     for batch in interruptible(batches)
   )
-
-
-def evaluate_held_out(
-  config: Config, class_names: tuple[str, ...], eval_step: EvalStep
-) -> Evaluate:
-  """Opens the held-out images and prepares their evaluation.
-
-  Args:
-    config: config of the run.
-    class_names: class names that the model was trained with.
-    eval_step: (params, batch) -> sums of metrics over the batch.
-
-  Raises:
-    FileNotFoundError: there is no held-out split.
-    ValueError: the held-out split has other classes.
-  """
-  source = make_source(config, "val", class_names)
-  ready = held_out_images(config, source)
-
-  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    batches = held_out_batches(config, ready, mesh)
-    return mean_metrics(eval_step, params, batches)
-
-  return evaluate

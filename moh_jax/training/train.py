@@ -128,6 +128,7 @@ def train(
         state, stored = first_state(), {}
       else:
         state, stored = saving.restore(directory, start, program.state)
+        _LOG.info("resumed from step %d in %s", start, directory)
       watch.restore(stored.get("watch"))
       batches.seek(max(stored.get("position", 0), skipped))
       first = step = start or 0
@@ -161,7 +162,7 @@ def train(
               log.save(step, state, batches.position, watch)
             break
         if not stop and not evaluation:  # of a finished run, started again
-          evaluation = log.evaluate(step, state)
+          evaluation = log.show(step, state, stop, (False, True))
         log.finish(step)
         if stop:
           _LOG.warning("stopped at step %d, saved; run again to resume", step)
@@ -356,12 +357,6 @@ class Log(contextlib.AbstractContextManager):
     if found is not None:
       self._write(step, "val", found)
     return found or {}
-
-  def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-    """Scores a state whether that is due or not; returns its evaluation."""
-    found = self._scores(state)
-    self._write(step, "val", found)
-    return found
 
   def _scores(self, state: TrainState) -> dict[str, float]:
     with self._clock.phase("evaluate"):

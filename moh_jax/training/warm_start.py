@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,32 +46,26 @@ class ClassRows:
 
   Attributes:
     axis: axis of the classes.
-    ours: [K] rows in the run's parameter.
-    theirs: [K] rows in the stored parameter, of the same classes.
-    rows: rows of the run's parameter.
-    stored: rows of the stored parameter.
+    rows: [K, 2] rows in the run's parameter, and in the stored one, of the same
+      classes.
+    new: number of rows of the run's parameter that the stored one lacks.
+    left: number of the stored rows that the run does not take.
   """
 
   axis: int
-  ours: tuple[int, ...]
-  theirs: tuple[int, ...]
-  rows: int
-  stored: int
+  rows: np.ndarray
+  new: int
+  left: int
 
   def take(self, given: jax.Array, own: jax.Array) -> jax.Array:
     """The run's initial parameter `own` with the rows that `given` has."""
-    if not self.ours:
-      return own
-    ours = (slice(None),) * self.axis + (np.array(self.ours),)
-    theirs = (slice(None),) * self.axis + (np.array(self.theirs),)
+    before = (slice(None),) * self.axis
+    ours, theirs = ((*before, rows) for rows in self.rows.T)
     return own.at[ours].set(given[theirs].astype(own.dtype))
 
   def __str__(self) -> str:
-    taken = len(self.ours)
-    return (
-      f"took {taken} rows, initialised {self.rows - taken}, left out "
-      f"{self.stored - taken}"
-    )
+    taken = len(self.rows)
+    return f"took {taken} rows, initialised {self.new}, left out {self.left}"
 
 
 def prepare(
@@ -136,19 +130,18 @@ def warm_start(
     fit_params, trained=trained.model, wanted=wanted.model
   )
   fitted = jax.eval_shape(fit, stored)
-  classes = match_classes(ours, metadata, abstract, fitted)
-  _check_shapes(source, abstract, fitted, classes)
+  needed, given = _flat(abstract), _flat(fitted)
+  classes = match_classes(ours, metadata, needed, given)
+  _check_shapes(source, needed, given, classes)
 
   def combine(params: Any, initial: Any) -> Any:
-    given, own = flatten_dict(fit(params)), flatten_dict(initial)
-    return unflatten_dict(
-      {
-        path: classes[path].take(given[path], leaf)
-        if path in classes
-        else given.get(path, leaf)
-        for path, leaf in own.items()
-      }
-    )
+    found = _flat(initial) | _flat(fit(params))
+    rows = {
+      name: one.take(found[name], _flat(initial)[name])
+      for name, one in classes.items()
+    }
+    found |= rows
+    return unflatten_dict({name: found[name] for name in needed}, sep="/")
 
   def read(initial: Any) -> Any:
     params = checkpoint.restore_params(source, step, stored, use_ema=True)
@@ -157,7 +150,7 @@ def warm_start(
       "train.init_from=%s, step %d: %s",
       source,
       step,
-      _describe(abstract, fitted, classes),
+      _describe(needed, given, classes),
     )
     return jax.jit(combine, out_shardings=shardings)(params, initial)
 
@@ -241,42 +234,45 @@ def _check_tokenizer(source: str, ours: Metadata, theirs: Metadata) -> None:
   )
 
 
+def _flat(tree: Any) -> dict[str, Any]:
+  return flatten_dict(tree, sep="/")
+
+
 def _describe(
-  abstract: Any, fitted: Any, classes: dict[tuple[str, ...], ClassRows]
+  needed: Mapping[str, Any],
+  given: Mapping[str, Any],
+  classes: Mapping[str, ClassRows],
 ) -> str:
   """Says which parameters a run takes, initialises and leaves out."""
-  needed, given = flatten_dict(abstract), flatten_dict(fitted)
-  new = [path for path in needed if path not in given]
-  unused = [path for path in given if path not in needed]
+  new = [name for name in needed if name not in given]
+  unused = [name for name in given if name not in needed]
   taken = len(needed) - len(new) - len(classes)
   parts = [f"took {taken} of {len(needed)} parameters"]
-  parts += [f"{'/'.join(path)}: {rows}" for path, rows in classes.items()]
-  for what, paths in (("initialised", new), ("left out", unused)):
-    if paths:
-      parts.append(f"{what} {', '.join('/'.join(path) for path in paths)}")
+  parts += [f"{name}: {rows}" for name, rows in classes.items()]
+  for what, names in (("initialised", new), ("left out", unused)):
+    if names:
+      parts.append(f"{what} {', '.join(names)}")
   return "; ".join(parts)
 
 
 def _check_shapes(
   source: str,
-  abstract: Any,
-  fitted: Any,
-  classes: dict[tuple[str, ...], ClassRows],
+  needed: Mapping[str, Any],
+  given: Mapping[str, Any],
+  classes: Mapping[str, ClassRows],
 ) -> None:
-  needed, given = flatten_dict(abstract), flatten_dict(fitted)
-  wrong = []
-  for path, leaf in needed.items():
-    if path in classes:
-      continue
-    shape = given[path].shape if path in given else None
-    new_router = shape is None and "router" in path
-    if shape != leaf.shape and not new_router:
-      found = "missing" if shape is None else shape
-      wrong.append(f"{'/'.join(path)} {found}, {leaf.shape} needed")
+  shapes = {name: leaf.shape for name, leaf in given.items()}
+  wrong = [
+    f"{name} {shapes.get(name, 'missing')}, {leaf.shape} needed"
+    for name, leaf in needed.items()
+    if shapes.get(name) != leaf.shape
+    and name not in classes
+    and (name in shapes or "/router/" not in name)
+  ]
   wrong += [
-    f"{'/'.join(path)} not used"
-    for path in given
-    if path not in needed and "router" not in path
+    f"{name} not used"
+    for name in given
+    if name not in needed and "/router/" not in name
   ]
   if wrong:
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -287,8 +283,11 @@ def _check_shapes(
 
 
 def match_classes(
-  ours: Metadata, theirs: Metadata, abstract: Any, stored: Any
-) -> dict[tuple[str, ...], ClassRows]:
+  ours: Metadata,
+  theirs: Metadata,
+  needed: Mapping[str, Any],
+  given: Mapping[str, Any],
+) -> dict[str, ClassRows]:
   """Finds what a run can take of the parameters that belong to classes.
 
   Classes are matched by name, or by position where a model has no names and
@@ -298,21 +297,17 @@ def match_classes(
   Args:
     ours: metadata of the run.
     theirs: metadata of the model that it starts from.
-    abstract: parameters of the run, or their shapes.
-    stored: parameters of the other model in the layout of the run's.
+    needed: parameters of the run, or their shapes, by path.
+    given: parameters of the other model in the layout of the run's.
 
   Returns:
     For each parameter that belongs to classes, by its path. It is empty where
     both have the same classes.
   """
   model, other = ours.config.model, theirs.config.model
-  needed, given = flatten_dict(abstract), flatten_dict(stored)
-  axes = {
-    path: axis
-    for path, axis in model.CLASS_AXES.items()
-    if path in needed and path in given
-  }
-  alike = all(needed[path].shape == given[path].shape for path in axes)
+  paths = (("/".join(path), axis) for path, axis in model.CLASS_AXES.items())
+  axes = {name: axis for name, axis in paths if name in needed.keys() & given}
+  alike = all(needed[name].shape == given[name].shape for name in axes)
   named = bool(ours.class_names and theirs.class_names)
   if alike and (not named or ours.class_names == theirs.class_names):
     return {}
@@ -327,12 +322,10 @@ def match_classes(
   elif model.num_classes == other.num_classes:
     pairs = [(label, label) for label in range(model.num_classes)]
   found = {}
-  for path, axis in axes.items():
-    rows, there = (tree[path].shape[axis] for tree in (needed, given))
-    beyond = min(rows - model.num_classes, there - other.num_classes)
-    more = [
-      (model.num_classes + i, other.num_classes + i) for i in range(beyond)
-    ]
-    own_rows, their_rows = zip(*pairs, *more) if pairs or more else ((), ())
-    found[path] = ClassRows(axis, own_rows, their_rows, rows, there)
+  for name, axis in axes.items():
+    here, there = (tree[name].shape[axis] for tree in (needed, given))
+    beyond = range(min(here - model.num_classes, there - other.num_classes))
+    more = [(model.num_classes + i, other.num_classes + i) for i in beyond]
+    rows = np.array([*pairs, *more], int).reshape(-1, 2)
+    found[name] = ClassRows(axis, rows, here - len(rows), there - len(rows))
   return found

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.cli import fields
 from moh_jax.cli.arguments import COMMANDS, images
-from moh_jax.cli.arguments.speed import HeadOptions
+from moh_jax.cli.head_options import HeadOptions
 from moh_jax.config import SampleConfig
 from moh_jax.config.llm import Sampling
 

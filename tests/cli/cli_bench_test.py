@@ -1,7 +1,9 @@
-"""`bench attention`, what it shares with benchmarks/, and `bench model`."""
+"""`bench`: attention with what it shares with benchmarks/, models, input."""
 
+import dataclasses
 import functools
 import json
+import math
 import pathlib
 import tempfile
 from unittest import mock
@@ -9,16 +11,21 @@ from unittest import mock
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
+from PIL import Image
 
-from moh_jax.cli import bench, bench_model
-from moh_jax.cli.arguments.speed import HeadOptions, ModelOptions
+from moh_jax.cli import bench_attention, bench_input, bench_model
+from moh_jax.cli.bench import ModelOptions, bench_run
+from moh_jax.cli.head_options import HeadOptions
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
 from moh_jax.ops.attention_forms import Form
 from moh_jax.training import bench as bench_lib
 from tests.cli import tiny_checkpoint
 from tests.ops.devices import traced_for
+from tests.training import tiny
 
 _FIELDS = {
   *("device", "op", "mode", "length", "share", "implementation", "ms"),
@@ -31,6 +38,11 @@ _ARGV = "--lengths 16 --shares 50 --heads 4 --head-dim 8 --rounds 1".split()
 _TINY = functools.partial(
   HeadOptions, lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,)
 )
+_ONE_LAYER = {"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)}
+_MODELS = {
+  "dit": dataclasses.replace(tiny.DIT, **_ONE_LAYER),
+  "llm": dataclasses.replace(tiny.LLM, **_ONE_LAYER),
+}
 
 
 class CommandTest(parameterized.TestCase):
@@ -38,16 +50,29 @@ class CommandTest(parameterized.TestCase):
     with mock.patch.object(bench_lib, "matrix_peak", lambda dtype: 1e15):
       return tiny_checkpoint.call("bench", *argv)
 
-  def test_json_has_every_field_of_every_row(self):
-    forms = "--modes", "forward", "--implementations", "packed"
-    status, out, err = self._call("attention", *_ARGV, *forms, "--json", "-")
+  def test_attention_as_a_table_and_as_json(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    status, out, err = self._call(
+      *("attention", *_ARGV, "--modes", "forward,causal"),
+      *("--implementations", "packed", "--json", root / "a.json"),
+    )
     self.assertEqual((status, err), (0, ""))
-    self.assertLen(out.splitlines(), 1)
-    report = json.loads(out)
+    self.assertRegex(
+      out, r"(?m)^mode +length +share +implementation +form +computed +ms "
+    )
+    self.assertRegex(
+      out, r"(?m)^forward +16 +100\.0% +mha +dense +100\.0% +\d+\.\d{3} "
+    )
+    self.assertRegex(out, r"(?m)^causal +16 +50\.0% +packed +packed +50\.0% ")
+    self.assertRegex(
+      out, r"(?m)^matrix peak: 1,000,000\.0 GFLOP/s \(float32\)$"
+    )
+    report = json.loads((root / "a.json").read_text())
     self.assertRegex(report["machine"]["commit"], r"^[0-9a-f]{7,}\+?$")
     self.assertEqual(report["matrix_peak"], 1e15)
     self.assertEqual(report["settings"]["head_dim"], 8)
-    mha, packed = report["rows"]
+    mha, packed, *others = report["rows"]
+    self.assertLen(others, 2)
     for row in (mha, packed):
       self.assertEqual(set(row), _FIELDS)
       self.assertEqual((row["op"], row["length"]), ("attention", 16))
@@ -57,31 +82,12 @@ class CommandTest(parameterized.TestCase):
         self.assertGreater(row[name], 0)
     self.assertEqual((mha["implementation"], packed["share"]), ("mha", 0.5))
 
-  def test_prints_a_table(self):
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    status, out, _ = self._call(
-      *("attention", *_ARGV, "--modes", "forward,causal"),
-      *("--implementations", "dense", "--json", root / "a.json"),
-    )
-    self.assertEqual(status, 0)
-    self.assertRegex(
-      out, r"(?m)^mode +length +share +implementation +form +computed +ms "
-    )
-    self.assertRegex(
-      out, r"(?m)^forward +16 +100\.0% +mha +dense +100\.0% +\d+\.\d{3} "
-    )
-    self.assertRegex(out, r"(?m)^causal +16 +50\.0% +dense +dense +100\.0% ")
-    self.assertRegex(
-      out, r"(?m)^matrix peak: 1,000,000\.0 GFLOP/s \(float32\)$"
-    )
-    self.assertLen(json.loads((root / "a.json").read_text())["rows"], 4)
-
   def test_what_is_not_exact_is_named_and_fails(self):
     def wrong(*args, implementation, **options):
       out = ops.attention(*args, implementation="dense", **options)
       return out * (1.01 if implementation == "packed" else 1)
 
-    with mock.patch.object(bench, "attention", wrong):
+    with mock.patch.object(bench_attention, "attention", wrong):
       status, out, err = self._call(
         *("attention", *_ARGV, "--modes", "forward"),
         *("--implementations", "packed"),
@@ -104,20 +110,17 @@ class CommandTest(parameterized.TestCase):
       bench_model, "measure", return_value=measured
     ) as measure:
       status, out, err = self._call(
-        *("model", "--model", "moh-llm-s-75", "--lengths", "32"),
-        *("--compile-only", "--json", "-"),
+        *("model", "--model", "moh-llm-s-75", "--compile-only", "--json=-"),
+        "--config.data.sequence_length=32",
       )
-      _, text, _ = self._call("model", "--batch", "2")
+      _, text, _ = self._call("model")
     self.assertEqual((status, err), (0, ""))
-    self.assertEqual(
-      [call.args[0] for call in measure.call_args_list],
-      [
-        ModelOptions("moh-llm-s-75", lengths=(32,), compile_only=True),
-        ModelOptions(batch=2),
-      ],
-    )
+    (run, *_), given = measure.call_args_list[0]
+    self.assertEqual(given, {"compile_only": True})
+    self.assertEqual((run.data.sequence_length, run.data.batch_size), (32, 4))
     report = json.loads(out)
     self.assertEqual(report["settings"]["model"], "moh-llm-s-75")
+    self.assertEqual(report["settings"]["config"]["data"]["batch_size"], 4)
     self.assertEqual(report["train_step"], measured["train_step"])
     self.assertEqual(
       text,
@@ -125,21 +128,22 @@ class CommandTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    ("attention --lengths 0", "--lengths 0 must be at least 1"),
+    ("attention --lengths 0", "--lengths[0]=0 must be at least 1"),
+    ("attention --lengths a", "--lengths[0]='a' must be of type int"),
     ("attention --shares 90", "--shares 90 must be a whole number of the"),
-    ("attention --modes back", "--modes 'back' must be one of forward"),
+    ("attention --modes back", "--modes[0]='back' must be one of ('forward'"),
     (
       "attention --implementations dense,fast",
-      "--implementations 'fast' must be one of auto",
+      "--implementations[1]='fast' must be one of ('auto'",
     ),
-    ("attention --kv-heads 3", "--kv-heads 3 must divide --heads 32"),
+    ("attention --kv-heads 3", "--kv-heads=3 must divide --heads 32"),
     ("model --model nope", "model 'nope' must be one of"),
-    ("model --lengths 16", "--lengths 16 is for language models"),
-    ("model --sampler-steps 0", "--sampler-steps 0 must be at least 1"),
-    ("", "OP"),
+    ("model --config.data.sequence_length=16", "data.sequence_length"),
+    ("model --config.data.batch_size=0", "data.batch_size=0 must be at least"),
+    ("model --config.model.remat=half", "model.remat='half' must be one of"),
+    ("model --config x --checkpoint y", "exclude each other"),
+    ("", "KIND"),
     ("layer", "invalid choice: 'layer'"),
-    ("attention --lengths a", "--lengths: 'a' must be integers"),
-    ("attention --shares a", "--shares: 'a' must be percentages"),
   )
   def test_wrong_values_are_one_line_before_any_work(self, argv, message):
     with mock.patch.object(
@@ -150,19 +154,10 @@ class CommandTest(parameterized.TestCase):
     self.assertLen(err.splitlines(), 1)
     self.assertIn(message, err)
 
-  def test_traceback_may_stand_behind_the_op(self):
-    argv = ("bench", "attention", "--lengths", "0", "--traceback")
-    status, _, err = tiny_checkpoint.call(*argv)
-    self.assertEqual(status, 2)
-    self.assertIn("Traceback (most recent call last)", err)
 
-
-class OptionsTest(parameterized.TestCase):
+class HeadOptionsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({"head_dim": -1}, "--head-dim -1 must be at least 1"),
-    ({"rounds": 0}, "--rounds 0 must be at least 1"),
-    ({"kv_heads": 0}, "--kv-heads 0 must be at least 1"),
-    ({"shared": 33}, r"--shared 33 must be in \[0, 32\]"),
+    ({"shared": 33}, r"--shared=33 must be in \[0, 32\]"),
     (
       {"shares": (50, 90)},
       "--shares 90 must be a whole number of the 32 heads: a multiple of 3.125",
@@ -185,10 +180,8 @@ class OptionsTest(parameterized.TestCase):
     given = HeadOptions(heads=heads, shared=shared, shares=(share,))
     self.assertEqual(given.budgets(), [HeadBudget(heads, *split, 64)])
 
-
-class RandomActiveTest(absltest.TestCase):
   def test_every_token_has_its_number_of_heads(self):
-    active = bench.random_active(HeadBudget(8, 2, 3, 4), 2, 5)
+    active = bench_attention.random_active(HeadBudget(8, 2, 3, 4), 2, 5)
     chex.assert_shape(active.mask, (2, 5, 8))
     chex.assert_trees_all_equal(active.mask.sum(-1), jnp.full((2, 5), 5))
     self.assertTrue(active.mask[..., :2].all())
@@ -214,7 +207,7 @@ class CompareFormsTest(parameterized.TestCase):
 
     def splits(options, mode, length):
       for budget in (None, *options.budgets()):
-        yield bench.Split(
+        yield bench_attention.Split(
           budget,
           form=lambda name, packs=budget is not None: forms[name][packs],
           evaluation=self._evaluation,
@@ -225,7 +218,7 @@ class CompareFormsTest(parameterized.TestCase):
 
     options = _TINY(implementations=implementations, modes=("forward",))
     with traced_for("gpu"):
-      rows = bench.compare_forms(options, "attention", splits, check)
+      rows = bench_attention.compare_forms(options, "attention", splits, check)
     return {(r.form, r.computed_share): r.fault for r in rows}
 
   def _evaluation(self, name):
@@ -253,15 +246,16 @@ class CompareFormsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "cudnn is not for this"):
       self._compared(("cudnn",), cannot=("cudnn",))
     with self.assertRaisesRegex(ValueError, "kernel needs an accelerator"):
-      bench.compare_forms(
+      bench_attention.compare_forms(
         _TINY(implementations=("kernel",)), "", None, lambda *_: None
       )
 
 
-class MeasureTest(parameterized.TestCase):
+class MeasureAttentionTest(parameterized.TestCase):
   def _rows(self, **given):
-    return bench.compare_forms(
-      _TINY(**given), "attention", bench.splits, bench.check_shapes
+    return bench_attention.compare_forms(
+      *(_TINY(**given), "attention"),
+      *(bench_attention.splits, bench_attention.check_shapes),
     )
 
   def test_every_mode_length_share_and_form_has_a_row(self):
@@ -276,16 +270,14 @@ class MeasureTest(parameterized.TestCase):
       [(n, mode, *form) for n in (8, 16) for mode in modes for form in forms],
     )
     self.assertEqual([r.name for r in rows if r.fault], [])
-
-  def test_flops_are_those_of_the_heads_at_work(self):
-    rows = self._rows(batch=2, modes=("forward",), implementations=("dense",))
-    whole = 2 * 16 * 4 * 16 * 2 * 2 * 8
-    self.assertEqual([row.flops for row in rows], [whole, whole / 2])
+    # FLOPs are those of the heads at work: 2 products of 8 columns a pass.
+    whole = 8 * 4 * 8 * 2 * 2 * 8
+    self.assertEqual([row.flops for row in rows[:2]], [whole, whole / 2])
 
   def test_least_bytes_are_rows_and_keys_once_a_pass(self):
     options = _TINY(batch=2, kv_heads=1)
     for mode, passes in (("forward", 1), ("causal_forward_backward", 3)):
-      split = list(bench.splits(options, mode, 16))[1]
+      split = list(bench_attention.splits(options, mode, 16))[1]
       # 16 active pairs of 2 x 16 x 4 a sequence; queries and outputs, keys and
       # values of 8 float32.
       for packs, pairs in ((True, 64), (False, 128)):
@@ -310,7 +302,7 @@ class MeasureTest(parameterized.TestCase):
       out = ops.attention(*args, implementation="dense", **options)
       return spoil(out) if implementation == "packed" else out
 
-    with mock.patch.object(bench, "attention", wrong):
+    with mock.patch.object(bench_attention, "attention", wrong):
       rows = self._rows(
         modes=("forward_backward",), implementations=("packed",)
       )
@@ -324,9 +316,137 @@ class MeasureTest(parameterized.TestCase):
         return out
       return jnp.where(active.mask[..., None], out, jnp.nan)
 
-    with mock.patch.object(bench, "attention", wrong):
+    with mock.patch.object(bench_attention, "attention", wrong):
       rows = self._rows(modes=("forward",), implementations=("dense",))
     self.assertEqual([row.fault for row in rows], [None, None])
+
+
+class ModelTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("moh-llm-s-75", 0.75), ("moh-vit-b50", 0.5), ("moh-dit-s2-90", 8 / 9)
+  )
+  def test_variants_are_forms_of_the_model_and_its_baseline(self, name, share):
+    options = ModelOptions(
+      model=name,
+      implementations=("auto", "dense"),
+      changes=("model.dtype=bfloat16",),
+    )
+    variants = options.variants(options.run())
+    self.assertEqual(list(variants), ["auto", "dense", "mha"])
+    self.assertEqual({m.dtype for m in variants.values()}, {"bfloat16"})
+    self.assertEqual(variants["dense"].attention_impl, "dense")
+    self.assertEqual(variants["mha"].router.kind, "none")
+    self.assertAlmostEqual(variants["auto"].activated_share, share, delta=0.005)
+    self.assertEqual(variants["mha"].activated_share, 1.0)
+
+  def test_a_config_or_checkpoint_says_the_model(self):
+    options = ModelOptions(config="tests/faults/tiny_run.py:llm")
+    run = options.run()
+    self.assertEqual((run.model.family, run.data.batch_size), ("llm", 4))
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_checkpoint.save(folder)
+    run = ModelOptions(checkpoint=folder).run()
+    self.assertEqual(run.model, tiny_checkpoint.CONFIG.model)
+
+  def _measure(self, family, length=None):
+    run = bench_run(_MODELS[family], 2)
+    if length:
+      data = dataclasses.replace(run.data, sequence_length=length)
+      run = dataclasses.replace(run, data=data)
+    with mock.patch.object(bench_model, "_BATCHES", (1,)):
+      return bench_model.measure(run, ModelOptions().variants(run), rounds=1)
+
+  def _check_ratios(self, rows):
+    for row in rows:
+      (base,) = (
+        other
+        for other in rows
+        if (other.mode, other.implementation) == (row.mode, "mha")
+      )
+      self.assertAlmostEqual(row.ratio_to_mha, row.ms / base.ms)
+      self.assertTrue(math.isfinite(row.units_per_second))
+
+  def test_language_model_is_scored_and_writes(self):
+    result = self._measure("llm", 16)
+    rows = result["rows"]
+    modes = ("forward", "forward_backward", "prefill_1", "decode_1")
+    expected = [(m, form) for m in modes for form in ("auto", "mha")]
+    expected.insert(2, ("forward", "router"))
+    self.assertEqual([(r.mode, r.implementation) for r in rows], expected)
+    self.assertEqual({row.length for row in rows}, {16})
+    self.assertEqual([row.share for row in rows[:3]], [0.75, 1.0, 0.75])
+    # 16 tokens are too few to leave heads out.
+    named = {(r.form, r.computed_share) for r in rows if r.form}
+    self.assertEqual(named, {("dense", 1.0)})
+    self._check_ratios(rows)
+    step = result["train_step"]
+    self.assertGreater(step["compile_seconds"], 0)
+    self.assertGreater(step["params_bytes"], 0)
+    self.assertGreaterEqual(step["optimizer_bytes"], 2 * step["params_bytes"])
+    self.assertEqual(step["ema_bytes"], 0)
+    self.assertGreater(result["peak_resident_bytes"], 0)
+
+  def test_no_timed_call_of_decoding_reads_the_prompt(self):
+    run = bench_run(_MODELS["llm"], 1)
+    writer = bench_model._Writer(run, 1, 16)
+    with mock.patch.object(writer, "prefill") as prefill:
+      for _ in range(4):
+        tokens = writer.decode()
+    prefill.assert_not_called()
+    self.assertEqual(tokens.shape, (1, bench_model._SPAN))
+    self.assertEqual(int(writer._state.slot), 16 + bench_model._SPAN)
+
+  @pytest.mark.slow
+  def test_diffusion_model_is_sampled(self):
+    result = self._measure("dit")
+    rows = result["rows"]
+    self.assertEqual({r.mode for r in rows}, {"forward", "forward_backward"})
+    self.assertTrue(all(row.peak_bytes > 0 for row in rows))
+    self._check_ratios(rows)
+    sampler = result["sampler"]
+    self.assertEqual(sampler["steps"], 10)
+    self.assertAlmostEqual(
+      sampler["ratio_to_forwards"], sampler["ms"] / 10 / sampler["forward_ms"]
+    )
+
+
+class InputTest(absltest.TestCase):
+  def test_stages_of_images_and_the_bottleneck(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+      for label in range(10):
+        folder = root / split / f"c{label}"
+        folder.mkdir(parents=True)
+        pixels = rng.integers(0, 256, (12, 12), np.uint8)
+        Image.fromarray(pixels).save(folder / "1.png")
+    status, out, err = tiny_checkpoint.call(
+      *("bench", "input", "--config", "tests/faults/tiny_run.py:vit"),
+      *("--config.data.source=image_folder", f"--config.data.path={root}"),
+      *("--batches", "2", "--steps", "2", "--json", str(root / "out.json")),
+    )
+    self.assertEqual(status, 0, err)
+    measured = json.loads((root / "out.json").read_text())
+    rates = measured["examples_per_second"]
+    self.assertEqual(
+      list(rates),
+      ["read", "decode", "transform", "batch", "input", "to device", "step"],
+    )
+    self.assertGreater(min(rates.values()), 0)
+    at_once = {name: rates[name] for name in ("input", "to device", "step")}
+    slowest = min(at_once, key=at_once.get)
+    self.assertStartsWith(measured["bottleneck"], slowest)
+    self.assertIn(f"bottleneck: {measured['bottleneck']}", out)
+    self.assertIn("main thread:", out)
+    for name in ("main_thread_share", "waiting_share"):
+      self.assertBetween(measured[name], 0, 1)
+
+  def test_text_has_no_images_to_decode(self):
+    config = tiny.llm_config(data={"batch_size": 8}, mesh={"data": -1})
+    rates = bench_input.measure(config, 1, 1)["examples_per_second"]
+    self.assertEqual(
+      list(rates), ["read", "batch", "input", "to device", "step"]
+    )
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ class EvaluateCommandTest(parameterized.TestCase):
       self.assertEqual(json.loads(out)["accuracy"], 1.0)
     status, out, err = call(["tiger"] * 20)
     self.assertEqual((status, out), (2, ""))
-    self.assertIn("'0' has the label 'tiger', which is none of the", err)
+    self.assertRegex(err, "0' has the label 'tiger', which is none of the")
 
   def test_several_top_k_are_a_table(self):
     argv = ("--top-k", "0", "--top-k", "3")

@@ -19,14 +19,32 @@ from tests.training import tiny
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+_EVERY = [
+  (name, *kind.split()) for name in main.COMMANDS for kind in main.kinds(name)
+]
+
+
 class MainTest(parameterized.TestCase):
-  @parameterized.parameters(*main.COMMANDS, *main.OLD)
-  def test_every_command_has_help(self, command):
+  @parameterized.parameters(*_EVERY)
+  def test_every_command_has_help(self, *command):
+    status, out, _ = tiny_checkpoint.call(*command, "--help")
+    self.assertEqual(status, 0)
+    self.assertIn(f"python -m moh_jax {' '.join(command)} [-h]", out)
+    self.assertIn("--traceback", out)
+
+  @parameterized.parameters("bench", "prepare")
+  def test_help_lists_the_kinds_of_a_command(self, command):
     status, out, _ = tiny_checkpoint.call(command, "--help")
     self.assertEqual(status, 0)
-    self.assertIn(f"python -m moh_jax {command}", out)
-    if command != "prepare":  # which has kinds
-      self.assertIn("--traceback", out)
+    for kind in main.kinds(command):
+      self.assertRegex(out, rf"\n  {kind} +[A-Z]")
+
+  @parameterized.parameters("verify", "show-batch")
+  def test_commands_of_older_versions_say_the_new_ones(self, name):
+    status, out, err = tiny_checkpoint.call(name, "x", "--out", "y")
+    self.assertEqual((status, out), (2, ""))
+    self.assertStartsWith(err, f"error: {name} is now: python -m moh_jax in")
+    self.assertLen(err.splitlines(), 1)
 
   def test_help_lists_the_commands(self):
     status, out, _ = tiny_checkpoint.call("--help")
@@ -95,20 +113,14 @@ class MainTest(parameterized.TestCase):
     self.assertEqual((status, out), (2, ""))
     self.assertRegex(err, r"^error: nope.*: no such file or folder\n$")
 
-  @parameterized.parameters("evaluate", "bench", "prepare")
-  def test_overrides_need_a_config(self, command):
-    required = {
-      "evaluate": ("--checkpoint", "x"),
-      "bench": ("attention",),
-      "prepare": "tokenize --data x --tokenizer bytes --out x".split(),
-    }[command]
-    status, _, err = tiny_checkpoint.call(
-      command, *required, "--config.train.steps=3"
-    )
-    self.assertEqual(status, 2)
-    self.assertEqual(
-      err, "error: --config.train.steps=3 needs --config FILE[:ARG]\n"
-    )
+  @parameterized.parameters(
+    ("bench", "attention"), ("heads", "--checkpoint", "x", "--out", "")
+  )
+  def test_changes_of_keys_need_a_config(self, *argv):
+    status, _, err = tiny_checkpoint.call(*argv, "--config.train.steps=3")
+    self.assertEqual((status, len(err.splitlines())), (2, 1))
+    if "--out" not in argv:
+      self.assertIn("--config.train.steps=3 needs --config FILE[:ARG]", err)
 
   @parameterized.parameters(True, False)
   def test_import_stands_before_or_after_the_command(self, before):
@@ -161,8 +173,8 @@ class WithoutJaxTest(absltest.TestCase):
 
   def test_help_does_not_import_it(self):
     config = "--config=configs/vit_digits.py"
-    calls = [[command, "--help"] for command in (*main.COMMANDS, *main.OLD)]
-    calls += [["bench", "model", "--help"], ["train", config, "--help"]]
+    calls = [[*command, "--help"] for command in _EVERY]
+    calls += [["bench", "--help"], ["train", config, "--help"]]
     self._check([["--help"], *calls], r"\d{2,}")
 
   def test_early_errors_do_not_import_it(self):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from tests.compiles.compiling import compile_for, programs
@@ -25,7 +25,9 @@ def _attend(q, k, v, gates):
   rows = block_sizes("triton", _D, q.dtype).rows
   blocks = head_blocks(ActiveHeads(gates != 0, _H // 2), rows)
   visible, scale = Visible(causal=True), _D**-0.5
-  out = kernel_attention(q, k, v, visible, blocks, scale, backend="triton")
+  out = kernel_attention(
+    Call(q, k, v, visible, scale), blocks, backend="triton"
+  )
   return out * gates[..., None].astype(out.dtype)
 
 

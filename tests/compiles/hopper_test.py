@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.runtime.devices import absent_devices, missing_packages
@@ -45,7 +45,7 @@ def _compile(
       )
       blocks = head_blocks(ActiveHeads(active, 4), rows)
       attend = lambda q, k, v: kernel_attention(  # noqa: E731
-        q, k, v, visible, blocks, head_dim**-0.5, backend="mosaic_gpu"
+        Call(q, k, v, visible, head_dim**-0.5), blocks, backend="mosaic_gpu"
       )
       out, pull = jax.vjp(attend, q, k, v)
       return out, *pull(grad)

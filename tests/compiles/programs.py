@@ -6,8 +6,8 @@ import math
 import re
 from typing import Any
 
-from moh_jax.cli.arguments.speed import bench_run, with_length
-from moh_jax.config import Config, MeshConfig, released_model
+from moh_jax.cli.bench import bench_run
+from moh_jax.config import Config, MeshConfig, apply_overrides, released_model
 from moh_jax.config.layers import without_router
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import absent_devices
@@ -40,7 +40,9 @@ def training_run(
   if not router:
     model = without_router(model)
   run = bench_run(model, batch)
-  return run if model.family == "dit" else with_length(run, tokens)
+  if model.family == "dit":
+    return run
+  return apply_overrides(run, "data", sequence_length=tokens)
 
 
 def compile_step(run: Config, target: str, **axes: int) -> Any:

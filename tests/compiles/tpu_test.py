@@ -38,7 +38,9 @@ def _attend(q, k, v, visible, chosen, form):
   per_head = q.shape[1] // 2
   sizes = block_sizes("mosaic_tpu", dim, q.dtype, per_head)
   blocks = head_blocks(ActiveHeads(chosen, heads // 2), sizes.rows)
-  return kernel_attention(q, k, v, visible, blocks, scale, backend="mosaic_tpu")
+  return kernel_attention(
+    Call(q, k, v, visible, scale), blocks, backend="mosaic_tpu"
+  )
 
 
 def _compile(name, function, shapes):

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli.arguments.speed import bench_run
+from moh_jax.cli.bench import bench_run
 from moh_jax.config import released_model
 from tests.compiles import programs
 

@@ -234,6 +234,7 @@ class ErrorsTest(absltest.TestCase):
     del tensors["head.bias"], tensors["norm2.weight"]
     tensors["decoder.weight"] = np.zeros(3, np.float32)
     tensors["norm1.bias"] = np.zeros(7, np.float32)
+    tensors["norm1.weight"] = np.zeros(8, np.int8)
     tensors["head.weight"] = tensors["head.weight"].T
     message = self._message(tensors)
     self.assertIn("some.file", message)
@@ -244,6 +245,7 @@ class ErrorsTest(absltest.TestCase):
       message, r"2 shape: .*norm1\.bias \(7,\) instead of \(8,\)"
     )
     self.assertIn("head.weight (16, 5) instead of (5, 16)", message)
+    self.assertRegex(message, "1 dtype, .* float32, .*: norm1.weight int8")
 
   def test_dump_names_a_parameter_without_a_rule(self):
     params = {**_params("vit"), "decoder": {"kernel": np.zeros(3)}}

@@ -10,9 +10,7 @@ from unittest import mock
 import chex
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from absl.testing import absltest, parameterized
-from flax import traverse_util
 
 from moh_jax.config import MeshConfig
 from moh_jax.convert import stream
@@ -65,41 +63,6 @@ class WriteTest(parameterized.TestCase):
         kernel = params["blocks0"]["mlp"]["up"]["kernel"]
         self.assertEqual(kernel.sharding.mesh.shape, mesh.shape)
         self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
-
-  def test_leaves_are_described_as_orbax_describes_arrays(self):
-    ours, plain = self._target(), self._target()
-    _save(ours)
-    params = tiny_llm.random_params(tiny_llm.MOH)
-    checkpoint.save_params(plain, params, checkpoint.Metadata(_RUN))
-    handler = ocp.StandardCheckpointHandler()
-    found = [
-      handler.metadata(checkpoint.params_item(d, 0, use_ema=True)).tree
-      for d in (ours, plain)
-    ]
-    described = [
-      {
-        path: (type(leaf), leaf.name, leaf.shape, leaf.dtype)
-        for path, leaf in traverse_util.flatten_dict(tree).items()
-      }
-      for tree in found
-    ]
-    self.assertEqual(*described)
-
-  def test_failure_in_the_middle_leaves_no_checkpoint(self):
-    out = self._target()
-    tensors = tiny_llm.tensors(tiny_llm.MOH)
-    params = _source(tensors)
-    del tensors["model.layers.2.mlp.down_proj.weight"]  # after it was checked
-    with self.assertRaisesRegex(KeyError, "2.mlp.down_proj"):
-      _save(out, params)
-    with self.assertRaises(FileNotFoundError):
-      steps.find_step(out, None)
-    _save(out)  # what is left of the first is no obstacle
-    self.assertEqual(steps.find_step(out, None), 0)
-    found = sorted(
-      p.name for p in (pathlib.Path(out) / "checkpoints").iterdir()
-    )
-    self.assertEqual(found, ["0"])
 
   def test_kill_in_the_middle_leaves_no_checkpoint(self):
     out = self._target()
@@ -157,20 +120,6 @@ class MemoryTest(absltest.TestCase):
       capture_output=True,
     )
     self.assertLess(int(done.stdout), 32 * 1024)  # KiB
-
-
-class CheckTest(absltest.TestCase):
-  def test_what_does_not_fit_is_listed_before_anything_is_written(self):
-    tensors = tiny_llm.tensors(tiny_llm.MOH)
-    del tensors["model.norm.weight"]
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = np.zeros((20, 24), np.int8)
-    with self.assertRaisesRegex(
-      ValueError,
-      "some.file: .* 1 missing: model.norm.weight; 1 dtype, must be one of "
-      "float64, float32, .*up_proj.weight int8",
-    ):
-      _source(tensors)
 
 
 class OpenTest(parameterized.TestCase):

@@ -1,9 +1,8 @@
-"""Autoencoder checkpoints: both ages of names, folders, errors.
+"""Autoencoders: both ages of names, folders, errors, and in use.
 
 The recorded case goes through the same rules in the parity tests.
 """
 
-import functools
 import json
 import pathlib
 
@@ -14,27 +13,13 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import VAE_FILES, rules, vae
+from moh_jax.models.vae import VAE, encoder_sha256
+from moh_jax.runtime import sharding
 from tests.convert.stored import save_tensors
+from tests.inference import tiny_vae
+from tests.training import tiny
 
-_CONFIG = VAEConfig(
-  block_out_channels=(4, 8),
-  layers_per_block=1,
-  latent_channels=3,
-  norm_groups=2,
-)
-_JSON = {
-  "_class_name": "AutoencoderKL",
-  "act_fn": "silu",
-  "block_out_channels": [4, 8],
-  "down_block_types": ["DownEncoderBlock2D"] * 2,
-  "in_channels": 3,
-  "latent_channels": 3,
-  "layers_per_block": 1,
-  "norm_num_groups": 2,
-  "out_channels": 3,
-  "sample_size": 32,
-  "up_block_types": ["UpDecoderBlock2D"] * 2,
-}
+_CONFIG = tiny_vae.CONFIG
 _OLD = {
   "to_q": "query",
   "to_k": "key",
@@ -43,17 +28,8 @@ _OLD = {
 }
 
 
-@functools.cache
-def _params():
-  rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda x: rng.normal(size=x.shape).astype(x.dtype),
-    vae.abstract_vae(_CONFIG),
-  )
-
-
 def _tensors() -> dict[str, np.ndarray]:
-  return dict(rules.dump_params(vae.vae_rules(_CONFIG), _params()))
+  return dict(rules.dump_params(vae.vae_rules(_CONFIG), tiny_vae.params()))
 
 
 def _old_names(*, convolutions):
@@ -69,81 +45,82 @@ def _old_names(*, convolutions):
 
 
 class NamesTest(parameterized.TestCase):
-  def _convert(self, tensors):
-    return vae.convert_vae(tensors, _CONFIG, source="some.file")
+  def _check(self, tensors):
+    params = vae.convert_vae(tensors, _CONFIG, source="some.file")
+    chex.assert_trees_all_equal(params, tiny_vae.params())
 
-  @parameterized.parameters(False, True)
-  def test_old_names_give_the_same_parameters(self, convolutions):
-    self.assertLen(
-      rules.expected_tensors(
-        vae.vae_rules(VAEConfig()), vae.abstract_vae(VAEConfig())
-      ),
-      248,
-    )
-    chex.assert_trees_all_equal(self._convert(_tensors()), _params())
-    old = _old_names(convolutions=convolutions)
-    self.assertIn("decoder.mid_block.attentions.0.proj_attn.weight", old)
-    chex.assert_trees_all_equal(self._convert(old), _params())
+  def test_current_and_old_names_give_the_same_parameters(self):
+    self._check(_tensors())
+    for convolutions in (False, True):
+      old = _old_names(convolutions=convolutions)
+      self.assertIn("decoder.mid_block.attentions.0.proj_attn.weight", old)
+      self._check(old)
 
   def test_both_names_of_a_tensor_are_refused(self):
     tensors = _tensors() | _old_names(convolutions=False)
     with self.assertRaisesRegex(ValueError, r"not expected: .*\.query\.weight"):
-      self._convert(tensors)
+      self._check(tensors)
+
+  def test_public_file_has_248_tensors(self):
+    table = vae.vae_rules(VAEConfig())
+    self.assertLen({name for rule in table for name in rule.theirs}, 248)
 
 
 class LoadTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    self.folder = pathlib.Path(self.create_tempdir().full_path)
+    self.folder = pathlib.Path(self.create_tempdir().full_path, "new")
+    tiny_vae.save(self.folder)
+    self.config = self.folder / "config.json"
 
-  def _write(self, name="", tensors=None, **entries):
-    file = self.folder / (name or VAE_FILES[0])
-    file.parent.mkdir(exist_ok=True)
-    save_tensors(file, tensors or _tensors())
-    file.with_name("config.json").write_text(json.dumps(_JSON | entries))
+  def _change(self, **entries):
+    self.config.write_text(
+      json.dumps(json.loads(self.config.read_text()) | entries)
+    )
 
   @parameterized.parameters(
     ("", ""),
     ("", VAE_FILES[0]),
     (f"vae/{VAE_FILES[0]}", ""),  # folder of a pipeline
-    ("diffusion_pytorch_model.fp16.safetensors", ""),
+    (VAE_FILES[2], ""),
     ("vae.st", "vae.st"),
   )
   def test_folder_or_file(self, name, given):
-    self._write(name)
+    file = self.folder / (name or VAE_FILES[0])
+    file.parent.mkdir(exist_ok=True)
+    (self.folder / VAE_FILES[0]).rename(file)
+    self.config.rename(file.with_name("config.json"))
     config, params = vae.load_vae(str(self.folder / given))
     self.assertEqual(config, _CONFIG)
-    chex.assert_trees_all_equal(params, _params())
+    chex.assert_trees_all_equal(params, tiny_vae.params())
 
-  def test_scaling_of_latents(self):
-    self._write(
+  def test_scaling_of_latents_and_halves(self):
+    self._change(
       scaling_factor=0.25, shift_factor=0.5,
-      latents_mean=[1, 2.5, 3], latents_std=[2.0, 1.0, 4.0],
+      latents_mean=[1, 2.5], latents_std=[2.0, 4.0],
     )  # fmt: skip
-    config, _ = vae.load_vae(self.folder)
-    expected = LatentScaling(0.25, 0.5, (1, 2.5, 3), (2.0, 1.0, 4.0))
+    halves = {n: x.astype(np.float16) for n, x in _tensors().items()}
+    save_tensors(self.folder / VAE_FILES[0], halves)
+    config, params = vae.load_vae(self.folder)
+    expected = LatentScaling(0.25, 0.5, (1, 2.5), (2.0, 4.0))
     self.assertEqual(config.scaling, expected)
+    chex.assert_type(jax.tree.leaves(params), np.float32)
 
   @parameterized.parameters("", "absent.safetensors", "config.json")
   def test_missing_file_says_what_is_expected(self, name):
     if name == "config.json":
-      self._write()
-      (self.folder / name).unlink()
-    given = self.folder if name == "config.json" else self.folder / name
+      self.config.unlink()
+    if not name:
+      (self.folder / VAE_FILES[0]).unlink()
+    absent = name == "absent.safetensors"
     with self.assertRaises(FileNotFoundError) as caught:
-      vae.load_vae(given)
-    for part in (
-      str(self.folder / name),
-      "diffusion_pytorch_model.safetensors",
-      "config.json",
-      "stabilityai/sd-vae-ft-mse",
-      "stabilityai/sd-vae-ft-ema",
-      "--vae PATH",
-    ):
+      vae.load_vae(self.folder / name if absent else self.folder)
+    for part in (str(self.folder / name), VAE_FILES[0], "config.json",
+                 "stabilityai/sd-vae-ft-mse", "--vae PATH"):  # fmt: skip
       self.assertIn(part, str(caught.exception))
 
   @parameterized.parameters(
-    ({"latents_mean": [1.0]}, ValueError, "latents.mean=.* must have 3 values"),
+    ({"latents_mean": [1.0]}, ValueError, "latents.mean=.* must have 2 values"),
     ({"scaling_factor": 0}, ValueError, "latents.scale=0.0 must be above 0"),
     ({"shift_factor": "0"}, ValueError, ".*shift_factor.*must be"),
     (
@@ -156,22 +133,73 @@ class LoadTest(parameterized.TestCase):
       *(NotImplementedError, "up_block_types="),
     ),
     ({"block_out_channels": "48"}, ValueError, "block_out_channels='48' must"),
+    ("{", ValueError, "not valid JSON"),
+    ("[]", ValueError, "must be 'object', not array"),
+    ("{}", ValueError, "has no entry 'block_out_channels'"),
   )
   def test_other_configs_are_refused(self, entries, error, message):
-    self._write(**entries)
+    if isinstance(entries, str):
+      self.config.write_text(entries)
+    else:
+      self._change(**entries)
     with self.assertRaisesRegex(error, rf"config\.json: {message}"):
       vae.load_vae(self.folder)
 
+
+class AutoencoderTest(parameterized.TestCase):
+  """Beside a diffusion model: scaling, and other autoencoders than its own."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.create_tempdir().full_path, "vae")
+    tiny_vae.save(self.folder)
+
+  def _load(self, encoder="", channels=2, **diffusion):
+    config = tiny.dit_config(
+      model={"channels": channels},
+      data={"source": "fake"},
+      diffusion={"space": "latent", "latent_scale": 0.18215, **diffusion},
+    )
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    return vae.load_autoencoder(str(self.folder), config, mesh, encoder=encoder)
+
+  def test_the_same_encoder_is_silent(self):
+    with self.assertNoLogs("moh_jax", "WARNING"):
+      self._load(encoder_sha256(_CONFIG, tiny_vae.params()))
+
   @parameterized.parameters(
-    ("{", "not valid JSON"),
-    ("[]", "must be 'object', not array"),
-    ("{}", "has no entry 'block_out_channels'"),
+    ({"encoder": "0" * 64}, "its encoder is not the one"),
+    (
+      {"latent_scale": 0.5, "latent_shift": 1.0},
+      "scale 0.18215, not 0.5; shift 0.0, not 1.0",
+    ),
   )
-  def test_damaged_config_is_named(self, text, message):
-    self._write()
-    (self.folder / "config.json").write_text(text)
-    with self.assertRaisesRegex(ValueError, rf"config\.json: {message}"):
-      vae.load_vae(self.folder)
+  def test_other_encoders_and_scalings_are_said(self, options, message):
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      self._load(**options)
+    self.assertIn(message, logs.output[0])
+
+  def test_encodes_scaled_means_and_decodes_with_weights_on_the_device(self):
+    loaded = self._load()
+    target = jax.tree.leaves(loaded.params)[0].sharding
+    images = np.random.default_rng(0).uniform(-1, 1, (2, 16, 16, 3))
+    images = images.astype(np.float32)
+    network, params = VAE(_CONFIG), {"params": tiny_vae.params()}
+    mean, _ = network.apply(params, images, method="encode")
+    decoded = network.apply(params, mean, method="decode")
+    for run, x, expected in (
+      (loaded.encoder(), images, mean * 0.18215),
+      (loaded.decoder(), np.asarray(mean), decoded),
+    ):
+      first = run(jax.device_put(x, target))
+      np.testing.assert_allclose(first, expected, rtol=1e-4, atol=1e-5)
+      x = jax.device_put(x, target)
+      with jax.transfer_guard_host_to_device("disallow"):
+        np.testing.assert_array_equal(run(x), first)
+
+  def test_autoencoder_of_other_channels_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "2 latent channels must be"):
+      self._load(channels=3)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from absl.testing import absltest
 from PIL import Image
 
-from moh_jax.config import Config, DataConfig, TextDataConfig, ViTConfig
+from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.sources import make_source
@@ -25,19 +25,7 @@ from moh_jax.data.tokenizers import BytesTokenizer
 from tests.data import photos, tiny_sets, tiny_text
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
-_MODEL = ViTConfig(
-  image_size=(16, 16),
-  channels=3,
-  num_classes=3,
-  patch_stride=4,
-  embed_dims=(8,),
-  depths=(1,),
-  num_heads=(2,),
-  shared_heads=(1,),
-  top_k=(1,),
-  mlp_ratios=(2,),
-  sr_ratios=(1,),
-)
+_MODEL = tiny_sets.VIT
 _CLASSES = ("ant", "bee", "cat")
 # Of files that libraries write, whose next versions may write other bytes.
 _OF_LIBRARIES = ("bytes", "fingerprint")

@@ -25,18 +25,8 @@ from tests.data.photos import encode, photo
 from tests.data.sources_test import _MODEL
 
 CONFIG = config_lib.Config(
-  model=config_lib.ViTConfig(
-    image_size=(8, 8),
-    channels=1,
-    num_classes=40,
-    patch_stride=4,
-    embed_dims=(8,),
-    depths=(1,),
-    num_heads=(2,),
-    shared_heads=(1,),
-    top_k=(1,),
-    mlp_ratios=(2,),
-    sr_ratios=(1,),
+  model=dataclasses.replace(
+    tiny_sets.VIT, image_size=(8, 8), channels=1, num_classes=40
   ),
   data=config_lib.DataConfig(
     batch_size=4,

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 
 import numpy as np
@@ -5,23 +6,12 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 from sklearn import datasets
 
-from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.config import Config, DataConfig
 from moh_jax.data import image_folders, sources
+from tests.data import tiny_sets
 from tests.data.folder import FolderTest
 
-_MODEL = ViTConfig(
-  image_size=(8, 12),
-  channels=3,
-  num_classes=2,
-  patch_stride=4,
-  embed_dims=(8,),
-  depths=(1,),
-  num_heads=(2,),
-  shared_heads=(1,),
-  top_k=(1,),
-  mlp_ratios=(2,),
-  sr_ratios=(1,),
-)
+_MODEL = dataclasses.replace(tiny_sets.VIT, image_size=(8, 12), num_classes=2)
 _RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
 
 
@@ -165,6 +155,17 @@ class CheckedSourceTest(absltest.TestCase):
         "skipped ant/2.png: damaged (2 so far)",
       ],
     )
+
+  def test_next_good_image_takes_its_place(self):
+    source = sources.CheckedSource(_Source({1, 2, 5}), skip=True)
+    self.assertLen(source, 6)
+    for _ in range(2):
+      self.assertEqual(_labels(source), [0, 3, 3, 3, 4, 0])
+
+  def test_nothing_but_bad_images_ends(self):
+    source = sources.CheckedSource(_Source(set(range(6))), skip=True)
+    with self.assertRaisesRegex(ValueError, "none of the 6 images can be read"):
+      source[0]
 
 
 if __name__ == "__main__":

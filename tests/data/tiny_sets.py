@@ -9,10 +9,24 @@ from moh_jax.config import (
   DiTConfig,
   EvalConfig,
   SampleConfig,
+  ViTConfig,
 )
 from moh_jax.data import latents, pipeline
 from moh_jax.data.shard_writer import ShardSetWriter
 
+VIT = ViTConfig(
+  image_size=(16, 16),
+  channels=3,
+  num_classes=3,
+  patch_stride=4,
+  embed_dims=(8,),
+  depths=(1,),
+  num_heads=(2,),
+  shared_heads=(1,),
+  top_k=(1,),
+  mlp_ratios=(2,),
+  sr_ratios=(1,),
+)
 SHAPE = (4, 4, 2)
 CLASSES = ("ant", "cat")
 

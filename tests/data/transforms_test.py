@@ -1,27 +1,20 @@
 """Pixels that are normalized on the device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.config import DataConfig, TextDataConfig, ViTConfig
+from moh_jax.config import DataConfig, TextDataConfig
 from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.data import augment, transforms
 from moh_jax.data.transforms import Normalize, normalizer
+from tests.data import tiny_sets
 
-_MODEL = ViTConfig(
-  image_size=(8, 8),
-  patch_stride=4,
-  embed_dims=(8,),
-  depths=(1,),
-  num_heads=(2,),
-  shared_heads=(1,),
-  top_k=(1,),
-  mlp_ratios=(2,),
-  sr_ratios=(1,),
-)
+_MODEL = dataclasses.replace(tiny_sets.VIT, image_size=(8, 8))
 _ALL = (
   transforms.Resize((8, 6)),
   transforms.ResizeCenterCrop(10, (8, 6)),

@@ -16,8 +16,7 @@ import sys
 
 import pytest
 
-from moh_jax.cli import main
-from moh_jax.cli.options import split_changes
+from moh_jax.cli import flags, main
 from moh_jax.runtime.steps import load_config
 from tests.docs import blocks, stand_ins
 
@@ -139,7 +138,7 @@ def _check(name, *arguments):
     return
   parser = argparse.ArgumentParser(allow_abbrev=False)
   main.OLD[name](parser)
-  arguments, overrides = split_changes(arguments)
+  arguments, overrides = flags.split_changes(arguments)
   config = getattr(parser.parse_args(arguments), "config", None)
   if config:
     try:
@@ -152,15 +151,20 @@ def _check(name, *arguments):
 
 def _check_module(command, monkeypatch):
   """Parses the options of a module that has a function main."""
-  parse = argparse.ArgumentParser.parse_args
+  parse, parse_options = argparse.ArgumentParser.parse_args, flags.parse
 
   def parse_and_stop(parser, *args):
     parse(parser, *args)
     raise _ParsedError
 
+  def parse_options_and_stop(*args):
+    parse_options(*args)
+    raise _ParsedError
+
   monkeypatch.setattr(sys, "argv", [command.module, *command.arguments])
   with monkeypatch.context() as patch:
     patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    patch.setattr(flags, "parse", parse_options_and_stop)
     with pytest.raises(_ParsedError):
       module = importlib.import_module(command.module)
       if not hasattr(module, "main"):  # a package

@@ -81,12 +81,6 @@ class FrechetTest(parameterized.TestCase):
     a, b = _diagonal([3, 0], [0, 0]), _diagonal([0, 4], [0, 0])
     self.assertEqual(fid.frechet_distance(a, b), 25.0)
 
-  def test_what_cannot_be_compared_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "second .* both must have 2"):
-      fid.frechet_distance(_diagonal([0] * 2, [1] * 2), _diagonal([0], [1]))
-    with self.assertRaisesRegex(ValueError, "first distribution holds NaN"):
-      fid.frechet_distance(_diagonal([np.nan], [1]), _diagonal([0], [1]))
-
 
 class InceptionScoreTest(parameterized.TestCase):
   def test_equal_samples_score_one(self):
@@ -194,6 +188,7 @@ class StatisticsFilesTest(parameterized.TestCase):
   def test_reads_what_it_wrote_under_the_names_of_the_recorded_file(self):
     written = self._write()
     self.assertTrue(fid.has_statistics(self.file))
+    self.assertFalse(fid.has_statistics(self.file.parent))
     read = self._read()
     self.assertEqual(read.made_with, _MADE_WITH)
     for name in ("pool3", "spatial"):
@@ -223,12 +218,6 @@ class StatisticsFilesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, text):
       self._write().check_made_with({**_MADE_WITH, **ours}, "x.npz")
 
-  def test_mu_decides(self):
-    np.savez(self.file, np.zeros(3), sigma=np.zeros(3))
-    self.assertFalse(fid.has_statistics(self.file))
-    self.assertFalse(fid.has_statistics(self.file.parent))
-    self.assertTrue(fid.has_statistics(_RECORDED))
-
   @parameterized.named_parameters(
     ("missing", {"sigma_s": None}, r"lacks \['sigma_s'\]"),
     ("misshapen", {"mu_s": np.zeros(62)}, r"mu_s has .*\(62,\).*\(63,\)"),
@@ -242,10 +231,6 @@ class StatisticsFilesTest(parameterized.TestCase):
       arrays = {**stored, **changes}
     np.savez(self.file, **{k: v for k, v in arrays.items() if v is not None})
     with self.assertRaisesRegex(ValueError, f"stats.npz: .*{pattern}"):
-      self._read()
-
-  def test_missing_and_other_files_are_named(self):
-    with self.assertRaisesRegex(FileNotFoundError, r"stats.npz: no such file"):
       self._read()
     self.file.write_text("text")
     with self.assertRaisesRegex(ValueError, "stats.npz: not an npz file"):

@@ -180,7 +180,9 @@ class HeadStatsTest(parameterized.TestCase):
     )
 
   def test_maps_hold_the_choice_of_each_token(self):
-    maps = _measured("llm", "one").maps
+    stats = _measured("llm", "one")
+    maps, orders = stats.maps, [layer.order for layer in stats.layers]
+    self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
     # Ten examples of four labels: three of each at most, one label has none.
     np.testing.assert_array_equal(np.bincount(maps.label), [3, 3, 3])
     for place, index in enumerate(maps.index.tolist()):
@@ -196,13 +198,10 @@ class HeadStatsTest(parameterized.TestCase):
           maps.selected[layer][place][real], routing.selected[row][real]
         )
         # By their own numbers: the first listed head is shared.
-        order = np.array(_measured("llm", "one").layers[layer].order)
         places = routing.probs[row].argmax(-1)[real] + 1
-        np.testing.assert_array_equal(best[real], order[places])
-
-  def test_heads_have_their_own_numbers(self):
-    orders = [layer.order for layer in _measured("llm", "one").layers]
-    self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
+        np.testing.assert_array_equal(
+          best[real], np.array(orders[layer])[places]
+        )
 
   def test_a_family_may_order_heads_without_a_field_of_that_name(self):
     config = tiny.dit_config()
@@ -237,24 +236,13 @@ class HeadStatsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "no example"):
       _measured("vit", "one", ())
 
-  def test_no_example(self):
-    config = _config("vit")
-    probe = make_probe(make_model(config)[0], config)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    with self.assertRaisesRegex(ValueError, "no example"):
-      head_stats(probe, config, {}, [], _NAMES, mesh)
-
-
-class LoadEntropyTest(absltest.TestCase):
-  def test_is_between_one_choice_and_all(self):
-    found = load_entropy([[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0]])
+  def test_entropy_is_between_one_choice_and_all(self):
+    loads = [[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0], [0.0] * 4]
+    found = load_entropy(loads)
     np.testing.assert_allclose(found[:2], [0, 1], atol=1e-12)
     self.assertBetween(found[2], 0.1, 0.9)
-
-  def test_where_nothing_can_be_chosen(self):
-    self.assertEqual(load_entropy([1.0, 1.0]), 1.0)
-    self.assertTrue(np.isnan(load_entropy([np.nan, np.nan])))
-    self.assertTrue(np.isnan(load_entropy([0.0, 0.0])))
+    self.assertTrue(np.isnan(found[3]))
+    self.assertEqual(load_entropy([1.0, 1.0]), 1.0)  # nothing to choose
 
 
 if __name__ == "__main__":

@@ -178,40 +178,13 @@ class _Guess(nn.Module):
     return out, _aux(0.75)
 
 
-class _Clock(nn.Module):
-  """Predicts the timestep, as a share of the process."""
-
-  @nn.compact
-  def __call__(self, x, t, labels):
-    share = (t / _STEPS).reshape(-1, 1, 1, 1)
-    return jnp.broadcast_to(share, x.shape), _aux(1.0)
-
-
-class _Ones(nn.Module):
-  """Knows that the clean example is all ones."""
-
-  @nn.compact
-  def __call__(self, x, t, labels):
-    levels = make_process("linear", _STEPS).alphas_cumprod
-    level = jnp.float32(levels)[t].reshape(-1, 1, 1, 1)
-    return (x - jnp.sqrt(level)) / jnp.sqrt(1 - level), _aux(1.0)
-
-
-class _Nothing(nn.Module):
-  """Predicts 0: its error is what it should have predicted, squared."""
-
-  @nn.compact
-  def __call__(self, x, t, labels):
-    return jnp.zeros_like(x), _aux(1.0)
-
-
-def _batches(size=8, order=None, filler=0.0, images=_IMAGES):
+def _batches(size=8, order=None, filler=0.0):
   """Batches in some order, the last one filled up with masked examples."""
   order = np.arange(_EXAMPLES) if order is None else order
   missing = -len(order) % size
   index = np.concatenate([order, np.zeros(missing, int)]).astype(np.int32)
   mask = np.float32(np.arange(len(index)) < len(order))
-  images = np.where(mask.reshape(-1, 1, 1, 1) > 0, images[index], filler)
+  images = np.where(mask.reshape(-1, 1, 1, 1) > 0, _IMAGES[index], filler)
   for start in range(0, len(index), size):
     part = slice(start, start + size)
     yield {
@@ -254,11 +227,6 @@ class DenoisingTest(parameterized.TestCase):
     self.assertAlmostEqual(weighted["mse"], plain["mse"], places=5)
     self.assertGreater(abs(weighted["loss"] - plain["loss"]), 0.05)
 
-  def test_bound_is_missing_without_a_learned_variance(self):
-    found = _denoised(_Guess(learn_sigma=False))
-    self.assertNotIn("vb", found)
-    self.assertAlmostEqual(found["loss"], found["mse"], places=6)
-
   def test_timesteps_spread_evenly_and_noises_differ(self):
     index = np.arange(100, dtype=np.int32)
     process = make_process("linear", _STEPS)
@@ -267,18 +235,21 @@ class DenoisingTest(parameterized.TestCase):
     self.assertBetween(counts.min(), 9, counts.max())
     self.assertLessEqual(counts.max(), 11)
     self.assertLen({x.tobytes() for x in np.asarray(noise)}, 100)
-    # The squared error of a prediction of 0 is then the timestep's square.
-    zeros = np.zeros((_EXAMPLES, *_SHAPE), np.float32)
-    found = _denoised(_Clock(), _batches(images=zeros), prediction="x0")
-    shares = np.asarray(t[:_EXAMPLES]) / _STEPS
-    self.assertAlmostEqual(found["mse"], np.square(shares).mean(), places=5)
 
-  def test_error_is_that_of_the_noised_example(self):
-    ones = np.ones((_EXAMPLES, *_SHAPE), np.float32)
-    found = _denoised(_Ones(), _batches(images=ones))
-    self.assertLess(found["mse"], 1e-6)
-    # Without a prediction it is the noise's variance.
-    self.assertAlmostEqual(_denoised(_Nothing())["mse"], 1.0, delta=0.25)
+  def test_error_is_that_of_the_noise_in_the_noised_example(self):
+    index = np.arange(_EXAMPLES, dtype=np.int32)
+    process = make_process("linear", _STEPS)
+    t, noise = map(np.asarray, metrics.noise_of_index(index, _SHAPE, process))
+    level = process.alphas_cumprod[t].reshape(-1, 1, 1, 1)
+    x = np.sqrt(level) * _IMAGES + np.sqrt(1 - level) * noise
+    said = (t / _STEPS + 0.1 * _LABELS).reshape(-1, 1, 1, 1)
+    errors = np.square(0.5 * x + 0.2 * said - noise)
+    self.assertAlmostEqual(_denoised()["mse"], errors.mean(), places=5)
+
+  def test_bound_is_missing_without_a_learned_variance(self):
+    found = _denoised(_Guess(learn_sigma=False))
+    self.assertNotIn("vb", found)
+    self.assertAlmostEqual(found["loss"], found["mse"], places=6)
 
 
 if __name__ == "__main__":

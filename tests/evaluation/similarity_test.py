@@ -50,7 +50,7 @@ def _twins(config):
 
 
 @functools.cache
-def _measured(family="dit", router=True, data=1, tensor=1, wide=False):
+def _measured(family="dit", router=True, data=1, tensor=1):
   makers = {"dit": tiny.dit_config, "llm": tiny.llm_config}
   config = makers.get(family, tiny.config)()
   params = _twins(config)
@@ -72,15 +72,6 @@ def _measured(family="dit", router=True, data=1, tensor=1, wide=False):
     del batch["image"]
     batch |= {"inputs": tokens, "segments": segments, "positions": positions}
   probe = make_probe(make_model(config)[0], config)
-  if wide:  # as an own family that reads features [B, X]
-    image = batch.pop("image").reshape(8, -1)
-    batch["features"] = np.pad(image, ((0, 0), (300, 0)))
-
-    def read(params, batch, apply=probe.apply, **options):
-      image = batch["features"][:, 300:].reshape(8, 8, 8, 1)
-      return apply(params, {**batch, "image": image}, **options)
-
-    probe = dataclasses.replace(probe, apply=read)
   devices = jax.devices()[: data * tensor]
   mesh = sharding.make_mesh(MeshConfig(data=data, tensor=tensor), devices)
   with sharding.use_mesh(mesh):
@@ -107,9 +98,6 @@ class SimilarityTest(parameterized.TestCase):
     for name in ("patterns", "features"):
       ours, theirs = (getattr(x, name)["blocks0.0"] for x in (moh, mha))
       np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-  def test_inputs_that_are_no_text_are_read_whole(self):
-    np.testing.assert_equal(vars(_measured(wide=True)), vars(_measured()))
 
   def test_eight_devices_measure_the_same(self):
     # Devices that share heads compute them in another order.

@@ -1,6 +1,7 @@
-"""Runs of two processes that disagree, or that one SIGTERM stops."""
+"""Runs of two processes, and two runs in one working directory."""
 
 import os
+import re
 import signal
 import time
 
@@ -8,34 +9,68 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.runtime import steps
-from tests.faults.runs import Run, rows
+from tests.faults.runs import Run, differences, rows
 
 pytestmark = pytest.mark.faults
 
+_TIMES = int(os.environ.get("MOH_JAX_FAULTS_SECOND_RUNS", "50"))
+_LONG = ("--config.train.steps=4000", "--config.checkpoint.every=50")
 
-class ProcessesTest(parameterized.TestCase):
+
+class _RunsTest(parameterized.TestCase):
   def _start(self, *options, **more) -> Run:
-    workdir = more.pop("workdir", None)
-    workdir = workdir or os.path.join(self.create_tempdir().full_path, "run")
-    run = Run(workdir, *options, processes=2, **more)
+    workdir = os.path.join(self.create_tempdir().full_path, "run")
+    run = Run(workdir, *options, **more)
     self.addCleanup(run.stop)
     return run
 
-  def test_other_config_is_refused_with_the_difference(self):
+
+class TwoRunsTest(_RunsTest):
+  def test_second_run_is_refused_and_the_first_unharmed(self):
+    whole = self._start(*_LONG)
+    self.assertEqual(whole.wait(900), 0, whole.said())
+    first, refused, slowest, firsts = self._start(*_LONG), 0, 0.0, 1
+    first.wait_for_step(1)
+    while refused < _TIMES:
+      if first.processes[0].poll() is not None:
+        self.assertEqual(differences(first.workdir, whole.workdir), [])
+        first, firsts = self._start(*_LONG), firsts + 1
+        first.wait_for_step(1)
+      began = time.monotonic()
+      second = Run(str(first.workdir), *_LONG, name="second")
+      status = second.wait(60)
+      if first.processes[0].poll() is not None:
+        continue  # it ended meanwhile, so that nothing was in the way
+      slowest = max(slowest, time.monotonic() - began)
+      self.assertEqual(status, 2)
+      (line,) = second.errors()
+      self.assertIn(f"process {first.processes[0].pid} on host", line)
+      refused += 1
+    self.assertEqual(first.wait(900), 0, first.said())
+    self.assertEqual(differences(first.workdir, whole.workdir), [])
+    print(f"refused {refused} times in {slowest:.1f} s at most, {firsts} runs")
+
+
+class ProcessesTest(_RunsTest):
+  @parameterized.parameters(
+    ("train.seed=5", r"config.train.seed: 0 in process 0, 5 in process 1"),
+    ("mesh.data=3", r"config.mesh.data: -?\d in process 0, 3 in process 1"),
+  )  # a mesh that is impossible too
+  def test_other_config_is_refused_with_the_difference(self, other, message):
     began = time.monotonic()
-    run = self._start(last=["--config.train.seed=5"])
+    run = self._start(last=[f"--config.{other}"], processes=2)
     self.assertEqual(run.wait(), 2, run.said())
     print(f"refused after {time.monotonic() - began:.1f} s")
     for index in (0, 1):
       (line,) = run.errors(index)
-      self.assertIn("config.train.seed: 0 in process 0, 5 in process 1", line)
+      self.assertRegex(line, message)
     self.assertEqual(steps.list_steps(str(run.workdir)), [])
 
   @parameterized.parameters(0, 1)
   def test_sigterm_during_an_evaluation_saves_everywhere(self, victim):
     # The first evaluation, after step 3, has 2,000 batches.
     long = ("--config.eval.batch_size=2", "--config.data.fake_examples=4000")
-    run = self._start(*long, "--config.eval.every=3", family="vit")
+    run = self._start(*long, "--config.eval.every=3", family="vit", processes=2)
     self.assertTrue(run.wait_for_step(3))
     time.sleep(1.0)
     run.processes[victim].send_signal(signal.SIGTERM)
@@ -46,6 +81,30 @@ class ProcessesTest(parameterized.TestCase):
       self.assertIn("stopped at step 3, saved", run.said(index))
     self.assertNotIn((3, "val"), rows(run.workdir))
     self.assertEqual(steps.list_steps(str(run.workdir))[-1], 3)
+
+  @parameterized.product(victim=(0, 1), number=(signal.SIGKILL, signal.SIGSTOP))
+  def test_other_process_ends_with_one_line(self, victim, number):
+    endless = "--config.train.steps=100000", "--config.checkpoint.every=50"
+    run = self._start(*endless, processes=2)
+    self.assertTrue(
+      run.wait_for(lambda: len(steps.list_steps(str(run.workdir))) > 1)
+    )
+    began, other = time.monotonic(), 1 - victim
+    run.processes[victim].send_signal(number)
+    status = run.processes[other].wait(120)
+    print(f"the other ended after {time.monotonic() - began:.1f} s")
+    self.assertNotEqual(status, 0)
+    self.assertNotIn("Traceback", run.said(other))
+    self.assertNotIn("stack trace", run.said(other))
+    # The line comes from a process of its own where this one was ended.
+    deadline = time.monotonic() + 10
+    while not run.errors(other) and time.monotonic() < deadline:
+      time.sleep(0.02)
+    (line,) = run.errors(other)
+    named = int(
+      re.search(r"last whole checkpoint in .* is step (\d+)", line)[1]
+    )
+    self.assertEqual(named, steps.newest_whole_step(str(run.workdir)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from moh_jax.data import (
 )
 from moh_jax.evaluation import fid, image_metrics
 from moh_jax.runtime import files
-from tests.convert import torch_archive
 from tests.fuzz import hostile
 
 
@@ -125,13 +124,6 @@ _SAFETENSORS = safetensors.numpy.save(
 )
 _SIZE = 8 + int.from_bytes(_SAFETENSORS[:8], "little")
 _INDEX = {"weight_map": {"a.weight": "x.safetensors", "b": "y.safetensors"}}
-_TREE = {
-  "model": {
-    "a": torch_archive.tensor("0", (2, 3), (3, 1)),
-    "b": torch_archive.tensor("0", (2,), (1,), 1),
-  }
-}
-_PICKLE = b"\x80\x02" + torch_archive.code(_TREE) + b"."
 _has_torch = importlib.util.find_spec("torch")
 
 
@@ -149,7 +141,12 @@ class TensorsTest(hostile.ReaderTest):
   @classmethod
   def setUpClass(cls):
     if _has_torch:
-      import torch  # noqa: F401, its memory is no example's
+      import torch  # first: its memory is no example's
+
+      whole = torch.zeros(2, 3)
+      tree = {"model": {"a": whole, "b": whole[0, 1:]}}
+      with zipfile.ZipFile(io.BytesIO(_written(torch.save, tree))) as archive:
+        cls.pickle = archive.read("archive/data.pkl")
     super().setUpClass()
 
   def _read(self, name: str, content: bytes):
@@ -176,15 +173,15 @@ class TensorsTest(hostile.ReaderTest):
   @hostile.examples()
   @given(st.data())
   def test_torch_archive(self, data):
-    whole = _archive(_PICKLE, bytes(24))
+    whole = _archive(self.pickle, bytes(24))
     self._read("x.pth", data.draw(hostile.damaged(whole)))
-    pickle = data.draw(hostile.damaged(_PICKLE))
+    pickle = data.draw(hostile.damaged(self.pickle))
     self._read("x.pth", _archive(pickle, bytes(24)))
 
   @unittest.skipUnless(_has_torch, "needs the extra torch")
   def test_archive_that_unpacks_to_gigabytes(self):
     zeros, packed = bytes(1 << 26), zipfile.ZIP_DEFLATED
-    content = _archive(_PICKLE, *[zeros] * 4, compression=packed)
+    content = _archive(self.pickle, *[zeros] * 4, compression=packed)
     with self.assertRaisesRegex(ValueError, "bomb.pth.*unpacks to"):
       tensor_files.read_tensors(self.write("bomb.pth", content))
 

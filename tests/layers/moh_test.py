@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from flax import nnx
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.llm import RotaryConfig
@@ -120,18 +121,17 @@ class MoHAttentionTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    (True, None, True, True),
-    (False, None, False, False),
-    (True, False, True, False),
-    (False, True, False, True),
+    ((True, None), (True, True)),
+    ((False, None), (False, False)),
+    ((True, False), (True, False)),
+    ((False, True), (False, True)),
   )
-  def test_output_bias_follows_the_others_unless_told(
-    self, use_bias, out_bias, projections, output
-  ):
-    module = MoHAttention(small.BUDGET, use_bias=use_bias, out_bias=out_bias)
-    params = small.params(module, small.tokens())["params"]
-    self.assertEqual("bias" in params["qkv"], projections)
-    self.assertEqual("bias" in params["out"], output)
+  def test_output_bias_follows_the_others_unless_told(self, fields, found):
+    names = dict(zip(("use_bias", "out_bias"), fields))
+    params = small.params(MoHAttention(small.BUDGET, **names), small.tokens())[
+      "params"
+    ]
+    self.assertEqual(tuple("bias" in params[n] for n in ("qkv", "out")), found)
 
   def test_causal_output_has_no_gradient_of_later_tokens(self):
     module, x = MoHAttention(small.BUDGET, causal=True), small.tokens()
@@ -339,31 +339,83 @@ class PlacesTest(parameterized.TestCase):
       atol=1e-5,
     )
 
-  def test_calls_with_one_cache_do_not_influence_each_other(self):
-    empty = make_cache(small.B, 2, 8, 4, "float32")
-    _, cache = self._extend(empty, 0, 3)
-    before = jax.tree.map(np.array, cache)
-    first = self._extend(cache, 3, 4)
-    self._extend(cache, 3, 4, tokens=small.tokens() + 1)
-    chex.assert_trees_all_equal(cache, before)
-    chex.assert_trees_all_equal(self._extend(cache, 3, 4), first)
-    np.testing.assert_array_equal(cache.k[:, :, 3:], 0.0)
-    self.assertGreater(float(jnp.abs(first[1].k[:, :, 3]).min()), 0.0)
-
-  def _extend(self, cache, start, stop, tokens=None):
+  def _extend(self, cache, start, stop):
     """The layer on tokens `start` to `stop`: outputs and the new cache."""
-    tokens = small.tokens() if tokens is None else tokens
     first = None if start == 0 else jnp.zeros(small.B, jnp.int32)
     part = jax.tree.map(lambda x: x[:, start:stop], self.rotation)
     extend = functools.partial(self.module.apply, method="extend")
     out, _, cache = jax.jit(extend)(
       self.variables,
-      tokens[:, start:stop],
+      small.tokens()[:, start:stop],
       cache,
       Slots(jnp.int32(start), first),
       places=Places(rotation=part),
     )
     return out, cache
+
+
+class FlaxTest(absltest.TestCase):
+  """The layer in plain Linen and in NNX."""
+
+  def setUp(self):
+    super().setUp()
+    self.module = MoHAttention(small.BUDGET, num_kv_heads=3)
+    self.boxed = self.module.init(jax.random.key(0), small.tokens())
+
+  def _gradient(self, variables):
+    def loss(variables):
+      out, aux = self.module.apply(variables, small.tokens())
+      return jnp.sum(out**2) + aux.balance_loss
+
+    return jax.jit(jax.grad(loss))(variables)
+
+  def test_boxed_and_plain_parameters_give_the_same(self):
+    plain = {"params": nn.unbox(self.boxed)["params"]}
+    for leaf in jax.tree.leaves(
+      plain, is_leaf=lambda x: not isinstance(x, dict)
+    ):
+      self.assertIsInstance(leaf, jax.Array)
+    chex.assert_trees_all_equal(
+      self.module.apply(plain, small.tokens()),
+      self.module.apply(self.boxed, small.tokens()),
+    )
+    chex.assert_trees_all_equal(
+      self._gradient(plain), nn.unbox(self._gradient(self.boxed))
+    )
+
+  def test_nnx_gives_what_linen_gives(self):
+    layer = nnx.bridge.ToNNX(self.module, rngs=nnx.Rngs(0))
+    layer.lazy_init(small.tokens())
+    state = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    variables = {"params": state}
+    chex.assert_trees_all_equal_shapes(
+      variables, {"params": nn.unbox(self.boxed)["params"]}
+    )
+    chex.assert_trees_all_close(
+      layer(small.tokens()),
+      self.module.apply(variables, small.tokens()),
+      rtol=1e-6,
+    )
+
+    @nnx.jit
+    @nnx.grad
+    def gradient(layer):
+      out, aux = layer(small.tokens())
+      return jnp.sum(out**2) + aux.balance_loss
+
+    chex.assert_trees_all_close(
+      nnx.to_pure_dict(gradient(layer)),
+      self._gradient(variables)["params"],
+      rtol=1e-5,
+      atol=1e-6,
+    )
+
+  def test_nnx_keeps_the_logical_axes(self):
+    layer = nnx.bridge.ToNNX(self.module, rngs=nnx.Rngs(0))
+    layer.lazy_init(small.tokens())
+    self.assertEqual(
+      layer.out["kernel"].out_sharding, ("heads", "head_dim", "embed")
+    )
 
 
 if __name__ == "__main__":

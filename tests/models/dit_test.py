@@ -94,23 +94,12 @@ class DiTTest(parameterized.TestCase):
     chex.assert_shape(aux.layers["blocks1"].load, (1, 6))
     chex.assert_type(jax.tree.leaves((out, aux, grads)), jnp.float32)
 
-  @parameterized.parameters((True, 6), (False, 3))
-  def test_variance_has_channels_of_its_own(self, learn_sigma, channels):
-    config = _config(learn_sigma=learn_sigma)
-    out, _ = jax.eval_shape(
-      DiT(config).apply, _variables(config), *_inputs(config)
-    )
-    chex.assert_shape(out, (_B, 4, 6, channels))
-
-  def test_balance_loss_is_the_mean_over_routed_layers(self):
+  def test_side_values_count_routed_layers_and_all_heads(self):
     _, aux, _ = _run(_CONFIG)
     np.testing.assert_allclose(
       aux.balance_loss, aux.layers["blocks0"].balance_loss.mean(), rtol=1e-6
     )
     self.assertGreater(float(aux.balance_loss), 0.5)
-
-  def test_activated_share_counts_all_heads(self):
-    _, aux, _ = _run(_CONFIG)
     np.testing.assert_allclose(aux.activated_share, (3 + 3 + 6) / (4 + 4 + 6))
 
   def test_gradients_are_finite_and_reach_every_parameter(self):
@@ -119,12 +108,6 @@ class DiTTest(parameterized.TestCase):
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
       name = jax.tree_util.keystr(path)
       self.assertGreater(float(jnp.abs(leaf).max()), 0.0, name)
-
-  def test_jit_equals_eager(self):
-    config = _config(num_heads=(4,), shared_heads=(2,), top_k=(1,))
-    eager = DiT(config).apply(_variables(config), *_inputs())
-    jitted = _forward(config)(*_inputs())
-    chex.assert_trees_all_close(eager, jitted, rtol=1e-4, atol=1e-4)
 
   def test_remat_gives_equal_outputs_and_gradients(self):
     ours, plain = _run(_config(remat="dots")), _run(_CONFIG)
@@ -176,21 +159,19 @@ class DiTTest(parameterized.TestCase):
     np.testing.assert_allclose(same, whole, rtol=1e-6)
     self.assertGreater(float(jnp.abs(between - whole).max()), 1e-3)
 
-  @parameterized.parameters(
-    ((2, 6, 4, 3),), ((2, 4, 6, 1),), ((4, 6, 3),), ((2, 3, 4, 6),)
-  )
+  @parameterized.parameters(((2, 6, 4, 3),), ((4, 6, 3),))
   def test_inputs_of_another_shape_raise(self, shape):
     _, t, labels = _inputs()
     with self.assertRaisesRegex(ValueError, r"must be \[batch, 4, 6, 3\]"):
       DiT(_CONFIG).init(jax.random.key(0), jnp.zeros(shape), t, labels)
 
-  @parameterized.parameters(((1, 6), 1), ((9, 3), 3), ((2, 2), 2))
-  def test_sides_may_be_any_multiples_of_the_patch(self, size, patch):
-    config = _config(input_size=size, patch_size=patch)
+  @parameterized.parameters(((1, 6), 1, True), ((9, 3), 3, False))
+  def test_sides_may_be_any_multiples_of_the_patch(self, size, patch, learns):
+    config = _config(input_size=size, patch_size=patch, learn_sigma=learns)
     out, _ = jax.eval_shape(
       DiT(config).apply, _variables(config), *_inputs(config)
     )
-    chex.assert_shape(out, (_B, *size, 6))
+    chex.assert_shape(out, (_B, *size, 6 if learns else 3))
 
   @parameterized.parameters(1, 2)
   def test_rows_and_columns_of_patches_have_places(self, axis):
@@ -203,7 +184,7 @@ class DiTTest(parameterized.TestCase):
 
 
 class RoutingTest(absltest.TestCase):
-  def test_gates_are_zero_for_the_heads_a_token_did_not_choose(self):
+  def test_records_gates_tokens_conditioning_and_layers(self):
     _, recorded = _recording(_CONFIG)(*_inputs())
     recorded = recorded["intermediates"]
     (routing,) = recorded["blocks0"]["attn"]["router"]["routing"]
@@ -213,10 +194,6 @@ class RoutingTest(absltest.TestCase):
     np.testing.assert_array_equal(gates[..., 2:] != 0, routing.selected)
     (routing,) = recorded["blocks1"]["attn"]["router"]["routing"]
     self.assertTrue(np.all(np.asarray(routing.gates) > 0))
-
-  def test_records_tokens_conditioning_and_layers(self):
-    _, recorded = _recording(_CONFIG)(*_inputs())
-    recorded = recorded["intermediates"]
     chex.assert_shape(recorded["tokens"][0], (_B, 6, 8))
     chex.assert_shape(recorded["conditioning"][0], (_B, 8))
     chex.assert_shape(recorded["blocks0"]["out"][0], (2, _B, 6, 8))
@@ -224,7 +201,6 @@ class RoutingTest(absltest.TestCase):
 
   def test_router_off_has_no_router_and_all_heads(self):
     self.assertNotIn("router", _variables(_MHA)["params"]["blocks0"]["attn"])
-    self.assertIn("router", _variables(_CONFIG)["params"]["blocks0"]["attn"])
     _, aux = _forward(_MHA)(*_inputs())
     self.assertEqual(float(aux.activated_share), 1.0)
     self.assertEqual(float(aux.balance_loss), 0.0)
@@ -324,17 +300,7 @@ class InitializationTest(parameterized.TestCase):
     chex.assert_shape(params["embed"]["label"]["embedding"], (rows, 8))
 
 
-class PatchTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ((4, 6), 2, 3), ((6, 4), 2, 1), ((3, 9), 3, 2), ((2, 5), 1, 4)
-  )
-  def test_unpatchify_undoes_patchify(self, size, patch, channels):
-    x = np.random.default_rng(0).normal(size=(2, *size, channels))
-    grid = (size[0] // patch, size[1] // patch)
-    tokens = patchify(jnp.asarray(x), patch)
-    chex.assert_shape(tokens, (2, grid[0] * grid[1], patch**2 * channels))
-    chex.assert_trees_all_equal(unpatchify(tokens, grid, patch), jnp.asarray(x))
-
+class PatchTest(absltest.TestCase):
   def test_tokens_go_row_by_row_and_within_rows_columns_channels(self):
     size, patch, channels = (4, 6), 2, 3
     x = np.arange(4 * 6 * 3.0).reshape(1, *size, channels)
@@ -344,6 +310,8 @@ class PatchTest(parameterized.TestCase):
       columns = slice(column * patch, (column + 1) * patch)
       expected = x[0, rows, columns].ravel()
       np.testing.assert_array_equal(tokens[0, row * 3 + column], expected)
+    back = unpatchify(jnp.asarray(tokens), (2, 3), patch)
+    np.testing.assert_array_equal(back, x)
 
 
 if __name__ == "__main__":

@@ -132,12 +132,8 @@ class CacheTest(parameterized.TestCase):
     (stacked,) = LLM(small.CONFIG).new_cache(3, 5, "int8")
     chex.assert_shape(stacked.k, (2, 3, 2, 5, 8))
     chex.assert_shape(stacked.k_scale, (2, 3, 2, 1, 5))
-    (each,) = LLM(small.CONFIG, unrolled=True).new_cache(3, 5, "int8")
-    self.assertLen(each, 2)
-    for layer in each:
-      chex.assert_shape(layer.k, (3, 2, 5, 8))
-    for leaf in jax.tree.leaves((stacked, each)):
-      np.testing.assert_array_equal(leaf, 0)
+    ((first, _),) = LLM(small.CONFIG, unrolled=True).new_cache(3, 5, "int8")
+    chex.assert_shape(first.k, (3, 2, 5, 8))
 
 
 if __name__ == "__main__":

@@ -45,35 +45,19 @@ def _reach(config: LLMConfig):
 
 class VisibilityTest(parameterized.TestCase):
   @parameterized.parameters(*small.ROUTERS)
-  def test_logits_have_no_gradient_of_later_tokens(self, router):
-    reach = _reach(small.changed(router))((1,) * small.N)
-    np.testing.assert_array_equal(reach > 0, np.tri(small.N, dtype=bool))
+  def test_logits_have_gradients_of_what_they_may_see(self, router):
+    reach = _reach(small.changed(router))
+    for segments in ((1,) * small.N, (1, 1, 1, 2, 2, 3, 3, 3)):
+      seen = np.tri(small.N, dtype=bool) & np.equal.outer(segments, segments)
+      np.testing.assert_array_equal(reach(segments) > 0, seen)
 
-  @parameterized.parameters(*small.ROUTERS)
-  def test_logits_have_no_gradient_of_other_segments(self, router):
-    segments = (1, 1, 1, 2, 2, 3, 3, 3)
-    reach = _reach(small.changed(router))(segments)
-    same = np.equal.outer(segments, segments)
-    np.testing.assert_array_equal(reach > 0, np.tri(small.N, dtype=bool) & same)
-
-  @parameterized.parameters(*small.ROUTERS)
-  def test_packed_documents_are_as_those_alone(self, router):
-    config, tokens = small.changed(router), small.random_tokens()
-    packed, _ = small.forward(
-      config,
-      tokens=tokens,
-      segments=jnp.array([[1, 1, 1, 2, 2, 2, 2, 2]] * 2),
-      positions=jnp.array([[0, 1, 2, 0, 1, 2, 3, 4]] * 2),
-    )
-    first, _ = small.forward(config, tokens=tokens)  # what follows is not seen
-    second, _ = small.forward(config, tokens=jnp.roll(tokens, -3, axis=1))
-    np.testing.assert_allclose(packed[:, :3], first[:, :3], atol=1e-5)
-    np.testing.assert_allclose(packed[:, 3:], second[:, :5], atol=1e-5)
-
-  def test_packed_documents_keep_a_dynamic_base_of_their_own(self):
-    rope = RotaryConfig(scaling="dynamic", factor=4.0, original_length=2)
-    config = small.changed(rope=rope)
-    tokens = small.random_tokens()
+  @parameterized.parameters(
+    *({"router": router} for router in small.ROUTERS),
+    # Documents keep a dynamic base of their own.
+    {"rope": RotaryConfig(scaling="dynamic", factor=4.0, original_length=2)},
+  )
+  def test_packed_documents_are_as_those_alone(self, **changes):
+    config, tokens = small.changed(**changes), small.random_tokens()
     packed, _ = small.forward(
       config,
       tokens=tokens,
@@ -119,24 +103,13 @@ class VisibilityTest(parameterized.TestCase):
     gap = abs(float(aux.balance_loss) - float(counted.balance_loss))
     self.assertGreater(gap, 1e-4)
 
-  def test_rows_of_a_batch_do_not_see_each_other(self):
-    logits, _ = small.forward()
-    other, _ = small.forward(tokens=small.random_tokens().at[0].set(7))
-    np.testing.assert_allclose(other[1], logits[1], rtol=1e-5, atol=1e-6)
-
   def test_too_long_a_sequence_raises(self):
     tokens = jnp.zeros((1, small.CONFIG.max_length + 1), jnp.int32)
-    with self.assertRaisesRegex(
-      ValueError, r"33 tokens exceeds model\.max_length=32"
-    ):
-      jax.eval_shape(
-        LLM(small.CONFIG).apply, small.random_variables(small.CONFIG), tokens
-      )
-    jax.eval_shape(
-      LLM(small.CONFIG).apply,
-      small.random_variables(small.CONFIG),
-      tokens[:, 1:],
-    )
+    run = functools.partial(jax.eval_shape, LLM(small.CONFIG).apply)
+    variables = small.random_variables(small.CONFIG)
+    with self.assertRaisesRegex(ValueError, r"33 tokens .*max_length=32"):
+      run(variables, tokens)
+    run(variables, tokens[:, 1:])
 
 
 class OutputTest(parameterized.TestCase):
@@ -147,8 +120,6 @@ class OutputTest(parameterized.TestCase):
     chex.assert_shape(aux.layers["blocks0"].load, (2, 4))
     chex.assert_type(jax.tree.leaves((logits, aux)), jnp.float32)
     np.testing.assert_allclose(aux.activated_share, 0.75)
-
-  def test_runs_of_unequal_layers_are_stacks_of_their_own(self):
     _, aux = small.forward(small.UNEQUAL)
     self.assertCountEqual(aux.layers, ["blocks0", "blocks1"])
     np.testing.assert_allclose(aux.activated_share, (2 + 4) / 8)
@@ -216,37 +187,28 @@ class OutputTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    ("qkv_bias", ("attn/kv", "attn/q")),
-    ("out_bias", ("attn/out",)),
-    ("mlp_bias", ("mlp/down", "mlp/gate", "mlp/up")),
+    (small.changed(qkv_bias=True), ("attn/kv/bias", "attn/q/bias")),
+    (small.changed(out_bias=True), ("attn/out/bias",)),
+    (
+      small.changed(mlp_bias=True),
+      ("mlp/down/bias", "mlp/gate/bias", "mlp/up/bias"),
+    ),
+    (small.NORMED, ("attn/q_norm/scale", "attn/k_norm/scale")),
   )
-  def test_biases_are_there_and_count(self, field, modules):
-    alone = small.random_variables(small.changed(**{field: True}))["params"][
-      "blocks0"
-    ]
-    paths = traverse_util.flatten_dict(alone, sep="/")
-    found = [path for path in paths if path.endswith("bias")]
-    self.assertCountEqual(found, [f"{module}/bias" for module in modules])
-    logits, _ = small.forward(small.BIASED)
-    for module in modules:
-      flat = traverse_util.flatten_dict(
-        small.random_variables(small.BIASED), sep="/"
+  def test_optional_parameters_are_there_and_count(self, config, paths):
+    flat = traverse_util.flatten_dict(small.random_variables(config), sep="/")
+    plain = traverse_util.flatten_dict(
+      small.random_variables(small.CONFIG), sep="/"
+    )
+    paths = [f"params/blocks0/{path}" for path in paths]
+    more = [path for path in flat.keys() - plain if "router" not in path]
+    self.assertCountEqual(more, paths)
+    logits, _ = small.forward(config)
+    for path in paths:
+      moved = traverse_util.unflatten_dict(
+        {**flat, path: 2 * flat[path]}, sep="/"
       )
-      flat[f"params/blocks0/{module}/bias"] *= 0
-      zeroed = traverse_util.unflatten_dict(flat, sep="/")
-      without, _ = small.forward(small.BIASED, zeroed)
-      self.assertGreater(float(jnp.abs(logits - without).max()), 1e-3)
-
-  def test_norms_of_queries_and_keys_are_there_and_count(self):
-    variables = small.random_variables(small.NORMED)
-    logits, _ = small.forward(small.NORMED)
-    for name in ("q_norm", "k_norm"):
-      flat = traverse_util.flatten_dict(variables, sep="/")
-      scale = flat[f"params/blocks0/attn/{name}/scale"]
-      chex.assert_shape(scale, (2, small.NORMED.head_dim))
-      flat[f"params/blocks0/attn/{name}/scale"] = scale * 2
-      doubled = traverse_util.unflatten_dict(flat, sep="/")
-      changed, _ = small.forward(small.NORMED, doubled)
+      changed, _ = small.forward(config, moved)
       self.assertGreater(float(jnp.abs(logits - changed).max()), 1e-3)
 
 
@@ -255,6 +217,7 @@ class RouterTest(parameterized.TestCase):
     plain = small.changed("none")
     routed = small.changed("query_norm", top_k=(3, 3))
     variables = small.random_variables(plain)
+    self.assertNotIn("router", variables["params"]["blocks0"]["attn"])
     chex.assert_trees_all_equal_shapes(
       variables, small.random_variables(routed)
     )
@@ -262,16 +225,6 @@ class RouterTest(parameterized.TestCase):
     expected, _ = small.forward(plain, variables)
     np.testing.assert_array_equal(logits, expected)
     self.assertEqual(float(aux.activated_share), 1.0)
-
-  def test_only_the_two_stage_router_has_parameters(self):
-    stacks = {
-      r: small.random_variables(small.changed(r))["params"]["blocks0"]
-      for r in small.ROUTERS
-    }
-    found = {
-      router for router in small.ROUTERS if "router" in stacks[router]["attn"]
-    }
-    self.assertEqual(found, {"two_stage"})
 
   def test_top_k_as_an_input_is_that_of_the_config(self):
     top_k = jnp.array(small.UNEQUAL.top_k, jnp.int32)
@@ -336,24 +289,16 @@ class PrecisionTest(parameterized.TestCase):
     gap = float(jnp.abs(logits - expected).max())
     self.assertBetween(gap, 1e-4, 0.05 * scale)
 
-  @parameterized.parameters("full", "dots")
-  def test_remat_gives_equal_gradients(self, remat):
+  def test_remat_recomputes_the_stack_and_gives_equal_gradients(self):
+    for remat, count in (("none", 0), ("dots", 1)):
+      config = small.changed(remat=remat)
+      run = LLM(config).apply
+      arguments = small.random_variables(config), small.random_tokens()
+      program = str(jax.make_jaxpr(run)(*arguments))
+      self.assertEqual(program.count("prevent_cse"), count)
     chex.assert_trees_all_close(
-      _gradient(small.changed(remat=remat)),
-      _gradient(small.CONFIG),
-      rtol=1e-4,
-      atol=1e-4,
+      _gradient(config), _gradient(small.CONFIG), rtol=1e-4, atol=1e-4
     )
-
-  @parameterized.parameters(("none", 0), ("full", 1), ("dots", 1))
-  def test_remat_recomputes_the_stack(self, remat, count):
-    config = small.changed(remat=remat)
-
-    def loss(variables):
-      return LLM(config).apply(variables, small.random_tokens())[0].sum()
-
-    program = str(jax.make_jaxpr(loss)(small.random_variables(small.CONFIG)))
-    self.assertEqual(program.count("prevent_cse"), count)
 
   def test_gradients_are_finite_and_reach_every_parameter(self):
     grads = _gradient(small.CONFIG)

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli.arguments.speed import bench_run
+from moh_jax.cli.bench import bench_run
 from moh_jax.config import (
   Config,
   released_model,
   released_models,
-  without_router,
 )
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
@@ -92,6 +91,11 @@ def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:
   return jax.eval_shape(functools.partial(rules.dump_params, table), params)
 
 
+def _named(name: str) -> bool:
+  """Whether a name ends in the share of active heads."""
+  return name.startswith("moh-") and name[-2:].isdecimal()
+
+
 class RegistryTest(parameterized.TestCase):
   def test_covers_every_released_model(self):
     names = [*_PUBLIC, *_OTHER_PATCHES, *_SIZED, *_LLAMA, *_LLAMA_70B]
@@ -109,18 +113,8 @@ class RegistryTest(parameterized.TestCase):
     self.assertEqual(total, public["total"])
     chex.assert_type(list(tensors.values()), jnp.float32)
 
-  @parameterized.parameters(*_SIZED)
-  def test_language_model_has_the_parameters_of_its_sizes(self, name):
-    config = released_model(name)
-    params = unbox(abstract_params(*make_model(_run(config))))
-    total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    self.assertEqual(total, _SIZED[name])
-    millions = {"llm-s": 186, "llm-b": 881, "moh-llm-s": 186, "moh-llm-b": 882}
-    size = name if name in millions else name[:-3]
-    self.assertEqual(round(total / 1e6), millions[size])
-
-  @parameterized.parameters(*_LLAMA_70B.items())
-  def test_large_model_has_the_parameters_of_its_sizes(self, name, expected):
+  @parameterized.parameters(*(_SIZED | _LLAMA_70B).items())
+  def test_language_model_has_the_parameters_of_its_sizes(self, name, expected):
     params = abstract_params(*make_model(_run(released_model(name))))
     total = sum(leaf.size for leaf in jax.tree.leaves(unbox(params)))
     self.assertEqual(total, expected)
@@ -160,25 +154,10 @@ class RegistryTest(parameterized.TestCase):
     self.assertEqual(shapes.keys(), public["params"].keys())
 
   @parameterized.parameters(
-    ("moh-vit-s80", 0.80),
-    ("moh-vit-s75", 0.75),
-    ("moh-vit-b75", 0.75),
-    ("moh-vit-b50", 0.50),
-    ("transnext-base", 1.0),
-    ("moh-dit-s2-90", 0.90),
-    ("moh-dit-s2-75", 0.75),
-    ("moh-dit-b2-90", 0.90),
-    ("moh-dit-b2-75", 0.75),
-    ("moh-dit-l2-90", 0.90),
-    ("moh-dit-l2-75", 0.75),
-    ("moh-dit-xl2-90", 0.90),
-    ("moh-dit-xl2-75", 0.75),
-    ("dit-xl2", 1.0),
-    ("moh-llm-s-75", 0.75),
-    ("moh-llm-s-50", 0.50),
-    ("moh-llm-b-75", 0.75),
-    ("moh-llm-b-50", 0.50),
-    ("llm-b", 1.0),
+    *((name, 1.0) for name in ("transnext-base", "dit-xl2", "llm-b")),
+    *(
+      (name, int(name[-2:]) / 100) for name in released_models() if _named(name)
+    ),
     ("moh-llama3-8b", 0.75),
     ("llama3-8b", 1.0),
   )
@@ -196,15 +175,6 @@ class RegistryTest(parameterized.TestCase):
       ValueError, "'moh-vit-s81' .*moh-vit-s80.*transnext-base.*dit-xl8"
     ):
       released_model("moh-vit-s81")
-
-  def test_without_router_changes_only_what_it_says(self):
-    config = without_router(released_model("moh-vit-b50"), num_classes=7)
-    self.assertEqual(config.router.kind, "none")
-    self.assertEqual(config.num_classes, 7)
-    self.assertEqual(config.activated_share, 1.0)
-    self.assertEqual(
-      config.embed_dims, released_model("moh-vit-b50").embed_dims
-    )
 
 
 if __name__ == "__main__":

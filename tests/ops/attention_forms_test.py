@@ -355,9 +355,8 @@ class CrossoversTest(parameterized.TestCase):
 
   def test_lengths_between_are_interpolated(self):
     def share(tokens, device=_H100):
-      return largest_share(
-        device, "cudnn", "bfloat16", 64, tokens, causal=False
-      )
+      case = {"target": device, "queries": tokens, "dtype": "bfloat16"}
+      return largest_share(dataclasses.replace(_CASE, **case), "cudnn")
 
     self.assertEqual((share(1024), share(2048)), (0.73, 0.85))
     self.assertAlmostEqual(share(1448), 0.79, places=3)

@@ -22,16 +22,7 @@ class SlotsTest(parameterized.TestCase):
 
 
 class WriteCacheTest(parameterized.TestCase):
-  @parameterized.parameters(*DTYPES)
-  def test_new_cache_is_empty_and_of_its_dtype(self, dtype):
-    cache = make_cache(B, K, M, D, dtype)
-    chex.assert_shape([cache.k, cache.v], (B, K, M, D))
-    chex.assert_type([cache.k, cache.v], jnp.dtype(dtype))
-    for leaf in jax.tree.leaves(cache):
-      np.testing.assert_array_equal(leaf, 0)
-    self.assertLen(jax.tree.leaves(cache), 4 if dtype == "int8" else 2)
-
-  @parameterized.product(dtype=DTYPES, slot=(0, 3, 6))
+  @parameterized.product(dtype=DTYPES, slot=(0, 6))
   def test_writes_its_slots_and_no_other(self, dtype, slot):
     before, *_ = filled(dtype)
     tokens = 2
@@ -67,13 +58,6 @@ class WriteCacheTest(parameterized.TestCase):
     self.assertTrue(np.all(gap <= bound * 1.0001))
     self.assertGreater((gap / bound).max(), 0.5)  # and the bound is tight
     self.assertEqual(int(jnp.abs(cache.k).max()), 127)
-
-  def test_int8_of_nothing_is_nothing(self):
-    zeros = jnp.zeros((B, 2, K, D))
-    cache = make_cache(B, K, M, D, "int8")
-    cache = write(cache, zeros, zeros, jnp.int32(1))
-    for leaf in jax.tree.leaves(cache):
-      np.testing.assert_array_equal(leaf, 0)
 
   def test_bfloat16_vectors_go_into_a_float32_cache(self):
     k = vectors(2, dtype=jnp.bfloat16)

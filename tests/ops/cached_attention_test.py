@@ -21,7 +21,7 @@ def _slots(new, seen, first=(0, 0)):
 
 
 class CachedAttentionTest(parameterized.TestCase):
-  @parameterized.product(heads=(2, 6), new=(1, 3), seen=(3, 8))
+  @parameterized.parameters((2, 1, 8), (6, 3, 3), (6, 1, 3))
   def test_equals_dense_attention_to_what_is_slots(self, heads, new, seen):
     cache, k, v = filled()
     q = vectors(new, heads)
@@ -30,21 +30,18 @@ class CachedAttentionTest(parameterized.TestCase):
     chex.assert_shape(out, q.shape)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
-  @parameterized.parameters("bfloat16", "int8")
-  def test_equals_dense_attention_to_what_is_stored(self, dtype):
+  @parameterized.product(
+    dtype=("bfloat16", "int8"), q_dtype=(jnp.float32, jnp.bfloat16)
+  )
+  def test_equals_dense_attention_to_what_is_stored(self, dtype, q_dtype):
     cache, *_ = filled(dtype)
-    q = vectors(2, 4)
+    q = vectors(2, 4, dtype=q_dtype)
     k, v = (jnp.asarray(stored(cache, name)) for name in "kv")
     out = _attend(q, cache, _slots(2, M))
-    np.testing.assert_allclose(out, _dense(q, k, v, causal=True), atol=3e-6)
-
-  def test_int8_is_close_to_float32(self):
-    q, slots = vectors(1, 4), _slots(1, M)
-    rough, exact = (
-      _attend(q, filled(dtype)[0], slots) for dtype in ("int8", "float32")
-    )
-    gap = float(jnp.abs(rough - exact).max())
-    self.assertBetween(gap, 1e-5, 0.03)
+    chex.assert_type(out, q_dtype)
+    expected = _dense(q.astype(jnp.float32), k, v, causal=True)
+    atol = 3e-6 if q_dtype == jnp.float32 else 0.05
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=atol)
 
   @parameterized.parameters(*DTYPES)
   def test_rows_that_see_nothing_give_zero(self, dtype):
@@ -76,17 +73,6 @@ class CachedAttentionTest(parameterized.TestCase):
       _attend(q, cache, slots), _attend(q, other, slots)
     )
 
-  @parameterized.product(
-    dtype=("bfloat16", "int8"), q_dtype=(jnp.float32, jnp.bfloat16)
-  )
-  def test_output_has_the_dtype_of_the_queries(self, dtype, q_dtype):
-    cache, k, v = filled(dtype)
-    q = vectors(1, 4, dtype=q_dtype)
-    out = _attend(q, cache, _slots(1, M))
-    chex.assert_type(out, q_dtype)
-    expected = _dense(q.astype(jnp.float32), k, v)
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.05)
-
 
 class KernelTest(parameterized.TestCase):
   @parameterized.product(heads=(2, 6), dtype=DTYPES)
@@ -116,19 +102,6 @@ class KernelTest(parameterized.TestCase):
     out = _attend(q, cache, slots, implementation="kernel")
     expected = _attend(q, cache, slots)
     np.testing.assert_allclose(out, expected, atol=2e-6)
-
-  def test_several_new_tokens_are_dense(self):
-    cache, *_ = filled()
-    q, slots = vectors(2, 4), _slots(2, 5)
-    active = ActiveHeads(jnp.zeros((B, 2, 4), bool), 4)
-    out = _attend(q, cache, slots, active=active, implementation="kernel")
-    chex.assert_trees_all_equal(out, _attend(q, cache, slots))
-
-  def test_unknown_implementation_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "'flush' must be one of .*packed"):
-      cached_attention(
-        vectors(1), filled()[0], _slots(1, 5), implementation="flush"
-      )
 
 
 if __name__ == "__main__":

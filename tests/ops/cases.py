@@ -22,6 +22,8 @@ from moh_jax.ops.kernels.problem import BlockSizes, Problem
 from moh_jax.ops.splash import splash_attention
 from tests.ops import devices
 
+_table = jax.jit(head_blocks, static_argnums=1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -87,7 +89,7 @@ class Case:
 
   def blocks(self, rows: int = 16) -> HeadBlocks:
     active = ActiveHeads(jnp.asarray(self.active()), self.heads)
-    return head_blocks(active, rows)
+    return _table(active, rows)
 
   def problem(self, rows: int = 16) -> Problem:
     shape = self.batch, self.keys, self.kv_heads, self.head_dim
@@ -164,11 +166,11 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   call = Call(q, k, v, visible, scale, bias)
   chosen = jnp.asarray(case.active())
   if form == "packed":
-    return blocked_attention(q, k, v, bias, visible, blocks, scale, 3)
+    return blocked_attention(call, blocks, 3)
   if form in ("triton", "mosaic_gpu", "mosaic_tpu"):
     devices.need(form)
     options = {"backend": form, "interpret": True, **options}
-    return kernel_attention(q, k, v, visible, blocks, scale, **options)
+    return kernel_attention(call, blocks, **options)
   if form == "cudnn":
     active = ActiveHeads(chosen, case.heads)
     active = None if case.causal or case.segments or case.bias else active
@@ -178,7 +180,7 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
     out = splash_attention(call, interpret=True)
   elif form == "blocked":
     every = all_blocks(*q.shape[:3], 8)
-    out = blocked_attention(q, k, v, bias, visible, every, scale)
+    out = blocked_attention(call, every)
   else:
     out = dense.attend(call, Form("dense", one_by_one=form == "one_by_one"))
   return jnp.where(chosen[..., None], out, 0)

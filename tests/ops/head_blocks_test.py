@@ -82,15 +82,12 @@ class TableTest(parameterized.TestCase):
       mask[b, n, rng.permutation(heads)[:count]] = True
     _check_table(self, mask, most, rows)
 
-  @parameterized.parameters(1, 3, 4, 8, 16)
-  def test_all_tokens_on_one_head(self, rows):
+  @parameterized.parameters(1, 3, 8, 16)
+  def test_all_tokens_on_one_head_and_none(self, rows):
     mask = np.zeros((2, 8, 4), bool)
+    _check_table(self, mask, 2, rows)
     mask[:, :, 2] = True
     _check_table(self, mask, 1, rows)
-
-  def test_no_pair_at_all(self):
-    mask = np.zeros((1, 5, 3), bool)
-    _check_table(self, mask, 2, 4)
 
   @parameterized.parameters(1, 3, 8, 16)
   def test_every_pair(self, rows):
@@ -99,13 +96,11 @@ class TableTest(parameterized.TestCase):
     ours = all_blocks(2, 8, 3, rows)
     theirs = head_blocks(ActiveHeads(jnp.asarray(mask), 3), rows)
     used = int(theirs.first[-1])
-    self.assertLen(ours.token, used)
-    np.testing.assert_array_equal(ours.token, theirs.token[:used])
-    np.testing.assert_array_equal(ours.head, theirs.head[:used])
-    np.testing.assert_array_equal(ours.first, theirs.first)
-    np.testing.assert_array_equal(ours.row, theirs.row)
-    np.testing.assert_array_equal(ours.active, theirs.active)
-    np.testing.assert_array_equal(ours.pair, theirs.pair[: used * rows])
+    for name, x in vars(theirs).items():
+      if name in ("token", "head"):
+        x = x[:used]
+      x = x[: used * rows] if name == "pair" else x
+      np.testing.assert_array_equal(getattr(ours, name), x, name)
 
   @parameterized.parameters((0, 1), (4, 0))
   def test_sizes_below_one_are_refused(self, rows, most):

@@ -13,9 +13,7 @@ from moh_jax.ops.head_layout import (
   fill_lanes,
   head_layout,
   heads_in_lanes,
-  in_place,
   kv_repeats,
-  on_tpu,
   over_lanes,
   place_heads,
 )
@@ -73,13 +71,6 @@ class PlacementTest(parameterized.TestCase):
       np.testing.assert_array_equal(
         np.asarray(placement.order(heads)) // group, read
       )
-
-  def test_moh_llama_has_12_heads_at_work_on_each_of_two_devices(self):
-    placement = HeadPlacement(32, 8, 2)
-    budget = HeadBudget(32, shared=16, top_k=8, head_dim=128)
-    self.assertEqual(placement.expected_active(budget), (12.0, 12.0))
-    self.assertEqual(placement.most_active(budget), 16)
-    self.assertEqual(placement.imbalance(budget), 1.0)
 
   def test_released_budgets_that_devices_divide_are_balanced(self):
     seen = 0
@@ -144,15 +135,6 @@ class LanesTest(parameterized.TestCase):
   def test_heads_that_fill_the_lanes(self, sizes, expected):
     self.assertEqual(heads_in_lanes(*sizes), expected)
 
-  def test_neighbours_share_a_row(self):
-    x = np.arange(2 * 4 * 3).reshape(2, 4, 3)
-    expected = [[[*a, *b], [*c, *d]] for a, b, c, d in x]
-    np.testing.assert_array_equal(fill_lanes(jnp.asarray(x), 2), expected)
-
-  def test_lanes_of_a_place(self):
-    got = in_place(jnp.array([1, 0]), 2, 3)
-    np.testing.assert_array_equal(got, [[0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-
   @parameterized.parameters(1, 2, 4)
   def test_one_number_over_the_lanes_of_its_head(self, count):
     gates = jnp.asarray(np.random.default_rng(0).random((2, 3, 4)), jnp.float32)
@@ -161,12 +143,6 @@ class LanesTest(parameterized.TestCase):
     )
     expected = np.repeat(gates, 5, axis=-1).reshape(got.shape)
     np.testing.assert_array_equal(got, expected)
-
-  def test_the_device_is_that_of_the_mesh(self):
-    with devices.traced_for("tpu"):
-      self.assertTrue(on_tpu())
-    with devices.traced_for("gpu"):
-      self.assertFalse(on_tpu())
 
 
 class LayoutTest(parameterized.TestCase):

@@ -1,8 +1,11 @@
-"""One new token and a cache: the kernels against NumPy, and that they lower."""
+"""One new token and a cache: the kernels against NumPy, and what they read."""
 
+import contextlib
 import dataclasses
 import functools
 import unittest
+from collections.abc import Iterator
+from unittest import mock
 
 import chex
 import jax
@@ -11,12 +14,115 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from moh_jax.ops.cache import LayerCache
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.attention import kernel_decode
+from moh_jax.ops.kernels.problem import DecodeProblem, Tile
 from tests.ops import devices
-from tests.ops.decode_cases import BACKENDS, CASES, INT8, Case, small_tiles
+
+_BACKENDS = ("triton", "mosaic_tpu")
+_INT8 = "int8"
 
 
-def _reference(case: Case, q, cache) -> np.ndarray:
+@contextlib.contextmanager
+def _small_tiles() -> Iterator[None]:
+  """Context in which tiles have 16 slots, and splits at least as many."""
+  tiles = {size: {512: Tile(16, 16)} for size in (2, 4)}
+  with (
+    mock.patch.object(triton_decode, "TILES", tiles),
+    mock.patch.object(tpu_decode, "TILES", tiles),
+    mock.patch.object(triton_decode, "_MIN_SLOTS", 16),
+  ):
+    yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+  """Shapes, what is visible, and which heads are active."""
+
+  heads: int = 4
+  kv_heads: int = 4
+  slots: int = 40
+  head_dim: int = 24
+  choice: str = "random"  # of heads
+  seen: tuple[tuple[int, int], ...] = ((13, 37), (0, 37))  # first, end of texts
+  scale: float | None = None
+
+  def factor(self) -> float:
+    return self.scale or self.head_dim**-0.5
+
+  def arrays(self, dtype=jnp.float32, cache_dtype=None):
+    """Queries and the cache."""
+    rng, batch = np.random.default_rng(0), len(self.seen)
+    stored = batch, self.kv_heads, self.slots, self.head_dim
+    q = rng.normal(size=(batch, 1, self.heads, self.head_dim))
+    k, v = rng.normal(size=(2, *stored))
+    q = jnp.asarray(q, dtype)
+    if cache_dtype != _INT8:
+      k, v = (jnp.asarray(x, cache_dtype or dtype) for x in (k, v))
+      return q, LayerCache(k, v)
+    k, v = (jnp.asarray(np.clip(40 * x, -127, 127), jnp.int8) for x in (k, v))
+    scales = rng.uniform(0.01, 0.05, (2, *stored[:2], 1, self.slots))
+    return q, LayerCache(k, v, *jnp.asarray(scales, jnp.float32))
+
+  def bounds(self) -> tuple[jax.Array, jax.Array]:
+    return tuple(jnp.asarray(x, jnp.int32) for x in zip(*self.seen))
+
+  def visible(self) -> np.ndarray:
+    """[B, M]."""
+    first, end = (np.asarray(x)[:, None] for x in self.bounds())
+    slot = np.arange(self.slots)
+    return (slot >= first) & (slot < end)
+
+  def active(self) -> ActiveHeads | None:
+    mask = np.zeros((len(self.seen), 1, self.heads), bool)
+    most = {"one head": 1, "few": 2}.get(self.choice, self.heads)
+    if self.choice == "no table":
+      return None
+    if self.choice == "random":
+      mask = np.random.default_rng(2).random(mask.shape) < 0.5
+      mask[..., -1] = False  # one head that nobody chose
+    elif self.choice == "one head":
+      mask[..., 1] = True
+    elif self.choice == "few":
+      mask[0, :, :2] = mask[1, :, 4] = True
+    elif self.choice == "later text":
+      mask[1:, :, -1] = True
+    elif self.choice == "all":
+      mask[...] = True
+    return ActiveHeads(jnp.asarray(mask), most)
+
+  def is_read(self) -> np.ndarray:
+    """[B, K], the key/value heads that a text reads."""
+    active = self.active()
+    mask = np.ones((len(self.seen), self.heads), bool)
+    if active is not None:
+      mask = np.asarray(active.mask)[:, 0]
+    used = mask.reshape(len(mask), self.kv_heads, -1).any(-1)
+    return used & self.visible().any(-1)[:, None]
+
+
+_LONG = ((13, 161), (70, 75), (0, 200), (192, 193))
+_CASES = {
+  "padding": _Case(),
+  "many_splits": _Case(slots=200, head_dim=64, seen=_LONG),
+  "one_slot": _Case(slots=1, head_dim=16, seen=((0, 1), (0, 1))),
+  "hidden_text": _Case(seen=((5, 5), (0, 37))),
+  "text_that_begins_later": _Case(seen=((39, 2), (0, 37))),
+  "first_text_chose_nothing": _Case(choice="later text"),
+  "grouped": _Case(heads=6, kv_heads=2, head_dim=80),
+  "many_queries_of_a_head": _Case(70, 1, 16, seen=((2, 15),)),
+  "many_queries_of_a_wide_head": _Case(18, 1, 16, 136, seen=((2, 15),)),
+  "one_head": _Case(choice="one head", scale=-0.3, slots=37),
+  "no_head": _Case(choice="none"),
+  "all_heads": _Case(4, 2, 160, 128, "all", ((0, 160), (5, 96))),
+  "no_table": _Case(choice="no table"),
+  "few": _Case(heads=6, kv_heads=6, choice="few"),
+}
+
+
+def _reference(case: _Case, q, cache) -> np.ndarray:
   q, k, v = (np.asarray(x, np.float64) for x in (q, cache.k, cache.v))
   if cache.k_scale is not None:
     k, v = k * cache.k_scale.mT, v * cache.v_scale.mT
@@ -31,20 +137,24 @@ def _reference(case: Case, q, cache) -> np.ndarray:
   return out if active is None else out * np.asarray(active.mask)[..., None]
 
 
+def _decode(case, q, cache, backend, interpret=True):
+  return kernel_decode(
+    q, cache, *case.bounds(), case.active(), case.factor(), backend=backend,
+    interpret=interpret,
+  )  # fmt: skip
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kernel(case, backend, q, cache):
   devices.need(backend)
-  with small_tiles():
-    return kernel_decode(
-      q, cache, *case.bounds(), case.active(), case.factor(), backend=backend,
-      interpret=True,
-    )  # fmt: skip
+  with _small_tiles():
+    return _decode(case, q, cache, backend)
 
 
 class InterpretedTest(parameterized.TestCase):
-  @parameterized.product(name=list(CASES), backend=BACKENDS)
+  @parameterized.product(name=list(_CASES), backend=_BACKENDS)
   def test_equals_numpy(self, name, backend):
-    case = CASES[name]
+    case = _CASES[name]
     arrays = case.arrays()
     out = _kernel(case, backend, *arrays)
     np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
@@ -52,19 +162,16 @@ class InterpretedTest(parameterized.TestCase):
   @parameterized.product(
     dtypes=(
       (jnp.bfloat16, jnp.bfloat16, 1e-2),
-      (jnp.float16, jnp.float16, 2e-3),
       # The wider of both: nothing is rounded but the result.
-      (jnp.bfloat16, jnp.float32, 1e-2),
-      (jnp.float32, jnp.bfloat16, 2e-6),
       (jnp.float32, jnp.float16, 2e-6),
       (jnp.float16, jnp.bfloat16, 2e-3),
-      (jnp.float32, INT8, 2e-6),
-      (jnp.bfloat16, INT8, 1e-2),
+      (jnp.float32, _INT8, 2e-6),
+      (jnp.bfloat16, _INT8, 1e-2),
     ),
-    backend=BACKENDS,
+    backend=_BACKENDS,
   )
   def test_dtypes(self, dtypes, backend):
-    case = CASES["grouped"]
+    case = _CASES["grouped"]
     dtype, cache_dtype, atol = dtypes
     arrays = case.arrays(dtype, cache_dtype)
     out = _kernel(case, backend, *arrays)
@@ -73,12 +180,13 @@ class InterpretedTest(parameterized.TestCase):
     np.testing.assert_allclose(out, _reference(case, *arrays), atol=atol)
 
   @parameterized.product(
-    name=("many_splits", "hidden_text", "few"),
-    dtype=(jnp.float32, INT8),
-    backend=BACKENDS,
-  )
-  def test_what_is_not_seen_may_be_anything(self, name, dtype, backend):
-    case = {**CASES, "few": Case(heads=6, kv_heads=6, choice="few")}[name]
+    case=(("many_splits", jnp.float32), ("hidden_text", _INT8),
+          ("few", jnp.float32), ("few", _INT8)),
+    backend=_BACKENDS,
+  )  # fmt: skip
+  def test_what_is_not_seen_may_be_anything(self, case, backend):
+    name, dtype = case
+    case = _CASES[name]
     q, cache = case.arrays(cache_dtype=dtype)
     read = case.is_read()[..., None] & case.visible()[:, None]  # [B, K, M]
     self.assertFalse(read.all())
@@ -91,39 +199,42 @@ class InterpretedTest(parameterized.TestCase):
     chex.assert_trees_all_equal(out, _kernel(case, backend, q, cache))
     np.testing.assert_allclose(out, _reference(case, q, cache), atol=2e-6)
 
-
-class SimulatedTest(parameterized.TestCase):
-  """Two cores, whose memory holds NaN where nothing was written."""
-
+  # On two cores, whose memory holds NaN where nothing was written.
   @parameterized.parameters(
     "padding", "many_splits", "hidden_text", "first_text_chose_nothing",
     "grouped", "no_head", "one_slot",
   )  # fmt: skip
   @pytest.mark.slow
   def test_equals_numpy_without_races(self, name):
-    case = CASES[name]
+    case = _CASES[name]
     arrays = case.arrays()
     with devices.simulated_tpu(2):
       call = functools.partial(_kernel.__wrapped__, case, "mosaic_tpu")
       out = jax.block_until_ready(jax.jit(call)(*arrays))
     np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
 
+  @parameterized.product(name=list(_CASES), dtype=(jnp.float32, _INT8))
+  @unittest.skipUnless(devices.BACKEND, "there is no GPU or TPU")
+  def test_on_this_gpu_or_tpu_equals_numpy(self, name, dtype):
+    case = _CASES[name]
+    arrays = case.arrays(cache_dtype=dtype)
+    call = functools.partial(
+      _decode, case, backend=devices.BACKEND, interpret=False
+    )
+    with jax.default_matmul_precision("highest"):
+      out = jax.jit(call)(*arrays)
+    np.testing.assert_allclose(out, _reference(case, *arrays), atol=1e-4)
 
-class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"backend": "npu"}, "backend='npu' .*'triton'"),
     ({"dtype": jnp.int32}, "q is int32, .* bfloat16"),
     ({"head_dim": 320}, "head_dim=320 .* at most 256"),
   )
   def test_what_is_wrong_is_named(self, options, message):
-    options = {"backend": "mosaic_tpu", "dtype": jnp.float32, **options}
-    case = Case(head_dim=options.get("head_dim", 24))
-    q, cache = case.arrays(options["dtype"])
+    case = _Case(head_dim=options.get("head_dim", 24))
+    arrays = case.arrays(options.get("dtype", jnp.float32))
     with self.assertRaisesRegex(ValueError, message):
-      kernel_decode(
-        q, cache, *case.bounds(), None, 1.0, interpret=True,
-        backend=options["backend"],
-      )  # fmt: skip
+      _decode(case, *arrays, options.get("backend", "mosaic_tpu"))
 
 
 # What a back end is called when lowering, and a kernel in what is lowered.
@@ -131,33 +242,28 @@ _TARGETS = {
   "triton": ("cuda", "__gpu$xla.gpu.triton"),
   "mosaic_tpu": ("tpu", "@tpu_custom_call"),
 }
-# Of queries and cache.
-_DTYPES = (
-  (jnp.bfloat16, jnp.bfloat16),
-  (jnp.float32, jnp.bfloat16),
-  (jnp.bfloat16, INT8),
-)
-_SHAPES = ((5120, 128), (1100, 80), (20, 64))
 
 
 class LoweringTest(parameterized.TestCase):
   """What a machine without the device can check: that kernels lower."""
 
-  @parameterized.product(dtypes=_DTYPES, shape=_SHAPES, backend=BACKENDS)
-  def test_lowers_and_copies_no_cache(self, dtypes, shape, backend):
+  @parameterized.product(
+    options=(
+      (jnp.bfloat16, jnp.bfloat16, 5120, 128),
+      (jnp.float32, jnp.bfloat16, 1100, 80),
+      (jnp.bfloat16, _INT8, 1100, 80),
+      (jnp.bfloat16, _INT8, 20, 64),
+    ),
+    backend=_BACKENDS,
+  )
+  def test_lowers_and_copies_no_cache(self, options, backend):
     devices.need(backend, lowers=True)
     target, kernel = _TARGETS[backend]
-    slots, head_dim = shape
-    case = Case(heads=16, kv_heads=8, slots=slots, head_dim=head_dim)
-    case = dataclasses.replace(case, seen=((0, slots),) * 4)
-
-    def call(q, cache, bounds, active):
-      return kernel_decode(q, cache, *bounds, active, 1.0, backend=backend)
-
+    *dtypes, slots, head_dim = options
+    case = _Case(16, 8, slots, head_dim, seen=((0, slots),) * 4)
+    call = functools.partial(_decode, case, backend=backend, interpret=False)
     with devices.as_if_on_a_gpu():
-      shapes = jax.eval_shape(
-        lambda: (*case.arrays(*dtypes), case.bounds(), case.active())
-      )
+      shapes = jax.eval_shape(lambda: case.arrays(*dtypes))
       traced = jax.jit(call).trace(*shapes)
       text = traced.lower(lowering_platforms=(target,)).as_text()
     self.assertEqual(text.count(kernel), 1)
@@ -174,23 +280,80 @@ class LoweringTest(parameterized.TestCase):
     self.assertEqual(large - kept, set())
 
 
-class DeviceTest(parameterized.TestCase):
-  @parameterized.product(name=list(CASES), dtype=(jnp.float32, INT8))
-  @unittest.skipUnless(devices.BACKEND, "there is no GPU or TPU")
-  def test_on_this_gpu_or_tpu_equals_numpy(self, name, dtype):
-    case = CASES[name]
-    arrays = case.arrays(cache_dtype=dtype)
+def _problem(case: _Case) -> DecodeProblem:
+  """The call as `kernel_decode` makes it, and nothing is run."""
+  found = []
 
-    @jax.jit
-    def attend(q, cache):
-      return kernel_decode(
-        q, cache, *case.bounds(), case.active(), case.factor(),
-        backend=devices.BACKEND,
-      )  # fmt: skip
+  def spy(problem, q):
+    found.append(problem)
+    return jnp.zeros(q.shape, jnp.float32)
 
-    with jax.default_matmul_precision("highest"):
-      out = attend(*arrays)
-    np.testing.assert_allclose(out, _reference(case, *arrays), atol=1e-4)
+  with mock.patch.object(tpu_decode, "attend", spy):
+    _decode(case, *case.arrays(), "mosaic_tpu")
+  return found[0]
+
+
+def _expected_tiles(case: _Case, keys: int) -> list[tuple[int, int, int]]:
+  """Text, head and tile of all that must be read, found slot by slot."""
+  visible = case.visible()
+  return [
+    (int(text), int(head), tile)
+    for text, head in np.argwhere(case.is_read())
+    for tile in range(-(-case.slots // keys))
+    if visible[text, tile * keys : (tile + 1) * keys].any()
+  ]
+
+
+_READ = ("padding", "many_splits", "hidden_text", "first_text_chose_nothing",
+         "grouped", "one_head", "all_heads", "no_table")  # fmt: skip
+
+
+class ReadTest(parameterized.TestCase):
+  """Which parts of the cache the kernels read, counted one by one."""
+
+  @parameterized.parameters(*_READ)
+  def test_a_tpu_fetches_the_visible_tiles_of_chosen_heads_once(self, name):
+    case = _CASES[name]
+    plan = tpu_decode.Plan(_problem(case), 16)
+    with _small_tiles():
+      tables = [np.asarray(x) for x in plan.tables()]
+      fetched, before = [], None
+      for step in np.ndindex(plan.grid):
+        place = tuple(map(int, plan.place(*step, tables)))
+        if place != before:  # else the tile is there already
+          fetched.append((*divmod(place[0], case.kv_heads), place[1]))
+        before = place
+      self.assertEqual(fetched, _expected_tiles(case, plan.keys))
+
+  @parameterized.parameters(*_READ)
+  def test_splits_of_a_gpu_cover_the_visible_tiles_once(self, name):
+    case = _CASES[name]
+    problem = _problem(case)
+    with _small_tiles():
+      plan = triton_decode.Plan(problem, case.heads // case.kv_heads)
+      grid, keys = plan.grid, plan.tile.keys
+    if name == "many_splits":
+      self.assertEqual(grid[2], 12)
+    visited = []
+    for text, entry, split in np.ndindex(grid):
+      if entry < problem.heads.count[text]:
+        bounds = problem.first[text], problem.end[text]
+        begin, stop = triton_decode.split_tiles(*bounds, split, grid[2], keys)
+        head = int(problem.heads.head[text, entry])
+        visited += [(text, head, t) for t in range(int(begin), int(stop))]
+    self.assertCountEqual(visited, _expected_tiles(case, keys))
+
+  @parameterized.parameters(
+    (16, 4096, 16), (128, 4096, 4), (8 * 24, 4096, 2), (8 * 32, 4096, 2),
+    (257, 4096, 1), (6, 7168, 28), (6, 1280, 5), (6, 448, 1), (6, 4099, 16),
+  )  # fmt: skip
+  def test_splits_fill_a_gpu(self, programs, slots, expected):
+    self.assertEqual(triton_decode.split_count(programs, slots), expected)
+
+  @parameterized.parameters((64, 64, 2), (128, 64, 2), (136, 16, 5))
+  def test_programs_of_wide_heads_have_few_rows(self, head_dim, rows, tiles):
+    plan = triton_decode.Plan(_problem(_Case(70, 1, head_dim=head_dim)), 70)
+    self.assertEqual((plan.tile.rows, plan.row_tiles), (rows, tiles))
 
 
 if __name__ == "__main__":

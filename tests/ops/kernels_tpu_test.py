@@ -74,12 +74,10 @@ def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
 class VisitsTest(parameterized.TestCase):
   @parameterized.product(
     masks=list(_MASKS),
-    name=("heads_together", "chunks_on_two_cores"),
-    keys_first=(False, True),
+    cut=(("heads_together", False), ("chunks_on_two_cores", True)),
   )
-  def test_each_tile_that_a_block_sees_is_visited_once(
-    self, masks, name, keys_first
-  ):
+  def test_each_tile_that_a_block_sees_is_visited_once(self, masks, cut):
+    name, keys_first = cut
     case, cut = _case(**_MASKS[masks]), _CUTS[name]
     lists, visited = _tables(case, cut, keys_first)
     seen = _tiles_seen(case, cut.keys, cut.tiles)
@@ -109,18 +107,6 @@ class VisitsTest(parameterized.TestCase):
       np.testing.assert_array_equal(counts, expected)
     self.assertTrue((start <= whole).all() and (whole <= end).all())
 
-  @parameterized.parameters("two_cores", "chunks_on_two_cores")
-  def test_what_is_added_to_stays_with_one_core(self, name):
-    case, cut = _case(**_MASKS["packed_texts"]), _CUTS[name]
-    for keys_first, names in ((False, ("window",)), (True, ("unit", "chunk"))):
-      lists, _ = _tables(case, cut, keys_first)
-      cores = _visits(lists)
-      places = [[tuple(x[n] for n in names) for x in core] for core in cores]
-      runs = [key for core in places for key, _ in itertools.groupby(core)]
-      self.assertLen(set(runs), len(runs))  # no place is left and taken again
-      sizes = [len(core) for core in cores]
-      self.assertLess(abs(sizes[0] - sizes[1]), 8)
-
   @parameterized.product(
     options=(
       {"share": 0.0},
@@ -140,6 +126,14 @@ class VisitsTest(parameterized.TestCase):
     self.assertLen(written, 2)
     self.assertTrue(all(written))
     self.assertLen(set().union(*written), sum(map(len, written)))
+    runs = [
+      place
+      for core in _visits(lists)
+      for place, _ in itertools.groupby(
+        tuple(x[n] for n in names) for x in core
+      )
+    ]
+    self.assertLen(set(runs), len(runs))  # no place is left and taken again
 
   def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
     case = _case(queries=16, keys=64, kv_heads=4)
@@ -194,20 +188,18 @@ class PlanTest(parameterized.TestCase):
       self.assertGreaterEqual(flops, 1e9)
       self.assertEqual(cut.chunks, 1)
 
-  def test_short_sequences_share_a_step(self):
+  def test_short_sequences_share_a_step_and_too_long_ones_are_cut(self):
     plan, cut = self._plan("TPU v5 lite", 256, 64, "bfloat16")
     self.assertGreaterEqual(cut.heads, 2)
     self.assertGreaterEqual(cut.window * plan.problem.rows, 512)
+    _, cut = self._plan("TPU7x", 16384, 256, "float32", keys_first=True)
+    self.assertGreater(cut.chunks, 1)
 
-  @parameterized.product(
-    kind=("TPU v4", "TPU v5"), causal=(False, True), keys_first=(False, True)
-  )
-  def test_two_cores_share_the_work_of_one_key_value_head(
-    self, kind, causal, keys_first
-  ):
+  @parameterized.product(causal=(False, True), keys_first=(False, True))
+  def test_two_cores_share_the_work_of_one_head(self, causal, keys_first):
     # LLaMA-8B on tensor=8.
     case = Case(1, 4096, 4096, 4, 1, 128, causal)
-    with devices.traced_for("tpu", kind):
+    with devices.traced_for("tpu", "TPU v5"):
       tile = block_sizes("mosaic_tpu", 128, "bfloat16").dkv
       problem = case.problem(256)
       plan = tpu_plan.Plan(problem, tile.keys, keys_first=keys_first)
@@ -228,10 +220,6 @@ class PlanTest(parameterized.TestCase):
       done.append(int(tiles))
     self.assertLen(done, 2)
     self.assertGreater(min(done), 0.3 * sum(done))
-
-  def test_keys_that_do_not_fit_come_in_chunks(self):
-    _, cut = self._plan("TPU7x", 16384, 256, "float32", keys_first=True)
-    self.assertGreater(cut.chunks, 1)
 
 
 def _check(case: Case) -> None:

@@ -5,9 +5,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from moh_jax.cli import common
 from moh_jax.cli.main import report_errors
-from moh_jax.runtime.files import check_writable
+from moh_jax.cli.options import Output, table
 from tests.parity.compare import Row, run_case
 
 
@@ -20,26 +19,24 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--failures", action="store_true", help="print only rows that fail"
   )
-  common.add_json(parser)
+  parser.add_argument("--json", metavar="FILE", help="'-' is stdout")
   parser.add_argument("--traceback", action="store_true")
   args = parser.parse_args(argv)
   return report_errors(lambda: _run(args), args.traceback)
 
 
 def _run(args: argparse.Namespace) -> int:
-  if args.json not in ("", "-"):
-    check_writable(args.json, "--json")
+  output = Output(json=args.json)
+  output.prepare()
   rows = [row for case in args.cases for row in run_case(case)]
   failed = [row for row in rows if not row.ok]
-  if args.json != "-":
-    shown = failed if args.failures else rows
-    header = ("case", "array", "max abs", "max rel", "tolerance", "")
-    if shown:
-      print(common.table([_cells(row) for row in shown], header))
-    print(
-      f"{len(args.cases)} case(s), {len(rows)} arrays, {len(failed)} failed"
-    )
-  common.write_json(args.json, [dataclasses.asdict(row) for row in rows])
+  shown = failed if args.failures else rows
+  header = ("case", "array", "max abs", "max rel", "tolerance", "")
+  lines = [table([_cells(row) for row in shown], header)] if shown else []
+  lines.append(
+    f"{len(args.cases)} case(s), {len(rows)} arrays, {len(failed)} failed"
+  )
+  output.give([dataclasses.asdict(row) for row in rows], lines)
   return 1 if failed else 0
 
 

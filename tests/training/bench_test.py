@@ -4,9 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
-import subprocess
-import tempfile
 from unittest import mock
 
 import chex
@@ -15,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli import common
+from moh_jax.cli import options
 from moh_jax.training import bench, timing
 from moh_jax.training.bench import Program, Row, check_exact, compile_program
 from moh_jax.training.timing import Timing
@@ -49,7 +46,7 @@ _ROW = Row(
 class TableTest(parameterized.TestCase):
   def test_table_shows_every_figure_and_no_empty_column(self):
     mha = dataclasses.replace(_ROW, implementation="mha", share=1.0)
-    text = common.table(*bench.table_cells([mha, _ROW]))
+    text = options.table(*bench.table_cells([mha, _ROW]))
     head, _, last = (line.split() for line in text.splitlines())
     self.assertEqual(
       " ".join(head),
@@ -266,18 +263,6 @@ class InterleavedTest(parameterized.TestCase):
     self.assertAlmostEqual(times["a"].median, 0.3)
     _, order = self._times({"a": itertools.repeat(1e-9)}, 1, min_seconds=1.0)
     self.assertLess(len(order), 2000)
-
-
-class MachineTest(absltest.TestCase):
-  def test_a_package_that_is_not_in_git_has_no_commit(self):
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    file = root / "site-packages" / "moh_jax" / "training" / "timing.py"
-    file.parent.mkdir(parents=True)
-    commit = "-c user.name=a -c user.email=a commit -q --allow-empty -m a"
-    for args in ("init -q", commit):  # a repository of somebody else
-      subprocess.run(["git", "-C", root, *args.split()], check=True)
-    with mock.patch.object(timing, "__file__", str(file)):
-      self.assertIsNone(timing.machine()["commit"])
 
 
 if __name__ == "__main__":

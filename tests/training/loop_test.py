@@ -136,7 +136,9 @@ class LoopTest(_RunTest):
     changed = (
       r"from step 4 on, changed: model.remat: .*; train.steps: 5 here, 4"
     )
-    self.assertRegex("\n".join(logs.output), changed)
+    said = "\n".join(logs.output)
+    self.assertRegex(said, changed)
+    self.assertIn("resumed from step 4 in ", said)
 
   def test_what_does_not_fit_is_refused(self):
     parts = {"accumulation": 4}

@@ -1,13 +1,13 @@
-"""Training over a 2 x 2 x 2 mesh of fake devices equals one device."""
+"""Runs on meshes of fake devices: equal to one device; what does not fit."""
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -15,22 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moh_jax.config import Config, MeshConfig
+from moh_jax.config import MeshConfig
 from moh_jax.inference.restore import restore
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.registry import released_model
 from moh_jax.ops import head_layout
 from moh_jax.runtime import sharding
+from moh_jax.training import entrance
 from moh_jax.training.feed import Feed
 from moh_jax.training.step import make_program
 from moh_jax.training.train import train
+from tests.runtime.sharding_test import two_slices
 from tests.training import tiny
 from tests.training.tiny import make_task
 
-_MESH = tiny.MESH
-_dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
+_MAKE = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
 
 
 def _losses(workdir: str) -> list[float]:
@@ -47,21 +49,20 @@ def _fresh_compiler_log() -> Iterator[list[str]]:
   with tempfile.TemporaryFile() as file:
     os.dup2(file.fileno(), 2)
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # which has read the setting
     try:
       yield log
     finally:
       jax.config.update("jax_enable_compilation_cache", cached)
+      compilation_cache.reset_cache()
       os.dup2(before, 2)
       os.close(before)
       file.seek(0)
       log += file.read().decode(errors="replace").splitlines()
 
 
-class _Runs:
+class RunTest(absltest.TestCase):
   """A run on one device and the same over the mesh."""
-
-  make_config: Callable[..., Config]
-  watch = staticmethod(contextlib.nullcontext)  # of the run over the mesh
 
   @classmethod
   def setUpClass(cls):
@@ -69,75 +70,28 @@ class _Runs:
     cls.one_dir, cls.mesh_dir = (
       cls.create_tempdir(cls()).full_path for _ in range(2)
     )
-    one = jax.devices()[:1]
-    cls.one = train(cls.make_config(), cls.one_dir, devices=one)
-    with cls.watch() as cls.log:
-      cls.on_mesh = train(cls.make_config(mesh=_MESH), cls.mesh_dir)
+    cls.one = train(tiny.llm_config(), cls.one_dir, devices=jax.devices()[:1])
+    with _fresh_compiler_log() as cls.log:
+      cls.on_mesh = train(tiny.llm_config(mesh=tiny.MESH), cls.mesh_dir)
 
-  def test_losses_equal_the_single_device_ones(self):
-    np.testing.assert_allclose(
-      _losses(self.mesh_dir), _losses(self.one_dir), rtol=2e-5
-    )
-    self.assertLen(_losses(self.mesh_dir), 4)
-
-  def test_held_out_figures_equal_the_single_device_ones(self):
+  def test_figures_equal_the_single_device_ones(self):
+    losses = _losses(self.mesh_dir)
+    np.testing.assert_allclose(losses, _losses(self.one_dir), rtol=2e-5)
+    self.assertLen(losses, 4)
     ours, theirs = self.on_mesh.evaluation, self.one.evaluation
-    self.assertEqual(ours.keys(), theirs.keys())
-    for name, value in ours.items():
-      np.testing.assert_allclose(value, theirs[name], rtol=1e-4, err_msg=name)
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4)
 
-  def test_mesh_checkpoint_restores_on_one_device(self):
+  def test_checkpoints_go_from_the_mesh_to_one_device_and_back(self):
     restored = restore(self.mesh_dir)
     for leaf in jax.tree.leaves(restored.params):
       self.assertLen(leaf.sharding.device_set, 1)
     state = self.on_mesh.state
-    chex.assert_trees_all_equal(
-      jax.device_get(restored.params),
-      jax.device_get(state.params if state.ema is None else state.ema),
-    )
-
-
-@pytest.mark.slow
-class DiffusionMeshTest(_Runs, absltest.TestCase):
-  """Noise, timesteps and dropped labels are those of one device too."""
-
-  make_config = staticmethod(_dit_config)
-
-  def test_parameters_are_split(self):
-    kernel = self.on_mesh.state.params["blocks0"]["attn"]["qkv"]["kernel"]
-    spec = (None, "fsdp", None, "tensor")  # layers, C, parts, heads
-    self.assertEqual(tuple(kernel.sharding.spec)[:4], spec)
-
-  def test_state_keeps_its_shardings_and_compiles_once(self):
-    config = _dit_config(mesh=_MESH)
-    task = make_task(config)
-    mesh = sharding.make_mesh(config.mesh)
-    program = make_program(config, task, mesh)
-    with sharding.use_mesh(mesh):
-      state = program.init()
-      with Feed(task.batches(mesh), mesh, ahead=1) as batches:
-        for _ in range(2):
-          state, _ = program.step(state, next(batches))
-    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(program.state))
-    for leaf, abstract in leaves:
-      self.assertTrue(
-        leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
-      )
-    self.assertEqual(program.step._cache_size(), 1)
-
-  def test_one_device_checkpoint_continues_on_the_mesh(self):
-    config = _dit_config(mesh=_MESH, train={"steps": 5})
+    chex.assert_trees_all_equal(*jax.device_get((restored.params, state.ema)))
+    config = tiny.llm_config(mesh=tiny.MESH, train={"steps": 5})
     workdir = os.path.join(self.create_tempdir().full_path, "copy")
     resumed = train(config, shutil.copytree(self.one_dir, workdir))
     self.assertEqual(int(resumed.state.step), 5)
     self.assertLen(resumed.state.step.sharding.device_set, 8)
-
-
-class LanguageMeshTest(_Runs, absltest.TestCase):
-  """Vocabulary, heads and MLP are split over `tensor`, widths over `fsdp`."""
-
-  make_config = staticmethod(tiny.llm_config)
-  watch = staticmethod(_fresh_compiler_log)
 
   def test_parameters_are_split(self):
     params = self.on_mesh.state.params
@@ -153,10 +107,7 @@ class LanguageMeshTest(_Runs, absltest.TestCase):
       self.assertEqual(tuple(leaf.sharding.spec), spec)
 
   def test_no_array_is_gathered_whole_to_be_split_anew(self):
-    found = [line for line in self.log if "rematerialization" in line]
-    self.assertEmpty(found)
-
-  def test_such_a_gathering_would_be_seen(self):
+    self.assertEmpty([x for x in self.log if "rematerialization" in x])
     mesh = jax.make_mesh(
       (2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3
     )
@@ -169,32 +120,45 @@ class LanguageMeshTest(_Runs, absltest.TestCase):
     def resplit(x):
       return split(2 * split(jnp.sin(x), "a", "b"), ("c", "b", "a"), None)
 
-    with _fresh_compiler_log() as log:
+    with _fresh_compiler_log() as log:  # one would be seen
       resplit.lower(jnp.zeros((16, 16))).compile()
     self.assertIn("rematerialization", "".join(log))
 
 
-@pytest.mark.slow
-class ImageMeshTest(_Runs, absltest.TestCase):
-  make_config = staticmethod(tiny.config)
+class ProgramTest(parameterized.TestCase):
+  @parameterized.parameters(*_MAKE)
+  def test_is_what_abstract_devices_and_the_data_say(self, family):
+    run = _MAKE[family](mesh=tiny.MESH)
+    mesh, task = sharding.make_mesh(run.mesh), make_task(run)
+    real = make_program(run, task, mesh)
+    planned = make_program(run, task, mesh.abstract_mesh)
 
-  def test_parameters_and_moments_are_split(self):
-    state = self.on_mesh.state
-    kernel = state.params["stage2"]["blocks"]["attn"]["qkv"]["kernel"]
-    spec = (None, "fsdp", None, "tensor")  # layers, C, parts, heads
-    self.assertEqual(tuple(kernel.sharding.spec)[:4], spec)
-    moments = [
-      leaf
-      for leaf in jax.tree.leaves(state.opt_state)
-      if leaf.shape == kernel.shape
-    ]
-    self.assertNotEmpty(moments)
-    for moment in moments:
-      self.assertEqual(tuple(moment.sharding.spec)[:4], spec)
+    def specs(tree):
+      return jax.tree.map(
+        lambda x: (x.shape, str(x.dtype), x.sharding.spec), tree
+      )
 
+    self.assertEqual(specs(planned.state), specs(real.state))
+    self.assertEqual(specs(planned.batch), specs(real.batch))
+    batch = sharding.shard_batch(next(task.batches(mesh)), mesh)
+    self.assertEqual(specs(real.batch), specs(batch))
 
-class MeshTest(parameterized.TestCase):
-  def test_lowered_step_holds_the_activation_constraints(self):
+  def test_state_keeps_its_shardings_and_compiles_once(self):
+    config = tiny.llm_config(mesh=tiny.MESH)
+    task, mesh = make_task(config), sharding.make_mesh(config.mesh)
+    program = make_program(config, task, mesh)
+    with sharding.use_mesh(mesh):
+      state = program.init()
+      with Feed(task.batches(mesh), mesh, ahead=1) as batches:
+        for _ in range(2):
+          state, _ = program.step(state, next(batches))
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(program.state))
+    for leaf, abstract in leaves:
+      same = leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
+      self.assertTrue(same)
+    self.assertEqual(program.step._cache_size(), 1)
+
+  def test_constraints_are_lowered_and_nothing_outside_of_a_mesh(self):
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
     with sharding.use_mesh(mesh):
       lowered = jax.jit(
@@ -202,11 +166,11 @@ class MeshTest(parameterized.TestCase):
       ).lower(jnp.zeros((8, 3, 4, 2)))
     self.assertIn("sharding_constraint", lowered.as_text())
     self.assertIn('"tensor"', lowered.as_text())
-
-  def test_constrain_is_the_identity_outside_a_mesh(self):
     x = jnp.ones((3, 2))
     self.assertIs(constrain(x, "batch", "heads"), x)
 
+
+class ChecksTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"data": -1, "tensor": 3}, "must divide the 8 devices"),
     ({"data": 16}, "needs 16 devices"),
@@ -219,24 +183,19 @@ class MeshTest(parameterized.TestCase):
     ("moh-llama3-8b", 2, 1.1, ""),
     ("moh-llama3-8b", 8, 2, ""),
     ("moh-llama3-8b", 8, 1.1, r"16 shared heads of 32.* 1\.333 times .*=1\.1"),
-    (
-      "moh-llm-s-75",
-      8,
-      9,
-      r"mesh.tensor=8: the 1\. group .*12 key/value heads",
-    ),
+    ("moh-llm-s-75", 8, 9, r"mesh.tensor=8: the 1\. group .*12 key/value"),
     ("moh-vit-b50", 4, 1, ""),  # its forms compute every head
     ("moh-vit-s80", 2, 9, "3 key/value heads"),
     ("llm-b", 8, 1, ""),
   )
   def test_heads_must_fit_the_tensor_axis(self, name, devices, most, message):
     mesh = sharding.make_mesh(MeshConfig(tensor=devices))
-    model = released_model(name)
-    if not message:
-      head_layout.check_heads(model, mesh, most)
-      return
-    with self.assertRaisesRegex(ValueError, message):
-      head_layout.check_heads(model, mesh, most)
+    with (
+      self.assertRaisesRegex(ValueError, message)
+      if message
+      else contextlib.nullcontext()
+    ):
+      head_layout.check_heads(released_model(name), mesh, most)
 
   def test_shared_heads_are_those_of_the_worst_order(self):
     mesh = sharding.make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
@@ -250,6 +209,57 @@ class MeshTest(parameterized.TestCase):
       ValueError, r"2 shared heads of 4 in model.head_order: .* 1\.333 times"
     ):
       head_layout.check_heads(model, mesh, 1.3)
+
+  def test_slices_mix_images_of_a_device_which_needs_two(self):
+    def check(**sections):
+      run = tiny.config(
+        mesh={"dcn_data": 2, "data": 4}, data={"batch_size": 32}, **sections
+      )
+      with two_slices():
+        mesh = sharding.make_mesh(run.mesh)
+      entrance.check_mixed_images(run, mesh)
+
+    alone, off = {"accumulation": 4}, {"mixup": 0.0, "cutmix": 0.0}
+    check()
+    check(optim=alone, classifier=off)
+    with self.assertRaisesRegex(ValueError, "data.batch_size=32 .* it is 1: "):
+      check(optim=alone)
+
+  def test_devices_without_memory_of_a_host_are_refused_in_one_line(self):
+    device = SimpleNamespace(
+      device_kind="Abacus",
+      addressable_memories=lambda: [SimpleNamespace(kind="beads")],
+    )
+    mesh = SimpleNamespace(devices=np.array([device]))
+    config = tiny.llm_config(optim={"state_memory": "host"})
+    with self.assertRaisesRegex(
+      ValueError, r"^optim.state.* of the kind pinned_host; Abacus has .'beads'"
+    ):
+      entrance.check_host_memory(config, mesh)
+
+
+class HostMemoryTest(absltest.TestCase):
+  @pytest.mark.slow
+  def test_a_run_is_the_same_and_resumes_on_a_mesh(self):
+    """Its state is saved from the host and restored to it."""
+
+    def config(memory, remat, steps):
+      return tiny.llm_config(
+        mesh=tiny.MESH,
+        train={"steps": steps},
+        optim={"lr": 1e-3, "warmup_steps": 0, "state_memory": memory},
+        model={"remat": remat},
+      )
+
+    folders = [self.create_tempdir().full_path for _ in range(2)]
+    device = train(config("device", "dots", 3), folders[0]).state
+    for steps in (2, 3):
+      host = train(config("host", "offload", steps), folders[1]).state
+    moments = host.opt_state[1][0].mu["head"]["kernel"]
+    self.assertEqual(moments.sharding.memory_kind, sharding.HOST_MEMORY)
+    chex.assert_trees_all_close(
+      *jax.device_get((host, device)), rtol=1e-6, atol=1e-7
+    )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
 _CHILD = """
 import sys
 from moh_jax.runtime import cluster
-cluster.join(cluster.given_place(None, None, None))
+cluster.join(cluster.given_place())
 from tests.training import processes_test
 processes_test.train_and_draw(sys.argv[1])
 """

@@ -107,24 +107,10 @@ class ResumeTest(parameterized.TestCase):
     resumed = _train(workdir, family)
     chex.assert_trees_all_equal(resumed.state, self.whole[family].state)
 
-  # The next two are about no family either.
-  def _finished(self) -> str:
-    """A directory of its own where the text run has finished."""
-    workdir = os.path.join(self.create_tempdir().full_path, "llm")
-    return shutil.copytree(os.path.join(self.root, "llm"), workdir)
-
   def test_finished_run_started_again_only_evaluates(self):
     with mock.patch.object(feed.Feed, "__next__", side_effect=AssertionError):
-      again = _train(self._finished(), "llm")
+      again = _train(os.path.join(self.root, "llm"), "llm")
     self.assertEqual(again.evaluation, self.whole["llm"].evaluation)
-    self.assertEqual(int(again.state.step), _STEPS)
-
-  def test_half_written_checkpoint_is_never_restored(self):
-    workdir = self._finished()
-    folder = os.path.join(workdir, "checkpoints")
-    os.makedirs(os.path.join(folder, "9.orbax-checkpoint-tmp", "params"))
-    self.assertEqual(steps.find_step(workdir, None), _STEPS)
-    again = _train(workdir, "llm")
     self.assertEqual(int(again.state.step), _STEPS)
 
   def test_run_is_made_longer_from_a_checkpoint_before_its_fall(self):

@@ -39,10 +39,11 @@ class SurvivalTest(absltest.TestCase):
     config = cls.source / "config.json"
     stops = {"eos_token_id": [340, 342]}
     config.write_text(json.dumps(json.loads(config.read_text()) | stops))
-    cls.called = tiny_checkpoint.call(
+    status, _, err = tiny_checkpoint.call(
       *("convert", "--from", "llama", "--source", cls.source),
       *("--out", cls.ours),
     )
+    assert status == 0, err
 
   def _train(self, name, tokenizer, **options):
     """A run on two splits of a set made with the tokenizer."""
@@ -61,16 +62,6 @@ class SurvivalTest(absltest.TestCase):
     workdir = self.root / name
     train(config, str(workdir), devices=jax.devices()[:1])
     return workdir
-
-  def test_convert_says_what_it_took(self):
-    status, out, err = self.called
-    self.assertEqual(status, 0, err)
-    self.assertIn(
-      "tokenizer: tokenizer.json, 344 ids; texts begin without; generated "
-      "texts stop at <|endoftext|> (340), <|im_end|> (342); chat templates: "
-      "default",
-      out,
-    )
 
   def test_run_that_starts_from_the_model_keeps_its_files(self):
     # The tokenizer's own file alone, without what lies beside it.

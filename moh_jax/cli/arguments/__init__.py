@@ -6,15 +6,13 @@ answer at once; and in `cli/NAME.py` `run(args) -> exit status`, imported when
 it runs.
 """
 
-from moh_jax.cli.arguments import images, models, speed, text
+from moh_jax.cli.arguments import images, models, text
 
 # Command -> the function that declares its options.
 COMMANDS = {
-  "bench": speed.bench,
   "evaluate": models.evaluate,
   "evaluate-lm": text.evaluate_lm,
   "fid": images.fid,
   "generate": text.generate,
-  "plan": models.plan,
   "sample": images.sample,
 }

@@ -4,9 +4,6 @@ import argparse
 
 from moh_jax.cli import common, fields
 from moh_jax.config import EvalConfig
-from moh_jax.runtime.devices import Topology, parse_topology
-
-_UNITS = {"GB": 10**9, "MB": 10**6}
 
 
 def evaluate(parser: argparse.ArgumentParser) -> None:
@@ -51,31 +48,3 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
   fields.add_fields(parser, EvalConfig, "batch_size", defaults="the run's")
   fields.add_fields(parser, EvalConfig, "examples", defaults="all")
   common.add_json(parser)
-
-
-def plan(parser: argparse.ArgumentParser) -> None:
-  """Tell whether a run fits GPUs or TPUs that are not here, and its time."""
-  common.add_config(parser, required=True)
-  parser.add_argument(
-    "--topology",
-    required=True,
-    type=_topology,
-    metavar="NAME",
-    help="GPUs and their number, as h100:16; TPUs and the shape of their slice "
-    "in chips, as v5p:2x4x4, or its name at Google Cloud, as v5p-64",
-  )
-  parser.add_argument(
-    "--no-compile",
-    dest="compile",
-    action="store_false",
-    help="do not call the compiler for the devices (libtpu, or "
-    "jax-cuda13-plugin), which takes seconds to minutes",
-  )
-  common.add_json(parser)
-
-
-def _topology(text: str) -> Topology:
-  try:
-    return parse_topology(text)
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(str(error)) from error

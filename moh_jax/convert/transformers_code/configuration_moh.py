@@ -31,7 +31,7 @@ class MoHLlamaConfig(LlamaConfig):
   """
 
   model_type = "moh_llama"
-  keys_to_ignore_at_inference = ("past_key_values", "router_logits")
+  keys_to_ignore_at_inference = ("cache", "past_key_values", "router_logits")
   # A head's weight comes from a softmax over all heads of its layer, so heads
   # cannot be split over devices without a sum of their own.
   base_model_tp_plan = None

@@ -18,17 +18,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-  LlamaAttention,
-  LlamaDecoderLayer,
-  LlamaForCausalLM,
-  LlamaModel,
-  LlamaPreTrainedModel,
-  LlamaRMSNorm,
-  LlamaRotaryEmbedding,
-  apply_rotary_pos_emb,
-  eager_attention_forward,
-)
+from transformers.models.llama import modeling_llama as llama
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -212,7 +202,7 @@ def balance_loss(
   return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
-class MoHAttention(LlamaAttention):
+class MoHAttention(llama.LlamaAttention):
   """Causal attention whose heads are weighed by a router."""
 
   def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -226,8 +216,8 @@ class MoHAttention(LlamaAttention):
     self.o_proj = nn.Linear(heads * dim, width, bias=config.out_bias)
     self.q_norm = self.k_norm = self.router = None
     if config.qk_norm:
-      self.q_norm = LlamaRMSNorm(dim, config.rms_norm_eps)
-      self.k_norm = LlamaRMSNorm(dim, config.rms_norm_eps)
+      self.q_norm = llama.LlamaRMSNorm(dim, config.rms_norm_eps)
+      self.k_norm = llama.LlamaRMSNorm(dim, config.rms_norm_eps)
     if config.router["kind"] != "none":
       self.router = MoHRouter(config, layer_idx)
 
@@ -236,10 +226,13 @@ class MoHAttention(LlamaAttention):
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None = None,
+    cache: Cache | None = None,
     past_key_values: Cache | None = None,
     **kwargs,
   ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Maps [B, N, C] to [B, N, C] and attention weights, if there are any."""
+    if cache is None:  # its name before transformers 5.24
+      cache = past_key_values
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     query = self.q_proj(hidden_states).view(shape)
     key = self.k_proj(hidden_states).view(shape)
@@ -249,12 +242,12 @@ class MoHAttention(LlamaAttention):
       gates = self.router(hidden_states, query)[0]  # before the norm
     if self.q_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
-    query, key = apply_rotary_pos_emb(
+    query, key = llama.apply_rotary_pos_emb(
       query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
     )
-    if past_key_values is not None:
-      key, value = past_key_values.update(key, value, self.layer_idx)
-    attend = eager_attention_forward
+    if cache is not None:
+      key, value = cache.update(key, value, self.layer_idx)
+    attend = llama.eager_attention_forward
     if self.config._attn_implementation != "eager":
       attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
     out, weights = attend(
@@ -273,7 +266,7 @@ class MoHAttention(LlamaAttention):
     return self.o_proj(out.flatten(-2)), weights
 
 
-class MoHDecoderLayer(LlamaDecoderLayer):
+class MoHDecoderLayer(llama.LlamaDecoderLayer):
   """Attention and gated MLP, each after RMSNorm."""
 
   def __init__(self, config: MoHLlamaConfig, layer_idx: int):
@@ -281,7 +274,7 @@ class MoHDecoderLayer(LlamaDecoderLayer):
     self.self_attn = MoHAttention(config, layer_idx)
 
 
-class MoHPreTrainedModel(LlamaPreTrainedModel):
+class MoHPreTrainedModel(llama.LlamaPreTrainedModel):
   """What the models have in common."""
 
   config_class = MoHLlamaConfig
@@ -312,7 +305,7 @@ class MoHPreTrainedModel(LlamaPreTrainedModel):
     super()._set_gradient_checkpointing(enable, again, **kwargs)
 
 
-class MoHModel(MoHPreTrainedModel, LlamaModel):
+class MoHModel(MoHPreTrainedModel, llama.LlamaModel):
   """The network without its output layer.
 
   `forward` is `LlamaModel`'s. With `output_router_logits=True` the result has
@@ -325,7 +318,7 @@ class MoHModel(MoHPreTrainedModel, LlamaModel):
         f"config.heads_per_layer is {config.heads_per_layer}: vLLM serves "
         "models with as many heads in every layer, transformers this one too"
       )
-    super(LlamaModel, self).__init__(config)  # its own makes other layers
+    super(llama.LlamaModel, self).__init__(config)  # its own makes other layers
     self.padding_idx = config.pad_token_id
     self.vocab_size = config.vocab_size
     self.embed_tokens = nn.Embedding(
@@ -334,17 +327,17 @@ class MoHModel(MoHPreTrainedModel, LlamaModel):
     self.layers = nn.ModuleList(
       MoHDecoderLayer(config, i) for i in range(config.num_hidden_layers)
     )
-    self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-    self.rotary_emb = LlamaRotaryEmbedding(config)
+    self.norm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+    self.rotary_emb = llama.LlamaRotaryEmbedding(config)
     self.gradient_checkpointing = False
     self.post_init()
 
 
-class MoHLlamaForCausalLM(MoHPreTrainedModel, LlamaForCausalLM):
+class MoHLlamaForCausalLM(MoHPreTrainedModel, llama.LlamaForCausalLM):
   """The network with its output layer."""
 
   def __init__(self, config: MoHLlamaConfig):
-    super(LlamaForCausalLM, self).__init__(config)  # as in `MoHModel`
+    super(llama.LlamaForCausalLM, self).__init__(config)  # as in `MoHModel`
     self.model = MoHModel(config)
     self.vocab_size = config.vocab_size
     self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -399,14 +392,14 @@ class MoHLlamaForCausalLM(MoHPreTrainedModel, LlamaForCausalLM):
           # `Trainer` adds up the losses of the parts of a batch.
           weight = weight * (labels[:, 1:] != -100).sum() / items
         loss = loss + (weight * aux_loss).to(loss.device)
+    # The cache, under its name in this version, and what else was asked for.
+    taken = ("last_hidden_state", "router_logits")
     return MoeCausalLMOutputWithPast(
       loss=loss,
       aux_loss=aux_loss,
       logits=logits,
-      past_key_values=out.past_key_values,
-      hidden_states=out.hidden_states,
-      attentions=out.attentions,
       router_logits=scores,
+      **{name: value for name, value in out.items() if name not in taken},
     )
 
 

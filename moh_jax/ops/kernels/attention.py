@@ -20,7 +20,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import HALF, keep_attention
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads, HeadBlocks, blocks_of
@@ -70,20 +70,16 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  q, k, v = call.q, call.k, call.v
+  q = call.q
   blocks = blocks_of(call.active, q.shape[:3], form.rows)
-  same = q.dtype == k.dtype == v.dtype
+  same = q.dtype == call.k.dtype == call.v.dtype
   options = kernel_options(target(), q.dtype.name if same else "", q.shape[-1])
-  return kernel_attention(q, k, v, call.visible, blocks, call.scale, **options)
+  return kernel_attention(call, blocks, **options)
 
 
 def kernel_attention(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  visible: Visible,
+  call: Call,
   blocks: HeadBlocks,
-  scale: float,
   *,
   backend: str,
   sizes: BlockSizes | None = None,
@@ -95,14 +91,10 @@ def kernel_attention(
   `jax.default_matmul_precision`, as anywhere in JAX.
 
   Args:
-    q: [B, N, H, D] bfloat16, float16 or float32.
-    k: [B, M, K, D]; query head h reads key/value head h // (H / K).
-    v: [B, M, K, D].
-    visible: which keys a query sees.
+    call: arrays, bfloat16, float16 or float32, without a bias.
     blocks: the active pairs. The rows of a block, R, are a power of two of at
       least 16 for "triton", 64 or 128 for "mosaic_gpu" and a multiple of 8 for
       "mosaic_tpu".
-    scale: factor of the logits.
     backend: of Pallas, "triton" (NVIDIA GPUs), "mosaic_gpu" (NVIDIA Hopper,
       where it is able) or "mosaic_tpu".
     sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
@@ -117,6 +109,7 @@ def kernel_attention(
     ValueError: the back end, a dtype or R is not supported, or a tile's rows
       do not divide R.
   """
+  q, k, v = call.q, call.k, call.v
   chex.assert_rank((q, k, v), 4)
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
@@ -128,9 +121,10 @@ def kernel_attention(
   sizes = sizes.with_rows(blocks.token.shape[1])
   kernels = BACKENDS[backend]
   kernels.check(sizes)
-  options = (float(scale), backend, sizes, interpret)
   k, v = (kernels.arranged(x) for x in (k.astype(dtype), v))
-  out = _attend(q.astype(dtype), k, v, visible, blocks, options)
+  masks, scale = call.visible, float(call.scale)
+  problem = Problem(k.shape, k.dtype, masks, blocks, scale, interpret)
+  out = _attend(q.astype(dtype), k, v, problem, (kernels, sizes))
   return out.astype(out_dtype)
 
 
@@ -160,38 +154,35 @@ def readable(
       known = ", ".join(_DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
   dtype = jnp.promote_types(q.dtype, k.dtype)
-  kernels.check_dtypes(dtype, v.dtype, q.shape[-1])
+  if reason := kernels.lacks(dtype.name, v.dtype.name, q.shape[-1]):
+    raise ValueError(f"backend={backend!r} needs {reason}")
   return kernels.readable(dtype), *(
     x.astype(kernels.readable(x.dtype)) for x in (k, v)
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q, k, v, visible, blocks, options):
-  return _forward(q, k, v, visible, blocks, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q, k, v, problem, options):
+  return _forward(q, k, v, problem, options)[0]
 
 
 # Indices in kernels are int32, also with `jax_enable_x64`.
 @jax.enable_x64(False)
-def _forward(q, k, v, visible, blocks, options):
-  scale, backend, sizes, interpret = options
-  problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  kernels, dim = BACKENDS[backend], q.shape[-1]
+def _forward(q, k, v, problem, options):
+  (kernels, sizes), dim = options, q.shape[-1]
   if not kernels.picks_rows:
     q = kernels.to_rows(problem, q)
   out, log_sums = keep_attention(
     kernels.forward(problem, q, (k, v), sizes.forward)
   )
-  saved = q, k, v, visible, blocks, out, log_sums
+  saved = q, k, v, problem, out, log_sums
   return kernels.to_pairs(problem, out, dim), saved
 
 
 @jax.enable_x64(False)
 def _backward(options, saved, grad):
-  scale, backend, sizes, interpret = options
-  q, k, v, visible, blocks, out, log_sums = saved
-  problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  kernels, dim = BACKENDS[backend], grad.shape[-1]
+  (kernels, sizes), dim = options, grad.shape[-1]
+  q, k, v, problem, out, log_sums = saved
   rows = kernels.to_rows(problem, q) if kernels.picks_rows else q
   grad = kernels.to_rows(problem, grad)
   dq, inner = kernels.query_gradient(
@@ -200,7 +191,7 @@ def _backward(options, saved, grad):
   dk, dv = kernels.key_gradients(
     problem, (rows, log_sums, inner, grad), (k, v), sizes.dkv
   )
-  return kernels.to_pairs(problem, dq, dim), dk, dv, None, None
+  return kernels.to_pairs(problem, dq, dim), dk, dv, None
 
 
 _attend.defvjp(_forward, _backward)

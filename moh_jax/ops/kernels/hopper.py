@@ -72,7 +72,7 @@ class Hopper(Kernels):
       return f"an NVIDIA Hopper GPU, this is a {device.kind}"
     if device.cuda in _MISCOMPILING_CUDA:
       return f"a CUDA that compiles its kernels well, not {device.cuda}"
-    return _lacks(dtype, dtype, head_dim)
+    return self.lacks(dtype, dtype, head_dim)
 
   def check(self, sizes: BlockSizes) -> None:
     """See `Kernels.check`."""
@@ -82,12 +82,15 @@ class Hopper(Kernels):
       )
     sizes.check_covers()
 
-  def check_dtypes(
-    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
-  ) -> None:
-    """See `Kernels.check_dtypes`."""
-    if reason := _lacks(dtype.name, value_dtype.name, head_dim):
-      raise ValueError(f"backend='mosaic_gpu' needs {reason}")
+  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+    """See `Kernels.lacks`."""
+    if dtype == value_dtype and dtype in HALF and head_dim in _HEAD_DIMS:
+      return ""
+    return (
+      f"queries, keys and values of one dtype, {' or '.join(HALF)}, and a "
+      f"head_dim in {_HEAD_DIMS}, not {dtype}, {value_dtype} (values) and "
+      f"{head_dim}"
+    )
 
   def forward(
     self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
@@ -114,17 +117,6 @@ class Hopper(Kernels):
     return KeyLaunch(problem, tile, 2).compute(
       _key_gradients_kernel, rows, keys
     )
-
-
-def _lacks(dtype: str, value_dtype: str, head_dim: int) -> str:
-  """What queries, keys and values have to be and are not; else empty."""
-  if dtype == value_dtype and dtype in HALF and head_dim in _HEAD_DIMS:
-    return ""
-  return (
-    f"queries, keys and values of one dtype, {' or '.join(HALF)}, and a "
-    f"head_dim in {_HEAD_DIMS}, not {dtype}, {value_dtype} (values) and "
-    f"{head_dim}"
-  )
 
 
 class RowLaunch(Launch):
@@ -238,8 +230,8 @@ def _forward_kernel(
     logits = hide(logits)
     new = jnp.maximum(highest, logits.max(1))
     # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
-    shift = jnp.where(new == -jnp.inf, 0.0, new) * launch.exponent_scale
-    decay = jnp.exp2(highest * launch.exponent_scale - shift)
+    shift = jnp.where(new == -jnp.inf, 0.0, new) * launch.problem.exponent_scale
+    decay = jnp.exp2(highest * launch.problem.exponent_scale - shift)
     weights = launch.weights(logits, row(shift, logits.shape))
     total = total * decay + weights.sum(1)
     acc = acc * row(decay, acc.shape)
@@ -260,7 +252,7 @@ def _forward_kernel(
   sees_keys = total > 0
   total = jnp.where(sees_keys, total, 1.0)
   _store(acc * row(1 / total, acc.shape), q, out_ref.at[span])
-  shift = jnp.where(sees_keys, highest, 0.0) * launch.exponent_scale
+  shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.exponent_scale
   sum_ref[span] = shift + jnp.log(total) * LOG2_E
   plgpu.wait_smem_to_gmem(0)
   return done
@@ -313,15 +305,11 @@ class KeyLaunch(Launch):
   def table(self) -> jax.Array:
     """All work [B * K * J, 3] int32, a `KeyWork` per row."""
     problem = self.problem
-    tile = jnp.arange(self.key_tiles, dtype=jnp.int32)
+    shape = problem.batch, problem.kv_heads, self.key_tiles
+    batch, head, tile = jnp.indices(shape, jnp.int32)
     if self.run == 2:
       tile = alternating(0, tile, self.key_tiles)
-    heads = jnp.arange(problem.batch * problem.kv_heads, dtype=jnp.int32)
-    shape = len(heads), len(tile)
-    columns = tile, heads[:, None] // problem.kv_heads
-    columns = *columns, heads[:, None] % problem.kv_heads
-    columns = [jnp.broadcast_to(x, shape).reshape(-1) for x in columns]
-    return jnp.stack(columns, -1)
+    return jnp.stack([tile, batch, head], -1).reshape(-1, 3)
 
   def over_tiles(
     self, work: Work, bounds: Ranges, done: Any, visit: Callable, carry: Any

@@ -249,11 +249,6 @@ class Launch:
     """Tiles of keys, J; the last may have fewer than L keys."""
     return pl.cdiv(self.problem.keys, self.keys)
 
-  @property
-  def exponent_scale(self) -> float:
-    """Factor of `logits` that turns them into exponents of 2."""
-    return self.problem.log2_scale if self.problem.scale > 0 else 1.0
-
   def logits(self, products: jax.Array) -> jax.Array:
     """Applies a scale of at most 0: largest logits must be largest before."""
     if self.problem.scale > 0:
@@ -262,7 +257,7 @@ class Launch:
 
   def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
     """exp2(logits * exponent_scale - shift)."""
-    return jnp.exp2(logits * self.exponent_scale - shift)
+    return jnp.exp2(logits * self.problem.exponent_scale - shift)
 
   def across(self, a: Any, b: Any, meanwhile: Callable = lambda: None) -> Any:
     """Multiplies [X, D] with [Y, D] in shared memory to [X, Y] float32.

@@ -139,6 +139,7 @@ def fitting(
 
 
 LOG2_E = math.log2(math.e)
+_STATIC = {"static": True}
 
 # Inputs or outputs of a kernel.
 Arrays = tuple[jax.Array, ...]
@@ -171,28 +172,11 @@ class Ranges(NamedTuple):
     return Ranges(self.begin, first, last, end)
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-  """One call of the attention: shapes, masks, the table of active heads.
-
-  On a TPU several narrow heads may be one here, see `Tpu.to_rows`: K and D are
-  then those of `Kernels.arranged`.
-
-  Attributes:
-    k_shape: (B, M, K, D), the shape of keys and values.
-    dtype: in which queries and keys are multiplied.
-    visible: which keys a query sees.
-    blocks: the active (token, head) pairs.
-    scale: factor of the logits.
-    interpret: whether the kernels run in Pallas's interpreter.
-  """
+class _Shapes:
+  """Sizes of a call by name, from its `k_shape` (B, M, K, D) and its scale."""
 
   k_shape: tuple[int, ...]
-  dtype: jnp.dtype
-  visible: Visible
-  blocks: HeadBlocks
   scale: float
-  interpret: bool
 
   @property
   def batch(self) -> int:
@@ -213,6 +197,45 @@ class Problem:
   def head_dim(self) -> int:
     """D."""
     return self.k_shape[3]
+
+  @property
+  def log2_scale(self) -> float:
+    """Factor that turns q k^T into logits of a softmax in base 2."""
+    return self.scale * LOG2_E
+
+  @property
+  def exponent_scale(self) -> float:
+    """Factor of logits that turns them into exponents of 2.
+
+    It is positive, so that the largest logit is the largest before it too: a
+    scale of at most 0 is applied to the logits themselves.
+    """
+    return self.log2_scale if self.scale > 0 else 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Problem(_Shapes):
+  """One call of the attention: shapes, masks, the table of active heads.
+
+  On a TPU several narrow heads may be one here, see `Tpu.to_rows`: K and D are
+  then those of `Kernels.arranged`.
+
+  Attributes:
+    k_shape: (B, M, K, D), the shape of keys and values.
+    dtype: in which queries and keys are multiplied.
+    visible: which keys a query sees.
+    blocks: the active (token, head) pairs.
+    scale: factor of the logits.
+    interpret: whether the kernels run in Pallas's interpreter.
+  """
+
+  k_shape: tuple[int, ...] = dataclasses.field(metadata=_STATIC)
+  dtype: jnp.dtype = dataclasses.field(metadata=_STATIC)
+  visible: Visible
+  blocks: HeadBlocks
+  scale: float = dataclasses.field(metadata=_STATIC)
+  interpret: bool = dataclasses.field(metadata=_STATIC)
 
   @property
   def queries(self) -> int:
@@ -248,11 +271,6 @@ class Problem:
     visible = self.visible
     return visible.key_mask is not None or visible.segments is not None
 
-  @property
-  def log2_scale(self) -> float:
-    """Factor that turns q k^T into logits of a softmax in base 2."""
-    return self.scale * LOG2_E
-
   def to_product_dtype(self, x: jax.Array) -> jax.Array:
     """Widens loaded keys or values where queries have a wider dtype."""
     return x.astype(jnp.promote_types(x.dtype, self.dtype))
@@ -270,21 +288,7 @@ class Problem:
     """One float32 per row, [T * R]."""
     return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
 
-  def token_ranges(self) -> Ranges:
-    """The keys that each token sees, [B, N]; ascending in all four numbers."""
-    token = jnp.arange(self.queries, dtype=jnp.int32)[None]
-    batch = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
-    return self._ranges(*jnp.broadcast_arrays(batch, token))
-
-  def row_ranges(self) -> Ranges:
-    """The keys that each row sees, [T, R]; M in empty rows."""
-    token = self.blocks.token
-    batch = self.blocks.head[:, None] // (self.group * self.kv_heads)
-    empty = token == self.queries
-    ranges = self._ranges(batch, jnp.minimum(token, self.queries - 1))
-    return Ranges(*(jnp.where(empty, self.keys, x) for x in ranges))
-
-  def _ranges(self, batch: jax.Array, token: jax.Array) -> Ranges:
+  def ranges(self, batch: jax.Array, token: jax.Array) -> Ranges:
     """The keys that some tokens see, in the shape of `token`."""
     keys = self.keys
     begin, end = jnp.zeros_like(token), jnp.full_like(token, keys)
@@ -297,28 +301,6 @@ class Problem:
       begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
       whole_end = jnp.where(exact, end, 0)
     return Ranges(begin, begin, whole_end, end)
-
-  def tile_ranges(self, rows: int) -> Ranges:
-    """The keys that a tile of rows reads, and those that need no mask.
-
-    Args:
-      rows: r, a divisor of R.
-
-    Returns:
-      Ranges [T * R / r]: of the keys that at least one row of the tile may see,
-      and of those that all of its rows see; M in tiles without active pairs.
-      The tiles of a head ascend in all four numbers.
-    """
-    ranges = (x.reshape(-1, rows) for x in self.row_ranges())
-    begin, whole_begin, whole_end, end = ranges
-    empty = self.blocks.token.reshape(-1, rows) == self.queries
-
-    def highest(x: jax.Array) -> jax.Array:
-      x = jnp.where(empty, 0, x).max(-1)
-      return jnp.where(empty[:, 0], self.keys, x)
-
-    whole = highest(whole_begin), whole_end.min(-1)
-    return Ranges(begin.min(-1), *whole, highest(end))
 
   def row_masks(self) -> tuple[jax.Array | None, jax.Array | None]:
     """What decides which keys each row sees, [T * R] int32 each, or None.
@@ -340,12 +322,26 @@ class Problem:
 def keys_of_rows(problem: Problem, rows: int, keys: int) -> Ranges:
   """Ordered ranges of each row tile's loop over the tiles of keys, [P].
 
+  A tile reads the keys that at least one of its rows may see; those that all of
+  its rows see need no mask. The tiles of a head ascend in all four numbers.
+
   Args:
     problem: the call.
-    rows: r.
+    rows: r, a divisor of R.
     keys: L.
   """
-  begin, whole_begin, whole_end, end = problem.tile_ranges(rows)
+  token = problem.blocks.token.reshape(-1, rows)
+  batch = problem.blocks.head // (problem.group * problem.kv_heads)
+  batch = jnp.repeat(batch, problem.rows // rows)[:, None]
+  empty = token == problem.queries
+  ranges = problem.ranges(batch, jnp.minimum(token, problem.queries - 1))
+  begin, whole_end = (
+    jnp.where(empty, problem.keys, x).min(-1)
+    for x in (ranges.begin, ranges.whole_end)
+  )
+  whole_begin, end = (
+    jnp.where(empty, 0, x).max(-1) for x in (ranges.whole_begin, ranges.end)
+  )
   stop = jnp.where(begin < end, pl.cdiv(end, keys), 0)
   start = jnp.minimum(begin // keys, stop)
   whole = pl.cdiv(whole_begin, keys), whole_end // keys
@@ -365,7 +361,9 @@ def rows_of_keys(problem: Problem, rows: int, keys: int) -> Ranges:
   """
   start = jnp.arange(0, problem.keys, keys, dtype=jnp.int32)
   stop = jnp.minimum(start + keys, problem.keys)
-  begin, whole_begin, whole_end, end = problem.token_ranges()
+  begin, whole_begin, whole_end, end = problem.ranges(
+    *jnp.indices((problem.batch, problem.queries), jnp.int32)
+  )
   values = jnp.stack([end, whole_end, whole_begin, begin])
   targets = jnp.stack([start + 1, stop, start + 1, stop])
   # Values ascend by token, so these tokens are the first ones.
@@ -447,7 +445,7 @@ def head_list(is_read: jax.Array, most: int) -> HeadList:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeProblem:
+class DecodeProblem(_Shapes):
   """Attention of one new token of each text to a cache.
 
   Attributes:
@@ -469,34 +467,15 @@ class DecodeProblem:
   interpret: bool
 
   @property
-  def batch(self) -> int:
-    """B."""
-    return self.cache.k.shape[0]
-
-  @property
-  def kv_heads(self) -> int:
-    """K."""
-    return self.cache.k.shape[1]
-
-  @property
-  def slots(self) -> int:
-    """M."""
-    return self.cache.k.shape[2]
-
-  @property
-  def head_dim(self) -> int:
-    """D."""
-    return self.cache.k.shape[3]
+  def k_shape(self) -> tuple[int, ...]:
+    """(B, M, K, D)."""
+    batch, heads, slots, dim = self.cache.k.shape
+    return batch, slots, heads, dim
 
   @property
   def entries(self) -> int:
     """L."""
     return self.heads.head.shape[1]
-
-  @property
-  def log2_scale(self) -> float:
-    """Factor that turns q k^T into logits of a softmax in base 2."""
-    return self.scale * LOG2_E
 
 
 class Kernels(Protocol):
@@ -534,16 +513,15 @@ class Kernels(Protocol):
   def check(self, sizes: BlockSizes) -> None:
     """Raises ValueError if blocks or tiles cannot have these sizes."""
 
-  def check_dtypes(
-    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
-  ) -> None:
-    """Raises ValueError if the kernels do not take a call.
+  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+    """What the kernels need of a call that it has not; else empty.
 
     Args:
-      dtype: of the products of queries and keys.
+      dtype: name of the dtype of the products of queries and keys.
       value_dtype: of the values.
       head_dim: D.
     """
+    return ""
 
   def readable(self, dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which an array of a given one is read."""

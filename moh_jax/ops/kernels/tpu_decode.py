@@ -12,7 +12,6 @@ to whole registers.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,12 +70,12 @@ class Plan:
     """T: M if that is small, else a multiple of LANES."""
     problem = self.problem
     tile = fitting(TILES, problem.head_dim, problem.dtype)
-    return min(tile.keys, problem.slots)
+    return min(tile.keys, problem.keys)
 
   @property
   def grid(self) -> tuple[int, int, int]:
     """Steps: texts, entries of a list, tiles of slots."""
-    tiles = pl.cdiv(self.problem.slots, self.keys)
+    tiles = pl.cdiv(self.problem.keys, self.keys)
     return self.problem.batch, self.problem.entries, tiles
 
   @property
@@ -251,23 +250,11 @@ def _kernel(
     out = with_values(weights, v)
     acc_ref[...] = acc_ref[...] * repeat_lanes(decay, out.shape[1]) + out
 
-  _by_mask(is_read, start, plan.keys, first, end, work)
+  runs = is_read & (start < end)
+  whole = (start >= first) & (start + plan.keys <= end)
+  pl.when(runs & whole)(functools.partial(work, False))
+  pl.when(runs & ~whole)(functools.partial(work, True))
 
   @pl.when(is_read & (j == plan.grid[2] - 1))
   def _() -> None:
     out_ref[0] = acc_ref[...] / repeat_lanes(total_ref[...], acc_ref.shape[1])
-
-
-def _by_mask(
-  is_read: jax.Array,
-  start: jax.Array,
-  keys: int,
-  first: jax.Array,
-  end: jax.Array,
-  work: Callable[[bool], None],
-) -> None:
-  """Runs work(masked) on a tile of which a slot is seen; masked if not all."""
-  runs = is_read & (start < end)
-  whole = (start >= first) & (start + keys <= end)
-  pl.when(runs & whole)(functools.partial(work, False))
-  pl.when(runs & ~whole)(functools.partial(work, True))

@@ -208,10 +208,7 @@ class Plan:
     output = isinstance(x, jax.ShapeDtypeStruct)
     x = jax.ShapeDtypeStruct(shape, x.dtype) if output else x.reshape(shape)
 
-    def index(core, step, *lists):
-      lists = Tables(*lists)
-      return lists.window[visit_of_step(core, step, lists)], 0, 0
-
+    index = _index(lambda lists, visit: (lists.window[visit], 0, 0))
     return Argument(x, pl.BlockSpec((self.cut.window, *inner), index))
 
   def keys_or_values(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
@@ -232,11 +229,7 @@ class Plan:
       if padded > keys:
         x = jnp.pad(x, ((0, 0), (0, padded - keys), (0, 0)))
 
-    def index(core, step, *lists):
-      lists = Tables(*lists)
-      visit = visit_of_step(core, step, lists)
-      return lists.unit[visit], lists.chunk[visit], 0
-
+    index = _index(lambda lists, i: (lists.unit[i], lists.chunk[i], 0))
     block = self.cut.heads, self.cut.chunk * self.keys, dim
     return Argument(x, pl.BlockSpec(block, index))
 
@@ -245,12 +238,9 @@ class Plan:
     cut = self.cut
     fill = cut.tiles * cut.keys - self.problem.keys
     each = self.problem.kv_heads // cut.heads
-
-    def index(core, step, *lists):
-      lists = Tables(*lists)
-      visit = visit_of_step(core, step, lists)
-      return lax.div(lists.unit[visit], each), 0, lists.chunk[visit]
-
+    index = _index(
+      lambda lists, i: (lax.div(lists.unit[i], each), 0, lists.chunk[i])
+    )
     spec = pl.BlockSpec((1, 1, cut.chunk * cut.keys), index)
 
     def argument(x: jax.Array) -> Argument:
@@ -453,6 +443,16 @@ def _halves(
   far = jnp.where(new, jnp.abs(2 * index - count), 2 * len(index))
   half = jnp.argmin(far).astype(jnp.int32)
   return place, jnp.stack([jnp.zeros_like(count), half, end])
+
+
+def _index(place: Callable) -> Callable:
+  """An index map of a step, from (lists, visit) -> place."""
+
+  def index(core: Any, step: Any, *lists: Any) -> tuple:
+    lists = Tables(*lists)
+    return place(lists, visit_of_step(core, step, lists))
+
+  return index
 
 
 def visit_of_step(core: Any, step: Any, lists: Tables) -> jax.Array:

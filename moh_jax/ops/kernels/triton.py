@@ -98,12 +98,9 @@ class Triton(Kernels):
       )
     sizes.check_covers()
 
-  def check_dtypes(
-    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
-  ) -> None:
-    """See `Kernels.check_dtypes`."""
-    if MISSING:
-      raise ValueError(f"backend='triton' needs {MISSING}")
+  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+    """See `Kernels.lacks`."""
+    return MISSING
 
   def forward(
     self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
@@ -287,7 +284,7 @@ class Program:
     """Decorates what a program does with its tile of rows, if that is used.
 
     Args:
-      table: references from `row_table`.
+      table: references to the table of `call_by_rows`.
       masks: references to the masks of rows and keys.
 
     Returns:
@@ -339,10 +336,10 @@ class Program:
   def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
     """exp2(logits * exponent_scale - shift), where the shift broadcasts."""
     if self.problem.interpret:
-      return jnp.exp2(logits * self.exponent_scale - shift)
+      return jnp.exp2(logits * self.problem.exponent_scale - shift)
     # Two instructions. The compiler would make six: it does not fuse the
     # product with the sum, and handles results below 2 ** -126 apart.
-    factor = struct.pack(">f", self.exponent_scale).hex()
+    factor = struct.pack(">f", self.problem.exponent_scale).hex()
     program = f"fma.rn.f32 $0, $1, 0f{factor}, $2; ex2.approx.ftz.f32 $0, $0;"
     [result] = plgpu.elementwise_inline_asm(
       program,
@@ -352,15 +349,6 @@ class Program:
       result_shape_dtypes=[jax.ShapeDtypeStruct(logits.shape, jnp.float32)],
     )
     return result
-
-  @property
-  def exponent_scale(self) -> float:
-    """Factor of `logits` that `weights` applies.
-
-    It is positive, so that the largest logit is the largest before it too: a
-    scale of at most 0 is applied by `logits` itself.
-    """
-    return self.problem.log2_scale if self.problem.scale > 0 else 1.0
 
   def seen(
     self, row_masks: tuple, key_masks: tuple, batch: jax.Array, j: jax.Array, *,
@@ -399,7 +387,7 @@ class Program:
     """Loops over the tiles of keys that a tile of rows may see.
 
     Args:
-      bounds: references from `row_table`.
+      bounds: references to the table of `call_by_rows`.
       index: the tile of rows.
       step: (j, carry, masked=) -> carry.
       carry: its first value.
@@ -427,7 +415,7 @@ class Program:
     """Loops over the tiles of rows that may see a tile of keys.
 
     Args:
-      table: references from `key_table`.
+      table: references to the table of `call_by_keys`.
       j: index of the tile of keys.
       head: key/value head of the keys, b * K + k.
       step: (i, carry, masked=) -> carry.
@@ -495,39 +483,23 @@ class Program:
     masks = visible.key_mask, visible.segments
     return jax.tree.map(lambda x: self._whole(x, block), masks)
 
-  def row_table(self) -> tuple:
-    """Each block's head, each head's first block, and the loops' bounds.
-
-    The bounds are those of `keys_of_rows`; None if nothing is hidden.
-    """
-    blocks, bounds = self.problem.blocks, None
-    if not self.problem.visible.everything:
-      bounds = keys_of_rows(self.problem, self.rows, self.keys)
-    return blocks.head, blocks.first, bounds
-
-  def key_table(self) -> tuple:
-    """The first block of each head [B * H + 1], and the loops' bounds.
-
-    The bounds are those of `rows_of_keys`; None if nothing is hidden.
-    """
-    bounds = None
-    if not self.problem.visible.everything:
-      bounds = rows_of_keys(self.problem, self.rows, self.keys)
-    return self.problem.blocks.first, bounds
-
   def call_by_rows(
     self, kernel: Callable, rows: Any, keys: tuple, outputs: tuple
   ) -> tuple:
     """Launches a kernel with one program per tile of rows.
 
     Args:
-      kernel: gets `row_table`, then the inputs, the masks and the outputs.
+      kernel: gets the table, then the inputs, the masks and the outputs. The
+        table has each block's head, each head's first block, and the loops'
+        bounds of `keys_of_rows`, None if nothing is hidden.
       rows: arrays [T * R, D] or [T * R], of which a program gets its tile, or
         arguments.
       keys: keys and values.
       outputs: shapes of rows.
     """
-    inputs = self._inputs(self.row_table(), rows, keys, self.own_rows)
+    blocks, bounds = self.problem.blocks, self._bounds(keys_of_rows)
+    table = blocks.head, blocks.first, bounds
+    inputs = self._inputs(table, rows, keys, self.own_rows)
     outputs = jax.tree.map(self.own_rows, outputs)
     return self._call(kernel, (self.row_tiles,), inputs, outputs)
 
@@ -535,14 +507,22 @@ class Program:
     """Launches a kernel with one program per tile of keys of each head.
 
     Args:
-      kernel: gets `key_table`, then the inputs, the masks and the outputs.
+      kernel: gets the table, then the inputs, the masks and the outputs. The
+        table has the first block of each head [B * H + 1] and the loops' bounds
+        of `rows_of_keys`, None if nothing is hidden.
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values; the outputs have their shapes and dtypes.
     """
-    inputs = self._inputs(self.key_table(), rows, keys, self.all_rows)
+    table = self.problem.blocks.first, self._bounds(rows_of_keys)
+    inputs = self._inputs(table, rows, keys, self.all_rows)
     outputs = tuple(map(self.keys_or_values, map(like, keys)))
     grid = self.key_tiles, self.problem.batch * self.problem.kv_heads
     return self._call(kernel, grid, inputs, outputs)
+
+  def _bounds(self, bounds_of: Callable) -> Ranges | None:
+    if self.problem.visible.everything:
+      return None
+    return bounds_of(self.problem, self.rows, self.keys)
 
   def _inputs(
     self, table: tuple, rows: Any, keys: tuple, argument: Callable
@@ -626,8 +606,10 @@ def _forward_kernel(
       if masked:
         # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
         shift = jnp.where(new == -jnp.inf, 0.0, new)
-      decay = jnp.exp2((highest - shift) * plan.exponent_scale)
-      weights = plan.weights(logits, (shift * plan.exponent_scale)[:, None])
+      decay = jnp.exp2((highest - shift) * plan.problem.exponent_scale)
+      weights = plan.weights(
+        logits, (shift * plan.problem.exponent_scale)[:, None]
+      )
       total = total * decay + weights.sum(1)
       v = plan.load_keys(v_ref, place, j, last=masked)
       v = _widened(plan.problem, v)
@@ -642,7 +624,7 @@ def _forward_kernel(
     total = jnp.where(sees_keys, total, 1.0)
     norm = (1 / total)[:, None]
     plan.columns.store(out_ref, _OWN, tuple(x * norm for x in acc))
-    shift = jnp.where(sees_keys, highest, 0.0) * plan.exponent_scale
+    shift = jnp.where(sees_keys, highest, 0.0) * plan.problem.exponent_scale
     sum_ref[...] = shift + jnp.log(total) * LOG2_E
 
 

@@ -110,7 +110,7 @@ class Plan:
     tile = fitting(TILES, self.problem.head_dim, self.problem.dtype)
     most = _MAX_ROWS if self.problem.head_dim <= _WIDE else _MAX_WIDE_ROWS
     rows = pl.next_power_of_2(max(SMALLEST, min(self.group, most)))
-    slots = max(SMALLEST, pl.next_power_of_2(self.problem.slots))
+    slots = max(SMALLEST, pl.next_power_of_2(self.problem.keys))
     return dataclasses.replace(tile, rows=rows, keys=min(tile.keys, slots))
 
   @property
@@ -122,7 +122,7 @@ class Plan:
   def grid(self) -> tuple[int, int, int]:
     """Programs: texts, entries of their lists by tiles of rows, splits."""
     batch, lists = self.problem.batch, self.problem.entries * self.row_tiles
-    return batch, lists, split_count(batch * lists, self.problem.slots)
+    return batch, lists, split_count(batch * lists, self.problem.keys)
 
   @functools.cached_property
   def columns(self) -> Columns:
@@ -143,7 +143,7 @@ class Plan:
     problem, splits = self.problem, self.grid[2]
     batch, kv_heads, group, dim = q.shape
     rows, width = self.row_tiles * self.tile.rows, self.columns.width
-    slots = pl.cdiv(problem.slots, self.tile.keys) * self.tile.keys
+    slots = pl.cdiv(problem.keys, self.tile.keys) * self.tile.keys
 
     def whole(*shape: int) -> pl.BlockSpec:
       return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))

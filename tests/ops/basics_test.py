@@ -1,20 +1,20 @@
-"""The softmax whose division waits."""
+"""The softmax whose division waits, and exact GELU."""
 
-import chex
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.basics import unnormalized_softmax
+from moh_jax.ops.basics import gelu, unnormalized_softmax
 
 
-class SoftmaxTest(parameterized.TestCase):
+class BasicsTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
-  def test_equals_jax_where_nothing_is_masked(self, masked):
+  def test_softmax_equals_jax_where_nothing_is_masked(self, masked):
     logits = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
     weights, total, highest = unnormalized_softmax(logits, masked=masked)
-    chex.assert_shape((weights, total), [(3, 4, 7), (3, 4, 1)])
     np.testing.assert_array_equal(highest, logits.max(-1, keepdims=True))
     expected = jax.nn.softmax(logits)
     np.testing.assert_allclose(weights / total, expected, rtol=1e-5)
@@ -23,6 +23,15 @@ class SoftmaxTest(parameterized.TestCase):
     logits = jnp.array([[-jnp.inf] * 3, [-jnp.inf, 2.0, 900.0]])
     weights, total, _ = unnormalized_softmax(logits, masked=True)
     np.testing.assert_array_equal(weights / total, [[0, 0, 0], [0, 0, 1]])
+
+  def test_gelu_and_its_gradient_equal_the_gaussian_form(self):
+    x = np.linspace(-6, 6, 241)
+    cdf = np.array([0.5 * (1 + math.erf(v / math.sqrt(2))) for v in x])
+    out, grads = jax.vmap(jax.value_and_grad(gelu))(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(out, x * cdf, atol=1e-6)
+    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    np.testing.assert_allclose(grads, cdf + x * density, atol=1e-6)
+    self.assertEqual(gelu(jnp.ones(2, jnp.bfloat16)).dtype, jnp.bfloat16)
 
 
 if __name__ == "__main__":
