@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moh_jax.cli.options import (
   InPath,
-  Output,
   OutPath,
+  Output,
   Place,
   metric_lines,
 )

@@ -14,8 +14,8 @@ from moh_jax.cli.options import (
   Checkpoint,
   Distributed,
   InPath,
-  Output,
   OutPath,
+  Output,
   option,
   out_file,
 )
