@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -328,7 +328,3 @@ class CheckTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "mesh.sequence=8: .* 12 tokens"):
       head_layout.check_tokens(tiny.LLM, mesh, 12)
     head_layout.check_tokens(tiny.LLM, mesh, 16)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -324,7 +324,3 @@ class TableTest(absltest.TestCase):
         register_router(name, Threshold)
     again = register_router("threshold", Threshold, varies=True)
     self.assertIs(registry.get_router("threshold"), again)
-
-
-if __name__ == "__main__":
-  absltest.main()

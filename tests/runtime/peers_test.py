@@ -104,7 +104,3 @@ class PeersTest(absltest.TestCase):
     line = said.call_args_list[0].args[0]
     self.assertIn("process 2 of the 3 processes of the run has given no", line)
     self.assertIn("step 5", line)
-
-
-if __name__ == "__main__":
-  absltest.main()
