@@ -111,7 +111,7 @@ class PromptsTest(_CommandTest):
     (("--prompt-file=a", "--out=/no/b"), "no directory /no"),
     (("--prompt=a", "--max-new-tokens=0"), "new-tokens=0 must be at least 1"),
     (("--prompt=aA", "--max-new-tokens=99"), "has 2 tokens; with max_new_"),
-    (("--prompt=a", "--temperature=-1"), "temperature=-1 must be at least 0"),
+    (("--prompt=a", "--temperature=-1"), "temperature=-1.0 must be at least"),
     (("--prompt=a", "--top-p=0"), "--top-p=0.0 must be in (0, 1]"),
     (("--prompt=a", "--sample-top-k=-1"), "top-k=-1 must be at least 0"),
     (("--prompt=a", "--stop="), "stop='' must not be empty"),

@@ -70,10 +70,8 @@ class MainTest(parameterized.TestCase):
     ("train", "--workdir", "x"),
     ("convert", "--from", "onnx", "--source", "x", "--out", "y"),
     ("evaluate", "--checkpoint", "x", "--top-k", "one"),
-    ("evaluate", "--checkpoint", "x", "--gate-form", "mine"),
     ("evaluate", "--checkpoint", "x", "--nope"),
     ("sample", "--checkpoint", "x"),
-    ("sample", "--checkpoint", "x", "--out", "y.png", "--method", "rk4"),
     ("sample", "--checkpoint", "x", "--out", "y.png", "--num", "many"),
   )
   def test_wrong_arguments_are_wrong_use(self, *argv):
@@ -260,8 +258,25 @@ class ReportErrorsTest(parameterized.TestCase):
     self.assertEqual(err, "error: NotImplementedError\n")
 
   def test_our_own_mistakes_are_not_hidden(self):
-    with self.assertRaises(KeyError):
-      self._report(KeyError("bug"))
+    ours = ModuleNotFoundError("No module named 'x'", name="moh_jax.x")
+    for error in (KeyError("bug"), ours):
+      with self.assertRaises(type(error)):
+        self._report(error)
+
+  def test_missing_library_says_what_to_install(self):
+    error = ModuleNotFoundError("No module named 'grain'", name="grain")
+    status, err = self._report(error)
+    message = "error: No module named 'grain'; pip install 'moh_jax[train]'\n"
+    self.assertEqual((status, err), (2, message))
+    program = (
+      "import runpy, sys; sys.modules['msgspec'] = None; "
+      "runpy.run_module('moh_jax', run_name='__main__')"
+    )
+    done = subprocess.run(
+      [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    self.assertEqual(done.returncode, 2)
+    self.assertRegex(done.stderr, "^error: .*msgspec.*moh_jax.train.'\n$")
 
 
 class ModuleTest(absltest.TestCase):
