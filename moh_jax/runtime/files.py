@@ -1,4 +1,9 @@
-"""Files that are whole or absent when written, and bounded when read."""
+"""Files that are whole or absent when written, and bounded when read.
+
+The headers of npz files may lie about what follows: the sizes that an archive
+states are checked against memory and against the file's length before an array
+is made; `zipfile` never unpacks more than it states.
+"""
 
 import contextlib
 import csv
