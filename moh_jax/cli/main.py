@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from moh_jax.cli import common, flags
-from moh_jax.cli.arguments import COMMANDS as OLD
+from moh_jax.cli import flags
 from moh_jax.cli.flags import Parser
 from moh_jax.cli.options import BaseOptions
 from moh_jax.config import reference
@@ -29,16 +28,21 @@ COMMANDS = (
   "classify",
   "compare",
   "convert",
+  "evaluate",
   "export",
+  "fid",
+  "generate",
   "heads",
   "inspect",
   "plan",
   "prepare",
+  "sample",
   "train",
 )
 # Commands of older versions, and what to write instead.
 _RENAMED = {
   "encode-latents": "prepare encode-latents",
+  "evaluate-lm": "evaluate --checkpoint DIR, with --tasks or --data TEXT",
   "pack-images": "prepare pack-images",
   "show-batch": "inspect --config FILE --batch OUT.png",
   "show-latents": "inspect --data DIR --batch OUT.png --vae PATH",
@@ -53,9 +57,8 @@ _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
   "optim.accumulation for parts of it, and model.remat)"
 )
+_INSTALL = "; pip install 'moh_jax[train]'"
 _HELP = {"-h", "--help"}
-
-
 Run = Callable[[Any], int]
 
 
@@ -78,19 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parents=[imports],
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="commands:",
   )
-  for name in COMMANDS:
-    parser.epilog += f"\n  {name:<10}{_sentence(name)}"
-  for name, declare in OLD.items():
-    parser.epilog += f"\n  {name:<10}{inspect.getdoc(declare)}"
-  parser.add_argument(
-    "command",
-    choices=(*COMMANDS, *OLD, *_RENAMED),
-    metavar="COMMAND",
-  )
+  parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
+  if instead := _RENAMED.get("".join(argv[:1])):
+    parser.error(f"{argv[0]} is now: python -m moh_jax {instead}")
+  if _HELP.intersection(argv[:1]):
+    lines = (f"  {name:<10}{_sentence(name)}" for name in COMMANDS)
+    parser.epilog = "\n".join(["commands:", *lines])
   args = parser.parse_args(argv)
   return report_errors(
     lambda: _run(args.command, args.arguments, given.modules),
@@ -125,10 +124,6 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       raise ValueError(
         f"--import {module}: {error}; it takes a name as `import` does"
       ) from error
-  if name in OLD:
-    return _run_old(name, argv)
-  if name in _RENAMED:
-    raise ValueError(f"{name} is now: python -m moh_jax {_RENAMED[name]}")
   given, run = parsed(name, argv)
   given.prepare()
   # Several processes would wait for one another's lock on a shared disk.
@@ -180,10 +175,9 @@ def _kind(
     description=_sentence(name),
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="kinds:",
-    add_help=bool(_HELP.intersection(argv[:1])),
   )
   for kind, (cls, _) in every.items():
-    parser.epilog += f"\n  {kind:<18}{flags.description(cls)}"
+    parser.epilog += f"\n  {kind:<18}{_first_line(cls)}"
   parser.add_argument("kind", choices=every, metavar="KIND")
   kind = parser.parse_args(argv[:1]).kind
   return (f"{prog} {kind}", *every[kind], argv[1:])
@@ -192,31 +186,13 @@ def _kind(
 def _sentence(name: str) -> str:
   """What a command does: the first line of its options or its module."""
   every = kinds(name)
-  told = every[""][0] if "" in every else sys.modules[f"moh_jax.cli.{name}"]
-  return inspect.getdoc(told).partition("\n")[0]
+  if "" in every:
+    return _first_line(every[""][0])
+  return _first_line(sys.modules[f"moh_jax.cli.{name}"])
 
 
-def _run_old(name: str, argv: Sequence[str]) -> int:
-  command = Parser(
-    prog=f"python -m moh_jax {name}",
-    description=inspect.getdoc(OLD[name]),
-    allow_abbrev=False,
-  )
-  OLD[name](command)
-  command.add_argument(
-    "--traceback", action="store_true", help="show the traceback of an error"
-  )
-  argv, overrides = flags.split_changes(argv)
-  given, unknown = command.parse_known_args(argv)
-  if unknown:
-    command.error(f"unrecognized arguments: {' '.join(unknown)}")
-  common.read_inputs(given, overrides)
-  values = vars(given)
-  if values.get("compilation_cache") and not values.get("distributed"):
-    compilation_cache.enable()
-  module = importlib.import_module(f"moh_jax.cli.{name.replace('-', '_')}")
-  with _plain_warnings():
-    return module.run(given)
+def _first_line(described: Any) -> str:
+  return inspect.getdoc(described).partition("\n")[0]
 
 
 @contextlib.contextmanager
@@ -247,7 +223,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
   except Exception as error:
-    if not isinstance(error, _USER_ERRORS) and _FULL not in str(error):
+    is_missing = _is_missing(error)
+    is_users = isinstance(error, _USER_ERRORS) or _FULL in str(error)
+    if not is_missing and not is_users:
       raise
     if show_traceback:
       traceback_lib.print_exc()
@@ -255,5 +233,14 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
       text = " ".join(str(error).split()) or type(error).__name__
       if _FULL in text:
         text += _LESS
+      if is_missing:
+        text += _INSTALL
       print(f"error: {text}", file=sys.stderr)
     return 2
+
+
+def _is_missing(error: Exception) -> bool:
+  """Whether a library is not installed; jax, flax and few others always are."""
+  name = getattr(error, "name", None) or "moh_jax"
+  is_ours = name.partition(".")[0] == "moh_jax"
+  return isinstance(error, ModuleNotFoundError) and not is_ours

@@ -5,7 +5,6 @@ that lets it change nothing and read nothing but the messages and the names of
 the special tokens: that of transformers, with its filters and tags.
 """
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,71 +28,28 @@ _KEY = "chat_template"
 _DEFAULT = "default"
 
 
-@dataclasses.dataclass(frozen=True)
-class ChatTemplate:
-  """A template.
-
-  Attributes:
-    source: the Jinja text.
-    file: that holds it, for messages.
-    variables: names of special tokens, such as "bos_token".
-  """
-
-  source: str
-  file: str
-  variables: Mapping[str, str]
-
-  def render(
-    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
-  ) -> str:
-    """Writes a conversation as the text that the model reads.
-
-    Args:
-      messages: with "role" and "content", in order.
-      add_generation_prompt: end with what begins the assistant's answer.
-
-    Raises:
-      ValueError: the messages are none, or the template refuses them, for
-        example their order, or fails; a library is missing.
-    """
-    check_messages(messages)
-    jinja = import_extra("jinja2", "a chat template")
-    # Without torch, which templates do not need, it would tell of that.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    theirs = "transformers.utils.chat_template_utils"
-    render = import_extra(theirs, "a chat template").render_jinja_template
-    try:
-      (text,), _ = render(
-        [plain(messages)],
-        chat_template=self.source,
-        add_generation_prompt=add_generation_prompt,
-        **self.variables,
-      )
-    except jinja.TemplateSyntaxError as error:
-      raise ValueError(
-        f"{self.file}: line {error.lineno}: {_line(error)}"
-      ) from error
-    except Exception as error:  # whatever a wrong template does
-      what = f"fails: {type(error).__name__}"
-      if type(error) is jinja.TemplateError:  # of `raise_exception`
-        what = "refuses the messages"
-      raise ValueError(f"{self.file} {what}: {_line(error)}") from error
-    return text
-
-
-def load_chat_template(
-  tokenizer: Tokenizer, name: str | None = None
-) -> ChatTemplate:
-  """Finds a template of a tokenizer.
+def render_chat(
+  tokenizer: Tokenizer,
+  messages: Sequence[Message],
+  template: str | None = None,
+  *,
+  add_generation_prompt: bool = True,
+) -> str:
+  """Writes a conversation as the text that the model reads.
 
   Args:
-    tokenizer: with the files beside it.
-    name: of the template where there are several; None is "default".
+    tokenizer: with the files beside it, which hold the template.
+    messages: with "role" and "content", in order.
+    template: name of the template where there are several; None is "default".
+    add_generation_prompt: end with what begins the assistant's answer.
 
   Raises:
-    ValueError: there is none, or none of that name.
+    ValueError: there is no such template, the messages are none, or the
+      template refuses them, for example their order, or fails; a library is
+      missing.
   """
-  found, wanted = _sources(tokenizer.files), name or _DEFAULT
+  check_messages(messages)
+  found, wanted = _sources(tokenizer.files), template or _DEFAULT
   if not found:
     raise ValueError(
       f"the model has no chat template: there is no {TEMPLATE} beside its "
@@ -105,7 +61,26 @@ def load_chat_template(
   ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
   own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
   tokens = own | named_tokens(tokenizer.files)
-  return ChatTemplate(source, file, {k: t for k, t in tokens.items() if t})
+  jinja = import_extra("jinja2", "a chat template")
+  # Without torch, which templates do not need, it would tell of that.
+  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+  theirs = "transformers.utils.chat_template_utils"
+  render = import_extra(theirs, "a chat template").render_jinja_template
+  try:
+    (text,), _ = render(
+      [plain(messages)],
+      chat_template=source,
+      add_generation_prompt=add_generation_prompt,
+      **{key: token for key, token in tokens.items() if token},
+    )
+  except jinja.TemplateSyntaxError as error:
+    raise ValueError(f"{file}: line {error.lineno}: {_line(error)}") from error
+  except Exception as error:  # whatever a wrong template does
+    what = f"fails: {type(error).__name__}"
+    if type(error) is jinja.TemplateError:  # of `raise_exception`
+      what = "refuses the messages"
+    raise ValueError(f"{file} {what}: {_line(error)}") from error
+  return text
 
 
 def chat_ids(
@@ -123,7 +98,7 @@ def chat_ids(
   Raises:
     ValueError: there is no such template, or it refuses the messages.
   """
-  text = load_chat_template(tokenizer, template).render(messages)
+  text = render_chat(tokenizer, messages, template)
   # The template writes the begin of text itself, and no user text is escaped:
   # the name of a special token is that token wherever it stands.
   return tokenizer.encode(text, parse_special=True)

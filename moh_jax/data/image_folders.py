@@ -158,7 +158,7 @@ class ImageFolderSource(EncodedSource):
     *,
     val_share: float = 0.0,
     class_names: tuple[str, ...] | ClassList = (),
-    label_column: str = "",
+    **_: Any,
   ):
     """Lists the files of a split.
 
@@ -169,13 +169,11 @@ class ImageFolderSource(EncodedSource):
       val_share: share that is held out where there is no val/.
       class_names: classes whose positions are the labels; () numbers the
         class folders in alphabetical order.
-      label_column: is for tables.
 
     Raises:
       FileNotFoundError: there is no such directory, or no image in it.
       ValueError: a class folder holds no image or is none of `class_names`.
     """
-    del label_column
     self._held_out = ""
     if split:
       self._root, own, self._files = list_split(path, split, val_share)

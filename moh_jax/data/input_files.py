@@ -270,14 +270,7 @@ def _read_saved(file: str, kind: type) -> dict[str, Any] | None:
   if not _is_file(file):
     return None
   with open_file(file) as stream:
-    content = stream.read(MAX_BYTES + 1)
-  try:
-    return parse_json(content, kind, file)
-  except ValueError as error:
-    raise ValueError(
-      f"{file}: not as `save_to_disk` of the library datasets writes it: "
-      f"{str(error).removeprefix(f'{file}: ')}"
-    ) from error
+    return parse_json(stream.read(MAX_BYTES + 1), kind, file)
 
 
 def _is_file(file: str) -> bool:

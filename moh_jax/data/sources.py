@@ -524,9 +524,6 @@ class SharedReads:
   def __reduce__(self) -> tuple:
     return SharedReads, (self._most, self._size, self._uses)  # a worker's own
 
-  def __len__(self) -> int:
-    return len(self._kept)
-
   def get(self, key: Hashable, load: Callable[[], Any]) -> Any:
     """The result of a key; `load` makes it."""
     with self._lock:

@@ -225,84 +225,80 @@ def _make_step(
     _, recorded = probe.apply(params, batch, mutable=["intermediates"])
     routings = recorded_layers(recorded.get("intermediates", {}), "routing", 3)
     counted = probe.counted(batch)
-    examples = [_example_sums(routing, counted) for routing in routings]
     sums = {}
     for kind, grouping in groupings.items():
-      number = len(grouping.names)
-      groups = jax.nn.one_hot(grouping.index(batch), number)  # [B, G]
-      sums[kind] = jax.tree.map(
-        lambda x: jnp.einsum("bg,lb...->lg...", groups, x, precision=_EXACT),  # noqa: B023
-        examples,
-      )
+      groups = jax.nn.one_hot(grouping.index(batch), len(grouping.names))
+      sums[kind] = [_sums(routing, groups, counted) for routing in routings]
     chosen = [_chosen(routing, counted) for routing in routings]
+    best, selected = zip(*chosen) if chosen else ((), ())
     maps = {
       "index": batch["index"],
       "label": batch["label"],
       "inputs": batch[probe.shown],
       "counted": counted > 0,
-      "best": tuple(layer for best, _ in chosen for layer in best),
-      "selected": tuple(layer for _, mask in chosen for layer in mask),
+      "best": best,
+      "selected": selected,
     }
     return sums, maps
 
   return jax.jit(step, out_shardings=(sharding.replicated(mesh), None))
 
 
-def _example_sums(routing: Routing, counted: jax.Array) -> dict[str, jax.Array]:
-  """Sums over the tokens of every example.
+def _sums(
+  routing: Routing, groups: jax.Array, counted: jax.Array
+) -> dict[str, jax.Array]:
+  """Sums over the tokens of every group.
 
   Args:
-    routing: of a stack, with a leading layer axis.
+    routing: of a layer.
+    groups: [B, G] float32, 1 for the group of an example.
     counted: [B, N] or [B, 1] float32, 0 for tokens that do not count.
 
   Returns:
-    "tokens" [L, B], the `VALUES` [L, B, H] and "weights" [L, B, 2], float32.
+    "tokens" [G, 1], the `VALUES` [G, H] and "weights" [G, 2], float32.
   """
-  counted = jnp.broadcast_to(counted, routing.probs.shape[1:3])
   shared = jnp.ones_like(routing.shared_scores)
   values = {
+    "tokens": jnp.ones_like(routing.gates[..., :1]),
     "load": jnp.concatenate([shared, routing.selected], -1),
     "score": jnp.concatenate([routing.shared_scores, routing.probs], -1),
-    "gate": routing.gates.astype(jnp.float32),
-    "weights": routing.groups.astype(jnp.float32),
+    "gate": routing.gates,
+    "weights": routing.groups,
   }
-  return {
-    "tokens": jnp.broadcast_to(counted.sum(-1), routing.probs.shape[:2]),
-    **{
-      name: jnp.einsum("lbnx,bn->lbx", x, counted, precision=_EXACT)
-      for name, x in values.items()
-    },
-  }
+  counted = jnp.broadcast_to(counted, routing.gates.shape[:2])
+
+  def total(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return jnp.einsum("bg,bn,bnx->gx", groups, counted, x, precision=_EXACT)
+
+  return {name: total(x) for name, x in values.items()}
 
 
 def _chosen(
   routing: Routing, counted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Of every layer of a stack the best head's place in its list, and a mask.
+  """The place of a layer's best head in its list, and what is selected.
 
   Returns:
-    [L, B, N] int16, -1 where no head is selected, and [L, B, N, R] bool.
+    [B, N] int16, -1 where no head is selected, and [B, N, R] bool.
   """
-  counted = jnp.broadcast_to(counted, routing.selected.shape[1:3])
-  selected = routing.selected & (counted > 0)[None, ..., None]
+  selected = routing.selected & (counted > 0)[..., None]
   # A column before the heads is the best where there is no head to select.
   scores = jnp.where(selected, routing.probs, -1.0)
-  scores = jnp.pad(scores, [(0, 0)] * 3 + [(1, 0)], constant_values=-1.0)
+  scores = jnp.pad(scores, [(0, 0)] * 2 + [(1, 0)], constant_values=-1.0)
   best = scores.argmax(-1) - 1 + routing.shared_scores.shape[-1]
   return jnp.where(selected.any(-1), best, -1).astype(jnp.int16), selected
 
 
 def _means(
-  names: tuple[str, ...], stacks: Sequence[Mapping[str, np.ndarray]]
+  names: tuple[str, ...], layers: Sequence[Mapping[str, np.ndarray]]
 ) -> GroupStats:
-  """Means from the sums of every stack of layers."""
-  tokens = [np.empty((0, len(names))), *(stack["tokens"] for stack in stacks)]
-  tokens = np.concatenate(tokens)
-  counts = np.where(tokens > 0, tokens, np.nan)
+  """Means from the sums of every layer."""
+  tokens = np.reshape([x["tokens"] for x in layers], (-1, len(names)))
 
   def means(name: str) -> tuple[np.ndarray, ...]:
-    sums = [layer for stack in stacks for layer in stack[name]]
-    return tuple(layer / count[:, None] for layer, count in zip(sums, counts))
+    counts = np.where(tokens > 0, tokens, np.nan)[..., None]
+    return tuple(x[name] / count for x, count in zip(layers, counts))
 
   values = {name: means(name) for name in VALUES}
   weights = np.reshape(means("weights"), (-1, len(names), 2))

@@ -163,8 +163,7 @@ def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:
     rank: dimensions of its arrays, without that of stacked layers.
 
   Returns:
-    A value for each stack of equal layers, with a leading layer axis; layers
-    that no scan stacks have one of length 1.
+    A value for each layer, without the axis of layers that a scan stacks.
   """
   flat = traverse_util.flatten_dict(recorded)
   found = {"/".join(path): x for path, x in flat.items() if path[-1] == name}
@@ -173,10 +172,15 @@ def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:
     parts = re.split(r"(\d+)", path)
     return [int(part) if part.isdecimal() else part for part in parts]
 
-  return [
-    jax.tree.map(lambda x: x[None] if x.ndim == rank else x, found[path][0])
-    for path in sorted(found, key=place)
-  ]
+  layers = []
+  for path in sorted(found, key=place):
+    (value,) = found[path]
+    first = jax.tree.leaves(value)[0]
+    if first.ndim == rank:
+      layers.append(value)
+    else:
+      layers += [jax.tree.map(lambda x: x[i], value) for i in range(len(first))]  # noqa: B023
+  return layers
 
 
 def on_host(x: jax.Array) -> np.ndarray:

@@ -67,16 +67,14 @@ def head_similarity(
       _, recorded = probe.apply(params, batch, mutable=["intermediates"])
     counted = probe.counted(batch)
 
-    def total(cosines: jax.Array) -> jax.Array:  # [L, B, N, H, H]
-      weights = jnp.broadcast_to(counted, cosines.shape[1:3])
+    def total(cosines: jax.Array) -> jax.Array:  # [B, N, H, H]
+      weights = jnp.broadcast_to(counted, cosines.shape[:2])
       weights = weights / jnp.maximum(weights.sum(1, keepdims=True), 1.0)
-      return jnp.einsum("lbnhi,bn->lhi", cosines, weights)
+      return jnp.einsum("bnhi,bn->hi", cosines, weights)
 
+    found = recorded["intermediates"]
     sums = {
-      name: [
-        total(stack)
-        for stack in recorded_layers(recorded["intermediates"], name, 4)
-      ]
+      name: list(map(total, recorded_layers(found, name, 4)))
       for name in ("patterns", "features")
     }
     return sums, (counted.max(1) > 0).sum()
@@ -95,8 +93,8 @@ def head_similarity(
     raise ValueError("there is no example to compare heads on")
   names = config.model.layer_budgets()
   means = {
-    kind: dict(zip(names, (x / examples for x in itertools.chain(*stacks))))
-    for kind, stacks in sums.items()
+    kind: {name: x / examples for name, x in zip(names, layers)}
+    for kind, layers in sums.items()
   }
   return HeadSimilarity(**means)
 

@@ -1,4 +1,4 @@
-"""Feed-forward layers.
+"""Feed-forward layers, and embeddings of tokens, labels and image patches.
 
 Shapes: B batch, N tokens, C width, F hidden width, X and Y rows and columns.
 """

@@ -1,6 +1,10 @@
 """The router of Mixture-of-Head attention: tokens to gates.
 
-Shapes: B batch, N tokens, C width, H heads.
+`HeadRouter` does what all kinds have in common; a kind, a subclass of `Router`,
+says how tokens or queries become a `Routing`. A kind of another package is
+registered with `moh_jax.register_router`.
+
+Shapes: B batch, N tokens, C width, H heads, R routed heads, S shared heads.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Stacks of equal blocks, scanned so that they compile once."""
+"""Stacks of equal blocks, scanned so that they compile once; side values."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence

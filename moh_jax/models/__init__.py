@@ -1,1 +1,1 @@
-"""Model families, one file each."""
+"""Networks, one file each, and the diffusion process."""

@@ -1,4 +1,8 @@
-"""Networks by their config, and released models by name."""
+"""Networks by their config, released models by name, and their parameters.
+
+Parameters of a trained model can be brought into the layout that another config
+of it wants, and a hash tells networks apart, whatever files they came from.
+"""
 
 import hashlib
 import itertools

@@ -1,4 +1,7 @@
-"""Samplers: from noise to examples, all steps in one compiled scan."""
+"""Samplers: from noise to examples, all steps in one compiled scan.
+
+With classifier-free guidance (arXiv:2207.12598) where it is asked for.
+"""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,13 @@
 """The autoencoder of Stable Diffusion (arXiv:2112.10752), without its training.
 
 It encodes images to the latents that a diffusion model works on, and decodes
-latents to images. Large images are processed in tiles, see vae_tiling.py.
+latents to images.
+
+Large images are processed tile by tile. All tiles have the same shape, so one
+compiled program serves them, and the device holds one tile at a time.
+Neighbouring tiles overlap and are blended linearly. Norms and attention see one
+tile only, so with several tiles the result differs a little from that of the
+whole image.
 """
 
 import dataclasses

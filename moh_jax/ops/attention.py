@@ -140,7 +140,7 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     ValueError: the implementation is unknown or does not support the call.
   """
   _check_known(implementation)
-  if implementation in ("cudnn", "kernel"):
+  if implementation not in ("auto", "dense", "packed"):
     if reason := BACKENDS[implementation].unable(case):
       raise ValueError(f"implementation={implementation!r} needs {reason}")
     return BACKENDS[implementation].form(case, packs=case.share < 1)

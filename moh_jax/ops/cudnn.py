@@ -65,28 +65,24 @@ def _hides(case: AttentionCase) -> bool:
   return case.causal or case.masked or case.biased
 
 
-def attend(call: Call, form: Form) -> jax.Array:
-  """See `Backend.attend`."""
-  return cudnn_attention(call)
-
-
-def cudnn_attention(call: Call, backend: str = "cudnn") -> jax.Array:
+def attend(call: Call, form: Form, backend: str = "cudnn") -> jax.Array:
   """Softmax attention by `jax.nn.dot_product_attention`.
 
   Args:
     call: arrays, bfloat16 or float16 for cuDNN. With a bias, segments or a
       causal mask all heads are computed.
+    form: as in `Backend.attend`.
     backend: "cudnn", or "xla" for tests without a GPU.
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for queries that see no key.
   """
-  attend = functools.partial(
+  compute = functools.partial(
     jax.nn.dot_product_attention, scale=call.scale, implementation=backend
   )
   q, k, v, bias, visible = call.q, call.k, call.v, call.bias, call.visible
   if bias is None and not visible.causal and visible.segments is None:
-    return _bidirectional(q, k, v, visible.key_mask, call.active, attend)
+    return _bidirectional(q, k, v, visible.key_mask, call.active, compute)
   causal = visible.causal and q.shape[1] == k.shape[1]
   if causal:  # cuDNN applies this mask itself and skips hidden tiles
     visible = Visible(visible.key_mask, visible.segments)
@@ -103,7 +99,7 @@ def cudnn_attention(call: Call, backend: str = "cudnn") -> jax.Array:
   bias, mask = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (*x.shape[:2], *sizes)), (bias, mask)
   )
-  out = attend(q, k, v, bias=bias, mask=mask, is_causal=causal)
+  out = compute(q, k, v, bias=bias, mask=mask, is_causal=causal)
   if mask is None:
     return out
   if causal:
@@ -112,7 +108,7 @@ def cudnn_attention(call: Call, backend: str = "cudnn") -> jax.Array:
   return jnp.where(seen, out, 0)
 
 
-def _bidirectional(q, k, v, key_mask, active, attend):
+def _bidirectional(q, k, v, key_mask, active, compute):
   queries = keys = table = None  # lengths of cuDNN's sequences, and their rows
   if key_mask is not None:
     front, keys = sequence_rows(ActiveHeads(key_mask[:, :, None], 1))
@@ -125,7 +121,7 @@ def _bidirectional(q, k, v, key_mask, active, attend):
       x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3]) for x in (k, v)
     )
     keys = None if keys is None else jnp.repeat(keys, heads)
-  out = attend(
+  out = compute(
     q,
     k,
     v,

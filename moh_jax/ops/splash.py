@@ -50,16 +50,12 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
   return Form("splash")
 
 
-def attend(call: Call, form: Form) -> jax.Array:
-  """See `Backend.attend`."""
-  return splash_attention(call)
-
-
-def splash_attention(call: Call, interpret: bool = False) -> jax.Array:
+def attend(call: Call, form: Form, interpret: bool = False) -> jax.Array:
   """Softmax attention of every head; tiles that no query sees are skipped.
 
   Args:
     call: arrays, bfloat16 or float32; N and M are multiples of 128.
+    form: as in `Backend.attend`.
     interpret: runs the kernel in Pallas's interpreter, on any device, slowly.
 
   Returns:
@@ -84,38 +80,21 @@ def splash_attention(call: Call, interpret: bool = False) -> jax.Array:
   q = (q.astype(jnp.float32) * call.scale).astype(q.dtype)
   count = heads_in_lanes(heads, dim) if heads == k.shape[2] else 1
   q, k, v = (fill_lanes(x, count).swapaxes(1, 2) for x in (q, k, v))
-  q = _own_lanes(q, count, dim)
+  own = in_place(jnp.arange(count).reshape(1, 1, -1, 1), count, dim)
+  if count > 1:
+    # A head's other lanes are 0, so the m key heads of a set are read as one;
+    # with fewer lanes no less would be computed.
+    q = jnp.where(own, q[:, :, None], jnp.zeros((), q.dtype))
+    q = q.reshape(len(q), -1, *q.shape[3:])
   out = jax.vmap(kernel)(q, k, v, _segment_ids(queries, keys, visible))
-  out = _from_own_lanes(out, count, dim).swapaxes(1, 2)
-  out = out.reshape(*out.shape[:2], heads, dim).astype(v.dtype)
+  if count > 1:
+    out = out.reshape(len(out), -1, count, *out.shape[2:])
+    out = jnp.where(own, out, jnp.zeros((), out.dtype)).sum(2)
+  out = out.swapaxes(1, 2).reshape(*call.q.shape).astype(v.dtype)
   if visible.key_mask is None:
     return out
   seen = visible.mask(queries, keys).any(-1)  # [B, 1, N or 1]
   return jnp.where(seen.swapaxes(1, 2)[..., None], out, 0)
-
-
-def _own_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
-  """Leaves each head its own lanes: [B, S, N, W] to [B, H, N, W].
-
-  The others are 0, so the m = count key heads of a set are read as one; with
-  fewer lanes no less would be computed.
-  """
-  if count == 1:
-    return x
-  batch, _, tokens, lanes = x.shape
-  own = in_place(jnp.arange(count).reshape(1, 1, -1, 1), count, dim)
-  x = jnp.where(own, x[:, :, None], jnp.zeros((), x.dtype))
-  return x.reshape(batch, -1, tokens, lanes)
-
-
-def _from_own_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
-  """Takes each head's own lanes: [B, H, N, W] to [B, S, N, W]."""
-  if count == 1:
-    return x
-  batch, _, tokens, lanes = x.shape
-  x = x.reshape(batch, -1, count, tokens, lanes)
-  own = in_place(jnp.arange(count).reshape(1, 1, -1, 1), count, dim)
-  return jnp.where(own, x, jnp.zeros((), x.dtype)).sum(2)
 
 
 def _segment_ids(

@@ -191,8 +191,7 @@ def _window_scatter(weights: jax.Array, x: jax.Array, window: int) -> jax.Array:
 def depthwise_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Depthwise convolution, stride 1, zero padding, as shifted multiply-adds.
 
-  On a CPU this is many times faster than XLA's grouped convolution
-  (`python -m benchmarks.window` compares the two).
+  On a CPU this is many times faster than XLA's grouped convolution.
 
   Args:
     x: [B, X, Y, C].
@@ -240,7 +239,7 @@ def _taps_grad_by_row(
   """Computes the same as `_taps_grad`, one grid row at a time.
 
   On a CPU, nine sums over the whole grid read it nine times from memory, while
-  a row of it stays in cache (`python -m benchmarks.window` compares the two).
+  a row of it stays in cache.
   """
   rows, columns = x.shape[1:3]
   padded = _pad(x, window // 2)

@@ -5,7 +5,8 @@ for GPUs the packages `jax-cuda13-plugin`, `jax-cuda13-pjrt`,
 `nvidia-cudnn-cu13` and `nvidia-cublas`, for TPUs `libtpu`. The result tells the
 kernels, the memory and the communication, but cannot run.
 
-Importable without JAX: a name is checked before anything long begins.
+Importable without JAX: a name is checked before anything long begins. So is the
+memory that something needs at least (`check_bytes`).
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def differences(wanted: dict[str, Any], stored: dict[str, Any]) -> str:
   wanted = plain(wanted)
   return "; ".join(
     f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
-    for name in {**wanted, **stored}
+    for name in sorted({**wanted, **stored})
     if wanted.get(name) != stored.get(name)
   )
 

@@ -167,7 +167,7 @@ class Peers:
       last_whole: says which checkpoint the run can go on from.
     """
     self._stop = threading.Event()
-    self._witness: _Witness | None = None
+    self._dismiss: Callable[[], None] = lambda: None
     self._last_whole, self._step = last_whole, 0
     self._index, self._count = jax.process_index(), jax.process_count()
     if self._count == 1:
@@ -177,7 +177,8 @@ class Peers:
     root = workdir(directory)
     log = root / LOG
     if not in_bucket(root):
-      self._witness = _Witness(os.fspath(steps_folder(directory)), str(log))
+      folder = os.fspath(steps_folder(directory))
+      self._dismiss = _start_witness(folder, str(log))
     now = time.monotonic()
     self._answered = now
     self._seen = {i: "" for i in range(self._count) if i != self._index}
@@ -195,8 +196,7 @@ class Peers:
     After an error it stays silent, so that they stop as well.
     """
     self._stop.set()
-    if self._witness is not None:
-      self._witness.dismiss()
+    self._dismiss()
     if kind is None and self._count > 1:
       with contextlib.suppress(jax.errors.JaxRuntimeError):
         self._tell(_FINISHED)
@@ -267,8 +267,7 @@ class Peers:
     return late if first == self._index else []
 
   def _leave(self, peer: int) -> None:
-    if self._witness is not None:
-      self._witness.dismiss()
+    self._dismiss()
     print(
       f"error: process {peer} of the {self._count} processes of the run has "
       f"given no sign for {SILENT_SECONDS:.0f} s: it ended or stands still; "
@@ -279,35 +278,35 @@ class Peers:
     os._exit(STATUS)  # the main thread waits for the other process
 
 
-class _Witness:
-  """Says in one line that this process has ended without saying why.
+def _start_witness(steps_folder: str, log: str) -> Callable[[], None]:
+  """Has it said in one line if this process ends without saying why.
 
   When the first process of a run dies, JAX's C++ code ends the others within a
   second, and no Python code of theirs runs any more. A witness is a small
-  process of its own that waits for the end of the process which started it, or
-  for `dismiss`.
+  process of its own that waits for the end of the process which started it.
+
+  Args:
+    steps_folder: local folder of the run's checkpoints.
+    log: file that says more.
+
+  Returns:
+    A function that ends the witness in silence: this process ends in order, or
+    says why itself.
   """
+  program = f"{inspect.getsource(_wait)}\n_wait({steps_folder!r}, {log!r})"
+  child = subprocess.Popen(
+    [sys.executable, "-I", "-c", program],
+    stdin=subprocess.PIPE,
+    stderr=sys.stderr,
+    text=True,
+    start_new_session=True,  # signals of the terminal are not for it
+  )
 
-  def __init__(self, steps_folder: str, log: str):
-    """Starts it; its line goes to this process's stderr.
-
-    Args:
-      steps_folder: local folder of the run's checkpoints.
-      log: file that says more.
-    """
-    program = f"{inspect.getsource(_wait)}\n_wait({steps_folder!r}, {log!r})"
-    self._child = subprocess.Popen(
-      [sys.executable, "-I", "-c", program],
-      stdin=subprocess.PIPE,
-      stderr=sys.stderr,
-      text=True,
-      start_new_session=True,  # signals of the terminal are not for it
-    )
-
-  def dismiss(self) -> None:
-    """Ends it in silence: this process ends in order, or says why itself."""
+  def dismiss() -> None:
     with contextlib.suppress(OSError, ValueError):
-      self._child.communicate("dismissed")
+      child.communicate("dismissed")
+
+  return dismiss
 
 
 def _wait(steps_folder: str, log: str) -> None:

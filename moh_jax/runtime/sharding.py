@@ -1,4 +1,4 @@
-"""The device mesh, the table of logical axes, and arrays on the mesh."""
+"""The device mesh, the table of logical axes, parameters and arrays on it."""
 
 import contextlib
 import dataclasses

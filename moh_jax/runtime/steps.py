@@ -6,6 +6,8 @@ name. Its first line holds the checksum of the others, each of which states the
 checksum, the length and the path of a file of the step. The checksum is XXH3 of
 128 bits, so that reading a file takes longer than summing it up.
 
+A config file may leave the model to a checkpoint (`load_config`).
+
 Importable without JAX.
 """
 

@@ -125,7 +125,6 @@ class CompareCommandTest(absltest.TestCase):
     self.assertEqual(status, 0, err)
     self.assertIn("warning: mha-seed1: perplexity is not finite", err)
     self.assertIn("| mha | 8.0000 (1 of 3 runs) |", out)
-    self.assertIn("| 2 of 3 |", out)
     self.assertNotRegex(self._stored().read_text(), "Infinity,?\n")
     # As earlier versions wrote it.
     text = self._stored().read_text().replace(": null", ": Infinity")
@@ -162,14 +161,6 @@ class CompareCommandTest(absltest.TestCase):
       found = [line.split("|")[-2].strip() for line in out.splitlines()[2:]]
       self.assertEqual(found, ratios)
 
-  def test_all_runs_may_diverge(self):
-    fault = NonFiniteLossError("the loss is NaN at step 3")
-    with mock.patch.object(comparison, "train", side_effect=fault):
-      status, out, err = self._compare("--rounds", 0)
-    self.assertEqual(status, 0, err)
-    self.assertIn("| config | - (0 of 1 runs) | - | - | - |", out)
-    self.assertIn("| 1 of 1 |", out)
-
   def test_a_stopped_run_goes_on(self):
     stopped = Result(state=None, evaluation={}, finished=False)
     with mock.patch.object(comparison, "train", return_value=stopped) as train:
@@ -184,7 +175,6 @@ class CompareCommandTest(absltest.TestCase):
     for argv, message in (
       (["--rounds", "-1"], "--rounds=-1 must be at least 0"),
       (["--variants", "mha,moe"], "variant 'moe' must be config, mha"),
-      (["--sweep", "optim.lr=-1,1"], "optim.lr=-1.0 must be at least 0"),
       (["--plot", "runs.pdf"], "must end in .png or .svg"),
     ):
       with mock.patch.object(comparison, "train", side_effect=AssertionError):

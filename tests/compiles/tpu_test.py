@@ -11,11 +11,11 @@ from absl.testing import absltest, parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.ops.attention_forms import Call, Visible
+from moh_jax.ops import splash
+from moh_jax.ops.attention_forms import Call, Form, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.ops.position import rotation
-from moh_jax.ops.splash import splash_attention
 from moh_jax.runtime.devices import absent_devices, missing_packages
 from moh_jax.runtime.sharding import unbox
 
@@ -34,7 +34,7 @@ def _attend(q, k, v, visible, chosen, form):
   heads, dim = q.shape[2:]
   scale = dim**-0.5
   if form == "splash":
-    return splash_attention(Call(q, k, v, visible, scale))
+    return splash.attend(Call(q, k, v, visible, scale), Form("splash"))
   per_head = q.shape[1] // 2
   sizes = block_sizes("mosaic_tpu", dim, q.dtype, per_head)
   blocks = head_blocks(ActiveHeads(chosen, heads // 2), sizes.rows)

@@ -180,7 +180,7 @@ class AutoencoderTest(parameterized.TestCase):
     self.assertIn(message, logs.output[0])
 
   def test_encodes_scaled_means_and_decodes_with_weights_on_the_device(self):
-    loaded = self._load()
+    loaded = self._load(latent_shift=0.5)
     target = jax.tree.leaves(loaded.params)[0].sharding
     images = np.random.default_rng(0).uniform(-1, 1, (2, 16, 16, 3))
     images = images.astype(np.float32)
@@ -188,7 +188,7 @@ class AutoencoderTest(parameterized.TestCase):
     mean, _ = network.apply(params, images, method="encode")
     decoded = network.apply(params, mean, method="decode")
     for run, x, expected in (
-      (loaded.encoder(), images, mean * 0.18215),
+      (loaded.encoder(), images, (mean - 0.5) * 0.18215),
       (loaded.decoder(), np.asarray(mean), decoded),
     ):
       first = run(jax.device_put(x, target))

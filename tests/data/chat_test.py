@@ -8,7 +8,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import chat
-from moh_jax.data.chat import load_chat_template
+from moh_jax.data.chat import render_chat
 from tests.data import tiny_words
 
 pytest.importorskip("transformers")
@@ -30,8 +30,8 @@ def _tokenizer(**files):
 
 
 def _render(source, messages=_USER, **options):
-  template = load_chat_template(_tokenizer(chat_template_jinja=source))
-  return template.render(messages, **options)
+  tokenizer = _tokenizer(chat_template_jinja=source)
+  return render_chat(tokenizer, messages, **options)
 
 
 class FindTest(parameterized.TestCase):
@@ -57,7 +57,7 @@ class FindTest(parameterized.TestCase):
     ),
   )
   def test_default_is_found(self, files):
-    self.assertEqual(load_chat_template(_tokenizer(**files)).render(_USER), "x")
+    self.assertEqual(render_chat(_tokenizer(**files), _USER), "x")
 
   def test_others_have_names(self):
     tokenizer = _tokenizer(
@@ -65,15 +65,15 @@ class FindTest(parameterized.TestCase):
     )
     names = chat.template_names(tokenizer)
     self.assertEqual(names, ("default", "rag"))
-    self.assertEqual(load_chat_template(tokenizer, "rag").render(_USER), "y")
+    self.assertEqual(render_chat(tokenizer, _USER, "rag"), "y")
     with self.assertRaisesRegex(ValueError, r"'tool' must be one of .*'rag'"):
-      load_chat_template(tokenizer, "tool")
+      render_chat(tokenizer, _USER, "tool")
 
   @parameterized.parameters((3,), ([1],), ({"default": 3},))
   def test_wrong_type_names_the_file(self, stored):
     tokenizer = _tokenizer(tokenizer_config_json={"chat_template": stored})
     with self.assertRaisesRegex(ValueError, "tokenizer_config.json: chat_temp"):
-      load_chat_template(tokenizer)
+      render_chat(tokenizer, _USER)
 
   @parameterized.parameters("jinja2", "transformers")
   def test_missing_library_says_how_to_install_it(self, name):

@@ -274,6 +274,11 @@ class DecodersTest(parameterized.TestCase):
       self.assertIsInstance(results[0], type(results[1]))
       np.testing.assert_array_equal(*results)
 
+  def test_truncation_below_the_upper_rows_is_found(self):
+    content = encode(photo())
+    with self.assertRaisesRegex(ValueError, "damaged or truncated"):
+      decode.decode_image(content[: len(content) * 3 // 4], 3, "x.jpg", 1, 20)
+
 
 _NAMES = ("china", "flower")
 

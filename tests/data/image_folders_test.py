@@ -46,6 +46,13 @@ class ListImagesTest(FolderTest):
     with self.assertRaisesRegex(ValueError, "class folder 'dog' holds no"):
       image_folders.list_images(self.root)
 
+  def test_flat_folder_is_one_class(self):
+    for name in ("b.png", "a.png"):
+      _write(self.root / name)
+    names, files = image_folders.list_images(self.root)
+    self.assertLen(names, 1)
+    self.assertEqual(files, [("a.png", 0), ("b.png", 0)])
+
 
 class ListSplitTest(FolderTest):
   def _names(self, split, share=0.25):

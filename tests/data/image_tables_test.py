@@ -138,6 +138,15 @@ class RowsTest(_TempDirTest):
     with self.assertRaisesRegex(ValueError, "'cat' is none of the model's 2"):
       self._open(class_names=("ant", "bee"))
 
+  @parameterized.parameters("string", "large_string")
+  def test_labels_of_text_are_sorted(self, kind):
+    labels = pa.array(["dog", "ant", "dog"], getattr(pa, kind)())
+    table = make_table(labels, features={})
+    write(self.root / "0.parquet", table)
+    source = self._open()
+    self.assertEqual(source.class_names, ("ant", "dog"))
+    self.assertEqual([int(source[i]["label"]) for i in range(3)], [1, 0, 1])
+
 
 class IdentityTest(_TempDirTest):
   def test_changes_with_rows_labels_and_content(self):

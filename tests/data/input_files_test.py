@@ -54,7 +54,7 @@ class SavedDatasetTest(_FolderTest):
     for content in ("{}", "[]", '{"_data_files": [1]}', '{"_data_files": 3}'):
       (self.root / "set" / "state.json").write_text(content)
       with self.assertRaisesRegex(
-        ValueError, r"state.json: not as `save_to_disk"
+        ValueError, r"set/state.json: .*(_data_files|object)"
       ):
         _read(self.root / "set")
 

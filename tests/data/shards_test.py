@@ -94,6 +94,20 @@ class ReadTest(_SetTest):
     with self.assertRaisesRegex(ValueError, reason):
       shards.Shards(self.folder, _KIND)
 
+  def test_set_that_is_written_anew_is_read_anew(self):
+    self._whole()
+    first = self._labels(shards.Shards(self.folder, _KIND), range(10))
+    for path in self.folder.iterdir():
+      path.unlink()
+    writer = self._writer()
+    for shard in writer.todo():
+      with writer.open(shard) as target:
+        for item in writer.items(shard):
+          target.add({"label": item + 1}, b"")
+    writer.finish()
+    again = self._labels(shards.Shards(self.folder, _KIND), range(10))
+    self.assertEqual(again, [label + 1 for label in first])
+
 
 class DamageTest(_SetTest):
   def test_whole_sets_and_older_ones_have_none(self):
@@ -212,6 +226,12 @@ class WriteTest(_SetTest):
     self.assertEqual(again.todo(), [1, 2])
     self._fill(again).finish()
     self.assertLen(shards.Shards(self.folder, _KIND), 10)
+
+  def test_shards_of_nobody_are_not_touched(self):
+    self._whole()
+    (self.folder / shards.METADATA).unlink()
+    with self.assertRaisesRegex(ValueError, "shards without metadata.json"):
+      self._writer()
 
 
 if __name__ == "__main__":

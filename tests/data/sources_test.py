@@ -103,8 +103,8 @@ class MakeSourceTest(FolderTest):
       sources.make_source(config, "val")
 
   def test_centre_crop_needs_large_images(self):
-    for folder in ("ant", "cat"):
-      _write(self.root / "train" / folder / "1.png")
+    _write(self.root / "train/ant/1.png")
+    _write(self.root / "train/cat/1.png", np.zeros((8, 12, 3), np.uint8))
     for augment, refused in (("crop_flip", False), ("center_flip", True)):
       config = _config(
         source="image_folder", path=str(self.root), augment=augment
@@ -117,6 +117,7 @@ class MakeSourceTest(FolderTest):
         ValueError, "ant/1.png: 6 x 5 pixels .* at least 8 x 12 needed"
       ):
         source[0]
+      self.assertEqual(source[1]["image"].shape, (8, 12, 3))
 
 
 class _Source:
@@ -155,6 +156,17 @@ class CheckedSourceTest(absltest.TestCase):
         "skipped ant/2.png: damaged (2 so far)",
       ],
     )
+
+  def test_next_good_image_takes_its_place(self):
+    source = sources.CheckedSource(_Source({1, 2, 5}), skip=True)
+    self.assertLen(source, 6)
+    for _ in range(2):
+      self.assertEqual(_labels(source), [0, 3, 3, 3, 4, 0])
+
+  def test_nothing_but_bad_images_ends(self):
+    source = sources.CheckedSource(_Source(set(range(6))), skip=True)
+    with self.assertRaisesRegex(ValueError, "none of the 6 images can be read"):
+      source[0]
 
 
 if __name__ == "__main__":

@@ -252,6 +252,18 @@ class PiecesTest(FolderTest):
       firsts = [piece.first for piece in pieces]
       self.assertEqual(firsts, [1 + 15 * piece.start for piece in pieces])
 
+  @parameterized.parameters(
+    ("a.txt", ("text", "")),
+    ("a", ("text", "")),
+    ("a.py.gz", ("text", ".gz")),
+    ("a.jsonl", ("jsonl", "")),
+    ("A.JSONL.ZST", ("jsonl", ".zst")),
+    ("c4-train.00000.json.gz", ("jsonl", ".gz")),
+    ("a.parquet", ("parquet", "")),
+  )
+  def test_suffix_says_the_format(self, name, expected):
+    self.assertEqual(text_pieces.file_format(name), expected)
+
 
 if __name__ == "__main__":
   absltest.main()

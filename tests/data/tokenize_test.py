@@ -125,6 +125,17 @@ class TokenizeTest(_FilesTest):
     with self.assertRaisesRegex(ValueError, "inputs: 'sha256"):
       self._run("out")
 
+  def test_empty_documents_are_skipped_and_listed(self):
+    with (self.root / "in.jsonl").open("a") as file:
+      file.write('{"text": ""}\n{"text": null}\n{"text": "last"}\n')
+    metadata = self._run("out")
+    self.assertEqual((metadata["documents"], metadata["skipped"]), (201, 2))
+    self.assertEqual(
+      self._skipped("out"),
+      "in.jsonl:201: empty\nin.jsonl:202: empty\n",
+    )
+    self.assertEqual(self._texts("out")[-1], "last")
+
 
 class _FullDisk(tokenizers.BytesTokenizer):
   """Fails after some batches."""

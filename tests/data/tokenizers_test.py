@@ -16,7 +16,7 @@ import tokenizers as hf
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import tokenizers
-from moh_jax.data.chat import load_chat_template
+from moh_jax.data.chat import render_chat
 from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
 from moh_jax.data.tokenizers import (
   StreamDecoder,
@@ -120,6 +120,19 @@ class StreamTest(parameterized.TestCase):
         parts = [stream.feed(token) for token in written[start:]]
         text = before + "".join(parts) + stream.flush()
         self.assertEqual(text, tokenizer.decode(written), written)
+
+  def test_half_a_character_waits_and_is_marked_at_the_end(self):
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
+    self.assertEqual(parts, ["", "é", "", "", ""])
+    self.assertEqual(stream.flush(), "\ufffd")
+
+  def test_bytes_that_are_no_text_do_not_wait_forever(self):
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(0xFF) for _ in range(100)]
+    self.assertGreater(len("".join(parts)), 80)
+    self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
+    self.assertEqual(stream.feed(ord("a")), "a")
 
 
 class JsonTest(parameterized.TestCase):
@@ -389,7 +402,6 @@ class ChatTest(parameterized.TestCase):
     tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2_json")
     source = (folder / f"{name}.jinja").read_bytes()
     tokenizer.files = tokenizer.files | {"chat_template.jinja": source}
-    template = load_chat_template(tokenizer)
     cases = 0
     for key, expected in _recorded("chat", version).items():
       style, conversation, prompt = key.split("/")
@@ -397,7 +409,8 @@ class ChatTest(parameterized.TestCase):
         continue
       cases += 1
       render = functools.partial(
-        template.render,
+        render_chat,
+        tokenizer,
         conversations[conversation],
         add_generation_prompt=prompt == "True",
       )

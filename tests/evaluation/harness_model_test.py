@@ -189,12 +189,6 @@ class HarnessModelTest(parameterized.TestCase):
     ):
       self._model().generate_until(requests)
 
-  def test_tokenizer_without_begin_and_end_is_refused(self):
-    tokenizer = tokenizers.BytesTokenizer()
-    tokenizer.bos_id = tokenizer.eos_id = None
-    with self.assertRaisesRegex(ValueError, "neither begin nor end of text"):
-      self._model(tokenizer)
-
 
 class GenerationOptionsTest(parameterized.TestCase):
   @parameterized.parameters(

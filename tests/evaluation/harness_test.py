@@ -19,15 +19,6 @@ from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 
 
-class MissingLibraryTest(absltest.TestCase):
-  def test_missing_lm_eval_says_how_to_install_it(self):
-    with mock.patch.dict(sys.modules, {"lm_eval": None}):
-      with self.assertRaisesRegex(
-        ValueError, r"harness needs the library 'lm_eval'.*moh_jax\[llm\]"
-      ):
-        harness.load_tasks([TaskChoice("piqa")])
-
-
 def _plain_log_softmax():
   """A function from up to 48 tokens to log-probabilities [48, V]."""
   model = make_model(tiny_text_model.CONFIG)[0]
@@ -128,7 +119,6 @@ class HarnessTest(parameterized.TestCase):
   def test_written_answers_are_compared(self):
     self.prompts.clear()
     loaded = self._load("tiny_write", 2)
-    self.assertTrue(loaded.need_generation)
     report = harness.run_tasks(loaded, self.model, limit=1)
     self.assertEqual(report["mean"], 1.0)
     self.assertEqual(report["tasks"]["tiny_write"]["shots"], 2)
@@ -168,10 +158,6 @@ class HarnessTest(parameterized.TestCase):
     with self._only_our_tasks():
       with self.assertRaisesRegex(ValueError, message):
         self._load(name)
-
-  def test_limit_must_be_positive(self):
-    with self.assertRaisesRegex(ValueError, "limit=0 must be at least 1"):
-      self._run("tiny_choice", limit=0)
 
 
 class TasksTest(parameterized.TestCase):

@@ -100,7 +100,7 @@ class OwnFamilyTest(absltest.TestCase):
   def test_is_benchmarked(self):
     out = self._call(
       *("bench", "model", "--checkpoint", self.workdir),
-      *("--batch", 2, "--rounds", 1, "--json", "-"),
+      *("--config.data.batch_size=2", "--rounds", 1, "--json", "-"),
     )
     rows = json.loads(out)["rows"]
     self.assertEqual(

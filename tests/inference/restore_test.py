@@ -59,7 +59,6 @@ def _save_steps(directory, steps):
     )
     saver.save(state, step)
   saver.wait()
-  saver.close()
 
 
 class RestoreTest(parameterized.TestCase):

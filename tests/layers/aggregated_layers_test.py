@@ -150,7 +150,3 @@ class PositionBiasTest(absltest.TestCase):
     chex.assert_shape(bias, (4, _N, math.prod(_POOL)))
     chex.assert_type(bias, jnp.float32)
     np.testing.assert_allclose(bias, expected.transpose(2, 0, 1), atol=2e-5)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -273,7 +273,7 @@ class LayerTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, atol=1e-5 * scale)
 
 
-_BUDGET = HeadBudget(num_heads=8, shared=2, top_k=3, head_dim=4)
+_EIGHT = HeadBudget(num_heads=8, shared=2, top_k=3, head_dim=4)
 _SEGMENTS = jnp.asarray([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16])
 
 
@@ -293,7 +293,7 @@ class SequenceTest(parameterized.TestCase):
   )
   def test_causal_layer_equals_that_of_one_device(self, axes, kv_heads, form):
     layer = MoHAttention(
-      _BUDGET,
+      _EIGHT,
       RouterConfig("query_norm"),
       num_kv_heads=kv_heads,
       causal=True,
@@ -328,7 +328,3 @@ class CheckTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "mesh.sequence=8: .* 12 tokens"):
       head_layout.check_tokens(tiny.LLM, mesh, 12)
     head_layout.check_tokens(tiny.LLM, mesh, 16)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -6,7 +6,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -144,7 +144,3 @@ def _equations(jaxpr):
     yield eqn
     for inner in jax.extend.core.jaxprs_in_params(eqn.params):
       yield from _equations(inner)
-
-
-if __name__ == "__main__":
-  absltest.main()

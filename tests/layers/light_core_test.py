@@ -61,7 +61,3 @@ class LightCoreTest(absltest.TestCase):
     )
     self.assertEqual(done.returncode, 0, done.stderr[-2000:])
     self.assertStartsWith(done.stdout, "(2, 10)")
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -5,7 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.heads import HeadMix, HeadProjection
@@ -146,7 +146,3 @@ class HeadMixTest(parameterized.TestCase):
   def test_rejects_gates_of_another_head_count(self):
     with self.assertRaises(AssertionError):
       small.params(HeadMix(small.C), self.heads, self.gates[..., :5])
-
-
-if __name__ == "__main__":
-  absltest.main()

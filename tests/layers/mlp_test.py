@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.layers.mlp import (
   MLP,
@@ -185,7 +185,3 @@ class OverlapPatchEmbedTest(parameterized.TestCase):
     )
     chex.assert_type(out, jnp.bfloat16)
     chex.assert_type(jax.tree.leaves(variables), jnp.float32)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -416,7 +416,3 @@ class FlaxTest(absltest.TestCase):
     self.assertEqual(
       layer.out["kernel"].out_sharding, ("heads", "head_dim", "embed")
     )
-
-
-if __name__ == "__main__":
-  absltest.main()

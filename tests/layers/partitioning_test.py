@@ -69,7 +69,3 @@ class ConstrainTest(absltest.TestCase):
     expected = jax.sharding.NamedSharding(self._mesh(), PartitionSpec("data"))
     self.assertTrue(out.sharding.is_equivalent_to(expected, out.ndim))
     chex.assert_trees_all_equal(np.asarray(out), 2 * np.asarray(x))
-
-
-if __name__ == "__main__":
-  absltest.main()

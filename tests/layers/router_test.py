@@ -14,7 +14,12 @@ from moh_jax.config import registry
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.registry import register_router
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.router import HeadChoice, HeadRouter, Router
+from moh_jax.layers.router import (
+  HeadChoice,
+  HeadRouter,
+  Router,
+  count_examples,
+)
 from moh_jax.ops import routing
 from tests.layers import small
 
@@ -91,6 +96,15 @@ class HeadRouterTest(parameterized.TestCase):
     _, expected_aux = module.apply(params, x[:1, :3])
     chex.assert_trees_all_equal(gates, expected_gates)
     chex.assert_trees_all_close(aux, expected_aux, rtol=1e-6)
+
+  def test_examples_that_do_not_count_are_left_out_of_the_statistics(self):
+    module, x = HeadRouter(small.BUDGET), small.tokens()
+    params = small.params(module, x)
+    with count_examples(jnp.array([1.0, 0.0])):
+      gates, aux = module.apply(params, x)
+    _, expected = module.apply(params, x[:1])
+    chex.assert_trees_all_equal(gates, module.apply(params, x)[0])
+    chex.assert_trees_all_close(aux, expected, rtol=1e-6)
 
   def test_matrices_start_small_and_unalike(self):
     variables = HeadRouter(small.BUDGET).init(jax.random.key(0), small.tokens())
@@ -310,7 +324,3 @@ class TableTest(absltest.TestCase):
         register_router(name, Threshold)
     again = register_router("threshold", Threshold, varies=True)
     self.assertIs(registry.get_router("threshold"), again)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
@@ -234,7 +234,3 @@ class CollectAuxTest(parameterized.TestCase):
   def test_anything_but_side_values_raises(self, layers):
     with self.assertRaisesRegex(ValueError, "layers holds .* RouterAux"):
       collect_aux(layers)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -409,7 +409,3 @@ class LikelihoodTest(absltest.TestCase):
     later = self._bound(self.out, jnp.array([1, 1]))
     np.testing.assert_allclose(both[0], self._bound(self.out)[0], rtol=1e-6)
     np.testing.assert_allclose(both[1], later[1], rtol=1e-6)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import DiTConfig, without_router
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
-from moh_jax.models.dit import DiT, Embedding, patchify, unpatchify
+from moh_jax.models.dit import DiT, patchify, unpatchify
 
 # Two equal layers of 2 + 1 active heads of 4, and one of 6 that are all on.
 _CONFIG = DiTConfig(
@@ -151,13 +151,11 @@ class DiTTest(parameterized.TestCase):
     self.assertTrue(np.all(np.abs(out - plain).max((1, 2, 3)) > 1e-3))
 
   def test_timesteps_may_be_fractions(self):
-    _, t, labels = _inputs()
-    params = {"params": _variables(_CONFIG)["params"]["embed"]}
-    embed = jax.jit(functools.partial(Embedding(_CONFIG).apply, params))
-    whole = embed(t, labels)
-    same, between = (embed(t + x, labels) for x in (0.0, 0.5))
-    np.testing.assert_allclose(same, whole, rtol=1e-6)
-    self.assertGreater(float(jnp.abs(between - whole).max()), 1e-3)
+    x, t, labels = _inputs()
+    plain, _ = _forward(_CONFIG)(x, t, labels)
+    same, between = (_forward(_CONFIG)(x, t + y, labels)[0] for y in (0.0, 0.5))
+    np.testing.assert_allclose(same, plain, rtol=1e-3, atol=1e-4)
+    self.assertGreater(float(jnp.abs(between - plain).max()), 1e-3)
 
   @parameterized.parameters(((2, 6, 4, 3),), ((4, 6, 3),))
   def test_inputs_of_another_shape_raise(self, shape):
@@ -249,15 +247,10 @@ class InitializationTest(parameterized.TestCase):
       leaf = leaf[name]
     return np.asarray(leaf)
 
-  def test_fresh_model_outputs_zero(self):
-    chex.assert_shape(self.out, (_B, 4, 4, 8))
-    np.testing.assert_array_equal(self.out, 0.0)
-
   @parameterized.parameters(
     ("blocks0/attn/qkv/kernel", 64, 3 * 128),
     ("blocks0/attn/out/kernel", 128, 64),
     ("blocks0/attn/router/routed", 64, 3),
-    ("blocks0/attn/router/group", 64, 2),
     ("blocks0/mlp/up/kernel", 64, 256),
     ("blocks0/mlp/down/kernel", 256, 64),
     ("patch/kernel", 2 * 2 * 4, 64),
@@ -269,30 +262,28 @@ class InitializationTest(parameterized.TestCase):
     np.testing.assert_allclose(kernel.var(), variance, rtol=0.02 + spread)
     bound = np.sqrt(3 * variance)
     self.assertBetween(np.abs(kernel).max(), 0.95 * bound, 1.0001 * bound)
+    if path.startswith("blocks0"):  # its layers start unalike
+      first, second = kernel
+      alike = np.corrcoef(first.ravel(), second.ravel())[0, 1]
+      self.assertLess(abs(alike), 0.3)
 
-  @parameterized.parameters(
-    "embed/time_in/kernel", "embed/time_out/kernel", "embed/label/embedding"
-  )
-  def test_embedding_is_normal(self, path):
-    self.assertBetween(self._leaf(path).std(), 0.019, 0.021)
-    self.assertGreater(np.abs(self._leaf(path)).max(), 0.05)
-
-  @parameterized.parameters(
-    "blocks0/modulation/linear/kernel",
-    "final_modulation/linear/kernel",
-    "final/kernel",
-    "final/bias",
-    "blocks0/attn/qkv/bias",
-    "blocks0/mlp/up/bias",
-    "patch/bias",
-  )
-  def test_is_zero(self, path):
-    np.testing.assert_array_equal(self._leaf(path), 0.0)
-
-  @parameterized.parameters("blocks0/attn/qkv/kernel", "blocks0/mlp/up/kernel")
-  def test_layers_of_a_run_start_unalike(self, path):
-    first, second = self._leaf(path)
-    self.assertLess(abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]), 0.1)
+  def test_embeddings_are_normal_and_the_rest_is_zero(self):
+    for path in ("time_in/kernel", "time_out/kernel", "label/embedding"):
+      leaf = self._leaf(f"embed/{path}")
+      self.assertBetween(leaf.std(), 0.019, 0.021)
+      self.assertGreater(np.abs(leaf).max(), 0.05)
+    for path in (
+      "blocks0/modulation/linear/kernel",
+      "final_modulation/linear/kernel",
+      "final/kernel",
+      "final/bias",
+      "blocks0/attn/qkv/bias",
+      "blocks0/mlp/up/bias",
+      "patch/bias",
+    ):
+      np.testing.assert_array_equal(self._leaf(path), 0.0)
+    chex.assert_shape(self.out, (_B, 4, 4, 8))
+    np.testing.assert_array_equal(self.out, 0.0)
 
   @parameterized.parameters((0.1, 6), (0.0, 5))
   def test_label_dropout_adds_a_row_for_no_label(self, rate, rows):
@@ -312,7 +303,3 @@ class PatchTest(absltest.TestCase):
       np.testing.assert_array_equal(tokens[0, row * 3 + column], expected)
     back = unpatchify(jnp.asarray(tokens), (2, 3), patch)
     np.testing.assert_array_equal(back, x)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -230,7 +230,3 @@ class ImageGridTest(parameterized.TestCase):
     grid = generation.image_grid(self._images(4), columns=3)
     np.testing.assert_array_equal(grid[4:, :3], 40)
     np.testing.assert_array_equal(grid[2:, 3:], 255)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -67,7 +67,3 @@ class PrepareTest(parameterized.TestCase):
     got = np.asarray(prepare(_ramp(3), resize, 6), np.float64)[0, :, :, 0]
     got = got * 128 + 128 if resize == "tf1" else (got + 1) * 127.5
     np.testing.assert_allclose(got, np.tile(pixels, (6, 1)), atol=1e-4)
-
-
-if __name__ == "__main__":
-  absltest.main()

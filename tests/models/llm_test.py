@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import traverse_util
 
 from moh_jax.config import LLMConfig, RotaryConfig
@@ -315,7 +315,3 @@ def _gradient(config: LLMConfig):
     return jnp.sum(jnp.sin(logits)) + aux.balance_loss
 
   return jax.jit(jax.grad(loss))(small.random_variables(small.CONFIG))
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.dit import DIFFUSION_METHODS, FLOW_METHODS
 from moh_jax.models import samplers
@@ -366,7 +366,3 @@ class GuidanceTest(parameterized.TestCase):
     chex.assert_trees_all_equal(kept[~dropped], labels[~dropped])
     again = samplers.drop_labels(jax.random.key(1), labels, _NO_LABEL, rate)
     self.assertEqual(bool((kept != again).any()), rate > 0)
-
-
-if __name__ == "__main__":
-  absltest.main()

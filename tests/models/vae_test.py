@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.dit import VAEConfig
 from moh_jax.convert.vae import abstract_vae
@@ -199,7 +199,3 @@ class TilingTest(parameterized.TestCase):
   def test_sizes_between_the_latents_are_refused(self, columns, overlap):
     with self.assertRaisesRegex(ValueError, "must be multiples of 2"):
       apply_tiled(_halve, _array(16, columns), 12, overlap)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -144,12 +144,8 @@ class ViTTest(parameterized.TestCase):
 
 class ImageSizeTest(parameterized.TestCase):
   @parameterized.parameters(
-    {"image_size": (40, 56)},
-    {"image_size": (33, 47)},
-    {"image_size": (24, 40), "fixed_pool_size": 2},
     {"image_size": (33, 47), "fixed_pool_size": 3},
-    {"image_size": (24, 24), "pretrain_image_size": 16},
-    {"image_size": (24, 16), "window": 5},
+    {"image_size": (24, 16), "window": 5, "pretrain_image_size": 16},
   )
   def test_runs_with_finite_logits(self, **changes):
     logits, aux = _forward(_config(**changes))
@@ -217,7 +213,3 @@ class DropPathTest(absltest.TestCase):
     np.testing.assert_allclose(
       logits(keys[0], train=False), evaluated, rtol=1e-5, atol=1e-5
     )
-
-
-if __name__ == "__main__":
-  absltest.main()

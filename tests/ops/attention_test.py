@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.ops import cudnn
 from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import Call, Visible
+from moh_jax.ops.attention_forms import Call, Form, Visible
 from moh_jax.ops.blocked import blocked_attention
-from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from tests.ops import cases, devices
 from tests.ops.cases import BIASED, CASES, Case
@@ -254,7 +254,7 @@ class CudnnTest(parameterized.TestCase):
     with mock.patch.object(jax.nn, attend.__name__, wraps=attend) as spy:
       arrays = case.arrays(jnp.bfloat16)[:3]
       call = Call(*arrays, case.visible(), 0.3, bias)
-      cudnn_attention(call, backend="xla")
+      cudnn.attend(call, Form("cudnn"), backend="xla")
     bias, mask = (spy.call_args.kwargs.get(x) for x in ("bias", "mask"))
     for x in filter(lambda x: x is not None, (bias, mask)):
       self.assertEqual(x.shape[2:], (9, 9))

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.ops import dense
+from moh_jax.ops import cudnn, dense, splash
 from moh_jax.ops.attention_forms import Call, Form, Visible
 from moh_jax.ops.blocked import blocked_attention
-from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
   HeadBlocks,
@@ -19,8 +18,9 @@ from moh_jax.ops.head_blocks import (
 )
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import BlockSizes, Problem
-from moh_jax.ops.splash import splash_attention
 from tests.ops import devices
+
+_table = jax.jit(head_blocks, static_argnums=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Case:
 
   def blocks(self, rows: int = 16) -> HeadBlocks:
     active = ActiveHeads(jnp.asarray(self.active()), self.heads)
-    return head_blocks(active, rows)
+    return _table(active, rows)
 
   def problem(self, rows: int = 16) -> Problem:
     shape = self.batch, self.keys, self.kv_heads, self.head_dim
@@ -173,9 +173,9 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
     active = ActiveHeads(chosen, case.heads)
     active = None if case.causal or case.segments or case.bias else active
     call = dataclasses.replace(call, active=active)
-    out = cudnn_attention(call, backend="xla")
+    out = cudnn.attend(call, Form(form), backend="xla")
   elif form == "splash":
-    out = splash_attention(call, interpret=True)
+    out = splash.attend(call, Form(form), interpret=True)
   elif form == "blocked":
     every = all_blocks(*q.shape[:3], 8)
     out = blocked_attention(call, every)

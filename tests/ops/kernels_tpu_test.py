@@ -74,12 +74,10 @@ def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
 class VisitsTest(parameterized.TestCase):
   @parameterized.product(
     masks=list(_MASKS),
-    name=("heads_together", "chunks_on_two_cores"),
-    keys_first=(False, True),
+    cut=(("heads_together", False), ("chunks_on_two_cores", True)),
   )
-  def test_each_tile_that_a_block_sees_is_visited_once(
-    self, masks, name, keys_first
-  ):
+  def test_each_tile_that_a_block_sees_is_visited_once(self, masks, cut):
+    name, keys_first = cut
     case, cut = _case(**_MASKS[masks]), _CUTS[name]
     lists, visited = _tables(case, cut, keys_first)
     seen = _tiles_seen(case, cut.keys, cut.tiles)

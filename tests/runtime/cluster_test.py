@@ -8,7 +8,7 @@ import threading
 import time
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import cluster
 
@@ -100,7 +100,3 @@ class ClusterTest(parameterized.TestCase):
       place = cluster.given_place()
       with self.assertRaisesRegex(OSError, "process 1 of 2 cannot reach"):
         cluster.join(place, seconds=1)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -120,7 +120,3 @@ class CompilationCacheTest(absltest.TestCase):
       compilation_cache.enable()
     self.assertEqual(jax.config.jax_compilation_cache_dir, before)
     self.assertFalse((self.root / "other").exists())
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -4,7 +4,7 @@ import pathlib
 import tempfile
 
 import msgspec
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import json_files
 from moh_jax.runtime.files import check_regular, check_writable, inside
@@ -87,7 +87,3 @@ class PathTest(parameterized.TestCase):
     with self.assertRaisesRegex(OSError, "--out /proc/x/y: .*cannot be writ"):
       check_writable("/proc/x/y", "--out")
     self.assertEmpty(list(self.folder.iterdir()))
-
-
-if __name__ == "__main__":
-  absltest.main()

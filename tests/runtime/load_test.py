@@ -4,7 +4,7 @@ import pathlib
 import sys
 import tempfile
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import DiTConfig
 from moh_jax.runtime.steps import load_config
@@ -288,7 +288,3 @@ def get_config():
     source = "" if not overrides else self.vit
     with self.assertRaisesRegex((ValueError, OSError), message):
       self._load(source, *overrides)
-
-
-if __name__ == "__main__":
-  absltest.main()

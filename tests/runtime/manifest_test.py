@@ -4,7 +4,7 @@ import os
 import pathlib
 import random
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from etils import epath
 
 from moh_jax.runtime import steps
@@ -132,7 +132,3 @@ class ManifestTest(parameterized.TestCase):
     (self.folder / "train/d/0").unlink()
     with self.assertRaisesRegex(steps.DamagedCheckpointError, "step 2: damag"):
       steps.newest_whole_step(self.workdir)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -15,7 +15,7 @@ import tempfile
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import RotaryConfig, RouterConfig
 from moh_jax.inference.restore import restore
@@ -93,7 +93,3 @@ class OldCheckpointsTest(parameterized.TestCase):
     self.assertEqual(model.router, RouterConfig("query_norm"))
     model = read_metadata(self._unpack("vit_mha"))[0].config.model
     self.assertEqual(model.router.kind, "none")
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -80,7 +80,7 @@ class PeersTest(absltest.TestCase):
         multihost, "get_jax_distributed_client", return_value=store
       ),
       mock.patch.object(peers.os, "_exit", lambda _: left.set()),
-      mock.patch.object(peers, "_Witness"),
+      mock.patch.object(peers, "_start_witness"),
       peers.Peers(self.create_tempdir().full_path, lambda: "step 5") as watch,
     ):
       watch.at(8)
@@ -104,7 +104,3 @@ class PeersTest(absltest.TestCase):
     line = said.call_args_list[0].args[0]
     self.assertIn("process 2 of the 3 processes of the run has given no", line)
     self.assertIn("step 5", line)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moh_jax.config import MeshConfig
@@ -108,7 +108,3 @@ class MemoryTest(parameterized.TestCase):
     found = json.loads(done.stdout.splitlines()[-1])
     self.assertGreater(found["result_bytes"], 0.9e9)
     self.assertLess(found["ratio"], 1.3)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -9,7 +9,7 @@ import sys
 import time
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import run_lock
 from moh_jax.runtime.run_lock import RunLock, RunningError
@@ -134,7 +134,3 @@ class RunLockTest(parameterized.TestCase):
     os.mkfifo(self.file)
     with self.assertRaisesRegex(OSError, "regular file"):
       self._take()
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -243,7 +243,3 @@ class FitsTest(parameterized.TestCase):
     sharding.check_tree({"a": small}, "x")
     with self.assertRaisesRegex(ValueError, "^x: at least 4,194,304.0 GiB"):
       sharding.check_tree({"a": small, "b": large}, "x")
-
-
-if __name__ == "__main__":
-  absltest.main()

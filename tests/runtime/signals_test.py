@@ -6,7 +6,7 @@ import sys
 import textwrap
 import time
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 _PROGRAM = """
   import ctypes, sys, time
@@ -88,7 +88,3 @@ class SignalsTest(parameterized.TestCase):
     _, err = child.communicate(timeout=60)
     self.assertEqual(err, "error: stopped by SIGTERM, during a computation\n")
     self.assertEqual(child.returncode, 128 + signal.SIGTERM)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -73,7 +73,3 @@ class ChipsTest(absltest.TestCase):
   def test_every_kind_has_a_published_peak(self):
     for chip in CHIPS.values():
       self.assertIsNotNone(published_peak(chip.kind), chip.kind)
-
-
-if __name__ == "__main__":
-  absltest.main()

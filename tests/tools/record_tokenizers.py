@@ -29,14 +29,8 @@ def digest(ids: list[list[int]]) -> str:
 
 
 def _encode(tokenizer, texts, special, split):
-  ids = []
-  for text in texts:
-    ids.append(
-      tokenizer(text, add_special_tokens=special, split_special_tokens=split)[
-        "input_ids"
-      ]
-    )
-  return ids
+  options = {"add_special_tokens": special, "split_special_tokens": split}
+  return [tokenizer(text, **options)["input_ids"] for text in texts]
 
 
 def record() -> None:
@@ -58,9 +52,6 @@ def record() -> None:
       name: {"sha256": digest(ids), "first": ids[:3]}
       for name, ids in cases.items()
     }
-    if "--all" in sys.argv:
-      where = pathlib.Path("/tmp") / f"{folder.name}_{path.name}"
-      where.write_text(json.dumps(cases))
   path.write_text(json.dumps(result))
   record_chat(path.name)
 
