@@ -71,7 +71,7 @@ class TableTest(parameterized.TestCase):
     st.integers(1, 9),
     st.data(),
   )
-  @settings(max_examples=40)
+  @settings(max_examples=20)
   def test_any_choice_of_heads(self, batch, tokens, heads, rows, data):
     most = data.draw(st.integers(1, heads))
     seed = data.draw(st.integers(0, 2**16))

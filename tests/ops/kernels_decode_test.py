@@ -46,7 +46,7 @@ class _Case:
   slots: int = 40
   head_dim: int = 24
   choice: str = "random"  # of heads
-  seen: tuple[tuple[int, int], ...] = ((13, 37), (0, 37))  # first, end of texts
+  seen: tuple[tuple[int, int], ...] = ((13, 37), (0, 31))  # first, end of texts
   scale: float | None = None
 
   def factor(self) -> float:
