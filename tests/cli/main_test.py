@@ -65,6 +65,11 @@ class MainTest(parameterized.TestCase):
     (("heads", "--checkpoint", "x", "--step", "-1"), "--step='-1' must be"),
     (("heads", "--checkpoint", "", "--top-k", "1"), "--checkpoint='' must be"),
     (("bench", "attention", "--config.train.steps=3"), "needs --config FILE"),
+    (("sample", "--checkpoint", "x"), "--out"),
+    (
+      ("convert", "--from", "onnx", "--source", "x", "--out", "y"),
+      "--from='on",
+    ),
   )
   def test_wrong_use_is_one_line_that_says_where_help_is(self, argv, message):
     status, out, err = tiny_checkpoint.call(*argv)
