@@ -138,7 +138,7 @@ register_family(
     converter="moh_jax.convert.llama:CONVERTER",
     probe="moh_jax.evaluation.probe:text_probe",
     released="moh_jax.config.released:LLM_MODELS",
-    commands=frozenset({"evaluate-lm", "generate"}),
+    commands=frozenset({"generate"}),
     formats={
       "llama": ("llama", "llm", "moh-llm"),
       "moh-llama3": ("moh-llama3",),

@@ -149,12 +149,9 @@ def _losses(run: Config, models: Mapping[str, Any], rounds: int) -> list[Row]:
     programs[name] = _loss_programs(variant)
     forms[name] = form_summary(variant, step_forms(variant, {}))
   length = getattr(run.data, "sequence_length", None)
-  rows = []
+  rows, router = [], run.model.router
   for mode in ("forward", "forward_backward"):
-    compiled, router = (
-      {n: p[mode] for n, p in programs.items()},
-      run.model.router,
-    )
+    compiled = {name: program[mode] for name, program in programs.items()}
     reads_tokens = router.kind != "none" and not router.reads_norms
     if mode == "forward" and reads_tokens:
       compiled["router"] = routers(run)

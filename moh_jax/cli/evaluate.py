@@ -1,169 +1,331 @@
 """`python -m moh_jax evaluate`."""
 
-import argparse
+from __future__ import annotations
+
+import dataclasses
+import functools
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh
+from moh_jax.cli.options import (
+  Checkpoint,
+  Distributed,
+  InPath,
+  OutPath,
+  Output,
+  Place,
+  cell,
+  metric_lines,
+  option,
+  table,
+)
+from moh_jax.cli.text_files import Texts
+from moh_jax.config import Config, apply_overrides, check_command
+from moh_jax.config.base import Count, Natural
 
-from moh_jax import config as config_lib
-from moh_jax.cli import common, distributed, fields
-from moh_jax.cli.csv_file import write_csv
-from moh_jax.config import EvalConfig, check_command
-from moh_jax.data.infer import data_at
-from moh_jax.evaluation import pictures, predictions
-from moh_jax.inference.restore import Restored
-from moh_jax.runtime import sharding
-from moh_jax.runtime.files import write_whole
-from moh_jax.runtime.json_files import read_json
-from moh_jax.training import classification
-from moh_jax.training.task import task_builder
+if TYPE_CHECKING:
+  from jax.sharding import Mesh
 
+  from moh_jax.inference.restore import Restored
+
+_BATCH = "eval.batch_size"
+_TEXTS = 8  # scored at a time, where `_BATCH` is not given
 _WORST = 5  # classes that are printed
 _CLASSES = int | str | list[int | str]
 _LABELS = list[_CLASSES] | dict[str, _CLASSES]
 
+_Score = Callable[["Restored"], dict[str, Any]]
 
-def run(args: argparse.Namespace) -> int:
-  """Prints the metrics of the checkpoint's task on its held-out split."""
-  is_first = distributed.join(args)
-  if args.head_top_p and args.top_k:
-    raise ValueError(
-      f"--head-top-p {args.head_top_p} and --top-k exclude each other: one "
-      "number of heads for every token, or as many as their scores ask for"
-    )
-  if args.per_class or args.labels_file:
-    metadata, _ = common.read_metadata(args)
-    option = "--per-class" if args.per_class else "--labels"
-    where = f"{option}: {args.checkpoint}"
-    check_command(metadata.config.model, "classify", where)
-    if args.per_class and len(args.top_k or ()) > 1:
-      raise ValueError(
-        f"--per-class {args.per_class} takes one --top-k, not {args.top_k}"
-      )
-  if args.plot:
-    pictures.check_plot(args.plot)
-    if len(args.top_k or ()) < 2 or args.per_class or args.labels_file:
-      raise ValueError(
-        f"--plot {args.plot} needs several --top-k, without --per-class and "
-        "--labels"
-      )
-  labels = None
-  if args.labels_file:
-    labels = read_json(args.labels_file, _LABELS)
-  mesh = sharding.make_mesh(args.mesh)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Checkpoint, Distributed, Texts, Output):
+  """Score a checkpoint on what its run held out, on other data, or on tasks.
+
+  --config.eval.batch_size=N are examples at a time (text and tasks: 8 without
+  it), --config.eval.examples=N takes some examples in place of all, and
+  --config.model.router.top_p=P lets every token select its best routed heads
+  until their scores add up to P: activated_share is what they use.
+
+  Attributes:
+    top_k: routed heads per token, one number for each layer (ViT: stage) or one
+      for all, instead of the trained ones; given several times, a column for
+      each.
+    data: directory of images, shards, latents or tokens, instead of the run's;
+      its val/, or all images of a folder without. Of language models also
+      several of what `prepare tokenize` reads: files, addresses or quoted
+      patterns of text.
+    tasks: tasks, groups or tags of lm-eval (the extra moh_jax[llm]), as
+      "T,T,...", or a preset: paper-small, paper-llama3.
+    num_fewshot: examples before each question, instead of the preset's or the
+      task's; tasks whose prompt has none keep it so.
+    limit: documents of each task at most.
+    include_path: folder of more tasks.
+    no_bos: contexts of tasks do not begin with the begin of text, for models
+      that were trained without.
+    per_class: write a CSV file with the scores of each class, and what it is
+      taken for most often; the worst classes are printed.
+    labels: JSON file of the right classes: a list in the order of the file
+      names (such as ReaL's), or entries by file name; an entry is a class or
+      several.
+    plot: draw the scores of several --top-k over the activated share and over
+      time, as .png or .svg.
+  """
+
+  top_k: tuple[tuple[int, ...], ...] = option("repeated", default=())
+  data: tuple[Place, ...] = option("listed", default=())
+  tasks: str | None = None
+  num_fewshot: Natural | None = None
+  limit: Count | None = None
+  include_path: Place | None = None
+  no_bos: bool = False
+  per_class: OutPath | None = None
+  labels: InPath | None = None
+  plot: OutPath | None = None
+
+  def check(self) -> None:
+    """Options of one kind of score are not given with another."""
+    super().check()
+    for name in ("num_fewshot", "limit", "include_path", "no_bos"):
+      if getattr(self, name) not in (None, False) and self.tasks is None:
+        self.fail(name, "needs --tasks")
+    if self.per_class and len(self.top_k) > 1:
+      self.fail("per_class", f"takes one --top-k, not {self.top_k}")
+    if not self.plot:
+      return
+    if pathlib.PurePath(self.plot).suffix not in (".png", ".svg"):
+      self.fail("plot", "must end in .png or .svg")
+    if len(self.top_k) < 2 or self.per_class or self.labels:
+      self.fail("plot", "needs several --top-k, no --per-class or --labels")
+
+  def is_text(self, config: Config) -> bool:
+    """Whether text or tasks are scored, not examples of a data set.
+
+    Raises:
+      ValueError: an option does not fit the model.
+    """
+    from moh_jax.config.registry import SPLITS
+    from moh_jax.data.shards import METADATA
+
+    for name, command in (
+      *(("per_class", "classify"), ("labels", "classify")),
+      *(("tasks", "generate"),),
+    ):
+      if getattr(self, name):
+        where = f"--{name.replace('_', '-')}: {self.checkpoint}"
+        check_command(config.model, command, where)
+    is_text = self.tasks is not None
+    if self.data and config.model.READS_TEXT:
+      parts = [pathlib.Path(self.data[0], n, METADATA) for n in SPLITS]
+      is_text |= not any(part.is_file() for part in parts)
+    if not is_text and len(self.data) > 1:
+      self.fail("data", "must be one directory")
+    if is_text and self.plot:
+      self.fail("plot", "must be of a data set, not of text or tasks")
+    return is_text
+
+
+def run(options: Options) -> int:
+  """Prints the metrics, a column for each --top-k."""
+  options.join()
+  from moh_jax.evaluation import pictures
+  from moh_jax.inference.restore import with_top_k
+  from moh_jax.runtime import sharding
+  from moh_jax.runtime.files import write_csv, write_whole
+
+  config = options.stored()[0].config
+  for top_k in options.top_k:  # before anything large is read
+    with_top_k(config.served(), top_k)
+  mesh = sharding.make_mesh(config.mesh)
+  is_text = options.is_text(config)
   with sharding.use_mesh(mesh):
-    restored = common.restore(args, mesh=mesh, top_k=None)
-    choices = [restored.at_top_k(k) for k in args.top_k or ()] or [restored]
-    config = _held_out(restored, args)
-    sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-    score = _score if args.per_class or labels is not None else _evaluate
-    rows = [
-      score(choice, _at(config, choice), mesh, args, labels)
-      for choice in choices
-    ]
-  if is_first:
-    _report(args, restored.step, choices, rows)
+    score = (_text if is_text else _held_out)(options, config, mesh)
+    restored = options.restore(mesh=mesh, top_k=None)
+    choices = [restored.at_top_k(k) for k in options.top_k] or [restored]
+    rows = [score(choice) for choice in choices]
+  if not options.is_first():
+    return 0
+  values: dict[str, Any] = {"step": restored.step}
+  runs = [
+    {"top_k": list(choice.config.model.top_k), **row}
+    for choice, row in zip(choices, rows)
+  ]
+  if is_text:
+    values["checkpoint"] = options.checkpoint
+    values["dtype"] = config.model.dtype
+    values["gate_form"] = config.model.router.gate_form
+  if options.plot:
+    form = pathlib.PurePath(options.plot).suffix[1:]
+    content = pictures.encode(pictures.dial(rows), form)
+    write_whole(pathlib.Path(options.plot), content)
+  if is_text or len(runs) > 1:
+    options.give(values | {"runs": runs}, [_columns(runs)])
+    return 0
+  classes = rows[0].pop("classes", [])
+  values = rows[0] | values
+  lines = metric_lines(values)
+  if classes:
+    header = list(classes[0])
+    write_csv(options.per_class, header, [row.values() for row in classes])
+    present = [row for row in classes if row["examples"]]
+    worst = sorted(present, key=lambda row: row["accuracy"])[:_WORST]
+    cells = [[cell(value) for value in row.values()] for row in worst]
+    lines.append(table(cells, header))
+  options.give(values, lines)
   return 0
 
 
-def _held_out(
-  restored: Restored, args: argparse.Namespace
-) -> config_lib.Config:
-  """The run with the held-out data that was asked for."""
-  config = restored.config
-  if args.data:
-    data = data_at(config, args.data)
-    config = config_lib.apply_overrides(config, "data", **data)
-  given = fields.given_fields(args, EvalConfig, "batch_size", "examples")
-  return config_lib.apply_overrides(config, "eval", **{"examples": 0, **given})
+def _held_out(options: Options, config: Config, mesh: Mesh) -> _Score:
+  """Scores on the held-out split of a data set, with the run's own metrics."""
+  from moh_jax.data.infer import data_at
+  from moh_jax.runtime import sharding
+  from moh_jax.runtime.json_files import read_json
+  from moh_jax.training.task import task_builder
+
+  labels = read_json(options.labels, _LABELS) if options.labels else None
+  sharding.check_batch(_BATCH, config.eval.batch_size, mesh)
+
+  def score(restored: Restored) -> dict[str, Any]:
+    config = restored.config
+    if options.data:
+      data = data_at(config, options.data[0])
+      config = apply_overrides(config, "data", **data)
+    if options.per_class or labels is not None:
+      return _by_image(options, restored, config, mesh, labels)
+    tasks = task_builder(config)
+    evaluate = tasks.make_evaluate(restored.model, config, restored)
+    metrics = evaluate(restored.params, mesh)
+    if options.plot:  # again, now that the program is compiled
+      began = time.perf_counter()
+      evaluate(restored.params, mesh)
+      metrics["seconds"] = time.perf_counter() - began
+    return metrics
+
+  return score
 
 
-def _at(config: config_lib.Config, choice: Restored) -> config_lib.Config:
-  top_k = choice.config.model.top_k
-  return config_lib.apply_overrides(config, "model", top_k=top_k)
-
-
-def _evaluate(
-  restored: Restored,
-  config: config_lib.Config,
-  mesh: Mesh,
-  args: argparse.Namespace,
-  labels: None,
-) -> dict[str, Any]:
-  """The metrics of any family; with --plot also the time of an evaluation."""
-  tasks = task_builder(config)
-  evaluate = tasks.make_evaluate(restored.model, config, restored)
-  metrics = evaluate(restored.params, mesh)
-  if args.plot:  # again, now that the program is compiled
-    began = time.perf_counter()
-    evaluate(restored.params, mesh)
-    metrics["seconds"] = time.perf_counter() - began
-  return metrics
-
-
-def _score(
-  restored: Restored,
-  config: config_lib.Config,
-  mesh: Mesh,
-  args: argparse.Namespace,
-  labels: Any,
+def _by_image(
+  options: Options, restored: Restored, config: Config, mesh: Mesh, labels: Any
 ) -> dict[str, Any]:
   """The metrics of a classifier, from its predictions for each image."""
+  from moh_jax.evaluation import predictions
+  from moh_jax.training import classification
+
   source, predict = classification.make_predict(
     restored.model, config, restored
   )
   name_of: Callable[[int], str] = getattr(source, "name", str)
   numbers = map(str, range(config.model.num_classes))
   class_names = restored.class_names or tuple(numbers)
+  right = None
   if labels is not None:  # before the predictions, which take longer
     names = [name_of(i) for i in range(len(source))]
     try:
       right = predictions.read_right(labels, names, class_names)
     except ValueError as error:
-      raise ValueError(f"--labels {args.labels_file}: {error}") from error
+      raise ValueError(f"--labels {options.labels}: {error}") from error
   found = predict(restored.params, mesh)
-  if labels is None:
-    metrics = predictions.scores(found)
-  else:
-    metrics = predictions.scores(found, [right[i] for i in found.index])
-  if args.per_class:
+  metrics = predictions.scores(found, right and [right[i] for i in found.index])
+  if options.per_class:
     metrics["classes"] = predictions.by_class(found, class_names)
   return metrics
 
 
-def _report(
-  args: argparse.Namespace,
-  step: int,
-  choices: Sequence[Restored],
-  rows: Sequence[dict[str, Any]],
-) -> None:
-  if len(rows) > 1:
-    top_k = [list(choice.config.model.top_k) for choice in choices]
-    runs = [{"top_k": k, **row} for k, row in zip(top_k, rows)]
-    if args.json != "-":
-      print(common.table([_cells(run) for run in runs], list(runs[0])))
-    common.write_json(args.json, {"step": step, "runs": runs})
-    if args.plot:
-      form = pathlib.PurePath(args.plot).suffix[1:]
-      content = pictures.encode(pictures.dial(rows), form)
-      write_whole(pathlib.Path(args.plot), content)
-    return
-  classes = rows[0].pop("classes", None)
-  common.report(args.json, {**rows[0], "step": step})
-  if classes is None:
-    return
-  write_csv(args.per_class, list(classes[0]), [c.values() for c in classes])
-  present = [row for row in classes if row["examples"]]
-  worst = sorted(present, key=lambda row: row["accuracy"])[:_WORST]
-  if args.json != "-":
-    print(common.table([_cells(row) for row in worst], list(worst[0])))
+def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
+  """Scores on lm-eval's tasks, on text, or on both."""
+  from moh_jax.config.llm import Sampling
+  from moh_jax.evaluation import harness
+  from moh_jax.inference.generate import Generator
+  from moh_jax.inference.restore import load_checkpoint_tokenizer
+  from moh_jax.inference.score import Scorer
+  from moh_jax.runtime import sharding
+
+  tokenizer = load_checkpoint_tokenizer(
+    options.checkpoint, options.step_number, verify=not options.no_verify
+  )
+  if options.data:
+    options.texts()  # finds the files
+  tasks = None
+  if options.tasks is not None:
+    choices = harness.choose_tasks(options.tasks, options.num_fewshot)
+    tasks = harness.load_tasks(choices, options.include_path or "")
+  size = config.eval.batch_size if options.change(_BATCH) else _TEXTS
+  sharding.check_batch(_BATCH, size, mesh)
+  batches = {"batch_size": size, "mesh": mesh}
+  progress = sys.stderr.isatty()
+
+  def on_tasks(restored: Restored, scorer: Scorer) -> dict[str, Any]:
+    from moh_jax.evaluation.harness_model import HarnessModel  # needs lm-eval
+
+    @functools.cache
+    def generator() -> Generator:  # copies parameters, where a task needs it
+      return Generator(restored, tokenizer, **batches)
+
+    def generate(prompts: Sequence[list[int]], **sampling: Any) -> list[str]:
+      made = generator().generate(prompts, Sampling(**sampling))
+      # As the harness's own adapters do it, without the text before:
+      # SentencePiece leaves out a space at the begin.
+      stop = {"end": -1}  # without the token that ended it
+      return [
+        tokenizer.decode(c.tokens[: stop.get(c.finish_reason)]) for c in made
+      ]
+
+    model = HarnessModel(
+      *(tokenizer, scorer, generate),
+      add_bos=not options.no_bos,
+      progress=progress,
+    )
+    return harness.run_tasks(tasks, model, limit=options.limit)
+
+  def score(restored: Restored) -> dict[str, Any]:
+    model = restored.config.model
+    scorer = Scorer(restored.model, restored.params, model, **batches)
+    row: dict[str, Any] = {"activated_share": model.activated_share}
+    if tasks is not None:
+      row |= on_tasks(restored, scorer)
+    if options.data:
+      row["text"] = harness.score_documents(
+        scorer, tokenizer, options.texts(), progress=progress
+      )
+    return row
+
+  return score
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-  return [
-    f"{value:.4f}" if isinstance(value, float) else str(value)
-    for value in row.values()
-  ]
+def _columns(runs: Sequence[dict[str, Any]]) -> str:
+  """A table with a column for each run."""
+  header, columns = ["metric"], [_cells(run) for run in runs]
+  for run in runs:
+    top_k = run["top_k"] if len({*run["top_k"]}) > 1 else run["top_k"][:1]
+    share = run.get("activated_share")
+    shown = "" if share is None else f" ({share:.1%})"
+    header.append(f"top_k={','.join(map(str, top_k))}{shown}")
+  rows = [(name, *(c[name] for c in columns)) for name in columns[0]]
+  return table(rows, header)
+
+
+def _cells(run: dict[str, Any]) -> dict[str, str]:
+  """What is printed of a run, by name; a star marks what the mean is of."""
+  cells = {}
+  for task, row in run.get("tasks", {}).items():
+    for metric, found in row["metrics"].items():
+      text = "n/a" if found["value"] is None else _number(found["value"])
+      if found["stderr"] is not None:
+        text += f" +- {_number(found['stderr'])}"
+      star = " *" if metric == row["main"] else ""
+      cells[f"{task}, {row['shots']} shots: {metric}"] = text + star
+  if run.get("mean") is not None:
+    cells["mean of *"] = _number(run["mean"])
+  text = run.get("text", {})
+  others = {"top_k", "activated_share", "tasks", "mean", "lm_eval", "text"}
+  metrics = {n: v for n, v in run.items() if n not in others} | text
+  return cells | {name: _number(value) for name, value in metrics.items()}
+
+
+def _number(value: float) -> str:
+  """Four places; perplexities may have too many digits before them."""
+  if isinstance(value, int):
+    return f"{value:,}"
+  return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"

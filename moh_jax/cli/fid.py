@@ -1,37 +1,67 @@
 """`python -m moh_jax fid`."""
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-import numpy as np
-import tqdm
-
-from moh_jax.cli import common
-from moh_jax.cli.arguments.images import METRICS
-from moh_jax.config import MeshConfig
-from moh_jax.convert import HOW_TO_GET_INCEPTION
-from moh_jax.convert.inception import load_inception
-from moh_jax.evaluation import fid
-from moh_jax.evaluation.fid import Statistics, frechet_distance
-from moh_jax.evaluation.image_metrics import (
-  ImageSet,
-  Summary,
-  make_extractor,
-  open_images,
-  summarize,
+from moh_jax.cli.options import (
+  InPath,
+  OutPath,
+  Output,
+  Place,
+  metric_lines,
 )
-from moh_jax.models import inception
-from moh_jax.models.registry import params_sha256
-from moh_jax.runtime import sharding
-from moh_jax.runtime.files import npz_names
+from moh_jax.config import MeshConfig
+from moh_jax.config.base import Count
 
-# Metric -> dimensions of the features whose distributions it compares.
-_FRECHET = {"fid": inception.POOL_DIM, "sfid": inception.SPATIAL_DIM}
+if TYPE_CHECKING:
+  from moh_jax.evaluation.fid import Statistics
+  from moh_jax.evaluation.image_metrics import ImageSet, Summary
+
+METRICS = ("fid", "sfid", "is", "pr")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Output):
+  """Score images: FID, sFID, Inception Score, precision, recall.
+
+  Attributes:
+    samples: to be scored: npz file with arr_0 (uint8 [N, X, Y, 3 or 1]) or
+      folder of images.
+    reference: to score against: the same, or an npz file with statistics (mu,
+      sigma, mu_s, sigma_s), which then serve FID and sFID; of pytorch-fid (mu,
+      sigma), FID.
+    inception: weights of the Inception network, pytorch-fid's
+      pt_inception-2015-12-05-6726825d.pth.
+    metrics: of fid, sfid, is, pr (default: all that the files allow).
+    resize: to 299 pixels: as ADM and DiT's numbers, or as pytorch-fid.
+    image_size: crop the images of folders to so many rows and columns, as in
+      training of diffusion models (default: all must have one size).
+    batch_size: images per batch.
+    save_stats: write the statistics of the samples as a reference file.
+  """
+
+  samples: InPath
+  reference: InPath | None = None
+  inception: Place | None = None
+  metrics: tuple[Literal["fid", "sfid", "is", "pr"], ...] = ()
+  resize: Literal["tf1", "ptfid"] = "tf1"
+  image_size: Count | None = None
+  batch_size: Count = 64
+  save_stats: OutPath | None = None
+
+  def check(self) -> None:
+    """What compares has a reference."""
+    super().check()
+    needing = [name for name in self.metrics if name != "is"]
+    if needing and not self.reference:
+      self.fail("metrics", "need --reference; without one only is")
+    if self.save_stats and os.path.isdir(self.save_stats):
+      self.fail("save_stats", "is a directory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,57 +81,57 @@ class _Side:
   statistics: Statistics | None
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: Options) -> int:
   """Prints the metrics of the samples."""
+  from moh_jax.evaluation import fid
+  from moh_jax.runtime import sharding
+
   mesh = sharding.make_mesh(MeshConfig())
-  sharding.check_batch("--batch-size", args.batch_size, mesh)
-  sides = [_open("samples", args.samples, args.image_size)]
-  if args.reference:
-    sides.append(_open("reference", args.reference, args.image_size))
-  names = args.metrics or _possible(sides, args.save_stats)
-  if not args.reference and (needing := [m for m in names if m != "is"]):
-    raise ValueError(
-      f"--metrics {','.join(needing)} need --reference; without one only is"
-    )
-  passes = [(side, _wanted(side, names, args.save_stats)) for side in sides]
-  for side, wanted in passes:
-    _check(side, "sfid" in names, **wanted)
-  if args.save_stats and os.path.isdir(args.save_stats):
-    raise ValueError(f"--save-stats {args.save_stats} is a directory")
+  sharding.check_batch("--batch-size", options.batch_size, mesh)
+  given = {"samples": options.samples, "reference": options.reference}
+  sides = [
+    _open(name, path, options.image_size)
+    for name, path in given.items()
+    if path
+  ]
+  names = options.metrics or _possible(sides, options.save_stats)
+  passes = [_wanted(side, names, options.save_stats) for side in sides]
   extract, made_with = None, {}
-  if any(any(wanted.values()) for _, wanted in passes):
-    params = _network(args.inception)
-    made_with = {"resize": args.resize, "inception": params_sha256(params)}
-    extract = _extractor(params, args.resize, mesh)
+  if any(any(wanted.values()) for wanted in passes):
+    extract, made_with = _extractor(options)
   for side in sides:
     if side.statistics:
       made_with = made_with or side.statistics.made_with
       side.statistics.check_made_with(made_with, side.path)
-  for side, wanted in passes:
+  for side, wanted in zip(sides, passes):
     if wanted["distributions"]:
       _warn(side, names)
   results = [
-    _summary(side, extract, args.batch_size, **wanted)
-    for side, wanted in passes
+    _summary(side, extract, options.batch_size, **wanted)
+    for side, wanted in zip(sides, passes)
   ]
-  if args.save_stats:
+  if options.save_stats:
     first = results[0]
-    saved = Statistics(first.pool3, first.spatial, made_with)
-    fid.write_statistics(args.save_stats, saved)
+    saved = fid.Statistics(first.pool3, first.spatial, made_with)
+    fid.write_statistics(options.save_stats, saved)
   metrics = {
     **_scores(names, *results),
-    "samples": args.samples,
-    "reference": args.reference,
+    **given,
     "num_samples": results[0].count or None,  # None: a file's statistics
-    "num_reference": (results[1].count or None) if args.reference else None,
-    "resize": args.resize,
+    "num_reference": results[-1].count or None if options.reference else None,
+    "resize": options.resize,
   }
-  common.report(args.json, metrics)
+  options.give(metrics, metric_lines(metrics))
   return 0
 
 
 def _open(name: str, path: str, image_size: int | None) -> _Side:
   """Checks one side; reads statistics, not images."""
+  from moh_jax.evaluation import fid
+  from moh_jax.evaluation.image_metrics import open_images
+  from moh_jax.models import inception
+  from moh_jax.runtime.files import npz_names
+
   statistics, images = None, None
   if fid.has_statistics(path):
     sizes = inception.POOL_DIM, inception.SPATIAL_DIM
@@ -124,58 +154,57 @@ def _possible(sides: list[_Side], save_stats: str | None) -> tuple[str, ...]:
       reason = f"{side.path} holds no statistics of spatial features"
       left_out["sfid"] = reason
   metrics = tuple(name for name in METRICS if name not in left_out)
-  if metrics or save_stats:
-    for reason in dict.fromkeys(left_out.values()):
-      names = ", ".join(n for n in left_out if left_out[n] == reason)
-      print(f"note: without {names}: {reason}", file=sys.stderr)
+  if not metrics and not save_stats:
+    return METRICS
+  for reason in dict.fromkeys(left_out.values()):
+    names = ", ".join(n for n in left_out if left_out[n] == reason)
+    print(f"note: without {names}: {reason}", file=sys.stderr)
   return metrics or METRICS
 
 
 def _wanted(
   side: _Side, metrics: tuple[str, ...], save_stats: str | None
 ) -> dict[str, bool]:
-  """What the images of one side go through the network for."""
+  """What the images of one side go through the network for.
+
+  Raises:
+    ValueError: the side's file cannot give that.
+  """
+  from moh_jax.evaluation import fid
+
+  flag = f"--{side.name} {side.path}"
+  images, statistics = side.images, side.statistics
   is_samples = side.name == "samples"
-  compared = any(name in metrics for name in _FRECHET)
-  saved = is_samples and bool(save_stats)
-  return {
-    "distributions": (compared or saved) and side.statistics is None,
+  is_compared = bool({"fid", "sfid"} & set(metrics))
+  is_needed = is_compared or (is_samples and bool(save_stats))
+  wanted = {
+    "distributions": is_needed and statistics is None,
     "score": is_samples and "is" in metrics,
     "keep_features": "pr" in metrics,
   }
-
-
-def _check(
-  side: _Side,
-  spatial: bool,
-  distributions: bool,
-  score: bool,
-  keep_features: bool,
-) -> None:
-  """Refuses what the side's files cannot give."""
-  flag, images = f"--{side.name} {side.path}", side.images
-  if (score or keep_features) and images is None:
+  if (wanted["score"] or wanted["keep_features"]) and images is None:
     raise ValueError(
       f"{flag}: holds statistics alone; precision, recall and Inception "
       "Score need the images (arr_0)"
     )
-  if keep_features:
-    neighbours = fid.NEIGHBOURS
-    fid.check_samples(images.count, neighbours, flag)
-  statistics = side.statistics
-  if statistics and statistics.spatial is None and spatial:
+  if wanted["keep_features"]:
+    fid.check_samples(images.count, fid.NEIGHBOURS, flag)
+  if statistics and statistics.spatial is None and "sfid" in metrics:
     raise ValueError(
       f"{flag}: holds mu and sigma alone, which serve fid; sfid needs mu_s and "
       "sigma_s too"
     )
-  if distributions and images.count < 2:
+  if wanted["distributions"] and images.count < 2:
     raise ValueError(f"{flag}: has one image; a covariance needs at least 2")
+  return wanted
 
 
 def _warn(side: _Side, metrics: tuple[str, ...]) -> None:
   """Says how many images are missing for covariances of full rank."""
-  dims = {name: d for name, d in _FRECHET.items() if name in metrics}
-  dims = dims or _FRECHET
+  from moh_jax.models import inception
+
+  every = {"fid": inception.POOL_DIM, "sfid": inception.SPATIAL_DIM}
+  dims = {name: d for name, d in every.items() if name in metrics} or every
   if side.images.count <= max(dims.values()):
     print(
       f"warning: {side.path}: {side.images.count} images give a singular "
@@ -189,6 +218,10 @@ def _summary(
   side: _Side, extract: Callable | None, batch_size: int, **wanted: bool
 ) -> Summary:
   """The side's summary; the file's statistics where it states them."""
+  import tqdm
+
+  from moh_jax.evaluation.image_metrics import Summary, summarize
+
   summary = Summary()
   if any(wanted.values()):
     with tqdm.tqdm(
@@ -197,43 +230,50 @@ def _summary(
       summary = summarize(
         extract, side.images, batch_size, **wanted, progress=bar.update
       )
-  if side.statistics:
+  if stated := side.statistics:
     summary = dataclasses.replace(
-      summary, pool3=side.statistics.pool3, spatial=side.statistics.spatial
+      summary, pool3=stated.pool3, spatial=stated.spatial
     )
   return summary
 
 
-def _network(path: str | None) -> Any:
-  """Reads the parameters of the network."""
-  if path is None or not os.path.exists(path):
-    given = "no --inception was given" if path is None else f"no file {path}"
-    raise FileNotFoundError(f"{given}; {HOW_TO_GET_INCEPTION}")
-  return load_inception(path)
+def _extractor(options: Options) -> tuple[Callable, dict[str, str]]:
+  """The network on all devices, for batches on the host, and what made it."""
+  import jax
 
+  from moh_jax.convert import HOW_TO_GET_INCEPTION
+  from moh_jax.convert.inception import load_inception
+  from moh_jax.evaluation.image_metrics import make_extractor
+  from moh_jax.models.inception import InceptionV3
+  from moh_jax.models.registry import params_sha256
+  from moh_jax.runtime import sharding
 
-def _extractor(
-  params: Any, resize: str, mesh: jax.sharding.Mesh
-) -> Callable[[np.ndarray], inception.Features]:
-  """The network on all devices, for batches on the host."""
-  params = jax.device_put(params, sharding.replicated(mesh))
-  extract = make_extractor(inception.InceptionV3(), resize)
-  return lambda batch: extract(params, sharding.shard_batch(batch, mesh))
+  if options.inception is None:
+    raise ValueError(f"no --inception was given; {HOW_TO_GET_INCEPTION}")
+  loaded = load_inception(options.inception)
+  mesh = sharding.make_mesh(MeshConfig())
+  params = jax.device_put(loaded, sharding.replicated(mesh))
+  extract = make_extractor(InceptionV3(), options.resize)
+  return (
+    lambda batch: extract(params, sharding.shard_batch(batch, mesh)),
+    {"resize": options.resize, "inception": params_sha256(loaded)},
+  )
 
 
 def _scores(
   metrics: tuple[str, ...], samples: Summary, reference: Summary | None = None
 ) -> dict[str, Any]:
   """All metrics; None for those that were not asked for."""
-  names = "fid", "sfid", "inception_score", "precision", "recall"
-  scores = dict.fromkeys(names)
+  from moh_jax.evaluation import fid
+
+  scores = dict.fromkeys(("fid", "sfid"))
+  for name, features in (("fid", "pool3"), ("sfid", "spatial")):
+    if name in metrics:
+      both = getattr(samples, features), getattr(reference, features)
+      scores[name] = fid.frechet_distance(*both)
   scores["inception_score"] = samples.inception_score
-  if "fid" in metrics:
-    scores["fid"] = frechet_distance(samples.pool3, reference.pool3)
-  if "sfid" in metrics:
-    scores["sfid"] = frechet_distance(samples.spatial, reference.spatial)
+  scores |= dict.fromkeys(("precision", "recall"))
   if "pr" in metrics:
     both = samples.features, reference.features
-    found = fid.precision_recall(*both)
-    scores["precision"], scores["recall"] = found
+    scores["precision"], scores["recall"] = fid.precision_recall(*both)
   return scores

@@ -1,136 +1,323 @@
 """`python -m moh_jax generate`."""
 
-import argparse
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from moh_jax.cli import chat, common, distributed, fields, interactive
-from moh_jax.cli import options as options_lib
+from moh_jax.cli.options import (
+  Checkpoint,
+  Distributed,
+  InPath,
+  OutPath,
+  Output,
+  option,
+  out_file,
+)
+from moh_jax.config.base import Amount, Count, Natural, Range
 from moh_jax.config.llm import Sampling
-from moh_jax.data.chat import chat_ids
-from moh_jax.data.text_files import Prompts
-from moh_jax.inference.generate import Generator, Prompt, complete_file
-from moh_jax.inference.restore import load_checkpoint_tokenizer
-from moh_jax.runtime import sharding
+
+if TYPE_CHECKING:
+  from moh_jax.inference.generate import Generator, Prompt
+
+_SEEDS = 2**32
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Checkpoint, Distributed, Output):
+  """Write on from prompts with a language model.
+
+  Attributes:
+    prompt: text to write on from; several times for several texts.
+    messages: conversation to answer: a JSON list of objects with 'role' and
+      'content'.
+    prompt_file: JSON lines such as {"prompt": "TEXT"}; needs --out.
+    interactive: read prompts from the terminal, one a line; the default there.
+    out: of --prompt-file: JSON lines in the same order; a second run continues
+      the first.
+    chat: each prompt is a user's message, and the model's chat template makes
+      the text from it (the extra moh_jax[llm]).
+    system: first message of each --chat.
+    chat_template: where the model has several (default: default).
+    no_bos: prompts do not begin with the begin of text, whatever the tokenizer
+      says.
+    parse_special: names of special tokens in a prompt are these tokens, not
+      text.
+    max_new_tokens: tokens written at most.
+    temperature: of the distribution; 0 always takes the best token.
+    top_p: sample from the fewest best tokens that have this probability.
+    sample_top_k: sample from so many best tokens (--top-k is of the heads); 0:
+      from all.
+    seed: of the samples; those of prompt i do not depend on the other prompts.
+    stop: text that ends what is written; several times for several texts.
+    batch_size: texts at a time.
+    cache_dtype: of keys and values; without it the compute dtype, on a CPU
+      float32.
+  """
+
+  prompt: tuple[str, ...] = option("repeated", default=())
+  messages: InPath | None = None
+  prompt_file: InPath | None = None
+  interactive: bool = False
+  out: OutPath | None = None
+  chat: bool = False
+  system: str | None = None
+  chat_template: str | None = None
+  no_bos: bool = False
+  parse_special: bool = False
+  max_new_tokens: Count = 64
+  temperature: Amount = 0.0
+  top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
+  sample_top_k: Natural = 0
+  seed: Annotated[int, Range(0, _SEEDS - 1, "[]")] = 0
+  stop: tuple[str, ...] = option("repeated", default=())
+  batch_size: Count = 8
+  cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+
+  def check(self) -> None:
+    """Prompts come from one place, and its options are given with it."""
+    super().check()
+    given = {
+      "--prompt": self.prompt,
+      "--messages": self.messages,
+      "--prompt-file": self.prompt_file,
+      "--interactive": self.interactive,
+    }
+    sources = [name for name, value in given.items() if value]
+    if len(sources) > 1:
+      raise ValueError(f"{sources[1]} must not be given with {sources[0]}")
+    if not sources and not sys.stdin.isatty():
+      raise ValueError(
+        f"one of {', '.join(given)} is missing; without them, prompts are read "
+        "from a terminal"
+      )
+    if bool(self.prompt_file) != bool(self.out):
+      raise ValueError(
+        "--prompt-file and --out must be given together; --prompt and "
+        "--messages have --json FILE"
+      )
+    if self.out:
+      out_file(self.out)
+    is_asked = bool(self.prompt or self.messages)
+    plain = "must be of plain prompts: templates write special tokens"
+    for name, fits, needed in (
+      ("json", is_asked, "needs --prompt or --messages"),
+      ("distributed", is_asked or self.prompt_file, "needs prompts"),
+      ("system", self.chat and not self.messages, "needs --chat alone"),
+      ("chat_template", self.is_chat, "needs --chat or --messages"),
+      ("no_bos", not self.is_chat, plain),
+      ("parse_special", not self.is_chat, plain),
+    ):
+      if getattr(self, name) not in (None, False) and not fits:
+        self.fail(name, needed)
+    _ = self.sampling
+
+  @property
+  def is_chat(self) -> bool:
+    """Whether prompts go through the model's chat template."""
+    return self.chat or self.messages is not None
+
+  @property
+  def sampling(self) -> Sampling:
+    """How tokens are sampled."""
+    return Sampling(
+      max_new_tokens=self.max_new_tokens,
+      temperature=self.temperature,
+      top_k=self.sample_top_k,
+      top_p=self.top_p,
+      stop=self.stop,
+      seed=self.seed,
+    )
+
+  def conversation(self, turns: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of a conversation.
+
+    Args:
+      turns: texts of the user and of the model in turns.
+    """
+    before = []
+    if self.system is not None:
+      before = [{"role": "system", "content": self.system}]
+    roles = itertools.cycle(("user", "assistant"))
+    return before + [
+      {"role": role, "content": text} for role, text in zip(roles, turns)
+    ]
+
+
+def run(options: Options) -> int:
   """Prints or writes the texts; a single one appears as it is written."""
-  _check(args)
-  lines = Prompts(args.prompt_file) if args.prompt_file else None
-  given = {"top_k": args.sample_top_k, "stop": tuple(args.stop)}
-  sampling = Sampling(**fields.given_fields(args, Sampling) | given)
-  is_chat = chat.is_chat(args)
-  messages = chat.conversations(args) if is_chat else []
-  is_first = distributed.join(args)
+  from moh_jax.data.chat import chat_ids
+  from moh_jax.data.text_files import Prompts
+  from moh_jax.inference.generate import Generator, complete_file
+  from moh_jax.inference.restore import load_checkpoint_tokenizer
+  from moh_jax.runtime import sharding
+
+  lines = Prompts(options.prompt_file) if options.prompt_file else None
+  asked: list[dict[str, Any]] = [{"prompt": text} for text in options.prompt]
+  if options.messages:
+    asked = [{"messages": read_messages(options.messages)}]
+  elif options.chat:
+    asked = [{"messages": options.conversation([t])} for t in options.prompt]
+  options.join()
+  metadata, step = options.stored("generate")
   tokenizer = load_checkpoint_tokenizer(
-    args.checkpoint, args.step, verify=args.verify
+    options.checkpoint, step, verify=not options.no_verify
   )
 
-  def prompt_of(turns: Sequence[str]) -> Prompt:
-    if not is_chat:
-      return turns[-1]
-    talk = chat.conversation(args, turns)
-    return chat_ids(tokenizer, talk, args.chat_template)
+  def answer_to(messages: list[dict[str, Any]]) -> Prompt:
+    return chat_ids(tokenizer, messages, options.chat_template)
 
-  prompts: Sequence[Prompt] = args.prompt
-  shown = args.prompt  # what stands before a completion
-  if is_chat:
-    prompts = [chat_ids(tokenizer, m, args.chat_template) for m in messages]
-    shown = [""] * len(messages)
-  mesh = sharding.make_mesh(args.mesh)
+  def prompt_of(turns: Sequence[str]) -> Prompt:
+    chat = options.is_chat
+    return answer_to(options.conversation(turns)) if chat else turns[-1]
+
+  prompts = [
+    one["prompt"] if "prompt" in one else answer_to(one["messages"])
+    for one in asked
+  ]
+  mesh = sharding.make_mesh(metadata.config.mesh)
   with sharding.use_mesh(mesh):
-    restored = common.restore(args, mesh=mesh)
+    restored = options.restore(mesh=mesh)
   generator = Generator(
     restored,
     tokenizer,
     mesh=mesh,
-    cache_dtype=args.cache_dtype,
-    batch_size=args.batch_size,
-    add_bos=False if args.no_bos else None,
-    parse_special=args.parse_special,
+    cache_dtype=options.cache_dtype,
+    batch_size=options.batch_size,
+    add_bos=False if options.no_bos else None,
+    parse_special=options.parse_special,
   )
-  step = restored.step
   del restored  # the generator has its own copy of the parameters
   if lines:
-    options = {"settings": _settings(args, generator), "progress": True}
+    settings = _settings(options, generator, metadata.config.eval.use_ema)
     before = complete_file(
-      generator, lines, args.out, sampling, prompt_of=prompt_of, **options
+      generator,
+      lines,
+      options.out,
+      options.sampling,
+      settings=settings,
+      prompt_of=prompt_of,
+      progress=True,
     )
-    if is_first:
-      print(f"{len(lines):,} completions in {args.out}; {before:,} were there")
+    told = f"{len(lines):,} completions in {options.out}"
+    options.give({}, [f"{told}; {before:,} were there"])
     return 0
-  if not args.prompt and not args.messages:
-    interactive.run(generator, sampling, prompt_of)
+  if not asked:
+    _interact(generator, options.sampling, prompt_of)
     return 0
-  if len(prompts) == 1 and not args.json:
-    pieces = generator.stream(prompts[0], sampling)
+  if len(prompts) == 1 and not options.json:
+    pieces = generator.stream(prompts[0], options.sampling)
     first = next(pieces, "")  # a bad prompt is an error before any output
-    for piece in itertools.chain([shown[0], first], pieces, ["\n"]):
-      if is_first:
+    shown = asked[0].get("prompt", "")
+    for piece in itertools.chain([shown, first], pieces, ["\n"]):
+      if options.is_first():
         print(piece, end="", flush=True)
     return 0
-  completions = generator.generate(prompts, sampling)
-  if not is_first:
-    return 0
-  if args.json != "-":
-    for before, completion in zip(shown, completions):
-      print(f"{before}{completion.text}\n[{completion.finish_reason}]\n")
-  asked = [
-    {"messages": messages[i]} if is_chat else {"prompt": prompt}
-    for i, prompt in enumerate(prompts)
+  completions = generator.generate(prompts, options.sampling)
+  texts = [
+    f"{one.get('prompt', '')}{made.text}\n[{made.finish_reason}]\n"
+    for one, made in zip(asked, completions)
   ]
   rows = [
-    {**question, **dataclasses.asdict(completion)}
-    for question, completion in zip(asked, completions)
+    one | dataclasses.asdict(made) for one, made in zip(asked, completions)
   ]
-  common.write_json(args.json, {"completions": rows, "step": step})
+  options.give({"completions": rows, "step": step}, texts)
   return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-  """Refuses options that do not go together, before anything is read."""
-  if args.prompt_file and not args.out:
-    raise ValueError("--prompt-file needs --out FILE")
-  if args.out and not args.prompt_file:
-    raise ValueError("--out is of --prompt-file; of --prompt, give --json FILE")
-  if args.out:
-    options_lib.out_file(args.out)
-  if args.json and not (args.prompt or args.messages):
-    raise ValueError("--json is of --prompt and --messages alone")
-  if args.prompt or args.messages or args.prompt_file:
-    return
-  if args.distributed:
-    raise ValueError(
-      "--distributed needs --prompt, --messages or --prompt-file"
-    )
-  if not args.interactive and not sys.stdin.isatty():
-    raise ValueError(
-      "--prompt, --messages, --prompt-file or --interactive is missing; "
-      "without them, prompts are read from a terminal"
-    )
+def read_messages(path: str) -> list[dict[str, Any]]:
+  """Reads a conversation.
+
+  Args:
+    path: of a JSON list of objects with "role" and "content".
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no such list.
+  """
+  from moh_jax.data.chat import check_messages
+  from moh_jax.runtime.json_files import read_json
+
+  messages = read_json(path, list[dict])
+  try:
+    check_messages(messages)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+  return messages
 
 
-def _settings(args: argparse.Namespace, generator: Generator) -> dict[str, Any]:
+def _settings(
+  options: Options, generator: Generator, use_ema: bool
+) -> dict[str, Any]:
   """What the texts depend on, beside prompts and sampling."""
   tokenizer = generator.tokenizer
   # With the files beside it, which say chat templates and ends of texts.
   files = repr((tokenizer.sha256, sorted(tokenizer.files.items())))
   return {
     "checkpoint": generator.fingerprint(),
-    "ema": not args.no_ema,
-    "routed_heads": args.top_k,  # "top_k" is that of the sampling
-    "gate_form": args.gate_form,
+    "ema": use_ema,
+    "routed_heads": options.top_k,  # "top_k" is that of the sampling
+    "gate_form": options.change("model.router.gate_form"),
     "dtype": generator.config.dtype,
-    "cache_dtype": args.cache_dtype,
-    "chat": args.chat,
-    "system": args.system,
-    "chat_template": args.chat_template,
-    "no_bos": args.no_bos,
-    "parse_special": args.parse_special,
+    "cache_dtype": options.cache_dtype,
+    "chat": options.chat,
+    "system": options.system,
+    "chat_template": options.chat_template,
+    "no_bos": options.no_bos,
+    "parse_special": options.parse_special,
     "tokenizer": hashlib.sha256(files.encode()).hexdigest(),
   }
+
+
+def _interact(
+  generator: Generator,
+  sampling: Sampling,
+  prompt_of: Callable[[Sequence[str]], Prompt],
+) -> None:
+  """Reads lines and writes on from each, until the end of the input (Ctrl-D).
+
+  Ctrl-C ends one answer. Line i is sampled with the seed plus i, so that a line
+  that is asked again may get another answer. Programs stay compiled.
+
+  Args:
+    generator: the model.
+    sampling: how tokens are sampled.
+    prompt_of: from the lines and answers so far, in turns, to the prompt.
+  """
+  with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  gives `input` editing and a history
+  if sys.stdin.isatty():
+    print("A line is a prompt. Ctrl-C ends an answer, Ctrl-D all.")
+  asked, turns = 0, []
+  while True:
+    try:
+      line = input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+      print()
+      return
+    except KeyboardInterrupt:
+      print()
+      continue
+    if not line:
+      continue
+    seed = (sampling.seed + asked) % _SEEDS
+    asked += 1
+    seeded, answer = dataclasses.replace(sampling, seed=seed), ""
+    turns.append(line)
+    try:
+      for piece in generator.stream(prompt_of(turns), seeded):
+        answer += piece
+        print(piece, end="", flush=True)
+    except ValueError as error:  # such as a prompt that is too long
+      print(f"error: {error}", end="")
+      turns.clear()  # or a conversation that became too long could not end
+    except KeyboardInterrupt:
+      pass
+    print()
+    if turns:
+      turns.append(answer)

@@ -69,13 +69,12 @@ def run(options: Options) -> int:
   important heads in place of the first.
   """
   options.join()
-  from moh_jax.cli.csv_file import write_csv
   from moh_jax.cli.heads_data import open_both
   from moh_jax.evaluation import head_stats, report
   from moh_jax.evaluation.similarity import head_similarity
   from moh_jax.inference.sample import Sampler
   from moh_jax.runtime import sharding
-  from moh_jax.runtime.files import write_whole
+  from moh_jax.runtime.files import write_csv, write_whole
 
   mesh = sharding.make_mesh(options.stored()[0].config.mesh)
   sharding.check_batch("--batch-size", options.batch_size, mesh)

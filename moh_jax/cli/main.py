@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from moh_jax.cli import common, flags
-from moh_jax.cli.arguments import COMMANDS as OLD
+from moh_jax.cli import flags
 from moh_jax.cli.flags import Parser
 from moh_jax.cli.options import BaseOptions
 from moh_jax.config import reference
@@ -29,16 +28,21 @@ COMMANDS = (
   "classify",
   "compare",
   "convert",
+  "evaluate",
   "export",
+  "fid",
+  "generate",
   "heads",
   "inspect",
   "plan",
   "prepare",
+  "sample",
   "train",
 )
 # Commands of older versions, and what to write instead.
 _RENAMED = {
   "encode-latents": "prepare encode-latents",
+  "evaluate-lm": "evaluate --checkpoint DIR, with --tasks or --data TEXT",
   "pack-images": "prepare pack-images",
   "show-batch": "inspect --config FILE --batch OUT.png",
   "show-latents": "inspect --data DIR --batch OUT.png --vae PATH",
@@ -53,6 +57,7 @@ _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
   "optim.accumulation for parts of it, and model.remat)"
 )
+_INSTALL = "; pip install 'moh_jax[train]'"
 _HELP = {"-h", "--help"}
 Run = Callable[[Any], int]
 
@@ -77,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  known = (*COMMANDS, *OLD)
-  parser.add_argument("command", choices=known, metavar="COMMAND")
+  parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
   if instead := _RENAMED.get("".join(argv[:1])):
@@ -120,8 +124,6 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       raise ValueError(
         f"--import {module}: {error}; it takes a name as `import` does"
       ) from error
-  if name in OLD:
-    return _run_old(name, argv)
   given, run = parsed(name, argv)
   given.prepare()
   # Several processes would wait for one another's lock on a shared disk.
@@ -193,29 +195,6 @@ def _first_line(described: Any) -> str:
   return inspect.getdoc(described).partition("\n")[0]
 
 
-def _run_old(name: str, argv: Sequence[str]) -> int:
-  command = Parser(
-    prog=f"python -m moh_jax {name}",
-    description=inspect.getdoc(OLD[name]),
-    allow_abbrev=False,
-  )
-  OLD[name](command)
-  command.add_argument(
-    "--traceback", action="store_true", help="show the traceback of an error"
-  )
-  argv, overrides = flags.split_changes(argv)
-  given, unknown = command.parse_known_args(argv)
-  if unknown:
-    command.error(f"unrecognized arguments: {' '.join(unknown)}")
-  common.read_inputs(given, overrides)
-  values = vars(given)
-  if values.get("compilation_cache") and not values.get("distributed"):
-    compilation_cache.enable()
-  module = importlib.import_module(f"moh_jax.cli.{name.replace('-', '_')}")
-  with _plain_warnings():
-    return module.run(given)
-
-
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
   """Shows our warnings without prefix, whatever libraries add to the root.
@@ -244,7 +223,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
   except Exception as error:
-    if not isinstance(error, _USER_ERRORS) and _FULL not in str(error):
+    is_missing = _is_missing(error)
+    is_users = isinstance(error, _USER_ERRORS) or _FULL in str(error)
+    if not is_missing and not is_users:
       raise
     if show_traceback:
       traceback_lib.print_exc()
@@ -252,5 +233,14 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
       text = " ".join(str(error).split()) or type(error).__name__
       if _FULL in text:
         text += _LESS
+      if is_missing:
+        text += _INSTALL
       print(f"error: {text}", file=sys.stderr)
     return 2
+
+
+def _is_missing(error: Exception) -> bool:
+  """Whether a library is not installed; jax, flax and few others always are."""
+  name = getattr(error, "name", None) or "moh_jax"
+  is_ours = name.partition(".")[0] == "moh_jax"
+  return isinstance(error, ModuleNotFoundError) and not is_ours

@@ -1,90 +1,150 @@
 """`python -m moh_jax sample`."""
 
-import argparse
+from __future__ import annotations
+
+import dataclasses
 import hashlib
 import pathlib
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from moh_jax.cli.options import (
+  Checkpoint,
+  Distributed,
+  InPath,
+  OutPath,
+  Output,
+  Place,
+  option,
+  out_file,
+)
+from moh_jax.config import Config
+from moh_jax.config.base import Count, Natural, Share
 
-from moh_jax.cli import common, distributed, fields
-from moh_jax.cli import options as options_lib
-from moh_jax.cli.arguments.images import OVERRIDES
-from moh_jax.config import Config, SampleConfig
-from moh_jax.convert import HOW_TO_GET_VAE
-from moh_jax.convert.vae import Autoencoder, load_autoencoder
-from moh_jax.data.decode import read_image
-from moh_jax.data.image_folders import find_images
-from moh_jax.data.transforms import center_crop
-from moh_jax.inference import sample
-from moh_jax.inference.restore import fingerprint
-from moh_jax.models.vae import weights_sha256
-from moh_jax.runtime import sharding
-from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.files import check_writable
+if TYPE_CHECKING:
+  import numpy as np
+
+  from moh_jax.convert.vae import Autoencoder
+  from moh_jax.runtime.checkpoint import Metadata
+
+# Keys of the section `sample` that images depend on.
+_KEYS = (
+  *("method", "steps", "eta"),
+  *("cfg_scale", "cfg_channels", "cfg_interval"),
+)
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Checkpoint, Distributed, Output):
+  """Sample images from a diffusion checkpoint.
+
+  Sampler, steps and guidance are those of the run's config, or of changes such
+  as --config.sample.steps=50 and --config.sample.cfg_scale=4.
+
+  Attributes:
+    out: .png: one grid of all images; .npz: arr_0 uint8 [N, X, Y, channels] and
+      labels arr_1, in parts that survive a kill; no suffix: a folder of files
+      CLASS/NUMBER.png.
+    labels: classes of the images in turn, as "L,L,...": names, numbers (from 0,
+      in alphabetical order of the folders) or none (default: every class).
+    num: images (default: one for each of the labels).
+    seed: of all noise.
+    vae: weights of the autoencoder of latents.
+    vae_tile: decode in overlapping squares of so many latent pixels, to bound
+      memory; 0 decodes whole images.
+    start: begin from these images in turn in place of noise: files, or folders
+      with all below; they are cropped to the model's size.
+    strength: part of the steps that is taken from --start on, above 0, below 1:
+      the more, the less is left of the image.
+    batch_size: images at a time.
+    columns: of the grid.
+  """
+
+  out: OutPath
+  labels: str = ""
+  num: Count | None = None
+  seed: int = 0
+  vae: Place | None = None
+  vae_tile: Natural = 0
+  start: tuple[InPath, ...] = option("listed", default=())
+  strength: Share = 1.0
+  batch_size: Count = 64
+  columns: Count | None = None
+
+  def check(self) -> None:
+    """The output is of a known form; a strength is that of start images."""
+    super().check()
+    out = pathlib.Path(self.out)
+    if out.suffix and not out.is_dir():
+      out_file(self.out, ".png", ".npz")
+    if self.start and not 0 < self.strength < 1:
+      self.fail("strength", "must be above 0 and below 1 with --start")
+    if not self.start and self.strength != 1:
+      self.fail("strength", "needs --start")
+
+
+def run(options: Options) -> int:
   """Samples images and writes them."""
-  out = _target(args.out)
-  is_first = distributed.join(args)
-  files = find_images(args.start)
-  metadata = _check_before_restoring(args, len(files))
-  mesh = sharding.make_mesh(args.mesh)
+  from moh_jax.convert import HOW_TO_GET_VAE
+  from moh_jax.convert.vae import load_autoencoder
+  from moh_jax.data.image_folders import find_images
+  from moh_jax.inference import sample
+  from moh_jax.inference.restore import fingerprint
+  from moh_jax.models.vae import weights_sha256
+  from moh_jax.runtime import sharding
+
+  options.join()
+  files, out = find_images(options.start), pathlib.Path(options.out)
+  metadata, _ = options.stored("sample")
+  config = metadata.config
+  labels = _labels(options.labels, metadata.class_names)
+  sample.check_request(config, labels, options.seed)
+  num = options.num or max(len(labels) or config.model.num_classes, len(files))
+  sample.check_size(config, num, out)
+  if config.diffusion.space == "latent" and not options.vae:
+    raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
+  mesh = sharding.make_mesh(config.mesh)
   with sharding.use_mesh(mesh):
     vae = decode = None
-    if args.vae:
-      vae = load_autoencoder(
-        args.vae, metadata.config, mesh, encoder=metadata.encoder_sha256
-      )
-      decode = vae.decoder(args.vae_tile)
-    start = _read_start(files, metadata.config, vae)
-    given = fields.given_fields(args, SampleConfig, *OVERRIDES)
-    restored = common.restore(args, mesh=mesh, sample=given)
-    config = restored.config
+    if options.vae:
+      encoder = metadata.encoder_sha256
+      vae = load_autoencoder(options.vae, config, mesh, encoder=encoder)
+      decode = vae.decoder(options.vae_tile)
+    start = _read_start(files, config, vae)
+    restored = options.restore(mesh=mesh)
     sampler = sample.Sampler(
       restored,
-      labels=args.labels,
-      seed=args.seed,
+      labels=labels,
+      seed=options.seed,
       mesh=mesh,
       decode=decode,
       start=_as_input(start, vae) if files else None,
-      strength=args.strength,
+      strength=options.strength,
     )
-    num = args.num or max(len(sampler.labels), len(files))
-    size = min(args.batch_size, num)
+    size = min(options.batch_size, num)
     if out.suffix == ".png":
       images = sample.sample_images(sampler, num, size, progress=True)
-      images = images.repeat(args.zoom, axis=1).repeat(args.zoom, axis=2)
-      if is_first:
-        sample.write_grid(out, images, args.columns or min(num, 10))
+      zoom = config.sample.zoom
+      images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+      if options.is_first():
+        sample.write_grid(out, images, options.columns or min(num, 10))
     else:
-      model = fingerprint(config.model, restored.params, mesh)
-      settings = _settings(args, config, start) | {
-        "checkpoint": model,
+      settings = _settings(options, metadata, labels, start) | {
+        "checkpoint": fingerprint(restored.config.model, restored.params, mesh),
         "step": restored.step,
         "vae": vae and weights_sha256(vae.config, vae.params),
       }
       sample.sample_files(
         sampler, num, out, batch_size=size, settings=settings, progress=True
       )
-  if is_first:
-    print(f"{num} images written to {out}")
+  told = f"{num} images written to {out}"
+  options.give({"images": num, "out": str(out), "step": restored.step}, [told])
   return 0
 
 
-def _target(path: str) -> pathlib.Path:
-  """The file or folder to write; checks that it can be written."""
-  out = pathlib.Path(path)
-  if out.suffix and not out.is_dir():
-    return options_lib.out_file(path, ".png", ".npz")
-  check_writable(path, "--out")
-  return out
-
-
 def _read_start(
-  files: list[str], config: Config, vae: Autoencoder | None
+  files: Sequence[str], config: Config, vae: Autoencoder | None
 ) -> list[np.ndarray]:
   """Pixels [X, Y, channels] uint8 to begin from, cropped to the model's size.
 
@@ -93,6 +153,9 @@ def _read_start(
     config: of the model.
     vae: autoencoder of a model of latents, else None.
   """
+  from moh_jax.data.decode import read_image
+  from moh_jax.data.transforms import center_crop
+
   size, channels = config.model.input_size, config.model.channels
   if vae:
     size = tuple(side * vae.config.downscale for side in size)
@@ -102,37 +165,12 @@ def _read_start(
 
 def _as_input(images: list[np.ndarray], vae: Autoencoder | None) -> np.ndarray:
   """Pixels uint8 as the model's input [n, x, y, channels] float32."""
+  import numpy as np
+
   rows = (image[None].astype(np.float32) / 127.5 - 1 for image in images)
   if vae:
     rows = map(vae.encoder(), rows)
   return np.concatenate([np.asarray(row) for row in rows])
-
-
-def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
-  """Refuses what the checkpoint's config alone shows to be wrong.
-
-  Args:
-    args: of the command.
-    starts: images to begin from.
-
-  Returns:
-    What the checkpoint says of itself.
-  """
-  metadata, _ = common.read_metadata(args, "sample")
-  args.labels = _labels(args.labels, metadata.class_names)
-  sample.check_request(metadata.config, args.labels, args.seed)
-  if starts and not 0 < args.strength < 1:
-    raise ValueError(
-      f"--strength {args.strength} must be above 0 and below 1 with --start"
-    )
-  if not starts and args.strength != 1:
-    raise ValueError(f"--strength {args.strength} needs --start")
-  labels = len(args.labels) or metadata.config.model.num_classes
-  num = args.num or max(labels, starts)
-  sample.check_size(metadata.config, num, pathlib.Path(args.out))
-  if metadata.config.diffusion.space == "latent" and not args.vae:
-    raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
-  return metadata
 
 
 def _labels(text: str, class_names: Sequence[str]) -> tuple[int | None, ...]:
@@ -167,29 +205,28 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def _settings(
-  args: argparse.Namespace, config: Config, start: list[np.ndarray]
-) -> dict:
-  """What the images depend on, beside the networks.
-
-  Args:
-    args: of the command.
-    config: of the model.
-    start: the pixels to begin from.
-  """
-  begin = {}
-  # Only with --start: files of versions without it are continued too.
-  if start:
-    sha256 = hashlib.sha256(b"".join(pixels.tobytes() for pixels in start))
-    begin["start"] = f"{len(start)} images, sha256 {sha256.hexdigest()[:16]}"
-    begin["strength"] = args.strength
-  return {
-    **begin,
-    "ema": not args.no_ema,
-    "seed": args.seed,
-    "labels": args.labels,
-    "vae_tile": args.vae_tile,
-    **{name: getattr(config.sample, name) for name in OVERRIDES},
-    "top_k": args.top_k,
-    "gate_form": args.gate_form,
+  options: Options,
+  metadata: Metadata,
+  labels: Sequence[int | None],
+  start: list[np.ndarray],
+) -> dict[str, Any]:
+  """What the images depend on, beside the networks."""
+  config = metadata.config
+  settings = {
+    "ema": config.eval.use_ema,
+    "seed": options.seed,
+    "labels": labels,
+    "vae_tile": options.vae_tile,
+    **{name: getattr(config.sample, name) for name in _KEYS},
+    "top_k": options.top_k,
+    "gate_form": options.change("model.router.gate_form"),
     "dtype": config.model.dtype,
   }
+  # Only where they are given: files of versions without them are continued.
+  if changes := [c for c in options.changes if c.startswith("diffusion.")]:
+    settings["diffusion"] = changes
+  if start:
+    sha256 = hashlib.sha256(b"".join(pixels.tobytes() for pixels in start))
+    settings["start"] = f"{len(start)} images, sha256 {sha256.hexdigest()[:16]}"
+    settings["strength"] = options.strength
+  return settings

@@ -1,16 +1,13 @@
 """Options of commands that read files of text; importable without JAX."""
 
-import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from moh_jax.cli.options import BaseOptions, Place, option
 from moh_jax.data.text_files import (
-  ON_ERROR,
   PIECE_BYTES,
   OnBad,
-  Piece,
   list_pieces,
   read_documents,
   stop,
@@ -37,67 +34,13 @@ class Texts(BaseOptions):
 
     Args:
       on_bad: as for `read_documents`.
+
+    Raises:
+      FileNotFoundError: there is no such file; before any is read.
     """
     pieces = itertools.chain.from_iterable(list_pieces(self.data, PIECE_BYTES))
-    for piece in pieces:
-      for _, text in read_documents(piece, self.field, on_bad):
-        yield text
-
-
-def add_texts(
-  parser: argparse.ArgumentParser, *, required: bool = True, note: str = ""
-) -> None:
-  """Adds --data and --field, of files of text.
-
-  Args:
-    parser: of the command.
-    required: whether the command reads nothing else.
-    note: what else to say of the files.
-  """
-  parser.add_argument(
-    "--data",
-    required=required,
-    nargs="+",
-    metavar="GLOB",
-    help="text files, addresses (hf://datasets/...) or quoted patterns with "
-    "*, ? and **: .jsonl, .ndjson and .json hold one JSON object a line, "
-    ".parquet and .arrow a table, any other file is one document; all but "
-    "tables also .gz or .zst. Or a folder that save_to_disk of the library "
-    f"datasets wrote{note}",
-  )
-  parser.add_argument(
-    "--field",
-    default="text",
-    help="field of JSON objects and tables that is the text (default: text)",
-  )
-
-
-def add_on_error(parser: argparse.ArgumentParser, where: str) -> None:
-  """Adds --on-error, for commands that read text in bulk.
-
-  Args:
-    parser: of the command.
-    where: what is told of lines that are skipped.
-  """
-  parser.add_argument(
-    "--on-error",
-    choices=ON_ERROR,
-    default="stop",
-    help="what to do at a line, row or file that is not JSON, not UTF-8, lacks "
-    f"the field or is damaged: stop (default), or skip it; {where}",
-  )
-
-
-def read_texts(
-  groups: Iterable[Iterable[Piece]], field: str, on_bad: OnBad = stop
-) -> Iterator[str]:
-  """The documents of files, one after another.
-
-  Args:
-    groups: what `list_pieces` found.
-    field: of JSON objects and tables, see `add_texts`.
-    on_bad: as for `read_documents`.
-  """
-  for piece in itertools.chain.from_iterable(groups):
-    for _, text in read_documents(piece, field, on_bad):
-      yield text
+    return (
+      text
+      for piece in pieces
+      for _, text in read_documents(piece, self.field, on_bad)
+    )

@@ -115,7 +115,7 @@ class Family:
       network; None where it cannot.
     released: released models, name to model section.
     commands: commands that work with this family but not with all: "classify",
-      "evaluate-lm", "generate", "sample".
+      "generate", "sample".
     formats: formats that `convert` reads, each with the beginnings of the names
       of the released models that have it.
     exports: forms that `export` writes, the default first: "" is one file of

@@ -124,7 +124,7 @@ def export(
     dtype: one of `tensor_files.DTYPES`.
     shard_size: bytes of one file of a folder at most, at least 1.
     license: identifier of the licence for the model card.
-    scores: JSON file of `evaluate` or `evaluate-lm` for the model card.
+    scores: JSON file of `evaluate` for the model card.
     verify: compare what is read with its checksums first.
 
   Returns:

@@ -204,7 +204,7 @@ def _tokenizer_files(
 
 
 def read_scores(path: str, step: int) -> dict[str, float]:
-  """Reads what `evaluate --json` or `evaluate-lm --json` wrote.
+  """Reads what `evaluate --json` wrote.
 
   Args:
     path: the file.

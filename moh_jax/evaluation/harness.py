@@ -216,12 +216,6 @@ class HarnessTasks:
   groups: dict[str, Any]
   rows: tuple[tuple[str, ...], ...]
 
-  @property
-  def need_generation(self) -> bool:
-    """Whether the model has to write text."""
-    kinds = {task.OUTPUT_TYPE for task in self.tasks.values()}
-    return "generate_until" in kinds
-
 
 def load_tasks(
   choices: Sequence[TaskChoice], include_path: str = ""

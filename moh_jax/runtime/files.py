@@ -6,6 +6,8 @@ is made; `zipfile` never unpacks more than it states.
 """
 
 import contextlib
+import csv
+import io
 import math
 import os
 import pathlib
@@ -13,7 +15,7 @@ import stat
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -193,6 +195,17 @@ def write_whole(path: Any, content: bytes) -> None:
     return
   with replacing(path) as temporary:
     temporary.write_bytes(content)
+
+
+def write_csv(
+  path: str | os.PathLike, header: Sequence[str], rows: Iterable[Iterable[Any]]
+) -> None:
+  """Writes a table as a CSV file, whole or not at all."""
+  text = io.StringIO()
+  csv.writer(text).writerows([header, *rows])
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_whole(path, text.getvalue().encode(errors="surrogateescape"))
 
 
 Header = tuple[tuple[int, ...], bool, np.dtype]

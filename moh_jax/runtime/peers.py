@@ -30,6 +30,7 @@ from moh_jax.runtime.steps import in_bucket, steps_folder, workdir
 LOG = "run.log"  # in the working directory: what libraries say
 # How long the slowest process may take to come to `agree` after the first.
 _AGREE_SECONDS = 120
+_READ_SECONDS = 5  # that all have to read how they differ
 _SHOWN = 5  # differences that the message names
 _BEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0
@@ -106,6 +107,9 @@ def agree(values: Mapping[str, Any]) -> None:
     told = [json.loads(read(i, i)) for i in range(count)]
     client.key_value_set(f"{prefix}/verdict", _differences(told))
   if verdict := read("verdict", 0):
+    # The store ends with process 0: the others must have read it before.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      client.wait_at_barrier(f"{prefix}/read", 1000 * _READ_SECONDS)
     raise ValueError(verdict)
 
 

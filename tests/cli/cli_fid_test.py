@@ -110,8 +110,12 @@ class FidCommandTest(parameterized.TestCase):
     self.assertIn("note: without fid, sfid, pr: there is no --reference", err)
 
   @parameterized.named_parameters(
-    ("no_reference", ("--metrics", "fid,pr"), "fid,pr need --reference"),
-    ("batch", ("--batch-size", 0), "--batch-size: 0 must be at least 1"),
+    (
+      "no_reference",
+      ("--metrics", "fid,pr"),
+      "need --reference",
+    ),
+    ("batch", ("--batch-size", 0), "--batch-size=0 must be at least 1"),
     ("devices", ("--batch-size", 9), "--batch-size=9 must be a multiple of 8"),
     ("no_images", ("--reference", "stats.npz", "--metrics", "pr"), "arr_0"),
     ("no_file", ("--reference", "none.npz"), "none.npz: no such file"),
@@ -150,7 +154,9 @@ class FidCommandTest(parameterized.TestCase):
   def test_unknown_metric_lists_the_known(self):
     status, _, err = self._call("--samples", self.samples, "--metrics", "kid")
     self.assertEqual(status, 2)
-    self.assertIn("'kid' must be one of fid, sfid, is, pr", err)
+    self.assertIn(
+      "--metrics[0]='kid' must be one of ('fid', 'sfid', 'is', 'pr')", err
+    )
 
 
 if __name__ == "__main__":

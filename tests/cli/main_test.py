@@ -65,6 +65,11 @@ class MainTest(parameterized.TestCase):
     (("heads", "--checkpoint", "x", "--step", "-1"), "--step='-1' must be"),
     (("heads", "--checkpoint", "", "--top-k", "1"), "--checkpoint='' must be"),
     (("bench", "attention", "--config.train.steps=3"), "needs --config FILE"),
+    (("sample", "--checkpoint", "x"), "--out"),
+    (
+      ("convert", "--from", "onnx", "--source", "x", "--out", "y"),
+      "--from='on",
+    ),
   )
   def test_wrong_use_is_one_line_that_says_where_help_is(self, argv, message):
     status, out, err = tiny_checkpoint.call(*argv)
@@ -230,8 +235,25 @@ class ReportErrorsTest(parameterized.TestCase):
     self.assertRegex(err, "^error: RESOURCE_EXHAUSTED.*data.batch_size.*\n$")
 
   def test_our_own_mistakes_are_not_hidden(self):
-    with self.assertRaises(KeyError):
-      self._report(KeyError("bug"))
+    ours = ModuleNotFoundError("No module named 'x'", name="moh_jax.x")
+    for error in (KeyError("bug"), ours):
+      with self.assertRaises(type(error)):
+        self._report(error)
+
+  def test_missing_library_says_what_to_install(self):
+    error = ModuleNotFoundError("No module named 'grain'", name="grain")
+    status, err = self._report(error)
+    message = "error: No module named 'grain'; pip install 'moh_jax[train]'\n"
+    self.assertEqual((status, err), (2, message))
+    program = (
+      "import runpy, sys; sys.modules['msgspec'] = None; "
+      "runpy.run_module('moh_jax', run_name='__main__')"
+    )
+    done = subprocess.run(
+      [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    self.assertEqual(done.returncode, 2)
+    self.assertRegex(done.stderr, "^error: .*msgspec.*moh_jax.train.'\n$")
 
 
 class ModuleTest(absltest.TestCase):

@@ -17,7 +17,6 @@ import sys
 import pytest
 
 from moh_jax.cli import flags, main
-from moh_jax.runtime.steps import load_config
 from tests.docs import blocks, stand_ins
 
 BLOCKS = blocks.all_blocks()
@@ -108,7 +107,7 @@ def test_every_command_has_an_example():
     if command.module == "moh_jax"
     for argument in command.arguments
   }
-  assert shown >= {*main.COMMANDS, *main.OLD}
+  assert shown >= set(main.COMMANDS)
 
 
 def test_a_wrong_option_or_key_is_found():
@@ -128,25 +127,12 @@ def _check(name, *arguments):
   while name == "--import":
     module, name, *arguments = arguments
     importlib.import_module(module)
-  if name in main.COMMANDS:
-    given, _ = main.parsed(name, arguments)
-    if getattr(given, "config", None):
-      try:
-        _ = given.loaded
-      except FileNotFoundError as error:  # the model is that of a checkpoint
-        assert "holds no checkpoint" in str(error), error
-    return
-  parser = argparse.ArgumentParser(allow_abbrev=False)
-  main.OLD[name](parser)
-  arguments, overrides = flags.split_changes(arguments)
-  config = getattr(parser.parse_args(arguments), "config", None)
-  if config:
+  given, _ = main.parsed(name, arguments)
+  if getattr(given, "config", None):
     try:
-      load_config(config, overrides)
+      _ = given.loaded
     except FileNotFoundError as error:  # the model is that of a checkpoint
       assert "holds no checkpoint" in str(error), error
-  else:
-    assert not overrides
 
 
 def _check_module(command, monkeypatch):

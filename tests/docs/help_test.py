@@ -79,7 +79,7 @@ def _lacking(library):
   tiny_text_model.save(pathlib.Path("text"))
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, library, None)
-    return _call("evaluate-lm", "--checkpoint=text", "--tasks=piqa")
+    return _call("evaluate", "--checkpoint=text", "--tasks=piqa")
 
 
 def _full():

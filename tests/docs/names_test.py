@@ -39,7 +39,6 @@ def options():
   calls = [
     (name, *kind.split()) for name in main.COMMANDS for kind in main.kinds(name)
   ]
-  calls += [(name,) for name in main.OLD]
   calls += [("bench", kind) for kind in ("attention", "model", "input")]
   texts = "".join(_help(*call) for call in calls)
   return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", texts))

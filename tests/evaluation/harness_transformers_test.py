@@ -95,7 +95,7 @@ class HarnessTest(parameterized.TestCase):
 
   def _ours(self, tasks, *argv):
     status, out, err = tiny_checkpoint.call(
-      *("evaluate-lm", "--checkpoint", self.root / "run", "--json=-"),
+      *("evaluate", "--checkpoint", self.root / "run", "--json=-"),
       *("--include-path", self.root / "tasks", "--tasks", tasks, *argv),
     )
     self.assertEqual(status, 0, err)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moh_jax import config as config_lib
-from moh_jax.cli import chat
+from moh_jax.cli import generate
 from moh_jax.config.run import section_types
 from moh_jax.convert import llama, llama_config, vae
 from moh_jax.data import token_sets
@@ -195,7 +195,7 @@ class MetadataTest(hostile.ReaderTest):
     file = self._draw(data, "scores.json", scores)
     self.check(llama.read_scores, str(file), 3)
     file = self._draw(data, "messages.json", _MESSAGES)
-    self.check(chat.read_messages, str(file))
+    self.check(generate.read_messages, str(file))
 
 
 if __name__ == "__main__":
