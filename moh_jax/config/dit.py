@@ -131,8 +131,8 @@ class EncodeOptions(base.Section):
 
   Attributes:
     image_size: rows and columns of ADM's centre crop.
-    latent_scale: noted for training, None is the autoencoder's; the stored
-      moments are not scaled.
+    latent_scale: noted for training; the stored moments are not scaled
+      (default: the autoencoder's).
     batch_size: images that this process's devices encode at a time.
     shard_size: images of a shard.
     bad_images: "raise", or "skip": leave out what cannot be read or is smaller
