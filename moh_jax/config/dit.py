@@ -278,14 +278,6 @@ class SampleConfig(base.Section):
       self.fail("cfg_interval", "must be (low, high) with 0 <= low < high")
 
 
-# For the functions that work on arrays.
-SCHEDULES = base.choices(DiffusionConfig, "schedule")
-PREDICTIONS = base.choices(DiffusionConfig, "prediction")
-LOSS_WEIGHTS = base.choices(DiffusionConfig, "loss_weight")
-GUIDED_CHANNELS = base.choices(SampleConfig, "cfg_channels")
-RESIZES = base.choices(SampleConfig, "fid_resize")
-
-
 @dataclasses.dataclass(frozen=True)
 class DiTConfig(LayerStack, ImageModel):
   """Diffusion transformer (arXiv:2212.09748) with or without MoH.
