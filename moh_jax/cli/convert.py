@@ -12,7 +12,9 @@ class Options(RunConfig):
   """Turn a public checkpoint into one of ours.
 
   Attributes:
-    from_: format of the source; a wrong one lists all.
+    from_: format of the source. Of image classifiers: moh-vit, transnext; of
+      diffusion models: moh-dit, dit, diffusers; of language models: llama,
+      moh-llama3, moh-hf.
     source: safetensors file or folder, or .pth/.pt; a folder of transformers
       says in its config.json which model it is, a file of `export` in its
       metadata.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
@@ -146,30 +147,24 @@ def run(options: Options) -> int:
     rows = [score(choice) for choice in choices]
   if not options.is_first():
     return 0
+  values: dict[str, Any] = {"step": restored.step}
   runs = [
     {"top_k": list(choice.config.model.top_k), **row}
     for choice, row in zip(choices, rows)
   ]
   if is_text:
-    model = config.model
-    values = {
-      "checkpoint": options.checkpoint,
-      "step": restored.step,
-      "dtype": model.dtype,
-      "gate_form": model.router.gate_form,
-      "runs": runs,
-    }
-    options.give(values, [_columns(runs)])
-    return 0
-  if len(runs) > 1:
-    options.give({"step": restored.step, "runs": runs}, [_columns(runs)])
-    if options.plot:
-      form = pathlib.PurePath(options.plot).suffix[1:]
-      content = pictures.encode(pictures.dial(rows), form)
-      write_whole(pathlib.Path(options.plot), content)
+    values["checkpoint"] = options.checkpoint
+    values["dtype"] = config.model.dtype
+    values["gate_form"] = config.model.router.gate_form
+  if options.plot:
+    form = pathlib.PurePath(options.plot).suffix[1:]
+    content = pictures.encode(pictures.dial(rows), form)
+    write_whole(pathlib.Path(options.plot), content)
+  if is_text or len(runs) > 1:
+    options.give(values | {"runs": runs}, [_columns(runs)])
     return 0
   classes = rows[0].pop("classes", [])
-  values = {**rows[0], "step": restored.step}
+  values = rows[0] | values
   lines = metric_lines(values)
   if classes:
     header = list(classes[0])
@@ -240,7 +235,9 @@ def _by_image(
 
 def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
   """Scores on lm-eval's tasks, on text, or on both."""
+  from moh_jax.config.llm import Sampling
   from moh_jax.evaluation import harness
+  from moh_jax.inference.generate import Generator
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.inference.score import Scorer
   from moh_jax.runtime import sharding
@@ -256,19 +253,38 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
     tasks = harness.load_tasks(choices, options.include_path or "")
   size = config.eval.batch_size if options.change(_BATCH) else _TEXTS
   sharding.check_batch(_BATCH, size, mesh)
+  batches = {"batch_size": size, "mesh": mesh}
   progress = sys.stderr.isatty()
+
+  def on_tasks(restored: Restored, scorer: Scorer) -> dict[str, Any]:
+    from moh_jax.evaluation.harness_model import HarnessModel  # needs lm-eval
+
+    @functools.cache
+    def generator() -> Generator:  # copies parameters, where a task needs it
+      return Generator(restored, tokenizer, **batches)
+
+    def generate(prompts: Sequence[list[int]], **sampling: Any) -> list[str]:
+      made = generator().generate(prompts, Sampling(**sampling))
+      # As the harness's own adapters do it, without the text before:
+      # SentencePiece leaves out a space at the begin.
+      stop = {"end": -1}  # without the token that ended it
+      return [
+        tokenizer.decode(c.tokens[: stop.get(c.finish_reason)]) for c in made
+      ]
+
+    model = HarnessModel(
+      *(tokenizer, scorer, generate),
+      add_bos=not options.no_bos,
+      progress=progress,
+    )
+    return harness.run_tasks(tasks, model, limit=options.limit)
 
   def score(restored: Restored) -> dict[str, Any]:
     model = restored.config.model
-    scorer = Scorer(
-      restored.model, restored.params, model, batch_size=size, mesh=mesh
-    )
+    scorer = Scorer(restored.model, restored.params, model, **batches)
     row: dict[str, Any] = {"activated_share": model.activated_share}
     if tasks is not None:
-      answering = _harness_model(
-        options, restored, tokenizer, scorer, mesh, size
-      )
-      row |= harness.run_tasks(tasks, answering, limit=options.limit)
+      row |= on_tasks(restored, scorer)
     if options.data:
       row["text"] = harness.score_documents(
         scorer, tokenizer, options.texts(), progress=progress
@@ -276,43 +292,6 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
     return row
 
   return score
-
-
-def _harness_model(
-  options: Options,
-  restored: Restored,
-  tokenizer: Any,
-  scorer: Any,
-  mesh: Mesh,
-  batch_size: int,
-) -> Any:
-  """The model as lm-eval asks it."""
-  import functools
-
-  from moh_jax.config.llm import Sampling
-  from moh_jax.evaluation.harness_model import HarnessModel  # needs lm-eval
-  from moh_jax.inference.generate import Generator
-
-  @functools.cache
-  def generator() -> Generator:  # a copy of the parameters, if a task needs it
-    return Generator(restored, tokenizer, mesh=mesh, batch_size=batch_size)
-
-  def generate(prompts: Sequence[list[int]], **sampling: Any) -> list[str]:
-    made = generator().generate(prompts, Sampling(**sampling))
-    # As the harness's own adapters do it, without the text before:
-    # SentencePiece leaves out a space at the begin.
-    stop = {"end": -1}  # without the token that ended it
-    return [
-      tokenizer.decode(c.tokens[: stop.get(c.finish_reason)]) for c in made
-    ]
-
-  return HarnessModel(
-    tokenizer,
-    scorer,
-    generate,
-    add_bos=not options.no_bos,
-    progress=sys.stderr.isatty(),
-  )
 
 
 def _columns(runs: Sequence[dict[str, Any]]) -> str:

@@ -88,12 +88,10 @@ def run(options: Options) -> int:
 
   mesh = sharding.make_mesh(MeshConfig())
   sharding.check_batch("--batch-size", options.batch_size, mesh)
+  given = {"samples": options.samples, "reference": options.reference}
   sides = [
     _open(name, path, options.image_size)
-    for name, path in (
-      ("samples", options.samples),
-      ("reference", options.reference),
-    )
+    for name, path in given.items()
     if path
   ]
   names = options.metrics or _possible(sides, options.save_stats)
@@ -118,8 +116,7 @@ def run(options: Options) -> int:
     fid.write_statistics(options.save_stats, saved)
   metrics = {
     **_scores(names, *results),
-    "samples": options.samples,
-    "reference": options.reference,
+    **given,
     "num_samples": results[0].count or None,  # None: a file's statistics
     "num_reference": results[-1].count or None if options.reference else None,
     "resize": options.resize,
@@ -269,13 +266,13 @@ def _scores(
   """All metrics; None for those that were not asked for."""
   from moh_jax.evaluation import fid
 
-  names = "fid", "sfid", "inception_score", "precision", "recall"
-  scores = dict.fromkeys(names)
+  scores = dict.fromkeys(("fid", "sfid"))
+  for name, features in (("fid", "pool3"), ("sfid", "spatial")):
+    if name in metrics:
+      both = getattr(samples, features), getattr(reference, features)
+      scores[name] = fid.frechet_distance(*both)
   scores["inception_score"] = samples.inception_score
-  if "fid" in metrics:
-    scores["fid"] = fid.frechet_distance(samples.pool3, reference.pool3)
-  if "sfid" in metrics:
-    scores["sfid"] = fid.frechet_distance(samples.spatial, reference.spatial)
+  scores |= dict.fromkeys(("precision", "recall"))
   if "pr" in metrics:
     both = samples.features, reference.features
     scores["precision"], scores["recall"] = fid.precision_recall(*both)

@@ -7,12 +7,43 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Sequence
+from dataclasses import MISSING
 from typing import Any, NoReturn, TypeVar
 
 from moh_jax.config import base, reference
 from moh_jax.config.base import GivenText
 
 PREFIX = "--config."  # of options that change a key of a config
+# Options of older versions, and what to write instead; those of one command
+# stand after its name.
+_RENAMED = {
+  "--coordinator": "JAX_COORDINATOR_ADDRESS=HOST:PORT with --distributed",
+  "--num-processes": "JAX_NUM_PROCESSES=N with --distributed",
+  "--process-id": "JAX_PROCESS_ID=I with --distributed",
+  "--newest-whole": "--step whole",
+  "--no-compilation-cache": "MOH_JAX_COMPILATION_CACHE=off",
+  "--no-ema": "--config.eval.use_ema=false",
+  "--dtype": "--config.model.dtype=NAME",
+  "--gate-form": "--config.model.router.gate_form=NAME",
+  "--mesh": "--config.mesh.AXIS=N",
+  "classify --csv": "--json FILE",
+  "evaluate --batch-size": "--config.eval.batch_size=N",
+  "evaluate --examples": "--config.eval.examples=N",
+  "evaluate --head-top-p": "--config.model.router.top_p=P",
+  **{
+    f"sample --{key.replace('_', '-')}": f"--config.sample.{key}=VALUE"
+    for key in (
+      *("method", "steps", "eta", "zoom"),
+      *("cfg_scale", "cfg_channels", "cfg_interval"),
+    )
+  },
+  "bench attention --target": "python -m moh_jax plan --topology=NAME",
+  "bench model --batch": "--config.data.batch_size=N",
+  "bench model --lengths": "--config.data.sequence_length=N",
+  "bench model --remat": "--config.model.remat=NAME",
+  "bench model --sampler-steps": "--config.sample.steps=N",
+  "bench input --pixels": "python -m benchmarks.pixels",
+}
 T = TypeVar("T")
 
 
@@ -42,7 +73,8 @@ def make_parser(prog: str, cls: type[T]) -> Parser:
     fields[field.name] = field
   # A command's own options come first, then those of its bases.
   order = [n for c in cls.__mro__ for n in vars(c).get("__annotations__", {})]
-  for name in dict.fromkeys(order):
+  optional = {n for n, f in fields.items() if f.default is not MISSING}
+  for name in sorted(dict.fromkeys(order), key=optional.__contains__):
     how = fields[name].metadata.get("how", "") if name in fields else "hidden"
     if how != "hidden":
       _add(parser, cls, fields[name], texts[name], how)
@@ -70,7 +102,7 @@ def _add(
     settings["metavar"] = field.name.upper()
     settings["nargs"] = "+" if is_tuple else None
   else:
-    settings["required"] = field.default is dataclasses.MISSING
+    settings["required"] = field.default is MISSING
     settings["dest"] = field.name
   if how == "listed":
     settings["nargs"] = "+"
@@ -82,10 +114,9 @@ def _add(
     settings["action"] = "store_true"
     del settings["metavar"]
   text = text.removesuffix(".").replace("%", "%%")
-  if (default := field.default) not in (
-    *(None, "", False, ()),
-    dataclasses.MISSING,
-  ):
+  # No test of equality with False, which 0 is, too.
+  default = field.default
+  if hint is not bool and default not in (None, "", (), MISSING):
     if isinstance(default, tuple):
       default = ",".join(map(str, default))
     text += f" (default: {default})"
@@ -117,7 +148,8 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
   args, unknown = parser.parse_known_args(argv)
   if unknown:
     parser.error(
-      f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown)}"
+      f"unrecognized arguments: {' '.join(unknown)}"
+      f"{_meant(parser.prog, unknown)}"
     )
   given = {
     name: _value(value, base.hints(cls)[name])
@@ -165,10 +197,15 @@ def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   return others, changes
 
 
-def _meant(unknown: Sequence[str]) -> str:
-  """A hint where a change of a key lacks its prefix."""
+def _meant(prog: str, unknown: Sequence[str]) -> str:
+  """A hint at options of older versions, and at keys without their prefix."""
+  command = prog.removeprefix("python -m moh_jax ")
   for argument in unknown:
+    name, equals, _ = argument.partition("=")
+    instead = _RENAMED.get(f"{command} {name}", _RENAMED.get(name))
+    if instead:
+      return f"; {name} is now {instead}"
     key = argument.lstrip("-").removeprefix("config.")
-    if "." in key.partition("=")[0]:
+    if "." in name and (equals or name.startswith("--")):
       return f"; did you mean --config.{key}?"
   return ""

@@ -104,23 +104,17 @@ class Options(Checkpoint, Distributed, Output):
     if self.out:
       out_file(self.out)
     is_asked = bool(self.prompt or self.messages)
-    if self.json and not is_asked:
-      self.fail("json", "needs --prompt or --messages")
-    if self.distributed and not (is_asked or self.prompt_file):
-      raise ValueError(
-        "--distributed needs --prompt, --messages or --prompt-file"
-      )
-    if self.system is not None and not self.chat:
-      self.fail("system", "needs --chat")
-    if self.system is not None and self.messages:
-      self.fail("system", "must be in the conversation of --messages")
-    if self.chat_template is not None and not self.is_chat:
-      self.fail("chat_template", "needs --chat or --messages")
-    for name in ("no_bos", "parse_special"):
-      if self.is_chat and getattr(self, name):
-        self.fail(
-          name, "must be of plain prompts: templates write special tokens"
-        )
+    plain = "must be of plain prompts: templates write special tokens"
+    for name, fits, needed in (
+      ("json", is_asked, "needs --prompt or --messages"),
+      ("distributed", is_asked or self.prompt_file, "needs prompts"),
+      ("system", self.chat and not self.messages, "needs --chat alone"),
+      ("chat_template", self.is_chat, "needs --chat or --messages"),
+      ("no_bos", not self.is_chat, plain),
+      ("parse_special", not self.is_chat, plain),
+    ):
+      if getattr(self, name) not in (None, False) and not fits:
+        self.fail(name, needed)
     _ = self.sampling
 
   @property

@@ -72,6 +72,10 @@ class Options(Stored, RunConfig, Output):
       self.fail("batch", "must end in .png")
     if self.batch is not None and self.checkpoint is not None:
       self.fail("batch", "needs --config or --data")
+    if self.vae is not None and not (self.data and self.batch):
+      self.fail("vae", "needs --data and --batch")
+    if self.checksums and self.changes:
+      raise ValueError("--checksums compares files; no key can be changed")
     if self.checksums and (self.batch or self.config):
       raise ValueError("--checksums needs --checkpoint or --data alone")
     if self.data is not None and not (self.checksums or self.batch):

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
   from moh_jax.runtime.checkpoint import Metadata
 
+# Keys that only training reads.
+_OF_TRAINING = ("optim.", "checkpoint.", "train.steps=")
 # Changes of a stored run for the commands that serve its model: it has the
 # devices that are here, all held-out examples, and averaged parameters.
 _SERVED = (
@@ -182,8 +184,9 @@ class Output(BaseOptions):
     for line in lines:
       print(line)
     if self.json:
-      with open(self.json, "w") as file:
-        file.write(strict_json(values, indent=2) + "\n")
+      path = pathlib.Path(self.json)
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(strict_json(values, indent=2) + "\n")
 
   def is_first(self) -> bool:
     """Whether this process is the first of its run, which writes results."""
@@ -365,7 +368,7 @@ class Stored(BaseOptions):
 class Checkpoint(Stored):
   """Options of commands that serve a model.
 
-  Every key of its config can be changed: --config.model.dtype=bfloat16,
+  Keys of its config can be changed: --config.model.dtype=bfloat16,
   --config.mesh.tensor=8 for a model too large for one device,
   --config.eval.use_ema=false for the raw parameters.
 
@@ -377,6 +380,13 @@ class Checkpoint(Stored):
   top_k: tuple[int, ...] | None = None
 
   KEEPS_PROGRAMS = True
+
+  def check(self) -> None:
+    """No key is changed that only training reads."""
+    super().check()
+    for change in self.changes:
+      if change.startswith(_OF_TRAINING):
+        raise ValueError(f"{PREFIX}{change} has no effect on a trained model")
 
   def stored(self, command: str | None = None) -> tuple[Metadata, int]:
     """As `Stored.stored`; the config is that of the served model."""

@@ -131,8 +131,8 @@ class EncodeOptions(base.Section):
 
   Attributes:
     image_size: rows and columns of ADM's centre crop.
-    latent_scale: noted for training, None is the autoencoder's; the stored
-      moments are not scaled.
+    latent_scale: noted for training; the stored moments are not scaled
+      (default: the autoencoder's).
     batch_size: images that this process's devices encode at a time.
     shard_size: images of a shard.
     bad_images: "raise", or "skip": leave out what cannot be read or is smaller
@@ -276,14 +276,6 @@ class SampleConfig(base.Section):
     low, high = self.cfg_interval
     if not 0 <= low < high:
       self.fail("cfg_interval", "must be (low, high) with 0 <= low < high")
-
-
-# For the functions that work on arrays.
-SCHEDULES = base.choices(DiffusionConfig, "schedule")
-PREDICTIONS = base.choices(DiffusionConfig, "prediction")
-LOSS_WEIGHTS = base.choices(DiffusionConfig, "loss_weight")
-GUIDED_CHANNELS = base.choices(SampleConfig, "cfg_channels")
-RESIZES = base.choices(SampleConfig, "fid_resize")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -265,10 +265,13 @@ def make_source(
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
     if bad := checked.read_all(data.num_threads):
-      raise ValueError(
-        f"{where} {bad}; remove them: data.bad_images='skip' is for training "
-        "images, which it leaves out; accuracies on fewer could not be compared"
-      )
+      hint = ", or leave them out with data.bad_images='skip'"
+      if split == "val":
+        hint = (
+          ": data.bad_images='skip' is for training images, as accuracies on "
+          "fewer images could not be compared"
+        )
+      raise ValueError(f"{where} {bad}; remove them{hint}")
   return checked
 
 

@@ -175,9 +175,8 @@ class SentencePieceTokenizer(Tokenizer):
     super().__init__(content, files)
     try:
       library = import_extra("sentencepiece", "a SentencePiece model")
-      self._processor = model = library.SentencePieceProcessor(
-        model_proto=content
-      )
+      self._processor = model = library.SentencePieceProcessor()
+      model.LoadFromSerializedProto(content)  # refuses an empty file too
     except (RuntimeError, ValueError) as error:
       what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
       raise TokenizerFileError(f"{what}{error}") from error
@@ -363,6 +362,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     if not found:
       raise FileNotFoundError(f"{file} holds none of {TOKENIZER_FILES}")
     file = found[0]
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such tokenizer file")
   kinds = {".json": "tokenizer_json", ".model": "sentencepiece"}
   if file.suffix not in kinds:
     raise ValueError(

@@ -171,7 +171,10 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-  """The rows as a Markdown table; ratios are to the first row."""
+  """The rows as a Markdown table; ratios are to the first row.
+
+  The first metric names how many runs diverged, if any did.
+  """
   costs = [n for n in _COSTS if all(n in row.costs for row in rows)]
   names = list(rows[0].metrics)
   swept = any(row.setting for row in rows)
@@ -186,7 +189,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     share = f"{row.activated_share:.1%}"
     shown = [spread.text() for spread in row.metrics.values()]
     if row.failed:
-      shown[0] += f" ({row.runs - row.failed} of {row.runs} runs)"
+      shown[0] += f" ({row.failed} of {row.runs} diverged)"
     ratios = [f"{row.costs[n] / rows[0].costs[n]:.2f}" for n in costs]
     if (spread := row.costs.get("step_spread")) and row is not rows[0]:
       ratios[-1] += f" ± {float(ratios[-1]) * spread / 2:.2f}"

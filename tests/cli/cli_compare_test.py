@@ -102,7 +102,7 @@ class CompareCommandTest(absltest.TestCase):
       status, out, err = self._compare("--rounds", 0, seeds=2)
     self.assertEqual(status, 0, err)
     self.assertIn("warning: moh75-seed1: the loss is NaN at step 3", err)
-    self.assertIn("| moh75 | - (0 of 2 runs) | - |", out)
+    self.assertIn("| moh75 | - (2 of 2 diverged) | - |", out)
     self.assertIn("| config | 0.5000 ± 0.0000 |", out)
 
   def test_numbers_that_json_lacks_are_read_again(self):
@@ -124,7 +124,7 @@ class CompareCommandTest(absltest.TestCase):
     status, out, err = first
     self.assertEqual(status, 0, err)
     self.assertIn("warning: mha-seed1: perplexity is not finite", err)
-    self.assertIn("| mha | 8.0000 (1 of 3 runs) |", out)
+    self.assertIn("| mha | 8.0000 (2 of 3 diverged) |", out)
     self.assertNotRegex(self._stored().read_text(), "Infinity,?\n")
     # As earlier versions wrote it.
     text = self._stored().read_text().replace(": null", ": Infinity")

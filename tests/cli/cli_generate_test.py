@@ -106,7 +106,7 @@ class PromptsTest(_CommandTest):
     (("--prompt-file", "x"), "--prompt-file and --out must be given together"),
     (("--prompt=a", "--out=b"), "--prompt and --messages have --json"),
     (("--interactive", "--json=-"), "--json='-' needs --prompt or --messages"),
-    (("--interactive", "--distributed"), "--distributed needs --prompt"),
+    (("--interactive", "--distributed"), "--distributed=True needs prompts"),
     (("--prompt-file=no.jsonl", "--out=b"), "no.jsonl: no such file"),
     (("--prompt-file=a", "--out=/no/b"), "no directory /no"),
     (("--prompt=a", "--max-new-tokens=0"), "new-tokens=0 must be at least 1"),

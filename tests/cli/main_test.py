@@ -12,6 +12,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.cli import classify, main
+from moh_jax.config import public_formats
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.training import tiny
@@ -46,6 +47,29 @@ class MainTest(parameterized.TestCase):
     self.assertStartsWith(err, f"error: {name} is now: python -m moh_jax in")
     self.assertLen(err.splitlines(), 1)
 
+  @parameterized.parameters(
+    ("classify x --checkpoint x --dtype=float32", "config.model.dtype=NAME"),
+    ("classify x --checkpoint x --csv x.csv", "--json FILE"),
+    ("export --checkpoint x --out x --no-ema", "config.eval.use_ema=false"),
+    (
+      "sample --checkpoint x --out x.png --steps 5",
+      "config.sample.steps=VALUE",
+    ),
+    ("evaluate --checkpoint x --batch-size 5", "config.eval.batch_size=N"),
+    ("bench model --lengths 5", "config.data.sequence_length=N"),
+  )
+  def test_options_of_older_versions_say_the_new_ones(self, argv, instead):
+    status, out, err = tiny_checkpoint.call(*argv.split())
+    self.assertEqual((status, out), (2, ""))
+    self.assertRegex(
+      err, f"^error: unrecognized.* is now .*{instead}; see .*\n$"
+    )
+
+  def test_help_names_every_public_format(self):
+    _, out, _ = tiny_checkpoint.call("convert", "--help")
+    for name in public_formats():
+      self.assertRegex(out, rf"[\s]{name}[,;.\s]")
+
   def test_help_lists_the_commands(self):
     status, out, _ = tiny_checkpoint.call("--help")
     self.assertEqual(status, 0)
@@ -64,8 +88,19 @@ class MainTest(parameterized.TestCase):
     (("heads", "--checkpoint", "x", "--top-k", "one"), "--top-k[0]='one' must"),
     (("heads", "--checkpoint", "x", "--step", "-1"), "--step='-1' must be"),
     (("heads", "--checkpoint", "", "--top-k", "1"), "--checkpoint='' must be"),
+    (("heads", "--checkpoint", "x", "--data", ""), "--data[0]='' must be"),
     (("bench", "attention", "--config.train.steps=3"), "needs --config FILE"),
     (("sample", "--checkpoint", "x"), "--out"),
+    (
+      ("heads", "--checkpoint", "x", "--config.optim.lr=1"),
+      "--config.optim.lr=1 has no effect on a trained model",
+    ),
+    (("inspect", "--config", "x", "--vae", "x"), "--vae='x' needs --data and"),
+    (
+      ("inspect", "--checksums", "--checkpoint", "x", "--config.optim.lr=1"),
+      "--checksums compares files",
+    ),
+    (("inspect", "--config", "x", "b.csv"), "arguments: b.csv; see"),
     (
       ("convert", "--from", "onnx", "--source", "x", "--out", "y"),
       "--from='on",

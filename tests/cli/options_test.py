@@ -44,6 +44,7 @@ class _Options(Output):
     from_: where it begins.
     out: to write.
     quick: hurry.
+    seed: of the draws.
   """
 
   files: tuple[InPath, ...] = option("positional")
@@ -55,6 +56,7 @@ class _Options(Output):
   from_: str
   out: OutPath | None = None
   quick: bool = False
+  seed: int = 0
 
 
 def _parse(*argv, cls=_Options):
@@ -115,6 +117,8 @@ class ParseTest(parameterized.TestCase):
     self.assertIn("--kind {x,y} how (default: x)", text)
     self.assertIn("--sizes N,... of the parts (default: 1,2)", text)
     self.assertIn("--share X of the whole --", text)
+    self.assertIn("--seed N of the draws (default: 0)", text)
+    self.assertLess(text.index("--from NAME"), text.index("--kind {x,y} how"))
     self.assertLess(text.index("--quick hurry"), text.index("--json PATH w"))
 
 
@@ -221,7 +225,7 @@ class GiveTest(parameterized.TestCase):
 
   def test_file_has_null_where_a_number_is_not_finite(self):
     where = self.enterContext(tempfile.TemporaryDirectory())
-    path = pathlib.Path(where) / "metrics.json"
+    path = pathlib.Path(where) / "new" / "metrics.json"
     nan, inf = float("nan"), np.float64("inf")
     value = {"loss": nan, "rows": [{"a": (inf, -inf, 1.5)}], "name": "NaN"}
     self.assertEqual(self._give(str(path), value), "a line\nanother\n")

@@ -195,10 +195,12 @@ class WithSentencePieceTest(parameterized.TestCase):
 class LoadTest(FolderTest):
   @parameterized.parameters(
     ("no.json", None, FileNotFoundError, "no.json: no such tokenizer"),
+    ("no", None, FileNotFoundError, "no: no such tokenizer"),
     ("", None, FileNotFoundError, "holds none of"),
     ("a.txt", b"", ValueError, "a.txt: a tokenizer file ends in one of"),
     ("a.json", b"{", ValueError, "a.json: not a tokenizer.json"),
     ("a.json", b"\xff", ValueError, "a.json: not a tokenizer.json"),
+    ("a.model", b"", ValueError, "a.model: not a SentencePiece model"),
   )
   def test_wrong_files_are_named(self, name, content, error, message):
     if content is not None:

@@ -105,8 +105,9 @@ class ComparisonTest(absltest.TestCase):
     # Of the seeds that both have: a missing one is neither won nor lost.
     for line, wins in zip(lines[3:], ("1 of 1", "1 of 2", "1 of 1", "-")):
       self.assertIn(f"| {wins} |", line)
-    for line, runs in zip(lines[3:], (1, 2, 1, 0)):
-      self.assertIn(f"({runs} of 3 runs)", line)
+    self.assertNotIn("diverged", lines[2])
+    for line, failed in zip(lines[3:], (2, 1, 2, 3)):
+      self.assertIn(f"({failed} of 3 diverged)", line)
     (axis,) = comparison.plot(rows).axes
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
     self.assertEqual(labels, ["mha lr=1", "moh50 lr=1 (1 of 3 diverged)"])
@@ -114,7 +115,7 @@ class ComparisonTest(absltest.TestCase):
   def test_without_a_common_seed_there_is_no_difference(self):
     results = {"mha": _seeds(0.5), "config": _seeds(None, 0.4)}
     _, lines = _compare(results, 2)
-    self.assertIn("| 0.4000 (1 of 2 runs) | - | - |", lines[-1])
+    self.assertIn("| 0.4000 (1 of 2 diverged) | - | - |", lines[-1])
 
   def test_metrics(self):
     found = [_seeds(0.5), _seeds(0.6)]
