@@ -99,7 +99,6 @@ def _one_thread(config: Config, task: Any, count: int) -> dict[str, float]:
     examples, seconds = _timed(one.__getitem__, count)
     return {"read": count / seconds, "batch": count / _batching(examples)}
   source = make_source(config, "train")
-  rates = {}
   rates, again = {}, 0.0
   if hasattr(source, "read"):
 

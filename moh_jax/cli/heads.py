@@ -14,6 +14,7 @@ from moh_jax.cli.options import (
   InPath,
   OutPath,
   Output,
+  Place,
   option,
   table,
 )
@@ -47,7 +48,7 @@ class Options(Checkpoint, Distributed, Output):
     maps: examples with a map of their heads.
   """
 
-  data: tuple[str, ...] = option("listed", default=())
+  data: tuple[Place, ...] = option("listed", default=())
   field: str = "text"
   out: OutPath | None = None
   batches: Count | None = None

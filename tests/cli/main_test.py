@@ -88,6 +88,7 @@ class MainTest(parameterized.TestCase):
     (("heads", "--checkpoint", "x", "--top-k", "one"), "--top-k[0]='one' must"),
     (("heads", "--checkpoint", "x", "--step", "-1"), "--step='-1' must be"),
     (("heads", "--checkpoint", "", "--top-k", "1"), "--checkpoint='' must be"),
+    (("heads", "--checkpoint", "x", "--data", ""), "--data[0]='' must be"),
     (("bench", "attention", "--config.train.steps=3"), "needs --config FILE"),
     (("sample", "--checkpoint", "x"), "--out"),
     (
