@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import pathlib
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -32,7 +33,7 @@ _POSITION_ATOL = 1e-5
 _DATA = DataConfig(source="latents", path="data/imagenet_latents")
 _DIFFUSERS = "diffusers"  # the form and format
 # Fields of the model that config.json must say wholly.
-_SHAPE = ("router", "num_heads", "width", "mlp_ratio", "input_size")
+_SHAPE = ("router.kind", "num_heads", "width", "mlp_ratio", "input_size")
 # Values of config.json, beside the sizes, that our model computes. We write the
 # first; 1e-5 is diffusers' default, 1e-6 what we and the DiT release compute.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -142,8 +143,8 @@ def _diffusers_rules(config: DiTConfig) -> list[Rule]:
   """
   theirs = _model(_public(config))
   for name in _SHAPE:
-    found, allowed = getattr(config, name), getattr(theirs, name)
-    if found != allowed:
+    get = operator.attrgetter(name)
+    if (found := get(config)) != (allowed := get(theirs)):
       raise ValueError(
         f"diffusers: model.{name}={found!r} must be {allowed!r}; `export` "
         "without --to writes the names of the (MoH-)DiT release"

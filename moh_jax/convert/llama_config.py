@@ -235,11 +235,15 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   keys = msgspec.convert(check_json(stored, _Stored), _Stored)
   for name, allowed in (
     ("hidden_act", ("silu", "swish")),
-    ("quantization_config", (None,)),  # weights must not be quantized
     ("partial_rotary_factor", (1,)),  # all of a head is rotated
   ):
     if (found := getattr(keys, name)) not in allowed:
       raise ValueError(f"{name}={found!r} must be {allowed[0]!r}")
+  if keys.quantization_config:
+    raise ValueError(
+      f"quantization_config={keys.quantization_config!r} must be absent: "
+      "weights must not be quantized"
+    )
   heads, layers = keys.num_attention_heads, keys.num_hidden_layers
   if not keys.head_dim and keys.hidden_size % heads:
     raise ValueError(

@@ -6,12 +6,14 @@ a zip: torch reads it with `weights_only=True`, and objects that are no tensors,
 such as the arguments of a training run, become placeholders that do nothing.
 """
 
+import collections
 import dataclasses
 import json
 import logging
 import math
 import os
 import pathlib
+import pickle
 import re
 import shutil
 import uuid
@@ -45,6 +47,7 @@ _EXPECTED = (
 _MAX_HEADER = MAX_BYTES
 _NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
 _MAX_LISTED = 20  # keys named in an error
+_MAX_CLASSES = 500  # of a pickle that is read again for each dict or list
 
 # Names of dtypes in the safetensors format -> in NumPy.
 _STORED_DTYPES = {
@@ -258,6 +261,41 @@ class _Inert:
     del state
 
 
+class _InertDict(_Inert):
+  """Stands for a class of dicts, such as yacs' CfgNode."""
+
+  def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    return collections.OrderedDict()
+
+
+class _InertList(_Inert):
+  """Stands for a class of lists, such as deque."""
+
+  def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    return []
+
+
+def _load_tree(torch: Any, path: pathlib.Path) -> object:
+  """Reads the pickle of a zip checkpoint; raises nearly anything."""
+  names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+  classes = {name: type(name, (_Inert,), {}) for name in names}
+  while True:
+    try:
+      with torch.serialization.safe_globals(
+        [(c, n) for n, c in classes.items()]
+      ):
+        return torch.load(path, "cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as err:
+      # torch puts items into lists and dicts alone. Its message ends with the
+      # class of anything else, which is then made one of them.
+      why = str(err)
+      filled = [name for name, c in classes.items() if f"got {c}" in why]
+      if not filled or len(classes) > _MAX_CLASSES:
+        raise
+      is_dict = "Can only SETITEM" in why
+      classes[filled[0]] = _InertDict if is_dict else _InertList
+
+
 def _open_torch(path: pathlib.Path, key: str | None) -> _Tensors:
   """Maps the tensors of a zip checkpoint of `torch.save` into memory."""
   torch = import_extra("torch", f"{path}: a file of torch.save", "torch")
@@ -273,9 +311,7 @@ def _open_torch(path: pathlib.Path, key: str | None) -> _Tensors:
   except Exception as err:  # a damaged zip raises nearly anything
     raise _error(path, f"a truncated or damaged zip ({err!r})") from err
   try:
-    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    with torch.serialization.safe_globals([(_Inert, n) for n in unknown]):
-      tree = torch.load(path, "cpu", weights_only=True, mmap=True)
+    tree = _load_tree(torch, path)
   except Exception as err:  # a damaged pickle raises nearly anything
     # torch's whole message advises to run the file's code.
     why = re.search(r"(?:WeightsUnpickler error:|unsupported)\s+(.+)", str(err))

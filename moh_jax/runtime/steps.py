@@ -64,7 +64,7 @@ class StoredConfig(msgspec.Struct):
 
 
 class StoredWatch(msgspec.Struct):
-  """What decides over rewinds: see `training.rewind.Watch.to_json`."""
+  """What decides over rewinds: see `training.saving.Watch.to_json`."""
 
   rewinds: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
   mean_loss: float | None = None

@@ -213,8 +213,11 @@ class _Lines:
     if split == "train":
       now = time.monotonic()
       first, since = self._first = self._first or (step, now)
+      each = values.get("step_seconds_p50")  # of the first row's steps
       if step > first:
-        left = (now - since) / (step - first) * (self._steps - step)
+        each = (now - since) / (step - first)
+      if each is not None:
+        left = each * (self._steps - step)
         line += f", ETA {tqdm.tqdm.format_interval(left)}"
     print(
       f"step {step}/{self._steps} {split}: {line}", file=sys.stderr, flush=True

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
-import unittest
 
 import chex
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import (
@@ -103,12 +102,9 @@ class ViTTest(_Case):
     self.assertEqual(restored.config.model, _VIT.model)
     self.assertEqual(restored.step, 0)
 
-  @unittest.skipIf(
-    importlib.util.find_spec("torch") is None, "needs the extra torch"
-  )
+  @pytest.mark.transformers
   def test_averages_of_a_file_of_torch_save(self):
-    import torch
-
+    torch = pytest.importorskip("torch")
     entries = {
       entry: {n: torch.tensor(x + add) for n, x in self.tensors.items()}
       for add, entry in enumerate(("ema", "model"))

@@ -135,9 +135,13 @@ class DiffusersTest(parameterized.TestCase):
       convert("diffusers", str(self.root), str(out))
     self.assertFalse(out.exists())
 
+  def test_a_router_that_is_off_may_have_any_options(self):
+    _save(self.root / "ours", _config(router=RouterConfig("none", "paper")))
+    export(str(self.root / "ours"), str(self.root / "out"), to="diffusers")
+
   @parameterized.parameters(
     ({"router": RouterConfig(), "top_k": (1, 1), "shared_heads": (1, 1)},
-     "model.router=.*'two_stage'.*'none'.* without --to"),
+     "model.router.kind='two_stage' must be 'none'; .* without --to"),
     ({"num_heads": (2, 4), "shared_heads": (2, 4)}, r"num_heads=\(2, 4\)"),
     ({"mlp_ratio": 2.0}, "model.mlp_ratio=2.0 must be 4"),
     ({"input_size": (8, 4)}, r"model.input_size=\(8, 4\) must be \(8, 8\)"),

@@ -173,7 +173,10 @@ class ReadTest(parameterized.TestCase):
       r"layer_types=.*must each be in \['full_attention'\]",
     ),
     ({"logit_scale": 0.5}, "unknown key 'logit_scale'=0.5 may change"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config=.*'bits': 4"),
+    (
+      {"quantization_config": {"bits": 4}},
+      "quantization_config=.* must be absent",
+    ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
     (
       {"rope_scaling": {"type": "longrope", "factor": 2.0}},

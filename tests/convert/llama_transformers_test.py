@@ -1,13 +1,12 @@
 """Plain language models in transformers, where it is installed beside JAX."""
 
 import dataclasses
-import importlib.util
 import pathlib
-import unittest
 
 import chex
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RotaryConfig
@@ -15,6 +14,8 @@ from moh_jax.convert import llama_config
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.inference.restore import restore
 from tests.convert import tiny_llm
+
+pytestmark = pytest.mark.transformers
 
 # Plain models that transformers computes, one thing each.
 _PLAIN = {
@@ -53,22 +54,13 @@ _PLAIN = {
 }
 
 
-def _missing(*modules: str) -> list[str]:
-  return [m for m in modules if importlib.util.find_spec(m) is None]
-
-
-@unittest.skipIf(
-  _missing("torch", "transformers"),
-  "needs torch and transformers, which are no dependencies",
-)
 class TransformersTest(parameterized.TestCase):
   """What transformers makes of an exported folder, and the reverse."""
 
   @parameterized.parameters(*_PLAIN)
-  def test_computes_our_logits_if_torch_and_transformers_are_there(self, name):
-    import torch
-    import transformers
-
+  def test_computes_our_logits(self, name):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
     model = dataclasses.replace(tiny_llm.MHA, **_PLAIN[name])
     root = pathlib.Path(self.create_tempdir().full_path)
     tiny_llm.write_folder(root / "hf", model)

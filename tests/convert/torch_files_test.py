@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.convert import tensor_files
 
-torch = pytest.importorskip("torch", exc_type=ImportError)
+pytestmark = pytest.mark.transformers
 
 _DTYPES = {
   **{name: name for name in ("float64", "float32", "float16", "bool")},
@@ -24,11 +24,28 @@ _DTYPES = {
 }
 
 
+def setUpModule():
+  global torch
+  torch = pytest.importorskip("torch")
+
+
 class _Unknown:
   """A class of the program that saved; pickled by its state."""
 
   def __init__(self):
     self.values = [1, {"a": 2}]
+
+
+class _Dict(dict):
+  """A dict with attributes of its own."""
+
+  def __init__(self, **items):
+    super().__init__(items)
+    self.frozen = True
+
+
+class _List(list):
+  pass
 
 
 class _Call:
@@ -95,6 +112,8 @@ class ReadTest(_Case):
       "best": np.float64(0.5),
       "history": np.arange(3),
       "own": [_Unknown(), _Unknown],
+      "config": _Dict(a=_Dict(b=1)),  # as yacs has
+      "last": [_List([1, 2]), collections.deque([1, 2], 3)],
       "device": torch.device("cuda", 0),
     })  # fmt: skip
     self.assertEqual(list(read), ["weight", "bias"])

@@ -1,11 +1,9 @@
 """Files of arrays, images, tensors, text and tokenizers."""
 
 import gzip
-import importlib.util
 import io
 import json
 import struct
-import unittest
 import zipfile
 import zlib
 
@@ -13,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
+import pytest
 import safetensors.numpy
 from absl.testing import absltest, parameterized
 from hypothesis import given
@@ -124,7 +123,6 @@ _SAFETENSORS = safetensors.numpy.save(
 )
 _SIZE = 8 + int.from_bytes(_SAFETENSORS[:8], "little")
 _INDEX = {"weight_map": {"a.weight": "x.safetensors", "b": "y.safetensors"}}
-_has_torch = importlib.util.find_spec("torch")
 
 
 def _archive(pickle: bytes, *parts: bytes, **options) -> bytes:
@@ -137,23 +135,14 @@ def _archive(pickle: bytes, *parts: bytes, **options) -> bytes:
   return file.getvalue()
 
 
-class TensorsTest(hostile.ReaderTest):
-  @classmethod
-  def setUpClass(cls):
-    if _has_torch:
-      import torch  # first: its memory is no example's
-
-      whole = torch.zeros(2, 3)
-      tree = {"model": {"a": whole, "b": whole[0, 1:]}}
-      with zipfile.ZipFile(io.BytesIO(_written(torch.save, tree))) as archive:
-        cls.pickle = archive.read("archive/data.pkl")
-    super().setUpClass()
-
+class _TensorsTest(hostile.ReaderTest):
   def _read(self, name: str, content: bytes):
     file = self.write(name, content)
     self.check(tensor_files.read_tensors, file)
     self.check(tensor_files.read_text, file)
 
+
+class TensorsTest(_TensorsTest):
   @hostile.examples()
   @given(st.data())
   def test_safetensors(self, data):
@@ -169,7 +158,19 @@ class TensorsTest(hostile.ReaderTest):
     self.write("x.safetensors", _SAFETENSORS)
     self._read("m.safetensors.index.json", content)
 
-  @unittest.skipUnless(_has_torch, "needs the extra torch")
+
+@pytest.mark.transformers
+class TorchTest(_TensorsTest):
+  @classmethod
+  def setUpClass(cls):
+    # First: its memory is no example's.
+    torch = pytest.importorskip("torch")
+    super().setUpClass()
+    whole = torch.zeros(2, 3)
+    tree = {"model": {"a": whole, "b": whole[0, 1:]}}
+    with zipfile.ZipFile(io.BytesIO(_written(torch.save, tree))) as archive:
+      cls.pickle = archive.read("archive/data.pkl")
+
   @hostile.examples()
   @given(st.data())
   def test_torch_archive(self, data):
@@ -178,7 +179,6 @@ class TensorsTest(hostile.ReaderTest):
     pickle = data.draw(hostile.damaged(self.pickle))
     self._read("x.pth", _archive(pickle, bytes(24)))
 
-  @unittest.skipUnless(_has_torch, "needs the extra torch")
   def test_archive_that_unpacks_to_gigabytes(self):
     zeros, packed = bytes(1 << 26), zipfile.ZIP_DEFLATED
     content = _archive(self.pickle, *[zeros] * 4, compression=packed)

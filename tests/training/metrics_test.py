@@ -110,6 +110,9 @@ class RowsTest(_WriterTest):
     values = {"loss": 2.0, "lr": 0.1, "bits_per_byte": 1.5}
     (line,) = self._printed((4, "val", values), shown=shown)
     self.assertEqual(line, "step 4/8 val: bits per byte 1.5000, loss 2.0000")
+    values["step_seconds_p50"] = 2.0  # of what the first row's time left is
+    (line,) = self._printed((4, "train", values), shown=("loss",))
+    self.assertEqual(line, "step 4/8 train: loss 2.0000, ETA 00:08")
 
   def test_loads_are_a_row_of_few_digits(self):
     writer = self._writer()
