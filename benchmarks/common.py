@@ -1,6 +1,7 @@
 """What benchmarks share: their options, and how they give their results."""
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,7 +63,9 @@ def run_heads(
     *benchmark: the other arguments of `bench_attention.compare_forms`.
   """
   argv = sys.argv[1:] if argv is None else argv
-  parser = flags.make_parser(doc.splitlines()[0], cls)
+  name = pathlib.Path(sys.argv[0]).stem
+  parser = flags.make_parser(f"python -m benchmarks.{name}", cls)
+  parser.description = doc.splitlines()[0]
   given = flags.parse(parser, cls, argv)
 
   def call() -> int:

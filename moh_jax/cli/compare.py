@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -55,6 +54,12 @@ class Options(Workdir, Distributed, Output):
 
   KEEPS_PROGRAMS = True  # runs that differ in their seed are one program
 
+  def check(self) -> None:
+    """The plot is of a known form."""
+    super().check()
+    if self.plot and not self.plot.endswith((".png", ".svg")):
+      self.fail("plot", "must end in .png or .svg")
+
 
 def run(options: Options) -> int:
   """Trains the variants and prints the table that compares them.
@@ -65,7 +70,6 @@ def run(options: Options) -> int:
   from moh_jax.cli import run_log
   from moh_jax.data.infer import resolve
   from moh_jax.evaluation import comparison, pictures
-  from moh_jax.runtime.files import write_whole
   from moh_jax.training import timing
   from moh_jax.training.comparison import Comparison
   from moh_jax.training.variants import compared_runs
@@ -73,8 +77,6 @@ def run(options: Options) -> int:
   runs = compared_runs(
     options.loaded, options.variants, options.sweep, options.seeds
   )
-  if options.plot:
-    pictures.check_plot(options.plot)
   options.join()
   runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
   decode = read_decoder(options.vae, runs[0].config)
@@ -110,9 +112,7 @@ def run(options: Options) -> int:
   }
   rows = comparison.summarize(results, options.seeds, metrics, costs)
   if options.plot:
-    form = pathlib.PurePath(options.plot).suffix[1:]
-    content = pictures.encode(comparison.plot(rows), form)
-    write_whole(pathlib.Path(options.plot), content)
+    pictures.write_plot(options.plot, comparison.plot(rows))
   found = [dataclasses.asdict(row) for row in rows]
   options.give(
     {"machine": timing.machine(), "rows": found},

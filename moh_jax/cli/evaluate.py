@@ -95,7 +95,7 @@ class Options(Checkpoint, Distributed, Texts, Output):
       self.fail("per_class", f"takes one --top-k, not {self.top_k}")
     if not self.plot:
       return
-    if pathlib.PurePath(self.plot).suffix not in (".png", ".svg"):
+    if not self.plot.endswith((".png", ".svg")):
       self.fail("plot", "must end in .png or .svg")
     if len(self.top_k) < 2 or self.per_class or self.labels:
       self.fail("plot", "needs several --top-k, no --per-class or --labels")
@@ -133,7 +133,7 @@ def run(options: Options) -> int:
   from moh_jax.evaluation import pictures
   from moh_jax.inference.restore import with_top_k
   from moh_jax.runtime import sharding
-  from moh_jax.runtime.files import write_csv, write_whole
+  from moh_jax.runtime.files import write_csv
 
   config = options.stored()[0].config
   for top_k in options.top_k:  # before anything large is read
@@ -157,9 +157,7 @@ def run(options: Options) -> int:
     values["dtype"] = config.model.dtype
     values["gate_form"] = config.model.router.gate_form
   if options.plot:
-    form = pathlib.PurePath(options.plot).suffix[1:]
-    content = pictures.encode(pictures.dial(rows), form)
-    write_whole(pathlib.Path(options.plot), content)
+    pictures.write_plot(options.plot, pictures.dial(rows))
   if is_text or len(runs) > 1:
     options.give(values | {"runs": runs}, [_columns(runs)])
     return 0

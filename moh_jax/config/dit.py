@@ -197,7 +197,8 @@ class DiffusionConfig(base.Section):
     """Flow matching predicts velocities, all of the same weight."""
     is_flow = self.schedule == FLOW
     if is_flow != (self.prediction == "velocity"):
-      self.fail("prediction", "must be 'velocity' for 'flow', and for it alone")
+      wanted = "'velocity'" if is_flow else "'epsilon', 'x0' or 'v'"
+      self.fail("prediction", f"must be {wanted} for {self.schedule!r}")
     if is_flow and self.loss_weight != "uniform":
       self.fail("loss_weight", "must be 'uniform' for the schedule 'flow'")
 

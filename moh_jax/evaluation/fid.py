@@ -375,7 +375,7 @@ def read_statistics(
 def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:
   """Writes a reference file that is complete or absent, never partial."""
   pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-  arrays = dict(zip(_KEYS, (*statistics.pool3, *statistics.spatial)))
+  arrays = dict(zip(_KEYS, (*statistics.pool3, *(statistics.spatial or ()))))
   made_with = json.dumps(dict(statistics.made_with)).encode()
   arrays[_MADE_WITH] = np.frombuffer(made_with, np.uint8)
   with replacing(path) as temporary, temporary.open("wb") as file:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from moh_jax.data.decode import to_picture
 from moh_jax.evaluation.head_stats import HeadStats, Layer
+from moh_jax.runtime.files import write_whole
 
 FORMATS = ("png", "svg")
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
@@ -32,14 +33,10 @@ _SHOWN_LAYERS = 6  # columns of routing maps
 _SHOWN_TICKS = 40  # more groups have no names at the axis
 
 
-def check_plot(path: str) -> None:
-  """Checks that a picture can be written, before anything is measured.
-
-  Raises:
-    ValueError: the file is of another form.
-  """
-  if pathlib.PurePath(path).suffix[1:] not in FORMATS:
-    raise ValueError(f"--plot {path} must end in .png or .svg")
+def write_plot(path: str, figure: Any) -> None:
+  """Writes a figure to a file that ends in .png or .svg."""
+  file = pathlib.Path(path)
+  write_whole(file, encode(figure, file.suffix[1:]))
 
 
 def encode(figure: Any, form: str) -> bytes:

@@ -79,6 +79,7 @@ class CommandTest(parameterized.TestCase):
       module.main(["--shares", "10"])
     self.assertLen(errors.getvalue().splitlines(), 1)
     self.assertIn("--shares 10 must be a whole number", errors.getvalue())
+    self.assertRegex(errors.getvalue(), r"see python -m benchmarks\.\S+ --help")
 
 
 class LayerTest(parameterized.TestCase):

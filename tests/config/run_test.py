@@ -124,7 +124,7 @@ _REFUSED = (
   ("flow", {"sample": {"steps": "0"}}, "steps='0' must be a number in"),
   ("flow", {"sample": {"eta": 0.5}}, "eta=0.5 must be 0 for sample.method='h"),
   ("flow", {"diffusion": {"prediction": "v"}}, "must be 'velocity' for 'flow'"),
-  ("flow", {"diffusion": {"schedule": "linear"}}, "must be 'velocity' for"),
+  ("flow", {"diffusion": {"schedule": "linear"}}, "'x0' or 'v' for 'linear'"),
   ("llm", {"data": {"sequence_length": 33}},
    "data.sequence_length=33 must be at most model.max_length=32"),
   ("llm", {"tune": {"top_k_steps": (0, 2), "top_k_values": (3, 1)}},

@@ -206,6 +206,8 @@ class StatisticsFilesTest(parameterized.TestCase):
       np.savez(self.file, **{k: np.float32(stored[k]) for k in ("mu", "sigma")})
     read = self._read()
     self.assertIsNone(read.spatial)
+    fid.write_statistics(self.file, read)
+    self.assertIsNone(self._read().spatial)
     self.assertEqual(read.pool3.covariance.dtype, np.float64)
     self.assertEqual(read.made_with, {})
     read.check_made_with(_MADE_WITH, "x.npz")  # it may be the same
