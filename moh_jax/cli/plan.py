@@ -105,13 +105,18 @@ def _lines(plan: Plan) -> Iterator[str]:
     remat = f"model.remat={config.model.remat}"
     yield f"  {plan.recomputed:.4g} computed again ({remat})"
   time, steps = plan.time, config.train.steps
+  communication = "communication not counted, which takes a compiler"
+  if plan.compiled and plan.compiled.fits:
+    communication = (
+      f"communication {time.communication:.3g} s; {time.slowest:.3g} s if no "
+      "communication is hidden"
+    )
   yield (
     f"predicted: {time.seconds:.3g} s a step, "
     f"{plan.units_per_step / time.seconds:,.0f} {plan.unit}/s, "
     f"{steps * time.seconds / 3600:,.1f} hours for {steps:,} steps\n"
     f"  products {time.products:.3g} s, update {time.update:.3g} s, "
-    f"communication {time.communication:.3g} s; {time.slowest:.3g} s if no "
-    "communication is hidden; assumed:"
+    f"{communication}; assumed:"
   )
   yield from (f"  - {text}" for text in assumptions(plan))
 
