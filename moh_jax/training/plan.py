@@ -304,11 +304,12 @@ def assumptions(plan: Plan) -> Sequence[str]:
   if chip.platform == "gpu" or topology.slices > 1:
     others = "hosts" if chip.platform == "gpu" else "slices"
     network = f", {chip.network / 1e9:g} GB/s to other {others}"
-  collectives = "without a compiled program collectives take no time"
+  collectives = ("collectives are not counted without a compiled program",)
   if plan.compiled and plan.compiled.fits:
     collectives = (
       f"collectives reach {LINK_SHARE:.0%} of {chip.link / 1e9:g} GB/s per "
-      f"device{network} (the share is assumed)"
+      f"device{network} (the share is assumed)",
+      "communication is hidden behind products as far as these take longer",
     )
   if config.optim.state_memory == "host" or config.model.remat == "offload":
     more = ("copies to and from the memory of the host take no time",)
@@ -317,8 +318,7 @@ def assumptions(plan: Plan) -> Sequence[str]:
     "(published for bfloat16; the share is assumed)",
     f"the update reaches {MEMORY_SHARE:.0%} of {chip.memory_speed / 1e9:g} GB/s"
     " of memory (the share is assumed)",
-    collectives,
-    "communication is hidden behind products as far as these take longer; "
+    *collectives,
     "input, evaluation and checkpoints take no time",
     *more,
     f"source of the device's figures: {chip.source}",

@@ -115,7 +115,7 @@ class CompilerTest(absltest.TestCase):
     self.assertTrue(plan.fits)
     self.assertGreater(plan.time.seconds, 2 * refused.time.seconds)
     self.assertIn("collectives reach 70% of ", assumptions(plan)[2])
-    self.assertIn("collectives take no time", assumptions(refused)[2])
+    self.assertIn("collectives are not counted", assumptions(refused)[2])
 
   def test_one_that_fails_or_lacks_leaves_the_state(self):
     broken = self._plan(side_effect=ValueError("libtpu 0.0: broken"))
