@@ -72,6 +72,32 @@ CASES = {
   "no_router": {**_PLAIN, "out_bias": True},  # no architecture of transformers
   "llama": {**_PLAIN, "tie_embeddings": True},
   "qwen2": {**_PLAIN, "qkv_bias": True},
+  "qwen3_tied": {
+    **_PLAIN,
+    "qk_norm": True,
+    "tie_embeddings": True,
+    "num_kv_heads": 6,
+  },
+  "biases": {**_PLAIN, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+  "wide_heads": {**_PLAIN, "head_dim": 10, "norm_eps": 1e-2},
+  "linear": {**_PLAIN, "rope": RotaryConfig(scaling="linear", factor=4.0)},
+  "dynamic": {
+    **_PLAIN,
+    "rope": RotaryConfig(scaling="dynamic", factor=8.0, original_length=16),
+  },
+  "yarn_options": {
+    **_PLAIN,
+    "rope": RotaryConfig(
+      theta=100.0,
+      scaling="yarn",
+      factor=4.0,
+      original_length=16,
+      beta_fast=4.0,
+      beta_slow=0.5,
+      truncate=False,
+      attention_factor=1.3,
+    ),
+  },
 }
 
 
