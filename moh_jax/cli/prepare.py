@@ -46,18 +46,13 @@ class Images(BaseOptions):
   shard_size: Count = 1024
   bad_images: Literal["raise", "skip"] = "raise"
 
-  def sources(self, *channels: int, class_names=None) -> dict:
+  def sources(self, *channels: int, class_names=()) -> dict:
     """Opens the images of each split."""
+    from moh_jax.data.image_folders import Selection
     from moh_jax.data.image_shards import open_splits
 
-    return open_splits(
-      self.data,
-      self.split,
-      *channels,
-      class_names=class_names,
-      label_column=self.label_column,
-      val_share=self.val_share,
-    )
+    selection = Selection(self.val_share, class_names, self.label_column)
+    return open_splits(self.data, self.split, *channels, selection=selection)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
