@@ -4,8 +4,7 @@ import string
 
 import tokenizers as hf
 
-from moh_jax.data.tokenizer_files import BEGIN, END
-from moh_jax.data.tokenizers import tokenizer_from_bytes
+from moh_jax.data.tokenizers import BEGIN, END, tokenizer_from_bytes
 
 WORDS = tuple(c + c.upper() for c in string.ascii_lowercase)  # ids 1 to 26
 

@@ -17,12 +17,13 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.data import tokenizers
 from moh_jax.data.chat import render_chat
-from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
 from moh_jax.data.tokenizers import (
   StreamDecoder,
   TokenizerFileError,
+  copy_tokenizer_files,
   load_tokenizer,
   prompt_ids,
+  read_files_beside,
 )
 from tests.data.folder import FolderTest
 from tests.tools.random_texts import random_texts
