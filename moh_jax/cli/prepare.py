@@ -257,7 +257,7 @@ def train_tokenizer(options: TrainTokenizer) -> int:
 
   from moh_jax.data import text_files
   from moh_jax.data.shard_writer import describe_skipped
-  from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
+  from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
   from moh_jax.runtime.files import replacing
 
   skipped: collections.Counter[str] = collections.Counter()
@@ -265,7 +265,7 @@ def train_tokenizer(options: TrainTokenizer) -> int:
   content = train_bpe(options.texts(on_bad), options.vocab_size)
   with replacing(options.out) as path:
     path.write_bytes(content)
-  entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size
+  entries = JsonTokenizer(content).vocab_size
   told = describe_skipped([{"skipped": skipped}])
   print(f"{options.out}: {entries:,} entries" + (f"; {told}" if told else ""))
   if entries < options.vocab_size:

@@ -64,9 +64,6 @@ _BEGIN_END = (
 Ids = tuple[int | None, int | None]  # of begin and end of text
 _MOST_ENTRIES = 1 << 22  # of a trained vocabulary
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
-# A character has at most 4 tokens, but several tokens in a row may each end
-# inside one. Text that is incomplete for longer than this is not UTF-8.
-_MAX_HELD = 16
 
 _Id = Annotated[int, msgspec.Meta(ge=0)]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -224,7 +221,7 @@ class Tokenizer:
   """What all tokenizers have in common; they are picklable.
 
   Attributes:
-    kind: one of `KINDS`.
+    kind: its name in metadata of sets.
     file_name: name of the tokenizer's file, "" for kinds without one.
     content: bytes of that file.
     files: contents of the files beside it by name.
@@ -480,34 +477,6 @@ class BytesTokenizer(Tokenizer):
     return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
-_CLASSES: dict[str, type[Tokenizer]] = {
-  kind.kind: kind
-  for kind in (JsonTokenizer, SentencePieceTokenizer, BytesTokenizer)
-}
-KINDS = tuple(_CLASSES)
-
-
-def prompt_ids(
-  tokenizer: Tokenizer,
-  text: str,
-  *,
-  add_bos: bool | None = None,
-  parse_special: bool = False,
-) -> list[int]:
-  """Returns the ids of a text that a model is to write on from.
-
-  Args:
-    tokenizer: of the model.
-    text: the prompt.
-    add_bos: whether it begins with the begin of text; None does what the
-      tokenizer says.
-    parse_special: names of special tokens in the text become these tokens.
-  """
-  begins = tokenizer.add_bos if add_bos is None else add_bos
-  before = [i for i in (tokenizer.bos_id,) if begins and i is not None]
-  return before + tokenizer.encode(text, parse_special=parse_special)
-
-
 def check_vocabulary(
   tokenizer: Tokenizer, vocab_size: int, source: str = ""
 ) -> None:
@@ -534,25 +503,6 @@ def check_vocabulary(
     )
 
 
-def tokenizer_from_bytes(
-  kind: str, content: bytes, files: Mapping[str, bytes] = _NO_FILES
-) -> Tokenizer:
-  """Makes a tokenizer from the content of its file.
-
-  Args:
-    kind: one of `KINDS`.
-    content: bytes of the tokenizer's file; b"" for the kind "bytes".
-    files: beside it.
-
-  Raises:
-    ValueError: the kind is unknown, the content is not of that kind, one of the
-      files is damaged, or an optional library is missing.
-  """
-  if kind not in KINDS:
-    raise ValueError(f"tokenizer kind {kind!r} must be one of {KINDS}")
-  return _CLASSES[kind](content, files)
-
-
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
   """Loads a tokenizer from a file, and the files that lie beside it.
 
@@ -573,7 +523,9 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     if not found:
       raise FileNotFoundError(f"{file} holds none of {TOKENIZER_FILES}")
     file = found[0]
-  kinds = {".json": "tokenizer_json", ".model": "sentencepiece"}
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such tokenizer file")
+  kinds = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
   if file.suffix not in kinds:
     raise ValueError(
       f"{file}: a tokenizer file ends in one of {tuple(kinds)}; 'bytes' needs "
@@ -583,12 +535,12 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def read_tokenizer(
-  kind: str, file: pathlib.Path, sha256: str = "", owner: str = ""
+  kind: type[Tokenizer], file: pathlib.Path, sha256: str = "", owner: str = ""
 ) -> Tokenizer:
   """Reads a tokenizer, and checks that it is the expected one.
 
   Args:
-    kind: one of `KINDS` that has a file.
+    kind: class of those that have a file.
     file: path of the file.
     sha256: of its content; "" accepts any.
     owner: what was made with that tokenizer, for the message.
@@ -598,12 +550,9 @@ def read_tokenizer(
     TokenizerFileError: the file is damaged, or an optional library is missing.
     ValueError: it is another one, or a file beside it is damaged.
   """
-  if not file.is_file():
-    raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
-    files = read_files_beside(file.parent)
     content = read_bytes(file, MOST_BYTES)
-    tokenizer = tokenizer_from_bytes(kind, content, files)
+    tokenizer = kind(content, read_files_beside(file.parent))
   except ValueError as error:
     raise type(error)(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
@@ -646,48 +595,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
   )
   tokenizer.train_from_iterator(texts, trainer)
   return tokenizer.to_str().encode()
-
-
-class StreamDecoder:
-  """Decodes ids one by one, and returns whole characters only.
-
-  All that `feed` and `flush` return, joined, is what `decode` of all ids has
-  more than `decode` of those before them.
-  """
-
-  def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
-    """Begins a text, or goes on with one.
-
-    Args:
-      tokenizer: of the ids.
-      before: ids before the first one.
-    """
-    self._tokenizer = tokenizer
-    # Ids whose text was returned, then those that are held back.
-    self._ids = list(before)
-    self._returned = len(self._ids)  # how many of `_ids` are of the first kind
-
-  def feed(self, token: int) -> str:
-    """Takes the next id and returns the text that it completes, often ""."""
-    self._ids.append(int(token))
-    text = self._tokenizer.decode(self._ids)
-    held = len(self._ids) - self._returned
-    if text.endswith("\ufffd") and held < _MAX_HELD:
-      return ""
-    return self._take(text)
-
-  def flush(self) -> str:
-    """Returns the text held back, with U+FFFD for incomplete characters."""
-    return self._take(self._tokenizer.decode(self._ids))
-
-  def _take(self, text: str) -> str:
-    known = self._tokenizer.decode(self._ids[: self._returned])
-    while not text.startswith(known):  # it ended in the middle of a character
-      known = known[:-1]
-    new = text[len(known) :]
-    # Decoding may drop a space at the beginning of a text, so new ids are
-    # decoded after earlier ones that begin it, with more than spaces.
-    if new.strip(" "):
-      self._ids = self._ids[self._returned :]
-    self._returned = len(self._ids)
-    return new

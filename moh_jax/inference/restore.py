@@ -256,9 +256,7 @@ def load_checkpoint_tokenizer(
   for kind in kinds:
     file = folder / kind.file_name
     try:
-      return tokenizers.read_tokenizer(
-        kind.kind, file, expected, "the checkpoint"
-      )
+      return tokenizers.read_tokenizer(kind, file, expected, "the checkpoint")
     except FileNotFoundError:
       continue
     except ValueError as error:  # the right one may lie beside it
