@@ -90,25 +90,27 @@ def _form(row: Row) -> str:
 
 
 def _heads(_: str, names: Sequence[str]) -> str:
-  """Tables of attention and of layers: a line for a length and a pass."""
+  """Tables of attention and of layers: a line for a length and a share."""
   found = {
-    (row.length, row.mode, row.share, row.implementation): row
+    (row.length, row.share, row.mode): row
     for row in _rows(*names)
+    if row.implementation == "auto" and row.share < 1
   }
-  # MHA may have rows in slower forms too.
-  shares = sorted({share for _, _, share, _ in found if share < 1})
-  header = ["tokens", "pass", "MHA", *(f"MoH, {share:.0%}" for share in shares)]
-  lines = []
-  for length in sorted({length for length, *_ in found}):
-    for mode, text in _PASSES.items():
-      if mha := found.get((length, mode, 1, "mha")):
-        line = [f"{length:,}", text, mha.form]
-        for share in shares:
-          auto = found[length, mode, share, "auto"]
-          packed = auto.form == "packed" and auto.computed_share == share
-          form = "" if packed else f" ({_form(auto)})"
-          line.append(f"{auto.to_mha}{form}")
-        lines.append(line)
+
+  def cell(row: Row | None) -> str:
+    if row is None or (row.form, row.computed_share) == ("packed", row.share):
+      return row.to_mha if row else ""
+    return f"{row.to_mha} ({_form(row)})"
+
+  lines = [
+    (
+      f"{length:,}",
+      f"{share:.0%}",
+      *(cell(found.get((length, share, mode))) for mode in _PASSES),
+    )
+    for length, share in sorted({key[:2] for key in found})
+  ]
+  header = ("tokens", "active", *_PASSES.values())
   return f"{_where(*names)}:\n\n{markdown(header, lines)}"
 
 
