@@ -142,8 +142,8 @@ def _routing(_: str) -> str:
   has = result["settings"]
   by_name = {row["routing"]: _ratio(row) for row in result["rows"]}
   return (
-    f"{by_name['trained']} of the time of every head with a trained router, "
-    f"{by_name['uniformly random']} with heads chosen at random "
+    f"With a trained router it is {by_name['trained']}, with heads chosen at "
+    f"random {by_name['uniformly random']} "
     f"({has['layers']} layers of {has['heads']} heads of {has['head_dim']}, "
     f"{has['share']:.0%} active, {has['tokens']} tokens, causal forward, "
     f"{_where('trained_routing')})."
