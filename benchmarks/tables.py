@@ -132,9 +132,10 @@ def _model(_: str, name: str, unit: str, memory: bool = False) -> str:
       f"The sampler takes {sampler['ratio_to_forwards']:.2f} of the time of as "
       "many forward passes, called one by one."
     )
-  seconds = result["train_step"]["compile_seconds"]
-  notes.append(f"The train step compiles in {seconds:.0f} s.")
-  return f"{_where(name)}:\n\n{table}\n\n{' '.join(notes)}"
+  if step := result.get("train_step"):
+    seconds = step["compile_seconds"]
+    notes.append(f"The train step compiles in {seconds:.0f} s.")
+  return f"{_where(name)}:\n\n{table}\n\n{' '.join(notes)}".rstrip()
 
 
 def _routing(_: str) -> str:
