@@ -395,7 +395,8 @@ def restore(
   Raises:
     ValueError: an item cannot be read.
   """
-  restored = checkpoint.read_items(directory, step, _items(abstract))
+  items = _items(abstract)
+  restored = checkpoint.read_items(directory, step, items)
   state = TrainState(
     params=restored["params"], ema=restored.get("ema"), **restored["train"]
   )
