@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moh_jax.cli.bench import HeadOptions
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention, choose_form
 from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
@@ -69,13 +68,13 @@ class Split:
     return check_exact(*both, dtype)
 
 
-# Maps options, mode, length, share of active heads and the name of a form to
+# Maps `HeadOptions`, mode, length, share of active heads and the name of a form to
 # the form that the library chooses; ValueError if the name is impossible.
 Choose = Callable[[Any, str, int, float, str], Form]
 
 
 def compare_forms(
-  options: HeadOptions,
+  options: Any,
   op: str,
   splits: Callable[[Any, str, int], Iterable[Split]],
   choose: Choose | None = None,
@@ -86,7 +85,7 @@ def compare_forms(
   are left out, unless they are asked for.
 
   Args:
-    options: of the benchmark.
+    options: `HeadOptions` of the benchmark.
     op: what is computed, see `Row`.
     splits: makes what is compared for options, a mode and a length, multi-head
       attention first.
@@ -129,7 +128,7 @@ def compare_forms(
   return rows
 
 
-def _choose(choose: Choose, options: HeadOptions, *case: Any) -> Form:
+def _choose(choose: Choose, options: Any, *case: Any) -> Form:
   if case[-1] in ("kernel", "cudnn") and target().platform == "cpu":
     raise ValueError(
       f"--implementations {case[-1]} needs an accelerator, this is a CPU"
@@ -151,7 +150,7 @@ def _compiled(row: Row, split: Split, dtype: str) -> tuple[Row, Program | None]:
 
 
 def chosen_form(
-  options: HeadOptions, mode: str, length: int, share: float, name: str
+  options: Any, mode: str, length: int, share: float, name: str
 ) -> Form:
   """The form that `attention` chooses for a benchmark's arrays."""
   case = AttentionCase(
@@ -176,7 +175,7 @@ def random_active(budget: HeadBudget, batch: int, tokens: int) -> ActiveHeads:
   return ActiveHeads(mask, budget.active)
 
 
-def splits(options: HeadOptions, mode: str, length: int) -> Iterable[Split]:
+def splits(options: Any, mode: str, length: int) -> Iterable[Split]:
   """Attention of all heads, and of each of the shares."""
   batch, heads, dim = options.batch, options.heads, options.head_dim
   groups = options.num_kv_heads
