@@ -68,8 +68,8 @@ class Split:
     return check_exact(*both, dtype)
 
 
-# Maps `HeadOptions`, mode, length, share of active heads and the name of a form to
-# the form that the library chooses; ValueError if the name is impossible.
+# Maps `HeadOptions`, mode, length, share of active heads and the name of a form
+# to the form that the library chooses; ValueError if the name is impossible.
 Choose = Callable[[Any, str, int, float, str], Form]
 
 
