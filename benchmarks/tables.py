@@ -129,12 +129,14 @@ def _models(_: str) -> str:
       ]
       lines.append((model, text, _form(moh), *rates, moh.to_mha))
       model = ""
-    routers.append(f"{rows['forward', 'router'].to_mha} ({unit})")
+    if router := rows.get(("forward", "router")):  # in older results
+      routers.append(f"{router.to_mha} ({unit})")
   header = ("", "pass", "form, heads computed", "MoH/s", "MHA/s")
-  return (
-    f"{_where(*_MODELS)}:\n\n{markdown((*header, 'time over MHA'), lines)}\n\n"
-    f"The routers alone take {', '.join(routers)} of MHA's forward pass."
-  )
+  text = f"{_where(*_MODELS)}:\n\n{markdown((*header, 'time over MHA'), lines)}"
+  if routers:
+    several = ", ".join(routers)
+    text += f"\n\nThe routers alone take {several} of MHA's forward pass."
+  return text
 
 
 def _routing(_: str) -> str:
