@@ -138,7 +138,7 @@ class Generator:
 
   def fingerprint(self) -> str:
     """Identifies the model by its content; reads all parameters."""
-    return fingerprint(self.config, self._params, self._mesh)
+    return fingerprint(self.config, self._params)
 
   def chat(
     self,
@@ -280,7 +280,7 @@ class Generator:
         state, *new = self._decode(
           self._params, state, numbers, sampling.greedy, sampling.cut
         )
-      for writer, *row in zip(writers, *sharding.gather(new, self._mesh)):
+      for writer, *row in zip(writers, *sharding.gather(new)):
         for token, log_prob in zip(*row):
           writer.add(int(token), float(log_prob))
       yield writers

@@ -172,17 +172,16 @@ def _network(config: Config, params: Any, overrides: Any) -> nn.Module:
   return model
 
 
-def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
+def fingerprint(config: Any, params: Any) -> str:
   """Identifies a model by what it computes with, wherever it was stored.
 
   Args:
     config: its section.
     params: its parameters, as they are used.
-    mesh: that they lie on.
   """
   state = xxhash.xxh3_128(repr(config).encode())
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    array = sharding.gather(leaf, mesh)
+    array = sharding.gather(leaf)
     state.update(f"{path} {array.dtype} {array.shape}".encode())
     state.update(array.tobytes())
   return state.hexdigest()
