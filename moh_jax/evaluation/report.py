@@ -335,7 +335,7 @@ def samples(
 
   images = sharding.pad_to_shards(stats.maps.inputs, mesh)
   batch = {probe.shown: sharding.put_batch(images, mesh)}
-  found = sharding.gather(probabilities(params, batch), mesh)
+  found = sharding.gather(probabilities(params, batch))
   figures = []
   for image, row, label in zip(shown, found, stats.maps.label.tolist()):
     best = int(row.argmax())

@@ -11,9 +11,8 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.data import decode, transforms
-from moh_jax.data.decode import LaterImage
 from tests.data.folder import FolderTest
-from tests.data.photos import encode, photo
+from tests.data.tiny_images import encode, photo
 
 _RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
 
@@ -327,7 +326,7 @@ class EvaluationTest(parameterized.TestCase):
 def _later(size, **options):
   picture = photo(size)
   content = encode(picture, quality=95, **options)
-  return LaterImage.of(content, 3, "x.jpg")
+  return decode.decode_later(content, 3, "x.jpg")
 
 
 class UpperRowsTest(parameterized.TestCase):

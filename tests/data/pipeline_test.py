@@ -21,8 +21,8 @@ from moh_jax.config import Config, DataConfig
 from moh_jax.data import decode, pipeline, sources
 from moh_jax.data.pipeline import RepeatedImages
 from tests.data import augment_test, tiny_sets
-from tests.data.photos import encode, photo
-from tests.data.sources_test import _MODEL
+from tests.data.image_sources_test import MODEL as _MODEL
+from tests.data.tiny_images import encode, photo
 
 CONFIG = config_lib.Config(
   model=dataclasses.replace(
