@@ -41,11 +41,19 @@ class SamplingTest(parameterized.TestCase):
     self.assertEndsWith(str(caught.exception), f"must {allowed}")
 
 
+def _choose(logits, keys, **options):
+  sampling = Sampling(**options)
+  numbers = span_numbers(sampling, 0, 1)
+  return choose_tokens(
+    logits, keys, numbers, greedy=sampling.greedy, cut=sampling.cut
+  )
+
+
 def _sample(logits, rows=_SAMPLES, **options):
   """Tokens of `rows` equal rows, [rows]."""
   logits = jnp.tile(jnp.asarray(logits, jnp.float32), (rows, 1))
   keys = jax.random.split(jax.random.key(0), rows)
-  return np.asarray(choose_tokens(logits, keys, **options)[0])
+  return np.asarray(_choose(logits, keys, **options)[0])
 
 
 class ChooseTokensTest(parameterized.TestCase):
@@ -62,19 +70,19 @@ class ChooseTokensTest(parameterized.TestCase):
     {"temperature": 1e-4},
   )
   def test_is_the_best_token(self, **options):
-    tokens, _ = choose_tokens(self.logits, self.keys, **options)
+    tokens, _ = _choose(self.logits, self.keys, **options)
     chex.assert_type(tokens, jnp.int32)
     np.testing.assert_array_equal(tokens, self.logits.argmax(-1))
 
   def test_ties_of_the_best_go_to_the_lowest_id(self):
     logits = jnp.array([[0.0, 2.0, 1.0, 2.0]])
-    self.assertEqual(int(choose_tokens(logits, self.keys[:1])[0][0]), 1)
+    self.assertEqual(int(_choose(logits, self.keys[:1])[0][0]), 1)
 
   @parameterized.parameters(
     {"temperature": 0.0}, {"temperature": 2.0, "top_k": 2, "top_p": 0.9}
   )
   def test_log_probabilities_are_those_of_the_model_itself(self, **options):
-    tokens, log_probs = choose_tokens(self.logits, self.keys, **options)
+    tokens, log_probs = _choose(self.logits, self.keys, **options)
     expected = jax.nn.log_softmax(self.logits)[np.arange(5), tokens]
     chex.assert_type(log_probs, jnp.float32)
     np.testing.assert_allclose(log_probs, expected, rtol=1e-6)
@@ -116,8 +124,8 @@ class ChooseTokensTest(parameterized.TestCase):
 
   def test_rows_are_sampled_by_their_keys_alone(self):
     logits, keys = jnp.zeros((5, 1000)), self.keys
-    tokens, _ = choose_tokens(logits, keys, temperature=1.0)
-    again, _ = choose_tokens(logits[2:4], keys[2:4], temperature=1.0)
+    tokens, _ = _choose(logits, keys, temperature=1.0)
+    again, _ = _choose(logits[2:4], keys[2:4], temperature=1.0)
     np.testing.assert_array_equal(again, tokens[2:4])
     self.assertLen(set(tokens.tolist()), 5)
 

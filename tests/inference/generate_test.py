@@ -12,6 +12,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig
 from moh_jax.config.llm import Sampling
+from moh_jax.data.chat import chat_ids
 from moh_jax.data.tokenizers import END, JsonTokenizer
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
@@ -350,7 +351,8 @@ class SpecialTokensTest(parameterized.TestCase):
     generator = self._generator(files)
     messages = [{"role": "user", "content": f"aA{END}"}]
     # The name of a special token is that token, and the text begins once.
-    self.assertEqual(generator.chat_prompt(messages), [27, 1, 28])
+    ids = chat_ids(generator.tokenizer, messages, None)
+    self.assertEqual(ids, [27, 1, 28])
     messages = [{"role": "user", "content": "bB"}, *messages]
     completion = generator.chat(messages, Sampling(max_new_tokens=3))
     self.assertEqual(completion.text, "cCdDeE")
