@@ -32,10 +32,10 @@ from moh_jax.ops.position import sincos_2d
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert import tiny_llm
 from tests.convert.stored import save_tensors
-from tests.models import small_vit
+from tests.models import small
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
-_VIT, _LLM = small_vit.TWO_STAGES, tiny_llm.MOH
+_VIT, _LLM = small.TWO_STAGES, tiny_llm.MOH
 _DIT = DiTConfig(
   input_size=(4, 6),
   channels=3,
