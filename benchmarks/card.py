@@ -309,7 +309,8 @@ def expectations(
 
   found = []
   for row in layers:
-    if row.implementation != "auto" or row.every_head or row.ms is None:
+    packs = row.computed_share != 1
+    if row.implementation != "auto" or row.ms is None or not packs:
       continue
     whole = fastest(layers, row, 1.0)
     every, active = (fastest(cores, row, share) for share in (1.0, row.share))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.cli import bench_attention, flags, head_options, options
+from moh_jax.cli import bench, bench_attention, flags, options
 from moh_jax.cli.main import report_errors
 from moh_jax.training import timing
 
@@ -51,7 +51,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 def run_heads(
   doc: str,
   argv: Sequence[str] | None,
-  cls: type[head_options.HeadOptions],
+  cls: type[bench.HeadOptions],
   *benchmark: Any,
 ) -> int:
   """Runs a benchmark of heads; 1 if a form is not exact or does not run.
@@ -69,7 +69,7 @@ def run_heads(
   given = flags.parse(parser, cls, argv)
 
   def call() -> int:
-    result = bench_attention.run_heads(given, *benchmark)
-    return bench_attention.report(given, result)
+    rows = bench_attention.compare_forms(given, *benchmark)
+    return bench.report(given, rows, given.values())
 
   return report_errors(call, given.traceback)

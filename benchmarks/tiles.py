@@ -238,7 +238,7 @@ def _compiler(
       rows = q, sums, sums, grad
       return kernels.key_gradients(problem, rows, (k, v), tile)
 
-    program = bench.compile_program(call, *arrays, loops=bench.default_loops())
+    program = bench.compile_program(call, *arrays, loops=True)
     jax.block_until_ready(program.run())
     return program
 

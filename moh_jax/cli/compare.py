@@ -71,7 +71,7 @@ def run(options: Options) -> int:
   from moh_jax.data.infer import resolve
   from moh_jax.evaluation import comparison, pictures
   from moh_jax.training import timing
-  from moh_jax.training.comparison import Comparison
+  from moh_jax.training.comparison import compare
   from moh_jax.training.variants import compared_runs
 
   runs = compared_runs(
@@ -81,19 +81,19 @@ def run(options: Options) -> int:
   runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
   decode = read_decoder(options.vae, runs[0].config)
   with run_log.kept(options):
-    compared = Comparison(options.loaded, options.workdir)
-    finished = compared.run(runs, decode, not options.no_verify)
+    outcomes = compare(
+      options.loaded, runs, options.workdir, decode, not options.no_verify
+    )
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
-  if finished and options.rounds:
+  if outcomes is not None and options.rounds:
     programs = {_step(one): one for one in configs.values()}
     seconds = timing.step_seconds(programs, options.rounds)
   if not options.is_first():
     return 0
-  if not finished:
+  if outcomes is None:
     print("stopped; run the command again to go on", file=sys.stderr)
     return 0
-  outcomes = compared.outcomes
   for one in runs:
     if fault := outcomes[one.name].fault:
       print(f"warning: {one.name}: {fault}", file=sys.stderr)

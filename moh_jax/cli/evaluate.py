@@ -25,6 +25,7 @@ from moh_jax.cli.options import (
 from moh_jax.cli.text_files import Texts
 from moh_jax.config import Config, apply_overrides, check_command
 from moh_jax.config.base import Count, Natural
+from moh_jax.config.serving import with_top_k
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
@@ -131,7 +132,6 @@ def run(options: Options) -> int:
   """Prints the metrics, a column for each --top-k."""
   options.join()
   from moh_jax.evaluation import pictures
-  from moh_jax.inference.restore import with_top_k
   from moh_jax.runtime import sharding
   from moh_jax.runtime.files import write_csv
 

@@ -334,7 +334,7 @@ class Stored(BaseOptions):
     """Checks that there is such a checkpoint, too."""
     if self.checkpoint is not None:
       if "://" not in self.checkpoint:
-        steps.check_exists(self.checkpoint)
+        steps.find_step(self.checkpoint, None)
       _ = self.step_number
     super().prepare()
 

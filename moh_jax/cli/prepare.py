@@ -46,18 +46,13 @@ class Images(BaseOptions):
   shard_size: Count = 1024
   bad_images: Literal["raise", "skip"] = "raise"
 
-  def sources(self, *channels: int, class_names=None) -> dict:
+  def sources(self, *channels: int, class_names=()) -> dict:
     """Opens the images of each split."""
+    from moh_jax.data.image_folders import Selection
     from moh_jax.data.image_shards import open_splits
 
-    return open_splits(
-      self.data,
-      self.split,
-      *channels,
-      class_names=class_names,
-      label_column=self.label_column,
-      val_share=self.val_share,
-    )
+    selection = Selection(self.val_share, class_names, self.label_column)
+    return open_splits(self.data, self.split, *channels, selection=selection)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,7 +257,7 @@ def train_tokenizer(options: TrainTokenizer) -> int:
 
   from moh_jax.data import text_files
   from moh_jax.data.shard_writer import describe_skipped
-  from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
+  from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
   from moh_jax.runtime.files import replacing
 
   skipped: collections.Counter[str] = collections.Counter()
@@ -270,7 +265,7 @@ def train_tokenizer(options: TrainTokenizer) -> int:
   content = train_bpe(options.texts(on_bad), options.vocab_size)
   with replacing(options.out) as path:
     path.write_bytes(content)
-  entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size
+  entries = JsonTokenizer(content).vocab_size
   told = describe_skipped([{"skipped": skipped}])
   print(f"{options.out}: {entries:,} entries" + (f"; {told}" if told else ""))
   if entries < options.vocab_size:

@@ -131,7 +131,7 @@ def run(options: Options) -> int:
         sample.write_grid(out, images, options.columns or min(num, 10))
     else:
       settings = _settings(options, metadata, labels, start) | {
-        "checkpoint": fingerprint(restored.config.model, restored.params, mesh),
+        "checkpoint": fingerprint(restored.config.model, restored.params),
         "step": restored.step,
         "vae": vae and weights_sha256(vae.config, vae.params),
       }

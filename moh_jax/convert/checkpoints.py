@@ -25,7 +25,7 @@ from moh_jax.config import (
 from moh_jax.convert import rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
-from moh_jax.data import tokenizer_files, tokenizers
+from moh_jax.data import tokenizers
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
@@ -296,9 +296,9 @@ def _make(
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  sha256 = tokenizer_files.copy_tokenizer_files(source, target)
+  sha256 = tokenizers.copy_tokenizer_files(source, target)
   if not sha256:
-    names = " or ".join(tokenizer_files.TOKENIZER_FILES)
+    names = " or ".join(tokenizers.TOKENIZER_FILES)
     _LOG.warning("%s has no %s: no tokenizer is copied", source, names)
   return sha256
 

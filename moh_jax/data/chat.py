@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from moh_jax.data.input_files import import_extra
-from moh_jax.data.tokenizer_files import (
+from moh_jax.data.tokenizers import (
   TEMPLATE,
   TEMPLATE_FOLDER,
   TEMPLATE_JSON,
   TOKENIZER_CONFIG,
+  Tokenizer,
   named_tokens,
   read_json,
 )
-from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.json_files import check_json, plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for

@@ -393,16 +393,6 @@ class LaterImage:
   place: str
   shape: tuple[int, int, int]
 
-  @classmethod
-  def of(cls, content: bytes, channels: int, place: str) -> "LaterImage":
-    """Reads the header of a JPEG file.
-
-    Raises:
-      ValueError: it is damaged; the message names it.
-    """
-    size = read_jpeg_header(content) or describe_image(content, place)[0]
-    return cls(content, place, (*size[:2], channels))
-
   def region(
     self,
     size: tuple[int, int],
@@ -436,6 +426,20 @@ class LaterImage:
     what = self.content, self.shape[-1], self.place
     pixels = decode_image(*what, factor, rows, fast=fast)
     return pixels, tuple(edge / factor for edge in box)
+
+
+def decode_later(
+  content: bytes, channels: int, name: str
+) -> np.ndarray | LaterImage:
+  """As `decode_image`, but of a JPEG file only the header is read.
+
+  Raises:
+    ValueError: it is damaged; the message names it.
+  """
+  if not is_jpeg(content):
+    return decode_image(content, channels, name)
+  size = read_jpeg_header(content) or describe_image(content, name)[0]
+  return LaterImage(content, name, (*size[:2], channels))
 
 
 def resize(

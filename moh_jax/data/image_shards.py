@@ -22,15 +22,17 @@ from moh_jax.data.decode import (
 )
 from moh_jax.data.identity import Identity
 from moh_jax.data.image_folders import (
+  ALL,
   EncodedSource,
   ImageFolderSource,
   Record,
+  Selection,
   find_splits,
 )
 from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA, Shards
-from moh_jax.data.sources import ClassList, check_class_names
+from moh_jax.data.sources import check_class_names
 
 KIND = "images"
 _THREADS = 8  # threads that read image files
@@ -40,18 +42,22 @@ _QUALITY = 95  # of JPEG files that are written in place of larger images
 class ArrayRecordSource(EncodedSource):
   """Source of the images in PATH/SPLIT/*.array_record."""
 
-  def __init__(self, path: str, split: str, channels: int, **_: Any):
+  def __init__(
+    self, path: str, split: str, channels: int, selection: Selection = ALL
+  ):
     """Opens a split, whose metadata.json says the classes.
 
     Args:
       path: directory of the splits, local or mounted.
       split: "train" or "val"; "" reads `path` itself.
       channels: 1 decodes to grey, 3 to RGB.
+      selection: not used, as shards were selected when they were packed.
 
     Raises:
       FileNotFoundError: metadata.json or a shard is missing.
       ValueError: the set holds no images, or a shard is truncated.
     """
+    del selection
     self._folder = pathlib.Path(path) / split
     self._shards = Shards(self._folder, KIND)
     self.class_names = tuple(self._shards.metadata["class_names"])
@@ -87,9 +93,7 @@ def open_splits(
   path: str,
   split: str | None,
   channels: int = 3,
-  class_names: tuple[str, ...] | ClassList = (),
-  label_column: str = "",
-  val_share: float = 0.0,
+  selection: Selection = ALL,
 ) -> dict[str, EncodedSource]:
   """Opens images of any kind on disk, whichever it is.
 
@@ -100,11 +104,7 @@ def open_splits(
     split: the wanted split; None opens all. If `path` is one split directly,
       this is the name it gets, "train" for None.
     channels: 1 decodes to grey, 3 to RGB.
-    class_names: classes whose positions are the labels; () takes those of the
-      first split for all.
-    label_column: column of the labels of tables; "" finds it.
-    val_share: share of folders or tables that is held out as "val" where there
-      is no such split, by `image_folders.hold_out`.
+    selection: of the images; the classes of the first split are those of all.
 
   Returns:
     Sources by split.
@@ -114,38 +114,30 @@ def open_splits(
     ValueError: the data are damaged, or have classes beside `class_names`; a
       column of folders or shards; a share of shards.
   """
-  of_tables = is_tables(path)
-  if label_column and not of_tables:
+  of_tables, share = is_tables(path), selection.val_share
+  if selection.label_column and not of_tables:
     raise ValueError(
-      f"--label-column={label_column!r} must be '': {path} has no tables"
+      f"--label-column={selection.label_column!r} must be '': {path} has no "
+      "tables"
     )
   found = find_tables(path) if of_tables else find_splits(path)
-  divided = val_share > 0 and found.keys() == {"train"}
-  if not (of_tables or divided):
-    found = find_splits(path, split)
+  divided = share > 0 and found.keys() == {"train"}
+  if divided and not of_tables and (found["train"] / METADATA).is_file():
+    raise ValueError(f"--val-share={share} must be 0: {path} is packed")
+  places: dict[str, tuple[type[EncodedSource], str, str]] = {}
+  if divided or of_tables:
+    kind = ParquetSource if of_tables else ImageFolderSource
+    names = [split] if split else (SPLITS if divided else found)
+    places = {name: (kind, path, name) for name in names}
+  else:
+    for name, folder in find_splits(path, split).items():
+      packed = (folder / METADATA).is_file()
+      kind = ArrayRecordSource if packed else ImageFolderSource
+      places[name] = kind, str(folder), ""
   opened: dict[str, EncodedSource] = {}
-  for name in [split] if split else (SPLITS if divided else found):
-    where, part, kind = path, name, ParquetSource
-    if not of_tables:
-      kind = ImageFolderSource
-      folder = found["train" if divided else name]
-      if (folder / METADATA).is_file():
-        kind = ArrayRecordSource
-        if divided:
-          raise ValueError(
-            f"--val-share={val_share} must be 0: {path} is packed"
-          )
-      if not divided:
-        where, part = str(folder), ""
-    opened[name] = source = kind(
-      where,
-      part,
-      channels,
-      val_share=val_share,
-      class_names=class_names,
-      label_column=label_column,
-    )
-    class_names = source.class_names
+  for name, (kind, *place) in places.items():
+    opened[name] = source = kind(*place, channels, selection)
+    selection = selection._replace(class_names=source.class_names)
   first, *others = opened.values()
   for other in others:
     check_class_names(first.class_names, other.class_names, path)

@@ -121,24 +121,13 @@ def _crop_when_read(
     numbers = grain.MapDataset.range(len(source))
     crop, *rest = recipe
     if isinstance(crop, transforms.ResizeCenterCrop):
-      return numbers, [_ReadAndCrop(source, crop), *rest]
+      read = functools.partial(source.fitted, fit=crop.map)
+      return numbers.map(read), rest
     # Copies of an image share one decoding of all of it.
     at_random = isinstance(crop, transforms.RandomCropFlip)
     if at_random and config.data.repeats == 1:
       return numbers, [_ReadAndCropAtRandom(source, crop), *rest]
   return grain.MapDataset.source(source), recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReadAndCrop(grain.transforms.Map):
-  """Maps the number of an image to its example, cropped."""
-
-  source: CheckedSource
-  crop: transforms.ResizeCenterCrop
-
-  def map(self, element: int) -> Example:
-    """Reads and crops image number `element`."""
-    return self.source.fitted(element, self.crop.map)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +139,8 @@ class _ReadAndCropAtRandom(grain.transforms.RandomMap):
 
   def random_map(self, element: int, rng: np.random.Generator) -> Example:
     """Reads and crops image number `element`."""
-    return self.source.fitted(
-      element, lambda example: self.crop.random_map(example, rng)
-    )
+    crop = functools.partial(self.crop.random_map, rng=rng)
+    return self.source.fitted(element, crop)
 
 
 class RepeatedImages(grain.MapDataset):
@@ -175,15 +163,14 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    self._reads = SharedReads(_MOST_KEPT, uses=copies)
+    self._reads = SharedReads(_MOST_KEPT, parent.__getitem__)
 
   def __len__(self) -> int:
     return self._length
 
   def __getitem__(self, index: int) -> Any:
     epoch, place = divmod(index, self._length)
-    number = epoch * len(self._parent) + place // self._copies
-    return self._reads.get(number, lambda: self._parent[number])
+    return self._reads.get(epoch * len(self._parent) + place // self._copies)
 
 
 class TrainBatches:

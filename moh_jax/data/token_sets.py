@@ -30,11 +30,13 @@ from array_record.python import array_record_module
 from moh_jax.data.identity import Identity
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.shards import Shards
-from moh_jax.data.tokenizer_files import write_tokenizer_files
 from moh_jax.data.tokenizers import (
   BytesTokenizer,
+  JsonTokenizer,
+  SentencePieceTokenizer,
   Tokenizer,
   read_tokenizer,
+  write_tokenizer_files,
 )
 from moh_jax.runtime.files import checksum, replacing
 
@@ -84,8 +86,9 @@ def set_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
   entry = metadata["tokenizer"]
   if entry["kind"] == BytesTokenizer.kind:
     return BytesTokenizer()
+  kinds = {kind.kind: kind for kind in (JsonTokenizer, SentencePieceTokenizer)}
   file = folder / entry["file"]
-  return read_tokenizer(entry["kind"], file, entry["sha256"], "the set")
+  return read_tokenizer(kinds[entry["kind"]], file, entry["sha256"], "the set")
 
 
 class TokenSet:

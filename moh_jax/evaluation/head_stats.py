@@ -198,13 +198,13 @@ def head_stats(
   for batch in batches:
     sums, chosen = step(params, batch)
     rows = []
-    labels, mask = sharding.gather((batch["label"], batch["mask"]), mesh)
+    labels, mask = sharding.gather((batch["label"], batch["mask"]))
     for row in np.flatnonzero(mask > 0).tolist():
       if maps and left.get(label := int(labels[row]), 0):
         maps, left[label] = maps - 1, left[label] - 1
         rows.append(row)
     if rows:
-      part = sharding.gather(chosen, mesh)
+      part = sharding.gather(chosen)
       kept.append(jax.tree.map(lambda x: x[rows], part))  # noqa: B023
     sums = jax.tree.map(on_host, sums)
     total = sums if total is None else jax.tree.map(np.add, total, sums)

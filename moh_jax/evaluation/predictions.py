@@ -70,7 +70,6 @@ def predict_all(
   step: Callable[[Any, Any], dict[str, Any]],
   params: Any,
   batches: Iterable[Any],
-  mesh: Mesh,
 ) -> Predictions:
   """Predicts every image of a split once, whatever devices share the work.
 
@@ -78,7 +77,6 @@ def predict_all(
     step: of `predict_step`.
     params: the parameters.
     batches: global batches with "index" and "mask", on the devices.
-    mesh: the devices.
 
   Raises:
     ValueError: there is no image.
@@ -88,8 +86,8 @@ def predict_all(
     waiting.append(step(params, batch))
     # Two batches in flight: the device is busy, its memory not full of them.
     if len(waiting) > 1:
-      parts.append(sharding.gather(waiting.pop(0), mesh))
-  parts += [sharding.gather(one, mesh) for one in waiting]
+      parts.append(sharding.gather(waiting.pop(0)))
+  parts += [sharding.gather(one) for one in waiting]
   if not parts:
     raise ValueError("the split to evaluate is empty")
   whole = {

@@ -327,7 +327,7 @@ def samples(
 
   images = sharding.pad_to_shards(stats.maps.inputs, mesh)
   batch = {probe.shown: sharding.put_batch(images, mesh)}
-  found = sharding.gather(probabilities(params, batch), mesh)
+  found = sharding.gather(probabilities(params, batch))
   names, figures = stats.groups[probe.label].names, []
   for image, row, label in zip(shown, found, stats.labels):
     best = int(row.argmax())

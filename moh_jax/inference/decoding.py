@@ -11,12 +11,15 @@ import numpy as np
 
 from moh_jax.config import LLMConfig
 from moh_jax.config.llm import Sampling
-from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM, unrolled_logits
 from moh_jax.ops.cache import Slots
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token
+# A character has at most 4 tokens, but several tokens in a row may each end
+# inside one. Text that is incomplete for longer than this is not UTF-8.
+_MAX_HELD = 16
 NO_TOKEN = -1  # stands for what a finished row would have written
 
 
@@ -327,3 +330,69 @@ def _overlap(text: str, stop: str) -> int:
   """Characters at the end of a text that a stop text begins with."""
   sizes = range(min(len(stop) - 1, len(text)), 0, -1)
   return next((n for n in sizes if text.endswith(stop[:n])), 0)
+
+
+def prompt_ids(
+  tokenizer: Tokenizer,
+  text: str,
+  *,
+  add_bos: bool | None = None,
+  parse_special: bool = False,
+) -> list[int]:
+  """Returns the ids of a text that a model is to write on from.
+
+  Args:
+    tokenizer: of the model.
+    text: the prompt.
+    add_bos: whether it begins with the begin of text; None does what the
+      tokenizer says.
+    parse_special: names of special tokens in the text become these tokens.
+  """
+  begins = tokenizer.add_bos if add_bos is None else add_bos
+  before = [i for i in (tokenizer.bos_id,) if begins and i is not None]
+  return before + tokenizer.encode(text, parse_special=parse_special)
+
+
+class StreamDecoder:
+  """Decodes ids one by one, and returns whole characters only.
+
+  All that `feed` and `flush` return, joined, is what `decode` of all ids has
+  more than `decode` of those before them.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+    """Begins a text, or goes on with one.
+
+    Args:
+      tokenizer: of the ids.
+      before: ids before the first one.
+    """
+    self._tokenizer = tokenizer
+    # Ids whose text was returned, then those that are held back.
+    self._ids = list(before)
+    self._returned = len(self._ids)  # how many of `_ids` are of the first kind
+
+  def feed(self, token: int) -> str:
+    """Takes the next id and returns the text that it completes, often ""."""
+    self._ids.append(int(token))
+    text = self._tokenizer.decode(self._ids)
+    held = len(self._ids) - self._returned
+    if text.endswith("\ufffd") and held < _MAX_HELD:
+      return ""
+    return self._take(text)
+
+  def flush(self) -> str:
+    """Returns the text held back, with U+FFFD for incomplete characters."""
+    return self._take(self._tokenizer.decode(self._ids))
+
+  def _take(self, text: str) -> str:
+    known = self._tokenizer.decode(self._ids[: self._returned])
+    while not text.startswith(known):  # it ended in the middle of a character
+      known = known[:-1]
+    new = text[len(known) :]
+    # Decoding may drop a space at the beginning of a text, so new ids are
+    # decoded after earlier ones that begin it, with more than spaces.
+    if new.strip(" "):
+      self._ids = self._ids[self._returned :]
+    self._returned = len(self._ids)
+    return new

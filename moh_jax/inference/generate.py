@@ -18,7 +18,7 @@ from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import Message, chat_ids
 from moh_jax.data.text_files import Prompts
-from moh_jax.data.tokenizers import Tokenizer, check_vocabulary, prompt_ids
+from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
 from moh_jax.inference import decoding
 from moh_jax.inference.restore import (
   Restored,
@@ -138,7 +138,7 @@ class Generator:
 
   def fingerprint(self) -> str:
     """Identifies the model by its content; reads all parameters."""
-    return fingerprint(self.config, self._params, self._mesh)
+    return fingerprint(self.config, self._params)
 
   def chat(
     self,
@@ -236,7 +236,7 @@ class Generator:
       ValueError: as for `generate`.
     """
     if isinstance(prompt, str):
-      ids = prompt_ids(
+      ids = decoding.prompt_ids(
         self.tokenizer,
         prompt,
         add_bos=self._add_bos,
@@ -280,7 +280,7 @@ class Generator:
         state, *new = self._decode(
           self._params, state, numbers, sampling.greedy, sampling.cut
         )
-      for writer, *row in zip(writers, *sharding.gather(new, self._mesh)):
+      for writer, *row in zip(writers, *sharding.gather(new)):
         for token, log_prob in zip(*row):
           writer.add(int(token), float(log_prob))
       yield writers

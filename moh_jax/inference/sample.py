@@ -107,7 +107,7 @@ class Sampler:
       for name, rows in self._given.items()
     }
     images = self._paint(self._params, self._seed, *parts, **given)
-    return sharding.gather(images, self._mesh)[:size]
+    return sharding.gather(images)[:size]
 
   def label(self, index: np.ndarray) -> np.ndarray:
     """Labels of images by index, int32."""

@@ -193,7 +193,7 @@ def _make_preview(
     index = sharding.pad_to_shards(np.arange(num, dtype=np.int32), mesh)
     batch = (index, wanted[index % len(wanted)])
     batch = [sharding.put_batch(part, mesh) for part in batch]
-    pictures = sharding.gather(paint(params, seed, *batch), mesh)[:num]
+    pictures = sharding.gather(paint(params, seed, *batch))[:num]
     grid = image_grid(pictures, columns=min(num, max(1, round(num**0.5))))
     return grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
 
@@ -268,7 +268,7 @@ def make_fid(
       images = paint(params, config.train.seed, *batch)
       if images.shape[-1] == 1:
         images = images.repeat(3, -1)
-      features = sharding.gather(extract(images, mesh), mesh)[: num - start]
+      features = sharding.gather(extract(images, mesh))[: num - start]
       seen = moments(features, seen)
     return {"fid": frechet_distance(seen.gaussian(), reference)}
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import sources
-from moh_jax.data.image_folders import ImageFolderSource
+from moh_jax.data.image_folders import ImageFolderSource, Selection
 from moh_jax.data.image_shards import ArrayRecordSource
 from moh_jax.data.latents import LatentSource
 from moh_jax.data.token_sets import TokenSet
@@ -77,7 +77,7 @@ class PackImagesTest(_KindTest):
     share = ("--val-share", 0.25)
     self._made(*share)
     for split in sources.SPLITS:
-      folder = ImageFolderSource(str(self.images), split, 3, val_share=0.25)
+      folder = ImageFolderSource(str(self.images), split, 3, Selection(0.25))
       packed = self._packed(split)
       self.assertLen(packed, len(folder))
       for i in range(len(folder)):

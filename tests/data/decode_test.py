@@ -11,7 +11,6 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.data import decode, transforms
-from moh_jax.data.decode import LaterImage
 from tests.data.folder import FolderTest
 from tests.data.photos import encode, photo
 
@@ -327,7 +326,7 @@ class EvaluationTest(parameterized.TestCase):
 def _later(size, **options):
   picture = photo(size)
   content = encode(picture, quality=95, **options)
-  return LaterImage.of(content, 3, "x.jpg")
+  return decode.decode_later(content, 3, "x.jpg")
 
 
 class UpperRowsTest(parameterized.TestCase):

@@ -18,7 +18,7 @@ from PIL import Image
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
-from moh_jax.data.image_folders import ImageFolderSource
+from moh_jax.data.image_folders import ImageFolderSource, Selection
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import BytesTokenizer
@@ -139,7 +139,7 @@ def _of_images(root):
 
   packed = root / "packed"
   for split in ("train", "val"):
-    source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
+    source = ImageFolderSource(str(folders), split, 3, Selection(0.4))
     image_shards.pack_images(
       source, packed / split, packed_from="", shard_size=5
     )

@@ -13,6 +13,7 @@ from PIL import Image
 
 from moh_jax.config import Config, DataConfig
 from moh_jax.data import image_shards, image_tables, infer, sources
+from moh_jax.data.image_folders import Selection
 from moh_jax.data.image_tables import ParquetSource
 from tests.data.folder import FolderTest
 from tests.data.sources_test import _MODEL
@@ -58,7 +59,7 @@ def write(path, table, group=2):
 
 class _TempDirTest(FolderTest):
   def _open(self, split="train", **options):
-    return ParquetSource(str(self.root), split, 3, **options)
+    return ParquetSource(str(self.root), split, 3, Selection(**options))
 
 
 class SplitsTest(_TempDirTest):
@@ -186,7 +187,7 @@ class BadInputTest(_TempDirTest):
 
   @parameterized.parameters(
     ([0, -1], "label -1, must be at least 0"),
-    ([0, 3], "label 3, must be below 3"),
+    ([0, 3], "label 3, must be .* and below 3"),
     ([0, None], "1 rows without a label"),
     ([0.5, 1.0], "is of double"),
   )

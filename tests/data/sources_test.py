@@ -25,7 +25,7 @@ class DigitsSourceTest(parameterized.TestCase):
   def test_splits_hold_every_scan_once(self):
     ours = []
     for split in sources.SPLITS:
-      source = sources.DigitsSource(split)
+      source = sources.DigitsSource(None, split)
       for i in range(len(source)):
         element = source[i]
         row = (*element["image"].ravel().tolist(), int(element["label"]))
@@ -41,7 +41,7 @@ class ClassNamesTest(FolderTest):
     for folder in folders:
       _write(self.root / split / folder / "1.png")
     source = image_folders.ImageFolderSource(
-      str(self.root), split, 3, class_names=names
+      str(self.root), split, 3, image_folders.Selection(class_names=names)
     )
     self.assertEqual(source.class_names[: len(names)], names)
     return {

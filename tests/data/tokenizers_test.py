@@ -17,13 +17,13 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.data import tokenizers
 from moh_jax.data.chat import render_chat
-from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
 from moh_jax.data.tokenizers import (
-  StreamDecoder,
   TokenizerFileError,
+  copy_tokenizer_files,
   load_tokenizer,
-  prompt_ids,
+  read_files_beside,
 )
+from moh_jax.inference.decoding import StreamDecoder, prompt_ids
 from tests.data.folder import FolderTest
 from tests.tools.random_texts import random_texts
 
@@ -40,7 +40,7 @@ _CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
 
 def _bpe(vocab_size=300):
   content = tokenizers.train_bpe(iter(_CORPUS), vocab_size)
-  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
+  return tokenizers.JsonTokenizer(content)
 
 
 def _words(*specials, **options):
@@ -52,7 +52,7 @@ def _words(*specials, **options):
   for name, value in options.items():
     getattr(tokenizer, name)(value)
   content = tokenizer.to_str().encode()
-  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
+  return tokenizers.JsonTokenizer(content)
 
 
 def _metaspace(scheme):
@@ -81,7 +81,7 @@ def _sentencepiece(files=None, **options):
     **options,
   )
   content = model.getvalue()
-  return tokenizers.tokenizer_from_bytes("sentencepiece", content, files or {})
+  return tokenizers.SentencePieceTokenizer(content, files or {})
 
 
 class RoundTripTest(parameterized.TestCase):

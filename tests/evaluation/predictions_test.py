@@ -46,7 +46,7 @@ def _predict(logits=_LOGITS, labels=_LABELS, real=21):
   step = predictions.predict_step(_Echo())
   with sharding.use_mesh(mesh):
     parts = [sharding.shard_batch(part, mesh) for part in parts]
-    return predictions.predict_all(step, {}, parts, mesh)
+    return predictions.predict_all(step, {}, parts)
 
 
 class ScoresTest(parameterized.TestCase):

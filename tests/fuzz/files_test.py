@@ -23,7 +23,6 @@ from moh_jax.data import (
   decode,
   input_files,
   text_files,
-  tokenizer_files,
   tokenizers,
 )
 from moh_jax.evaluation import fid, image_metrics
@@ -263,7 +262,7 @@ class TokenizersTest(hostile.ReaderTest):
       self.write(other, json.dumps(value).encode())
     self.write(name, data.draw(hostile.json_files(_BESIDE[name])))
     self.check(self._read)
-    self.check(tokenizer_files.read_files_beside, self.folder)
+    self.check(tokenizers.read_files_beside, self.folder)
 
 
 if __name__ == "__main__":

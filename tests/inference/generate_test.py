@@ -12,8 +12,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig
 from moh_jax.config.llm import Sampling
-from moh_jax.data.tokenizer_files import END
-from moh_jax.data.tokenizers import JsonTokenizer
+from moh_jax.data.tokenizers import END, JsonTokenizer
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
