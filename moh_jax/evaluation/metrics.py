@@ -1,7 +1,7 @@
 """Metrics of held-out data: sums over batches, and what the tasks sum."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -72,6 +72,15 @@ def sum_metrics(
     raise ValueError("the split to evaluate is empty")
   host = jax.device_get(sums)  # at once, not one scalar after the other
   return {name: sum(float(s[name]) for s in host) for name in host[0]}
+
+
+def one_late(results: Iterable[Any]) -> Iterator[Any]:
+  """Yields results one behind, so that devices compute while the host reads."""
+  waiting: list[Any] = []  # one, not all: memory would be full of them
+  for result in results:
+    yield from waiting
+    waiting = [result]
+  yield from waiting
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:

@@ -130,14 +130,6 @@ class TablesTest(parameterized.TestCase):
     process = Process(np.arange(2), np.array([0.8, 0.5]))
     np.testing.assert_allclose(process.snr, [4.0, 1.0])
 
-  @parameterized.parameters((1, (2,)), (4, (2, 1, 1, 1)))
-  def test_lookup_broadcasts_over_the_other_axes(self, ndim, shape):
-    table = np.array([0.1, 0.2, 0.3])
-    values = diffusion.lookup(table, jnp.array([2, 0]), ndim)
-    chex.assert_shape(values, shape)
-    chex.assert_type(values, jnp.float32)
-    np.testing.assert_allclose(values.ravel(), [0.3, 0.1])
-
   def test_each_example_is_noised_at_its_own_step(self):
     level = _column(_PROCESS.alphas_cumprod)
     expected = np.sqrt(level) * _X0 + np.sqrt(1 - level) * _NOISE
@@ -211,11 +203,9 @@ class PredictionTest(parameterized.TestCase):
     mean += _column(np.sqrt(1 - beta) * (1 - before) / (1 - level)) * _X
     np.testing.assert_allclose(reverse.mean, mean, atol=1e-5)
 
-  def test_clean_example_implies_its_noise(self):
+  def test_clean_example_implies_its_noise_and_targets(self):
     noise = diffusion.implied_noise(_PROCESS, _X0, _X, _T)
     np.testing.assert_allclose(noise, _NOISE, atol=1e-4)
-
-  def test_targets_are_noise_example_and_velocity(self):
     level = _column(_PROCESS.alphas_cumprod)
     velocity = np.sqrt(level) * _NOISE - np.sqrt(1 - level) * _X0
     chex.assert_trees_all_equal(_target("epsilon"), _NOISE)
