@@ -97,7 +97,6 @@ class OwnFamilyTest(absltest.TestCase):
       {
         ("forward", "auto"),
         ("forward", "mha"),
-        ("forward", "router"),
         ("forward_backward", "auto"),
         ("forward_backward", "mha"),
       },
