@@ -32,19 +32,16 @@ class _ParsedError(Exception):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-  """A folder where examples run with stand-ins."""
-  folder = tmp_path_factory.mktemp("small")
-  stand_ins.lay_out(folder)
-  stand_ins.add_runs(folder)
-  return folder
+def real(tmp_path_factory):
+  """A folder where examples run as they stand."""
+  return stand_ins.lay_out(tmp_path_factory.mktemp("examples"))
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
-  """A folder where examples run as they stand."""
-  folder = tmp_path_factory.mktemp("real")
-  stand_ins.lay_out(folder)
+def small(tmp_path_factory):
+  """A folder where examples run with stand-ins."""
+  folder = stand_ins.lay_out(tmp_path_factory.mktemp("examples"))
+  stand_ins.add_runs(folder)
   return folder
 
 
@@ -118,25 +115,23 @@ def _check(name, *arguments):
 
 def _check_module(command, monkeypatch):
   """Parses the options of a module that has a function main."""
-  parse, parse_options = argparse.ArgumentParser.parse_args, flags.parse
 
-  def parse_and_stop(parser, *args):
-    parse(parser, *args)
-    raise _ParsedError
+  def stop_after(parse):
+    def stopped(*args):
+      parse(*args)
+      raise _ParsedError
 
-  def parse_options_and_stop(*args):
-    parse_options(*args)
-    raise _ParsedError
+    return stopped
 
-  monkeypatch.setattr(sys, "argv", [command.module, *command.arguments])
-  with monkeypatch.context() as patch:
-    patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    patch.setattr(flags, "parse", parse_options_and_stop)
-    with pytest.raises(_ParsedError):
-      module = importlib.import_module(command.module)
-      if not hasattr(module, "main"):  # a package
-        module = importlib.import_module(f"{command.module}.__main__")
-      module.main()
+  parser = argparse.ArgumentParser
+  with monkeypatch.context() as patch, pytest.raises(_ParsedError):
+    patch.setattr(sys, "argv", [command.module, *command.arguments])
+    patch.setattr(parser, "parse_args", stop_after(parser.parse_args))
+    patch.setattr(flags, "parse", stop_after(flags.parse))
+    module = importlib.import_module(command.module)
+    if not hasattr(module, "main"):  # a package
+      module = importlib.import_module(f"{command.module}.__main__")
+    module.main()
 
 
 def _run_python(block):
