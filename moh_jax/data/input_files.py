@@ -134,17 +134,11 @@ def open_unpacked(file: str, packing: str) -> IO[bytes]:
     unpacked = pyarrow.CompressedInputStream(open_file(file), "zstd")
     return io.BufferedReader(unpacked, _UNPACKED_BYTES)
   stream = open_file(file)
-  return _Gzip(fileobj=stream) if packing else stream
-
-
-class _Gzip(gzip.GzipFile):
-  """A gzip file that closes the file below it."""
-
-  def close(self) -> None:
-    packed = self.fileobj
-    super().close()
-    if packed is not None:
-      packed.close()
+  if not packing:
+    return stream
+  unpacked = gzip.GzipFile(fileobj=stream)
+  unpacked.myfileobj = stream  # is closed with it
+  return unpacked
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from PIL import Image
 
 from moh_jax.data import decode, transforms
 from tests.data.folder import FolderTest
-from tests.data.photos import encode, photo
+from tests.data.tiny_images import encode, photo
 
 _RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
 

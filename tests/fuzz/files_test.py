@@ -78,9 +78,8 @@ _HEADERS = st.fixed_dictionaries(
 
 def _read_texts(file):
   for group in text_files.list_pieces([str(file)], 1 << 20):
-    for piece in group:
-      for _, text in text_files.read_documents(piece, "text"):
-        text.encode()
+    for text in text_files.read_texts(group, "text"):
+      text.encode()
 
 
 def _read_image(file):

@@ -235,15 +235,10 @@ def _load(case: Case) -> tuple[DiTConfig, Any, _Predict]:
   """Config and parameters of the recorded network, and its output.
 
   Only configs of MoH name their shared heads.
-
-  Raises:
-    ValueError: its layers differ in their head width.
   """
   hyper = case.hyper
   heads = tuple(hyper["heads_per_block"])
-  widths = set(hyper["head_dim_per_block"])
-  if len(widths) > 1:
-    raise ValueError(f"head_dim_per_block {sorted(widths)} must be one width")
+  (width,) = set(hyper["head_dim_per_block"])
   size = hyper["input_size"]
   config = DiTConfig(
     input_size=(size, size),
@@ -252,7 +247,7 @@ def _load(case: Case) -> tuple[DiTConfig, Any, _Predict]:
     patch_size=hyper["patch_size"],
     width=hyper["hidden_size"],
     num_heads=heads,
-    head_dim=widths.pop(),
+    head_dim=width,
     shared_heads=tuple(hyper.get("shared_head", heads)),
     top_k=tuple(hyper.get("routed_head", (0,) * len(heads))),
     mlp_ratio=hyper["mlp_ratio"],
