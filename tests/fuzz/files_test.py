@@ -36,13 +36,17 @@ def _written(write, *args, **options) -> bytes:
   return file.getvalue()
 
 
+def _zipped(parts: dict[str, bytes], **options) -> bytes:
+  file = io.BytesIO()
+  with zipfile.ZipFile(file, "w", **options) as archive:
+    for name, content in parts.items():
+      archive.writestr(name, content)
+  return file.getvalue()
+
+
 _ARRAYS = io.BytesIO()
-np.savez_compressed(
-  _ARRAYS,
-  arr_0=np.zeros((3, 4, 4, 3), np.uint8),
-  mu=np.zeros(4),
-  sigma=np.zeros((4, 4)),
-)
+_MOMENTS = {"mu": np.zeros(4), "sigma": np.zeros((4, 4))}
+np.savez_compressed(_ARRAYS, arr_0=np.zeros((3, 4, 4, 3), np.uint8), **_MOMENTS)
 _PIXELS = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 _IMAGES = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
 _SAFETENSORS = safetensors.numpy.save(
@@ -139,10 +143,8 @@ class FilesTest(hostile.ReaderTest, parameterized.TestCase):
   def test_header_of_an_array_that_lies(self, header, content):
     text = (repr(header) + "\n").encode("latin1")
     head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-      archive.writestr("arr_0.npy", head + content)
-    self._read("x.npz", file.getvalue(), _ARRAY_READERS)
+    file = _zipped({"arr_0.npy": head + content})
+    self._read("x.npz", file, _ARRAY_READERS)
 
   @parameterized.parameters(
     (100_000, 100_000, "pixels"), (9_000, 9_000, "cannot hold")
@@ -196,13 +198,9 @@ class TorchTest(hostile.ReaderTest):
       cls.pickle = archive.read("archive/data.pkl")
 
   def _archive(self, pickle: bytes, *parts: bytes, **options) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", **options) as archive:
-      archive.writestr("net/data.pkl", pickle)
-      archive.writestr("net/version", b"3")
-      for number, data in enumerate(parts):
-        archive.writestr(f"net/data/{number}", data)
-    return file.getvalue()
+    data = {f"net/data/{number}": part for number, part in enumerate(parts)}
+    head = {"net/data.pkl": pickle, "net/version": b"3"}
+    return _zipped(head | data, **options)
 
   @hostile.examples()
   @given(st.data())
