@@ -55,8 +55,7 @@ class Text:
   Attributes:
     sources: of sequences, by name; several in the order of `data.mix`.
     text_bytes: UTF-8 bytes of all documents.
-    notes: of the set; with several sets, the sums of the integers that all of
-      them note.
+    notes: of the set; {} of several.
   """
 
   def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
@@ -80,7 +79,7 @@ class Text:
     sources = self.sources.values()
     self._ends = list(itertools.accumulate(map(len, sources)))
     self.text_bytes: int = sum(source.total_bytes for source in sources)
-    self.notes = _merge([source.notes for source in sources])
+    self.notes = next(iter(sources)).notes if len(sources) == 1 else {}
     for name, source in self.sources.items():
       _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
 
@@ -393,17 +392,6 @@ def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
     return result
   return {
     name: np.pad(values, (0, length - count)) for name, values in result.items()
-  }
-
-
-def _merge(notes: list[dict[str, Any]]) -> dict[str, Any]:
-  """Sums the integers that all notes have; a single note stays as it is."""
-  if len(notes) == 1:
-    return notes[0]
-  return {
-    key: sum(entry[key] for entry in notes)
-    for key, value in notes[0].items()
-    if isinstance(value, int) and all(key in entry for entry in notes)
   }
 
 

@@ -3,9 +3,8 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from moh_jax.config.data import TextDataConfig
-from moh_jax.data import sequences
 from moh_jax.data import stdlib as stdlib_text
+from moh_jax.data.token_sets import TokenSet
 from tests.data import tiny_text
 from tests.data.folder import FolderTest
 
@@ -46,6 +45,8 @@ class StdlibTest(FolderTest):
         expected = [_FILES[name] for name in names]
         self.assertEqual(tiny_text.texts(folder / split), expected)
       self.assertLen(list(folder.iterdir()), 2)
+    notes = TokenSet(folder / "val").metadata["notes"]
+    self.assertCountEqual(notes, ["python", "gzip_bytes", "xz_bytes"])
 
   def test_set_of_another_python_is_told(self):
     with self.assertNoLogs(level="WARNING"):
@@ -59,19 +60,6 @@ class StdlibTest(FolderTest):
     (line,) = logs.output
     made_by = platform.python_version()
     self.assertIn(f"sources of Python {made_by}, this is Python 3.99.1", line)
-
-  def test_is_a_source_of_training(self):
-    data = TextDataConfig(
-      source="stdlib", path=str(self.out), sequence_length=16
-    )
-    stream = sequences.Text(data, 300, "train").stream(0)
-    self.assertEqual(stream[0]["inputs"].shape, (16,))
-    held_out = sequences.Text(data, 300, "val")
-    self.assertIn("xz_bytes", held_out.notes)
-    size = sum(len(_FILES[name].encode()) for name in _HELD_OUT)
-    self.assertEqual(held_out.text_bytes, size)
-    tokenizer = sequences.Text(data, 300, "train").tokenizer
-    self.assertLessEqual(tokenizer.vocab_size, 300)
 
 
 if __name__ == "__main__":

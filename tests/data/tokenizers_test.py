@@ -208,27 +208,20 @@ class SpecialIdsTest(parameterized.TestCase):
     ("<e>:0 $A:0", {}, (3, 2, True)),
     ("<s>:0 $A:0 <e>:0", {}, (1, 3, True)),
     # tokenizer_config.json says tokens, and the own file where they go.
-    (None, {"bos_token": "<s>", "eos_token": "<e>"}, (1, 3, False)),
-    ("<s>:0 $A:0", {"bos_token": "<s>", "eos_token": "<e>"}, (1, 3, True)),
-    (
-      None,
-      {"bos_token": {"content": "<s>"}, "eos_token": "</s>"},
-      (1, 2, False),
-    ),
-    (None, {"bos_token": None, "eos_token": "<e>"}, (None, 3, False)),
-    (None, {"eos_token": "<e>"}, (None, 3, False)),
+    (None, {"bos": "<s>", "eos": "<e>"}, (1, 3, False)),
+    ("<s>:0 $A:0", {"bos": "<s>", "eos": "<e>"}, (1, 3, True)),
+    (None, {"bos": {"content": "<s>"}, "eos": "</s>"}, (1, 2, False)),
+    (None, {"bos": None, "eos": "<e>"}, (None, 3, False)),
+    (None, {"eos": "<e>"}, (None, 3, False)),
     # It says both.
-    (None, {"bos_token": "<s>", "add_bos_token": True}, (1, None, True)),
-    (
-      "<s>:0 $A:0",
-      {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False},
-      (1, 2, False),
-    ),
-    (None, {"bos_token": None, "add_bos_token": True}, (None, None, False)),
+    (None, {"bos": "<s>", "add_bos": True}, (1, None, True)),
+    ("<s>:0 $A:0", {"bos": "<s>", "add_bos": False}, (1, None, False)),
+    (None, {"bos": None, "add_bos": True}, (None, None, False)),
     # It names no token.
-    (None, {"model_max_length": 8}, (1, 2, False)),
+    (None, {"length": 8}, (1, 2, False)),
   )
   def test_what_a_file_says_comes_first(self, template, config, expected):
+    config = {f"{name}_token": value for name, value in config.items()}
     files = {"tokenizer_config": config} if config else {}
     found = _tokenizer(template, **files)
     self.assertEqual((found.bos_id, found.eos_id, found.add_bos), expected)
@@ -262,11 +255,7 @@ class SpecialIdsTest(parameterized.TestCase):
     ("tokenizer_config", {"eos_token": "<x>"}, "eos_token='<x>' is no token"),
     ("special_tokens_map", {"eos_token": []}, "eos_token=.. must be 'str . o"),
     ("generation_config", {"eos_token_id": "2"}, "='2' must be 'int . array"),
-    (
-      "generation_config",
-      {"eos_token_id": [2, -1]},
-      "1.=-1 must be .* >= 0",
-    ),
+    ("generation_config", {"eos_token_id": [2, -1]}, "1.=-1 must be .* >= 0"),
     ("generation_config", {"eos_token_id": True}, "=True must be 'int . array"),
   )
   def test_damage_is_named(self, name, value, message):
@@ -303,15 +292,9 @@ class FilesBesideTest(FolderTest):
     sha256 = copy_tokenizer_files(self.source, self.target)
     found = tokenizers.load_tokenizer(self.target)
     self.assertEqual(sha256, found.sha256)
-    self.assertEqual(
-      sorted(found.files),
-      [
-        "added_tokens.json",
-        "additional_chat_templates/rag.jinja",
-        "chat_template.jinja",
-        "tokenizer_config.json",
-      ],
-    )
+    names = ["added_tokens.json", "additional_chat_templates/rag.jinja"]
+    names += ["chat_template.jinja", "tokenizer_config.json"]
+    self.assertEqual(sorted(found.files), names)
     self.assertFalse((self.target / "unrelated.json").exists())
 
   @parameterized.parameters(
