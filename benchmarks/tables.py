@@ -22,12 +22,12 @@ _PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
 _MARKED = re.compile(
   r"(<!-- figures: (\w+) -->\n\n)(.*?)(\n\n<!-- end of figures -->)", re.DOTALL
 )
-# Result, how its model is called, and what it counts.
+# Result, its model, and what is counted.
 _MODELS = {
-  "llm": ("LLM S-75, tokens", "LLM"),
-  "llm_bf16": ("LLM S-75 in bfloat16, tokens", "LLM in bfloat16"),
-  "vit": ("ViT S-80, images", "ViT"),
-  "dit": ("DiT S/2-90, images", "DiT"),
+  "llm": "LLM S-75, tokens",
+  "llm_bf16": "LLM S-75 in bfloat16, tokens",
+  "vit": "ViT S-80, images",
+  "dit": "DiT S/2-90, images",
 }
 _PASSES = {
   "forward": "forward",
@@ -116,8 +116,8 @@ def _heads(_: str, names: Sequence[str]) -> str:
 
 def _models(_: str) -> str:
   """The table of whole models: a line for each of their programs."""
-  lines, routers = [], []
-  for name, (model, unit) in _MODELS.items():
+  lines = []
+  for name, model in _MODELS.items():
     rows = {(row.mode, row.implementation): row for row in _rows(name)}
     for mode in dict.fromkeys(mode for mode, _ in rows):
       moh, mha = rows[mode, "auto"], rows[mode, "mha"]
@@ -129,14 +129,9 @@ def _models(_: str) -> str:
       ]
       lines.append((model, text, _form(moh), *rates, moh.to_mha))
       model = ""
-    if router := rows.get(("forward", "router")):  # in older results
-      routers.append(f"{router.to_mha} ({unit})")
   header = ("", "pass", "form, heads computed", "MoH/s", "MHA/s")
-  text = f"{_where(*_MODELS)}:\n\n{markdown((*header, 'time over MHA'), lines)}"
-  if routers:
-    several = ", ".join(routers)
-    text += f"\n\nThe routers alone take {several} of MHA's forward pass."
-  return text
+  table = markdown((*header, "time over MHA"), lines)
+  return f"{_where(*_MODELS)}:\n\n{table}"
 
 
 def _routing(_: str) -> str:

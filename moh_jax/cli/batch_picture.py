@@ -17,7 +17,7 @@ from moh_jax.config import (
 )
 from moh_jax.convert.vae import load_autoencoder
 from moh_jax.data.decode import to_array, to_picture
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sources import ImageSource, is_latent, make_source
 from moh_jax.inference.sample import write_grid

@@ -2,16 +2,11 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 from moh_jax.cli.options import BaseOptions, Place, option
-from moh_jax.data.text_files import (
-  PIECE_BYTES,
-  OnBad,
-  list_pieces,
-  read_documents,
-  stop,
-)
+from moh_jax.data.text_files import PIECE_BYTES, list_pieces, read_texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,18 +24,14 @@ class Texts(BaseOptions):
   data: tuple[Place, ...] = option("listed")
   field: str = "text"
 
-  def texts(self, on_bad: OnBad = stop) -> Iterator[str]:
+  def texts(self, skipped: Counter[str] | None = None) -> Iterator[str]:
     """The documents of the files, one after another.
 
     Args:
-      on_bad: as for `read_documents`.
+      skipped: counts what holds no text, see `read_texts`.
 
     Raises:
       FileNotFoundError: there is no such file; before any is read.
     """
     pieces = itertools.chain.from_iterable(list_pieces(self.data, PIECE_BYTES))
-    return (
-      text
-      for piece in pieces
-      for _, text in read_documents(piece, self.field, on_bad)
-    )
+    return read_texts(pieces, self.field, skipped)

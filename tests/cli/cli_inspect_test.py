@@ -16,7 +16,7 @@ from moh_jax.cli import batch_picture
 from moh_jax.cli.inspect import layer_rows
 from moh_jax.config import RouterConfig
 from moh_jax.data import pipeline
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.sources import make_source
 from moh_jax.models.generation import to_pixels
 from moh_jax.models.registry import make_model

@@ -21,12 +21,10 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert.stored import save_tensors
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
-_VIT = resolve(
-  Config(model=small_vit.TWO_STAGES, data=DataConfig(eval_resize=20))
-)
+_VIT = resolve(Config(model=small.TWO_STAGES, data=DataConfig(eval_resize=20)))
 _DIT = resolve(
   tiny.dit_config(
     model={"channels": 4, "num_heads": (2, 4, 4), "shared_heads": (2, 2, 2),

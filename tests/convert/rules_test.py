@@ -28,11 +28,11 @@ from moh_jax.data.infer import resolve
 from moh_jax.ops.position import sincos_2d
 from tests.convert import tiny_llm
 from tests.convert.stored import save_tensors
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
-_VIT, _LLM = small_vit.TWO_STAGES, tiny_llm.MOH
+_VIT, _LLM = small.TWO_STAGES, tiny_llm.MOH
 _DIT = dataclasses.replace(
   tiny.DIT,
   **{"input_size": (4, 6), "channels": 3, "patch_size": 2, "width": 8},

@@ -35,22 +35,25 @@ def _zstd(content, frames=1):
 
 
 class _FilesTest(FolderTest):
-  def _read(self, *names, field="text", piece_bytes=10**6, **options):
+  def _read(self, *names, field="text", piece_bytes=10**6, bad=None):
+    """Documents; the name and reason of what holds no text go to `bad`."""
     patterns = [n if "://" in n else str(self.root / n) for n in names]
-    return [
-      document
-      for group in list_pieces(patterns, piece_bytes)
-      for piece in pickle.loads(pickle.dumps(group))
-      for document in read_documents(piece, field, **options)
-    ]
+    found = []
+    for group in list_pieces(patterns, piece_bytes):
+      for piece in pickle.loads(pickle.dumps(group)):
+        for name, text in read_documents(piece, field):
+          if isinstance(text, str):
+            found.append((name, text))
+          elif bad is None:
+            raise text
+          else:
+            bad.append((name, text.reason))
+    return found
 
   def _skip(self, *names, **options):
     """Documents, and the name and reason of what was left out."""
     bad = []
-    found = self._read(
-      *names, **options, on_bad=lambda name, why: bad.append((name, why.reason))
-    )
-    return found, bad
+    return self._read(*names, bad=bad, **options), bad
 
   def _write(self, name, content):
     path = self.root / name

@@ -14,7 +14,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.inference import classify
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
 _NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
@@ -23,7 +23,7 @@ _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
 
 def _restored(names=_NAMES, channels=3, **data):
   config = Config(
-    model=dataclasses.replace(small_vit.ONE_STAGE, channels=channels),
+    model=dataclasses.replace(small.ONE_STAGE, channels=channels),
     data=DataConfig(**data),
   )
   config = resolve(config)

@@ -8,8 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.dit import LatentScaling
-from moh_jax.data.image_shards import open_splits
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import LatentSource, open_splits
 from moh_jax.data.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
