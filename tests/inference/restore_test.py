@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import tempfile
 
 import chex
@@ -14,9 +15,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.data.infer import resolve
 from moh_jax.inference import restore as restore_lib
-from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
 from tests.inference import tiny_text_model
@@ -32,17 +31,12 @@ _CONFIG = resolve(
 _NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 
 
-def _params(config=_CONFIG, seed=0):
-  rng = np.random.RandomState(seed)
-  return jax.tree.map(
-    lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)),
-    unbox(abstract_params(*make_model(config))),
-  )
+_params = functools.partial(tiny.random_params, _CONFIG)
 
 
 def _save(directory, config=_CONFIG):
   metadata = checkpoint.Metadata(config, _NAMES)
-  checkpoint.save_params(directory, _params(config), metadata)
+  checkpoint.save_params(directory, tiny.random_params(config), metadata)
 
 
 def _save_steps(directory, steps):
@@ -52,9 +46,9 @@ def _save_steps(directory, steps):
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),
-      params=_params(seed=step),
+      params=_params(step),
       opt_state={"count": jnp.int32(step)},
-      ema=_params(seed=100 + step),
+      ema=_params(100 + step),
       rng=jnp.zeros(2, jnp.uint32),
     )
     saver.save(state, step)
@@ -77,15 +71,13 @@ class RestoreTest(parameterized.TestCase):
     self.assertEqual(restored.step, 0)
     chex.assert_trees_all_equal(restored.params, _params())
 
-  @parameterized.parameters((None, 4), (2, 2), (4, 4))
-  def test_newest_or_the_wanted_step(self, step, expected):
-    restored = restore_lib.restore(self.run_dir, step=step, use_ema=False)
-    self.assertEqual(restored.step, expected)
-    chex.assert_trees_all_equal(restored.params, _params(seed=expected))
-
-  def test_prefers_the_averaged_parameters(self):
-    restored = restore_lib.restore(self.run_dir)
-    chex.assert_trees_all_equal(restored.params, _params(seed=104))
+  @parameterized.parameters(
+    (None, False, 4), (2, False, 2), (None, True, 104), (2, True, 102)
+  )
+  def test_newest_or_the_wanted_step_averages_first(self, step, ema, seed):
+    restored = restore_lib.restore(self.run_dir, step=step, use_ema=ema)
+    self.assertEqual(restored.step, seed % 100)
+    chex.assert_trees_all_equal(restored.params, _params(seed))
 
   def test_overrides_change_config_and_model(self):
     restored = restore_lib.restore(
@@ -156,11 +148,7 @@ class DiffusionRestoreTest(parameterized.TestCase):
     super().setUpClass()
     cls.directory = cls.enterClassContext(tempfile.TemporaryDirectory())
     cls.config = tiny.dit_config()
-    checkpoint.save_params(
-      cls.directory,
-      tiny.random_params(cls.config),
-      checkpoint.Metadata(cls.config, tuple("0123456789")),
-    )
+    _save(cls.directory, cls.config)
 
   def test_overrides_of_model_and_sampling_go_together(self):
     sample = {"method": "dpm", "steps": "7", "cfg_interval": (3, 9)}
@@ -232,13 +220,12 @@ class RestackTest(parameterized.TestCase):
   def test_serves_other_shares_whatever_the_runs(self, trained, wanted):
     root = self.enterContext(tempfile.TemporaryDirectory())
     config = self._config(trained)
-    params = tiny.random_params(config)
-    checkpoint.save_params(root, params, checkpoint.Metadata(config))
+    _save(root, config)
     restored = restore_lib.restore(root, top_k=wanted)
     self.assertEqual(restored.config.model.top_k, wanted)
 
     public = dit_rules(config.model)
-    ours = rules.dump_params(public, params)
+    ours = rules.dump_params(public, tiny.random_params(config))
     table = dit_rules(restored.config.model)
     theirs = rules.dump_params(table, restored.params)
     chex.assert_trees_all_equal(theirs, ours)
@@ -250,8 +237,7 @@ class RestackTest(parameterized.TestCase):
   def test_a_layer_without_a_trained_router_cannot_route(self):
     root = self.enterContext(tempfile.TemporaryDirectory())
     config = self._config((1, 0, 0, 1))
-    params = tiny.random_params(config)
-    checkpoint.save_params(root, params, checkpoint.Metadata(config))
+    _save(root, config)
     with self.assertRaisesRegex(ValueError, "it has no blocks0/attn/router"):
       restore_lib.restore(root, top_k=(1, 1, 1, 1))
 
