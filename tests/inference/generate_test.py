@@ -288,12 +288,6 @@ class SpecialTokensTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "add_bos=True: the tokenizer has"):
       self._generator(files, add_bos=True)
 
-  def test_names_of_special_tokens_are_parsed_on_request(self):
-    text = f"aA{END}bB"
-    encode = self._generator(parse_special=True).encode
-    self.assertEqual(encode(0, text, _SHORT), [27, 1, 28, 2])
-    self.assertNotIn(28, self._generator().encode(0, text, _SHORT))
-
   def test_answers_a_conversation(self):
     source = "{{ bos_token }}{{ messages[-1].content }}{% if messages[1:] %}bB"
     files = {"chat_template.jinja": f"{source}{{% endif %}}".encode()}
