@@ -1,5 +1,9 @@
 import dataclasses
 import functools
+import hashlib
+import io
+import pathlib
+import shutil
 import tempfile
 
 import chex
@@ -14,11 +18,13 @@ from moh_jax.config import RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.data.infer import resolve
+from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer
 from moh_jax.inference import restore as restore_lib
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
-from tests.inference import tiny_text_model
+from tests.data import tiny_words
+from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny
 
@@ -240,6 +246,79 @@ class RestackTest(parameterized.TestCase):
     _save(root, config)
     with self.assertRaisesRegex(ValueError, "it has no blocks0/attn/router"):
       restore_lib.restore(root, top_k=(1, 1, 1, 1))
+
+
+class LoadTokenizerTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.create_tempdir().full_path)
+    self.other = tiny_words.tokenizer(("[NEW]",))
+    self.file = self.root / "tokenizer.json"
+    tiny_writer.save_alphabet(self.root)
+
+  def test_finds_the_file_of_the_run_and_refuses_others(self):
+    for folder in (self.root, self.root / "checkpoints"):
+      tokenizer = restore_lib.load_checkpoint_tokenizer(str(folder))
+      self.assertIsInstance(tokenizer, JsonTokenizer)
+      self.assertEqual(tokenizer.sha256, tiny_writer.WORDS.sha256)
+    self.file.write_bytes(self.other.content)
+    ours, theirs = self.other.sha256[:16], tiny_writer.WORDS.sha256[:16]
+    with self.assertRaisesRegex(
+      ValueError, rf"tokenizer\.json has sha256 {ours}, .* of {theirs}"
+    ):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
+    self.file.unlink()
+    with self.assertRaisesRegex(
+      FileNotFoundError, r"holds no tokenizer\.json or tokenizer\.model"
+    ):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
+
+  def _save(self, sha256):
+    shutil.rmtree(self.root / "checkpoints")
+    tiny_writer.save_alphabet(self.root, tokenizer_sha256=sha256)
+
+  def test_bytes_need_no_file(self):
+    self._save(BytesTokenizer.sha256)
+    tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
+    self.assertIsInstance(tokenizer, BytesTokenizer)
+
+  def test_any_file_fits_a_checkpoint_that_knows_of_none(self):
+    self._save("")
+    self.file.write_bytes(self.other.content)
+    tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
+    self.assertEqual(tokenizer.sha256, self.other.sha256)
+
+  def test_the_right_file_beside_a_stale_one_with_sentencepiece(self):
+    import sentencepiece
+
+    words = [f"{a}{b}" for a in "abcdef" for b in "ghijkl"]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(words),
+      model_writer=model,
+      vocab_size=30,
+      hard_vocab_limit=False,
+      minloglevel=2,
+    )
+    content = model.getvalue()
+    sha256 = hashlib.sha256(content).hexdigest()
+    self._save(sha256)
+    (self.root / "tokenizer.model").write_bytes(content)
+    for stale in (self.other.content, b"{}"):
+      self.file.write_bytes(stale)
+      tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
+      self.assertEqual(tokenizer.sha256, sha256)
+    (self.root / "tokenizer.model").write_bytes(b"other")
+    with self.assertRaisesRegex(
+      ValueError, r"tokenizer\.json: not a .*; .*tokenizer\.model: not a"
+    ):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
+
+  def test_model_of_another_family_is_refused(self):
+    shutil.rmtree(self.root / "checkpoints")
+    _save(self.root)
+    with self.assertRaisesRegex(ValueError, r"family 'vit'; .* needs 'llm'"):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
 
 
 if __name__ == "__main__":
