@@ -24,9 +24,9 @@ import jax
 
 from benchmarks import crossing, decode, exact, layer, plot, step, tiles
 from benchmarks.common import table_of
+from moh_jax.cli.command import table
 from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
-from moh_jax.cli.options import table
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.target import has_cudnn, target

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import options
+from moh_jax.cli import command
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.cli.main import report_errors
 from moh_jax.config.heads import HeadBudget
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-  out, device = options.out_file(args.out), target()
+  out, device = command.out_file(args.out), target()
   found = read(out) if out.exists() else {}
   if device.platform not in ("gpu", "tpu"):
     raise ValueError(f"the kernels run on GPUs and TPUs, not on {device.kind}")

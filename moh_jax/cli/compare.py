@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from moh_jax.cli.options import Distributed, OutPath, Output, Place, Workdir
+from moh_jax.cli import command
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural
@@ -21,7 +21,7 @@ _Row = tuple[str, str]  # variant and setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Workdir, Distributed, Output):
+class Options(command.Workdir, command.Distributed, command.Output):
   """Train variants of a run over several seeds, and compare their scores.
 
   Attributes:
@@ -43,14 +43,14 @@ class Options(Workdir, Distributed, Output):
     vae: autoencoder weights that show samples of latent diffusion.
   """
 
-  workdir: OutPath = "runs/compare"
+  workdir: command.OutPath = "runs/compare"
   variants: tuple[str, ...] = ("mha", "config")
   seeds: Count = 3
   sweep: str = ""
   metrics: tuple[str, ...] = ()
   rounds: Natural = 5
-  plot: OutPath | None = None
-  vae: Place | None = None
+  plot: command.OutPath | None = None
+  vae: command.Place | None = None
 
   KEEPS_PROGRAMS = True  # runs that differ in their seed are one program
 

@@ -41,14 +41,6 @@ class ClassifyCommandTest(parameterized.TestCase):
       for p in best:
         self.assertEqual(p["name"], tiny_checkpoint.CLASS_NAMES[p["label"]])
 
-  def test_prints_a_line_per_image(self):
-    status, out, _ = self._call(self.image, self.image, "--top", 2)
-    lines = out.splitlines()
-    self.assertEqual(status, 0)
-    self.assertLen(lines, 2)
-    for line in lines:
-      self.assertRegex(line, rf"^{self.image}: [a-z]+ \d.*%, [a-z]+ \d.*%$")
-
   def test_folder_is_all_images_in_it_and_below(self):
     folder = self.root / "folder"
     for name in ("b/2.PNG", "a.png", ".hidden/3.png", "notes.txt"):

@@ -229,18 +229,17 @@ class ExportTest(_Case):
     source = ["--source", str(self.source)]
     status = main(["convert", "--from", "llama", *source, "--out", out])
     self.assertEqual(status, 0)
-    options = ["--dtype", "bfloat16", "--shard-size", "1MB"]
+    options = ["--dtype", "bfloat16", "--shard-bytes", "1000000"]
     options += ["--to", "hf", "--license", "llama3"]
     status = main(["export", "--checkpoint", out, "--out", again, *options])
     self.assertEqual(status, 0)
     chex.assert_trees_all_equal(read_tensors(again), stored)
     card = pathlib.Path(again, "README.md").read_text()
     self.assertIn("license: llama3", card)
-    for size in ("5", "0GB", "1.5GB", "5TB"):
+    for size in ("0", "5GB"):
+      argv = ["--checkpoint", out, "--out", "b", "--shard-bytes", size]
       with self.assertRaises(SystemExit):
-        main(
-          ["export", "--checkpoint", out, "--out", "b", "--shard-size", size]
-        )
+        main(["export", *argv])
 
 
 class FilesTest(_Case):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli import options
+from moh_jax.cli import command
 from moh_jax.training import bench, timing
 from moh_jax.training.bench import Program, Row, check_exact, compile_program
 from moh_jax.training.timing import Timing
@@ -41,7 +41,7 @@ _ROW = Row(
 class TableTest(parameterized.TestCase):
   def test_table_shows_every_figure_and_no_empty_column(self):
     mha = dataclasses.replace(_ROW, implementation="mha", share=1.0)
-    text = options.table(*bench.table_cells([mha, _ROW]))
+    text = command.table(*bench.table_cells([mha, _ROW]))
     head, _, last = (line.split() for line in text.splitlines())
     self.assertEqual(
       " ".join(head),
