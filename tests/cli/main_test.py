@@ -100,7 +100,7 @@ class MainTest(parameterized.TestCase):
   )
   def test_what_is_not_there_is_one_line(self, *argv):
     where = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    (where / "checkpoints").mkdir()
+    (where / "checkpoints" / "0").mkdir(parents=True)
     argv = [where if arg == "." else arg for arg in argv]
     status, out, err = tiny_checkpoint.call(*argv)
     self.assertEqual((status, out), (2, ""))
