@@ -33,6 +33,7 @@ import json as json_lib
 import os
 import pathlib
 import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -40,13 +41,7 @@ from moh_jax.cli.flags import PREFIX, flag
 from moh_jax.config import Config, MeshConfig, base, check_command
 from moh_jax.config.base import Count
 from moh_jax.config.parse import changed
-from moh_jax.data.text_files import (
-  PIECE_BYTES,
-  OnBad,
-  list_pieces,
-  read_documents,
-  stop,
-)
+from moh_jax.data.text_files import PIECE_BYTES, list_pieces, read_texts
 from moh_jax.runtime import cluster, files, run_lock, steps
 from moh_jax.runtime.json_files import strict_json
 
@@ -442,21 +437,17 @@ class Texts(BaseOptions):
   data: tuple[Place, ...] = option("listed")
   field: str = "text"
 
-  def texts(self, on_bad: OnBad = stop) -> Iterator[str]:
+  def texts(self, skipped: Counter[str] | None = None) -> Iterator[str]:
     """The documents of the files, one after another.
 
     Args:
-      on_bad: as for `read_documents`.
+      skipped: counts what holds no text, see `read_texts`.
 
     Raises:
       FileNotFoundError: there is no such file; before any is read.
     """
     pieces = itertools.chain.from_iterable(list_pieces(self.data, PIECE_BYTES))
-    return (
-      text
-      for piece in pieces
-      for _, text in read_documents(piece, self.field, on_bad)
-    )
+    return read_texts(pieces, self.field, skipped)
 
 
 def out_file(path: str, *suffixes: str) -> pathlib.Path:

@@ -90,7 +90,7 @@ def run(options: Options) -> int:
       }
     if options.out:
       shown = report.samples(
-        *(config, params, probe, stats, data.names, ours.tokenizer, mesh),
+        *(config, params, probe, stats, ours.tokenizer, mesh),
         preview=report.run_preview(options.checkpoint, restored.step),
         generate=lambda count: Sampler(restored, mesh=mesh).batch(0, count),
       )

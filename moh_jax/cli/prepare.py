@@ -248,14 +248,13 @@ def train_tokenizer(options: TrainTokenizer) -> int:
   """Trains a byte-level BPE and writes it."""
   import collections
 
-  from moh_jax.data import text_files
   from moh_jax.data.shard_writer import describe_skipped
   from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
   from moh_jax.runtime.files import replacing
 
   skipped: collections.Counter[str] = collections.Counter()
-  on_bad = text_files.count_or_stop(options.on_error, skipped)
-  content = train_bpe(options.texts(on_bad), options.vocab_size)
+  texts = options.texts(skipped if options.on_error == "skip" else None)
+  content = train_bpe(texts, options.vocab_size)
   with replacing(options.out) as path:
     path.write_bytes(content)
   entries = JsonTokenizer(content).vocab_size

@@ -14,7 +14,7 @@ from typing import Any
 
 from moh_jax.config.base import MOVED, GivenText, make_section
 from moh_jax.config.registry import FAMILIES, ROUTERS
-from moh_jax.config.run import Config, check_known, section_types
+from moh_jax.config.run import Config, section_types
 
 
 def to_config_dict(config: Config) -> Any:
@@ -38,8 +38,7 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   if not isinstance(cfg["model"], Mapping):
     raise ValueError(f"config section model={cfg['model']!r} must have fields")
   family = cfg["model"].get("family")
-  check_known(cfg, family)
-  known = section_types(family)
+  known = section_types(family, cfg)
   return Config(
     **{name: make_section(name, known[name], cfg[name]) for name in cfg}
   )

@@ -3,12 +3,13 @@
 A table is a list of rules. A rule maps a list of public tensors ("theirs") to a
 list of our parameters ("ours") and back, by views, transposes, splits and joins
 only. So the same rules convert weights, gradients and, under `jax.eval_shape`,
-shapes; and applied to arrays that are mapped from a file, they read nothing.
+shapes; of arrays that are mapped from a file, joins alone read anything.
 
 A family's `Converter` holds its table and whatever else its public form needs.
 """
 
 import dataclasses
+import operator
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -143,31 +144,6 @@ def converter_of(model: Any) -> Converter:
   return converter
 
 
-class _Joined:
-  """Lazy `np.stack`: arrays along a new axis, read only when indexed.
-
-  Attributes:
-    shape: shape of the stacked array.
-    dtype: its dtype.
-  """
-
-  def __init__(self, parts: list[np.ndarray], axis: int):
-    """Stacks arrays of equal shape and dtype along `axis`."""
-    self._parts, self._axis = parts, axis
-    shape = parts[0].shape
-    self.shape = (*shape[:axis], len(parts), *shape[axis:])
-    self.dtype = parts[0].dtype
-
-  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-    index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
-    rest = (*index[: self._axis], *index[self._axis + 1 :])
-    kept = self._parts[index[self._axis]]
-    return np.stack([part[rest] for part in kept], self._axis)
-
-  def __array__(self, dtype: Any = None, copy: bool | None = None):
-    return np.stack(self._parts, self._axis).astype(dtype or self.dtype)
-
-
 # Tables.
 
 SAME: Maps = (lambda x: x, lambda x: x)
@@ -177,6 +153,21 @@ CONV_MAPS: Maps = (
   lambda w: w.transpose(2, 3, 1, 0),
   lambda w: w.transpose(3, 2, 0, 1),
 )
+
+
+def differences(model: Any, allowed: Mapping[str, tuple]) -> list[str]:
+  """What a public form cannot say of a model, each as "model.X=1 must be 2".
+
+  Args:
+    model: its section.
+    allowed: values by field, such as "router.kind".
+  """
+  found = {name: operator.attrgetter(name)(model) for name in allowed}
+  return [
+    f"model.{name}={found[name]!r} must be {' or '.join(map(repr, values))}"
+    for name, values in allowed.items()
+    if found[name] not in values
+  ]
 
 
 def reshaped(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Maps:
@@ -261,21 +252,29 @@ def projection_rules(
 
 
 def split_projection_rules(
-  theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
+  theirs: Sequence[str], ours: str, heads: int, *, dim: int, bias: bool
 ) -> list[Rule]:
   """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
-  parts = [
-    linear(
-      name,
-      ours,
-      bias=bias,
-      kernel_maps=reshaped_kernel((-1, heads, dim), (-1, heads * dim)),
-      bias_maps=reshaped((heads, dim), (-1,)),
-    )
-    for name in theirs
-  ]
-  axes = (1, 0)  # of the parts in the kernel, and in the bias if there is one
-  return [_joined(same, axis) for same, axis in zip(zip(*parts), axes)]
+  maps = reshaped_kernel((-1, heads, dim), (-1, heads * dim))
+  table = [_joined(theirs, "weight", f"{ours}/kernel", 1, maps)]
+  if bias:
+    maps = reshaped((heads, dim), (-1,))
+    table.append(_joined(theirs, "bias", f"{ours}/bias", 0, maps))
+  return table
+
+
+def _joined(
+  modules: Sequence[str], tensor: str, ours: str, axis: int, maps: Maps
+) -> Rule:
+  """Rule of one parameter that is a stack of public tensors along `axis`."""
+  load, dump = maps
+  before = (slice(None),) * axis
+  return Rule(
+    tuple(f"{module}.{tensor}" for module in modules),
+    (tuple(ours.split("/")),),
+    lambda xs: [np.stack([load(x) for x in xs], axis)],
+    lambda xs: [dump(xs[0][(*before, i)]) for i in range(len(modules))],
+  )
 
 
 def patch_rules(theirs: str, patch: int, channels: int) -> list[Rule]:
@@ -324,22 +323,6 @@ def router_rules(
   ]
 
 
-def _joined(parts: Sequence[Rule], axis: int) -> Rule:
-  """Rule of one parameter that is a stack of public tensors along `axis`."""
-
-  def load(arrays: Arrays) -> Arrays:
-    loaded = [part.load([array])[0] for part, array in zip(parts, arrays)]
-    return [_Joined(loaded, axis)]
-
-  def dump(arrays: Arrays) -> Arrays:
-    before = (slice(None),) * axis
-    pieces = [[arrays[0][(*before, i)]] for i in range(len(parts))]
-    return [part.dump(piece)[0] for part, piece in zip(parts, pieces)]
-
-  theirs = tuple(name for part in parts for name in part.theirs)
-  return Rule(theirs, parts[0].ours, load, dump)
-
-
 def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
   """Moves rules into a module: prefixes their names and our paths."""
   return [
@@ -364,23 +347,25 @@ def stacked(
     layers: numbers of the layers.
   """
   prefixes = [theirs.format(layer=layer) for layer in layers]
-  return [_stacked(rule, prefixes) for rule in prefixed(block, "", ours)]
 
+  def stack(rule: Rule) -> Rule:
+    width = len(rule.theirs)
 
-def _stacked(rule: Rule, prefixes: Sequence[str]) -> Rule:
-  width, depth = len(rule.theirs), len(prefixes)
+    def load(arrays: Arrays) -> Arrays:
+      starts = range(0, len(arrays), width)
+      loaded = [rule.load(arrays[i : i + width]) for i in starts]
+      return [np.stack(parts) for parts in zip(*loaded)]
 
-  def load(arrays: Arrays) -> Arrays:
-    layers = [
-      rule.load(arrays[i * width : (i + 1) * width]) for i in range(depth)
-    ]
-    return [np.stack(parts) for parts in zip(*layers)]
+    def dump(arrays: Arrays) -> Arrays:
+      layers = range(len(prefixes))
+      return [x for i in layers for x in rule.dump([a[i] for a in arrays])]
 
-  def dump(arrays: Arrays) -> Arrays:
-    return [x for i in range(depth) for x in rule.dump([a[i] for a in arrays])]
+    names = tuple(
+      f"{layer}{name}" for layer in prefixes for name in rule.theirs
+    )
+    return Rule(names, rule.ours, load, dump, rule)
 
-  theirs = tuple(f"{layer}{name}" for layer in prefixes for name in rule.theirs)
-  return Rule(theirs, rule.ours, load, dump, rule)
+  return [stack(rule) for rule in prefixed(block, "", ours)]
 
 
 def stack_rules(
@@ -445,22 +430,13 @@ def dump_params(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
     ValueError: no rule mentions some parameter.
   """
   flat = traverse_util.flatten_dict(params)
-  check_covered(rules, flat)
+  used = {path for rule in rules for path in rule.ours}
+  if left := ["/".join(path) for path in flat if path not in used]:
+    raise ValueError(f"parameters without a conversion rule: {_listed(left)}")
   out = {}
   for rule in rules:
     out.update(zip(rule.theirs, rule.dump([flat[path] for path in rule.ours])))
   return out
-
-
-def check_covered(rules: Iterable[Rule], paths: Iterable[Path]) -> None:
-  """Checks that rules mention all our parameters.
-
-  Raises:
-    ValueError: they do not; the message lists the others.
-  """
-  used = {path for rule in rules for path in rule.ours}
-  if left := ["/".join(path) for path in paths if path not in used]:
-    raise ValueError(f"parameters without a conversion rule: {_listed(left)}")
 
 
 def expected_tensors(

@@ -15,8 +15,9 @@ Peak memory of a conversion:
     0.45 GB (Python, JAX, a few blocks of 32 MiB)  +  mapped source tensors
 
 The second term is one tensor of the source in its own dtype, or the two or
-three tensors that form one of our projections; the largest is the embedding.
-They are pages of the page cache, which the kernel can take back. Measured for
+three tensors that form one of our projections, and their copy; the largest is
+the embedding. But for the copy they are pages of the page cache, which the
+kernel can take back. Measured for
 1.2e9 parameters in bfloat16, largest tensor 250 MiB, largest leaf 1 GiB in
 float32: 676 MiB.
 

@@ -97,16 +97,13 @@ class ThreeAugment(_ImageMap):
 
   def change(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Changes one image."""
-    picture = to_picture(image)
-    choice = rng.integers(3)
+    picture, choice = to_picture(image), rng.integers(3)
     if choice == 0:
-      picture = ImageOps.solarize(picture, 128)
-    elif choice == 1:
-      picture = ImageEnhance.Color(picture).enhance(0.0)
-    else:
-      blur = ImageFilter.GaussianBlur(rng.uniform(0.1, 2.0))
-      picture = picture.filter(blur)
-    return to_array(picture)
+      return to_array(ImageOps.solarize(picture, 128))
+    if choice == 1:
+      return to_array(ImageEnhance.Color(picture).enhance(0.0))
+    blur = ImageFilter.GaussianBlur(rng.uniform(0.1, 2.0))
+    return to_array(picture.filter(blur))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +193,8 @@ def sample_box(
   for _ in range(10):
     area = rows * columns * rng.uniform(*_ERASED_AREA)
     ratio = math.exp(rng.uniform(*map(math.log, _ERASED_ASPECT)))
-    height, width = (
-      round(math.sqrt(area * ratio)),
-      round(math.sqrt(area / ratio)),
-    )
+    sides = area * ratio, area / ratio
+    height, width = (round(math.sqrt(side)) for side in sides)
     if height < rows and width < columns:
       top = int(rng.integers(rows - height + 1))
       left = int(rng.integers(columns - width + 1))

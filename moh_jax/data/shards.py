@@ -12,14 +12,13 @@ about two milliseconds, so sets with more shards can be read, but slower.
 """
 
 import bisect
-import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -125,7 +124,7 @@ _MAKERS = {  # the commands
   "tokens": "prepare tokenize",
 }
 # Numbers of a set that are the sums of its shards' numbers.
-SUMS = ("examples", "documents", "tokens", "text_bytes")
+_SUMS = {"examples", "documents", "tokens", "text_bytes"}
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -190,9 +189,7 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
       f"version {VERSION}"
     )
   check_json(metadata, SCHEMAS[kind], os.fspath(path))
-  for name in SUMS:
-    if name not in metadata:
-      continue
+  for name in _SUMS & metadata.keys():
     total = sum(entry.get(name, 0) for entry in metadata["shards"])
     if metadata[name] != total:
       raise ValueError(
@@ -223,13 +220,12 @@ def damage(folder: pathlib.Path) -> list[str]:
     )
   lines = []
   for entry in read_metadata(folder, kind)["shards"]:
-    file = folder / entry["file"]
-    if not file.is_file():
-      lines.append(f"{file}: no such file")
-      continue
-    summed, length = checksum(file)
-    if length != entry["bytes"] or entry.get("xxh3", summed) != summed:
-      lines.append(f"{file}: its content is not what was written")
+    file, found = folder / entry["file"], ("", -1)
+    if file.is_file():
+      found = checksum(file)
+    if found != (entry.get("xxh3", found[0]), entry["bytes"]):
+      what = "its content is not what was written"
+      lines.append(f"{file}: {what if found[0] else 'no such file'}")
   return lines
 
 
@@ -268,35 +264,26 @@ class Shards:
       IndexError: the set has no such record.
       ValueError: the record is damaged; the message names it.
     """
-    with self._named(index):
-      return unpack(self._read(index))
+    return self.record(index, unpack)
 
   def identity(self) -> Identity:
     """Identifies the shards and their order."""
     return of_shards(self._folder, self._shards)
 
-  def record(self, index: int) -> bytes:
-    """Returns the bytes of record `index`.
+  def record(self, index: int, parse: Callable[[bytes], Any] = bytes) -> Any:
+    """Returns the bytes of record `index`, or what `parse` makes of them.
 
     Raises:
       IndexError: the set has no such record.
       ValueError: the record is damaged; the message names it.
     """
-    with self._named(index):
-      return self._read(index)
-
-  @contextlib.contextmanager
-  def _named(self, index: int) -> Iterator[None]:
+    shard, position = self._find(index)
     try:
-      yield
+      reader = _reader(str(self.path(shard)), self._written[shard])
+      return parse(reader.read([position])[0])
     except (RuntimeError, ValueError, IndexError) as error:
       where = self.locate(index)
       raise ValueError(f"{where}: damaged record: {error}") from error
-
-  def _read(self, index: int) -> bytes:
-    shard, position = self._find(index)
-    reader = _reader(str(self.path(shard)), self._written[shard])
-    return reader.read([position])[0]
 
   def locate(self, index: int) -> str:
     """Names a record for messages: "PATH/00000-of-00002.array_record[7]"."""
@@ -316,13 +303,13 @@ class Shards:
 
   def _check_files(self) -> list[int]:
     """Times of the last changes of the shards, which are of the right sizes."""
-    names = [shard["file"] for shard in self._shards]
-    if missing := [n for n in names if not (self._folder / n).is_file()]:
+    paths = list(map(self.path, range(len(self._shards))))
+    if missing := [path.name for path in paths if not path.is_file()]:
       raise FileNotFoundError(
-        f"{self._folder} lacks {len(missing)} of its {len(names)} shards: "
+        f"{self._folder} lacks {len(missing)} of its {len(paths)} shards: "
         f"{', '.join(missing[:5])}"
       )
-    found = [(self._folder / name).stat() for name in names]
+    found = [path.stat() for path in paths]
     for shard, stat in zip(self._shards, found):
       if stat.st_size != shard["bytes"]:
         raise ValueError(

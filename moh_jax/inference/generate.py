@@ -27,7 +27,7 @@ from moh_jax.inference.restore import (
   restore,
 )
 from moh_jax.models.llm import LLM, unroll
-from moh_jax.models.registry import compute_dtypes
+from moh_jax.models.registry import serving_dtypes
 from moh_jax.runtime import sharding
 from moh_jax.runtime.files import disk_errors, write_whole
 from moh_jax.runtime.json_files import differences, read_json, strict_json
@@ -346,7 +346,7 @@ def serving_params(params: Any, config: LLMConfig) -> Any:
   """
 
   def prepare(params: Any) -> Any:
-    dtypes = compute_dtypes(params, config)
+    dtypes = serving_dtypes(params, config)
     cast = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
     return unroll(cast, config)
 

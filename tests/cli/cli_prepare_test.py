@@ -16,7 +16,7 @@ from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.training import denoising
 from tests.cli import tiny_checkpoint
-from tests.data import image_tables_test as tables
+from tests.data import tiny_images as tables
 from tests.data import tiny_sets
 from tests.inference import tiny_vae
 

@@ -1,6 +1,6 @@
 """Plans of the large runs, compiled for GPUs and TPUs that are not here.
 
-Each but the first two, small ones, is a command of docs/plan.md. Minutes each:
+Each but the first two, small ones, is a row of docs/plan.md. Minutes each:
 
   python -m pytest -n 0 -m compiles tests/compiles/plan_test.py
 """

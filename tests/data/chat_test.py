@@ -116,7 +116,7 @@ class RenderTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("aA", "messages='aA' must be a list"),
-    ([], "messages must not be empty"),
+    ([], r"messages=\[\] must be a list, and not empty"),
     (["aA"], "message 0: must be 'object', not str"),
     ([{"role": 1, "content": ""}], "message 0: role=1 must be 'str'"),
     ([*_USER, {"content": ""}], "message 1: has no entry 'role'"),

@@ -15,12 +15,12 @@ from moh_jax.inference import classify
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.sharding import abstract_params, unbox
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
 _CONFIG = resolve(
   config_lib.Config(
-    model=small_vit.ONE_STAGE,
+    model=small.ONE_STAGE,
   )
 )
 _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
@@ -29,7 +29,7 @@ _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
 def _restored(names=("ant", "bee", "cat", "dog", "eel", "fox"), channels=3):
   config = resolve(
     config_lib.Config(
-      model=dataclasses.replace(small_vit.ONE_STAGE, channels=channels)
+      model=dataclasses.replace(small.ONE_STAGE, channels=channels)
     )
   )
   model, inputs = make_model(config)

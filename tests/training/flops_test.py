@@ -23,7 +23,7 @@ from moh_jax.training.flops import (
   step_forms,
 )
 from moh_jax.training.task import task_builder
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
 
@@ -147,7 +147,7 @@ def _cases(choose):
 
 class FormsTest(parameterized.TestCase):
   @parameterized.product(
-    model=(tiny.DIT, small_vit.TWO_STAGES, tiny.LLM),
+    model=(tiny.DIT, small.TWO_STAGES, tiny.LLM),
     form=("auto", "packed"),
     routed=(True, False),
   )
