@@ -111,24 +111,6 @@ class ModelsTest(parameterized.TestCase):
     self.assertRegex(out, r"(?m)^2-3 +2 +2 +16 +8 .* dense$")
     self.assertIn("router: two_stage (released)\n", out)
 
-  @parameterized.parameters(
-    ((), "one of --checkpoint, --config and --data must be given"),
-    (("--data", "x", "--config", "y"), "one of --checkpoint, --config and"),
-    (("--data", "x"), "--data='x' needs --checksums or --batch"),
-    (("--data", "x", "--batch", "y.png"), "needs --vae"),
-    (("--config", "x", "--checksums"), "needs --checkpoint or --data alone"),
-    (("--config", "x", "--batch", "y.jpg"), "='y.jpg' must end in .png"),
-    (("--config", "x", "--batch", "y.png", "--at-step", 0), "must be at least"),
-    (("--config", "nope.py"), "nope.py: no such config file"),
-    (("--config", _CONFIGS / "vit.py:huge"), "'huge' must be one of"),
-    (("--checkpoint", "nope"), "nope holds no checkpoint"),
-  )
-  def test_wrong_options_are_one_line(self, argv, message):
-    status, out, err = _call(*argv)
-    self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertIn(message, err)
-
 
 class ChecksumsTest(absltest.TestCase):
   def setUp(self):
@@ -310,17 +292,6 @@ class LatentsTest(absltest.TestCase):
     with self.assertLogs("moh_jax", "WARNING") as logs:
       self._draw("other.png", "--num", 1, vae="other")
     self.assertIn("its encoder is not the one", logs.output[0])
-
-  def test_bad_input_is_one_line_and_writes_nothing(self):
-    for options, message in (
-      ({"vae": "gone"}, "gone"),
-      ({"data": "images"}, "metadata.json"),
-    ):
-      status, _, err = self._draw("bad.png", **options)
-      self.assertEqual(status, 2)
-      self.assertLen(err.splitlines(), 1)
-      self.assertIn(message, err)
-    self.assertFalse((self.root / "bad.png").exists())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.cli.command import Checkpoint
 from moh_jax.convert import vae as autoencoder
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler
@@ -190,44 +189,6 @@ class SampleCommandTest(parameterized.TestCase):
     )
     expected = sampler.batch(0, 1)[0].astype(int)
     self.assertLessEqual(np.abs(found - expected).max(), 1)
-
-  @parameterized.parameters(b"", b"no image")
-  def test_bad_start_is_refused_before_the_parameters_are_read(self, content):
-    (self.root / "a.png").write_bytes(content)
-    with mock.patch.object(Checkpoint, "restore") as restored:
-      argv = ("--start", self.root / "a.png", "--strength", "0.5")
-      self._assert_refused("a.png", *argv)
-    restored.assert_not_called()
-
-  @parameterized.parameters(
-    (("--strength=0.5",), "--strength=0.5 needs --start"),
-    (("--start=HERE",), "--strength=1.0 must be above 0 and below 1"),
-    (("--start=EMPTY", "--strength=0.5"), "empty holds no image"),
-    (("--labels=3,10",), "label 10 must be in [0, 9], or none"),
-    (("--labels=--5",), "'--5' must be a number, none, or one of the mod"),
-    (("--seed=-1",), "seed=-1 must be in [0, 2147483647]"),
-    ((f"{_KEY}cfg_interval=9,3",), "sample.cfg_interval=(9, 3) must be"),
-    ((f"{_KEY}steps=51",), "steps='51' asks for 51 of the 50 timesteps"),
-    (("--top-k=1,9",), "top_k=9 must be in"),
-    (("--step=7",), "no checkpoint of step 7; it has [0]"),
-    (("--vae=sd-vae",), "--vae 'sd-vae': the model does not work on latents"),
-    (("--out=x.jpg",), "'x.jpg' must end in .png or .npz"),
-    (("--out=nope/x.png",), "'nope/x.png': no directory"),
-    (("--checkpoint=VIT",), "family 'vit'; `sample` needs 'dit'"),
-  )
-  def test_bad_option_is_one_line_that_names_it(self, argv, message):
-    (self.root / "empty").mkdir()
-    start = self.root / "a.png"
-    Image.fromarray(np.zeros((8, 8), np.uint8)).save(start)
-    for name, place in (
-      *(("HERE", start), ("EMPTY", self.root / "empty")),
-      ("VIT", self.classifier),
-    ):
-      argv = [argument.replace(name, str(place)) for argument in argv]
-    self._assert_refused(message, *argv)
-    self.assertCountEqual(
-      [path.name for path in self.root.iterdir()], ["a.png", "empty"]
-    )
 
 
 if __name__ == "__main__":
