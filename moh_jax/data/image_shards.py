@@ -204,12 +204,8 @@ def pack_images(
   left = sum(len(writer.items(shard)) for shard in todo)
   with (
     concurrent.futures.ThreadPoolExecutor(_THREADS) as pool,
-    tqdm.tqdm(
-      total=len(source),
-      initial=len(source) - left,
-      unit="image",
-      disable=None,  # where stderr is no terminal
-    ) as bar,
+    # None disables it where stderr is no terminal.
+    tqdm.tqdm(total=left, unit="image", disable=None) as bar,
   ):
     for shard in todo:
       items = writer.items(shard)

@@ -137,16 +137,12 @@ class MetadataTest(hostile.ReaderTest):
   def test_unfinished_set(self, data):
     folder = self.folder / "unfinished_set"
     shutil.rmtree(folder, ignore_errors=True)
-    settings = {"images": "x", "items": 2, "shard_size": 1}
+    sizes, settings = {"items": 2, "shard_size": 1}, {"images": "x"}
     entry = {"file": "00000-of-00002.array_record", "examples": 1, "bytes": 3}
-    self._draw(data, folder / "unfinished/settings.json", settings)
+    self._draw(data, folder / "unfinished/settings.json", settings | sizes)
     self._draw(data, folder / f"unfinished/{entry['file']}.json", entry)
-    sizes = {"items": 2, "shard_size": 1, "settings": {"images": "x"}}
-
-    def resume():
-      ShardSetWriter(folder, "images", notes={}, **sizes).todo()
-
-    self.check(resume)
+    options = {**sizes, "settings": settings, "notes": {}}
+    self.check(lambda: ShardSetWriter(folder, "images", **options).todo())
 
   @hostile.examples(90)
   @given(st.data())
