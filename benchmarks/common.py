@@ -8,7 +8,7 @@ from typing import Any
 
 from moh_jax.cli import bench, bench_attention, command, flags
 from moh_jax.cli.main import report_errors
-from moh_jax.training import timing
+from moh_jax.training.bench import machine
 
 
 def make_parser(doc: str, rounds: int = 0) -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def finish(
     rows: values by name, the same names in each.
     **result: what JSON holds beside the machine and the rows.
   """
-  result = {"machine": timing.machine(), **result, "rows": rows}
+  result = {"machine": machine(), **result, "rows": rows}
   command.Output(json=args.json).give(result, [table_of(rows)])
 
 

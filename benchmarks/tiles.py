@@ -35,7 +35,7 @@ from moh_jax.ops.kernels.attention import (
 from moh_jax.ops.kernels.problem import BlockSizes, Key, Problem, Tile
 from moh_jax.ops.target import target
 from moh_jax.runtime.files import replacing
-from moh_jax.training import bench, timing
+from moh_jax.training import bench
 from moh_jax.training.bench import Program, attempt
 
 _KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
@@ -179,11 +179,7 @@ def tune(
           print(last)
         else:
           programs[tile] = program
-      times = timing.interleaved(
-        {tile: program.run for tile, program in programs.items()},
-        workload.rounds,
-        evaluations={tile: one.loops for tile, one in programs.items()},
-      )
+      times = bench.interleaved(programs, workload.rounds)
       if not times:
         break
       for tile, time in times.items():

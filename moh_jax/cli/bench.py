@@ -177,12 +177,11 @@ def report(options: command.Output, rows: Sequence[Row], settings: dict) -> int:
     rows: what was measured.
     settings: that it depends on, for JSON.
   """
-  from moh_jax.training import timing
-  from moh_jax.training.bench import table_cells
+  from moh_jax.training import bench
 
   stored = [dataclasses.asdict(row) for row in rows]
-  result = {"machine": timing.machine(), "settings": settings, "rows": stored}
-  options.give(result, [command.table(*table_cells(rows))])
+  result = {"machine": bench.machine(), "settings": settings, "rows": stored}
+  options.give(result, [command.table(*bench.table_cells(rows))])
   for row in rows:
     if row.fault:
       print(f"error: {row.name}: {row.fault}", file=sys.stderr)
@@ -210,7 +209,7 @@ def run_input(options: InputOptions) -> int:
   """Prints examples per second by stage, and which stage is the slowest."""
   from moh_jax.cli import bench_input
   from moh_jax.data.infer import resolve
-  from moh_jax.training import timing
+  from moh_jax.training import bench
 
   config = resolve(options.loaded)
   measured = bench_input.measure(config, options.batches, options.steps)
@@ -218,7 +217,7 @@ def run_input(options: InputOptions) -> int:
   rows = [(stage, f"{rate:,.0f}") for stage, rate in rates.items()]
   settings = {"config": config_lib.to_dict(config)}
   options.give(
-    {"machine": timing.machine(), "settings": settings, **measured},
+    {"machine": bench.machine(), "settings": settings, **measured},
     [command.table(rows, ("stage", "examples/s")), f"bottleneck: {slowest}"],
   )
   return 0

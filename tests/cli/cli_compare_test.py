@@ -8,9 +8,9 @@ from unittest import mock
 from absl.testing import absltest
 
 from moh_jax import config as config_lib
-from moh_jax.training import comparison, timing
+from moh_jax.training import bench, comparison
+from moh_jax.training.bench import Timing
 from moh_jax.training.saving import NonFiniteLossError
-from moh_jax.training.timing import Timing
 from moh_jax.training.train import Result
 from tests.cli import tiny_checkpoint
 
@@ -151,7 +151,7 @@ class CompareCommandTest(absltest.TestCase):
       timed = []
       with (
         mock.patch.object(comparison, "train", _fake_train),
-        mock.patch.object(timing, "step_seconds", seconds),
+        mock.patch.object(bench, "step_seconds", seconds),
       ):
         status, out, err = self._compare(
           *("--sweep", sweep, "--variants", "mha,config")
