@@ -15,7 +15,7 @@ from moh_jax.config import (
   MeshConfig,
 )
 from moh_jax.convert.vae import load_autoencoder
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sources import ImageSource, is_latent, make_source
 from moh_jax.inference.sample import write_grid

@@ -23,7 +23,7 @@ import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.registry import get_source
-from moh_jax.data import latents, transforms
+from moh_jax.data import transforms
 from moh_jax.data.sources import (
   CheckedSource,
   Example,
@@ -85,7 +85,7 @@ def train_recipe(config: Config) -> list:
   Random latents need none.
   """
   if is_latent(config):
-    return _of_latents(config, latents.SampleLatent)
+    return _of_latents(config, transforms.SampleLatent)
   return transforms.train_transforms(config.data, config.model)
 
 
@@ -95,7 +95,7 @@ def eval_recipe(config: Config) -> list:
   Diffusion models are always evaluated on the centre crop.
   """
   if is_latent(config):
-    return _of_latents(config, latents.MeanLatent)
+    return _of_latents(config, transforms.MeanLatent)
   chosen = transforms.eval_transforms(config.data, config.model)[:-1]
   if crops_center(config, "val"):
     chosen[0] = transforms.CenterCrop(config.model.input_shape[:2])

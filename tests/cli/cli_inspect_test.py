@@ -11,7 +11,7 @@ from etils import epath
 from PIL import Image
 
 from moh_jax.data import pipeline
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.sources import make_source
 from moh_jax.models.generation import to_pixels
 from moh_jax.models.registry import make_model

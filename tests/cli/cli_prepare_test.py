@@ -10,8 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.data import sources
 from moh_jax.data.image_folders import ImageFolderSource, Selection
-from moh_jax.data.image_shards import ArrayRecordSource
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import ArrayRecordSource, LatentSource
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.training import denoising
