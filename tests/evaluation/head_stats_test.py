@@ -183,12 +183,12 @@ class HeadStatsTest(parameterized.TestCase):
     self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
 
   def test_labels_without_a_name_are_in_no_group(self):
-    stats = _measured("vit", names=_NAMES[:2])
+    stats = _measured("llm", names=_NAMES[:2])
     self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
-    counts = [stats.groups[kind].tokens.sum(1) for kind in ("class", "all")]
+    counts = [stats.groups[kind].tokens.sum(1) for kind in ("task", "all")]
     self.assertTrue((counts[0] < counts[1]).all())
     with self.assertRaisesRegex(ValueError, "no example"):
-      _measured("vit", names=())
+      labelled.measure(head_stats, _config("llm"), {}, [], _NAMES)
 
   def test_entropy_is_between_one_choice_and_all(self):
     loads = [[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0], [0.0] * 4]
