@@ -101,8 +101,7 @@ def file_size(file: str) -> int:
   """Bytes of a file."""
   if not is_address(file):
     return os.path.getsize(file)
-  with _remote_errors(file):
-    system, path = _system(file)
+  with _remote(file) as (system, path):
     return system.size(path)
 
 
@@ -110,8 +109,7 @@ def open_file(file: str) -> IO[bytes]:
   """Opens a file for reading."""
   if not is_address(file):
     return pathlib.Path(file).open("rb")
-  with _remote_errors(file):
-    system, path = _system(file)
+  with _remote(file) as (system, path):
     return io.BufferedReader(_RemoteFile(system.open(path, "rb"), file))
 
 
@@ -224,8 +222,7 @@ def _find(pattern: str) -> list[str]:
 
 
 def _find_remote(pattern: str) -> list[str]:
-  with _remote_errors(pattern):
-    system, path = _system(pattern)
+  with _remote(pattern) as (system, path):
     if system.isfile(path):
       return [system.unstrip_protocol(path)]
     is_folder = system.isdir(path)
@@ -270,21 +267,23 @@ def _read_saved(file: str, kind: type) -> dict[str, Any] | None:
 def _is_file(file: str) -> bool:
   if not is_address(file):
     return os.path.isfile(file)
-  with _remote_errors(file):
-    system, path = _system(file)
+  with _remote(file) as (system, path):
     return system.isfile(path)
 
 
-def _system(address: str) -> tuple[Any, str]:
-  """The file system of an address, and the path in it."""
+@contextlib.contextmanager
+def _remote(address: str) -> Iterator[tuple[Any, str]]:
+  """Gives the file system of an address, and the path in it."""
   core = import_extra("fsspec.core", address)
-  try:
-    return core.url_to_fs(address)
-  except (ImportError, ValueError) as error:
-    raise ValueError(
-      f"{address}: {error}; hf:// needs pip install 'moh_jax[llm]', other "
-      "protocols a library of their own"
-    ) from error
+  with _remote_errors(address):
+    try:
+      found = core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+      raise ValueError(
+        f"{address}: {error}; hf:// needs pip install 'moh_jax[llm]', other "
+        "protocols a library of their own"
+      ) from error
+    yield found
 
 
 @contextlib.contextmanager

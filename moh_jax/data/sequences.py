@@ -80,7 +80,13 @@ class Text:
     sources = self.sources.values()
     self._ends = list(itertools.accumulate(map(len, sources)))
     self.text_bytes: int = sum(source.total_bytes for source in sources)
-    self.notes = _merge([source.notes for source in sources])
+    notes = [source.notes for source in sources]
+    self.notes = notes[0]
+    if len(notes) > 1:
+      sums = [
+        k for k in notes[0] if all(isinstance(n.get(k), int) for n in notes)
+      ]
+      self.notes = {key: sum(note[key] for note in notes) for key in sums}
     for name, source in self.sources.items():
       _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
 
@@ -393,17 +399,6 @@ def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
     return result
   return {
     name: np.pad(values, (0, length - count)) for name, values in result.items()
-  }
-
-
-def _merge(notes: list[dict[str, Any]]) -> dict[str, Any]:
-  """Sums the integers that all notes have; a single note stays as it is."""
-  if len(notes) == 1:
-    return notes[0]
-  return {
-    key: sum(entry[key] for entry in notes)
-    for key, value in notes[0].items()
-    if isinstance(value, int) and all(key in entry for entry in notes)
   }
 
 

@@ -354,9 +354,8 @@ def _read_rows(
     while True:
       before, read = read, False
       try:
-        with damage(
-          f"{piece.file}, row {number} or after", pyarrow.ArrowException
-        ):
+        where = f"{piece.file}, row {number} or after"
+        with damage(where, pyarrow.ArrowException):
           batch = next(batches, None)
           read = True
           if batch is None:
@@ -371,10 +370,8 @@ def _read_rows(
         continue
       for row, value in enumerate(column, number):
         where = f"{piece.file}, row {row}"
-        yield (
-          f"{piece.name}:{row}",
-          _attempt(_checked_text, value, field, where),
-        )
+        found = _attempt(_checked_text, value, field, where)
+        yield f"{piece.name}:{row}", found
       number += batch.num_rows
     number = first + rows if rows is not None else number
 
@@ -393,13 +390,10 @@ def _groups(
   if file_format(piece.file)[0] == "parquet":
     with open_parquet(piece.file) as table:
       _check_column(piece.file, table.schema_arrow, field)
+      options = {"columns": [field], "use_threads": False}
       for group in range(piece.start, piece.stop):
-        yield (
-          table.metadata.row_group(group).num_rows,
-          table.iter_batches(
-            _ROWS, row_groups=[group], columns=[field], use_threads=False
-          ),
-        )
+        batches = table.iter_batches(_ROWS, row_groups=[group], **options)
+        yield table.metadata.row_group(group).num_rows, batches
     return
   pyarrow = import_extra("pyarrow", piece.file)
   with damage(piece.file, pyarrow.ArrowException):

@@ -123,18 +123,6 @@ class HeldOutTest(_SetsTest):
       with self.assertRaises(IndexError):
         held_out[index]
 
-  def test_notes_and_bytes_add_up(self):
-    self._write("a", 1, gzip_bytes=10, xz_bytes=5, python="3.11")
-    self._write("b", 2, gzip_bytes=20, python="3.11")
-    one = self._data(mix=("a",), ratios=(100.0,))
-    held_out = sequences.Text(one, _VOCAB, "val")
-    notes = {"gzip_bytes": 10, "xz_bytes": 5, "python": "3.11"}
-    self.assertEqual(held_out.notes, notes)
-    both = self._data(mix=("a", "b"), ratios=(50.0, 50.0))
-    total = sequences.Text(both, _VOCAB, "val")
-    self.assertEqual(total.notes, {"gzip_bytes": 30})
-    self.assertGreater(total.text_bytes, held_out.text_bytes)
-
 
 _DTYPES = {
   "inputs": np.int32,

@@ -17,6 +17,7 @@ import sys
 import pytest
 
 from moh_jax.cli import flags, main
+from tests.cli import tiny_checkpoint
 from tests.docs import blocks, stand_ins
 
 BLOCKS = blocks.all_blocks()
@@ -66,11 +67,9 @@ def test_runs_with_stand_ins(block, small, monkeypatch):
     for name, value in command.environment:
       monkeypatch.setenv(name, value)
     assert command.module == "moh_jax", f"{block}: mark it as slow"
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-      status = main.main(list(command.arguments))
-    assert status == 0, f"{command}: {err.getvalue()}"
-    assert out.getvalue().strip(), f"{command} printed nothing"
+    status, out, err = tiny_checkpoint.call(*command.arguments)
+    assert status == 0, f"{command}: {err}"
+    assert out.strip(), f"{command} printed nothing"
 
 
 @pytest.mark.slow

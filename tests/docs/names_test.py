@@ -3,8 +3,6 @@
 Blocks of code are checked by `commands_test.py`.
 """
 
-import contextlib
-import io
 import re
 
 import pytest
@@ -18,6 +16,7 @@ from moh_jax.config import (
   RouterConfig,
   base,
 )
+from tests.cli import tiny_checkpoint
 from tests.docs import blocks
 
 KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", write_reference.sections()))
@@ -34,20 +33,13 @@ def _spans(page):
   return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 
-def _help(*argv):
-  out = io.StringIO()
-  with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
-    main.main([*argv, "--help"])
-  return out.getvalue()
-
-
 @pytest.fixture(scope="module")
 def options():
   calls = [
     (name, *kind.split()) for name in main.COMMANDS for kind in main.kinds(name)
   ]
   calls += [("bench", kind) for kind in ("attention", "model", "input")]
-  texts = "".join(_help(*call) for call in calls)
+  texts = "".join(tiny_checkpoint.call(*call, "--help")[1] for call in calls)
   return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", texts))
 
 

@@ -13,8 +13,7 @@ from moh_jax.cli import generate
 from moh_jax.config.run import section_types
 from moh_jax.convert import llama, llama_config, vae
 from moh_jax.data import token_sets
-from moh_jax.data.image_shards import ArrayRecordSource
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import ArrayRecordSource, LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.runtime import checkpoint, steps
@@ -137,16 +136,12 @@ class MetadataTest(hostile.ReaderTest):
   def test_unfinished_set(self, data):
     folder = self.folder / "unfinished_set"
     shutil.rmtree(folder, ignore_errors=True)
-    settings = {"images": "x", "items": 2, "shard_size": 1}
+    sizes, settings = {"items": 2, "shard_size": 1}, {"images": "x"}
     entry = {"file": "00000-of-00002.array_record", "examples": 1, "bytes": 3}
-    self._draw(data, folder / "unfinished/settings.json", settings)
+    self._draw(data, folder / "unfinished/settings.json", settings | sizes)
     self._draw(data, folder / f"unfinished/{entry['file']}.json", entry)
-    sizes = {"items": 2, "shard_size": 1, "settings": {"images": "x"}}
-
-    def resume():
-      ShardSetWriter(folder, "images", notes={}, **sizes).todo()
-
-    self.check(resume)
+    options = {**sizes, "settings": settings, "notes": {}}
+    self.check(lambda: ShardSetWriter(folder, "images", **options).todo())
 
   @hostile.examples(90)
   @given(st.data())
