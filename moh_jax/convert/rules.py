@@ -11,6 +11,7 @@ A family's `Converter` holds its table and whatever else its public form needs.
 import dataclasses
 import operator
 import pathlib
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +51,8 @@ class Rule:
     ours: paths in our parameter tree.
     load: maps their arrays, in the order of `theirs`, to ours.
     dump: inverse of `load`.
-    layer: for parameters of scanned layers, which have a leading layer axis,
-      the rule of one layer (its names and paths are unused); else None.
+    layer: index along the leading layer axis of the parameters of scanned
+      layers, of which this is the rule of one layer; ... of others.
     check: looks at the values of `theirs` before anything is converted, and
       raises ValueError; None where any will do.
   """
@@ -60,15 +61,8 @@ class Rule:
   ours: tuple[Path, ...]
   load: Callable[[Arrays], Arrays]
   dump: Callable[[Arrays], Arrays]
-  layer: "Rule | None" = None
+  layer: int | types.EllipsisType = ...
   check: Callable[[Arrays], None] | None = None
-
-  @property
-  def layers(self) -> tuple[tuple[str, ...], ...]:
-    """Names of public tensors layer by layer; of other rules all together."""
-    width = len((self.layer or self).theirs)
-    starts = range(0, len(self.theirs), width)
-    return tuple(self.theirs[start : start + width] for start in starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,32 +334,20 @@ def stacked(
 ) -> list[Rule]:
   """Rules of scanned layers, whose parameters have a leading layer axis.
 
+  Rules of one parameter follow each other, so that it is read once.
+
   Args:
     block: rules of one layer.
     theirs: what precedes a layer's names, with {layer} for its number.
     ours: path of the stack.
     layers: numbers of the layers.
   """
-  prefixes = [theirs.format(layer=layer) for layer in layers]
-
-  def stack(rule: Rule) -> Rule:
-    width = len(rule.theirs)
-
-    def load(arrays: Arrays) -> Arrays:
-      starts = range(0, len(arrays), width)
-      loaded = [rule.load(arrays[i : i + width]) for i in starts]
-      return [np.stack(parts) for parts in zip(*loaded)]
-
-    def dump(arrays: Arrays) -> Arrays:
-      layers = range(len(prefixes))
-      return [x for i in layers for x in rule.dump([a[i] for a in arrays])]
-
-    names = tuple(
-      f"{layer}{name}" for layer in prefixes for name in rule.theirs
-    )
-    return Rule(names, rule.ours, load, dump, rule)
-
-  return [stack(rule) for rule in prefixed(block, "", ours)]
+  return [
+    dataclasses.replace(moved, layer=index)
+    for rule in block
+    for index, layer in enumerate(layers)
+    for moved in prefixed([rule], theirs.format(layer=layer), ours)
+  ]
 
 
 def stack_rules(
@@ -413,14 +395,13 @@ def load_params(
       the message lists them.
   """
   check_tensors(rules, tensors, abstract, source=source)
-  params: dict[Path, np.ndarray] = {}
+  leaves = traverse_util.flatten_dict(abstract)
+  params = {path: np.empty(x.shape, x.dtype) for path, x in leaves.items()}
   for rule in rules:
     loaded = rule.load([np.asarray(tensors[name]) for name in rule.theirs])
-    params.update(zip(rule.ours, loaded))
-  leaves = traverse_util.flatten_dict(abstract)
-  return traverse_util.unflatten_dict(
-    {path: np.array(params[path], leaf.dtype) for path, leaf in leaves.items()}
-  )
+    for path, part in zip(rule.ours, loaded):
+      params[path][rule.layer] = part
+  return traverse_util.unflatten_dict(params)
 
 
 def dump_params(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
@@ -435,7 +416,8 @@ def dump_params(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
     raise ValueError(f"parameters without a conversion rule: {_listed(left)}")
   out = {}
   for rule in rules:
-    out.update(zip(rule.theirs, rule.dump([flat[path] for path in rule.ours])))
+    ours = [flat[path][rule.layer] for path in rule.ours]
+    out.update(zip(rule.theirs, rule.dump(ours)))
   return out
 
 

@@ -55,7 +55,8 @@ class Text:
   Attributes:
     sources: of sequences, by name; several in the order of `data.mix`.
     text_bytes: UTF-8 bytes of all documents.
-    notes: of the set; {} of several.
+    notes: of the set; with several sets, the sums of the integers that all of
+      them note.
   """
 
   def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
@@ -79,7 +80,13 @@ class Text:
     sources = self.sources.values()
     self._ends = list(itertools.accumulate(map(len, sources)))
     self.text_bytes: int = sum(source.total_bytes for source in sources)
-    self.notes = next(iter(sources)).notes if len(sources) == 1 else {}
+    notes = [source.notes for source in sources]
+    self.notes = notes[0]
+    if len(notes) > 1:
+      sums = [
+        k for k in notes[0] if all(isinstance(n.get(k), int) for n in notes)
+      ]
+      self.notes = {key: sum(note[key] for note in notes) for key in sums}
     for name, source in self.sources.items():
       _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
 

@@ -46,9 +46,8 @@ class OpenShard:
 
   def __init__(self, path: pathlib.Path, listing: pathlib.Path):
     self._writer = array_record_module.ArrayRecordWriter(str(path), _OPTIONS)
-    # Opened by the first item that is left out; most shards have none.
-    self._open_listing = functools.cache(
-      lambda: listing.open("w", encoding="utf-8", errors="surrogateescape")
+    self._listing = listing.open(
+      "w", encoding="utf-8", errors="surrogateescape"
     )
     self.examples = 0
     self.skipped: Counter[str] = Counter()
@@ -74,13 +73,12 @@ class OpenShard:
     """
     line = " ".join(f"{name}: {reason}{detail}".splitlines())
     with _disk_errors():
-      self._open_listing().write(line + "\n")
+      self._listing.write(line + "\n")
     self.skipped[reason] += 1
 
   def close(self) -> None:
     """Writes what is buffered and closes the files."""
-    if self.skipped:
-      self._open_listing().close()
+    self._listing.close()
     self._writer.close()
 
 

@@ -209,11 +209,9 @@ def tokenize(
       for group in writer.todo():
         todo.setdefault(group, []).append(split)
     job = _Job(writers, held_out, groups, todo, tokenizer, field, on_error)
-    total = sum(map(job.size, range(len(groups))))
     with tqdm.tqdm(
       desc=", ".join(writers),
-      total=total,
-      initial=total - sum(map(job.size, todo)),
+      total=sum(map(job.size, todo)),
       unit="B",
       unit_scale=True,
       disable=None,  # where stderr is no terminal

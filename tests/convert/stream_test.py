@@ -79,7 +79,7 @@ class WriteTest(parameterized.TestCase):
       from moh_jax.convert import stream
       blocks = stream.SourceLeaf.blocks
       def killed(leaf):
-        if leaf.rule.theirs[0].endswith("down_proj.weight"):
+        if leaf.rules[0][0].theirs[0].endswith("down_proj.weight"):
           os.kill(os.getpid(), 9)
         return blocks(leaf)
       stream.SourceLeaf.blocks = killed
@@ -137,10 +137,10 @@ class OpenTest(parameterized.TestCase):
       out, 0, tiny_llm.abstract(tiny_llm.MHA), use_ema=True
     )
     leaf, want = (t["blocks0"]["mlp"]["up"]["kernel"] for t in (opened, params))
-    np.testing.assert_array_equal(leaf.layer(part), want[part])
-    np.testing.assert_array_equal(leaf.layer(0), want[0])
+    np.testing.assert_array_equal(leaf.read(part), want[part])
+    np.testing.assert_array_equal(leaf.read(0), want[0])
     np.testing.assert_array_equal(leaf.read(), want)
-    np.testing.assert_array_equal(leaf.layer(2), want[2])
+    np.testing.assert_array_equal(leaf.read(2), want[2])
 
   def test_another_shape_than_the_configs_is_named(self):
     out = self.create_tempdir().full_path

@@ -11,7 +11,7 @@ from PIL import Image
 from moh_jax.config import DataConfig, TextDataConfig
 from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.config.dit import LatentScaling
-from moh_jax.data import augment, latents, transforms
+from moh_jax.data import augment, image_shards, transforms
 from moh_jax.data.transforms import Normalize, normalizer
 from tests.data import tiny_sets
 
@@ -135,7 +135,7 @@ class PixelsTest(parameterized.TestCase):
 class LatentsTest(parameterized.TestCase):
   def test_samples_have_the_posteriors_mean_and_variance(self):
     element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
-    transform = latents.SampleLatent(LatentScaling(0.5))
+    transform = transforms.SampleLatent(LatentScaling(0.5))
     rngs = map(np.random.default_rng, range(2000))
     samples = [transform.random_map(element, r)["image"] for r in rngs]
     samples = np.stack(samples)
@@ -150,7 +150,7 @@ class LatentsTest(parameterized.TestCase):
     moments = np.zeros((2, 2, 1, 1, 2), np.float16)
     moments[0, 0] = (5.0, -1.0)
     scaling = LatentScaling(0.5, shift=0.25, mean=(1.0, 2.0), std=(2.0, 4.0))
-    out = latents.MeanLatent(scaling).map({"image": moments, "label": 0})
+    out = transforms.MeanLatent(scaling).map({"image": moments, "label": 0})
     # ((5 - 1) / 2 - 0.25) * 0.5 and ((-1 - 2) / 4 - 0.25) * 0.5.
     np.testing.assert_allclose(out["image"][0, 0], (0.875, -0.5))
 
@@ -159,7 +159,7 @@ class LatentsTest(parameterized.TestCase):
     moments = tiny_sets.moments(0)
     moments[0, 0, 1, 2, 0] = value
     with self.assertRaisesRegex(ValueError, "not finite in float16"):
-      latents.encode_moments(moments)
+      image_shards.encode_moments(moments)
 
 
 if __name__ == "__main__":

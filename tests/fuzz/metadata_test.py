@@ -13,8 +13,7 @@ from moh_jax.cli import generate
 from moh_jax.config.run import section_types
 from moh_jax.convert import llama, llama_config, vae
 from moh_jax.data import token_sets
-from moh_jax.data.image_shards import ArrayRecordSource
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import ArrayRecordSource, LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.runtime import checkpoint, steps
