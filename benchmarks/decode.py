@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from benchmarks.common import run_heads
 from moh_jax.cli.bench import HeadOptions
 from moh_jax.cli.bench_attention import Split, make_reference, random_active
-from moh_jax.cli.options import option
+from moh_jax.cli.command import option
 from moh_jax.config.base import Count
 from moh_jax.ops.attention import cached_attention
 from moh_jax.ops.attention_forms import Form

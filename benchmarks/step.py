@@ -27,10 +27,10 @@ from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache, sharding
 from moh_jax.runtime.sharding import stated_bytes
+from moh_jax.training.bench import step_seconds
 from moh_jax.training.flops import published_peak, step_flops
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
-from moh_jax.training.timing import step_seconds
 
 _CARD_BYTES = 80e9  # that the batch is for
 

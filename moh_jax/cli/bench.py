@@ -9,7 +9,7 @@ import typing
 from typing import TYPE_CHECKING, Any, Literal
 
 from moh_jax import config as config_lib
-from moh_jax.cli.options import Output, Place, RunConfig, Stored, table
+from moh_jax.cli import command
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Dtype, Natural
 from moh_jax.config.heads import HeadBudget
@@ -28,7 +28,7 @@ _ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadOptions(Output):
+class HeadOptions(command.Output):
   """Time the core alone: outputs of heads from queries, keys and values.
 
   Attributes:
@@ -98,7 +98,7 @@ class HeadOptions(Output):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(Stored, RunConfig, Output):
+class ModelOptions(command.Stored, command.RunConfig, command.Output):
   """Time a whole model and its multi-head baseline, on random data.
 
   --config.KEY=VALUE changes a key of what is timed, such as
@@ -115,8 +115,8 @@ class ModelOptions(Stored, RunConfig, Output):
   """
 
   model: str = "moh-vit-s80"
-  config: Place | None = None
-  checkpoint: Place | None = None
+  config: command.Place | None = None
+  checkpoint: command.Place | None = None
   rounds: Count = 7
 
   def check(self) -> None:
@@ -157,7 +157,7 @@ def bench_run(model: Any, batch: int) -> Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InputOptions(RunConfig, Output):
+class InputOptions(command.RunConfig, command.Output):
   """Time every stage of a run's input, and its train step.
 
   Attributes:
@@ -169,7 +169,7 @@ class InputOptions(RunConfig, Output):
   steps: Count = 10
 
 
-def report(options: Output, rows: Sequence[Row], settings: dict) -> int:
+def report(options: command.Output, rows: Sequence[Row], settings: dict) -> int:
   """Gives rows with the machine; 1 if any has a fault, which stderr tells.
 
   Args:
@@ -177,12 +177,11 @@ def report(options: Output, rows: Sequence[Row], settings: dict) -> int:
     rows: what was measured.
     settings: that it depends on, for JSON.
   """
-  from moh_jax.training import timing
-  from moh_jax.training.bench import table_cells
+  from moh_jax.training import bench
 
   stored = [dataclasses.asdict(row) for row in rows]
-  result = {"machine": timing.machine(), "settings": settings, "rows": stored}
-  options.give(result, [table(*table_cells(rows))])
+  result = {"machine": bench.machine(), "settings": settings, "rows": stored}
+  options.give(result, [command.table(*bench.table_cells(rows))])
   for row in rows:
     if row.fault:
       print(f"error: {row.name}: {row.fault}", file=sys.stderr)
@@ -210,7 +209,7 @@ def run_input(options: InputOptions) -> int:
   """Prints examples per second by stage, and which stage is the slowest."""
   from moh_jax.cli import bench_input
   from moh_jax.data.infer import resolve
-  from moh_jax.training import timing
+  from moh_jax.training import bench
 
   config = resolve(options.loaded)
   measured = bench_input.measure(config, options.batches, options.steps)
@@ -218,8 +217,8 @@ def run_input(options: InputOptions) -> int:
   rows = [(stage, f"{rate:,.0f}") for stage, rate in rates.items()]
   settings = {"config": config_lib.to_dict(config)}
   options.give(
-    {"machine": timing.machine(), "settings": settings, **measured},
-    [table(rows, ("stage", "examples/s")), f"bottleneck: {slowest}"],
+    {"machine": bench.machine(), "settings": settings, **measured},
+    [command.table(rows, ("stage", "examples/s")), f"bottleneck: {slowest}"],
   )
   return 0
 

@@ -7,26 +7,20 @@ import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from moh_jax import config as config_lib
-from moh_jax.cli.options import (
-  OutPath,
-  Output,
-  Place,
-  RunConfig,
-  Stored,
-  table,
-)
-from moh_jax.config import Config, LayerGroup
+from moh_jax.cli import command
+from moh_jax.config import Config, LayerGroup, MeshConfig
 from moh_jax.config.base import Count
 from moh_jax.runtime import steps
 
 _NAMES = 10  # of the classes that are listed
+_OF_A_BUDGET = "num_heads", "head_dim", "shared", "routed", "top_k", "active"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Stored, RunConfig, Output):
+class Options(command.Stored, command.RunConfig, command.Output):
   """Describe a checkpoint or config, check files, or draw training images.
 
   Without --checksums and --batch: heads, parameters and sizes. The column
@@ -41,8 +35,9 @@ class Options(Stored, RunConfig, Output):
     checksums: compare the files of --data, or of --checkpoint (without a number
       as --step all that are there) with their checksums; the status is 1 where
       any is damaged.
-    batch: draw images into this .png file: of --config those of a training step
-      as the model gets them, with their classes; of --data latents, decoded.
+    batch: draw images into this .png file and print their classes: of --config
+      those of a training step as the model gets them; of --data latents,
+      decoded.
     num: images of --batch at most.
     columns: of the grid of --batch.
     at_step: the step of the run whose batch it is.
@@ -50,15 +45,15 @@ class Options(Stored, RunConfig, Output):
     split: of the latents of --data.
   """
 
-  checkpoint: Place | None = None
-  config: Place | None = None
-  data: Place | None = None
+  checkpoint: command.Place | None = None
+  config: command.Place | None = None
+  data: command.Place | None = None
   checksums: bool = False
-  batch: OutPath | None = None
+  batch: command.OutPath | None = None
   num: Count = 32
   columns: Count | None = None
   at_step: Count = 1
-  vae: Place | None = None
+  vae: command.Place | None = None
   split: Literal["train", "val"] = "train"
 
   def check(self) -> None:
@@ -92,7 +87,7 @@ def run(options: Options) -> int:
     return _draw(options)
   from moh_jax.data.infer import resolve
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import abstract_params, unbox
+  from moh_jax.runtime.sharding import abstract_params, unbox, unsplit_params
 
   if options.checkpoint:
     metadata, step = options.stored()
@@ -101,6 +96,8 @@ def run(options: Options) -> int:
     config, step, names = resolve(options.loaded), None, ()
   boxed = abstract_params(*make_model(config))
   counts = _by_module(unbox(boxed))
+  sizes = {axis: max(1, getattr(config.mesh, axis)) for axis in MeshConfig.AXES}
+  unsplit = [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]
   report = {
     "step": step,
     "class_names": list(names),
@@ -109,7 +106,7 @@ def run(options: Options) -> int:
     "activated_share": config.model.activated_share,
     "parameters": sum(counts.values()),
     "parameters_by_module": counts,
-    "unsplit": _unsplit(boxed, config),
+    "unsplit": unsplit,
   }
   options.give(report, _lines(report, config))
   return 0
@@ -128,8 +125,8 @@ def _draw(options: Options) -> int:
     )
   else:
     config, step = resolve(options.loaded), options.at_step
-    count = batch_picture.write_batch(out, config, step, *grid)
-    lines = [f"{count} images of step {step} written to {out}"]
+    lines = batch_picture.write_batch(out, config, step, *grid)
+  lines = list(lines)
   options.give(lines, lines)
   return 0
 
@@ -184,16 +181,10 @@ def layer_rows(config: Config) -> list[dict]:
   model, rows = config.model, []
   mesh = [max(1, getattr(config.mesh, axis)) for axis in ("tensor", "sequence")]
   for index, group in enumerate(model.layer_groups()):
-    budget = group.budget
     row = {
       "stage": index + 1,
       "tokens": group.tokens,
-      "num_heads": budget.num_heads,
-      "head_dim": budget.head_dim,
-      "shared": budget.shared,
-      "routed": budget.routed,
-      "top_k": budget.top_k,
-      "active": budget.active,
+      **{name: getattr(group.budget, name) for name in _OF_A_BUDGET},
       "attention": _attention(config, group, mesh),
     }
     for order in group.order_of_each:
@@ -239,15 +230,6 @@ def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
     return f"{form} (impossible on this {platform})"
 
 
-def _unsplit(boxed: Any, config: Config) -> list[dict]:
-  """Parameters that the axes fsdp and tensor do not split, as far as known."""
-  from moh_jax.runtime.sharding import unsplit_params
-
-  mesh = config.mesh
-  sizes = {axis: max(1, getattr(mesh, axis)) for axis in mesh.AXES}
-  return [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]
-
-
 def _by_module(params: dict) -> dict[str, int]:
   """Parameters of each part of a stage."""
   from flax import traverse_util
@@ -268,13 +250,13 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
     numbers = [row["layer"] for row in group]
     span = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
     rows.append((span, len(numbers), *list(values.values())[1:]))
-  yield table(rows, ("layers", "count", *list(values)[1:]))
+  yield command.table(rows, ("layers", "count", *list(values)[1:]))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
-  yield f"\n{table(counts, ('module', 'parameters'))}\n"
+  yield f"\n{command.table(counts, ('module', 'parameters'))}\n"
   if unsplit := report["unsplit"]:
     columns = ("name", "shape", "bytes", "why")
     rows = [[one[name] for name in columns] for one in unsplit]
-    yield table(rows, ("not split", *columns[1:])) + "\n"
+    yield command.table(rows, ("not split", *columns[1:])) + "\n"
   yield f"family: {config.model.family}"
   if report["step"] is not None:
     yield f"step: {report['step']}"

@@ -118,10 +118,10 @@ class Tokens(_Set):
 
 
 SCHEMAS = {"images": Images, "latents": Latents, "tokens": Tokens}
-_MAKERS = {  # the commands
-  "images": "prepare pack-images",
-  "latents": "prepare encode-latents",
-  "tokens": "prepare tokenize",
+_MAKERS = {  # kinds of `prepare`
+  "images": "pack-images",
+  "latents": "encode-latents",
+  "tokens": "tokenize",
 }
 # Numbers of a set that are the sums of its shards' numbers.
 _SUMS = {"examples", "documents", "tokens", "text_bytes"}
@@ -158,12 +158,14 @@ def unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
   return parse_json(header, Header, "its header", _MAX_HEADER), payload
 
 
-def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
+def read_metadata(
+  folder: str | os.PathLike, kind: str | None = None
+) -> dict[str, Any]:
   """Reads and checks the metadata.json of a set.
 
   Args:
     folder: folder of the set.
-    kind: expected kind: "images", "latents" or "tokens".
+    kind: expected kind: "images", "latents" or "tokens"; None is any.
 
   Raises:
     MissingSplitError: there is no such folder.
@@ -173,8 +175,8 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
   path = pathlib.Path(folder) / METADATA
   if not path.parent.is_dir():
     raise MissingSplitError(
-      f"{path.parent}: no such directory; `python -m moh_jax {_MAKERS[kind]}` "
-      "makes it"
+      f"{path.parent}: no such directory; `python -m moh_jax prepare "
+      f"{_MAKERS.get(kind, '...')}` makes it"
     )
   if not path.is_file():
     raise FileNotFoundError(
@@ -182,13 +184,14 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
       "is unfinished (run the command that writes it again) or it is elsewhere"
     )
   metadata = read_json(path, Head, _MAX_METADATA)
-  found = metadata["format"], metadata["version"]
-  if found != (kind, VERSION):
+  found, version = metadata["format"], metadata["version"]
+  kinds = (kind,) if kind else tuple(SCHEMAS)
+  if found not in kinds or version != VERSION:
     raise ValueError(
-      f"{path}: holds {found[0]!r} of version {found[1]}, expected {kind!r} of "
-      f"version {VERSION}"
+      f"{path}: holds {found!r} of version {version}, expected "
+      f"{' or '.join(map(repr, kinds))} of version {VERSION}"
     )
-  check_json(metadata, SCHEMAS[kind], os.fspath(path))
+  check_json(metadata, SCHEMAS[found], os.fspath(path))
   for name in _SUMS & metadata.keys():
     total = sum(entry.get(name, 0) for entry in metadata["shards"])
     if metadata[name] != total:
@@ -212,14 +215,8 @@ def damage(folder: pathlib.Path) -> list[str]:
   Raises:
     ValueError: metadata.json is damaged.
   """
-  path = folder / METADATA
-  kind = read_json(path, Head, _MAX_METADATA)["format"]
-  if kind not in SCHEMAS:
-    raise ValueError(
-      f"{path}: 'format' is {kind!r}, must be one of {tuple(SCHEMAS)}"
-    )
   lines = []
-  for entry in read_metadata(folder, kind)["shards"]:
+  for entry in read_metadata(folder)["shards"]:
     file, found = folder / entry["file"], ("", -1)
     if file.is_file():
       found = checksum(file)

@@ -17,7 +17,7 @@ from moh_jax.ops.attention_forms import AttentionCase
 from moh_jax.ops.kernels.attention import read
 from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
-from moh_jax.training import bench, timing
+from moh_jax.training import bench
 from moh_jax.training.bench import Program, Row
 from tests.ops import devices
 from tests.ops.devices import traced_for
@@ -136,15 +136,15 @@ class TilesTest(parameterized.TestCase):
     of_32 = [forward_of_32], [4.0, 3.0, 2.0], [2.0, 1.5, 3.0]
     turns = iter((*of_16, *of_32))
 
-    def interleaved(runs, rounds, evaluations):
+    def interleaved(runs, rounds):
       self.assertEqual(rounds, 1)
-      self.assertEqual(set(evaluations.values()), {4})
-      return {tile: timing.Timing(x, 0) for tile, x in zip(runs, next(turns))}
+      self.assertEqual({one.loops for one in runs.values()}, {4})
+      return {tile: bench.Timing(x, 0) for tile, x in zip(runs, next(turns))}
 
     nothing = Program(lambda: None, 4)
     with (
       mock.patch.object(bench, "compile_program", return_value=nothing),
-      mock.patch.object(timing, "interleaved", interleaved),
+      mock.patch.object(bench, "interleaved", interleaved),
     ):
       best, lines = self._tune("triton", named.values())
     self.assertEqual(best, BlockSizes(*(named[name] for name in expected)))

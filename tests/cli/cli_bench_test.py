@@ -81,31 +81,6 @@ class CommandTest(parameterized.TestCase):
       "error of the outputs 1.0e-02 is above 2e-06\n",
     )
 
-  @parameterized.parameters(
-    ("attention --lengths 0", "--lengths[0]=0 must be at least 1"),
-    ("attention --lengths a", "--lengths[0]='a' must be of type int"),
-    ("attention --shares 90", "--shares 90 must be a whole number of the"),
-    ("attention --modes back", "--modes[0]='back' must be one of ('forward'"),
-    (
-      "attention --implementations dense,fast",
-      "--implementations[1]='fast' must be one of ('auto'",
-    ),
-    ("attention --kv-heads 3", "--kv-heads=3 must divide --heads 32"),
-    ("attention --implementations kernel", "kernel needs an accelerator"),
-    ("model --model nope", "model 'nope' must be one of"),
-    ("model --config.data.sequence_length=16", "data.sequence_length"),
-    ("model --config.data.batch_size=0", "data.batch_size=0 must be at least"),
-    ("model --config.model.remat=half", "model.remat='half' must be one of"),
-    ("model --config x --checkpoint y", "exclude each other"),
-    ("", "KIND"),
-    ("layer", "invalid choice: 'layer'"),
-  )
-  def test_wrong_values_are_one_line_before_any_work(self, argv, message):
-    status, out, err = tiny_checkpoint.call("bench", *argv.split())
-    self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertIn(message, err)
-
 
 class HeadOptionsTest(parameterized.TestCase):
   @parameterized.parameters(

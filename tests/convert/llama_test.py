@@ -140,14 +140,14 @@ class ThereAndBackTest(_Case):
     source = ["--source", str(self.source)]
     main(["convert", "--from", "llama", *source, "--out", out])
     export = ["export", "--checkpoint", out, "--out", again]
-    options = ["--dtype", "bfloat16", "--shard-size", "1MB", "--to", "hf"]
+    options = ["--dtype", "bfloat16", "--shard-bytes", "1000000", "--to", "hf"]
     self.assertEqual(main([*export, *options, "--license", "llama3"]), 0)
     chex.assert_trees_all_equal(read_tensors(again), stored)
     card = pathlib.Path(again, "README.md").read_text()
     self.assertIn("license: llama3", card)
-    for size in ("5", "0GB", "1.5GB", "5TB"):
+    for size in ("0", "5GB"):
       with self.assertRaises(SystemExit):
-        main([*export, "--shard-size", size])
+        main([*export, "--shard-bytes", size])
 
 
 class BadSourceTest(_Case):

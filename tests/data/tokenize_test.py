@@ -159,7 +159,7 @@ class SplitsTest(_FilesTest):
     }
 
   def test_part_of_a_document_does_not_depend_on_names_or_other_files(self):
-    for folder, start in (("x/y", 0), ("x/z", 40), ("w", 80)):
+    for folder, start in (("x/y", 0), ("x/z", 40)):
       for i in range(start, start + 40, 4):
         texts = [f"text {j}" for j in range(i, i + 3)]
         self._write_lines(texts, f"{folder}/{i}.jsonl")
@@ -167,20 +167,9 @@ class SplitsTest(_FilesTest):
     expected = self._parts("one", "x/y/*")
     self.assertLen(expected, 40)
     self.assertLen(set(expected.values()), 2)
-    os.symlink(self.root / "x", self.root / "link")
-    for number, inputs in enumerate(
-      (
-        ["x/y/*", "x/z/*"],
-        ["x/**/*"],
-        ["w/80.txt", "x/y/*"],
-        ["w/../x/y/*"],
-        ["link/y/*"],
-      )
-    ):
-      found = self._parts(f"{number}", *inputs)
-      self.assertEqual(found, found | expected)
-    (self.root / "x/y").rename(self.root / "v")
-    self.assertEqual(self._parts("renamed", "v/*"), expected)
+    (self.root / "x").rename(self.root / "v")
+    found = self._parts("all", "v/**/*")
+    self.assertEqual(found, found | expected)
 
   @parameterized.parameters(
     ("in.jsonl", 1e-9, "val", 1),

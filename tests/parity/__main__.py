@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from moh_jax.cli.command import Output, table
 from moh_jax.cli.main import report_errors
-from moh_jax.cli.options import Output, table
 from tests.parity import dit, images, llama, vit
 from tests.parity.case import Case, read_case
 

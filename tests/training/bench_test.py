@@ -12,10 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli import options
-from moh_jax.training import bench, timing
-from moh_jax.training.bench import Program, Row, check_exact, compile_program
-from moh_jax.training.timing import Timing
+from moh_jax.cli import command
+from moh_jax.training import bench
+from moh_jax.training.bench import (
+  Program,
+  Row,
+  Timing,
+  check_exact,
+  compile_program,
+)
 from tests.ops.devices import traced_for
 
 _ROW = Row(
@@ -41,7 +46,7 @@ _ROW = Row(
 class TableTest(parameterized.TestCase):
   def test_table_shows_every_figure_and_no_empty_column(self):
     mha = dataclasses.replace(_ROW, implementation="mha", share=1.0)
-    text = options.table(*bench.table_cells([mha, _ROW]))
+    text = command.table(*bench.table_cells([mha, _ROW]))
     head, _, last = (line.split() for line in text.splitlines())
     self.assertEqual(
       " ".join(head),
@@ -90,12 +95,11 @@ class TimeRowsTest(absltest.TestCase):
       s and Program(lambda: None, bytes=7, **program) for s in seconds
     ]
 
-    def interleaved(calls, rounds, min_seconds, evaluations):
+    def interleaved(programs, rounds, min_seconds):
       del rounds, min_seconds
-      self.assertEqual(set(evaluations.values()), {program.get("loops", 1)})
-      return {i: Timing(seconds[i], 0.1, (seconds[i],) * 2) for i in calls}
+      return {i: Timing(seconds[i], 0.1, (seconds[i],) * 2) for i in programs}
 
-    with mock.patch.object(bench.timing, "interleaved", interleaved):
+    with mock.patch.object(bench, "interleaved", interleaved):
       return bench.time_rows(rows, programs, mha=mha, units=32, rounds=3)
 
   def test_a_row_keeps_what_is_known_and_gets_what_is_measured(self):
@@ -207,30 +211,30 @@ class ExactTest(parameterized.TestCase):
 
 
 class InterleavedTest(parameterized.TestCase):
-  def _times(self, seconds, rounds, **options):
-    """Times calls "a", "b", ... that last so many seconds each time."""
+  def _times(self, seconds, rounds, loops=1, **options):
+    """Times programs "a", "b", ... that last so many seconds each time."""
     now, order = [0.0], []
 
     def call(name, lasts):
       now[0] += next(lasts)
       order.append(name)
 
-    calls = {
-      name: functools.partial(call, name, iter(lasts))
+    programs = {
+      name: Program(functools.partial(call, name, iter(lasts)), loops)
       for name, lasts in seconds.items()
     }
-    with mock.patch.object(timing.time, "perf_counter", lambda: now[0]):
-      return timing.interleaved(calls, rounds, **options), "".join(order)
+    with mock.patch.object(bench.time, "perf_counter", lambda: now[0]):
+      return bench.interleaved(programs, rounds, **options), "".join(order)
 
   @parameterized.parameters(
-    ([9, 1, 2, 3, 4, 5], {}, Timing(3.0, (4.5 - 1.5) / 3.0)),
-    ([9, 2], {}, Timing(2.0, 0.0)),
-    ([9, 2, 4, 6], {"evaluations": {"a": 4}}, Timing(1.0, 1.0)),
+    ([9, 1, 2, 3, 4, 5], 1, Timing(3.0, (4.5 - 1.5) / 3.0)),
+    ([9, 2], 1, Timing(2.0, 0.0)),
+    ([9, 2, 4, 6], 4, Timing(1.0, 1.0)),
   )
   def test_median_and_spread_of_an_evaluation_after_one_to_warm_up(
-    self, seconds, options, expected
+    self, seconds, loops, expected
   ):
-    times, _ = self._times({"a": seconds}, len(seconds) - 1, **options)
+    times, _ = self._times({"a": seconds}, len(seconds) - 1, loops)
     self.assertEqual(times, {"a": expected})
 
   def test_ratios_are_between_calls_of_one_turn(self):
