@@ -53,7 +53,9 @@ def split_of(text: str, held_out: float) -> str:
   return "val" if _number(text) < held_out else "train"
 
 
-def fill_parts(held_out: float, texts: Iterable[str]) -> float:
+def fill_parts(
+  held_out: float, texts: Iterable[str], skipped: collections.Counter[str]
+) -> float:
   """The share that gives each part a document, where the given one does not.
 
   It moves just past the lowest or the highest number of a text. Where the hash
@@ -63,6 +65,7 @@ def fill_parts(held_out: float, texts: Iterable[str]) -> float:
   Args:
     held_out: see `split_of`.
     texts: the documents that have text.
+    skipped: what is left out of them by reason, for the message.
 
   Raises:
     ValueError: there are fewer than two documents, or all have the same text.
@@ -73,7 +76,8 @@ def fill_parts(held_out: float, texts: Iterable[str]) -> float:
     if low < held_out <= high:
       return held_out
   if not count:
-    raise ValueError("the input has no document")
+    told = describe_skipped([{"skipped": skipped}])
+    raise ValueError(f"the input has no document; {told or 'it is empty'}")
   if low == high:
     same = "document" if count == 1 else "documents, all of one text"
     raise ValueError(
@@ -190,9 +194,10 @@ def tokenize(
   inside(out, split, "split")
   keeps = {split: "all"}
   if held_out is not None:
-    if not 0 < held_out < 1:
-      raise ValueError(f"held_out={held_out} must be between 0 and 1")
-    held_out = fill_parts(held_out, _texts(groups, field, on_error))
+    skipped: collections.Counter[str] = collections.Counter()
+    counts = skipped if on_error == "skip" else None
+    texts = read_texts(itertools.chain.from_iterable(groups), field, counts)
+    held_out = fill_parts(held_out, filter(None, texts), skipped)
     # Sets say it as versions did that had a class for it.
     name = f"HeldOutPart(share={held_out!r}, held_out="
     parts = {"train": False, "val": True}
@@ -233,21 +238,6 @@ def tokenize(
         f"{describe_skipped(entries) or 'it has none'}"
       )
   return {split: writer.finish() for split, writer in writers.items()}
-
-
-def _texts(
-  groups: Iterable[Iterable[Piece]], field: str, on_error: str
-) -> Iterator[str]:
-  """The documents that have text."""
-  skipped: collections.Counter[str] = collections.Counter()
-  pieces, is_empty = itertools.chain.from_iterable(groups), True
-  counts = skipped if on_error == "skip" else None
-  for text in filter(None, read_texts(pieces, field, counts)):
-    is_empty = False
-    yield text
-  if is_empty and skipped:
-    told = describe_skipped([{"skipped": skipped}])
-    raise ValueError(f"the input has no document; {told}")
 
 
 def _batches(
