@@ -34,9 +34,7 @@ from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
 
-# A batch for one call of the tokenizer, large enough for all its threads.
-_BATCH_DOCUMENTS = 1024
-_BATCH_CHARACTERS = 1 << 20
+_BATCH = 64  # documents for one call of the tokenizer, on all its threads
 
 
 def split_of(text: str, held_out: float) -> str:
@@ -131,7 +129,8 @@ class _Job:
             elif found := target(name):  # without text, the name says the part
               found.skip(name, text.reason, text.detail)
 
-      for batch in _batches(documents()):
+      left = documents()
+      while batch := list(itertools.islice(left, _BATCH)):
         ids = self.tokenizer.encode_batch([text for _, text in batch])
         for (name, text), tokens in zip(batch, ids):
           found = target(text or name)
@@ -238,22 +237,6 @@ def tokenize(
         f"{describe_skipped(entries) or 'it has none'}"
       )
   return {split: writer.finish() for split, writer in writers.items()}
-
-
-def _batches(
-  documents: Iterable[tuple[str, str]],
-) -> Iterator[list[tuple[str, str]]]:
-  """Collects (name, text) pairs into batches."""
-  batch: list[tuple[str, str]] = []
-  size = 0
-  for name, text in documents:
-    batch.append((name, text))
-    size += len(text)
-    if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
-      yield batch
-      batch, size = [], 0
-  if batch:
-    yield batch
 
 
 def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
