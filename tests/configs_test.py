@@ -51,6 +51,10 @@ _ALL = [
   if not arg.startswith(("finetune", "importance"))
 ]
 _RUNS = (*_ALL, *_FINETUNE, *_ORDERED)
+_PLANNED = (
+  *(("vit_digits", "moh"), ("dit_digits", "mha"), ("dit_digits", "flow")),
+  ("llm_stdlib", "schedule"),
+)
 _FILES = [name for name, args in _ARGUMENTS.items() if args]  # with a default
 
 
@@ -167,16 +171,11 @@ class PlanTest(parameterized.TestCase):
       half = make_variant(config, "moh50")
       self.assertEqual(half.train, config.train)
 
-  @parameterized.parameters(
-    *(run for run in _RUNS if run[0] in ("vit_digits", "dit_digits")),
-    ("llm_stdlib", "schedule"),
-  )
+  @parameterized.parameters(*_PLANNED)
   def test_small_ones_are_planned(self, *run):
     self._check_plan(*run)
 
-  @parameterized.parameters(
-    *(run for run in _RUNS if run[0] not in ("vit_digits", "dit_digits"))
-  )
+  @parameterized.parameters(*(run for run in _RUNS if run not in _PLANNED))
   @pytest.mark.slow  # minutes
   def test_others_are_planned(self, *run):
     self._check_plan(*run)

@@ -1,6 +1,5 @@
 """Predictions for every image, and scores that are exact counts."""
 
-import dataclasses
 import pathlib
 import tempfile
 import types
@@ -12,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.config import EvalConfig, MeshConfig
+from moh_jax.config import MeshConfig
 from moh_jax.evaluation import predictions
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
@@ -163,8 +162,8 @@ class DevicesTest(parameterized.TestCase):
         pixels = rng.integers(0, 256, (8, 8), np.uint8)
         Image.fromarray(pixels).save(root / name / f"{i}.png")
     data = {"source": "image_folder", "path": str(root), "val_share": 1.0}
-    config = tiny.config(model={"channels": 1, "num_classes": 2}, data=data)
-    config = dataclasses.replace(config, eval=EvalConfig(batch_size=16))
+    model = {**tiny.ALIKE["vit"], "num_classes": 2}
+    config = tiny.config(model=model, data=data, eval={"batch_size": 16})
     model, _ = make_model(config)
     params = tiny.random_params(config)
     _, predict = classification.make_predict(model, config, Metadata(config))
