@@ -141,7 +141,7 @@ class OperationsTest(parameterized.TestCase):
     self.assertLen(seen, len(_OPERATIONS) * 2 * 4)
 
 
-_FILLSSliding = {"RGB": (124, 116, 104), "L": 77}
+_FILLS_BY_MODE = {"RGB": _FILLS["rgb"], "L": _FILLS["grey"]}
 
 
 def _pillow(picture, slope, offset):
@@ -150,7 +150,7 @@ def _pillow(picture, slope, offset):
     Image.Transform.AFFINE,
     (1, slope, offset, 0, 1, 0),
     resample=Image.Resampling.BICUBIC,
-    fillcolor=_FILLSSliding[picture.mode],
+    fillcolor=_FILLS_BY_MODE[picture.mode],
   )
 
 
@@ -163,7 +163,7 @@ class SlideRowsTest(parameterized.TestCase):
   )
   def test_pixels_are_pillows(self, mode, size, slope, offset):
     picture = photo(size, mode)
-    ours = slide_rows(picture, slope, offset, _FILLSSliding[mode])
+    ours = slide_rows(picture, slope, offset, _FILLS_BY_MODE[mode])
     self.assertEqual((ours.mode, ours.size), (mode, size))
     np.testing.assert_array_equal(ours, _pillow(picture, slope, offset))
 
