@@ -9,7 +9,7 @@ import tempfile
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import steps
@@ -113,7 +113,3 @@ class DamageTest(parameterized.TestCase):
     self.assertEqual(int(result.state.step), 4)
     values = restore(copy).params
     jax.tree.map(np.testing.assert_array_equal, values, whole)
-
-
-if __name__ == "__main__":
-  absltest.main()

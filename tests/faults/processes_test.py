@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import steps
 from tests.faults.runs import Run, differences, rows
@@ -105,7 +105,3 @@ class ProcessesTest(_RunsTest):
       re.search(r"last whole checkpoint in .* is step (\d+)", line)[1]
     )
     self.assertEqual(named, steps.newest_whole_step(str(run.workdir)))
-
-
-if __name__ == "__main__":
-  absltest.main()

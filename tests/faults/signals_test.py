@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import steps
 from tests.faults.runs import Run, differences
@@ -80,7 +80,3 @@ class SignalsTest(parameterized.TestCase):
     self._check(run)
     again = self._start(_SAVE_ALWAYS, _LONG, workdir=str(run.workdir))
     self.assertTrue(again.wait_for(lambda: "resumed from" in again.said()))
-
-
-if __name__ == "__main__":
-  absltest.main()

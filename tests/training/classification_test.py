@@ -164,7 +164,3 @@ class LossTest(absltest.TestCase):
     chex.assert_trees_all_close(metrics["loss"], want, rtol=1e-6)
     self.assertEqual(loss, metrics["loss"])
     self.assertGreater(float(metrics["balance_loss"]), 0.5)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -17,16 +17,14 @@ from etils import epath
 from moh_jax.runtime import steps
 from moh_jax.training import clock, entrance, flops
 from moh_jax.training.clock import NAME, PHASES, RunClock
-from moh_jax.training.train import train
 from tests.training import tiny
 
 _RUN = """
 import sys, jax
-from moh_jax.training.train import train
 from tests.training import tiny
 config = tiny.llm_config(train={"compilation_cache": sys.argv[2]})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-train(config, sys.argv[1], devices=jax.devices()[:1])
+tiny.train(config, sys.argv[1])
 """
 
 
@@ -134,15 +132,14 @@ class RunTest(parameterized.TestCase):
     write = steps.write_manifest
 
     def slow(folder):
-      time.sleep(1)
+      time.sleep(0.3)
       write(folder)
 
     with (
       mock.patch.object(flops, "published_peak", return_value=1e12),
       mock.patch.object(steps, "write_manifest", slow),
     ):
-      one = jax.devices()[:1]
-      train(config, str(workdir), devices=one, at_peak=flops.at_peak)
+      tiny.train(config, workdir, at_peak=flops.at_peak)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
     self.assertLen(rows, 2)
@@ -187,7 +184,7 @@ class RunTest(parameterized.TestCase):
       entrance.importlib.util, "find_spec", return_value=None
     ):
       with self.assertRaisesRegex(ValueError, "log.wandb='p' needs .* wandb"):
-        train(tiny.llm_config(log={"wandb": "p"}), "/nonexistent/run")
+        tiny.train(tiny.llm_config(log={"wandb": "p"}), "/nonexistent/run")
 
   def test_wandb_gets_the_metrics_offline(self):
     if importlib.util.find_spec("wandb") is None:
@@ -196,12 +193,8 @@ class RunTest(parameterized.TestCase):
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     with mock.patch.dict(os.environ, offline):
       config = tiny.llm_config(log={"wandb": "moh"})
-      train(config, str(workdir), devices=jax.devices()[:1])
+      tiny.train(config, workdir)
     (stored,) = (workdir / "wandb").glob("offline-run-*/*.wandb")
     content = stored.read_bytes()
     self.assertIn(b"train/loss", content)
     self.assertIn(b"val/", content)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.runtime import sharding
@@ -143,7 +143,3 @@ class ReadCollectivesTest(parameterized.TestCase):
   def test_a_group_of_one_device_exchanges_nothing(self):
     text = _program("f32[4]{0} all-reduce(%p)", "replica_groups=[8,1]<=[8]")
     self.assertEqual(read_collectives(text, _MESH), ())
-
-
-if __name__ == "__main__":
-  absltest.main()

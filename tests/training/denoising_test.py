@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
 from unittest import mock
 
@@ -14,7 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.config.registry import MissingSplitError
+from moh_jax.config import apply_overrides
 from moh_jax.evaluation.fid import Gaussian, frechet_distance, moments
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler, sample_images
@@ -24,7 +23,6 @@ from moh_jax.runtime import sharding
 from moh_jax.training import denoising
 from moh_jax.training.denoising import make_fid
 from moh_jax.training.step import make_program, metric_values
-from moh_jax.training.train import train
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -175,28 +173,17 @@ class StepsTest(absltest.TestCase):
 
 
 class HeldOutTest(absltest.TestCase):
-  def test_run_without_a_split_finishes_with_no_figures(self):
-    missing = mock.patch.object(
-      denoising, "make_evaluate", side_effect=MissingSplitError("no val")
-    )
-    workdir = self.create_tempdir().full_path
-    config = tiny.dit_config(eval={"every": 2})
-    with missing, self.assertLogs("moh_jax", "WARNING") as logged:
-      result = train(config, workdir, devices=jax.devices()[:1])
-    self.assertIn("has no val/", logged.output[0])
-    self.assertEqual((result.finished, result.evaluation), (True, {}))
-    text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
-    splits = [json.loads(line)["split"] for line in text.splitlines()]
-    self.assertEqual(splits, ["train"] * 4 + ["heads"])
-
-  def test_split_that_is_there_but_not_whole_is_refused(self):
+  def test_split_that_lacks_gives_no_figures_and_an_empty_one_is_refused(self):
     root = pathlib.Path(self.create_tempdir().full_path)
     file = root / "train" / "0" / "1.png"
     file.parent.mkdir(parents=True)
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(file)
-    (root / "val").mkdir()
     data = {"source": "image_folder", "path": str(root), "batch_size": 1}
     config = tiny.dit_config(data=data, model={"num_classes": 1})
+    with self.assertLogs("moh_jax", "WARNING") as logged:
+      self.assertEqual(make_task(config).evaluate(None, None), {})
+    self.assertIn("has no val/", "".join(logged.output))
+    (root / "val").mkdir()
     with self.assertRaisesRegex(FileNotFoundError, "holds no image"):
       make_task(config)
 
@@ -233,15 +220,6 @@ class PreviewTest(parameterized.TestCase):
     self.assertFalse(np.array_equal(picture, other))
     gap = np.abs(picture.astype(int) - self._preview(devices=8))
     self.assertLessEqual(gap.max(), 1)  # where the rounding is a tie
-
-  def test_run_writes_one_at_every_interval_and_at_the_end(self):
-    workdir = pathlib.Path(self.create_tempdir().full_path)
-    config = tiny.dit_config(sample=_PREVIEW, train={"steps": 3})
-    train(config, str(workdir), devices=jax.devices()[:1])
-    files = sorted(path.name for path in (workdir / "samples").iterdir())
-    self.assertEqual(files, ["00000002.png", "00000003.png"])
-    with Image.open(workdir / "samples" / files[0]) as picture:
-      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
 
   def test_latents_are_shown_as_the_autoencoder_decodes_them(self):
     decoded = []
@@ -329,32 +307,27 @@ class SampledFidTest(parameterized.TestCase):
       make_fid(config, _REFERENCE, extract)(params, mesh)
     self.assertEqual(sizes, [most, most])
 
-  def test_run_writes_it_with_every_evaluation_and_resumed_the_same(self):
-    root = pathlib.Path(self.create_tempdir().full_path)
-
-    def run(name, steps):
-      config = _config(mesh={"data": 1}, train={"steps": steps})
-      config = dataclasses.replace(
-        config, eval=dataclasses.replace(config.eval, every=1)
-      )
-      found = _REFERENCE, _extract
-      devices = jax.devices()[:1]
-      with mock.patch.object(denoising, "_inception", return_value=found):
-        train(config, str(root / name), devices=devices)
-      lines = (root / name / "metrics.jsonl").read_text().splitlines()
-      rows = [json.loads(line) for line in lines]
-      return {r["step"]: r["fid"] for r in rows if "fid" in r}
-
-    whole = run("whole", 3)
-    self.assertEqual(list(whole), [1, 2, 3])
-    run("parts", 2)
-    self.assertEqual(run("parts", 3), whole)
+  def test_run_writes_it_with_every_evaluation_and_pictures_beside(self):
+    workdir = pathlib.Path(self.create_tempdir().full_path)
+    config = _config(mesh={"data": 1}, train={"steps": 3})
+    config = apply_overrides(config, "eval", every=1)
+    config = apply_overrides(config, "sample", **_PREVIEW)
+    found = _REFERENCE, _extract
+    with mock.patch.object(denoising, "_inception", return_value=found):
+      tiny.train(config, workdir)
+    rows = tiny.rows(workdir, "val")
+    self.assertEqual([row["step"] for row in rows], [1, 2, 3])
+    self.assertLen({row["fid"] for row in rows}, 3)
+    files = sorted(path.name for path in (workdir / "samples").iterdir())
+    self.assertEqual(files, ["00000002.png", "00000003.png"])
+    with Image.open(workdir / "samples" / files[0]) as picture:
+      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
 
   def test_config_alone_asks_for_it(self):
     workdir = pathlib.Path(self.create_tempdir().full_path, "run")
     config = _config(mesh={"data": 1})
     with self.assertRaisesRegex(FileNotFoundError, "stats.npz"):
-      train(config, str(workdir), devices=jax.devices()[:1])
+      tiny.train(config, workdir)
     self.assertFalse(workdir.exists())
 
   def test_latents_need_their_autoencoder(self):
@@ -364,7 +337,3 @@ class SampledFidTest(parameterized.TestCase):
     )  # fmt: skip
     with self.assertRaisesRegex(ValueError, "an autoencoder must decode"):
       make_fid(config, _REFERENCE, _extract)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -88,7 +88,3 @@ class FeedTest(absltest.TestCase):
     batches.__class__ = _Slow
     next(made)
     self.assertGreater(made.waited, 0.02)
-
-
-if __name__ == "__main__":
-  absltest.main()

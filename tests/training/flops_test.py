@@ -5,7 +5,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.cli.bench import bench_run
@@ -180,7 +180,3 @@ class FormsTest(parameterized.TestCase):
     name, found = form_summary(run, step_forms(run, {}))
     self.assertEqual(found, share)
     self.assertEqual(name, "packed" if share < 1 else "dense")
-
-
-if __name__ == "__main__":
-  absltest.main()

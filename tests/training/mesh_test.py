@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import tempfile
@@ -35,12 +34,6 @@ from tests.training.tiny import make_task
 _MAKE = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
 
 
-def _losses(workdir: str) -> list[float]:
-  with open(os.path.join(workdir, "metrics.jsonl")) as stream:
-    rows = [json.loads(line) for line in stream]
-  return [row["loss"] for row in rows if row["split"] == "train"]
-
-
 @contextlib.contextmanager
 def _fresh_compiler_log() -> Iterator[list[str]]:
   """Collects what XLA writes to stderr, with every program compiled anew."""
@@ -70,14 +63,17 @@ class RunTest(absltest.TestCase):
     cls.one_dir, cls.mesh_dir = (
       cls.create_tempdir(cls()).full_path for _ in range(2)
     )
-    cls.one = train(tiny.llm_config(), cls.one_dir, devices=jax.devices()[:1])
+    cls.one = tiny.train(tiny.llm_config(), cls.one_dir)
     with _fresh_compiler_log() as cls.log:
       cls.on_mesh = train(tiny.llm_config(mesh=tiny.MESH), cls.mesh_dir)
 
   def test_figures_equal_the_single_device_ones(self):
-    losses = _losses(self.mesh_dir)
-    np.testing.assert_allclose(losses, _losses(self.one_dir), rtol=2e-5)
-    self.assertLen(losses, 4)
+    losses = [
+      [row["loss"] for row in tiny.rows(folder, "train")]
+      for folder in (self.mesh_dir, self.one_dir)
+    ]
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+    self.assertLen(losses[0], 4)
     ours, theirs = self.on_mesh.evaluation, self.one.evaluation
     chex.assert_trees_all_close(ours, theirs, rtol=1e-4)
 
@@ -260,7 +256,3 @@ class HostMemoryTest(absltest.TestCase):
     chex.assert_trees_all_close(
       *jax.device_get((host, device)), rtol=1e-6, atol=1e-7
     )
-
-
-if __name__ == "__main__":
-  absltest.main()

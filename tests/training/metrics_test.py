@@ -287,7 +287,3 @@ class HeadWatchTest(absltest.TestCase):
     parts = jnp.asarray([[[1.0, 0.0]], [[0.5, 0.5]]])  # [parts, layers, H]
     (mean,) = metric_values({"x": HeadLoads((parts,))})["x"]
     np.testing.assert_allclose(mean, [[0.75, 0.25]])
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -6,7 +6,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from jax.sharding import PartitionSpec as P
 
 from moh_jax.config import Config
@@ -158,7 +158,3 @@ class StateShardingTest(parameterized.TestCase):
         jax.device_get(program.step(s, batch)) for s in (state, restored)
       ]
     chex.assert_trees_all_equal(*after)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import sharding
 from moh_jax.training.step import make_program
@@ -99,7 +99,3 @@ class LossesTest(parameterized.TestCase):
       self.skipTest("ViT's forms compute every head")
     losses = _losses(meshes.config_of(family, form, mesh=meshes.MESHES[mesh]))
     np.testing.assert_allclose(losses, _losses_of_one_device(family), rtol=1e-5)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -124,7 +124,3 @@ class CompilerTest(absltest.TestCase):
       self.assertTrue(plan.fits)
       self.assertIsNone(plan.compiled)
       self.assertIn(reason, plan.reason)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -154,7 +154,3 @@ class StepTest(absltest.TestCase):
     _, metrics = jax.jit(step)(init(), batch)
     self.assertEqual(float(metrics["some"]), 8.0)
     self.assertTrue(np.isnan(metrics["none"]))
-
-
-if __name__ == "__main__":
-  absltest.main()

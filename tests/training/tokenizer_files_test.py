@@ -5,7 +5,6 @@ import json
 import pathlib
 import tempfile
 
-import jax
 import numpy as np
 from absl.testing import absltest
 
@@ -13,7 +12,6 @@ from moh_jax.convert.checkpoints import export
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
 from moh_jax.inference.restore import load_checkpoint_tokenizer
-from moh_jax.training.train import train
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm
 from tests.data import tiny_text
@@ -58,9 +56,8 @@ class SurvivalTest(absltest.TestCase):
       ),
       train=dataclasses.replace(trained.train, steps=2, **options),
     )
-    workdir = self.root / name
-    train(config, str(workdir), devices=jax.devices()[:1])
-    return workdir
+    tiny.train(config, self.root / name)
+    return self.root / name
 
   def test_run_that_starts_from_the_model_keeps_its_files(self):
     # The tokenizer's own file alone, without what lies beside it.
@@ -101,7 +98,3 @@ class SurvivalTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "the same ids mean other text"):
       self._train("refused", load_tokenizer(other), init_from=str(self.ours))
     self.assertFalse((self.root / "refused" / _TEMPLATE).exists())
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -93,7 +93,3 @@ class TuningTest(absltest.TestCase):
   def test_all_heads_on_change_nothing(self):
     turned_on, _ = self._tuned("all", shared_heads=(1, 1), top_k=(3, 3))
     self.assertEqual(turned_on, self.before)
-
-
-if __name__ == "__main__":
-  absltest.main()

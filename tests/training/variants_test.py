@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.training.variants import compared_runs, make_variant
@@ -174,7 +174,3 @@ class ComparedRunsTest(parameterized.TestCase):
   def test_wrong_options_are_refused(self, variants, sweep, message):
     with self.assertRaisesRegex(ValueError, message):
       compared_runs(_CONFIG, variants, sweep, 1)
-
-
-if __name__ == "__main__":
-  absltest.main()

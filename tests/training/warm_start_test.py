@@ -20,7 +20,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
-from moh_jax.training.train import Log, train
+from moh_jax.training.train import Log
 from moh_jax.training.warm_start import warm_start
 from tests.training import tiny
 
@@ -155,7 +155,7 @@ class WarmStartTest(parameterized.TestCase):
       self._start(tiny.llm_config(), tiny.config())
     config = tiny.llm_config(train={"init_from": "/nowhere"})
     with self.assertRaisesRegex(FileNotFoundError, "/nowhere"):
-      train(config, self.create_tempdir().full_path, devices=jax.devices()[:1])
+      tiny.train(config, self.create_tempdir().full_path)
 
   @parameterized.parameters("query_norm", "two_stage")
   def test_what_the_parameters_do_not_depend_on_is_free(self, kind):
@@ -235,7 +235,7 @@ class RunTest(absltest.TestCase):
 
     def run(init_from, steps):
       config = tiny.llm_config(train={"init_from": init_from, "steps": steps})
-      return train(config, str(root / "run"), devices=jax.devices()[:1])
+      return tiny.train(config, root / "run")
 
     with mock.patch.object(Log, "begin", keep):
       run(source, 2)
@@ -244,7 +244,3 @@ class RunTest(absltest.TestCase):
     chex.assert_trees_all_equal(params, stored)
     chex.assert_trees_all_equal(ema, stored)
     self.assertEqual(int(run("/nowhere", 3).state.step), 3)
-
-
-if __name__ == "__main__":
-  absltest.main()
