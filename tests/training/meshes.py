@@ -84,6 +84,19 @@ def mesh_of(config):
     return sharding.make_mesh(config.mesh, devices)
 
 
+def losses(config):
+  """Those of the first five steps."""
+  mesh, task, found = mesh_of(config), tiny.make_task(config), []
+  program = make_program(config, task, mesh)
+  with sharding.use_mesh(mesh):
+    state, batches = program.init(), task.batches(mesh)
+    for _ in range(5):
+      batch = sharding.shard_batch(next(batches), mesh)
+      state, metrics = program.step(state, batch)
+      found.append(float(metrics["loss"]))
+  return found
+
+
 def compiled_step(config):
   """Text of the compiled step, and its mesh."""
   mesh, task = mesh_of(config), tiny.make_task(config)

@@ -11,21 +11,12 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.runtime import sharding
-from moh_jax.training.step import make_program
 from tests.training import meshes, products, tiny
 
 
-def _losses(config):
-  mesh, task, losses = meshes.mesh_of(config), tiny.make_task(config), []
-  program = make_program(config, task, mesh)
-  with sharding.use_mesh(mesh):
-    state, batches = program.init(), task.batches(mesh)
-    for _ in range(5):
-      batch = sharding.shard_batch(next(batches), mesh)
-      state, metrics = program.step(state, batch)
-      losses.append(float(metrics["loss"]))
-  return losses
+@functools.cache
+def _losses_of_one_device(family):
+  return meshes.losses(meshes.config_of(family))
 
 
 @functools.cache
@@ -82,11 +73,6 @@ class EveryMeshTest(_CompiledTest):
     self._check(family, mesh)
 
 
-@functools.cache
-def _losses_of_one_device(family):
-  return _losses(meshes.config_of(family))
-
-
 @pytest.mark.slow
 class LossesTest(parameterized.TestCase):
   @parameterized.product(
@@ -97,5 +83,6 @@ class LossesTest(parameterized.TestCase):
   def test_five_steps_equal_those_of_one_device(self, family, mesh, form):
     if family == "vit" and form == "packed":
       self.skipTest("ViT's forms compute every head")
-    losses = _losses(meshes.config_of(family, form, mesh=meshes.MESHES[mesh]))
-    np.testing.assert_allclose(losses, _losses_of_one_device(family), rtol=1e-5)
+    config = meshes.config_of(family, form, mesh=meshes.MESHES[mesh])
+    one = _losses_of_one_device(family)
+    np.testing.assert_allclose(meshes.losses(config), one, rtol=1e-5)
