@@ -1,6 +1,5 @@
 """The mesh: rows of processes, slices, what stays whole, what fits."""
 
-import contextlib
 import dataclasses
 import types
 from unittest import mock
@@ -149,11 +148,11 @@ class WholeParamsTest(parameterized.TestCase):
     self.assertEmpty(sharding.unsplit_params(_boxed(), {**_SIZES, "data": 8}))
 
   def test_limit_refuses_and_names_the_largest(self):
-    sizes = {**_SIZES, "fsdp": 2}
-    line = sharding.check_whole(_boxed(), sizes, 10**6)
+    two = {**_SIZES, "fsdp": 2}
+    line = sharding.check_whole(_boxed(), two, 10**6)
     self.assertRegex(line, r"^\d+ parameters \(.* bytes\) whole")
     for sizes, most, message in (
-      (sizes, 10, r"mesh.max_whole=10 bytes: .*router/routed \[2, 32, 3\]"),
+      (two, 10, r"mesh.max_whole=10 bytes: .*router/routed \[2, 32, 3\]"),
       ({**_SIZES, "fsdp": 7}, 10**9, "mesh.fsdp=7 divides no dim"),
       ({**_SIZES, "tensor": 7}, 10**9, "mesh.tensor=7 divides no dim"),
     ):
@@ -181,16 +180,15 @@ class FitsTest(parameterized.TestCase):
     self.config = self._change("data", prefetch=1, batch_size=1)
     large = self._change("model", image_size=(1 << 12, 1 << 12))
     for config, have, message in (
-      (ahead, None, "data.prefetch=1024 batches"),
-      (large, None, "tables of relative positions"),
+      (ahead, 1 << 40, "data.prefetch=1024 batches"),
+      (large, 1 << 40, "tables of relative positions"),
       (self.config, 10, "layers' inputs of one example"),
     ):
-      with contextlib.ExitStack() as stack:
-        if have:
-          patch = mock.patch.object(entrance, "device_bytes", lambda *_: have)
-          stack.enter_context(patch)
-        with self.assertRaisesRegex(ValueError, message):
-          entrance.check_memory(config, self.mesh, _NO_STATE)
+      with (
+        mock.patch.object(entrance, "device_bytes", return_value=have),
+        self.assertRaisesRegex(ValueError, message),
+      ):
+        entrance.check_memory(config, self.mesh, _NO_STATE)
 
   def test_parts_of_a_device_count(self):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
