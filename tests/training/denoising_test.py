@@ -86,14 +86,12 @@ class LossTest(parameterized.TestCase):
     self.assertNotIn("vb", metrics)
     self.assertEqual(metrics["task_loss"], metrics["mse"])
 
-  def test_quartile_without_examples_is_not_a_number(self):
+  def test_quartile_without_examples_leaves_the_gradients_finite(self):
     metrics = _metrics(_Echo("quartile"), examples=1)
     quartiles = [metrics[f"mse_quartile{i}"] for i in (1, 2, 3, 4)]
     self.assertEqual(np.isnan(quartiles).sum(), 3)
     self.assertEqual(np.nanmax(quartiles), metrics["mse"])
-    self.assertTrue(np.isfinite(metrics["loss"]))
 
-  def test_empty_quartile_leaves_the_gradients_finite(self):
     class Scale(nn.Module):
       @nn.compact
       def __call__(self, x, t, labels):
@@ -101,8 +99,7 @@ class LossTest(parameterized.TestCase):
         out, aux = _Echo()(x, t, labels)
         return out + scale * x, aux
 
-    config = tiny.dit_config()
-    loss_fn = denoising.make_loss(Scale(), config)
+    loss_fn = denoising.make_loss(Scale(), tiny.dit_config())
     batch = {"image": jnp.ones((1, 8, 8, 1)), "label": jnp.zeros(1, jnp.int32)}
     grads, _ = jax.grad(loss_fn, has_aux=True)(
       {"scale": jnp.float32(1)}, batch, jax.random.key(0), 0
@@ -137,38 +134,26 @@ class LossTest(parameterized.TestCase):
 
 
 class StepsTest(absltest.TestCase):
-  """Ten steps of the real model on one batch."""
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
+  def test_loss_decreases_on_a_batch_and_every_parameter_is_trained(self):
     config = tiny.dit_config(train={"steps": 10})
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     task = make_task(config)
     program = make_program(config, task, mesh)
-    step = program.step
     with sharding.use_mesh(mesh):
       batch = sharding.shard_batch(next(task.batches(mesh)), mesh)
       state = program.init()
-      cls.params, cls.metrics = [jax.device_get(state.params)], []
-      for _ in range(10):
-        state, metrics = step(state, batch)
-        cls.params.append(jax.device_get(state.params))
-        cls.metrics.append(jax.device_get(metrics))
+      before = jax.device_get(state.params)
+      state, first = program.step(state, batch)
+      for _ in range(9):
+        state, _ = program.step(state, batch)
+      after = jax.device_get(state.params)
       # The draws of the first step, with the trained parameters.
       again = dataclasses.replace(state, step=jnp.zeros_like(state.step))
-      _, cls.last = step(again, batch)
-
-  def test_loss_decreases_on_a_fixed_batch(self):
-    first, last = self.metrics[0], self.last
+      _, last = program.step(again, batch)
     self.assertLess(float(last["loss"]), 0.8 * float(first["loss"]))
     self.assertLess(float(last["mse"]), 0.9 * float(first["mse"]))
     self.assertAlmostEqual(float(first["mse"]), 1.0, delta=0.1)  # of nothing
-
-  def test_every_parameter_is_trained(self):
-    moved = jax.tree.map(
-      lambda a, b: np.abs(a - b).max(), self.params[0], self.params[-1]
-    )
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, after)
     self.assertGreater(min(jax.tree.leaves(moved)), 1e-5)
 
 
@@ -287,8 +272,7 @@ class SampledFidTest(parameterized.TestCase):
       self.assertAlmostEqual(_fid(devices), expected, delta=1e-6 * expected)
     self.assertNotAlmostEqual(_fid(1, seed=1), expected, delta=1e-3 * expected)
 
-  @parameterized.parameters((1, 64), (3, 63))
-  def test_images_are_decoded_few_at_a_time(self, devices, most):
+  def test_images_are_decoded_few_at_a_time(self):
     sizes = []
 
     def extract(images, mesh):
@@ -297,15 +281,15 @@ class SampledFidTest(parameterized.TestCase):
 
     config = tiny.dit_config(
       sample={"fid_images": 70, "steps": "1", **_FILES},
-      eval={"batch_size": 192}, mesh={"data": devices},
+      eval={"batch_size": 192}, mesh={"data": 3},
     )  # fmt: skip
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:3])
     with sharding.use_mesh(mesh):
       params = jax.device_put(
         tiny.random_params(config), sharding.replicated(mesh)
       )
       make_fid(config, _REFERENCE, extract)(params, mesh)
-    self.assertEqual(sizes, [most, most])
+    self.assertEqual(sizes, [63, 63])  # 64, and each device as many
 
   def test_run_writes_it_with_every_evaluation_and_pictures_beside(self):
     workdir = pathlib.Path(self.create_tempdir().full_path)

