@@ -173,17 +173,20 @@ class HeldOutTest(absltest.TestCase):
       make_task(config)
 
 
+def _on_mesh(make, config, seed=0):
+  """What is made of random parameters on the devices of `mesh.data`."""
+  mesh = sharding.make_mesh(config.mesh, jax.devices()[: config.mesh.data])
+  params = tiny.random_params(config, seed)
+  with sharding.use_mesh(mesh):
+    return make(jax.device_put(params, sharding.replicated(mesh)), mesh)
+
+
 class PreviewTest(parameterized.TestCase):
   def _preview(self, devices=1, seed=0, **sample):
     config = tiny.dit_config(
       sample={**_PREVIEW, **sample}, mesh={"data": devices}
     )
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
-    params = jax.device_put(
-      tiny.random_params(config, seed), sharding.replicated(mesh)
-    )
-    with sharding.use_mesh(mesh):
-      return make_task(config).preview(params, mesh)
+    return _on_mesh(make_task(config).preview, config, seed)
 
   def test_wanted_labels_and_zoom(self):
     classes = self._preview()
@@ -218,10 +221,7 @@ class PreviewTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, r"sample\.every=2 .* --vae"):
       make_task(config)
-    picture = make_task(config, decode).preview(
-      tiny.random_params(config),
-      sharding.make_mesh(config.mesh, jax.devices()[:1]),
-    )
+    picture = _on_mesh(make_task(config, decode).preview, config)
     self.assertEqual(decoded[0].shape, (5, 8, 8, 1))
     self.assertEqual(picture.shape, (52, 34, 3))
 
@@ -252,11 +252,8 @@ def _config(**sections):
 @functools.cache
 def _fid(devices, seed=0):
   config = _config(mesh={"data": devices})
-  mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
-  params = tiny.random_params(config, seed)
-  with sharding.use_mesh(mesh):
-    params = jax.device_put(params, sharding.replicated(mesh))
-    return make_fid(config, _REFERENCE, _extract)(params, mesh)["fid"]
+  fid = make_fid(config, _REFERENCE, _extract)
+  return _on_mesh(fid, config, seed)["fid"]
 
 
 class SampledFidTest(parameterized.TestCase):
@@ -283,12 +280,7 @@ class SampledFidTest(parameterized.TestCase):
       sample={"fid_images": 70, "steps": "1", **_FILES},
       eval={"batch_size": 192}, mesh={"data": 3},
     )  # fmt: skip
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:3])
-    with sharding.use_mesh(mesh):
-      params = jax.device_put(
-        tiny.random_params(config), sharding.replicated(mesh)
-      )
-      make_fid(config, _REFERENCE, extract)(params, mesh)
+    _on_mesh(make_fid(config, _REFERENCE, extract), config)
     self.assertEqual(sizes, [63, 63])  # 64, and each device as many
 
   def test_run_writes_it_with_every_evaluation_and_pictures_beside(self):
