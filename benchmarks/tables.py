@@ -22,12 +22,12 @@ _PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
 _MARKED = re.compile(
   r"(<!-- figures: (\w+) -->\n\n)(.*?)(\n\n<!-- end of figures -->)", re.DOTALL
 )
-# Result, how its model is called, and what it counts.
+# Result, its model, and what is counted.
 _MODELS = {
-  "llm": ("LLM S-75, tokens", "LLM"),
-  "llm_bf16": ("LLM S-75 in bfloat16, tokens", "LLM in bfloat16"),
-  "vit": ("ViT S-80, images", "ViT"),
-  "dit": ("DiT S/2-90, images", "DiT"),
+  "llm": "LLM S-75, tokens",
+  "llm_bf16": "LLM S-75 in bfloat16, tokens",
+  "vit": "ViT S-80, images",
+  "dit": "DiT S/2-90, images",
 }
 _PASSES = {
   "forward": "forward",
@@ -90,32 +90,34 @@ def _form(row: Row) -> str:
 
 
 def _heads(_: str, names: Sequence[str]) -> str:
-  """Tables of attention and of layers: a line for a length and a pass."""
+  """Tables of attention and of layers: a line for a length and a share."""
   found = {
-    (row.length, row.mode, row.share, row.implementation): row
+    (row.length, row.share, row.mode): row
     for row in _rows(*names)
+    if row.implementation == "auto" and row.share < 1
   }
-  # MHA may have rows in slower forms too.
-  shares = sorted({share for _, _, share, _ in found if share < 1})
-  header = ["tokens", "pass", "MHA", *(f"MoH, {share:.0%}" for share in shares)]
-  lines = []
-  for length in sorted({length for length, *_ in found}):
-    for mode, text in _PASSES.items():
-      if mha := found.get((length, mode, 1, "mha")):
-        line = [f"{length:,}", text, mha.form]
-        for share in shares:
-          auto = found[length, mode, share, "auto"]
-          packed = auto.form == "packed" and auto.computed_share == share
-          form = "" if packed else f" ({_form(auto)})"
-          line.append(f"{auto.to_mha}{form}")
-        lines.append(line)
+
+  def cell(row: Row | None) -> str:
+    if row is None or (row.form, row.computed_share) == ("packed", row.share):
+      return row.to_mha if row else ""
+    return f"{row.to_mha} ({_form(row)})"
+
+  lines = [
+    (
+      f"{length:,}",
+      f"{share:.0%}",
+      *(cell(found.get((length, share, mode))) for mode in _PASSES),
+    )
+    for length, share in sorted({key[:2] for key in found})
+  ]
+  header = ("tokens", "active", *_PASSES.values())
   return f"{_where(*names)}:\n\n{markdown(header, lines)}"
 
 
 def _models(_: str) -> str:
   """The table of whole models: a line for each of their programs."""
-  lines, routers = [], []
-  for name, (model, unit) in _MODELS.items():
+  lines = []
+  for name, model in _MODELS.items():
     rows = {(row.mode, row.implementation): row for row in _rows(name)}
     for mode in dict.fromkeys(mode for mode, _ in rows):
       moh, mha = rows[mode, "auto"], rows[mode, "mha"]
@@ -127,12 +129,9 @@ def _models(_: str) -> str:
       ]
       lines.append((model, text, _form(moh), *rates, moh.to_mha))
       model = ""
-    routers.append(f"{rows['forward', 'router'].to_mha} ({unit})")
   header = ("", "pass", "form, heads computed", "MoH/s", "MHA/s")
-  return (
-    f"{_where(*_MODELS)}:\n\n{markdown((*header, 'time over MHA'), lines)}\n\n"
-    f"The routers alone take {', '.join(routers)} of MHA's forward pass."
-  )
+  table = markdown((*header, "time over MHA"), lines)
+  return f"{_where(*_MODELS)}:\n\n{table}"
 
 
 def _routing(_: str) -> str:
@@ -140,8 +139,8 @@ def _routing(_: str) -> str:
   has = result["settings"]
   by_name = {row["routing"]: _ratio(row) for row in result["rows"]}
   return (
-    f"{by_name['trained']} of the time of every head with a trained router, "
-    f"{by_name['uniformly random']} with heads chosen at random "
+    f"With a trained router it is {by_name['trained']}, with heads chosen at "
+    f"random {by_name['uniformly random']} "
     f"({has['layers']} layers of {has['heads']} heads of {has['head_dim']}, "
     f"{has['share']:.0%} active, {has['tokens']} tokens, causal forward, "
     f"{_where('trained_routing')})."

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from moh_jax.cli.options import Distributed, Output, Place, Workdir
+from moh_jax.cli import command
 from moh_jax.config import Config, imported
 from moh_jax.config.registry import get_source
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Workdir, Distributed, Output):
+class Options(command.Workdir, command.Distributed, command.Output):
   """Train a model; run again, it resumes.
 
   Attributes:
     vae: autoencoder weights that show samples of latent diffusion.
   """
 
-  vae: Place | None = None
+  vae: command.Place | None = None
 
 
 def run(options: Options) -> int:

@@ -135,20 +135,17 @@ def folder_files(exported: Exported) -> dict[str, str]:
   """
   config, folder = exported.config, exported.folder
   tokenizer = exported.tokenizer
-  ids: dict[str, Any] = {}
-  if tokenizer is not None:
-    first, *others = tokenizer.stop_ids or (None,)
-    ids["bos_token_id"] = tokenizer.bos_id
-    ids["eos_token_id"] = [first, *others] if others else first
   released = exported.form == "released"
   to_stored = llama_config.to_released if released else llama_config.to_hf
-  stored = to_stored(
-    config.model,
-    dtype=exported.dtype,
-    balance_weight=config.train.balance_weight,
-    bos_id=ids.get("bos_token_id"),
-    eos_id=ids.get("eos_token_id"),
-  )
+  stored, balance_weight = to_stored(config.model), llama_config.BALANCE_WEIGHT
+  if balance_weight in stored:
+    stored[balance_weight] = config.train.balance_weight
+  ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+  if tokenizer is not None:
+    stops = list(tokenizer.stop_ids)
+    ids["bos_token_id"] = tokenizer.bos_id
+    ids["eos_token_id"] = stops if len(stops) > 1 else next(iter(stops), None)
+  stored |= {**ids, "torch_dtype": exported.dtype}
   files = {CONFIG_FILE: _json(stored)}
   has_code = "auto_map" in stored
   if has_code:

@@ -158,7 +158,11 @@ class EncodedSource(ImageSource):
 
 
 class ImageFolderSource(EncodedSource):
-  """Source of the image files of a split, see `list_split`."""
+  """Source of the image files of a split.
+
+  A directory has train/ and val/, or the images of both, of which a share may
+  be held out as "val"; see `list_images` and `hold_out`.
+  """
 
   def __init__(
     self, path: str, split: str, channels: int, selection: Selection = ALL
@@ -172,13 +176,33 @@ class ImageFolderSource(EncodedSource):
       selection: of the images.
 
     Raises:
+      MissingSplitError: there is no such split.
       FileNotFoundError: there is no such directory, or no image in it.
-      ValueError: a class folder holds no image or is none of `class_names`.
+      ValueError: a class folder holds no image or is none of `class_names`, or
+        a split would be left without images.
     """
-    self._root, own, self._files = list_split(path, split, selection.val_share)
-    is_part = selection.val_share and split not in ("", self._root.name)
-    self._held_out = f"{selection.val_share:g}" if is_part else ""
-    self.class_names, self.channels = own, channels
+    share, divided, self._held_out = selection.val_share, False, ""
+    self._root, self.channels = epath.Path(path), channels
+    if split:
+      if not self._root.is_dir():
+        raise FileNotFoundError(f"data.path={path!r}: no such directory")
+      found = find_splits(path)
+      divided = "train" in found and "val" not in found and share > 0
+      name = "train" if divided else split
+      if name not in found:
+        hint = ", or data.val_share above 0" if "train" in found else ""
+        raise MissingSplitError(
+          f"data.path={path!r} has no directory {split!r}; expected "
+          f"{path}/{split}/CLASS/*.jpg{hint}"
+        )
+      self._root = found[name]
+    own, self._files = list_images(self._root)
+    if divided:
+      names, labels = zip(*self._files)
+      chosen = hold_out(names, labels, split, share, own, self._root)
+      self._files = [self._files[i] for i in chosen]
+      self._held_out = f"{share:g}" if self._root.name != split else ""
+    self.class_names = own
     class_names = selection.class_names
     if split == "val" and not class_names and all(map(str.isdecimal, own)):
       # Without names of the model, numbers are labels; in training folders are
@@ -268,48 +292,6 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
       f"with a suffix in {_SUFFIXES}; add some, or remove the folder"
     )
   return tuple(classes), files
-
-
-def list_split(
-  path: str | os.PathLike, split: str, val_share: float = 0.0
-) -> tuple[epath.Path, tuple[str, ...], Files]:
-  """Lists the images of one split of a directory.
-
-  Args:
-    path: directory with train/ and val/, or with the images of both, see
-      `list_images`.
-    split: "train" or "val"; "" lists `path` itself.
-    val_share: share of the images that is held out as "val" where there is no
-      val/, see `hold_out`.
-
-  Returns:
-    The folder, the class names, and the files of the split.
-
-  Raises:
-    MissingSplitError: there is no such split.
-    FileNotFoundError: there is no image.
-    ValueError: a class folder holds no image, or a split would be left without.
-  """
-  root = epath.Path(path)
-  if not split:
-    return root, *list_images(root)
-  if not root.is_dir():
-    raise FileNotFoundError(f"data.path={str(path)!r}: no such directory")
-  found = find_splits(root)
-  divided = "train" in found and "val" not in found and val_share > 0
-  name = "train" if divided else split
-  if name not in found:
-    hint = ", or data.val_share above 0" if "train" in found else ""
-    raise MissingSplitError(
-      f"data.path={str(path)!r} has no directory {split!r}; expected "
-      f"{path}/{split}/CLASS/*.jpg{hint}"
-    )
-  class_names, files = list_images(found[name])
-  if divided:
-    names, labels = zip(*files)
-    chosen = hold_out(names, labels, split, val_share, class_names, found[name])
-    files = [files[i] for i in chosen]
-  return found[name], class_names, files
 
 
 def hold_out(

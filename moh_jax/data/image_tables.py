@@ -43,6 +43,7 @@ from moh_jax.data.input_files import (
   open_parquet,
 )
 from moh_jax.data.sources import SharedReads, match_classes
+from moh_jax.data.text_files import damage
 from moh_jax.runtime.json_files import parse_json
 
 _MOST_CLASSES = 1 << 20
@@ -114,9 +115,9 @@ class ParquetSource(EncodedSource):
     group_rows: list[int] = []
     self._file_rows: list[int] = []
     largest = 1
-    for number, name in enumerate(self._names):
+    for name in self._names:
       schema, groups = _read_head(file := str(self._root / name))
-      if not number:
+      if not self._file_rows:
         first = schema
         self._columns = _find_columns(schema, file, selection.label_column)
       for column in filter(None, self._columns[:2]):
@@ -306,13 +307,13 @@ def _find_columns(schema: Any, file: str, label: str) -> _Columns:
   types = import_extra("pyarrow.types", file, "images")
   features = _features(schema, file)
 
+  def of_kind(kind: str) -> list[str]:
+    return [name for name in schema.names if features[name].kind == kind]
+
   def holds_bytes(kind: Any) -> bool:
     if types.is_struct(kind):
       return kind.get_field_index("bytes") >= 0
     return types.is_binary(kind) or types.is_large_binary(kind)
-
-  def of_kind(kind: str) -> list[str]:
-    return [name for name in schema.names if features[name].kind == kind]
 
   images = [field.name for field in schema if holds_bytes(field.type)]
   images = [name for name in of_kind("Image") if name in images] or images
@@ -377,14 +378,10 @@ def _read_group(place: tuple[str, int | None], column: str) -> Any:
   if _is_arrow(file):
     return _map_arrow(file).select([column])
   pyarrow = import_extra("pyarrow", file, "images")
-  with open_parquet(file) as table:
+  where = f"{file}, row group {group}, column {column!r}"
+  with open_parquet(file) as table, damage(where, pyarrow.ArrowException):
     groups = range(table.num_row_groups) if group is None else [group]
-    try:
-      return table.read_row_groups(groups, columns=[column], use_threads=False)
-    except (pyarrow.ArrowException, OSError) as error:
-      raise ValueError(
-        f"{file}: row group {group}, column {column!r} is damaged: {error}"
-      ) from error
+    return table.read_row_groups(groups, columns=[column], use_threads=False)
 
 
 def _is_arrow(file: str) -> bool:
@@ -394,9 +391,5 @@ def _is_arrow(file: str) -> bool:
 def _map_arrow(file: str) -> Any:
   """An Arrow file as a table whose data are read when they are used."""
   pyarrow = import_extra("pyarrow", file, "images")
-  try:
+  with damage(file, pyarrow.ArrowException):
     return open_arrow(file)[1].read_all()
-  except FileNotFoundError:
-    raise
-  except (pyarrow.ArrowException, OSError) as error:
-    raise ValueError(f"{file}: damaged or no Arrow file: {error}") from error

@@ -236,12 +236,6 @@ def make_source(
   if wrong:
     raise ValueError(f"{where} {wrong}")
   _LOG.info("data: %s %d examples of %d classes", where, len(source), found)
-  if split == "train" and data.batch_size > len(source):
-    _LOG.warning(
-      "data.batch_size is more than the %d training examples, which a batch "
-      "then repeats",
-      len(source),
-    )
   check_class_names(class_names, source.class_names, where)
   if not kind.has_path:  # none of its examples can be bad
     return source
@@ -255,13 +249,12 @@ def make_source(
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
     if bad := checked.read_all(data.num_threads):
-      hint = ", or leave them out with data.bad_images='skip'"
-      if split == "val":
-        hint = (
-          ": data.bad_images='skip' is for training images, as accuracies on "
-          "fewer images could not be compared"
-        )
-      raise ValueError(f"{where} {bad}; remove them{hint}")
+      hint = {
+        "train": ", or leave them out with data.bad_images='skip'",
+        "val": ": data.bad_images='skip' is for training images, as accuracies "
+        "on fewer images could not be compared",
+      }
+      raise ValueError(f"{where} {bad}; remove them{hint[split]}")
   return checked
 
 

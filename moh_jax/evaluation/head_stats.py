@@ -122,6 +122,12 @@ class HeadStats:
   groups: Mapping[str, GroupStats]
   maps: RoutingMaps
 
+  @property
+  def labels(self) -> list[str]:
+    """Names of the labels of the examples in `maps`."""
+    _, groups, *_ = self.groups.values()
+    return [groups.names[label] for label in self.maps.label.tolist()]
+
   def entropy(self, kind: str = "all") -> np.ndarray:
     """Entropy of the load [L, G] in [0, 1], see `load_entropy`."""
     groups = self.groups[kind]

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from moh_jax.evaluation.metrics import one_late
 from moh_jax.layers.router import count_examples
 from moh_jax.runtime import sharding
 
@@ -81,13 +82,8 @@ def predict_all(
   Raises:
     ValueError: there is no image.
   """
-  parts, waiting = [], []
-  for batch in batches:
-    waiting.append(step(params, batch))
-    # Two batches in flight: the device is busy, its memory not full of them.
-    if len(waiting) > 1:
-      parts.append(sharding.gather(waiting.pop(0)))
-  parts += [sharding.gather(one) for one in waiting]
+  results = one_late(step(params, batch) for batch in batches)
+  parts = [sharding.gather(result) for result in results]
   if not parts:
     raise ValueError("the split to evaluate is empty")
   whole = {

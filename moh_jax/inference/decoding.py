@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,9 +108,8 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
     def one(carry):
       step, state, tokens, log_probs = carry
       keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
-      options = {n: numbers[n] for n in ("temperature", "top_k", "top_p")}
       chosen, log_prob = choose_tokens(
-        state.logits, keys, greedy=greedy, cut=cut, **options
+        state.logits, keys, numbers, greedy=greedy, cut=cut
       )
       tokens = tokens.at[:, step].set(
         jnp.where(state.finished, NO_TOKEN, chosen)
@@ -184,12 +183,10 @@ def _split_cache(x: jax.Array) -> jax.Array:
 def choose_tokens(
   logits: jax.Array,
   keys: jax.Array,
+  numbers: Mapping[str, Any],
   *,
-  temperature: float | jax.Array = 0.0,
-  top_k: int | jax.Array = 0,
-  top_p: float | jax.Array = 1.0,
-  greedy: bool | None = None,
-  cut: bool | None = None,
+  greedy: bool,
+  cut: bool,
 ) -> tuple[jax.Array, jax.Array]:
   """Samples a token for every row.
 
@@ -199,26 +196,22 @@ def choose_tokens(
   Args:
     logits: [B, V] float32.
     keys: [B] random keys, one per row.
-    temperature: 0 takes the best token, the lowest id of equal ones.
-    top_k: number of tokens kept; 0 keeps all.
-    top_p: probability kept, in (0, 1].
-    greedy: whether the temperature is 0; None reads `temperature`. If this
-      and `cut` are given, the three options above may be traced arrays.
-    cut: whether `top_k` or `top_p` excludes tokens; None reads them.
+    numbers: "temperature", "top_k" and "top_p" of a `Sampling`, maybe traced.
+    greedy: whether the temperature is 0: the best token, the lowest id of equal
+      ones.
+    cut: whether `top_k` or `top_p` excludes tokens.
 
   Returns:
     tokens [B] int32; and their log-probabilities [B] float32 in the model's own
     distribution, at temperature 1 and without any cut.
   """
-  greedy = temperature == 0 if greedy is None else greedy
-  cut = bool(top_k) or top_p < 1 if cut is None else cut
   if greedy:
     tokens = _best(logits)
   else:
     centred = logits - logits.max(-1, keepdims=True)
-    scaled = centred / jnp.maximum(temperature, _MIN_TEMPERATURE)
+    scaled = centred / jnp.maximum(numbers["temperature"], _MIN_TEMPERATURE)
     if cut:
-      scaled = _cut(scaled, top_k, top_p)
+      scaled = _cut(scaled, numbers["top_k"], numbers["top_p"])
     tokens = jax.vmap(jax.random.categorical)(keys, scaled)
   log_probs = jax.nn.log_softmax(logits)
   chosen = jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
@@ -232,9 +225,7 @@ def _best(logits: jax.Array) -> jax.Array:
   return jnp.where(logits == logits.max(-1, keepdims=True), ids, last).min(-1)
 
 
-def _cut(
-  logits: jax.Array, top_k: int | jax.Array, top_p: float | jax.Array
-) -> jax.Array:
+def _cut(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
   """Sets all logits but the best to -inf; ties with the last kept one stay."""
   ranked = jnp.sort(logits, axis=-1, descending=True)
   size = logits.shape[-1]

@@ -32,7 +32,7 @@ from moh_jax.config.parse import (
   run_file,
   upgrade,
 )
-from moh_jax.config.run import check_known
+from moh_jax.config.run import section_types
 from moh_jax.runtime.files import checksum, read_bytes, write_whole
 from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
 
@@ -449,7 +449,7 @@ def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"train.init_from={source!r}: {error}") from error
   model = trained.model
   try:
-    check_known(cfg, model.family)
+    section_types(model.family, cfg)
   except ValueError as error:
     raise ValueError(
       f"{spec} does not fit train.init_from={source!r}, a model of family "

@@ -1,6 +1,6 @@
 """Plans of the large runs, compiled for GPUs and TPUs that are not here.
 
-Each but the first two, small ones, is a command of docs/plan.md. Minutes each:
+Each but the first two, small ones, is a row of docs/plan.md. Minutes each:
 
   python -m pytest -n 0 -m compiles tests/compiles/plan_test.py
 """
@@ -35,7 +35,7 @@ class PlanTest(parameterized.TestCase):
     run = load_config(config, overrides)
     plan = make_plan(run, parse_topology(name), compiles=True)
     compiled, memory = plan.compiled, plan.memory
-    self.assertIsNotNone(compiled, plan.reason)
+    self.assertIsNotNone(compiled, plan.not_compiled)
     self.assertTrue(compiled.fits, compiled)
     if plan.topology.chip.platform == "gpu":
       self.assertEqual(compiled.arguments, memory.arguments)
