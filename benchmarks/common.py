@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.cli import bench, bench_attention, command
+from moh_jax.cli import bench, bench_attention, command, flags
 from moh_jax.cli.main import report_errors
 from moh_jax.training.bench import machine
 
@@ -64,9 +64,9 @@ def run_heads(
   """
   argv = sys.argv[1:] if argv is None else argv
   name = pathlib.Path(sys.argv[0]).stem
-  parser = command.make_parser(f"python -m benchmarks.{name}", cls)
+  parser = flags.make_parser(f"python -m benchmarks.{name}", cls)
   parser.description = doc.splitlines()[0]
-  given = command.parse(parser, cls, argv)
+  given = flags.parse(parser, cls, argv)
 
   def call() -> int:
     rows = bench_attention.compare_forms(given, *benchmark)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli.command import split_changes
+from moh_jax.cli.flags import split_changes
 from moh_jax.config import Config
 from moh_jax.data.decode import decode_image
 from moh_jax.data.image_folders import EncodedSource, Record

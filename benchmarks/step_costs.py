@@ -11,7 +11,7 @@ import sys
 import jax
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli.command import split_changes
+from moh_jax.cli.flags import split_changes
 from moh_jax.data.infer import resolve
 from moh_jax.runtime.sharding import axis_sizes
 from moh_jax.runtime.steps import load_config

@@ -26,10 +26,8 @@ two: by name, pairs of a dataclass and a function.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import inspect
 import itertools
 import json as json_lib
 import os
@@ -37,11 +35,11 @@ import pathlib
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from moh_jax.config import Config, MeshConfig, base, check_command, reference
-from moh_jax.config.base import Count, GivenText
+from moh_jax.cli.flags import PREFIX, flag
+from moh_jax.config import Config, MeshConfig, base, check_command
+from moh_jax.config.base import Count
 from moh_jax.config.parse import changed
 from moh_jax.data.text_files import PIECE_BYTES, list_pieces, read_texts
 from moh_jax.runtime import cluster, files, run_lock, steps
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
   from moh_jax.runtime.checkpoint import Metadata
 
-PREFIX = "--config."  # of options that change a key of a config
 # Keys that only training reads.
 _OF_TRAINING = ("optim.", "checkpoint.", "train.steps=")
 # Changes of a stored run for the commands that serve its model: it has the
@@ -60,12 +57,6 @@ _SERVED = (
   *(f"mesh.{k}={v}" for k, v in dataclasses.asdict(MeshConfig()).items()),
   *("eval.examples=0", "eval.use_ema=true"),
 )
-T = TypeVar("T")
-
-
-def flag(name: str) -> str:
-  """The flag of a field: "--top-k"; "from_" is "--from"."""
-  return "--" + name.rstrip("_").replace("_", "-")
 
 
 class _Path:
@@ -497,156 +488,3 @@ def metric_lines(metrics: Mapping[str, Any]) -> list[str]:
     for name, value in metrics.items()
     if value is not None
   ]
-
-
-class Parser(argparse.ArgumentParser):
-  """A parser whose errors are one line."""
-
-  def error(self, message: str) -> NoReturn:
-    """Ends the program with status 2."""
-    self.exit(2, f"error: {message}; see {self.prog} --help\n")
-
-
-def make_parser(prog: str, cls: type[T]) -> Parser:
-  """A parser of the options of a class.
-
-  Args:
-    prog: what its messages call the command.
-    cls: dataclass whose docstring describes each field.
-  """
-  parser = Parser(prog=prog, description=description(cls), allow_abbrev=False)
-  texts, fields = reference.meanings(cls), {}
-  for field in dataclasses.fields(cls):
-    fields[field.name] = field
-  # A command's own options come first, then those of its bases.
-  order = [n for c in cls.__mro__ for n in vars(c).get("__annotations__", {})]
-  optional = {n for n, f in fields.items() if f.default is not MISSING}
-  for name in sorted(dict.fromkeys(order), key=optional.__contains__):
-    how = fields[name].metadata.get("how", "") if name in fields else "hidden"
-    if how != "hidden":
-      _add(parser, cls, fields[name], texts[name], how)
-  return parser
-
-
-def description(cls: type) -> str:
-  """What the docstring of a class says before its fields."""
-  return inspect.getdoc(cls).partition("\n\nAttributes:")[0]
-
-
-def _add(
-  parser: Parser, cls: type, field: dataclasses.Field, text: str, how: str
-) -> None:
-  """Adds the option of a field; one that is not given has no attribute."""
-  hint = base.without_none(base.hints(cls)[field.name])
-  is_tuple = typing.get_origin(hint) is tuple
-  item = typing.get_args(hint)[0] if is_tuple else hint
-  names = ",".join(map(str, base.choices(cls, field.name)))
-  settings: dict[str, Any] = {
-    "default": argparse.SUPPRESS,
-    "metavar": f"{{{names}}}" if names else _metavar(item),
-  }
-  if how == "positional":
-    settings["metavar"] = field.name.upper()
-    settings["nargs"] = "+" if is_tuple else None
-  else:
-    settings["required"] = field.default is MISSING
-    settings["dest"] = field.name
-  if how == "listed":
-    settings["nargs"] = "+"
-  elif how == "repeated":
-    settings["action"] = "append"
-  elif is_tuple and how != "positional":
-    settings["metavar"] += ",..."
-  if hint is bool:
-    settings["action"] = "store_true"
-    del settings["metavar"]
-  text = text.removesuffix(".").replace("%", "%%")
-  # No test of equality with False, which 0 is, too.
-  default = field.default
-  if hint is not bool and default not in (None, "", (), MISSING):
-    if isinstance(default, tuple):
-      default = ",".join(map(str, default))
-    text += f" (default: {default})"
-  name = field.name if how == "positional" else flag(field.name)
-  parser.add_argument(name, help=text, **settings)
-
-
-def _metavar(hint: Any) -> str:
-  """What stands for a value of a type in the help."""
-  mark = getattr(hint, "__metadata__", (None,))[0]
-  if hasattr(mark, "METAVAR"):
-    return mark.METAVAR
-  names = {int: "N", float: "X", str: "NAME"}
-  return names.get(base.plain(hint), "VALUE")
-
-
-def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
-  """Reads the options of a class; a wrong one ends the program with status 2.
-
-  Args:
-    parser: of `make_parser`.
-    cls: the same class.
-    argv: arguments, with changes of config keys: "--config.optim.lr=3e-4".
-
-  Raises:
-    ValueError: a change of a key has no value.
-  """
-  argv, changes = split_changes(argv)
-  args, unknown = parser.parse_known_args(argv)
-  if unknown:
-    said = f"unrecognized arguments: {' '.join(unknown)}"
-    parser.error(f"{said}{_meant(unknown)}")
-  given = {
-    name: _value(value, base.hints(cls)[name])
-    for name, value in vars(args).items()
-  }
-  try:
-    return cls(**given, changes=changes)
-  except ValueError as error:
-    parser.error(str(error))
-
-
-def _value(given: Any, hint: Any) -> Any:
-  """An argument, or several, for the type of its field to read."""
-  if isinstance(given, list):
-    item = typing.get_args(base.without_none(hint))[0]
-    return [_value(text, item) for text in given]
-  is_text = base.plain(base.without_none(hint)) is str
-  return given if is_text or isinstance(given, bool) else GivenText(given)
-
-
-def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Takes the changes of config keys out of a command's arguments.
-
-  Args:
-    argv: with changes "--config.a.b=v" or "--config.a.b", "v".
-
-  Returns:
-    The other arguments, and the changes as `load_config` takes them: "a.b=v".
-
-  Raises:
-    ValueError: a change has no value.
-  """
-  others, changes = [], []
-  rest = iter(argv)
-  for arg in rest:
-    if not arg.startswith(PREFIX):
-      others.append(arg)
-      continue
-    key, equals, value = arg.removeprefix(PREFIX).partition("=")
-    if not equals:
-      value = next(rest, None)
-      if value is None or value.startswith("--"):
-        raise ValueError(f"{arg} needs a value: {arg}=VALUE")
-    changes.append(f"{key}={value}")
-  return others, changes
-
-
-def _meant(unknown: Sequence[str]) -> str:
-  """A hint at keys of the config without their prefix."""
-  for argument in unknown:
-    name, equals, _ = argument.partition("=")
-    if "." in name and (equals or name.startswith("--")):
-      key = argument.lstrip("-").removeprefix("config.")
-      return f"; did you mean --config.{key}?"
-  return ""

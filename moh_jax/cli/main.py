@@ -16,8 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from moh_jax.cli import command
-from moh_jax.cli.command import Parser
+from moh_jax.cli import command, flags
+from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache, signals, steps
 
@@ -128,16 +128,16 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
     argv: what follows it.
   """
   prog, cls, run, argv = _kind(name, argv)
-  parser = command.make_parser(prog, cls)
+  parser = flags.make_parser(prog, cls)
   if _HELP.intersection(argv):
     parser.print_help()
-    others, changes = command.split_changes(argv)
+    others, changes = flags.split_changes(argv)
     config = Parser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
     if file := config.parse_known_args(others)[0].config:
       print(f"\n{reference.describe(steps.load_config(file, changes))}")
     sys.exit(0)
-  return command.parse(parser, cls, argv), run
+  return flags.parse(parser, cls, argv), run
 
 
 def kinds(name: str) -> dict[str, tuple[type[command.BaseOptions], Run]]:

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli import command
+from moh_jax.cli import command, flags
 from moh_jax.cli.command import (
   BaseOptions,
   Checkpoint,
@@ -61,10 +61,10 @@ class _Options(Output):
 
 def _parse(*argv, cls=_Options):
   """The options, or what is said of them."""
-  parser = command.make_parser("command", cls)
+  parser = flags.make_parser("command", cls)
   with contextlib.redirect_stderr(io.StringIO()) as err:
     try:
-      return command.parse(parser, cls, argv)
+      return flags.parse(parser, cls, argv)
     except SystemExit as stop:
       assert stop.code == 2
       return err.getvalue()
@@ -110,7 +110,7 @@ class ParseTest(parameterized.TestCase):
     self.assertIn("--from", said)
 
   def test_help_is_that_of_the_docstring(self):
-    text = command.make_parser("command", _Options).format_help()
+    text = flags.make_parser("command", _Options).format_help()
     text = " ".join(text.split())
     self.assertIn("Say something. More of it. positional arguments:", text)
     self.assertIn("FILES to read, 100% of them", text)
@@ -251,7 +251,7 @@ class GiveTest(parameterized.TestCase):
 class DocstringsTest(absltest.TestCase):
   def test_shared_options_are_described(self):
     for cls in (BaseOptions, Checkpoint, Distributed, Output, RunConfig):
-      command.make_parser("command", cls)
+      flags.make_parser("command", cls)
 
 
 if __name__ == "__main__":

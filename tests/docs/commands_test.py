@@ -16,8 +16,7 @@ import sys
 
 import pytest
 
-from moh_jax.cli import command as options
-from moh_jax.cli import main
+from moh_jax.cli import flags, main
 from tests.cli import tiny_checkpoint
 from tests.docs import blocks, stand_ins
 
@@ -127,7 +126,7 @@ def _check_module(command, monkeypatch):
   with monkeypatch.context() as patch, pytest.raises(_ParsedError):
     patch.setattr(sys, "argv", [command.module, *command.arguments])
     patch.setattr(parser, "parse_args", stop_after(parser.parse_args))
-    patch.setattr(options, "parse", stop_after(options.parse))
+    patch.setattr(flags, "parse", stop_after(flags.parse))
     module = importlib.import_module(command.module)
     if not hasattr(module, "main"):  # a package
       module = importlib.import_module(f"{command.module}.__main__")
