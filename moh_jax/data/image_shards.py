@@ -18,7 +18,6 @@ where the autoencoder has them), "image_size", "vae", "vae_sha256",
 import concurrent.futures
 import dataclasses
 import io
-import math
 import os
 import pathlib
 from collections.abc import Collection, Mapping
@@ -47,7 +46,7 @@ from moh_jax.data.image_folders import (
 )
 from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
 from moh_jax.data.shard_writer import ShardSetWriter
-from moh_jax.data.shards import METADATA, Shards, read_metadata
+from moh_jax.data.shards import METADATA, Shards, read_metadata, unpack
 from moh_jax.data.sources import Example, ImageSource, check_class_names
 
 KIND, LATENTS = "images", "latents"
@@ -178,14 +177,11 @@ class LatentSource(_ShardSource):
     }
 
   def __getitem__(self, index: int) -> Example:
-    header, payload = self._shards[index]
-    shape = (2, 2, *self.latent_shape)
-    if len(payload) != _DTYPE.itemsize * math.prod(shape):
-      raise ValueError(
-        f"{self._shards.locate(index)}: {len(payload)} bytes, expected latents "
-        f"of shape {self.latent_shape}"
-      )
-    moments = np.frombuffer(payload, _DTYPE).reshape(shape)
+    return self._shards.record(index, self._parse)
+
+  def _parse(self, record: bytes) -> Example:
+    header, payload = unpack(record)
+    moments = np.frombuffer(payload, _DTYPE).reshape(2, 2, *self.latent_shape)
     return {"image": moments, "label": np.int32(header["label"])}
 
 

@@ -34,9 +34,7 @@ from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
 
-# A batch for one call of the tokenizer, large enough for all its threads.
-_BATCH_DOCUMENTS = 1024
-_BATCH_CHARACTERS = 1 << 20
+_BATCH = 64  # documents for one call of the tokenizer, on all its threads
 
 
 def split_of(text: str, held_out: float) -> str:
@@ -53,7 +51,9 @@ def split_of(text: str, held_out: float) -> str:
   return "val" if _number(text) < held_out else "train"
 
 
-def fill_parts(held_out: float, texts: Iterable[str]) -> float:
+def fill_parts(
+  held_out: float, texts: Iterable[str], skipped: collections.Counter[str]
+) -> float:
   """The share that gives each part a document, where the given one does not.
 
   It moves just past the lowest or the highest number of a text. Where the hash
@@ -63,6 +63,7 @@ def fill_parts(held_out: float, texts: Iterable[str]) -> float:
   Args:
     held_out: see `split_of`.
     texts: the documents that have text.
+    skipped: what is left out of them by reason, for the message.
 
   Raises:
     ValueError: there are fewer than two documents, or all have the same text.
@@ -73,7 +74,8 @@ def fill_parts(held_out: float, texts: Iterable[str]) -> float:
     if low < held_out <= high:
       return held_out
   if not count:
-    raise ValueError("the input has no document")
+    told = describe_skipped([{"skipped": skipped}])
+    raise ValueError(f"the input has no document; {told or 'it is empty'}")
   if low == high:
     same = "document" if count == 1 else "documents, all of one text"
     raise ValueError(
@@ -127,7 +129,8 @@ class _Job:
             elif found := target(name):  # without text, the name says the part
               found.skip(name, text.reason, text.detail)
 
-      for batch in _batches(documents()):
+      left = documents()
+      while batch := list(itertools.islice(left, _BATCH)):
         ids = self.tokenizer.encode_batch([text for _, text in batch])
         for (name, text), tokens in zip(batch, ids):
           found = target(text or name)
@@ -190,9 +193,10 @@ def tokenize(
   inside(out, split, "split")
   keeps = {split: "all"}
   if held_out is not None:
-    if not 0 < held_out < 1:
-      raise ValueError(f"held_out={held_out} must be between 0 and 1")
-    held_out = fill_parts(held_out, _texts(groups, field, on_error))
+    skipped: collections.Counter[str] = collections.Counter()
+    counts = skipped if on_error == "skip" else None
+    texts = read_texts(itertools.chain.from_iterable(groups), field, counts)
+    held_out = fill_parts(held_out, filter(None, texts), skipped)
     # Sets say it as versions did that had a class for it.
     name = f"HeldOutPart(share={held_out!r}, held_out="
     parts = {"train": False, "val": True}
@@ -233,37 +237,6 @@ def tokenize(
         f"{describe_skipped(entries) or 'it has none'}"
       )
   return {split: writer.finish() for split, writer in writers.items()}
-
-
-def _texts(
-  groups: Iterable[Iterable[Piece]], field: str, on_error: str
-) -> Iterator[str]:
-  """The documents that have text."""
-  skipped: collections.Counter[str] = collections.Counter()
-  pieces, is_empty = itertools.chain.from_iterable(groups), True
-  counts = skipped if on_error == "skip" else None
-  for text in filter(None, read_texts(pieces, field, counts)):
-    is_empty = False
-    yield text
-  if is_empty and skipped:
-    told = describe_skipped([{"skipped": skipped}])
-    raise ValueError(f"the input has no document; {told}")
-
-
-def _batches(
-  documents: Iterable[tuple[str, str]],
-) -> Iterator[list[tuple[str, str]]]:
-  """Collects (name, text) pairs into batches."""
-  batch: list[tuple[str, str]] = []
-  size = 0
-  for name, text in documents:
-    batch.append((name, text))
-    size += len(text)
-    if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
-      yield batch
-      batch, size = [], 0
-  if batch:
-    yield batch
 
 
 def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:

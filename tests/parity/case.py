@@ -41,7 +41,7 @@ class _Meta(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A recorded case, read into memory; `compare.py` describes its files.
+  """A recorded case, read into memory; `__main__.py` describes its files.
 
   Attributes:
     directory: where it lies, for cases with further files.
