@@ -223,7 +223,7 @@ def make_source(
   source = imported(kind.source).open(config, split, class_names)
   if data.decode == "fast":
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
-  where = f"{data.path or data.source}, {split}:"
+  where = f"{data.path or data.source}, {split}"
   wrong, names = "", source.class_names
   if (found := len(names)) != model.num_classes:
     wrong = f"{_few(names)}, must be model.num_classes={model.num_classes}"
@@ -234,8 +234,8 @@ def make_source(
     wrong = f"images of {source.channels} channels, must be model.channels="
     wrong += f"{model.channels}"
   if wrong:
-    raise ValueError(f"{where} {wrong}")
-  _LOG.info("data: %s %d examples of %d classes", where, len(source), found)
+    raise ValueError(f"{where}: {wrong}")
+  _LOG.info("data: %s: %d examples of %d classes", where, len(source), found)
   check_class_names(class_names, source.class_names, where)
   if not kind.has_path:  # none of its examples can be bad
     return source
@@ -254,7 +254,7 @@ def make_source(
         "val": ": data.bad_images='skip' is for training images, as accuracies "
         "on fewer images could not be compared",
       }
-      raise ValueError(f"{where} {bad}; remove them{hint[split]}")
+      raise ValueError(f"{where}: {bad}; remove them{hint[split]}")
   return checked
 
 
