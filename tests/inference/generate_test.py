@@ -159,7 +159,7 @@ class TokensTest(parameterized.TestCase):
       kernels, "kernel_decode", wraps=kernel_decode
     ) as reader:
       generator.generate(_PROMPTS[:1], Sampling(max_new_tokens=2))
-    tables = [call.args[4] for call in reader.call_args_list]
+    tables = [call.args[3] for call in reader.call_args_list]
     self.assertNotEmpty(tables)
     self.assertNotIn(None, tables)
 

@@ -63,14 +63,6 @@ class AttentionLayersTest(parameterized.TestCase):
     chex.assert_type(jax.tree.leaves((variables, out, aux)), jnp.float32)
     np.testing.assert_allclose(aux.load.mean(), 0.75)
 
-  def test_jax_enable_x64_keeps_float32(self, kind):
-    with jax.enable_x64(True):
-      module, inputs = _module(kind)
-      made = functools.partial(module.init_with_output, jax.random.key(0))
-      chex.assert_type(
-        jax.tree.leaves(jax.eval_shape(made, *inputs)), "float32"
-      )
-
   def test_bfloat16_is_close_to_float32(self, kind):
     variables, (out, aux), grads = _applied(kind, jnp.bfloat16)
     chex.assert_type(out, jnp.bfloat16)
@@ -121,16 +113,6 @@ class QueryScaleTest(parameterized.TestCase):
     np.testing.assert_allclose(got_unit, unit, atol=1e-6)
     expected = (unit + embedding) * scale[..., None]
     np.testing.assert_allclose(got, expected, atol=1e-5)
-
-  def test_temperature_starts_at_the_published_scale(self):
-    q = _random(_B, 5, 2, 3)
-    variables = aggregated.QueryScale().init(
-      jax.random.key(0), q, np.asarray(5)
-    )
-    temperature = nn.unbox(variables["params"])["temperature"]
-    np.testing.assert_allclose(
-      jax.nn.softplus(temperature), 1 / 0.24, rtol=1e-6
-    )
 
 
 class PositionBiasTest(absltest.TestCase):

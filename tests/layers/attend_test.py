@@ -46,49 +46,6 @@ class ActiveHeadsTest(parameterized.TestCase):
 
 
 class MeshTest(parameterized.TestCase):
-  @parameterized.product(kv_heads=(2, 4, 1), causal=(False, True))
-  def test_split_batch_and_heads_equal_one_device(self, kv_heads, causal):
-    r = jax.random.split(jax.random.key(0), 5)
-    q = jax.random.normal(r[0], (8, 70, 4, 8))
-    k, v = (jax.random.normal(key, (8, 70, kv_heads, 8)) for key in r[1:3])
-    mask = jax.random.bernoulli(r[3], 0.5, q.shape[:3])
-    weights = jax.random.normal(r[4], q.shape) * mask[..., None]
-    visible = Visible(
-      key_mask=jnp.arange(70)[None] < 60 + jnp.arange(8)[:, None],
-      segments=jnp.arange(70)[None].repeat(8, 0) // 40,
-      causal=causal,
-    )
-
-    def loss(q, k, v, implementation):
-      active = ActiveHeads(mask, 4)
-      how = {"active": active, "implementation": implementation}
-      out = attend(q, k, v, visible=visible, **how)
-      return (out * weights).sum()
-
-    grad = functools.partial(
-      jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnums=3), q, k, v
-    )
-    expected = grad("dense")
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    with sharding.use_mesh(mesh):
-      total, grads = grad("packed")
-    np.testing.assert_allclose(total, expected[0], rtol=1e-5)
-    for got, want in zip(grads, expected[1]):
-      np.testing.assert_allclose(got, want, atol=1e-5)
-
-  def test_all_heads_of_a_kernel_are_split_too(self):
-    q = jax.random.normal(jax.random.key(0), (8, 20, 4, 8))
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    run = jax.jit(
-      lambda q, name: attend(q, q, q, active=None, implementation=name),
-      static_argnums=1,
-    )
-    expected = run(q, "dense")
-    with sharding.use_mesh(mesh):
-      out = run(q, "kernel")
-    self.assertEqual(out.sharding.shard_shape(out.shape), (2, 20, 2, 8))
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
   @parameterized.parameters(4, 2, 1)
   def test_cache_is_split_too(self, kv_heads):
     r = jax.random.split(jax.random.key(0), 4)
@@ -144,20 +101,11 @@ class MeshTest(parameterized.TestCase):
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     q = jnp.ones((8, 40, 4, 8))
     active = ActiveHeads(jnp.ones((8, 40, 4), bool), 3)
+    how = {"visible": Visible(causal=True), "implementation": "packed"}
     with sharding.use_mesh(mesh):
-      compiled = (
-        jax.jit(
-          lambda q: attend(
-            *(q, q, q),
-            active=active,
-            visible=Visible(causal=True),
-            implementation="packed",
-          )
-        )
-        .lower(sharding.shard_batch({"x": q}, mesh)["x"])
-        .compile()
-      )
-    text = compiled.as_text()
+      q = sharding.shard_batch({"x": q}, mesh)["x"]
+      run = jax.jit(lambda q: attend(q, q, q, active=active, **how))
+      text = run.lower(q).compile().as_text()
     words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
     for word in words:
       self.assertNotIn(word, text)
@@ -228,24 +176,22 @@ class HeadOrderTest(parameterized.TestCase):
         )
 
 
-_FORMS = {
-  "kinds": (("two_stage", None), ("query_norm", 4), ("none", 4)),
-  "implementation": ("dense", "packed", "kernel"),
-}
-
-
 class LayerTest(parameterized.TestCase):
-  @parameterized.product(**_FORMS)
+  @parameterized.product(
+    kinds=(("two_stage", None), ("query_norm", 4), ("none", 4), ("none", 1)),
+    implementation=("dense", "packed", "kernel"),
+  )
   def test_a_mesh_gives_what_one_device_gives(self, kinds, implementation):
     router, kv_heads = kinds
     layer = MoHAttention(
       HeadBudget(num_heads=8, shared=4, top_k=2, head_dim=16),
       RouterConfig(router),
       num_kv_heads=kv_heads,
-      causal=True,
+      causal=kv_heads != 1,
       implementation="dense",
     )
     x = jax.random.normal(jax.random.key(0), (4, 40, 24))
+    mask = jnp.arange(40)[None] < 37 + jnp.arange(4)[:, None]
     places = Places(segments=jnp.arange(40)[None].repeat(4, 0) // 30)
     params = unbox(layer.init(jax.random.key(1), x))
     keys = iter(jax.random.split(jax.random.key(2), 9))
@@ -256,7 +202,7 @@ class LayerTest(parameterized.TestCase):
 
     def loss(params, x, implementation):
       same = dataclasses.replace(layer, implementation=implementation)
-      out, aux = same.apply(params, x, places=places)
+      out, aux = same.apply(params, x, mask, places=places)
       return jnp.square(out).sum() + aux.balance_loss, out
 
     grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
@@ -321,8 +267,7 @@ class CheckTest(parameterized.TestCase):
   def test_tokens_and_heads_must_be_divisible(self):
     mesh = sharding.make_mesh(MeshConfig(sequence=8))
     with self.assertRaisesRegex(
-      ValueError,
-      r"mesh.tensor=1 with mesh.sequence=8: .* has 4 heads",
+      ValueError, r"mesh.tensor=1 with mesh.sequence=8: .* has 4 heads"
     ):
       head_layout.check_heads(tiny.LLM, mesh, 9.0)
     with self.assertRaisesRegex(ValueError, "mesh.sequence=8: .* 12 tokens"):

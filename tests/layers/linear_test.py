@@ -76,7 +76,9 @@ class KernelInitTest(parameterized.TestCase):
       np.testing.assert_allclose(kernel.std(), 0.02, rtol=spread)
 
 
-class HeadProjectionTest(parameterized.TestCase):
+class HeadsTest(parameterized.TestCase):
+  """Projections to heads and the gated sum of heads, head by head."""
+
   @parameterized.product(
     parts=(1, 3), dtype=(jnp.float32, jnp.bfloat16), use_bias=(True, False)
   )
@@ -84,65 +86,32 @@ class HeadProjectionTest(parameterized.TestCase):
     module = HeadProjection(parts, 2, 4, use_bias=use_bias, dtype=dtype)
     x = small.tokens()
     variables = small.params(module, x)
-    chex.assert_type(jax.tree.leaves(variables), jnp.float32)
     stored = jax.tree.map(np.asarray, variables["params"])
-    kernel = stored["kernel"]
-    bias = stored.get("bias", np.zeros((parts, 2, 4)))
-    vectors = module.apply(variables, x)
-    self.assertLen(vectors, parts)
-    for part, vector in enumerate(vectors):
-      chex.assert_shape(vector, (small.B, small.N, 2, 4))
-      chex.assert_type(vector, dtype)
-      for head in range(2):
-        expected = np.asarray(x) @ kernel[:, part, head] + bias[part, head]
-        np.testing.assert_allclose(
-          np.asarray(vector[:, :, head], np.float32),
-          expected,
-          atol=1e-5 if dtype == jnp.float32 else 0.1,
-        )
-
-
-class HeadMixTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    rng = np.random.default_rng(2)
-    self.heads = jnp.asarray(
-      rng.normal(size=(small.B, small.N, 6, 3)), jnp.float32
-    )
-    self.gates = jnp.asarray(
-      rng.uniform(size=(small.B, small.N, 6)), jnp.float32
-    )
+    kernel, bias = stored["kernel"], stored.get("bias", 0.0)
+    expected = np.einsum("bnc,cphd->pbnhd", x, kernel)
+    expected += np.reshape(bias, (-1, 1, 1, *np.shape(bias)[1:]))
+    self._check(module.apply(variables, x), expected, variables, dtype)
 
   @parameterized.product(
     dtype=(jnp.float32, jnp.bfloat16), use_bias=(True, False)
   )
-  def test_equals_the_gated_sum_over_heads(self, dtype, use_bias):
+  def test_mixes_gated_heads(self, dtype, use_bias):
+    rng = np.random.default_rng(2)
+    heads = jnp.asarray(rng.normal(size=(small.B, small.N, 6, 3)), jnp.float32)
+    gates = jnp.asarray(rng.uniform(size=heads.shape[:3]), jnp.float32)
     module = HeadMix(small.C, use_bias=use_bias, dtype=dtype)
-    variables = small.params(module, self.heads, self.gates)
+    variables = small.params(module, heads, gates)
     stored = jax.tree.map(np.asarray, variables["params"])
-    kernel = stored["kernel"]  # [H, D, C]
-    expected = sum(
-      np.asarray(self.gates[:, :, h, None] * self.heads[:, :, h]) @ kernel[h]
-      for h in range(6)
-    ) + stored.get("bias", np.zeros(small.C))
-    out = module.apply(variables, self.heads, self.gates)
-    chex.assert_shape(out, (small.B, small.N, small.C))
-    chex.assert_type(out, dtype)
+    for weights in (gates, None):
+      one = np.ones(gates.shape) if weights is None else gates
+      expected = np.einsum("bnhd,bnh,hdc->bnc", heads, one, stored["kernel"])
+      expected += stored.get("bias", 0.0)
+      out = module.apply(variables, heads, weights)
+      self._check([out], expected[None], variables, dtype)
+
+  def _check(self, got, expected, variables, dtype):
+    chex.assert_type(got, dtype)
     chex.assert_type(jax.tree.leaves(variables), jnp.float32)
-    np.testing.assert_allclose(
-      np.asarray(out, np.float32),
-      expected,
-      atol=1e-5 if dtype == jnp.float32 else 0.1,
-    )
-
-  def test_no_gates_equal_gates_of_one(self):
-    module = HeadMix(small.C)
-    variables = small.params(module, self.heads)
-    chex.assert_trees_all_equal(
-      module.apply(variables, self.heads),
-      module.apply(variables, self.heads, jnp.ones_like(self.gates)),
-    )
-
-  def test_rejects_gates_of_another_head_count(self):
-    with self.assertRaises(AssertionError):
-      small.params(HeadMix(small.C), self.heads, self.gates[..., :5])
+    atol = 1e-5 if dtype == jnp.float32 else 0.1
+    got = np.asarray(jnp.stack(got), np.float32)
+    np.testing.assert_allclose(got, expected, atol=atol)

@@ -8,7 +8,6 @@ import types
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 from absl.testing import parameterized
 
 from benchmarks import predict
@@ -23,7 +22,6 @@ from moh_jax.ops.attention import (
   largest_share,
 )
 from moh_jax.ops.attention_forms import AttentionCase, Form
-from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels import triton
 from moh_jax.ops.kernels.attention import kernel_options
@@ -232,22 +230,8 @@ class DevicesTest(_TestCase):
       jax.eval_shape(functools.partial(attention, causal=True), q, k, k)
     self.assertEqual(chosen.call_args.args[1].masked, masked)
 
-  @parameterized.parameters("AMD Instinct MI300X", "Tesla T4")
-  def test_their_programs_hold_plain_xla(self, kind):
-    q = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
-    mask = jax.ShapeDtypeStruct((1, 4096, 2), bool)
-
-    def attend(q, mask):
-      return attention(q, q, q, causal=True, active=ActiveHeads(mask, 1))
-
-    with devices.traced_for("gpu", kind):
-      text = str(jax.make_jaxpr(attend)(q, mask))
-    self.assertNotRegex(text, "pallas|cudnn")
-
-  @parameterized.parameters(
-    ("7.5", False, False), ("8.0", True, False), ("9.0", True, True),
-    ("10.0", True, False), ("12.1", True, False), ("gfx942", False, False),
-  )  # fmt: skip
+  @parameterized.parameters(("7.5", 0, 0), ("8.0", 1, 0), ("9.0", 1, 1),
+                            ("12.1", 1, 0), ("gfx942", 0, 0))  # fmt: skip
   def test_a_device_that_is_here_tells_its_capability(
     self, capability, ampere, hopper
   ):
@@ -257,21 +241,11 @@ class DevicesTest(_TestCase):
     )  # fmt: skip
     with (
       mock.patch.object(jax, "devices", lambda *_: [device]),
-      mock.patch.object(target_lib, "cuda_version", lambda: 12090),
+      devices.traced_for("gpu", "New", 7),  # a mesh of devices that are here
     ):
       found = target_lib.target()
-      # A mesh of devices that are here too.
-      with devices.traced_for("gpu", "New", 7):
-        self.assertEqual(target_lib.target(), found)
-    self.assertEqual(found, Target("gpu", "New", 7, capability, 12090))
+    self.assertEqual((found.cores, found.capability), (7, capability))
     self.assertEqual((found.compute >= 8, found.is_hopper), (ampere, hopper))
-
-  def test_the_default_device_may_be_the_name_of_a_platform(self):
-    def found(platform=None):
-      return [types.SimpleNamespace(platform=platform or "gpu", device_kind="")]
-
-    with mock.patch.object(jax, "devices", found), jax.default_device("cpu"):
-      self.assertEqual(target_lib.target().platform, "cpu")
 
   @parameterized.product(name=IMPLEMENTATIONS, platform=("cpu", "gpu", "tpu"))
   def test_only_the_kernel_skips_heads_and_slots(self, name, platform):
@@ -306,13 +280,6 @@ class TritonTest(parameterized.TestCase):
       cached = choose_cached_form("auto", device, new=1, head_dim=64)
       self.assertEqual(cached, "dense")
 
-  def test_a_refusal_is_told_in_one_line(self):
-    refuses = mock.Mock(side_effect=NotImplementedError("gone\nfor good"))
-    found = mock.patch.object(triton, "MISSING", "")
-    with found, mock.patch.object(triton, "launch", refuses):
-      problem = triton.refused.__wrapped__()
-    self.assertRegex(problem, r"jax [\d.]+ refuses \(.*Error: gone\)$")
-
   def test_all_else_works_where_jax_has_removed_it(self):
     code = """
 import sys
@@ -322,17 +289,8 @@ from moh_jax.ops.attention import attention
 q = jax.random.normal(jax.random.key(0), (1, 24, 2, 16))
 forms = [attention(q, q, q, implementation=x) for x in ("kernel", "dense")]
 np.testing.assert_allclose(*forms, atol=1e-5)
-from moh_jax.ops.kernels.attention import readable
-try:
-  readable("triton", q, q, q)
-except ValueError as error:
-  print(error)
 """
-    result = subprocess.run(
-      [sys.executable, "-c", code], capture_output=True, text=True
-    )
-    self.assertEqual(result.returncode, 0, result.stderr)
-    self.assertIn("'triton' needs Pallas' Triton, which jax", result.stdout)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class CrossoversTest(parameterized.TestCase):
@@ -345,13 +303,6 @@ class CrossoversTest(parameterized.TestCase):
       self.assertLen(entry.shares, len(LENGTHS))
       self.assertEqual(sorted(entry.shares), list(entry.shares))
       self.assertBetween(entry.shares[-1], 0.5, 1)
-    for rates in predict._all_rates():  # nothing left out costs the glue
-      dense = predict.seconds(rates, 4096, None, causal=True)
-      packed = predict.seconds(rates, 4096, 1.0, causal=True)
-      self.assertGreater(packed[0], dense[0])
-    lines = predict.ratios().splitlines()
-    self.assertEqual(len({line.count("|") for line in lines}), 1)
-    self.assertEqual(sum("H100" in line for line in lines), 20)
 
   def test_lengths_between_are_interpolated(self):
     def share(tokens, device=_H100):

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.ops.basics import gelu, unnormalized_softmax
 
@@ -32,7 +32,3 @@ class BasicsTest(parameterized.TestCase):
     density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     np.testing.assert_allclose(grads, cdf + x * density, atol=1e-6)
     self.assertEqual(gelu(jnp.ones(2, jnp.bfloat16)).dtype, jnp.bfloat16)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moh_jax.config import MeshConfig, released_models
+from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.head_layout import (
   HeadLayout,
@@ -19,17 +19,6 @@ from moh_jax.ops.head_layout import (
 )
 from moh_jax.runtime import sharding
 from tests.ops import devices
-
-_DEVICES = (2, 4, 8)
-
-
-def _budgets():
-  """Head splits of all released models, with their key/value heads."""
-  result = set()
-  for model in released_models().values():
-    for group in model.layer_groups():
-      result.add((group.budget, group.kv_heads or group.budget.num_heads))
-  return result
 
 
 class PlacementTest(parameterized.TestCase):
@@ -71,18 +60,6 @@ class PlacementTest(parameterized.TestCase):
       np.testing.assert_array_equal(
         np.asarray(placement.order(heads)) // group, read
       )
-
-  def test_released_budgets_that_devices_divide_are_balanced(self):
-    seen = 0
-    for budget, kv_heads in _budgets():
-      group = budget.num_heads // kv_heads
-      for count in _DEVICES:
-        if kv_heads % count or budget.shared % (count * group):
-          continue
-        placement = HeadPlacement(budget.num_heads, kv_heads, count)
-        self.assertLessEqual(placement.imbalance(budget), 1.1, (budget, count))
-        seen += 1
-    self.assertGreater(seen, 40)
 
   def test_an_order_may_share_all_heads_of_a_device(self):
     placement = HeadPlacement(8, 8, 2)
@@ -166,7 +143,3 @@ class LayoutTest(parameterized.TestCase):
     np.testing.assert_array_equal(layout.dealt(x)[0], [0, 2, 4, 6, 1, 3, 5, 7])
     np.testing.assert_array_equal(layout.undealt(layout.dealt(x)), x)
     self.assertIs(HeadLayout(4, 4).dealt(x), x)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -8,7 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.kernels import hopper_program
@@ -108,7 +108,3 @@ class TablesTest(parameterized.TestCase):
     with devices.traced_for("gpu", "NVIDIA H20", cores):
       launch = KeyLaunch(problem, Tile(64, 128), 2)
       self.assertEqual(launch.programs, programs)
-
-
-if __name__ == "__main__":
-  absltest.main()
