@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers import aggregated
 from moh_jax.ops.position import relative_coordinates
 from tests.layers import small
@@ -81,15 +81,6 @@ class AttentionLayersTest(parameterized.TestCase):
     for name in ("qkv",) if kind == "full" else ("q", "kv", "sr", "norm"):
       for leaf in jax.tree.leaves(grads["params"][name]):
         self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
-
-  def test_router_and_biases_can_be_left_out(self, kind):
-    module, inputs = _module(kind, router=RouterConfig("none"), qkv_bias=False)
-    variables = small.params(module, *inputs)
-    self.assertNotIn("router", variables["params"])
-    for name in ("qkv",) if kind == "full" else ("q", "kv"):
-      self.assertCountEqual(variables["params"][name], ["kernel"])
-    _, aux = jax.eval_shape(module.apply, variables, *inputs)
-    chex.assert_shape(aux.load, (4,))
 
 
 class QueryScaleTest(parameterized.TestCase):

@@ -83,16 +83,6 @@ class LayerTest(parameterized.TestCase):
     exact = layer.dtype == jnp.float32
     self._check(got, want, 1e-5 if exact else 3e-2)
 
-  def test_padding_fills_lanes_and_adds_at_most_a_third(self):
-    def width(heads, dim):
-      return layer_layout(dim, heads, pads=True).width
-
-    self.assertEqual(width(16, 96), 96)
-    with _as_on_a_tpu():
-      widths = [width(16, x) for x in (24, 48, 64, 72, 96, 128, 192)]
-      self.assertEqual(widths, [32, 64, 64, 72, 128, 128, 256])
-      self.assertEqual(width(3, 48), 48)  # an odd head stays alone
-
   @parameterized.product(heads=(4, 8), head_dim=(64, 96))  # one a device, two
   def test_equals_it_where_a_mesh_splits_the_heads(self, heads, head_dim):
     layer = MoHAttention(

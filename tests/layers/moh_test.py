@@ -221,20 +221,6 @@ class PlacesTest(parameterized.TestCase):
     positions = jnp.broadcast_to(jnp.arange(small.N), (small.B, small.N))
     self.rotation = rotation(positions, RotaryConfig(theta=10.0), 4)
 
-  def test_rotation_turns_queries_and_keys_and_not_values(self):
-    places = Places(rotation=self.rotation)
-    out = _attend(self.module, self.variables, places=places)
-    gap = jnp.abs(out - _attend(self.module, self.variables)).max()
-    self.assertGreater(float(gap), 1e-2)
-    # A token that sees itself alone is its value, which does not turn.
-    each = jnp.broadcast_to(jnp.arange(small.N), (small.B, small.N))
-    alone = Places(rotation=self.rotation, segments=each)
-    np.testing.assert_allclose(
-      _attend(self.module, self.variables, places=alone),
-      _attend(self.module, self.variables, places=Places(segments=each)),
-      atol=1e-5,
-    )
-
   def test_segments_are_attended_alone(self):
     segments = jnp.array([[1, 1, 2, 2, 2]] * small.B)
     out = _attend(self.module, self.variables, places=Places(segments=segments))

@@ -120,18 +120,6 @@ class ScanBlocksTest(parameterized.TestCase):
     loops = re.findall(r"/rematted_computation/\S*/while\b(?!/)", program)
     self.assertEqual(loops != [], remat == "full", loops)
 
-  def test_remat_names_and_records_variables_as_no_remat_does(self):
-    for remat in ("none", *REMAT_POLICIES):
-      stack = _stack(remat)
-      made = jax.eval_shape(stack.init, jax.random.key(0), *_inputs())
-      chex.assert_trees_all_equal_shapes(
-        nn.unbox(made["params"]), _variables()["params"]
-      )
-      record = functools.partial(stack.apply, mutable=["intermediates"])
-      _, recorded = jax.eval_shape(record, _variables(), *_inputs())
-      (hidden,) = recorded["intermediates"]["hidden"]
-      chex.assert_shape(hidden, (_DEPTH, _B, _C))
-
   def test_layers_and_samples_drop_independently(self):
     stack = scan_blocks(_DropBlock, 8, in_axes=(0,))()
     rates = jnp.full((8,), 0.5)
@@ -202,16 +190,6 @@ class CollectAuxTest(parameterized.TestCase):
     np.testing.assert_allclose(aux.balance_loss, 3.0)
     np.testing.assert_allclose(aux.activated_share, (4 + 6) / (4 + 12))
     self.assertIs(aux.layers, layers)
-
-  def test_jit_and_gradients_keep_what_layers_are(self):
-    def loss(scale):
-      layers = jax.tree.map(lambda x: scale * x, {"a": _DENSE, "b": _ROUTED})
-      aux = collect_aux(layers)
-      return aux.balance_loss, aux
-
-    grad, aux = jax.jit(jax.grad(loss, has_aux=True))(2.0)
-    np.testing.assert_allclose(grad, 3.0)
-    self.assertEqual([x.routed for x in aux.layers.values()], [False, True])
 
   @parameterized.parameters(
     ({},), ([],), (_ROUTED,), ([(jnp.ones(3), _ROUTED)],)

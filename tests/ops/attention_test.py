@@ -87,25 +87,6 @@ class FormsTest(parameterized.TestCase):
     self.assertLess(temporary(2048), 2.2 * temporary(1024))
 
 
-class VmapTest(absltest.TestCase):
-  def test_packed_blocks(self):
-    case = Case(batch=3, causal=True, kv_heads=2, head_dim=8)
-
-    def loss(q, k, v, weights, mask):
-      blocks = head_blocks(ActiveHeads(mask, 4), 8)
-      call = Call(q, k, v, Visible(causal=True), 0.3)
-      out = blocked_attention(call, blocks, 2)
-      return (out * weights).sum()
-
-    args = (*case.arrays(), jnp.asarray(case.active()))
-    grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-    expected = grad(*args)
-    losses, grads = jax.vmap(grad)(*(x[:, None] for x in args))
-    np.testing.assert_allclose(losses.sum(), expected[0], rtol=1e-5)
-    for got, want in zip(grads, expected[1]):
-      np.testing.assert_allclose(got[:, 0], want, atol=1e-5)
-
-
 def _call(case: Case, implementation="auto", arrays=None, **changes):
   """`attention` of a case, which expects half of the heads to be active."""
   *own, _ = case.arrays()[:4]

@@ -10,11 +10,8 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.head_layout import (
   HeadLayout,
   HeadPlacement,
-  fill_lanes,
   head_layout,
-  heads_in_lanes,
   kv_repeats,
-  over_lanes,
   place_heads,
 )
 from moh_jax.runtime import sharding
@@ -23,23 +20,15 @@ from tests.ops import devices
 
 class PlacementTest(parameterized.TestCase):
   @parameterized.parameters(
-    (8, 8, 2, (0, 2, 4, 6, 1, 3, 5, 7)),
-    (8, 4, 2, (0, 1, 4, 5, 2, 3, 6, 7)),  # pairs read one key/value head
-    (6, 6, 3, (0, 3, 1, 4, 2, 5)),
-  )
-  def test_heads_are_dealt_like_cards(self, heads, kv_heads, devices, order):
-    placement = HeadPlacement(heads, kv_heads, devices)
-    self.assertEqual(placement.order(heads), order)
-
-  @parameterized.parameters(
+    (8, 8, 2, 1, (0, 2, 4, 6, 1, 3, 5, 7)),  # dealt like cards
+    (8, 4, 2, 1, (0, 1, 4, 5, 2, 3, 6, 7)),  # pairs read one key/value head
+    (6, 6, 3, 1, (0, 3, 1, 4, 2, 5)),
     (8, 8, 2, 2, (0, 4, 1, 5, 2, 6, 3, 7)),
     (8, 8, 1, 4, (0, 4, 1, 5, 2, 6, 3, 7)),
     (8, 2, 1, 4, (0, 2, 1, 3, 4, 6, 5, 7)),  # two devices a key/value head
     (8, 2, 2, 4, (0, 1, 2, 3, 4, 5, 6, 7)),
   )
-  def test_heads_are_dealt_along_the_sequence_too(
-    self, heads, kv_heads, devices, sequence, order
-  ):
+  def test_heads_are_dealt(self, heads, kv_heads, devices, sequence, order):
     placement = place_heads(heads, kv_heads, devices, sequence)
     self.assertEqual(placement.order(heads), order)
 
@@ -97,29 +86,6 @@ class PlacementTest(parameterized.TestCase):
       [back] = pull(out)
     np.testing.assert_array_equal(out, x.take(placement.order(heads), dim))
     np.testing.assert_array_equal(back, x)
-
-
-class LanesTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ((16, 64), 2),
-    ((12, 32), 4),
-    ((8, 16), 8),
-    ((16, 128), 1),
-    ((16, 256), 1),
-    ((16, 72), 1),  # does not divide 128
-    ((3, 64), 1),  # one head would be left over
-  )
-  def test_heads_that_fill_the_lanes(self, sizes, expected):
-    self.assertEqual(heads_in_lanes(*sizes), expected)
-
-  @parameterized.parameters(1, 2, 4)
-  def test_one_number_over_the_lanes_of_its_head(self, count):
-    gates = jnp.asarray(np.random.default_rng(0).random((2, 3, 4)), jnp.float32)
-    got = fill_lanes(jnp.ones((2, 3, 4, 5)), count) * over_lanes(
-      gates, count, 5
-    )
-    expected = np.repeat(gates, 5, axis=-1).reshape(got.shape)
-    np.testing.assert_array_equal(got, expected)
 
 
 class LayoutTest(parameterized.TestCase):

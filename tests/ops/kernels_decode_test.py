@@ -298,24 +298,6 @@ class ReadTest(parameterized.TestCase):
         before = place
       self.assertEqual(fetched, _expected_tiles(case, plan.keys))
 
-  @parameterized.parameters(*_READ)
-  def test_splits_of_a_gpu_cover_the_visible_tiles_once(self, name):
-    case = _CASES[name]
-    problem = _problem(case)
-    with _small_tiles():
-      plan = triton_decode.Plan(problem, case.heads // case.kv_heads)
-      grid, keys = plan.grid, plan.tile.keys
-    if name == "many_splits":
-      self.assertEqual(grid[2], 12)
-    visited = []
-    for text, entry, split in np.ndindex(grid):
-      if entry < problem.heads.count[text]:
-        bounds = problem.first[text], problem.end[text]
-        begin, stop = triton_decode.split_tiles(*bounds, split, grid[2], keys)
-        head = int(problem.heads.head[text, entry])
-        visited += [(text, head, t) for t in range(int(begin), int(stop))]
-    self.assertCountEqual(visited, _expected_tiles(case, keys))
-
   @parameterized.parameters(
     (16, 4096, 16), (128, 4096, 4),
     (257, 4096, 1), (6, 448, 1), (6, 4099, 16),

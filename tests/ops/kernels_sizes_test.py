@@ -89,8 +89,3 @@ class TileFileTest(parameterized.TestCase):
     path = self._file(**changes)
     with self.assertRaisesRegex(ValueError, f"{path} .*{text}"):
       kernels.read(path)
-
-  def test_tiles_of_a_tpu_need_not_divide_its_blocks(self):
-    path = self._file(backend="mosaic_tpu", dq={"rows": 48, "keys": 16})
-    [tiles] = kernels.read(path).values()
-    self.assertEqual(tiles.dq, Tile(48, 16))

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels import tpu_plan
 from moh_jax.ops.kernels.attention import block_sizes
-from moh_jax.ops.kernels.problem import BlockSizes, Problem
+from moh_jax.ops.kernels.problem import BlockSizes
 from moh_jax.ops.kernels.tpu_plan import Cut
 from tests.ops import cases, devices
 from tests.ops.cases import Case
@@ -27,18 +26,6 @@ _SIZES = BlockSizes.of(*[(_ROWS, 16)] * 3)
 def _case(**options) -> Case:
   shape = {"queries": 70, "keys": 70, "kv_heads": 2, "scale": 0.2}
   return Case(**shape | options)
-
-
-def _tiles_seen(case: Case, keys: int, tiles: int) -> np.ndarray:
-  """[T, J] bool: tiles with a key that a row of the block sees."""
-  blocks = case.blocks()
-  token, head = np.asarray(blocks.token), np.asarray(blocks.head)
-  mask = case.visible().mask(case.queries, case.keys)
-  mask = np.ones((1, 1, 1, case.keys), bool) if mask is None else mask
-  mask = np.broadcast_to(mask, (case.batch, 1, case.queries, case.keys))[:, 0]
-  mask = np.pad(mask, ((0, 0), (0, 1), (0, tiles * keys - case.keys)))
-  rows = mask[head[:, None] // case.heads, token]  # [T, R, J * L]
-  return rows.reshape(*rows.shape[:2], tiles, keys).any((1, 3))
 
 
 _MASKS = {
@@ -72,41 +59,6 @@ def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
 
 
 class VisitsTest(parameterized.TestCase):
-  @parameterized.product(
-    masks=list(_MASKS),
-    cut=(("heads_together", False), ("chunks_on_two_cores", True)),
-  )
-  def test_each_tile_that_a_block_sees_is_visited_once(self, masks, cut):
-    name, keys_first = cut
-    case, cut = _case(**_MASKS[masks]), _CUTS[name]
-    lists, visited = _tables(case, cut, keys_first)
-    seen = _tiles_seen(case, cut.keys, cut.tiles)
-    start, whole, end = (np.asarray(x) for x in lists[-3:])
-    counts = np.zeros(seen.shape, int)
-    for visit in itertools.chain(*_visits(lists)):
-      begin = visit["chunk"] * cut.chunk
-      first = visit["window"] * cut.window
-      blocks = range(first + visit["low"], first + visit["high"])
-      for block in blocks:
-        self.assertEqual(lists.head[block] // cut.heads, visit["unit"])
-        low = max(start[block], begin)
-        counts[block, low : max(low, min(end[block], begin + cut.chunk))] += 1
-      # A chunk that no row of the visit sees is not loaded, except once where
-      # rows see nothing at all: their output is 0.
-      works = counts[blocks.start : blocks.stop, begin : begin + cut.chunk]
-      if cut.chunks > 1 and (keys_first or begin):
-        self.assertTrue(works.any())
-      if works.any():
-        self.assertTrue(visited[visit["unit"], visit["chunk"]])
-    # A block reads from the first tile that it sees up to the last.
-    expected = np.logical_or.accumulate(seen, 1)
-    expected &= np.logical_or.accumulate(seen[:, ::-1], 1)[:, ::-1]
-    if case.key_mask:  # hidden keys may be the only ones before a token
-      self.assertTrue((counts >= expected).all() and counts.max() == 1)
-    else:
-      np.testing.assert_array_equal(counts, expected)
-    self.assertTrue((start <= whole).all() and (whole <= end).all())
-
   @parameterized.product(
     options=(
       {"share": 0.0},
@@ -157,34 +109,6 @@ class VisitsTest(parameterized.TestCase):
 
 class PlanTest(parameterized.TestCase):
   """Sizes for real devices; nothing is computed."""
-
-  def _plan(self, kind, queries, dim, dtype, *, causal=False, keys_first=False):
-    heads, batch = 16, 8
-    dtype = jnp.dtype(dtype)
-    with devices.traced_for("tpu", kind):
-      sizes = block_sizes("mosaic_tpu", dim, dtype, per_head=queries // 2)
-      mask = jax.ShapeDtypeStruct((batch, queries, heads), bool)
-      blocks = jax.eval_shape(
-        lambda m: head_blocks(ActiveHeads(m, heads // 2), sizes.rows), mask
-      )
-      problem = Problem(
-        (batch, queries, heads, dim), dtype, Visible(causal=causal), blocks,
-        1.0, False,
-      )  # fmt: skip
-      plan = tpu_plan.Plan(problem, sizes.forward.keys, keys_first=keys_first)
-      return plan, plan.cut
-
-  @parameterized.product(
-    kind=("TPU v5 lite", "TPU v5"), dim=(64, 128), causal=(False, True)
-  )
-  def test_steps_do_much_and_heads_stay(self, kind, dim, causal):
-    for queries in (1024, 4096, 16384):
-      plan, cut = self._plan(kind, queries, dim, "bfloat16", causal=causal)
-      rows = cut.window * plan.problem.rows
-      flops = 4 * rows * queries * dim / (2 if causal else 1)
-      self.assertGreaterEqual(rows, 512)
-      self.assertGreaterEqual(flops, 1e9)
-      self.assertEqual(cut.chunks, 1)
 
   @parameterized.product(causal=(False, True), keys_first=(False, True))
   def test_two_cores_share_the_work_of_one_head(self, causal, keys_first):

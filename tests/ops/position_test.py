@@ -129,29 +129,17 @@ class SinusoidalTest(parameterized.TestCase):
 
 
 _ROPE = {
-  "none": RotaryConfig(theta=100.0),
-  "linear": RotaryConfig(theta=100.0, scaling="linear", factor=4.0),
-  "dynamic": RotaryConfig(
-    theta=100.0, scaling="dynamic", factor=2.0, original_length=12
-  ),
-  "llama3": RotaryConfig(
-    theta=100.0,
-    scaling="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_length=60,
-  ),
-  "yarn": RotaryConfig(
-    theta=100.0,
-    scaling="yarn",
-    factor=4.0,
-    beta_fast=4.0,
-    beta_slow=0.5,
-    truncate=False,
-    original_length=60,
-  ),
-}
+  name: RotaryConfig(theta=100.0, scaling=name, **fields)
+  for name, fields in {
+    "none": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0, "original_length": 12},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_length": 60},
+    "yarn": {"factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5,
+             "truncate": False, "original_length": 60},
+  }.items()
+}  # fmt: skip
 _LONG = 40
 _DIM = 16
 
