@@ -1,4 +1,6 @@
-"""Linear layers, projections to heads, and the gated sum of heads."""
+"""Linear and feed-forward layers, projections, and the gated sum of heads."""
+
+import math
 
 import chex
 import flax.linen as nn
@@ -10,6 +12,7 @@ from absl.testing import parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import Linear, xavier_init
+from moh_jax.layers.mlp import MLP, ConvGLU, OverlapPatchEmbed, SwiGLU
 from moh_jax.layers.moh import MoHAttention
 from tests.layers import small
 
@@ -115,3 +118,127 @@ class HeadsTest(parameterized.TestCase):
     atol = 1e-5 if dtype == jnp.float32 else 0.1
     got = np.asarray(jnp.stack(got), np.float32)
     np.testing.assert_allclose(got, expected, atol=atol)
+
+
+_B, _C, _F, _GRID = 2, 4, 6, (3, 5)
+_N = math.prod(_GRID)
+_TOKENS = jnp.asarray(np.random.default_rng(0).normal(size=(_B, _N, _C)))
+_TOKENS = _TOKENS.astype(jnp.float32)
+
+
+def _dense(layer, x):
+  return x @ layer["kernel"] + layer.get("bias", 0)
+
+
+def _mlp(params, x):
+  hidden = _dense(params["up"], x)
+  inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)
+  return _dense(params["down"], 0.5 * hidden * (1 + np.tanh(inner)))
+
+
+def _swiglu(params, x):
+  gate = _dense(params["gate"], x)
+  hidden = gate / (1 + np.exp(-gate)) * _dense(params["up"], x)
+  return _dense(params["down"], hidden)
+
+
+def _conv_glu(params, x):
+  gate = _dense(params["gate"], x).reshape(_B, *_GRID, _F)
+  padded = np.pad(gate, [(0, 0), (1, 1), (1, 1), (0, 0)])
+  taps, bias = params["dwconv"]["kernel"], params["dwconv"]["bias"]
+  conv = sum(
+    padded[:, i : i + _GRID[0], j : j + _GRID[1]] * taps[i, j]
+    for i, j in np.ndindex(3, 3)
+  )
+  conv = (conv + bias).reshape(_B, _N, _F)
+  cdf = 0.5 * (1 + np.vectorize(math.erf)(conv / math.sqrt(2)))
+  return _dense(params["out"], conv * cdf * _dense(params["value"], x))
+
+
+_CASES = {
+  "mlp": (MLP(_F), _mlp),
+  "swiglu": (SwiGLU(_F), _swiglu),
+  "swiglu_bias": (SwiGLU(_F, use_bias=True), _swiglu),
+  "conv_glu": (ConvGLU(_F, _GRID), _conv_glu),
+}
+
+
+class FeedForwardTest(parameterized.TestCase):
+  @parameterized.parameters(*_CASES)
+  def test_equals_the_formula_and_trains_every_parameter(self, name):
+    module, formula = _CASES[name]
+    variables = small.params(module, _TOKENS)
+    first = variables["params"]["up" if name == "mlp" else "gate"]
+    self.assertEqual("bias" in first, name != "swiglu")
+
+    @jax.jit
+    def run(variables):
+      def loss(variables):
+        out = module.apply(variables, _TOKENS)
+        return jnp.sum(out**2), out
+
+      return jax.grad(loss, has_aux=True)(variables)
+
+    grads, out = run(variables)
+    params = jax.tree.map(np.float64, variables["params"])
+    expected = formula(params, np.float64(_TOKENS))
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-4)
+    chex.assert_tree_all_finite(grads)
+    for leaf in jax.tree.leaves(grads):
+      self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
+    half = module.clone(dtype=jnp.bfloat16)
+    x = _TOKENS.astype(jnp.bfloat16)
+    chex.assert_type(jax.eval_shape(half.apply, variables, x), jnp.bfloat16)
+
+
+class InitTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (MLP(200), math.sqrt(6 / 240) / math.sqrt(3), math.sqrt(6 / 240)),
+    (SwiGLU(200, use_bias=True), 0.02, None),
+  )
+  def test_kernels_start_with_their_deviation(self, module, deviation, most):
+    x = jnp.zeros((1, 1, 40))
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
+    for layer in params.values():
+      np.testing.assert_array_equal(layer["bias"], 0.0)
+      np.testing.assert_allclose(layer["kernel"].std(), deviation, rtol=0.05)
+      if most:
+        largest = float(jnp.abs(layer["kernel"]).max())
+        self.assertBetween(largest, 0.98 * most, most)
+
+  def test_gradients_transpose_no_activations(self):
+    """On a CPU such a copy takes a large part of the product's time."""
+    module, x = MLP(56), jnp.ones((2, 24, 40))
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))
+
+    def loss(params):
+      return jnp.sum(jax.nn.silu(module.apply(params, jnp.sin(x))) ** 2)
+
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    self.assertTrue("f32[48,56]" in text)  # the text is too long for a message
+    self.assertFalse("f32[56,48]" in text or "f32[40,48]" in text)
+
+
+class OverlapPatchEmbedTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (3, 2, (6, 9)), (7, 4, (6, 9)), (7, 4, (8, 12)), (3, 2, (1, 1))
+  )
+  def test_equals_normalized_patches(self, kernel_size, stride, size):
+    images = np.random.default_rng(0).normal(size=(2, *size, 3))
+    images = jnp.asarray(images, jnp.float32)
+    module = OverlapPatchEmbed(6, kernel_size, stride)
+    variables = small.params(module, images)
+    stored = jax.tree.map(np.asarray, variables["params"])
+    proj, norm = (stored[name] for name in ("proj", "norm"))
+    reach = kernel_size // 2
+    padded = np.pad(images, [(0, 0), (reach, reach), (reach, reach), (0, 0)])
+    out = jax.jit(module.apply)(variables, images)
+    chex.assert_shape(out, (2, *(-(-side // stride) for side in size), 6))
+    for row, column in np.ndindex(*out.shape[1:3]):
+      i, j = row * stride, column * stride
+      patch = padded[:, i : i + kernel_size, j : j + kernel_size]
+      x = np.einsum("bijk,ijkc->bc", patch, proj["kernel"]) + proj["bias"]
+      x = x - x.mean(-1, keepdims=True)
+      x /= np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+      expected = x * norm["scale"] + norm["bias"]
+      np.testing.assert_allclose(out[:, row, column], expected, atol=2e-5)
