@@ -24,14 +24,14 @@ import jax
 
 from benchmarks import crossing, decode, exact, layer, plot, step, tiles
 from benchmarks.common import table_of
+from moh_jax.cli.command import table
 from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
-from moh_jax.cli.options import table
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.target import has_cudnn, target
 from moh_jax.runtime.json_files import read_json
-from moh_jax.training import timing
+from moh_jax.training import bench
 from moh_jax.training.bench import (
   Row,
   attempt,
@@ -165,7 +165,7 @@ def _run(folder: pathlib.Path, minutes: float) -> int:
     OSError: it is none, or cannot be made.
   """
   folder.mkdir(exist_ok=True)
-  machine, end = timing.machine(), time.perf_counter() + 60 * minutes
+  machine, end = bench.machine(), time.perf_counter() + 60 * minutes
   for path in folder.glob("*_*.json"):
     there = _read(path).get("machine", machine)["device"]
     if there != machine["device"]:
@@ -309,7 +309,8 @@ def expectations(
 
   found = []
   for row in layers:
-    if row.implementation != "auto" or row.every_head or row.ms is None:
+    packs = row.computed_share != 1
+    if row.implementation != "auto" or row.ms is None or not packs:
       continue
     whole = fastest(layers, row, 1.0)
     every, active = (fastest(cores, row, share) for share in (1.0, row.share))

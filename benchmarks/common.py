@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.cli import bench_attention, flags, head_options, options
+from moh_jax.cli import bench, bench_attention, command, flags
 from moh_jax.cli.main import report_errors
-from moh_jax.training import timing
+from moh_jax.training.bench import machine
 
 
 def make_parser(doc: str, rounds: int = 0) -> argparse.ArgumentParser:
@@ -35,8 +35,8 @@ def finish(
     rows: values by name, the same names in each.
     **result: what JSON holds beside the machine and the rows.
   """
-  result = {"machine": timing.machine(), **result, "rows": rows}
-  options.Output(json=args.json).give(result, [table_of(rows)])
+  result = {"machine": machine(), **result, "rows": rows}
+  command.Output(json=args.json).give(result, [table_of(rows)])
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -45,13 +45,13 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     [f"{x:.4g}" if isinstance(x, float) else x for x in row.values()]
     for row in rows
   ]
-  return options.table(cells, list(rows[0])) if rows else "no rows"
+  return command.table(cells, list(rows[0])) if rows else "no rows"
 
 
 def run_heads(
   doc: str,
   argv: Sequence[str] | None,
-  cls: type[head_options.HeadOptions],
+  cls: type[bench.HeadOptions],
   *benchmark: Any,
 ) -> int:
   """Runs a benchmark of heads; 1 if a form is not exact or does not run.
@@ -69,7 +69,7 @@ def run_heads(
   given = flags.parse(parser, cls, argv)
 
   def call() -> int:
-    result = bench_attention.run_heads(given, *benchmark)
-    return bench_attention.report(given, result)
+    rows = bench_attention.compare_forms(given, *benchmark)
+    return bench.report(given, rows, given.values())
 
   return report_errors(call, given.traceback)

@@ -53,7 +53,8 @@ def crossovers(results: Iterable[Mapping[str, Any]]) -> list[Crossover]:
       packing = [
         row
         for row in rows
-        if (row.implementation, row.every_head) == (form, False)
+        if row.implementation == form
+        and (row.computed_share or 1) < 1
         and row.ratio_to_mha is not None
         and row.fault is None
         and ("causal" in row.mode) == causal

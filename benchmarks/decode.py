@@ -6,7 +6,6 @@ Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 """
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -15,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import run_heads
+from moh_jax.cli.bench import HeadOptions
 from moh_jax.cli.bench_attention import Split, make_reference, random_active
-from moh_jax.cli.head_options import HeadOptions
-from moh_jax.cli.options import option
+from moh_jax.cli.command import option
 from moh_jax.config.base import Count
-from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import cached_attention
 from moh_jax.ops.attention_forms import Form
 from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
@@ -27,7 +25,6 @@ from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.attention import kernel_options
 from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
 from moh_jax.ops.target import target
-from moh_jax.training.flops import attention_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +47,18 @@ class DecodeOptions(HeadOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints a table; 1 if a form is not exact or does not run."""
-  return run_heads(__doc__, argv, DecodeOptions, "decode", splits, _check)
+  return run_heads(__doc__, argv, DecodeOptions, "decode", splits, chosen_form)
 
 
-def _check(options: DecodeOptions, name: str) -> None:
+def chosen_form(
+  options: DecodeOptions, mode: str, length: int, share: float, name: str
+) -> Form:
+  """The form of the cache's attention.
+
+  Raises:
+    ValueError: it is impossible.
+  """
+  del mode, length
   if name == "kernel":
     kernel_options(target())
     if options.head_dim > MAX_HEAD_DIM:
@@ -61,58 +66,24 @@ def _check(options: DecodeOptions, name: str) -> None:
         f"--head-dim {options.head_dim} is not for --implementations kernel: "
         f"must be at most {MAX_HEAD_DIM}"
       )
+  return Form(name, packs=name == "kernel" and share < 1)
 
 
 def splits(options: DecodeOptions, _: str, length: int) -> Iterable[Split]:
   """Attention to a cache of all heads, and of each of the shares."""
-  batch, heads, dim = options.batch, options.heads, options.head_dim
+  batch = options.batch
   q, cache, slots = _arrays(options, length)
   whole, _ = make_reference("forward")(q, *_keys_and_values(cache))
   for budget in (None, *options.budgets()):
-    active, share = None, 1.0
+    active = None
     if budget is not None:
       active = random_active(budget, batch, 1)
-      share = budget.share
     yield Split(
       budget,
-      form=lambda name, budget=budget: Form(
-        name, packs=name == "kernel" and budget is not None
-      ),
       evaluation=_evaluation,
       args=(q, cache, slots, active),
-      # A new token sees every slot, so the mode is not causal.
-      flops=attention_flops(round(batch * heads * share), length, dim),
-      moved=lambda packs, budget=budget: cache_bytes(
-        options, length, read_share(options, budget) if packs else 1.0
-      ),
       expected=lambda active=active: (_gated(whole, active), ()),
     )
-
-
-def cache_bytes(options: DecodeOptions, slots: int, read: float) -> float:
-  """Bytes of the cache that one new token per text reads.
-
-  Args:
-    options: of the benchmark.
-    slots: slots of the cache, all visible.
-    read: key/value heads that are read over all of them.
-  """
-  dtype = options.cache_dtype or options.dtype
-  scale = 4 if dtype == "int8" else 0  # a float32 for each slot and head
-  head = slots * (options.head_dim * jnp.dtype(dtype).itemsize + scale)
-  return 2 * options.batch * options.num_kv_heads * head * read
-
-
-def read_share(options: DecodeOptions, budget: HeadBudget) -> float:
-  """Expected share of the key/value heads that some active head reads."""
-  groups = options.num_kv_heads
-  each = options.heads // groups
-  always = math.ceil(budget.shared / each)  # read by a shared head
-  others = max(0, budget.routed - each)
-  unread = math.comb(others, budget.top_k) / math.comb(
-    budget.routed, budget.top_k
-  )
-  return 1 - (1 - always / groups) * unread
 
 
 def _gated(out: jax.Array, active: ActiveHeads | None) -> jax.Array:

@@ -74,7 +74,7 @@ def _classifier() -> tuple[svm.SVC, float]:
   """Trains on the training scans; also returns the held-out accuracy."""
   data = {}
   for split in ("train", "val"):
-    source = DigitsSource(split)
+    source = DigitsSource(None, split)
     examples = [source[i] for i in range(len(source))]
     pixels = np.stack([e["image"] for e in examples])
     data[split] = _features(pixels), np.stack([e["label"] for e in examples])

@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import run_heads
-from moh_jax.cli.bench_attention import Split, check_shapes, chosen_form
-from moh_jax.cli.head_options import HeadOptions
+from moh_jax.cli.bench import HeadOptions
+from moh_jax.cli.bench_attention import Split
 from moh_jax.config.base import Count
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.training.flops import attention_flops, passes
 
 _BALANCE_WEIGHT = 0.01
 
@@ -45,37 +44,7 @@ class LayerOptions(HeadOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints a table; 1 if a form is not exact or does not run."""
-  return run_heads(__doc__, argv, LayerOptions, "layer", splits, check_shapes)
-
-
-def layer_flops(
-  options: LayerOptions, budget: HeadBudget | None, length: int, mode: str
-) -> float:
-  """FLOPs of a layer's products, counted for the active heads.
-
-  A token with A active heads takes 2 C A D FLOPs for the queries, 4 C K D for
-  keys and values, 2 A D C for the output, and 2 C (R + S + 2) for the router of
-  R routed and S shared heads: a single shared head has no score, and the two
-  group scores exist only if there are both shared and routed heads. To these
-  comes attention. Both passes take three times the forward pass.
-
-  Args:
-    options: of the benchmark.
-    budget: the head split; None has no router and uses every head.
-    length: tokens of a sequence.
-    mode: passes that run.
-  """
-  tokens, width = options.batch * length, options.features
-  active, scores = options.heads, 0
-  if budget is not None:
-    active = budget.active
-    scores = budget.routed if budget.top_k else 0
-    scores += budget.shared if budget.shared > 1 else 0
-    scores += 2 if budget.shared and budget.top_k else 0
-  heads = 2 * options.head_dim * (active + options.num_kv_heads)
-  products = 2 * tokens * width * (heads + scores) * passes(mode)
-  core = attention_flops(tokens * active, length, options.head_dim, mode)
-  return products + core
+  return run_heads(__doc__, argv, LayerOptions, "layer", splits)
 
 
 def splits(options: LayerOptions, mode: str, length: int) -> Iterable[Split]:
@@ -86,16 +55,15 @@ def splits(options: LayerOptions, mode: str, length: int) -> Iterable[Split]:
     for key in jax.random.split(jax.random.key(0))
   ]
   for budget in (None, *options.budgets()):
-    share = 1.0 if budget is None else budget.share
     evaluation = functools.partial(_evaluation, options, budget, mode)
     args = (_params(options, budget), *tokens)
     yield Split(
       budget,
-      form=functools.partial(chosen_form, options, mode, length, share),
       evaluation=evaluation,
       args=args,
-      flops=layer_flops(options, budget, length, mode),
-      expected=functools.partial(jax.jit(evaluation("dense")), *args),
+      expected=functools.cache(
+        functools.partial(jax.jit(evaluation("dense")), *args)
+      ),
     )
 
 

@@ -9,6 +9,7 @@ halved where the step does not fit.
 import dataclasses
 import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ import jax
 
 from benchmarks.common import finish, make_parser
 from moh_jax.cli.bench import bench_run
-from moh_jax.cli.bench_model import train_step
 from moh_jax.config import (
   Config,
   apply_overrides,
@@ -25,11 +25,12 @@ from moh_jax.config import (
 )
 from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
-from moh_jax.runtime import compilation_cache
+from moh_jax.runtime import compilation_cache, sharding
 from moh_jax.runtime.sharding import stated_bytes
-from moh_jax.training.bench import matrix_peak
+from moh_jax.training.bench import step_seconds
 from moh_jax.training.flops import published_peak, step_flops
-from moh_jax.training.timing import step_seconds
+from moh_jax.training.step import make_program
+from moh_jax.training.task import task_builder
 
 _CARD_BYTES = 80e9  # that the batch is for
 
@@ -72,7 +73,12 @@ def measure(run: Config, rounds: int) -> dict[str, Any]:
   Raises:
     JaxRuntimeError: of the compiler or the device, which may lack memory.
   """
-  peak, compiled = matrix_peak(run.model.dtype), train_step(run)
+  mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
+  objective = task_builder(run).make_objective(run)
+  program = make_program(run, objective, mesh)
+  start = time.perf_counter()
+  compiled = program.step.lower(program.state, program.batch).compile()
+  compile_seconds = time.perf_counter() - start
   seconds = step_seconds({"": run}, rounds)[""].median
   flops, batch = step_flops(run).active, run.data.batch_size
   published = published_peak(jax.devices()[0].device_kind)
@@ -83,10 +89,9 @@ def measure(run: Config, rounds: int) -> dict[str, Any]:
     * getattr(run.data, "sequence_length", 1)
     / seconds,
     "flops": flops,
-    "peak_share": min(1.0, flops / seconds / peak),
     "mfu": flops / seconds / published if published else None,
-    "temporary_bytes": compiled["temporary_bytes"],
-    "compile_seconds": compiled["compile_seconds"],
+    "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    "compile_seconds": compile_seconds,
   }
 
 

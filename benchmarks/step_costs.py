@@ -15,8 +15,8 @@ from moh_jax.cli.flags import split_changes
 from moh_jax.data.infer import resolve
 from moh_jax.runtime.sharding import axis_sizes
 from moh_jax.runtime.steps import load_config
+from moh_jax.training.bench import step_seconds
 from moh_jax.training.flops import form_summary, step_flops, step_forms
-from moh_jax.training.timing import step_seconds
 from moh_jax.training.variants import compared_runs
 
 

@@ -22,6 +22,13 @@ _PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
 _MARKED = re.compile(
   r"(<!-- figures: (\w+) -->\n\n)(.*?)(\n\n<!-- end of figures -->)", re.DOTALL
 )
+# Result, its model, and what is counted.
+_MODELS = {
+  "llm": "LLM S-75, tokens",
+  "llm_bf16": "LLM S-75 in bfloat16, tokens",
+  "vit": "ViT S-80, images",
+  "dit": "DiT S/2-90, images",
+}
 _PASSES = {
   "forward": "forward",
   "forward_backward": "forward + backward",
@@ -83,71 +90,60 @@ def _form(row: Row) -> str:
 
 
 def _heads(_: str, names: Sequence[str]) -> str:
-  """Tables of attention and of layers: a line for a length and a pass."""
+  """Tables of attention and of layers: a line for a length and a share."""
   found = {
-    (row.length, row.mode, row.share, row.implementation): row
+    (row.length, row.share, row.mode): row
     for row in _rows(*names)
+    if row.implementation == "auto" and row.share < 1
   }
-  # MHA may have rows in slower forms too.
-  shares = sorted({share for _, _, share, _ in found if share < 1})
-  header = ["tokens", "pass", "MHA's form"]
-  for share in shares:
-    header += [f"{share:.0%} active: form, computed", "time over MHA's"]
-  lines = []
-  for length in sorted({length for length, *_ in found}):
-    for mode, text in _PASSES.items():
-      if mha := found.get((length, mode, 1, "mha")):
-        line = [f"{length:,}", text, mha.form]
-        for share in shares:
-          auto = found[length, mode, share, "auto"]
-          line += [_form(auto), auto.to_mha]
-        lines.append(line)
+
+  def cell(row: Row | None) -> str:
+    if row is None or (row.form, row.computed_share) == ("packed", row.share):
+      return row.to_mha if row else ""
+    return f"{row.to_mha} ({_form(row)})"
+
+  lines = [
+    (
+      f"{length:,}",
+      f"{share:.0%}",
+      *(cell(found.get((length, share, mode))) for mode in _PASSES),
+    )
+    for length, share in sorted({key[:2] for key in found})
+  ]
+  header = ("tokens", "active", *_PASSES.values())
   return f"{_where(*names)}:\n\n{markdown(header, lines)}"
 
 
-def _model(_: str, name: str, unit: str, memory: bool = False) -> str:
-  """The table of a whole model: a line for each of its programs."""
-  result = _load(name)
-  rows = {(row.mode, row.implementation): row for row in _rows(name)}
-
-  def cell(row: Row) -> str:
-    used = f", {row.peak_bytes / 1e6:,.0f} MB" if memory else ""
-    rate = row.units_per_second
-    return f"{rate:,.{2 if rate < 10 else 1 if rate < 100 else 0}f}{used}"
-
+def _models(_: str) -> str:
+  """The table of whole models: a line for each of their programs."""
   lines = []
-  for mode in dict.fromkeys(mode for mode, _ in rows):
-    moh, mha = rows[mode, "auto"], rows[mode, "mha"]
-    kind, _, batch = mode.partition("_")
-    text = f"{kind}, batch {batch}" if batch.isdigit() else _PASSES[mode]
-    lines.append((text, _form(moh), cell(moh), cell(mha), moh.to_mha))
-  header = ("", "form, heads computed", f"MoH, {unit}/s", f"MHA, {unit}/s")
-  table, notes = markdown((*header, "time over MHA's"), lines), []
-  if router := rows.get(("forward", "router")):
-    notes.append(
-      f"All routers alone take {router.to_mha} of MHA's forward pass."
-    )
-  if sampler := result.get("sampler"):
-    notes.append(
-      f"The sampler takes {sampler['ratio_to_forwards']:.2f} of the time of as "
-      "many forward passes, called one by one."
-    )
-  seconds = result["train_step"]["compile_seconds"]
-  notes.append(f"The train step compiles in {seconds:.0f} s.")
-  return f"{_where(name)}:\n\n{table}\n\n{' '.join(notes)}"
+  for name, model in _MODELS.items():
+    rows = {(row.mode, row.implementation): row for row in _rows(name)}
+    for mode in dict.fromkeys(mode for mode, _ in rows):
+      moh, mha = rows[mode, "auto"], rows[mode, "mha"]
+      kind, _, batch = mode.partition("_")
+      text = f"{kind}, batch {batch}" if batch.isdigit() else _PASSES[mode]
+      rates = [
+        f"{rate:,.{2 if rate < 10 else 1 if rate < 100 else 0}f}"
+        for rate in (moh.units_per_second, mha.units_per_second)
+      ]
+      lines.append((model, text, _form(moh), *rates, moh.to_mha))
+      model = ""
+  header = ("", "pass", "form, heads computed", "MoH/s", "MHA/s")
+  table = markdown((*header, "time over MHA"), lines)
+  return f"{_where(*_MODELS)}:\n\n{table}"
 
 
 def _routing(_: str) -> str:
   result = _load("trained_routing")
   has = result["settings"]
   by_name = {row["routing"]: _ratio(row) for row in result["rows"]}
-  header = ("routing", "time over that of every head")
-  names = ("uniformly random", "trained")
-  lines = [(name, by_name[name]) for name in names]
   return (
-    f"{has['layers']} layers of {has['heads']} heads of {has['head_dim']}, "
+    f"With a trained router it is {by_name['trained']}, with heads chosen at "
+    f"random {by_name['uniformly random']} "
+    f"({has['layers']} layers of {has['heads']} heads of {has['head_dim']}, "
     f"{has['share']:.0%} active, {has['tokens']} tokens, causal forward, "
-    f"{_where('trained_routing')}:\n\n{markdown(header, lines)}"
+    f"{_where('trained_routing')})."
   )
 
 
@@ -190,11 +186,7 @@ def _readme(_: str) -> str:
       if (row.length, row.mode) == (length, "forward")
       and row.implementation == "auto"
     ]
-  models = [
-    row
-    for row in _rows("llm", "llm_bf16", "vit", "dit")
-    if row.implementation == "auto"
-  ]
+  models = [row for row in _rows(*_MODELS) if row.implementation == "auto"]
   models.sort(key=lambda row: row.ratio_to_mha)
   lines.append(
     (
@@ -215,16 +207,10 @@ def _range(shares: Sequence[float]) -> str:
 _TABLES: dict[str, Callable[[str], str]] = {
   "core": functools.partial(_heads, names=("attention", "attention_4096")),
   "layer": functools.partial(_heads, names=("layer",)),
+  "models": _models,
   "routing": _routing,
   "readme": _readme,
 }
-for _name, _options in {
-  "llm": {"unit": "tokens"},
-  "llm_bf16": {"unit": "tokens"},
-  "vit": {"unit": "images", "memory": True},
-  "dit": {"unit": "images", "memory": True},
-}.items():
-  _TABLES[_name] = functools.partial(_model, name=_name, **_options)
 for _name in ("llm", "vit", "dit"):
   _TABLES[f"costs_{_name}"] = functools.partial(_costs, name=_name)
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import options
+from moh_jax.cli import command
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.cli.main import report_errors
 from moh_jax.config.heads import HeadBudget
@@ -35,7 +35,7 @@ from moh_jax.ops.kernels.attention import (
 from moh_jax.ops.kernels.problem import BlockSizes, Key, Problem, Tile
 from moh_jax.ops.target import target
 from moh_jax.runtime.files import replacing
-from moh_jax.training import bench, timing
+from moh_jax.training import bench
 from moh_jax.training.bench import Program, attempt
 
 _KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-  out, device = options.out_file(args.out), target()
+  out, device = command.out_file(args.out), target()
   found = read(out) if out.exists() else {}
   if device.platform not in ("gpu", "tpu"):
     raise ValueError(f"the kernels run on GPUs and TPUs, not on {device.kind}")
@@ -179,11 +179,7 @@ def tune(
           print(last)
         else:
           programs[tile] = program
-      times = timing.interleaved(
-        {tile: program.run for tile, program in programs.items()},
-        workload.rounds,
-        evaluations={tile: one.loops for tile, one in programs.items()},
-      )
+      times = bench.interleaved(programs, workload.rounds)
       if not times:
         break
       for tile, time in times.items():
@@ -237,7 +233,7 @@ def _compiler(
       }[kernel]
       return kernels.run(kernel, problem, rows, (k, v), tile)
 
-    program = bench.compile_program(call, *arrays, loops=bench.default_loops())
+    program = bench.compile_program(call, *arrays, loops=True)
     jax.block_until_ready(program.run())
     return program
 

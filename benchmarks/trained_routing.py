@@ -25,8 +25,7 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.runtime import checkpoint
-from moh_jax.training import timing
-from moh_jax.training.bench import compile_program
+from moh_jax.training.bench import compile_program, interleaved
 
 
 def main() -> None:
@@ -90,9 +89,9 @@ def measure(
       for *arrays, one in zip(q, k, v, active)
     ]
 
-  times = timing.interleaved(
+  times = interleaved(
     {
-      name: compile_program(layers, *qkv, active).run
+      name: compile_program(layers, *qkv, active)
       for name, active in routings.items()
     },
     rounds,

@@ -2,11 +2,10 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
 from moh_jax.config import (
   Config,
@@ -16,8 +15,7 @@ from moh_jax.config import (
   MeshConfig,
 )
 from moh_jax.convert.vae import load_autoencoder
-from moh_jax.data.decode import to_array, to_picture
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sources import ImageSource, is_latent, make_source
 from moh_jax.inference.sample import write_grid
@@ -25,15 +23,14 @@ from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding
 from moh_jax.training import classification
 
-_SMALLEST_SIDE = 112  # columns of an image in the sheet, for a readable name
-_LINE = 14  # rows of a name
+_SMALLEST_SIDE = 112  # columns of an image in the grid
 _LATENTS = 64  # that are decoded at a time
 
 
 def write_batch(
   out: pathlib.Path, config: Config, step: int, num: int, columns: int | None
-) -> int:
-  """Writes images of one training batch, with their classes, as a grid.
+) -> Iterator[str]:
+  """Writes images of one training batch as a grid.
 
   Args:
     out: PNG file.
@@ -43,7 +40,7 @@ def write_batch(
     columns: of the grid; None is 8 at most.
 
   Returns:
-    The number of images.
+    A line for each row of the grid: the classes in it.
 
   Raises:
     ValueError: the run reads no pixels.
@@ -59,14 +56,10 @@ def write_batch(
   images, targets = (part[:num] for part in _mixed(config, batch))
   zoom = -(-_SMALLEST_SIDE // images.shape[2])
   images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
-  tiles = np.stack(
-    [
-      _captioned(image, _name(target, source.class_names))
-      for image, target in zip(images, targets)
-    ]
-  )
-  write_grid(out, tiles, columns or min(len(tiles), 8))
-  return len(tiles)
+  columns = columns or min(len(images), 8)
+  write_grid(out, images, columns)
+  names = [_name(target, source.class_names) for target in targets]
+  return _by_row(names, columns)
 
 
 def write_latents(
@@ -76,7 +69,7 @@ def write_latents(
   vae: str,
   num: int,
   columns: int | None,
-) -> Sequence[str]:
+) -> Iterator[str]:
   """Writes a grid of decoded latents.
 
   Args:
@@ -112,10 +105,12 @@ def write_latents(
   columns = columns or max(1, round(num**0.5))
   write_grid(out, images, columns)
   names = [source.class_names[int(x["label"])] for x in examples]
-  return [
-    f"row {row}: {', '.join(names[start : start + columns])}"
-    for row, start in enumerate(range(0, num, columns), 1)
-  ]
+  return _by_row(names, columns)
+
+
+def _by_row(names: Sequence[str], columns: int) -> Iterator[str]:
+  for row, start in enumerate(range(0, len(names), columns), 1):
+    yield f"row {row}: {', '.join(names[start : start + columns])}"
 
 
 def _config_of_run(path: str, source: LatentSource) -> Config:
@@ -170,15 +165,3 @@ def _name(target: np.ndarray, names: tuple[str, ...]) -> str:
   if not second or target[second[0]] < 0.005:
     return names[first]
   return " + ".join(f"{names[i]} {target[i]:.0%}" for i in (first, *second))
-
-
-def _captioned(image: np.ndarray, name: str) -> np.ndarray:
-  """An image above its name."""
-  picture = to_picture(image)
-  sheet = Image.new(
-    picture.mode, (picture.width, picture.height + _LINE), "white"
-  )
-  sheet.paste(picture)
-  font = ImageFont.load_default(size=10)
-  ImageDraw.Draw(sheet).text((2, picture.height), name, fill="black", font=font)
-  return to_array(sheet)

@@ -3,45 +3,120 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+import sys
+import typing
+from typing import TYPE_CHECKING, Any, Literal
 
 from moh_jax import config as config_lib
-from moh_jax.cli.head_options import HeadOptions
-from moh_jax.cli.options import Output, Place, RunConfig, Stored
+from moh_jax.cli import command
 from moh_jax.config import Config
-from moh_jax.config.base import Count
+from moh_jax.config.base import Count, Dtype, Natural
+from moh_jax.config.heads import HeadBudget
 from moh_jax.config.layers import Implementation
 from moh_jax.config.parse import changed
+
+if TYPE_CHECKING:
+  from collections.abc import Sequence
+
+  from moh_jax.training.bench import Row
 
 _LENGTH = 512  # tokens of the sequences that models are timed with
 _BATCH = 4  # images or sequences
 _EMA_DECAY = 0.9999  # of the released recipe of diffusion models
+_ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(Stored, RunConfig, Output):
+class HeadOptions(command.Output):
+  """Time the core alone: outputs of heads from queries, keys and values.
+
+  Attributes:
+    lengths: tokens of a sequence, or slots of a cache.
+    shares: percentages of heads that are active, such as 50 and 75.
+    implementations: forms to compare with those that compute every head;
+      without it every form that the device can run.
+    heads: query heads, H.
+    head_dim: head dim, D.
+    kv_heads: key/value heads, K; without it one per query head.
+    shared: heads that are always active; without it a quarter of them.
+    batch: sequences per batch, B.
+    dtype: compute dtype.
+    rounds: measured turns.
+    modes: passes to run, of forward, forward_backward, causal and
+      causal_forward_backward.
+  """
+
+  lengths: tuple[Count, ...] = (256, 512, 1024)
+  shares: tuple[float, ...] = (50, 75)
+  implementations: tuple[Implementation, ...] | None = None
+  heads: Count = 32
+  head_dim: Count = 64
+  kv_heads: Count | None = None
+  shared: Natural | None = None
+  batch: Count = 1
+  dtype: Dtype = "float32"
+  rounds: Count = 7
+  modes: tuple[
+    Literal["forward", "forward_backward", "causal", "causal_forward_backward"],
+    ...,
+  ] = ("forward", "forward_backward", "causal")
+
+  FORMS = typing.get_args(Implementation)
+
+  def check(self) -> None:
+    """Heads can be divided as the options say."""
+    super().check()
+    if self.heads % self.num_kv_heads:
+      self.fail("kv_heads", f"must divide --heads {self.heads}")
+    self.budgets()
+
+  @property
+  def num_kv_heads(self) -> int:
+    """Number of key/value heads, K."""
+    return self.heads if self.kv_heads is None else self.kv_heads
+
+  def budgets(self) -> list[HeadBudget]:
+    """Head splits, one for each of `shares`."""
+    return [self._budget(share) for share in self.shares]
+
+  def _budget(self, share: float) -> HeadBudget:
+    shared = self.heads // 4 if self.shared is None else self.shared
+    exact = share * self.heads / 100
+    active = round(exact) if math.isfinite(exact) else 0
+    if not 1 <= active <= self.heads or abs(exact - active) > _ROUNDING:
+      raise ValueError(
+        f"--shares {share:g} must be a whole number of the {self.heads} heads: "
+        f"a multiple of {100 / self.heads:g} up to 100"
+      )
+    if active < shared:
+      raise ValueError(
+        f"--shares {share:g} is {active} of the {self.heads} heads and must be "
+        f"at least the {shared} shared ones (--shared)"
+      )
+    return HeadBudget(self.heads, shared, active - shared, self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions(command.Stored, command.RunConfig, command.Output):
   """Time a whole model and its multi-head baseline, on random data.
 
   --config.KEY=VALUE changes a key of what is timed, such as
   --config.data.batch_size=8 (of 4 examples), --config.model.dtype=bfloat16,
-  --config.data.sequence_length=1024 (of 512 tokens, or the longest sequence of
-  the model) or --config.sample.steps=10.
+  --config.model.attention_impl=dense or --config.data.sequence_length=1024 (of
+  512 tokens, or the longest sequence of the model).
 
   Attributes:
     model: released name of the model, where neither of the next two is given.
     config: config file of the run, as FILE or FILE:ARG; its data need not
       exist.
     checkpoint: workdir of `train` or output of `convert`.
-    implementations: forms of attention, each a variant of the model.
-    compile_only: compile the train step and measure nothing else.
     rounds: measured turns.
   """
 
   model: str = "moh-vit-s80"
-  config: Place | None = None
-  checkpoint: Place | None = None
-  implementations: tuple[Implementation, ...] = ("auto",)
-  compile_only: bool = False
+  config: command.Place | None = None
+  checkpoint: command.Place | None = None
   rounds: Count = 7
 
   def check(self) -> None:
@@ -64,18 +139,7 @@ class ModelOptions(Stored, RunConfig, Output):
       model = resolve(self.loaded).model
     elif self.checkpoint is not None:
       model = self.stored()[0].config.model
-    run = changed(resolve(bench_run(model, _BATCH)), self.changes)
-    if "sample" in run.sections and not run.sample.steps.isdecimal():
-      run.sample.fail("steps", "must be a number")
-    return run
-
-  def variants(self, run: Config) -> dict[str, Any]:
-    """Model sections to compare by name of the form; "mha" is the baseline."""
-    models = {
-      name: dataclasses.replace(run.model, attention_impl=name)
-      for name in self.implementations
-    }
-    return {**models, "mha": config_lib.without_router(run.model)}
+    return changed(resolve(bench_run(model, _BATCH)), self.changes)
 
 
 def bench_run(model: Any, batch: int) -> Config:
@@ -89,13 +153,11 @@ def bench_run(model: Any, batch: int) -> Config:
     data["sequence_length"] = min(_LENGTH, model.max_length)
   if "diffusion" in model.SECTIONS:
     others["optim"] = config_lib.OptimConfig(ema_decay=_EMA_DECAY)
-  if "sample" in model.SECTIONS:
-    others["sample"] = config_lib.SampleConfig(steps="10")
   return Config(model=model, data=model.DATA(**data), **others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InputOptions(RunConfig, Output):
+class InputOptions(command.RunConfig, command.Output):
   """Time every stage of a run's input, and its train step.
 
   Attributes:
@@ -107,45 +169,56 @@ class InputOptions(RunConfig, Output):
   steps: Count = 10
 
 
+def report(options: command.Output, rows: Sequence[Row], settings: dict) -> int:
+  """Gives rows with the machine; 1 if any has a fault, which stderr tells.
+
+  Args:
+    options: of the command.
+    rows: what was measured.
+    settings: that it depends on, for JSON.
+  """
+  from moh_jax.training import bench
+
+  stored = [dataclasses.asdict(row) for row in rows]
+  result = {"machine": bench.machine(), "settings": settings, "rows": stored}
+  options.give(result, [command.table(*bench.table_cells(rows))])
+  for row in rows:
+    if row.fault:
+      print(f"error: {row.name}: {row.fault}", file=sys.stderr)
+  return 1 if any(row.fault for row in rows) else 0
+
+
 def run_attention(options: HeadOptions) -> int:
   """Prints a table of what was measured; 1 if any of it is not exact."""
-  from moh_jax.cli import bench_attention
+  from moh_jax.cli.bench_attention import compare_forms, splits
 
-  result = bench_attention.run_heads(
-    *(options, "attention", bench_attention.splits),
-    bench_attention.check_shapes,
-  )
-  return bench_attention.report(options, result)
+  rows = compare_forms(options, "attention", splits)
+  return report(options, rows, options.values())
 
 
 def run_model(options: ModelOptions) -> int:
-  """Prints a table of what was measured; 1 if any of it does not run."""
-  from moh_jax.cli import bench_attention, bench_model
+  """Prints a table of what was measured."""
+  from moh_jax.cli import bench_model
 
   run = options.run()
   settings = {**options.values(), "config": config_lib.to_dict(run)}
-  result = {
-    "settings": settings,
-    **bench_model.measure(
-      *(run, options.variants(run), options.rounds),
-      compile_only=options.compile_only,
-    ),
-  }
-  return bench_attention.report(options, result)
+  return report(options, bench_model.measure(run, options.rounds), settings)
 
 
 def run_input(options: InputOptions) -> int:
   """Prints examples per second by stage, and which stage is the slowest."""
   from moh_jax.cli import bench_input
   from moh_jax.data.infer import resolve
-  from moh_jax.training import timing
+  from moh_jax.training import bench
 
   config = resolve(options.loaded)
   measured = bench_input.measure(config, options.batches, options.steps)
+  rates, slowest = measured["examples_per_second"], measured["bottleneck"]
+  rows = [(stage, f"{rate:,.0f}") for stage, rate in rates.items()]
   settings = {"config": config_lib.to_dict(config)}
   options.give(
-    {"machine": timing.machine(), "settings": settings, **measured},
-    bench_input.lines(measured),
+    {"machine": bench.machine(), "settings": settings, **measured},
+    [command.table(rows, ("stage", "examples/s")), f"bottleneck: {slowest}"],
   )
   return 0
 

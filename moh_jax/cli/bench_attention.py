@@ -6,15 +6,12 @@ Shapes: B batch, N tokens, H query heads, K key/value heads, D head dim.
 import dataclasses
 import functools
 import itertools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moh_jax.cli.head_options import HeadOptions
-from moh_jax.cli.options import Output, table
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention, choose_form
 from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
@@ -22,64 +19,19 @@ from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import top_k_mask
 from moh_jax.ops.target import target
-from moh_jax.training import bench as bench_lib
-from moh_jax.training import timing
-from moh_jax.training.bench import Row
-from moh_jax.training.flops import attention_flops, passes
+from moh_jax.training.bench import (
+  Program,
+  Row,
+  attempt,
+  check_exact,
+  compile_program,
+  exact_products,
+  failure,
+  time_rows,
+)
 
 # Forms that can compute every head as well: the baselines of the others.
 _EVERY_HEAD = ("dense", "auto", "cudnn", "kernel")
-
-
-def report(options: Output, result: dict[str, Any]) -> int:
-  """Gives a result with the machine; 1 if any of its "rows" has a fault.
-
-  Args:
-    options: of the command.
-    result: of `run_heads`, or of a model.
-  """
-  rows: Sequence[Row] = result["rows"]
-  stored = [dataclasses.asdict(row) for row in rows]
-  machine = {"machine": timing.machine()}
-  options.give({**machine, **result, "rows": stored}, _lines(result))
-  for row in rows:
-    if row.fault:
-      print(f"error: {row.name}: {row.fault}", file=sys.stderr)
-  return 1 if any(row.fault for row in rows) else 0
-
-
-def _lines(result: dict[str, Any]) -> Iterator[str]:
-  if result["rows"]:
-    yield table(*bench_lib.table_cells(result["rows"]))
-  if "matrix_peak" in result:
-    peak, dtype = result["matrix_peak"], result["settings"]["dtype"]
-    yield f"matrix peak: {peak / 1e9:,.1f} GFLOP/s ({dtype})"
-  if result.get("memory_peak"):
-    yield f"memory peak: {result['memory_peak'] / 1e9:,.1f} GB/s"
-  for part in ("train_step", "sampler"):
-    for name, value in result.get(part, {}).items():
-      yield f"{part} {name}: {value:,.3f}".rstrip("0").rstrip(".")
-
-
-def run_heads(options: HeadOptions, *benchmark: Any) -> dict[str, Any]:
-  """Measures heads, and the device's peaks to judge them by.
-
-  Args:
-    options: of the benchmark.
-    *benchmark: the other arguments of `compare_forms`.
-  """
-  with bench_lib.exact_products(options.dtype):
-    # Before and after: a phase may be slow.
-    first = bench_lib.matrix_peak(options.dtype)
-    rows = compare_forms(options, *benchmark)
-    last = bench_lib.matrix_peak(options.dtype)
-    rates = [row.rate for row in rows if row.rate]
-    peaks = {
-      "matrix_peak": max(first, last, *rates),
-      "memory_peak": bench_lib.memory_peak(),
-    }
-  rows = bench_lib.with_peaks(rows, *peaks.values())
-  return {**peaks, "settings": options.values(), "rows": rows}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,160 +41,118 @@ class Split:
   Attributes:
     budget: the head split; None is multi-head attention, where every head is
       computed.
-    form: maps a name to the form that the library chooses.
-    evaluation: maps it to a function of `args` that returns (outputs,
-      gradients).
+    evaluation: maps the name of a form to a function of `args` that returns
+      (outputs, gradients).
     args: arrays that every form evaluates.
-    flops: FLOPs of one evaluation, of the active heads.
-    moved: maps whether a form packs to the least bytes that it moves.
     expected: returns what all forms should.
-    comparable: selects what is compared from (outputs, gradients).
+    mask: [B, N, H] bool, whose outputs are defined; None is all.
   """
 
   budget: HeadBudget | None
-  form: Callable[[str], Form]
   evaluation: Callable[[str], Callable]
   args: Sequence[Any]
-  flops: float
   expected: Callable[[], Any]
-  moved: Callable[[bool], float | None] = lambda packs: None
-  comparable: Callable[[Any], Any] = lambda found: found
+  mask: jax.Array | None = None
 
   @property
   def share(self) -> float:
     """Active heads over all heads."""
     return 1.0 if self.budget is None else self.budget.share
 
+  def error(self, found: tuple, dtype: str) -> tuple[float, str | None]:
+    """What `check_exact` says of a form's (outputs, gradients)."""
+    both = [found, self.expected()]
+    if self.mask is not None:
+      active = self.mask[..., None]
+      both = [(jnp.where(active, out, 0), grads) for out, grads in both]
+    return check_exact(*both, dtype)
+
+
+# Maps `HeadOptions`, mode, length, share of active heads and the name of a form
+# to the form that the library chooses; ValueError if the name is impossible.
+Choose = Callable[[Any, str, int, float, str], Form]
+
 
 def compare_forms(
-  options: HeadOptions,
+  options: Any,
   op: str,
   splits: Callable[[Any, str, int], Iterable[Split]],
-  check: Callable[[Any, str], None],
+  choose: Choose | None = None,
 ) -> list[Row]:
   """Compares forms of attention with multi-head attention.
 
-  A form that fails has a fault in place of a time.
+  A form that fails has a fault in place of a time. Those that are impossible
+  are left out, unless they are asked for.
 
   Args:
-    options: of the benchmark.
+    options: `HeadOptions` of the benchmark.
     op: what is computed, see `Row`.
     splits: makes what is compared for options, a mode and a length, multi-head
       attention first.
-    check: raises ValueError if the device or the options rule out a form.
+    choose: chooses forms; without it as `attention` does.
+
+  Raises:
+    ValueError: a form that is asked for is impossible.
   """
-  for name in options.implementations or ():
-    _check_form(options, name, check)
-  names = [
-    name
-    for name in options.FORMS
-    if not isinstance(
-      bench_lib.attempt(_check_form, options, name, check), Exception
-    )
-  ]
-  baselines = [name for name in _EVERY_HEAD if name in names]
-  compared = options.implementations or [n for n in names if n != "dense"]
+  choose = functools.partial(_choose, choose or chosen_form, options)
+  asked, shares = options.implementations, [b.share for b in options.budgets()]
+  cases = list(itertools.product(options.modes, options.lengths))
+  for case, share, name in itertools.product(cases, shares, asked or ()):
+    choose(*case, share, name)
   rows = []
   for length, mode in itertools.product(options.lengths, options.modes):
-    entries: list[tuple[Split, str, Form]] = []
+    found, programs = [], []
     for split in splits(options, mode, length):
-      if split.budget is None:  # of equal forms the first
-        first: dict[Form, str] = {}
-        for name in baselines:
-          first.setdefault(split.form(name), name)
-        entries += [(split, name, form) for form, name in first.items()]
-      else:
-        entries += [(split, name, split.form(name)) for name in compared]
-    here = {"op": op, "mode": mode, "length": length}
-    rows += _measure(options, here, entries)
+      forms: dict[str, Form] = {}
+      names = asked or [name for name in options.FORMS if name != "dense"]
+      for name in _EVERY_HEAD if split.budget is None else names:
+        form = attempt(choose, mode, length, split.share, name)
+        is_twice = split.budget is None and form in forms.values()
+        if name in options.FORMS and isinstance(form, Form) and not is_twice:
+          forms[name] = form
+      for name, form in forms.items():
+        row = Row(
+          *(target().kind, op, mode, length, split.share, name),
+          form=form.name,
+          computed_share=split.share if form.packs else 1.0,
+        )
+        row, program = _compiled(row, split, options.dtype)
+        found.append(row)
+        programs.append(program)
+      if split.budget is None:
+        mha = range(len(found))
+    units = options.batch * (1 if op == "decode" else length)
+    rows += time_rows(
+      found, programs, mha=mha, units=units, rounds=options.rounds
+    )
   return rows
 
 
-def _check_form(options: HeadOptions, name: str, check: Callable) -> None:
-  if name in ("kernel", "cudnn") and target().platform == "cpu":
+def _choose(choose: Choose, options: Any, *case: Any) -> Form:
+  if case[-1] in ("kernel", "cudnn") and target().platform == "cpu":
     raise ValueError(
-      f"--implementations {name} needs an accelerator, this is a CPU"
+      f"--implementations {case[-1]} needs an accelerator, this is a CPU"
     )
-  check(options, name)
+  return choose(options, *case)
 
 
-def _measure(
-  options: HeadOptions,
-  here: dict[str, Any],
-  entries: Sequence[tuple[Split, str, Form]],
-) -> list[Row]:
-  """Compiles forms, measures their errors, and times them in turns."""
-  loops = bench_lib.default_loops(max(split.flops for split, *_ in entries))
-  rows, programs, current, expected = [], [], None, None
-  for split, name, form in entries:
-    program = error = fault = None
-    try:
-      program = bench_lib.compile_program(
-        split.evaluation(name), *split.args, loops=loops
+def _compiled(row: Row, split: Split, dtype: str) -> tuple[Row, Program | None]:
+  """A form's program, and its row with the error or with what went wrong."""
+  try:
+    with exact_products(dtype):
+      program = compile_program(
+        split.evaluation(row.implementation), *split.args, loops=True
       )
-      found = program.run()
-      if split is not current:
-        current, expected = split, split.comparable(split.expected())
-      error, fault = bench_lib.check_exact(
-        split.comparable(found), expected, options.dtype
-      )
-    except Exception as reason:  # compilers and drivers share no error class
-      program, fault = None, bench_lib.failure(reason)
-    programs.append(program)
-    moved = split.moved(form.packs)
-    computed = split.share if form.packs else 1.0
-    rows.append(
-      Row(
-        device=target().kind,
-        **here,
-        share=split.share,
-        implementation=name,
-        form=form.name,
-        computed_share=computed,
-        every_head=computed == 1,
-        flops=split.flops,
-        moved_bytes=None if moved is None else round(moved),
-        moved_by="" if moved is None else "count",
-        max_error=error,
-        fault=fault,
-      )
-    )
-  tokens = 1 if here["op"] == "decode" else here["length"]
-  return bench_lib.time_rows(
-    rows,
-    programs,
-    mha=[i for i, (split, *_) in enumerate(entries) if split.budget is None],
-    units=options.batch * tokens,
-    rounds=options.rounds,
-  )
-
-
-def check_shapes(options: HeadOptions, name: str) -> None:
-  """Traces attention, which raises what compiling it would raise."""
-  for length in options.lengths:
-    for causal in {"causal" in mode for mode in options.modes}:
-      shape = (options.batch, length, options.heads)
-      mask = jax.ShapeDtypeStruct(shape, bool)
-      active = ActiveHeads(mask, options.budgets()[0].active)
-      q = jax.ShapeDtypeStruct((*shape, options.head_dim), options.dtype)
-      groups = (*shape[:2], options.num_kv_heads, options.head_dim)
-      k = jax.ShapeDtypeStruct(groups, options.dtype)
-      attend = functools.partial(attention, causal=causal, implementation=name)
-      jax.eval_shape(attend, q, k, k, active=active)
+      error, fault = split.error(program.run(), dtype)
+  except Exception as reason:  # compilers and drivers share no error class
+    return dataclasses.replace(row, fault=failure(reason)), None
+  return dataclasses.replace(row, max_error=error, fault=fault), program
 
 
 def chosen_form(
-  options: HeadOptions, mode: str, length: int, share: float, name: str
+  options: Any, mode: str, length: int, share: float, name: str
 ) -> Form:
-  """The form that the library chooses for a benchmark's arrays.
-
-  Args:
-    options: of the benchmark.
-    mode: one of its modes.
-    length: tokens of a sequence.
-    share: active heads over all heads; 1 where every head is computed.
-    name: the implementation that is asked for.
-  """
+  """The form that `attention` chooses for a benchmark's arrays."""
   case = AttentionCase(
     target=target(),
     batch=options.batch,
@@ -265,11 +175,10 @@ def random_active(budget: HeadBudget, batch: int, tokens: int) -> ActiveHeads:
   return ActiveHeads(mask, budget.active)
 
 
-def splits(options: HeadOptions, mode: str, length: int) -> Iterable[Split]:
+def splits(options: Any, mode: str, length: int) -> Iterable[Split]:
   """Attention of all heads, and of each of the shares."""
   batch, heads, dim = options.batch, options.heads, options.head_dim
   groups = options.num_kv_heads
-
   *qkv, cotangent = (
     jax.random.normal(key, (batch, length, count, dim), options.dtype)
     for key, count in zip(
@@ -277,44 +186,30 @@ def splits(options: HeadOptions, mode: str, length: int) -> Iterable[Split]:
     )
   )
   reference = make_reference(mode)
-
-  def moved(pairs: int, packs: bool) -> float:
-    """Queries, keys, values and outputs once a pass."""
-    computed = pairs if packs else batch * length * heads
-    numbers = passes(mode) * 2 * (computed + batch * length * groups)
-    return numbers * dim * jnp.dtype(options.dtype).itemsize
-
   for budget in (None, *options.budgets()):
-    share = 1.0 if budget is None else budget.share
     active = mask = None
-    arrays = *qkv, cotangent, None
+    arrays = *qkv, cotangent
     if budget is not None:
       active = random_active(budget, batch, length)
       mask = active.mask
       # Inactive heads have a gate of 0, so they receive no gradient.
-      arrays = *qkv, jnp.where(mask[..., None], cotangent, 0), active
-    pairs = round(batch * length * heads * share)
+      arrays = *qkv, jnp.where(mask[..., None], cotangent, 0)
     yield Split(
       budget,
-      form=functools.partial(chosen_form, options, mode, length, share),
       evaluation=functools.partial(_evaluation, mode=mode),
-      args=arrays,
-      flops=attention_flops(pairs, length, dim, mode),
-      moved=functools.partial(moved, pairs),
-      expected=functools.partial(reference, *arrays[:4]),
-      comparable=functools.partial(_without_inactive, mask=mask),
+      args=(*arrays, active),
+      expected=functools.cache(functools.partial(reference, *arrays)),
+      mask=mask,
     )
 
 
 def _evaluation(name: str, *, mode: str) -> Callable:
   """Makes the function (q, k, v, cotangent, active) -> (outputs, gradients)."""
+  causal = "causal" in mode
 
   def run(q, k, v, cotangent, active):
     attend = functools.partial(
-      attention,
-      active=active,
-      causal="causal" in mode,
-      implementation=name,
+      attention, active=active, causal=causal, implementation=name
     )
     return _evaluate(attend, mode, (q, k, v), cotangent)
 
@@ -361,12 +256,3 @@ def _evaluate(
     return attend(*qkv), ()
   out, pull = jax.vjp(attend, *qkv)
   return out, pull(cotangent)
-
-
-def _without_inactive(
-  found: tuple[Any, Any], mask: jax.Array | None
-) -> tuple[Any, Any]:
-  """Sets the outputs of inactive heads, which are undefined, to zero."""
-  if mask is None:
-    return found
-  return jnp.where(mask[..., None], found[0], 0), found[1]

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from moh_jax.cli.options import Checkpoint, InPath, Output, option
+from moh_jax.cli import command
 from moh_jax.config.base import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Checkpoint, Output):
+class Options(command.Checkpoint, command.Output):
   """Name what image files show.
 
   Attributes:
@@ -16,7 +16,7 @@ class Options(Checkpoint, Output):
     batch_size: images at a time.
   """
 
-  images: tuple[InPath, ...] = option("positional")
+  images: tuple[command.InPath, ...] = command.option("positional")
   top: Count = 5
   batch_size: Count = 32
 

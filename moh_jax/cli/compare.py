@@ -7,21 +7,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from moh_jax.cli.options import Distributed, OutPath, Output, Place, Workdir
+from moh_jax.cli import command
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural
 
 if TYPE_CHECKING:
+  from moh_jax.training.bench import Timing
   from moh_jax.training.comparison import Outcome
-  from moh_jax.training.timing import Timing
   from moh_jax.training.variants import ComparedRun
 
 _Row = tuple[str, str]  # variant and setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Workdir, Distributed, Output):
+class Options(command.Workdir, command.Distributed, command.Output):
   """Train variants of a run over several seeds, and compare their scores.
 
   Attributes:
@@ -43,14 +43,14 @@ class Options(Workdir, Distributed, Output):
     vae: autoencoder weights that show samples of latent diffusion.
   """
 
-  workdir: OutPath = "runs/compare"
+  workdir: command.OutPath = "runs/compare"
   variants: tuple[str, ...] = ("mha", "config")
   seeds: Count = 3
   sweep: str = ""
   metrics: tuple[str, ...] = ()
   rounds: Natural = 5
-  plot: OutPath | None = None
-  vae: Place | None = None
+  plot: command.OutPath | None = None
+  vae: command.Place | None = None
 
   KEEPS_PROGRAMS = True  # runs that differ in their seed are one program
 
@@ -70,8 +70,8 @@ def run(options: Options) -> int:
   from moh_jax.cli import run_log
   from moh_jax.data.infer import resolve
   from moh_jax.evaluation import comparison, pictures
-  from moh_jax.training import timing
-  from moh_jax.training.comparison import Comparison
+  from moh_jax.training import bench
+  from moh_jax.training.comparison import compare
   from moh_jax.training.variants import compared_runs
 
   runs = compared_runs(
@@ -81,19 +81,19 @@ def run(options: Options) -> int:
   runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
   decode = read_decoder(options.vae, runs[0].config)
   with run_log.kept(options):
-    compared = Comparison(options.loaded, options.workdir)
-    finished = compared.run(runs, decode, not options.no_verify)
+    outcomes = compare(
+      options.loaded, runs, options.workdir, decode, not options.no_verify
+    )
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
-  if finished and options.rounds:
+  if outcomes is not None and options.rounds:
     programs = {_step(one): one for one in configs.values()}
-    seconds = timing.step_seconds(programs, options.rounds)
+    seconds = bench.step_seconds(programs, options.rounds)
   if not options.is_first():
     return 0
-  if not finished:
+  if outcomes is None:
     print("stopped; run the command again to go on", file=sys.stderr)
     return 0
-  outcomes = compared.outcomes
   for one in runs:
     if fault := outcomes[one.name].fault:
       print(f"warning: {one.name}: {fault}", file=sys.stderr)
@@ -115,7 +115,7 @@ def run(options: Options) -> int:
     pictures.write_plot(options.plot, comparison.plot(rows))
   found = [dataclasses.asdict(row) for row in rows]
   options.give(
-    {"machine": timing.machine(), "rows": found},
+    {"machine": bench.machine(), "rows": found},
     [comparison.to_markdown(rows)],
   )
   return 0

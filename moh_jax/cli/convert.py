@@ -2,13 +2,13 @@
 
 import dataclasses
 
-from moh_jax.cli.options import InPath, OutPath, Place, RunConfig
+from moh_jax.cli import command
 from moh_jax.config import family_of_format, imported, public_formats
 from moh_jax.config.base import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(RunConfig):
+class Options(command.RunConfig):
   """Turn a public checkpoint into one of ours.
 
   Attributes:
@@ -28,11 +28,11 @@ class Options(RunConfig):
   """
 
   from_: str
-  source: InPath
-  out: OutPath
+  source: command.InPath
+  out: command.OutPath
   key: str | None = None
   model: str | None = None
-  config: Place | None = None
+  config: command.Place | None = None
   image_size: Count | None = None
 
   def check(self) -> None:
@@ -47,6 +47,7 @@ class Options(RunConfig):
 def run(options: Options) -> int:
   """Writes the converted checkpoint, and says what was taken."""
   from moh_jax.convert.checkpoints import convert
+  from moh_jax.data.chat import template_names
   from moh_jax.data.infer import resolve
   from moh_jax.data.tokenizers import TokenizerFileError
   from moh_jax.inference.restore import load_checkpoint_tokenizer
@@ -63,25 +64,15 @@ def run(options: Options) -> int:
   print(f"{name}: {count:,} parameters written to {options.out}")
   if imported(family_of_format(options.from_).model).READS_TEXT:
     try:
-      print(_describe(load_checkpoint_tokenizer(options.out)))
+      tokenizer = load_checkpoint_tokenizer(options.out)
+      begin = "with" if tokenizer.add_bos else "without"
+      stops = ", ".join(map(tokenizer.id_to_token, tokenizer.stop_ids))
+      templates = ", ".join(template_names(tokenizer))
+      print(
+        f"tokenizer: {tokenizer.file_name}, {tokenizer.vocab_size:,} ids; "
+        f"texts begin {begin} begin of text; generated texts stop at "
+        f"{stops or 'no token'}; chat templates: {templates or 'none'}"
+      )
     except (FileNotFoundError, TokenizerFileError):
       print("tokenizer: none that can be read")
   return 0
-
-
-def _describe(tokenizer) -> str:
-  """How texts begin and end, and how conversations are written."""
-  from moh_jax.data.chat import template_names
-
-  def named(token: int) -> str:
-    return f"{tokenizer.id_to_token(token)} ({token})"
-
-  begin = "texts begin without"
-  if tokenizer.add_bos:
-    begin = f"texts begin with {named(tokenizer.bos_id)}"
-  stops = ", ".join(map(named, tokenizer.stop_ids)) or "no token"
-  templates = ", ".join(template_names(tokenizer)) or "none"
-  return (
-    f"tokenizer: {tokenizer.file_name}, {tokenizer.vocab_size:,} ids; {begin}; "
-    f"generated texts stop at {stops}; chat templates: {templates}"
-  )

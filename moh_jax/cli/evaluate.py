@@ -10,19 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moh_jax.cli.options import (
-  Checkpoint,
-  Distributed,
-  InPath,
-  OutPath,
-  Output,
-  Place,
-  cell,
-  metric_lines,
-  option,
-  table,
-)
-from moh_jax.cli.text_files import Texts
+from moh_jax.cli import command
 from moh_jax.config import Config, apply_overrides, check_command
 from moh_jax.config.base import Count, Natural
 
@@ -41,7 +29,9 @@ _Score = Callable[["Restored"], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Checkpoint, Distributed, Texts, Output):
+class Options(
+  command.Checkpoint, command.Distributed, command.Texts, command.Output
+):
   """Score a checkpoint on what its run held out, on other data, or on tasks.
 
   --config.eval.batch_size=N are examples at a time (text and tasks: 8 without
@@ -74,16 +64,16 @@ class Options(Checkpoint, Distributed, Texts, Output):
       time, as .png or .svg.
   """
 
-  top_k: tuple[tuple[int, ...], ...] = option("repeated", default=())
-  data: tuple[Place, ...] = option("listed", default=())
+  top_k: tuple[tuple[int, ...], ...] = command.option("repeated", default=())
+  data: tuple[command.Place, ...] = command.option("listed", default=())
   tasks: str | None = None
   num_fewshot: Natural | None = None
   limit: Count | None = None
-  include_path: Place | None = None
+  include_path: command.Place | None = None
   no_bos: bool = False
-  per_class: OutPath | None = None
-  labels: InPath | None = None
-  plot: OutPath | None = None
+  per_class: command.OutPath | None = None
+  labels: command.InPath | None = None
+  plot: command.OutPath | None = None
 
   def check(self) -> None:
     """Options of one kind of score are not given with another."""
@@ -109,13 +99,13 @@ class Options(Checkpoint, Distributed, Texts, Output):
     from moh_jax.config.registry import SPLITS
     from moh_jax.data.shards import METADATA
 
-    for name, command in (
+    for name, use in (
       *(("per_class", "classify"), ("labels", "classify")),
       *(("tasks", "generate"),),
     ):
       if getattr(self, name):
         where = f"--{name.replace('_', '-')}: {self.checkpoint}"
-        check_command(config.model, command, where)
+        check_command(config.model, use, where)
     is_text = self.tasks is not None
     if self.data and config.model.READS_TEXT:
       parts = [pathlib.Path(self.data[0], n, METADATA) for n in SPLITS]
@@ -163,14 +153,14 @@ def run(options: Options) -> int:
     return 0
   classes = rows[0].pop("classes", [])
   values = rows[0] | values
-  lines = metric_lines(values)
+  lines = command.metric_lines(values)
   if classes:
     header = list(classes[0])
     write_csv(options.per_class, header, [row.values() for row in classes])
     present = [row for row in classes if row["examples"]]
     worst = sorted(present, key=lambda row: row["accuracy"])[:_WORST]
-    cells = [[cell(value) for value in row.values()] for row in worst]
-    lines.append(table(cells, header))
+    cells = [map(command.cell, row.values()) for row in worst]
+    lines.append(command.table([*map(tuple, cells)], header))
   options.give(values, lines)
   return 0
 
@@ -214,12 +204,11 @@ def _by_image(
   source, predict = classification.make_predict(
     restored.model, config, restored
   )
-  name_of: Callable[[int], str] = getattr(source, "name", str)
   numbers = map(str, range(config.model.num_classes))
   class_names = restored.class_names or tuple(numbers)
   right = None
   if labels is not None:  # before the predictions, which take longer
-    names = [name_of(i) for i in range(len(source))]
+    names = [getattr(source, "name", str)(i) for i in range(len(source))]
     try:
       right = predictions.read_right(labels, names, class_names)
     except ValueError as error:
@@ -233,9 +222,7 @@ def _by_image(
 
 def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
   """Scores on lm-eval's tasks, on text, or on both."""
-  from moh_jax.config.llm import Sampling
   from moh_jax.evaluation import harness
-  from moh_jax.inference.generate import Generator
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.inference.score import Scorer
   from moh_jax.runtime import sharding
@@ -254,35 +241,20 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
   batches = {"batch_size": size, "mesh": mesh}
   progress = sys.stderr.isatty()
 
-  def on_tasks(restored: Restored, scorer: Scorer) -> dict[str, Any]:
-    from moh_jax.evaluation.harness_model import HarnessModel  # needs lm-eval
-
-    @functools.cache
-    def generator() -> Generator:  # copies parameters, where a task needs it
-      return Generator(restored, tokenizer, **batches)
-
-    def generate(prompts: Sequence[list[int]], **sampling: Any) -> list[str]:
-      made = generator().generate(prompts, Sampling(**sampling))
-      # As the harness's own adapters do it, without the text before:
-      # SentencePiece leaves out a space at the begin.
-      stop = {"end": -1}  # without the token that ended it
-      return [
-        tokenizer.decode(c.tokens[: stop.get(c.finish_reason)]) for c in made
-      ]
-
-    model = HarnessModel(
-      *(tokenizer, scorer, generate),
-      add_bos=not options.no_bos,
-      progress=progress,
-    )
-    return harness.run_tasks(tasks, model, limit=options.limit)
-
   def score(restored: Restored) -> dict[str, Any]:
     model = restored.config.model
     scorer = Scorer(restored.model, restored.params, model, **batches)
     row: dict[str, Any] = {"activated_share": model.activated_share}
     if tasks is not None:
-      row |= on_tasks(restored, scorer)
+      from moh_jax.evaluation.harness_model import HarnessModel  # has lm-eval
+
+      answer = _answers(restored, tokenizer, batches)
+      adapter = HarnessModel(
+        *(tokenizer, scorer, answer),
+        add_bos=not options.no_bos,
+        progress=progress,
+      )
+      row |= harness.run_tasks(tasks, adapter, limit=options.limit)
     if options.data:
       row["text"] = harness.score_documents(
         scorer, tokenizer, options.texts(), progress=progress
@@ -290,6 +262,27 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
     return row
 
   return score
+
+
+def _answers(restored: Restored, tokenizer: Any, batches: dict) -> Callable:
+  """Makes the function (prompts, **sampling) -> texts after the prompts."""
+  from moh_jax.config.llm import Sampling
+  from moh_jax.inference.generate import Generator
+
+  @functools.cache
+  def generator() -> Generator:  # copies parameters, where a task needs it
+    return Generator(restored, tokenizer, **batches)
+
+  def answer(prompts: Sequence[list[int]], **sampling: Any) -> list[str]:
+    made = generator().generate(prompts, Sampling(**sampling))
+    # As the harness's own adapters do it, without the text before:
+    # SentencePiece leaves out a space at the begin.
+    stop = {"end": -1}  # without the token that ended it
+    return [
+      tokenizer.decode(c.tokens[: stop.get(c.finish_reason)]) for c in made
+    ]
+
+  return answer
 
 
 def _columns(runs: Sequence[dict[str, Any]]) -> str:
@@ -301,7 +294,7 @@ def _columns(runs: Sequence[dict[str, Any]]) -> str:
     shown = "" if share is None else f" ({share:.1%})"
     header.append(f"top_k={','.join(map(str, top_k))}{shown}")
   rows = [(name, *(c[name] for c in columns)) for name in columns[0]]
-  return table(rows, header)
+  return command.table(rows, header)
 
 
 def _cells(run: dict[str, Any]) -> dict[str, str]:
@@ -316,9 +309,9 @@ def _cells(run: dict[str, Any]) -> dict[str, str]:
       cells[f"{task}, {row['shots']} shots: {metric}"] = text + star
   if run.get("mean") is not None:
     cells["mean of *"] = _number(run["mean"])
-  text = run.get("text", {})
   others = {"top_k", "activated_share", "tasks", "mean", "lm_eval", "text"}
-  metrics = {n: v for n, v in run.items() if n not in others} | text
+  metrics = {n: v for n, v in run.items() if n not in others}
+  metrics |= run.get("text", {})
   return cells | {name: _number(value) for name, value in metrics.items()}
 
 

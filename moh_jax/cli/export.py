@@ -1,17 +1,17 @@
 """`python -m moh_jax export`."""
 
 import dataclasses
+from typing import Annotated
 
-from moh_jax.cli.options import PREFIX, InPath, OutPath, Stored
+from moh_jax.cli import command
 from moh_jax.config import export_forms
-from moh_jax.config.base import Dtype
+from moh_jax.config.base import Dtype, Range
 
-_UNITS = {"GB": 10**9, "MB": 10**6}
 _EMA = "eval.use_ema"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Stored):
+class Options(command.Stored):
   """Turn a checkpoint into public tensor names.
 
   Averaged parameters are taken where there are some;
@@ -25,40 +25,29 @@ class Options(Stored):
       released is what the modeling file of the MoH-LLaMA3 release runs. Of a
       plain DiT: diffusers is what DiTTransformer2DModel loads.
     dtype: of the stored weights.
-    shard_size: largest file of a folder, as 5GB or 500MB.
+    shard_bytes: largest file of a folder.
     license: licence that the model card states, such as apache-2.0.
     scores: scores for the model card, as `evaluate --json` writes them.
   """
 
-  out: OutPath
+  out: command.OutPath
   to: str | None = None
   dtype: Dtype = "float32"
-  shard_size: str = "5GB"
+  shard_bytes: Annotated[int, Range(1, 2**53, "[]")] = 5 * 10**9
   license: str = ""
-  scores: InPath | None = None
+  scores: command.InPath | None = None
 
   def check(self) -> None:
-    """The form is known, the size a number, and no other key is changed."""
+    """The form is known, and no other key is changed."""
     super().check()
     if self.to is not None and self.to not in export_forms():
       self.fail("to", f"must be one of {export_forms()}")
-    if not self.shard_bytes:
-      self.fail(
-        "shard_size", f"must be a whole number and one of {', '.join(_UNITS)}"
-      )
     for change in self.changes:
       if change.partition("=")[0] != _EMA:
         raise ValueError(
-          f"{PREFIX}{change}: export writes what is stored; only {_EMA} can "
+          f"--config.{change}: export writes what is stored; only {_EMA} can "
           "be changed"
         )
-
-  @property
-  def shard_bytes(self) -> int:
-    """Bytes of --shard-size; 0 where it is no size."""
-    number, unit = self.shard_size[:-2], self.shard_size[-2:].upper()
-    is_number = number.isascii() and number.isdecimal() and len(number) < 10
-    return int(number) * _UNITS.get(unit, 0) if is_number else 0
 
 
 def run(options: Options) -> int:

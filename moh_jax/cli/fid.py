@@ -5,16 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
-from moh_jax.cli.options import (
-  InPath,
-  OutPath,
-  Output,
-  Place,
-  metric_lines,
-)
+from moh_jax.cli import command
 from moh_jax.config import MeshConfig
 from moh_jax.config.base import Count
 
@@ -22,11 +16,9 @@ if TYPE_CHECKING:
   from moh_jax.evaluation.fid import Statistics
   from moh_jax.evaluation.image_metrics import ImageSet, Summary
 
-METRICS = ("fid", "sfid", "is", "pr")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Output):
+class Options(command.Output):
   """Score images: FID, sFID, Inception Score, precision, recall.
 
   Attributes:
@@ -37,7 +29,7 @@ class Options(Output):
       sigma), FID.
     inception: weights of the Inception network, pytorch-fid's
       pt_inception-2015-12-05-6726825d.pth.
-    metrics: of fid, sfid, is, pr (default: all that the files allow).
+    metrics: of fid, sfid, is, pr (default: all; without --reference: is).
     resize: to 299 pixels: as ADM and DiT's numbers, or as pytorch-fid.
     image_size: crop the images of folders to so many rows and columns, as in
       training of diffusion models (default: all must have one size).
@@ -45,14 +37,14 @@ class Options(Output):
     save_stats: write the statistics of the samples as a reference file.
   """
 
-  samples: InPath
-  reference: InPath | None = None
-  inception: Place | None = None
+  samples: command.InPath
+  reference: command.InPath | None = None
+  inception: command.Place | None = None
   metrics: tuple[Literal["fid", "sfid", "is", "pr"], ...] = ()
   resize: Literal["tf1", "ptfid"] = "tf1"
   image_size: Count | None = None
   batch_size: Count = 64
-  save_stats: OutPath | None = None
+  save_stats: command.OutPath | None = None
 
   def check(self) -> None:
     """What compares has a reference."""
@@ -94,7 +86,9 @@ def run(options: Options) -> int:
     for name, path in given.items()
     if path
   ]
-  names = options.metrics or _possible(sides, options.save_stats)
+  names = options.metrics
+  if not names:
+    names = ("fid", "sfid", "is", "pr") if options.reference else ("is",)
   passes = [_wanted(side, names, options.save_stats) for side in sides]
   extract, made_with = None, {}
   if any(any(wanted.values()) for wanted in passes):
@@ -110,18 +104,28 @@ def run(options: Options) -> int:
     _summary(side, extract, options.batch_size, **wanted)
     for side, wanted in zip(sides, passes)
   ]
+  first, last = results[0], results[-1]
   if options.save_stats:
-    first = results[0]
     saved = fid.Statistics(first.pool3, first.spatial, made_with)
     fid.write_statistics(options.save_stats, saved)
+  pair = fid.precision_recall if "pr" in names else lambda *_: (None, None)
+  precision, recall = pair(first.features, last.features)
   metrics = {
-    **_scores(names, *results),
+    **{
+      name: fid.frechet_distance(getattr(first, part), getattr(last, part))
+      if name in names
+      else None
+      for name, part in (("fid", "pool3"), ("sfid", "spatial"))
+    },
+    "inception_score": first.inception_score,
+    "precision": precision,
+    "recall": recall,
     **given,
-    "num_samples": results[0].count or None,  # None: a file's statistics
-    "num_reference": results[-1].count or None if options.reference else None,
+    "num_samples": first.count or None,  # None: a file's statistics
+    "num_reference": last.count or None if options.reference else None,
     "resize": options.resize,
   }
-  options.give(metrics, metric_lines(metrics))
+  options.give(metrics, command.metric_lines(metrics))
   return 0
 
 
@@ -141,27 +145,6 @@ def _open(name: str, path: str, image_size: int | None) -> _Side:
   return _Side(name, path, images, statistics)
 
 
-def _possible(sides: list[_Side], save_stats: str | None) -> tuple[str, ...]:
-  """The metrics that the given files allow; says what is left out."""
-  left_out = {}
-  if len(sides) == 1:
-    left_out = dict.fromkeys(("fid", "sfid", "pr"), "there is no --reference")
-  for side in sides:
-    if side.images is None:
-      names = ("is", "pr") if side.name == "samples" else ("pr",)
-      left_out |= dict.fromkeys(names, f"{side.path} holds no images")
-    if side.statistics and side.statistics.spatial is None:
-      reason = f"{side.path} holds no statistics of spatial features"
-      left_out["sfid"] = reason
-  metrics = tuple(name for name in METRICS if name not in left_out)
-  if not metrics and not save_stats:
-    return METRICS
-  for reason in dict.fromkeys(left_out.values()):
-    names = ", ".join(n for n in left_out if left_out[n] == reason)
-    print(f"note: without {names}: {reason}", file=sys.stderr)
-  return metrics or METRICS
-
-
 def _wanted(
   side: _Side, metrics: tuple[str, ...], save_stats: str | None
 ) -> dict[str, bool]:
@@ -176,40 +159,40 @@ def _wanted(
   images, statistics = side.images, side.statistics
   is_samples = side.name == "samples"
   is_compared = bool({"fid", "sfid"} & set(metrics))
-  is_needed = is_compared or (is_samples and bool(save_stats))
   wanted = {
-    "distributions": is_needed and statistics is None,
+    "distributions": (is_compared or (is_samples and bool(save_stats)))
+    and statistics is None,
     "score": is_samples and "is" in metrics,
     "keep_features": "pr" in metrics,
   }
   if (wanted["score"] or wanted["keep_features"]) and images is None:
     raise ValueError(
       f"{flag}: holds statistics alone; precision, recall and Inception "
-      "Score need the images (arr_0)"
+      "Score need the images (arr_0), --metrics fid,sfid does not"
     )
   if wanted["keep_features"]:
     fid.check_samples(images.count, fid.NEIGHBOURS, flag)
   if statistics and statistics.spatial is None and "sfid" in metrics:
     raise ValueError(
-      f"{flag}: holds mu and sigma alone, which serve fid; sfid needs mu_s and "
-      "sigma_s too"
+      f"{flag}: holds mu and sigma alone, which serve --metrics fid; sfid "
+      "needs mu_s and sigma_s too"
     )
   if wanted["distributions"] and images.count < 2:
     raise ValueError(f"{flag}: has one image; a covariance needs at least 2")
   return wanted
 
 
-def _warn(side: _Side, metrics: tuple[str, ...]) -> None:
+def _warn(side: _Side, metrics: Sequence[str]) -> None:
   """Says how many images are missing for covariances of full rank."""
   from moh_jax.models import inception
 
   every = {"fid": inception.POOL_DIM, "sfid": inception.SPATIAL_DIM}
-  dims = {name: d for name, d in every.items() if name in metrics} or every
-  if side.images.count <= max(dims.values()):
+  dims = {name: dim for name, dim in every.items() if name in metrics} or every
+  if side.images.count <= (largest := max(dims.values())):
     print(
       f"warning: {side.path}: {side.images.count} images give a singular "
-      f"covariance; {' and '.join(dims)} need at least "
-      f"{max(dims.values()) + 1}, and published numbers use 50000",
+      f"covariance; {' and '.join(dims)} need at least {largest + 1}, and "
+      "published numbers use 50000",
       file=sys.stderr,
     )
 
@@ -258,22 +241,3 @@ def _extractor(options: Options) -> tuple[Callable, dict[str, str]]:
     lambda batch: extract(params, sharding.shard_batch(batch, mesh)),
     {"resize": options.resize, "inception": params_sha256(loaded)},
   )
-
-
-def _scores(
-  metrics: tuple[str, ...], samples: Summary, reference: Summary | None = None
-) -> dict[str, Any]:
-  """All metrics; None for those that were not asked for."""
-  from moh_jax.evaluation import fid
-
-  scores = dict.fromkeys(("fid", "sfid"))
-  for name, features in (("fid", "pool3"), ("sfid", "spatial")):
-    if name in metrics:
-      both = getattr(samples, features), getattr(reference, features)
-      scores[name] = fid.frechet_distance(*both)
-  scores["inception_score"] = samples.inception_score
-  scores |= dict.fromkeys(("precision", "recall"))
-  if "pr" in metrics:
-    both = samples.features, reference.features
-    scores["precision"], scores["recall"] = fid.precision_recall(*both)
-  return scores

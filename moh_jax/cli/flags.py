@@ -14,36 +14,6 @@ from moh_jax.config import base, reference
 from moh_jax.config.base import GivenText
 
 PREFIX = "--config."  # of options that change a key of a config
-# Options of older versions, and what to write instead; those of one command
-# stand after its name.
-_RENAMED = {
-  "--coordinator": "JAX_COORDINATOR_ADDRESS=HOST:PORT with --distributed",
-  "--num-processes": "JAX_NUM_PROCESSES=N with --distributed",
-  "--process-id": "JAX_PROCESS_ID=I with --distributed",
-  "--newest-whole": "--step whole",
-  "--no-compilation-cache": "MOH_JAX_COMPILATION_CACHE=off",
-  "--no-ema": "--config.eval.use_ema=false",
-  "--dtype": "--config.model.dtype=NAME",
-  "--gate-form": "--config.model.router.gate_form=NAME",
-  "--mesh": "--config.mesh.AXIS=N",
-  "classify --csv": "--json FILE",
-  "evaluate --batch-size": "--config.eval.batch_size=N",
-  "evaluate --examples": "--config.eval.examples=N",
-  "evaluate --head-top-p": "--config.model.router.top_p=P",
-  **{
-    f"sample --{key.replace('_', '-')}": f"--config.sample.{key}=VALUE"
-    for key in (
-      *("method", "steps", "eta", "zoom"),
-      *("cfg_scale", "cfg_channels", "cfg_interval"),
-    )
-  },
-  "bench attention --target": "python -m moh_jax plan --topology=NAME",
-  "bench model --batch": "--config.data.batch_size=N",
-  "bench model --lengths": "--config.data.sequence_length=N",
-  "bench model --remat": "--config.model.remat=NAME",
-  "bench model --sampler-steps": "--config.sample.steps=N",
-  "bench input --pixels": "python -m benchmarks.pixels",
-}
 T = TypeVar("T")
 
 
@@ -147,10 +117,8 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
   argv, changes = split_changes(argv)
   args, unknown = parser.parse_known_args(argv)
   if unknown:
-    parser.error(
-      f"unrecognized arguments: {' '.join(unknown)}"
-      f"{_meant(parser.prog, unknown)}"
-    )
+    said = f"unrecognized arguments: {' '.join(unknown)}"
+    parser.error(f"{said}{_meant(unknown)}")
   given = {
     name: _value(value, base.hints(cls)[name])
     for name, value in vars(args).items()
@@ -197,15 +165,11 @@ def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   return others, changes
 
 
-def _meant(prog: str, unknown: Sequence[str]) -> str:
-  """A hint at options of older versions, and at keys without their prefix."""
-  command = prog.removeprefix("python -m moh_jax ")
+def _meant(unknown: Sequence[str]) -> str:
+  """A hint at keys of the config without their prefix."""
   for argument in unknown:
     name, equals, _ = argument.partition("=")
-    instead = _RENAMED.get(f"{command} {name}", _RENAMED.get(name))
-    if instead:
-      return f"; {name} is now {instead}"
-    key = argument.lstrip("-").removeprefix("config.")
     if "." in name and (equals or name.startswith("--")):
+      key = argument.lstrip("-").removeprefix("config.")
       return f"; did you mean --config.{key}?"
   return ""

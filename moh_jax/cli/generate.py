@@ -10,15 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from moh_jax.cli.options import (
-  Checkpoint,
-  Distributed,
-  InPath,
-  OutPath,
-  Output,
-  option,
-  out_file,
-)
+from moh_jax.cli import command
 from moh_jax.config.base import Amount, Count, Natural, Range
 from moh_jax.config.llm import Sampling
 
@@ -29,7 +21,7 @@ _SEEDS = 2**32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Checkpoint, Distributed, Output):
+class Options(command.Checkpoint, command.Distributed, command.Output):
   """Write on from prompts with a language model.
 
   Attributes:
@@ -60,11 +52,11 @@ class Options(Checkpoint, Distributed, Output):
       float32.
   """
 
-  prompt: tuple[str, ...] = option("repeated", default=())
-  messages: InPath | None = None
-  prompt_file: InPath | None = None
+  prompt: tuple[str, ...] = command.option("repeated", default=())
+  messages: command.InPath | None = None
+  prompt_file: command.InPath | None = None
   interactive: bool = False
-  out: OutPath | None = None
+  out: command.OutPath | None = None
   chat: bool = False
   system: str | None = None
   chat_template: str | None = None
@@ -75,7 +67,7 @@ class Options(Checkpoint, Distributed, Output):
   top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
   sample_top_k: Natural = 0
   seed: Annotated[int, Range(0, _SEEDS - 1, "[]")] = 0
-  stop: tuple[str, ...] = option("repeated", default=())
+  stop: tuple[str, ...] = command.option("repeated", default=())
   batch_size: Count = 8
   cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
 
@@ -102,7 +94,7 @@ class Options(Checkpoint, Distributed, Output):
         "--messages have --json FILE"
       )
     if self.out:
-      out_file(self.out)
+      command.out_file(self.out)
     is_asked = bool(self.prompt or self.messages)
     plain = "must be of plain prompts: templates write special tokens"
     for name, fits, needed in (
@@ -140,13 +132,11 @@ class Options(Checkpoint, Distributed, Output):
     Args:
       turns: texts of the user and of the model in turns.
     """
-    before = []
-    if self.system is not None:
-      before = [{"role": "system", "content": self.system}]
     roles = itertools.cycle(("user", "assistant"))
-    return before + [
-      {"role": role, "content": text} for role, text in zip(roles, turns)
-    ]
+    said = list(zip(roles, turns))
+    if self.system is not None:
+      said.insert(0, ("system", self.system))
+    return [{"role": role, "content": text} for role, text in said]
 
 
 def run(options: Options) -> int:
@@ -169,15 +159,16 @@ def run(options: Options) -> int:
     options.checkpoint, step, verify=not options.no_verify
   )
 
-  def answer_to(messages: list[dict[str, Any]]) -> Prompt:
+  def prompt_of(turns: Sequence[str]) -> Prompt:
+    if not options.is_chat:
+      return turns[-1]
+    messages = options.conversation(turns)
     return chat_ids(tokenizer, messages, options.chat_template)
 
-  def prompt_of(turns: Sequence[str]) -> Prompt:
-    chat = options.is_chat
-    return answer_to(options.conversation(turns)) if chat else turns[-1]
-
   prompts = [
-    one["prompt"] if "prompt" in one else answer_to(one["messages"])
+    one["prompt"]
+    if "prompt" in one
+    else chat_ids(tokenizer, one["messages"], options.chat_template)
     for one in asked
   ]
   mesh = sharding.make_mesh(metadata.config.mesh)
@@ -194,39 +185,36 @@ def run(options: Options) -> int:
   )
   del restored  # the generator has its own copy of the parameters
   if lines:
-    settings = _settings(options, generator, metadata.config.eval.use_ema)
     before = complete_file(
       generator,
       lines,
       options.out,
       options.sampling,
-      settings=settings,
+      settings=_settings(options, generator, metadata.config.eval.use_ema),
       prompt_of=prompt_of,
       progress=True,
     )
     told = f"{len(lines):,} completions in {options.out}"
     options.give({}, [f"{told}; {before:,} were there"])
-    return 0
-  if not asked:
+  elif not asked:
     _interact(generator, options.sampling, prompt_of)
-    return 0
-  if len(prompts) == 1 and not options.json:
+  elif len(prompts) == 1 and not options.json:
     pieces = generator.stream(prompts[0], options.sampling)
     first = next(pieces, "")  # a bad prompt is an error before any output
     shown = asked[0].get("prompt", "")
     for piece in itertools.chain([shown, first], pieces, ["\n"]):
       if options.is_first():
         print(piece, end="", flush=True)
-    return 0
-  completions = generator.generate(prompts, options.sampling)
-  texts = [
-    f"{one.get('prompt', '')}{made.text}\n[{made.finish_reason}]\n"
-    for one, made in zip(asked, completions)
-  ]
-  rows = [
-    one | dataclasses.asdict(made) for one, made in zip(asked, completions)
-  ]
-  options.give({"completions": rows, "step": step}, texts)
+  else:
+    completions = generator.generate(prompts, options.sampling)
+    told = [
+      f"{one.get('prompt', '')}{made.text}\n[{made.finish_reason}]\n"
+      for one, made in zip(asked, completions)
+    ]
+    rows = [
+      one | dataclasses.asdict(made) for one, made in zip(asked, completions)
+    ]
+    options.give({"completions": rows, "step": step}, told)
   return 0
 
 

@@ -5,19 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from moh_jax.cli.options import (
-  Checkpoint,
-  Distributed,
-  InPath,
-  OutPath,
-  Output,
-  Place,
-  option,
-  table,
-)
+from moh_jax.cli import command
 from moh_jax.config.base import Count
 
 if TYPE_CHECKING:
@@ -25,11 +16,9 @@ if TYPE_CHECKING:
 
   from moh_jax.evaluation.head_stats import HeadStats
 
-_EMPTY = 5  # groups without examples that are named
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Checkpoint, Distributed, Output):
+class Options(command.Checkpoint, command.Distributed, command.Output):
   """Show which heads a model uses for what, and what each is worth.
 
   Attributes:
@@ -48,12 +37,12 @@ class Options(Checkpoint, Distributed, Output):
     maps: examples with a map of their heads.
   """
 
-  data: tuple[Place, ...] = option("listed", default=())
+  data: tuple[command.Place, ...] = command.option("listed", default=())
   field: str = "text"
-  out: OutPath | None = None
+  out: command.OutPath | None = None
   batches: Count | None = None
   batch_size: Count = 8
-  against: InPath | None = None
+  against: command.InPath | None = None
   maps: Count = 8
 
   def check(self) -> None:
@@ -101,18 +90,18 @@ def run(options: Options) -> int:
       }
     if options.out:
       shown = report.samples(
-        *(config, params, probe, stats, data.names, ours.tokenizer, mesh),
+        *(config, params, probe, stats, ours.tokenizer, mesh),
         preview=report.run_preview(options.checkpoint, restored.step),
         generate=lambda count: Sampler(restored, mesh=mesh).batch(0, count),
       )
   if not options.is_first():
     return 0
   collapsed = stats.collapsed(config.log.collapse_entropy)
-  for line in [*collapsed, *_missing(stats)]:
+  for line in collapsed:
     print(f"warning: {line}", file=sys.stderr)
   lines = list(_lines(stats, importance))
   if rows := report.similarity_rows(similarity):
-    lines.append(f"\nsimilarity of heads\n{table(rows[1:], rows[0])}")
+    lines.append(f"\nsimilarity of heads\n{command.table(rows[1:], rows[0])}")
   if options.out:
     found = report.Findings(
       config=config,
@@ -137,22 +126,6 @@ def run(options: Options) -> int:
   return 0
 
 
-def _missing(stats: HeadStats) -> Sequence[str]:
-  """A line for each grouping that has groups without examples."""
-  lines = []
-  for kind, groups in stats.groups.items():
-    empty = [
-      n for n, count in zip(groups.names, groups.tokens.T) if not any(count)
-    ]
-    if empty and stats.layers:
-      more = ", ..." if len(empty) > _EMPTY else ""
-      lines.append(
-        f"{len(empty)} of {len(groups.names)} groups by {kind} have no example "
-        f"({', '.join(empty[:_EMPTY])}{more}): their statistics are empty"
-      )
-  return lines
-
-
 def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
   """A row for each layer, and the importance of its heads."""
   if not stats.layers:
@@ -175,14 +148,16 @@ def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
     rows.append((layer.name, *cells, f"{entropy:.2f}", least, most))
   if rows:
     header = ("heads", "shared", "top_k", "weight of shared")
-    yield table(rows, ("layer", *header, "entropy", "least used", "most used"))
+    yield command.table(
+      rows, ("layer", *header, "entropy", "least used", "most used")
+    )
   if importance is not None:
     rows = [
       (layer, *(f"{value:.3f}" for value in values))
       for layer, values in enumerate(importance)
     ]
     heads = (f"head {head}" for head in range(importance.shape[1]))
-    yield f"\nimportance\n{table(rows, ('layer', *heads))}"
+    yield f"\nimportance\n{command.table(rows, ('layer', *heads))}"
     if top_k := _top_k(stats, importance):
       values = ",".join(map(str, top_k))
       yield f"as many routed heads in all, by importance: --top-k {values}"

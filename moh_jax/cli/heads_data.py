@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from moh_jax import config as config_lib
+from moh_jax.config import Config, apply_overrides
 from moh_jax.data import sequences
 from moh_jax.data.identity import Identity, differences
 from moh_jax.data.infer import data_at
@@ -77,24 +77,17 @@ def open_both(options: Any, mesh: Mesh) -> list[Opened]:
   ours = _open(options, mesh)
   if not options.against:
     return [ours]
-  theirs = _open(
-    dataclasses.replace(
-      options, checkpoint=options.against, step="newest", top_k=None
-    ),
-    mesh,
-  )
+  other = {"checkpoint": options.against, "step": "newest", "top_k": None}
+  theirs = _open(dataclasses.replace(options, **other), mesh)
+  lines = []
   if theirs.name == ours.name:
-    raise ValueError(
-      f"--against {options.against}: must be another checkpoint than "
-      f"{ours.name}"
-    )
-  if not options.data and (
-    lines := differences(theirs.data.identity(), ours.data.identity())
-  ):
-    raise ValueError(
-      f"--against {options.against}: its own data are not those of "
-      f"{options.checkpoint}, give --data for both ({'; '.join(lines)})"
-    )
+    lines = [f"must be another checkpoint than {ours.name}"]
+  elif not options.data:
+    found = differences(theirs.data.identity(), ours.data.identity())
+    own = f"its own data are not those of {options.checkpoint}"
+    lines = found and [f"{own}, give --data for both", *found]
+  if lines:
+    raise ValueError(f"--against {options.against}: {'; '.join(lines)}")
   return [ours, theirs]
 
 
@@ -109,53 +102,33 @@ def _open(options: Any, mesh: Mesh) -> Opened:
       options.checkpoint, step, verify=not options.no_verify
     )
   restored = options.restore(mesh=mesh)
-  return Opened(
-    f"{options.checkpoint}, step {step}",
-    restored,
-    make_probe(restored.model, restored.config),
-    tokenizer,
-    _data(options, restored, tokenizer, mesh),
-  )
-
-
-def _data(
-  options: Any,
-  restored: Restored,
-  tokenizer: Tokenizer | None,
-  mesh: Mesh,
-) -> LabelledData:
-  """Opens --data, or without it the run's own data."""
-  config = restored.config
-  # Nothing is accumulated here, so any batch will do.
-  config = config_lib.apply_overrides(config, "optim", accumulation=1)
   size = options.batch_size
-  config = config_lib.apply_overrides(
+  # Nothing is accumulated here, so any batch will do.
+  config = apply_overrides(restored.config, "optim", accumulation=1)
+  config = apply_overrides(
     config, "eval", batch_size=size, examples=(options.batches or 0) * size
   )
   if not config.model.READS_TEXT:
-    return _images(options, config, restored, mesh)
-  if options.data:
-    return _texts(options, config, tokenizer, mesh)
-  return _training_text(options, config, mesh)
+    data = _images(options, config, restored.class_names, mesh)
+  elif options.data:
+    data = _texts(options, config, tokenizer, mesh)
+  else:
+    data = _training_text(options, config, mesh)
+  probe = make_probe(restored.model, restored.config)
+  name = f"{options.checkpoint}, step {step}"
+  return Opened(name, restored, probe, tokenizer, data)
 
 
 def _images(
-  options: Any,
-  config: config_lib.Config,
-  restored: Restored,
-  mesh: Mesh,
+  options: Any, config: Config, class_names: Sequence[str], mesh: Mesh
 ) -> LabelledData:
   where = config.data.path or config.data.source
   if options.data:
     if len(options.data) > 1:
-      raise ValueError(
-        f"--data {' '.join(options.data)} must be one directory for a model of "
-        f"images, not {len(options.data)}"
-      )
+      options.fail("data", "must be one directory for a model of images")
     (where,) = options.data
-    data = data_at(config, where)
-    config = config_lib.apply_overrides(config, "data", **data)
-  source = make_source(config, "val", restored.class_names)
+    config = apply_overrides(config, "data", **data_at(config, where))
+  source = make_source(config, "val", class_names)
   ready = held_out_images(config, source)
   return LabelledData(
     source.class_names,
@@ -166,40 +139,30 @@ def _images(
 
 
 def _texts(
-  options: Any,
-  config: config_lib.Config,
-  tokenizer: Tokenizer | None,
-  mesh: Mesh,
+  options: Any, config: Config, tokenizer: Tokenizer | None, mesh: Mesh
 ) -> LabelledData:
   if tokenizer is None:
-    raise ValueError(
-      f"--data {options.data[0]}: the checkpoint {options.checkpoint} has no "
-      "tokenizer to read text with"
-    )
+    options.fail("data", f"needs a tokenizer, {options.checkpoint} has none")
   most = (options.batches or _TEXT_BATCHES) * options.batch_size
   length = config.data.sequence_length
   texts = LabelledTexts(options.data, options.field, tokenizer, length, most)
-  config = config_lib.apply_overrides(config, "eval", examples=0)
+  config = apply_overrides(config, "eval", examples=0)
   where = f"{len(texts.names)} text files"
   return LabelledData(
     texts.names, lambda: held_out_batches(config, texts, mesh), where, dict
   )
 
 
-def _training_text(
-  options: Any, config: config_lib.Config, mesh: Mesh
-) -> LabelledData:
+def _training_text(options: Any, config: Config, mesh: Mesh) -> LabelledData:
   size = options.batch_size
-  config = config_lib.apply_overrides(config, "data", batch_size=size)
-  vocabulary = config.model.vocab_size
+  config = apply_overrides(config, "data", batch_size=size)
   # The seed of the run's order does not matter here: with a fixed one, runs of
   # different seeds are compared on the same sequences.
-  text = sequences.Text(config.data, vocabulary, "train").stream(0)
+  text = sequences.Text(config.data, config.model.vocab_size, "train")
 
   def batches() -> Iterable[Any]:
-    taken = itertools.islice(
-      stream(config, text, mesh), options.batches or _TEXT_BATCHES
-    )
+    count = options.batches or _TEXT_BATCHES
+    taken = itertools.islice(stream(config, text.stream(0), mesh), count)
     rows = sharding.batch_rows(mesh, size).astype(np.int32)
     for number, batch in enumerate(taken):
       labels = {
@@ -209,9 +172,5 @@ def _training_text(
       }
       yield sharding.shard_batch({**batch, **labels}, mesh)
 
-  return LabelledData(
-    ("training text",),
-    batches,
-    "the run's training text",
-    lambda: sequences.Text(config.data, vocabulary, "train").identity(),
-  )
+  where = "the run's training text"
+  return LabelledData(("training text",), batches, where, text.identity)

@@ -10,14 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from moh_jax import config as config_lib
-from moh_jax.cli.options import (
-  OutPath,
-  Output,
-  Place,
-  RunConfig,
-  Stored,
-  table,
-)
+from moh_jax.cli import command
 from moh_jax.config import Config, LayerGroup
 from moh_jax.config.base import Count
 from moh_jax.runtime import steps
@@ -26,7 +19,7 @@ _NAMES = 10  # of the classes that are listed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Stored, RunConfig, Output):
+class Options(command.Stored, command.RunConfig, command.Output):
   """Describe a checkpoint or config, check files, or draw training images.
 
   Without --checksums and --batch: heads, parameters and sizes. The column
@@ -41,8 +34,9 @@ class Options(Stored, RunConfig, Output):
     checksums: compare the files of --data, or of --checkpoint (without a number
       as --step all that are there) with their checksums; the status is 1 where
       any is damaged.
-    batch: draw images into this .png file: of --config those of a training step
-      as the model gets them, with their classes; of --data latents, decoded.
+    batch: draw images into this .png file and print their classes: of --config
+      those of a training step as the model gets them; of --data latents,
+      decoded.
     num: images of --batch at most.
     columns: of the grid of --batch.
     at_step: the step of the run whose batch it is.
@@ -50,15 +44,15 @@ class Options(Stored, RunConfig, Output):
     split: of the latents of --data.
   """
 
-  checkpoint: Place | None = None
-  config: Place | None = None
-  data: Place | None = None
+  checkpoint: command.Place | None = None
+  config: command.Place | None = None
+  data: command.Place | None = None
   checksums: bool = False
-  batch: OutPath | None = None
+  batch: command.OutPath | None = None
   num: Count = 32
   columns: Count | None = None
   at_step: Count = 1
-  vae: Place | None = None
+  vae: command.Place | None = None
   split: Literal["train", "val"] = "train"
 
   def check(self) -> None:
@@ -128,8 +122,8 @@ def _draw(options: Options) -> int:
     )
   else:
     config, step = resolve(options.loaded), options.at_step
-    count = batch_picture.write_batch(out, config, step, *grid)
-    lines = [f"{count} images of step {step} written to {out}"]
+    lines = batch_picture.write_batch(out, config, step, *grid)
+  lines = list(lines)
   options.give(lines, lines)
   return 0
 
@@ -268,13 +262,13 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
     numbers = [row["layer"] for row in group]
     span = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
     rows.append((span, len(numbers), *list(values.values())[1:]))
-  yield table(rows, ("layers", "count", *list(values)[1:]))
+  yield command.table(rows, ("layers", "count", *list(values)[1:]))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
-  yield f"\n{table(counts, ('module', 'parameters'))}\n"
+  yield f"\n{command.table(counts, ('module', 'parameters'))}\n"
   if unsplit := report["unsplit"]:
     columns = ("name", "shape", "bytes", "why")
     rows = [[one[name] for name in columns] for one in unsplit]
-    yield table(rows, ("not split", *columns[1:])) + "\n"
+    yield command.table(rows, ("not split", *columns[1:])) + "\n"
   yield f"family: {config.model.family}"
   if report["step"] is not None:
     yield f"step: {report['step']}"

@@ -13,12 +13,11 @@ import os
 import sys
 import traceback as traceback_lib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from moh_jax.cli import flags
+from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
-from moh_jax.cli.options import BaseOptions
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache, signals, steps
 
@@ -39,18 +38,6 @@ COMMANDS = (
   "sample",
   "train",
 )
-# Commands of older versions, and what to write instead.
-_RENAMED = {
-  "encode-latents": "prepare encode-latents",
-  "evaluate-lm": "evaluate --checkpoint DIR, with --tasks or --data TEXT",
-  "pack-images": "prepare pack-images",
-  "show-batch": "inspect --config FILE --batch OUT.png",
-  "show-latents": "inspect --data DIR --batch OUT.png --vae PATH",
-  "tokenize": "prepare tokenize",
-  "train-tokenizer": "prepare train-tokenizer",
-  "verify": "inspect --checksums --checkpoint DIR, or --data DIR for shards",
-}
-
 _USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
 _LESS = (
@@ -85,11 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
-  if instead := _RENAMED.get("".join(argv[:1])):
-    parser.error(f"{argv[0]} is now: python -m moh_jax {instead}")
   if _HELP.intersection(argv[:1]):
-    lines = (f"  {name:<10}{_sentence(name)}" for name in COMMANDS)
-    parser.epilog = "\n".join(["commands:", *lines])
+    sentences = {name: _sentence(name) for name in COMMANDS}
+    parser.epilog = _listed("commands", sentences)
   args = parser.parse_args(argv)
   return report_errors(
     lambda: _run(args.command, args.arguments, given.modules),
@@ -133,7 +118,7 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
     return run(given)
 
 
-def parsed(name: str, argv: Sequence[str]) -> tuple[BaseOptions, Run]:
+def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
   """The options of a command, and the function that takes them.
 
   Wrong ones end the program with status 2, and --help with 0.
@@ -155,7 +140,7 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[BaseOptions, Run]:
   return flags.parse(parser, cls, argv), run
 
 
-def kinds(name: str) -> dict[str, tuple[type[BaseOptions], Run]]:
+def kinds(name: str) -> dict[str, tuple[type[command.BaseOptions], Run]]:
   """Options and function of each kind of a command; "" where it has one."""
   module = importlib.import_module(f"moh_jax.cli.{name}")
   if hasattr(module, "KINDS"):
@@ -165,7 +150,7 @@ def kinds(name: str) -> dict[str, tuple[type[BaseOptions], Run]]:
 
 def _kind(
   name: str, argv: Sequence[str]
-) -> tuple[str, type[BaseOptions], Run, Sequence[str]]:
+) -> tuple[str, type[command.BaseOptions], Run, Sequence[str]]:
   """What messages call a command, its options, function and arguments."""
   prog, every = f"python -m moh_jax {name}", kinds(name)
   if "" in every:
@@ -174,21 +159,23 @@ def _kind(
     prog=prog,
     description=_sentence(name),
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="kinds:",
+    epilog=_listed("kinds", {k: _first_line(v[0]) for k, v in every.items()}),
   )
-  for kind, (cls, _) in every.items():
-    parser.epilog += f"\n  {kind:<18}{_first_line(cls)}"
   parser.add_argument("kind", choices=every, metavar="KIND")
   kind = parser.parse_args(argv[:1]).kind
   return (f"{prog} {kind}", *every[kind], argv[1:])
 
 
+def _listed(title: str, sentences: Mapping[str, str]) -> str:
+  """A list of names with what they do, for a help."""
+  lines = (f"  {name:<17} {text}" for name, text in sentences.items())
+  return "\n".join([f"{title}:", *lines])
+
+
 def _sentence(name: str) -> str:
   """What a command does: the first line of its options or its module."""
-  every = kinds(name)
-  if "" in every:
-    return _first_line(every[""][0])
-  return _first_line(sys.modules[f"moh_jax.cli.{name}"])
+  module = importlib.import_module(f"moh_jax.cli.{name}")
+  return _first_line(getattr(module, "Options", module))
 
 
 def _first_line(described: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from moh_jax import config as config_lib
-from moh_jax.cli.options import Output, RunConfig, table
+from moh_jax.cli import command
 from moh_jax.runtime.devices import USABLE, parse_topology
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _SMALL = 1e-3  # of the parameters' bytes: smaller ones share a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(RunConfig, Output):
+class Options(command.RunConfig, command.Output):
   """Tell whether a run fits GPUs or TPUs that are not here, and its time.
 
   Attributes:
@@ -87,24 +87,24 @@ def _lines(plan: Plan) -> Iterator[str]:
     f"{config.data.batch_size} examples a step in {parts} microbatch(es) of "
     f"{config.data.batch_size // parts}"
   )
-  names, share = form_summary(config, plan.forms)
+  names, share = form_summary(config, plan.attention)
   yield f"attention: {names}\n\n{_layout_table(plan)}\n"
   rows = [(text, getattr(plan.memory, key)) for key, text in _MEMORY.items()]
   rows = [(text, _gb(n)) for text, n in rows if n or "host" not in text]
-  yield table(rows, ("memory of a device", ""))
+  yield command.table(rows, ("memory of a device", ""))
   yield f"\n{_verdict(plan)}"
   if plan.compiled and plan.compiled.collectives:
     yield f"\n{_collective_table(plan)}\n"
   yield (
     f"FLOPs of a step: {plan.flops:.4g} for the active heads, "
     f"{plan.baseline_flops:.4g} with every head (multi-head attention)\n"
-    f"  {sum(plan.computed.values()):.4g} computed: projections of all heads, "
+    f"  {plan.computed_flops:.4g} computed: projections of all heads, "
     f"attention of {share:.1%} ({names})"
   )
-  if plan.recomputed:
+  if plan.recomputed_flops:
     remat = f"model.remat={config.model.remat}"
-    yield f"  {plan.recomputed:.4g} computed again ({remat})"
-  time, steps = plan.time, config.train.steps
+    yield f"  {plan.recomputed_flops:.4g} computed again ({remat})"
+  time, steps = plan.step_time, config.train.steps
   communication = "communication not counted, which takes a compiler"
   if plan.compiled and plan.compiled.fits:
     communication = (
@@ -139,7 +139,7 @@ def _layout_table(plan: Plan) -> str:
     size = _gb(sum(row.bytes for row in small))
     rows.append((count, "smaller ones", "not split", dtypes, size))
   header = ("count", "parameter", "shape and mesh axes", "dtype", "on a device")
-  return table(rows, header)
+  return command.table(rows, header)
 
 
 def _collective_table(plan: Plan) -> str:
@@ -151,7 +151,7 @@ def _collective_table(plan: Plan) -> str:
     for one in plan.compiled.collectives
   ]
   header = ("collective", "dtype", "axes", "devices", "in a step", "bytes")
-  return table(rows, header)
+  return command.table(rows, header)
 
 
 def _verdict(plan: Plan) -> str:
@@ -161,7 +161,7 @@ def _verdict(plan: Plan) -> str:
     limit = _gb(USABLE * plan.topology.chip.memory)
     return (
       f"the state {word}: {_gb(plan.memory.total)} of {limit}; gradients and "
-      f"activations come on top, which the compiler counts: {plan.reason}"
+      f"activations come on top, which the compiler counts: {plan.not_compiled}"
     )
   parts = ""
   if found.arguments is not None:
@@ -183,33 +183,15 @@ def _report(plan: Plan) -> dict[str, Any]:
   """The plan for JSON."""
   from moh_jax.training.plan import assumptions
 
-  topology, time = plan.topology, plan.time
-  return {
-    "topology": {
-      "name": topology.name,
-      "slices": topology.slices,
-      "devices": topology.devices,
-      "hosts": topology.hosts,
-      "chip": dataclasses.asdict(topology.chip),
-    },
+  seconds, topology = plan.step_time.seconds, plan.topology
+  values = dataclasses.asdict(dataclasses.replace(plan, config=None))
+  values["memory"]["total"] = plan.memory.total
+  values["topology"] |= {"devices": topology.devices, "hosts": topology.hosts}
+  return values | {
     "config": config_lib.to_dict(plan.config),
-    "assumed": plan.assumed,
-    "parameters": plan.parameters,
-    "layouts": [dataclasses.asdict(row) for row in plan.layouts],
-    "flops": plan.flops,
-    "baseline_flops": plan.baseline_flops,
-    "computed_flops": sum(plan.computed.values()),
-    "recomputed_flops": plan.recomputed,
     "assumptions": assumptions(plan),
-    "mesh": plan.mesh,
-    "accumulation": plan.config.optim.accumulation,
-    "memory": dataclasses.asdict(plan.memory) | {"total": plan.memory.total},
     "fits": plan.fits,
-    "compiled": dataclasses.asdict(plan.compiled) if plan.compiled else None,
-    "not_compiled": plan.reason or None,
-    "attention": [dataclasses.asdict(form) for form in plan.forms],
-    "step_seconds": time.seconds,
-    "step_time": dataclasses.asdict(time),
-    f"{plan.unit}_per_second": plan.units_per_step / time.seconds,
-    "hours": plan.config.train.steps * time.seconds / 3600,
+    "step_seconds": seconds,
+    f"{plan.unit}_per_second": plan.units_per_step / seconds,
+    "hours": plan.config.train.steps * seconds / 3600,
   }

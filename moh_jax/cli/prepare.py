@@ -6,22 +6,16 @@ A second run of a command that was ended continues what the first one wrote.
 import dataclasses
 import os
 import pathlib
+import re
 from typing import Literal
 
-from moh_jax.cli.options import (
-  BaseOptions,
-  InPath,
-  OutPath,
-  Place,
-  out_file,
-)
-from moh_jax.cli.text_files import Texts
+from moh_jax.cli import command
 from moh_jax.config.base import Count, Dtype, Natural, Share
 from moh_jax.config.dit import EncodeOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Images(BaseOptions):
+class Images(command.BaseOptions):
   """Options of what reads labelled images.
 
   Attributes:
@@ -38,26 +32,21 @@ class Images(BaseOptions):
     bad_images: end at a file that cannot be read, or leave it out.
   """
 
-  data: Place
-  out: OutPath
+  data: command.Place
+  out: command.OutPath
   split: Literal["train", "val"] | None = None
   val_share: Share = 0.0
   label_column: str = ""
   shard_size: Count = 1024
   bad_images: Literal["raise", "skip"] = "raise"
 
-  def sources(self, *channels: int, class_names=None) -> dict:
+  def sources(self, *channels: int, class_names=()) -> dict:
     """Opens the images of each split."""
+    from moh_jax.data.image_folders import Selection
     from moh_jax.data.image_shards import open_splits
 
-    return open_splits(
-      self.data,
-      self.split,
-      *channels,
-      class_names=class_names,
-      label_column=self.label_column,
-      val_share=self.val_share,
-    )
+    selection = Selection(self.val_share, class_names, self.label_column)
+    return open_splits(self.data, self.split, *channels, selection=selection)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +61,7 @@ class PackImages(Images):
   """
 
   shorter_side: Natural = 0
-  class_list: InPath | None = None
+  class_list: command.InPath | None = None
 
 
 def pack_images(options: PackImages) -> int:
@@ -110,7 +99,7 @@ class EncodeLatents(Images, EncodeOptions):
       0; each takes every N-th shard.
   """
 
-  vae: Place
+  vae: command.Place
   dtype: Dtype = "float32"
   process: str | None = None
 
@@ -123,10 +112,9 @@ class EncodeLatents(Images, EncodeOptions):
   @property
   def part(self) -> tuple[int, int] | None:
     """I and N of --process; None where it has none."""
-    index, _, count = (self.process or "").partition("/")
-    if not (index.isdecimal() and count.isdecimal() and len(count) < 10):
-      return None
-    return (int(index), int(count)) if int(index) < int(count) else None
+    found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", self.process or "")
+    index, count = map(int, found.groups()) if found else (0, 0)
+    return (index, count) if index < count else None
 
 
 def encode_latents(options: EncodeLatents) -> int:
@@ -171,7 +159,7 @@ def _skipped(metadata: dict, folder: pathlib.Path) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tokenize(Texts):
+class Tokenize(command.Texts):
   """Turn text files into token sets to train a language model on.
 
   Attributes:
@@ -187,10 +175,10 @@ class Tokenize(Texts):
     workers: processes (default: one per core).
   """
 
-  tokenizer: Place
-  out: OutPath
+  tokenizer: command.Place
+  out: command.OutPath
   held_out: Share | None = None
-  split: Place | None = None
+  split: command.Place | None = None
   on_error: Literal["stop", "skip"] = "stop"
   shard_bytes: Count = 256 << 20
   workers: Count | None = None
@@ -236,7 +224,7 @@ def tokenize(options: Tokenize) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainTokenizer(Texts):
+class TrainTokenizer(command.Texts):
   """Train a byte-level BPE tokenizer on text files.
 
   Attributes:
@@ -247,30 +235,29 @@ class TrainTokenizer(Texts):
   """
 
   vocab_size: Count
-  out: OutPath
+  out: command.OutPath
   on_error: Literal["stop", "skip"] = "stop"
 
   def check(self) -> None:
     """The file has the name by which tokenizers are found."""
     super().check()
-    out_file(self.out, ".json")
+    command.out_file(self.out, ".json")
 
 
 def train_tokenizer(options: TrainTokenizer) -> int:
   """Trains a byte-level BPE and writes it."""
   import collections
 
-  from moh_jax.data import text_files
   from moh_jax.data.shard_writer import describe_skipped
-  from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
+  from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
   from moh_jax.runtime.files import replacing
 
   skipped: collections.Counter[str] = collections.Counter()
-  on_bad = text_files.count_or_stop(options.on_error, skipped)
-  content = train_bpe(options.texts(on_bad), options.vocab_size)
+  texts = options.texts(skipped if options.on_error == "skip" else None)
+  content = train_bpe(texts, options.vocab_size)
   with replacing(options.out) as path:
     path.write_bytes(content)
-  entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size
+  entries = JsonTokenizer(content).vocab_size
   told = describe_skipped([{"skipped": skipped}])
   print(f"{options.out}: {entries:,} entries" + (f"; {told}" if told else ""))
   if entries < options.vocab_size:

@@ -9,16 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moh_jax.cli.options import (
-  Checkpoint,
-  Distributed,
-  InPath,
-  OutPath,
-  Output,
-  Place,
-  option,
-  out_file,
-)
+from moh_jax.cli import command
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural, Share
 
@@ -36,7 +27,7 @@ _KEYS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Checkpoint, Distributed, Output):
+class Options(command.Checkpoint, command.Distributed, command.Output):
   """Sample images from a diffusion checkpoint.
 
   Sampler, steps and guidance are those of the run's config, or of changes such
@@ -61,13 +52,13 @@ class Options(Checkpoint, Distributed, Output):
     columns: of the grid.
   """
 
-  out: OutPath
+  out: command.OutPath
   labels: str = ""
   num: Count | None = None
   seed: int = 0
-  vae: Place | None = None
+  vae: command.Place | None = None
   vae_tile: Natural = 0
-  start: tuple[InPath, ...] = option("listed", default=())
+  start: tuple[command.InPath, ...] = command.option("listed", default=())
   strength: Share = 1.0
   batch_size: Count = 64
   columns: Count | None = None
@@ -77,7 +68,7 @@ class Options(Checkpoint, Distributed, Output):
     super().check()
     out = pathlib.Path(self.out)
     if out.suffix and not out.is_dir():
-      out_file(self.out, ".png", ".npz")
+      command.out_file(self.out, ".png", ".npz")
     if self.start and not 0 < self.strength < 1:
       self.fail("strength", "must be above 0 and below 1 with --start")
     if not self.start and self.strength != 1:
@@ -111,7 +102,7 @@ def run(options: Options) -> int:
       encoder = metadata.encoder_sha256
       vae = load_autoencoder(options.vae, config, mesh, encoder=encoder)
       decode = vae.decoder(options.vae_tile)
-    start = _read_start(files, config, vae)
+    start, inputs = _read_start(files, config, vae)
     restored = options.restore(mesh=mesh)
     sampler = sample.Sampler(
       restored,
@@ -119,7 +110,7 @@ def run(options: Options) -> int:
       seed=options.seed,
       mesh=mesh,
       decode=decode,
-      start=_as_input(start, vae) if files else None,
+      start=inputs,
       strength=options.strength,
     )
     size = min(options.batch_size, num)
@@ -131,7 +122,7 @@ def run(options: Options) -> int:
         sample.write_grid(out, images, options.columns or min(num, 10))
     else:
       settings = _settings(options, metadata, labels, start) | {
-        "checkpoint": fingerprint(restored.config.model, restored.params, mesh),
+        "checkpoint": fingerprint(restored.config.model, restored.params),
         "step": restored.step,
         "vae": vae and weights_sha256(vae.config, vae.params),
       }
@@ -145,14 +136,20 @@ def run(options: Options) -> int:
 
 def _read_start(
   files: Sequence[str], config: Config, vae: Autoencoder | None
-) -> list[np.ndarray]:
-  """Pixels [X, Y, channels] uint8 to begin from, cropped to the model's size.
+) -> tuple[list[np.ndarray], np.ndarray | None]:
+  """Images to begin from, and the same as the model's input.
 
   Args:
     files: of the images.
     config: of the model.
     vae: autoencoder of a model of latents, else None.
+
+  Returns:
+    Pixels [X, Y, channels] uint8, cropped to the model's size, and its input
+    [n, x, y, channels] float32; None without files.
   """
+  import numpy as np
+
   from moh_jax.data.decode import read_image
   from moh_jax.data.transforms import center_crop
 
@@ -160,48 +157,35 @@ def _read_start(
   if vae:
     size = tuple(side * vae.config.downscale for side in size)
     channels = vae.config.image_channels
-  return [center_crop(read_image(file, channels), size) for file in files]
-
-
-def _as_input(images: list[np.ndarray], vae: Autoencoder | None) -> np.ndarray:
-  """Pixels uint8 as the model's input [n, x, y, channels] float32."""
-  import numpy as np
-
+  images = [center_crop(read_image(file, channels), size) for file in files]
   rows = (image[None].astype(np.float32) / 127.5 - 1 for image in images)
   if vae:
     rows = map(vae.encoder(), rows)
-  return np.concatenate([np.asarray(row) for row in rows])
+  rows = [np.asarray(row) for row in rows]
+  return images, np.concatenate(rows) if rows else None
 
 
 def _labels(text: str, class_names: Sequence[str]) -> tuple[int | None, ...]:
-  """Labels of "3,none,cat", where names of classes may have commas too.
+  """Labels of "3,none,cat"; a class whose name has a comma has a number.
 
   Raises:
     ValueError: a name is none of the model's.
   """
-  named = {_split(name): label for label, name in enumerate(class_names)}
-  named["none",] = None
-  longest = max(map(len, named))
-  labels, parts = [], _split(text) if text else ()
-  while parts:
-    sizes = range(min(longest, len(parts)), 0, -1)
-    size = next((n for n in sizes if parts[:n] in named), 1)
-    name, parts = parts[:size], parts[size:]
-    if size == 1 and re.fullmatch("-?[0-9]{1,18}", name[0]):
-      labels.append(int(name[0]))
+  named = {name: label for label, name in enumerate(class_names)}
+  named["none"] = None
+  labels = []
+  for name in map(str.strip, text.split(",") if text else ()):
+    if re.fullmatch("-?[0-9]{1,18}", name):
+      labels.append(int(name))
     elif name in named:
       labels.append(named[name])
     else:
       known = ", ".join(class_names[:10]) + ", ..." * (len(class_names) > 10)
       raise ValueError(
-        f"--labels: {name[0]!r} must be a number, none, or one of the model's "
+        f"--labels: {name!r} must be a number, none, or one of the model's "
         f"{len(class_names)} class names ({known})"
       )
   return tuple(labels)
-
-
-def _split(text: str) -> tuple[str, ...]:
-  return tuple(part.strip() for part in text.split(","))
 
 
 def _settings(

@@ -6,22 +6,23 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from moh_jax.cli.options import Distributed, Output, Place, Workdir
-from moh_jax.config import Config
+from moh_jax.cli import command
+from moh_jax.config import Config, imported
+from moh_jax.config.registry import get_source
 
 if TYPE_CHECKING:
   from moh_jax.models.generation import Decode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(Workdir, Distributed, Output):
+class Options(command.Workdir, command.Distributed, command.Output):
   """Train a model; run again, it resumes.
 
   Attributes:
     vae: autoencoder weights that show samples of latent diffusion.
   """
 
-  vae: Place | None = None
+  vae: command.Place | None = None
 
 
 def run(options: Options) -> int:
@@ -73,11 +74,12 @@ def read_decoder(vae: str | None, config: Config) -> Decode | None:
     config: of the run.
   """
   from moh_jax.convert.vae import load_autoencoder
-  from moh_jax.data.infer import tell
   from moh_jax.runtime import sharding
 
   if not vae:
     return None
-  encoder = tell(config, ["encoder_sha256"]).get("encoder_sha256", "")
+  source = imported(get_source(config.data).source)
+  told = source.tell(config, ["encoder_sha256"])
   mesh = sharding.make_mesh(config.mesh)
+  encoder = told.get("encoder_sha256", "")
   return load_autoencoder(vae, config, mesh, encoder=encoder).decoder()

@@ -399,16 +399,12 @@ _OF_PIXELS = (
 
 
 def _check_space(run: Config) -> None:
-  data = run.data
-  space, holds = run.diffusion.space, get_source(data).holds
-  is_latent = space == "latent"
-  if ("latents" if is_latent else "images") not in holds:
-    need = (
-      "latents, as `prepare encode-latents` writes them,"
-      if is_latent
-      else "images"
-    )
-    data.fail("source", f"must hold {need} for diffusion.space={space!r}")
+  data, space = run.data, run.diffusion.space
+  holds, is_latent = get_source(data).holds, space == "latent"
+  made = ", as `prepare encode-latents` writes them," if is_latent else ""
+  kind = "latents" if is_latent else "images"
+  if kind not in holds:
+    data.fail("source", f"must hold {kind}{made} for diffusion.space={space!r}")
   if "images" not in holds:
     for name in _OF_PIXELS:
       if getattr(data, name) != (neutral := getattr(type(data), name)):

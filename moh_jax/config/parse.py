@@ -14,7 +14,7 @@ from typing import Any
 
 from moh_jax.config.base import MOVED, GivenText, make_section
 from moh_jax.config.registry import FAMILIES, ROUTERS
-from moh_jax.config.run import Config, check_known, section_types
+from moh_jax.config.run import Config, section_types
 
 
 def to_config_dict(config: Config) -> Any:
@@ -38,8 +38,7 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   if not isinstance(cfg["model"], Mapping):
     raise ValueError(f"config section model={cfg['model']!r} must have fields")
   family = cfg["model"].get("family")
-  check_known(cfg, family)
-  known = section_types(family)
+  known = section_types(family, cfg)
   return Config(
     **{name: make_section(name, known[name], cfg[name]) for name in cfg}
   )
@@ -215,11 +214,8 @@ def run_file(spec: str) -> dict[str, Any]:
     parameters = [*inspect.signature(get_config).parameters.values()]
     if argument and not parameters:
       raise ValueError(f"{path}: takes no argument, {argument!r} was given")
-    if (
-      not argument
-      and parameters
-      and parameters[0].default is inspect.Parameter.empty
-    ):
+    has_default = all(x.default is not x.empty for x in parameters[:1])
+    if not argument and not has_default:
       raise ValueError(f"{path}: needs an argument, {path}:ARG")
     known = content.get("ARGUMENTS")
     if argument and known and argument.partition(":")[0] not in known:
@@ -257,14 +253,9 @@ def _is_of(name: str, folder: str, known: Set[str]) -> bool:
 
 def _said(error: BaseException, path: pathlib.Path) -> str:
   """Where in a config file an error arose, and what it says."""
-  text, lines = (
-    str(error),
-    [
-      frame.lineno
-      for frame in traceback.extract_tb(error.__traceback__)
-      if frame.filename == str(path)
-    ],
-  )
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+  text = str(error)
   if isinstance(error, SyntaxError):
     text, found = error.msg, error.filename == str(path)
     lines = [error.lineno] if found else lines

@@ -1,7 +1,7 @@
 """The config of a whole run, and the sections that all families share."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from moh_jax.config import base
@@ -296,10 +296,25 @@ class LogConfig(base.Section):
     return int(first), int(end)
 
 
-def section_types(family: str) -> dict[str, type]:
-  """The dataclass of every section of a family's configs, by name."""
+def section_types(family: str, names: Iterable[str] = ()) -> dict[str, type]:
+  """The dataclass of every section of a family's configs, by name.
+
+  Args:
+    family: its name.
+    names: sections that must be among them.
+
+  Raises:
+    ValueError: the family is none, or has not such a section; the message names
+      the first of them, and those there are.
+  """
   model = imported(get_family(family).model)
-  return {"model": model, "data": model.DATA, **_SHARED, **model.SECTIONS}
+  known = {"model": model, "data": model.DATA, **_SHARED, **model.SECTIONS}
+  if unknown := sorted(set(names) - set(known)):
+    raise ValueError(
+      f"unknown config section {unknown[0]!r} for model.family={family!r}; "
+      f"known: {list(known)}"
+    )
+  return known
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -347,9 +362,8 @@ class Config:
       ValueError: a section that the family does not have or of a wrong type,
         or sections that do not fit together.
     """
-    types = section_types(model.family)
     given = {"model": model, **(sections or {}), **others}
-    check_known(given, model.family)
+    types = section_types(model.family, given)
     for name, section in given.items():
       if not isinstance(section, types[name]):
         raise ValueError(
@@ -397,20 +411,6 @@ class Config:
     """Every section of the run, by its name."""
     shared = {name: getattr(self, name) for name in ("model", "data", *_SHARED)}
     return {**shared, **self.sections}
-
-
-def check_known(names: Mapping[str, Any], family: str) -> None:
-  """Refuses sections that a family does not have.
-
-  Raises:
-    ValueError: names the first of them, and those there are.
-  """
-  known = section_types(family)
-  if unknown := sorted(set(names) - set(known)):
-    raise ValueError(
-      f"unknown config section {unknown[0]!r} for model.family={family!r}; "
-      f"known: {list(known)}"
-    )
 
 
 # The sections that are the same in all families: the fields of `Config` that

@@ -25,7 +25,7 @@ from moh_jax.config import (
 from moh_jax.convert import rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
-from moh_jax.data import tokenizer_files, tokenizers
+from moh_jax.data import tokenizers
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
@@ -161,14 +161,13 @@ def export(
     )
     leaves = traverse_util.flatten_dict(params)
     shapes = rules.expected_tensors(table, abstract)
-    return [  # in an order that reads each of our leaves once
+    return [
       Planned(
-        names,
-        tuple(shapes[name].shape for name in names),
-        functools.partial(_make, rule, [leaves[p] for p in rule.ours], layer),
+        rule.theirs,
+        tuple(shapes[name].shape for name in rule.theirs),
+        functools.partial(_make, rule, [leaves[path] for path in rule.ours]),
       )
       for rule in table
-      for layer, names in enumerate(rule.layers)
     ]
 
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
@@ -286,19 +285,15 @@ def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
   return {name: t for name, t in tensors.items() if not is_ignored(model, name)}
 
 
-def _make(
-  rule: rules.Rule, ours: Sequence[stream.StoredLeaf], layer: int
-) -> list:
-  if rule.layer is None:
-    return rule.dump([leaf.read() for leaf in ours])
-  return rule.layer.dump([leaf.layer(layer) for leaf in ours])
+def _make(rule: rules.Rule, ours: Sequence[stream.StoredLeaf]) -> list[Any]:
+  return rule.dump([leaf.read(rule.layer) for leaf in ours])
 
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  sha256 = tokenizer_files.copy_tokenizer_files(source, target)
+  sha256 = tokenizers.copy_tokenizer_files(source, target)
   if not sha256:
-    names = " or ".join(tokenizer_files.TOKENIZER_FILES)
+    names = " or ".join(tokenizers.TOKENIZER_FILES)
     _LOG.warning("%s has no %s: no tokenizer is copied", source, names)
   return sha256
 

@@ -142,13 +142,13 @@ def _diffusers_rules(config: DiTConfig) -> list[Rule]:
     ValueError: diffusers has no such model.
   """
   theirs = _model(_public(config))
-  for name in _SHAPE:
-    get = operator.attrgetter(name)
-    if (found := get(config)) != (allowed := get(theirs)):
-      raise ValueError(
-        f"diffusers: model.{name}={found!r} must be {allowed!r}; `export` "
-        "without --to writes the names of the (MoH-)DiT release"
-      )
+  shape = operator.attrgetter(*_SHAPE)(theirs)
+  allowed = {name: (value,) for name, value in zip(_SHAPE, shape)}
+  if wrong := rules.differences(config, allowed):
+    raise ValueError(
+      f"diffusers: {wrong[0]}; `export` without --to writes the names of the "
+      "(MoH-)DiT release"
+    )
   if not config.label_dropout:  # its table of labels has a row for none
     raise ValueError("diffusers: model.label_dropout=0 must be above 0")
   embedders = [

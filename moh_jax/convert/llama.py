@@ -24,7 +24,7 @@ from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import llama_config, rules
 from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
-from moh_jax.data import tokenizer_files
+from moh_jax.data import tokenizers
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.json_files import read_json
 
@@ -135,28 +135,25 @@ def folder_files(exported: Exported) -> dict[str, str]:
   """
   config, folder = exported.config, exported.folder
   tokenizer = exported.tokenizer
-  ids: dict[str, Any] = {}
-  if tokenizer is not None:
-    first, *others = tokenizer.stop_ids or (None,)
-    ids["bos_token_id"] = tokenizer.bos_id
-    ids["eos_token_id"] = [first, *others] if others else first
   released = exported.form == "released"
   to_stored = llama_config.to_released if released else llama_config.to_hf
-  stored = to_stored(
-    config.model,
-    dtype=exported.dtype,
-    balance_weight=config.train.balance_weight,
-    bos_id=ids.get("bos_token_id"),
-    eos_id=ids.get("eos_token_id"),
-  )
+  stored, balance_weight = to_stored(config.model), llama_config.BALANCE_WEIGHT
+  if balance_weight in stored:
+    stored[balance_weight] = config.train.balance_weight
+  ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+  if tokenizer is not None:
+    stops = list(tokenizer.stop_ids)
+    ids["bos_token_id"] = tokenizer.bos_id
+    ids["eos_token_id"] = stops if len(stops) > 1 else next(iter(stops), None)
+  stored |= {**ids, "torch_dtype": exported.dtype}
   files = {CONFIG_FILE: _json(stored)}
   has_code = "auto_map" in stored
   if has_code:
     files |= {path.name: path.read_text() for path in _CODE.glob("*.py")}
   generation = {name: value for name, value in ids.items() if value is not None}
-  if generation and not (folder / tokenizer_files.GENERATION_CONFIG).exists():
-    files[tokenizer_files.GENERATION_CONFIG] = _json(generation)
-  if tokenizer and not (folder / tokenizer_files.TOKENIZER_CONFIG).exists():
+  if generation and not (folder / tokenizers.GENERATION_CONFIG).exists():
+    files[tokenizers.GENERATION_CONFIG] = _json(generation)
+  if tokenizer and not (folder / tokenizers.TOKENIZER_CONFIG).exists():
     files |= _tokenizer_files(folder, tokenizer)
   return {**files, "README.md": _model_card(exported, has_code=has_code)}
 
@@ -200,7 +197,7 @@ def _tokenizer_files(
     "clean_up_tokenization_spaces": False,
     **tokens,
   }
-  return {tokenizer_files.TOKENIZER_CONFIG: _json(config), **files}
+  return {tokenizers.TOKENIZER_CONFIG: _json(config), **files}
 
 
 def read_scores(path: str, step: int) -> dict[str, float]:

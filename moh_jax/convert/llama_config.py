@@ -38,6 +38,7 @@ from moh_jax.config import (
 )
 from moh_jax.config.base import MOST_LAYERS
 from moh_jax.config.llm import ROPE_SCALINGS
+from moh_jax.convert import rules
 from moh_jax.runtime.json_files import Size, check_json, read_json
 
 _LOG = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ _OUR_KEYS = {
   "out_bias": "out_bias",
   "qk_norm": "qk_norm",
 }
+BALANCE_WEIGHT = "router_aux_loss_coef"  # key, of our architecture too
 _AUTO_MAP = {
   "AutoConfig": "configuration_moh.MoHLlamaConfig",
   "AutoModel": "modeling_moh.MoHModel",
@@ -312,7 +314,7 @@ def _check_keys(stored: Mapping[str, Any], architecture: str) -> None:
   """Raises ValueError for a key that may change what the model computes."""
   known = _READ | _WITHOUT_EFFECT
   if architecture == OUR_ARCHITECTURE:  # two concern its loss and outputs
-    known |= _OUR_KEYS.keys() | {"router_aux_loss_coef", "output_router_logits"}
+    known |= _OUR_KEYS.keys() | {BALANCE_WEIGHT, "output_router_logits"}
   for name, value in stored.items():
     if name not in known and (value or name not in _OFF):
       raise ValueError(
@@ -420,22 +422,8 @@ def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
   return ours
 
 
-def to_hf(
-  model: LLMConfig,
-  *,
-  dtype: str = "float32",
-  bos_id: int | None = None,
-  eos_id: int | list[int] | None = None,
-  balance_weight: float = 0.01,
-) -> dict[str, Any]:
+def to_hf(model: LLMConfig) -> dict[str, Any]:
   """Converts a model section to a config.json; `from_hf` is the inverse.
-
-  Args:
-    model: the model section.
-    dtype: dtype of the stored weights.
-    bos_id: id of the begin of text, if known.
-    eos_id: id of the end of text, or all at which a text stops, if known.
-    balance_weight: weight of the balance loss in the loss of our architecture.
 
   Returns:
     The config.json of transformers' LLaMA, Qwen2 or Qwen3 if one of them
@@ -450,7 +438,7 @@ def to_hf(
   if model.router.kind == "none":
     free |= {"router", "shared_heads", "top_k", "head_order"}
   for architecture in ("LlamaForCausalLM", *_QWEN, OUR_ARCHITECTURE):
-    stored = _to_hf(model, architecture, balance_weight)
+    stored = _to_hf(model, architecture)
     plain = dataclasses.asdict(from_hf(stored))
     ours = dataclasses.asdict(model)
     ours = {name: value for name, value in ours.items() if value != plain[name]}
@@ -459,49 +447,40 @@ def to_hf(
   if lost:
     fields = ", ".join(f"model.{n}={getattr(model, n)!r}" for n in sorted(lost))
     raise ValueError(f"{fields}: transformers has no code for such a model")
-  stored |= {"moh_jax": ours} if ours else {}
-  ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-  return {**stored, **ids, "torch_dtype": dtype}
+  return {**stored, "moh_jax": ours} if ours else stored
 
 
-def to_released(model: LLMConfig, **options: Any) -> dict[str, Any]:
+def to_released(model: LLMConfig) -> dict[str, Any]:
   """Makes the config.json with which the MoH-LLaMA3 release runs a model.
 
   It is that of the plain LLaMA of the same weights: the release's modeling file
   computes the routing from the number of heads.
 
-  Args:
-    model: the model section.
-    **options: of `to_hf`.
-
   Raises:
     ValueError: the model differs from the release's form; all differences are
       named.
   """
-  heads = model.num_heads[0]
+  heads, scaling = model.num_heads[0], model.rope.scaling
   plain = without_router(
     model, shared_heads=model.num_heads, top_k=(0,) * model.depth, head_order=()
   )
   want = moh_llama3(plain)
-  natural = (tuple(range(heads)),) * model.depth
-  stored = to_hf(plain, **options)
+  stored = to_hf(plain)
   (architecture,) = stored["architectures"]
-  scaling = model.rope.scaling
-  wrong = [
-    f"model.{name}={found!r} must be {' or '.join(map(repr, allowed))}"
-    for name, found, *allowed in (
-      ("router.kind", model.router.kind, want.router.kind),
-      ("router.top_p", model.router.top_p, 0.0),
-      ("num_heads", model.num_heads, (heads,) * model.depth),
-      ("shared_heads", model.shared_heads, want.shared_heads),
-      ("top_k", model.top_k, want.top_k),
-      ("head_order", model.head_order or natural, natural),
-      ("head_dim", model.head_dim, model.width / heads),
-      ("mlp_bias", model.mlp_bias, False),
-      ("rope.scaling", scaling, "none", "linear", "dynamic"),  # of its version
-    )
-    if found not in allowed
-  ]
+  wrong = rules.differences(
+    model,
+    {
+      "router.kind": (want.router.kind,),
+      "router.top_p": (0.0,),
+      "num_heads": ((heads,) * model.depth,),
+      "shared_heads": (want.shared_heads,),
+      "top_k": (want.top_k,),
+      "head_order": ((tuple(range(heads)),) * model.depth, ()),
+      "head_dim": (model.width / heads,),
+      "mlp_bias": (False,),
+      "rope.scaling": ("none", "linear", "dynamic"),  # of its version
+    },
+  )
   if heads % 2:  # its masks assume as many shared heads as others
     wrong.append(f"model.num_heads={model.num_heads} must be even")
   if architecture != "LlamaForCausalLM":
@@ -518,9 +497,7 @@ def to_released(model: LLMConfig, **options: Any) -> dict[str, Any]:
   return stored
 
 
-def _to_hf(
-  model: LLMConfig, architecture: str, balance_weight: float
-) -> dict[str, Any]:
+def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
   """Makes the config.json of an architecture, without our key `moh_jax`."""
   length, rope = model.max_length, model.rope
   if rope.scaling == "linear":
@@ -556,6 +533,6 @@ def _to_hf(
     if len(set(model.num_heads)) == 1:
       stored["heads_per_layer"] = None
     stored["head_order"] = model.head_order or None
-    stored["router_aux_loss_coef"] = balance_weight
+    stored[BALANCE_WEIGHT] = 0.01
     stored["auto_map"] = dict(_AUTO_MAP)
   return stored

@@ -3,13 +3,15 @@
 A table is a list of rules. A rule maps a list of public tensors ("theirs") to a
 list of our parameters ("ours") and back, by views, transposes, splits and joins
 only. So the same rules convert weights, gradients and, under `jax.eval_shape`,
-shapes; and applied to arrays that are mapped from a file, they read nothing.
+shapes; of arrays that are mapped from a file, joins alone read anything.
 
 A family's `Converter` holds its table and whatever else its public form needs.
 """
 
 import dataclasses
+import operator
 import pathlib
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,8 +51,8 @@ class Rule:
     ours: paths in our parameter tree.
     load: maps their arrays, in the order of `theirs`, to ours.
     dump: inverse of `load`.
-    layer: for parameters of scanned layers, which have a leading layer axis,
-      the rule of one layer (its names and paths are unused); else None.
+    layer: index along the leading layer axis of the parameters of scanned
+      layers, of which this is the rule of one layer; ... of others.
     check: looks at the values of `theirs` before anything is converted, and
       raises ValueError; None where any will do.
   """
@@ -59,15 +61,8 @@ class Rule:
   ours: tuple[Path, ...]
   load: Callable[[Arrays], Arrays]
   dump: Callable[[Arrays], Arrays]
-  layer: "Rule | None" = None
+  layer: int | types.EllipsisType = ...
   check: Callable[[Arrays], None] | None = None
-
-  @property
-  def layers(self) -> tuple[tuple[str, ...], ...]:
-    """Names of public tensors layer by layer; of other rules all together."""
-    width = len((self.layer or self).theirs)
-    starts = range(0, len(self.theirs), width)
-    return tuple(self.theirs[start : start + width] for start in starts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,31 +138,6 @@ def converter_of(model: Any) -> Converter:
   return converter
 
 
-class _Joined:
-  """Lazy `np.stack`: arrays along a new axis, read only when indexed.
-
-  Attributes:
-    shape: shape of the stacked array.
-    dtype: its dtype.
-  """
-
-  def __init__(self, parts: list[np.ndarray], axis: int):
-    """Stacks arrays of equal shape and dtype along `axis`."""
-    self._parts, self._axis = parts, axis
-    shape = parts[0].shape
-    self.shape = (*shape[:axis], len(parts), *shape[axis:])
-    self.dtype = parts[0].dtype
-
-  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-    index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
-    rest = (*index[: self._axis], *index[self._axis + 1 :])
-    kept = self._parts[index[self._axis]]
-    return np.stack([part[rest] for part in kept], self._axis)
-
-  def __array__(self, dtype: Any = None, copy: bool | None = None):
-    return np.stack(self._parts, self._axis).astype(dtype or self.dtype)
-
-
 # Tables.
 
 SAME: Maps = (lambda x: x, lambda x: x)
@@ -177,6 +147,21 @@ CONV_MAPS: Maps = (
   lambda w: w.transpose(2, 3, 1, 0),
   lambda w: w.transpose(3, 2, 0, 1),
 )
+
+
+def differences(model: Any, allowed: Mapping[str, tuple]) -> list[str]:
+  """What a public form cannot say of a model, each as "model.X=1 must be 2".
+
+  Args:
+    model: its section.
+    allowed: values by field, such as "router.kind".
+  """
+  found = {name: operator.attrgetter(name)(model) for name in allowed}
+  return [
+    f"model.{name}={found[name]!r} must be {' or '.join(map(repr, values))}"
+    for name, values in allowed.items()
+    if found[name] not in values
+  ]
 
 
 def reshaped(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Maps:
@@ -261,21 +246,29 @@ def projection_rules(
 
 
 def split_projection_rules(
-  theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
+  theirs: Sequence[str], ours: str, heads: int, *, dim: int, bias: bool
 ) -> list[Rule]:
   """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
-  parts = [
-    linear(
-      name,
-      ours,
-      bias=bias,
-      kernel_maps=reshaped_kernel((-1, heads, dim), (-1, heads * dim)),
-      bias_maps=reshaped((heads, dim), (-1,)),
-    )
-    for name in theirs
-  ]
-  axes = (1, 0)  # of the parts in the kernel, and in the bias if there is one
-  return [_joined(same, axis) for same, axis in zip(zip(*parts), axes)]
+  maps = reshaped_kernel((-1, heads, dim), (-1, heads * dim))
+  table = [_joined(theirs, "weight", f"{ours}/kernel", 1, maps)]
+  if bias:
+    maps = reshaped((heads, dim), (-1,))
+    table.append(_joined(theirs, "bias", f"{ours}/bias", 0, maps))
+  return table
+
+
+def _joined(
+  modules: Sequence[str], tensor: str, ours: str, axis: int, maps: Maps
+) -> Rule:
+  """Rule of one parameter that is a stack of public tensors along `axis`."""
+  load, dump = maps
+  before = (slice(None),) * axis
+  return Rule(
+    tuple(f"{module}.{tensor}" for module in modules),
+    (tuple(ours.split("/")),),
+    lambda xs: [np.stack([load(x) for x in xs], axis)],
+    lambda xs: [dump(xs[0][(*before, i)]) for i in range(len(modules))],
+  )
 
 
 def patch_rules(theirs: str, patch: int, channels: int) -> list[Rule]:
@@ -324,22 +317,6 @@ def router_rules(
   ]
 
 
-def _joined(parts: Sequence[Rule], axis: int) -> Rule:
-  """Rule of one parameter that is a stack of public tensors along `axis`."""
-
-  def load(arrays: Arrays) -> Arrays:
-    loaded = [part.load([array])[0] for part, array in zip(parts, arrays)]
-    return [_Joined(loaded, axis)]
-
-  def dump(arrays: Arrays) -> Arrays:
-    before = (slice(None),) * axis
-    pieces = [[arrays[0][(*before, i)]] for i in range(len(parts))]
-    return [part.dump(piece)[0] for part, piece in zip(parts, pieces)]
-
-  theirs = tuple(name for part in parts for name in part.theirs)
-  return Rule(theirs, parts[0].ours, load, dump)
-
-
 def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
   """Moves rules into a module: prefixes their names and our paths."""
   return [
@@ -357,30 +334,20 @@ def stacked(
 ) -> list[Rule]:
   """Rules of scanned layers, whose parameters have a leading layer axis.
 
+  Rules of one parameter follow each other, so that it is read once.
+
   Args:
     block: rules of one layer.
     theirs: what precedes a layer's names, with {layer} for its number.
     ours: path of the stack.
     layers: numbers of the layers.
   """
-  prefixes = [theirs.format(layer=layer) for layer in layers]
-  return [_stacked(rule, prefixes) for rule in prefixed(block, "", ours)]
-
-
-def _stacked(rule: Rule, prefixes: Sequence[str]) -> Rule:
-  width, depth = len(rule.theirs), len(prefixes)
-
-  def load(arrays: Arrays) -> Arrays:
-    layers = [
-      rule.load(arrays[i * width : (i + 1) * width]) for i in range(depth)
-    ]
-    return [np.stack(parts) for parts in zip(*layers)]
-
-  def dump(arrays: Arrays) -> Arrays:
-    return [x for i in range(depth) for x in rule.dump([a[i] for a in arrays])]
-
-  theirs = tuple(f"{layer}{name}" for layer in prefixes for name in rule.theirs)
-  return Rule(theirs, rule.ours, load, dump, rule)
+  return [
+    dataclasses.replace(moved, layer=index)
+    for rule in block
+    for index, layer in enumerate(layers)
+    for moved in prefixed([rule], theirs.format(layer=layer), ours)
+  ]
 
 
 def stack_rules(
@@ -428,14 +395,13 @@ def load_params(
       the message lists them.
   """
   check_tensors(rules, tensors, abstract, source=source)
-  params: dict[Path, np.ndarray] = {}
+  leaves = traverse_util.flatten_dict(abstract)
+  params = {path: np.empty(x.shape, x.dtype) for path, x in leaves.items()}
   for rule in rules:
     loaded = rule.load([np.asarray(tensors[name]) for name in rule.theirs])
-    params.update(zip(rule.ours, loaded))
-  leaves = traverse_util.flatten_dict(abstract)
-  return traverse_util.unflatten_dict(
-    {path: np.array(params[path], leaf.dtype) for path, leaf in leaves.items()}
-  )
+    for path, part in zip(rule.ours, loaded):
+      params[path][rule.layer] = part
+  return traverse_util.unflatten_dict(params)
 
 
 def dump_params(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
@@ -445,22 +411,14 @@ def dump_params(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
     ValueError: no rule mentions some parameter.
   """
   flat = traverse_util.flatten_dict(params)
-  check_covered(rules, flat)
+  used = {path for rule in rules for path in rule.ours}
+  if left := ["/".join(path) for path in flat if path not in used]:
+    raise ValueError(f"parameters without a conversion rule: {_listed(left)}")
   out = {}
   for rule in rules:
-    out.update(zip(rule.theirs, rule.dump([flat[path] for path in rule.ours])))
+    ours = [flat[path][rule.layer] for path in rule.ours]
+    out.update(zip(rule.theirs, rule.dump(ours)))
   return out
-
-
-def check_covered(rules: Iterable[Rule], paths: Iterable[Path]) -> None:
-  """Checks that rules mention all our parameters.
-
-  Raises:
-    ValueError: they do not; the message lists the others.
-  """
-  used = {path for rule in rules for path in rule.ours}
-  if left := ["/".join(path) for path in paths if path not in used]:
-    raise ValueError(f"parameters without a conversion rule: {_listed(left)}")
 
 
 def expected_tensors(

@@ -15,8 +15,9 @@ Peak memory of a conversion:
     0.45 GB (Python, JAX, a few blocks of 32 MiB)  +  mapped source tensors
 
 The second term is one tensor of the source in its own dtype, or the two or
-three tensors that form one of our projections; the largest is the embedding.
-They are pages of the page cache, which the kernel can take back. Measured for
+three tensors that form one of our projections, and their copy; the largest is
+the embedding. But for the copy they are pages of the page cache, which the
+kernel can take back. Measured for
 1.2e9 parameters in bfloat16, largest tensor 250 MiB, largest leaf 1 GiB in
 float32: 676 MiB.
 
@@ -28,6 +29,7 @@ tests what they and the handler do.
 import dataclasses
 import itertools
 import math
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,15 +56,14 @@ class SourceLeaf(_Leaf):
   """A parameter of ours that is made of public tensors when it is read.
 
   Attributes:
-    rule: conversion rule that makes it.
-    place: index of the parameter among those of the rule.
+    rules: conversion rules that make it, one or one a layer, each with the
+      index of the parameter among those of the rule.
     tensors: public tensors by name; `np.asarray` maps one into memory.
     shape: shape of the parameter.
     dtype: dtype of the parameter.
   """
 
-  rule: Rule
-  place: int
+  rules: list[tuple[Rule, int]]
   tensors: Mapping[str, Any]
   shape: tuple[int, ...]
   dtype: np.dtype
@@ -70,16 +71,16 @@ class SourceLeaf(_Leaf):
   @property
   def block_shape(self) -> tuple[int, ...]:
     """Shape of the blocks that are written; at the edges they are smaller."""
-    shape = (1, *self.shape[1:]) if self.rule.layer else self.shape
+    is_stack = self.rules[0][0].layer is not ...
+    shape = (1, *self.shape[1:]) if is_stack else self.shape
     return block_shape(shape, self.dtype.itemsize)
 
   def blocks(self) -> Iterator[tuple[_Index, np.ndarray]]:
     """Yields every block with its index in the parameter."""
-    rule = self.rule.layer or self.rule
-    for layer, names in enumerate(self.rule.layers):  # one, or one a layer
-      arrays = [np.asarray(self.tensors[name]) for name in names]
-      part = rule.load(arrays)[self.place]
-      stack = (slice(layer, layer + 1),) if self.rule.layer else ()
+    for rule, place in self.rules:
+      arrays = [np.asarray(self.tensors[name]) for name in rule.theirs]
+      part, layer = rule.load(arrays)[place], rule.layer
+      stack = () if layer is ... else (slice(layer, layer + 1),)
       for index in _tiles(part.shape, self.block_shape[len(stack) :]):
         block = np.array(part[index], self.dtype, order="C")
         yield (*stack, *index), block[None] if stack else block
@@ -102,26 +103,24 @@ class StoredLeaf(_Leaf):
     self._group = max(1, chunk[0]) if chunk else 1
     self._kept: tuple[int, Any] = (-1, None)
 
-  def layer(self, index: int) -> np.ndarray:
-    """Reads one of stacked layers.
+  def read(self, layer: int | types.EllipsisType = ...) -> np.ndarray:
+    """Reads the parameter, or one of stacked layers.
 
     Storage chunks cannot be read in part. In checkpoints of `convert` a layer
     has chunks of its own. In those of training runs one chunk may hold many
     layers; then all of them are read once and kept, until the last is read.
     """
-    first = index - index % self._group
+    if layer is ...:
+      return self._store.read().result()
+    first = layer - layer % self._group
     if self._kept[0] != first:
       self._kept = (-1, None)  # freed before the next is read
       group = self._store[first : first + self._group].read().result()
       self._kept = (first, group)
-    layer = self._kept[1][index - first]
-    if index == self.shape[0] - 1:
+    part = self._kept[1][layer - first]
+    if layer == self.shape[0] - 1:
       self._kept = (-1, None)
-    return layer
-
-  def read(self) -> np.ndarray:
-    """Reads the whole parameter."""
-    return self._store.read().result()
+    return part
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
@@ -227,14 +226,14 @@ def source_params(
       the message lists them.
   """
   rules.check_tensors(table, tensors, abstract, source=source)
-  leaves = traverse_util.flatten_dict(abstract)
-  out = {}
+  leaves = {
+    path: SourceLeaf([], tensors, tuple(leaf.shape), np.dtype(leaf.dtype))
+    for path, leaf in traverse_util.flatten_dict(abstract).items()
+  }
   for rule in table:
     for place, path in enumerate(rule.ours):
-      leaf = leaves[path]
-      shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-      out[path] = SourceLeaf(rule, place, tensors, shape, dtype)
-  return traverse_util.unflatten_dict(out)
+      leaves[path].rules.append((rule, place))
+  return traverse_util.unflatten_dict(leaves)
 
 
 def save_params(

@@ -251,49 +251,40 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
 
 
 class _Inert:
-  """Stands for any object of a pickle that is no tensor: it does nothing."""
+  """Stands for any object of a pickle that is no tensor: it does nothing.
 
-  def __new__(cls, *args: Any, **kwargs: Any) -> "_Inert":
+  Attributes:
+    made: class of what stands for it where items are put into it: of dicts,
+      such as yacs' CfgNode, or of lists, such as deque.
+  """
+
+  made: type | None = None
+
+  def __new__(cls, *args: Any, **kwargs: Any) -> Any:
     del args, kwargs
-    return object.__new__(cls)
+    return cls.made() if cls.made else object.__new__(cls)
 
   def __setstate__(self, state: Any) -> None:
     del state
 
 
-class _InertDict(_Inert):
-  """Stands for a class of dicts, such as yacs' CfgNode."""
-
-  def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-    return collections.OrderedDict()
-
-
-class _InertList(_Inert):
-  """Stands for a class of lists, such as deque."""
-
-  def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-    return []
-
-
 def _load_tree(torch: Any, path: pathlib.Path) -> object:
   """Reads the pickle of a zip checkpoint; raises nearly anything."""
   names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-  classes = {name: type(name, (_Inert,), {}) for name in names}
+  classes = [type(name, (_Inert,), {}) for name in names]
   while True:
     try:
-      with torch.serialization.safe_globals(
-        [(c, n) for n, c in classes.items()]
-      ):
+      with torch.serialization.safe_globals([*zip(classes, names)]):
         return torch.load(path, "cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as err:
       # torch puts items into lists and dicts alone. Its message ends with the
       # class of anything else, which is then made one of them.
       why = str(err)
-      filled = [name for name, c in classes.items() if f"got {c}" in why]
+      filled = [found for found in classes if f"got {found}" in why]
       if not filled or len(classes) > _MAX_CLASSES:
         raise
       is_dict = "Can only SETITEM" in why
-      classes[filled[0]] = _InertDict if is_dict else _InertList
+      filled[0].made = collections.OrderedDict if is_dict else list
 
 
 def _open_torch(path: pathlib.Path, key: str | None) -> _Tensors:
@@ -356,20 +347,17 @@ def _select(
   nests = [name for name in _NESTS if isinstance(entries.get(name), dict)]
   name = key if key is not None else next(iter(nests), None)
   found = tree if name is None else entries.get(name)
+  items = found.items() if isinstance(found, dict) else ()
+  bad = [
+    n for n, x in items if not isinstance(n, str) or not isinstance(x, leaf)
+  ]
+  if items and not bad:
+    if key is None and len(nests) > 1:
+      _LOG.warning("%s: the weights of its entry %r are taken", path, name)
+    return found
   problem = "not a dict with entries"
-  if isinstance(found, dict) and found:
-    others = (
-      k
-      for k, v in found.items()
-      if not isinstance(k, str) or not isinstance(v, leaf)
-    )
-    for other in others:
-      problem = f"entry {other!r} is not a dense tensor under a text name"
-      break
-    else:
-      if key is None and len(nests) > 1:
-        _LOG.warning("%s: the weights of its entry %r are taken", path, name)
-      return found
+  if bad:
+    problem = f"entry {bad[0]!r} is not a dense tensor under a text name"
   where = "the top level" if name is None else name
   listed = ", ".join(repr(k) for k in list(entries)[:_MAX_LISTED])
   more = ", ..." if len(entries) > _MAX_LISTED else ""

@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import pathlib
-import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -52,6 +51,7 @@ class _Public(msgspec.Struct):
   latents_std: list[float] | None = None
 
 
+_ATTENTION = ".mid_block.attentions.0."
 # Names of the attention's layers in old files, and today.
 _RENAMED = {
   "query": "to_q",
@@ -59,11 +59,6 @@ _RENAMED = {
   "value": "to_v",
   "proj_attn": "to_out.0",
 }
-_ATTENTION = re.compile(
-  r"(.*\.mid_block\.attentions\.0\.)"
-  rf"({'|'.join((*_RENAMED, *map(re.escape, _RENAMED.values())))})"
-  r"\.(weight|bias)"
-)
 
 
 def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
@@ -169,11 +164,12 @@ def current_names(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """
   out = {}
   for name, tensor in tensors.items():
-    if match := _ATTENTION.fullmatch(name):
-      module, layer, leaf = match.groups()
-      renamed = f"{module}{_RENAMED.get(layer, layer)}.{leaf}"
+    module, found, rest = name.partition(_ATTENTION)
+    if found:
       if tensor.ndim == 4 and tensor.shape[2:] == (1, 1):
         tensor = tensor[:, :, 0, 0]
+      layer, _, leaf = rest.rpartition(".")
+      renamed = f"{module}{found}{_RENAMED.get(layer, layer)}.{leaf}"
       # A file with both names keeps the old one, which is then unexpected.
       name = name if renamed in tensors else renamed
     out[name] = tensor

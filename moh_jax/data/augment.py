@@ -97,16 +97,13 @@ class ThreeAugment(_ImageMap):
 
   def change(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Changes one image."""
-    picture = to_picture(image)
-    choice = rng.integers(3)
+    picture, choice = to_picture(image), rng.integers(3)
     if choice == 0:
-      picture = ImageOps.solarize(picture, 128)
-    elif choice == 1:
-      picture = ImageEnhance.Color(picture).enhance(0.0)
-    else:
-      blur = ImageFilter.GaussianBlur(rng.uniform(0.1, 2.0))
-      picture = picture.filter(blur)
-    return to_array(picture)
+      return to_array(ImageOps.solarize(picture, 128))
+    if choice == 1:
+      return to_array(ImageEnhance.Color(picture).enhance(0.0))
+    blur = ImageFilter.GaussianBlur(rng.uniform(0.1, 2.0))
+    return to_array(picture.filter(blur))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,10 +149,18 @@ class RandomErasing(_ImageMap):
     """Changes one image."""
     if rng.random() >= self.probability:
       return image
-    box = sample_box(image.shape[:2], rng)
-    if box is None:
+    rows, columns = image.shape[:2]
+    for _ in range(10):
+      area = rows * columns * rng.uniform(*_ERASED_AREA)
+      ratio = math.exp(rng.uniform(*map(math.log, _ERASED_ASPECT)))
+      sides = area * ratio, area / ratio
+      height, width = (round(math.sqrt(side)) for side in sides)
+      if height < rows and width < columns:
+        break
+    else:
       return image
-    top, left, height, width = box
+    top = int(rng.integers(rows - height + 1))
+    left = int(rng.integers(columns - width + 1))
     image = image.copy()
     erased = image[top : top + height, left : left + width]
     for channel, (mean, std) in enumerate(zip(self.mean, self.std)):
@@ -178,33 +183,6 @@ def _normal_pixels(mean: float, std: float) -> np.ndarray:
   below = [round(_DRAWS * pixels.cdf(value + 0.5)) for value in range(255)]
   counts = np.diff([0, *below, _DRAWS])
   return np.repeat(np.arange(256, dtype=np.uint8), counts)
-
-
-def sample_box(
-  shape: tuple[int, int], rng: np.random.Generator
-) -> tuple[int, int, int, int] | None:
-  """Samples the box that `RandomErasing` fills.
-
-  Args:
-    shape: rows and columns of the image.
-    rng: random numbers.
-
-  Returns:
-    Top row, left column, height and width; None if ten boxes did not fit.
-  """
-  rows, columns = shape
-  for _ in range(10):
-    area = rows * columns * rng.uniform(*_ERASED_AREA)
-    ratio = math.exp(rng.uniform(*map(math.log, _ERASED_ASPECT)))
-    height, width = (
-      round(math.sqrt(area * ratio)),
-      round(math.sqrt(area / ratio)),
-    )
-    if height < rows and width < columns:
-      top = int(rng.integers(rows - height + 1))
-      left = int(rng.integers(columns - width + 1))
-      return top, left, height, width
-  return None
 
 
 def augmentations(data: DataConfig) -> list:

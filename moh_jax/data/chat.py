@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from moh_jax.data.input_files import import_extra
-from moh_jax.data.tokenizer_files import (
+from moh_jax.data.tokenizers import (
   TEMPLATE,
   TEMPLATE_FOLDER,
   TEMPLATE_JSON,
   TOKENIZER_CONFIG,
+  Tokenizer,
   named_tokens,
   read_json,
 )
-from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.json_files import check_json, plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
@@ -119,10 +119,9 @@ def check_messages(messages: Any) -> None:
   Raises:
     ValueError: it is no list of objects with a "role" and a "content".
   """
-  if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-    raise ValueError(f"messages={messages!r} must be a list")
-  if not messages:
-    raise ValueError("messages must not be empty")
+  is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+  if not is_list or not messages:
+    raise ValueError(f"messages={messages!r} must be a list, and not empty")
   for index, message in enumerate(messages):
     check_json(message, _Message, f"message {index}")
 
@@ -140,9 +139,7 @@ def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
     if folder == TEMPLATE_FOLDER:
       own[name.removesuffix(".jinja")] = path
   if own:
-    return {
-      name: (_text(path, files[path]), path) for name, path in own.items()
-    }
+    return {name: (_text(p, files[p]), p) for name, p in own.items()}
   for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
     stored = read_json(files, file).get(_KEY)
     if stored is not None:

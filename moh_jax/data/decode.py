@@ -19,7 +19,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from etils import epath
@@ -280,24 +280,13 @@ def is_jpeg(content: bytes) -> bool:
   return content.startswith(_JPEG_START)
 
 
-class JpegHeader(NamedTuple):
-  """What a JPEG file says of itself that simplejpeg reads as it stands.
+def read_jpeg_header(content: bytes) -> tuple[int, int, str, int] | None:
+  """The header of a JPEG file, or None where Pillow has to read it.
 
-  Attributes:
-    rows: of the image.
-    columns: of the image.
-    colours: as simplejpeg names their space.
-    size_place: where `rows` stand in the file; 0 if pixels come in passes.
+  Returns:
+    Rows, columns, the space of the colours as simplejpeg names it, and where
+    the rows stand in the file: 0 if pixels come in passes.
   """
-
-  rows: int
-  columns: int
-  colours: str
-  size_place: int
-
-
-def read_jpeg_header(content: bytes) -> JpegHeader | None:
-  """The header of a JPEG file, or None where Pillow has to read it."""
   if _simplejpeg() is None or not is_jpeg(content):
     return None
   size, pixels = _places(content)
@@ -305,7 +294,7 @@ def read_jpeg_header(content: bytes) -> JpegHeader | None:
   if any(mark in notes for mark in _ORIENTATIONS):
     return None
   try:
-    return JpegHeader(*_simplejpeg().decode_jpeg_header(content)[:3], size)
+    return *_simplejpeg().decode_jpeg_header(content)[:3], size
   except ValueError:
     return None
 
@@ -325,11 +314,10 @@ def decode_jpeg(
     not installed, the file is damaged, may have to be turned, or has colours
     that are converted.
   """
-  header = read_jpeg_header(content)
-  space = _SPACES[channels].get(header.colours) if header else None
-  if not space or header.rows * header.columns > _MOST_PIXELS:
+  height, width, colours, place = read_jpeg_header(content) or (0, 0, "", 0)
+  space = _SPACES[channels].get(colours)
+  if not space or height * width > _MOST_PIXELS:
     return None
-  height, width, place = header.rows, header.columns, header.size_place
   decoded = min((rows or height) + _SPARE_ROWS * factor, height)
   shortened = None
   # Truncation of a file could go unnoticed.
@@ -393,16 +381,6 @@ class LaterImage:
   place: str
   shape: tuple[int, int, int]
 
-  @classmethod
-  def of(cls, content: bytes, channels: int, place: str) -> "LaterImage":
-    """Reads the header of a JPEG file.
-
-    Raises:
-      ValueError: it is damaged; the message names it.
-    """
-    size = read_jpeg_header(content) or describe_image(content, place)[0]
-    return cls(content, place, (*size[:2], channels))
-
   def region(
     self,
     size: tuple[int, int],
@@ -436,6 +414,20 @@ class LaterImage:
     what = self.content, self.shape[-1], self.place
     pixels = decode_image(*what, factor, rows, fast=fast)
     return pixels, tuple(edge / factor for edge in box)
+
+
+def decode_later(
+  content: bytes, channels: int, name: str
+) -> np.ndarray | LaterImage:
+  """As `decode_image`, but of a JPEG file only the header is read.
+
+  Raises:
+    ValueError: it is damaged; the message names it.
+  """
+  if not is_jpeg(content):
+    return decode_image(content, channels, name)
+  size = read_jpeg_header(content) or describe_image(content, name)[0]
+  return LaterImage(content, name, (*size[:2], channels))
 
 
 def resize(

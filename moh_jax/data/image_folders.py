@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +15,9 @@ from etils import epath
 from moh_jax.config import Config
 from moh_jax.config.registry import SPLITS, MissingSplitError
 from moh_jax.data.decode import (
-  LaterImage,
   decode_image,
+  decode_later,
   describe_image,
-  is_jpeg,
   read_bytes,
 )
 from moh_jax.data.identity import Identity, of_files
@@ -64,28 +63,40 @@ class Record(NamedTuple):
   content: bytes
 
 
+class Selection(NamedTuple):
+  """Which images of a path are taken, and what their labels are.
+
+  Attributes:
+    val_share: share that is held out where there is no val.
+    class_names: classes whose positions are the labels; () takes those of the
+      data: class folders in alphabetical order, or what tables name.
+    label_column: column of the labels of tables; "" finds it.
+  """
+
+  val_share: float = 0.0
+  class_names: tuple[str, ...] | ClassList = ()
+  label_column: str = ""
+
+
+ALL = Selection()
+
+
 class EncodedSource(ImageSource):
-  """Images that are files, which are decoded to grey or RGB by `channels`."""
+  """Images that are files, which are decoded to grey or RGB by `channels`.
+
+  Subclasses take path, split, channels and a `Selection`, of which shards need
+  nothing.
+  """
 
   @classmethod
   def open(
     cls, config: Config, split: str, class_names: tuple[str, ...] = ()
   ) -> "EncodedSource":
-    """Opens a split as the section `data` says.
-
-    The class takes path, split and channels, and the keywords below: the share
-    that is held out where there is no val, the classes whose positions are the
-    labels (() takes those of the data), and the column of labels of tables.
-    """
+    """Opens a split as the section `data` says."""
     data = config.data
-    return cls(
-      data.path,
-      split,
-      config.model.channels or 3,
-      val_share=data.val_share,
-      class_names=class_names or listed_classes(data.class_list),
-      label_column=data.label_column,
-    )
+    names = class_names or listed_classes(data.class_list)
+    selection = Selection(data.val_share, names, data.label_column)
+    return cls(data.path, split, config.model.channels or 3, selection)
 
   @abc.abstractmethod
   def read(self, index: int) -> Record:
@@ -114,51 +125,47 @@ class EncodedSource(ImageSource):
     told = {"num_classes": len(source.class_names)}
     if not {"channels", "image_size"} & set(names):
       return told
-    sides, colours, bad = [], False, ""
+    found, bad = [], ""
     for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
       try:
         record = source.read(i)
-        size, grey = describe_image(record.content, record.place)
+        found.append(describe_image(record.content, record.place))
       except (ValueError, FileNotFoundError) as error:
         bad = bad or str(error)
-        continue
-      sides.append(min(size))
-      colours |= not grey
-    if not sides:
+    if not found:
       raise ValueError(
         f"data.path={config.data.path!r}: none of the images that were looked "
         f"at can be read; the first: {bad}"
       )
-    side = statistics.median_low(sides) // _SIDE_STEP * _SIDE_STEP
+    sizes, greys = zip(*found)
+    side = statistics.median_low(map(min, sizes)) // _SIDE_STEP * _SIDE_STEP
     side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
-    return {**told, "channels": 3 if colours else 1, "image_size": (side, side)}
+    channels = 1 if all(greys) else 3
+    return {**told, "channels": channels, "image_size": (side, side)}
 
   def __getitem__(self, index: int) -> Example:
     """Returns a decoded example."""
-    record = self.read(index)
-    image = decode_image(record.content, self.channels, record.place)
-    return {"image": image, "label": np.int32(record.label)}
+    return self._decoded(index, decode_image)
 
   def later(self, index: int) -> Example:
     """As `source[index]`, but "image" of a JPEG file is a `LaterImage`."""
+    return self._decoded(index, decode_later)
+
+  def _decoded(self, index: int, decode: Callable[..., Any]) -> Example:
     record = self.read(index)
-    decode = LaterImage.of if is_jpeg(record.content) else decode_image
     image = decode(record.content, self.channels, record.place)
     return {"image": image, "label": np.int32(record.label)}
 
 
 class ImageFolderSource(EncodedSource):
-  """Source of the image files of a split, see `list_split`."""
+  """Source of the image files of a split.
+
+  A directory has train/ and val/, or the images of both, of which a share may
+  be held out as "val"; see `list_images` and `hold_out`.
+  """
 
   def __init__(
-    self,
-    path: str,
-    split: str,
-    channels: int,
-    *,
-    val_share: float = 0.0,
-    class_names: tuple[str, ...] | ClassList = (),
-    **_: Any,
+    self, path: str, split: str, channels: int, selection: Selection = ALL
   ):
     """Lists the files of a split.
 
@@ -166,23 +173,37 @@ class ImageFolderSource(EncodedSource):
       path: directory of the splits, local or a bucket.
       split: "train" or "val"; "" reads `path` itself.
       channels: 1 converts to grey, 3 to RGB.
-      val_share: share that is held out where there is no val/.
-      class_names: classes whose positions are the labels; () numbers the
-        class folders in alphabetical order.
+      selection: of the images.
 
     Raises:
+      MissingSplitError: there is no such split.
       FileNotFoundError: there is no such directory, or no image in it.
-      ValueError: a class folder holds no image or is none of `class_names`.
+      ValueError: a class folder holds no image or is none of `class_names`, or
+        a split would be left without images.
     """
-    self._held_out = ""
+    share, divided, self._held_out = selection.val_share, False, ""
+    self._root, self.channels = epath.Path(path), channels
     if split:
-      self._root, own, self._files = list_split(path, split, val_share)
-      if val_share and self._root.name != split:
-        self._held_out = f"{val_share:g}"
-    else:
-      self._root = epath.Path(path)
-      own, self._files = list_images(path)
-    self.class_names, self.channels = own, channels
+      if not self._root.is_dir():
+        raise FileNotFoundError(f"data.path={path!r}: no such directory")
+      found = find_splits(path)
+      divided = "train" in found and "val" not in found and share > 0
+      name = "train" if divided else split
+      if name not in found:
+        hint = ", or data.val_share above 0" if "train" in found else ""
+        raise MissingSplitError(
+          f"data.path={path!r} has no directory {split!r}; expected "
+          f"{path}/{split}/CLASS/*.jpg{hint}"
+        )
+      self._root = found[name]
+    own, self._files = list_images(self._root)
+    if divided:
+      names, labels = zip(*self._files)
+      chosen = hold_out(names, labels, split, share, own, self._root)
+      self._files = [self._files[i] for i in chosen]
+      self._held_out = f"{share:g}" if self._root.name != split else ""
+    self.class_names = own
+    class_names = selection.class_names
     if split == "val" and not class_names and all(map(str.isdecimal, own)):
       # Without names of the model, numbers are labels; in training folders are
       # in alphabetical order, which is another from the 11th class on.
@@ -245,71 +266,32 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
       f"{root}: {', '.join(classes)} are splits, no classes; they must be "
       "called train and val"
     )
-  names, others = [], []
-  for name in classes:
-    images, rest = _file_names(root / name)
-    names.append([f"{name}/{file}" for file in images])
-    others += [f"{name}/{file}" for file in rest]
-  beside, rest = _file_names(root)
-  if classes:
-    others += beside  # a list of classes, say, may stand there too
+  listed = {f"{name}/": _file_names(root / name) for name in classes}
+  images, others = _file_names(root)
+  if classes:  # a list of classes, say, may stand there too
+    others = [n + file for n, (_, rest) in listed.items() for file in rest]
+    others += images
   else:
-    classes, names, others = [FLAT_CLASS], [beside], rest
+    classes, listed = [FLAT_CLASS], {"": (images, others)}
   if others:
     _warn_of_others(str(root), len(others), others[0], _SUFFIXES)
-  if not any(names):
+  files = [
+    (name + file, label)
+    for label, (name, (found, _)) in enumerate(listed.items())
+    for file in found
+  ]
+  if not files:
     raise FileNotFoundError(
       f"{root} holds no image; expected {root}/CLASS/*, or images without "
       f"classes, with a suffix in {_SUFFIXES} (shards and tables: set "
       "data.source)"
     )
-  if empty := [name for name, found in zip(classes, names) if not found]:
+  if empty := [name[:-1] for name, (found, _) in listed.items() if not found]:
     raise ValueError(
       f"{root}: class folder {', '.join(map(repr, empty[:10]))} holds no image "
       f"with a suffix in {_SUFFIXES}; add some, or remove the folder"
     )
-  files = [(file, label) for label, found in enumerate(names) for file in found]
   return tuple(classes), files
-
-
-def list_split(
-  path: str | os.PathLike, split: str, val_share: float = 0.0
-) -> tuple[epath.Path, tuple[str, ...], Files]:
-  """Lists the images of one split of a directory.
-
-  Args:
-    path: directory with train/ and val/, or with the images of both, see
-      `list_images`.
-    split: "train" or "val".
-    val_share: share of the images that is held out as "val" where there is no
-      val/, see `hold_out`.
-
-  Returns:
-    The folder, the class names, and the files of the split.
-
-  Raises:
-    MissingSplitError: there is no such split.
-    FileNotFoundError: there is no image.
-    ValueError: a class folder holds no image, or a split would be left without.
-  """
-  root = epath.Path(path)
-  if not root.is_dir():
-    raise FileNotFoundError(f"data.path={str(path)!r}: no such directory")
-  found = find_splits(root)
-  divided = "train" in found and "val" not in found and val_share > 0
-  name = "train" if divided else split
-  if name not in found:
-    hint = ", or data.val_share above 0" if "train" in found else ""
-    raise MissingSplitError(
-      f"data.path={str(path)!r} has no directory {split!r}; expected "
-      f"{path}/{split}/CLASS/*.jpg{hint}"
-    )
-  class_names, files = list_images(found[name])
-  if divided:
-    names, labels = zip(*files)
-    chosen = hold_out(names, labels, split, val_share, class_names, found[name])
-    files = [files[i] for i in chosen]
-  return found[name], class_names, files
 
 
 def hold_out(
@@ -336,12 +318,13 @@ def hold_out(
   Raises:
     ValueError: training lacks a class, or nothing is held out.
   """
-  chosen = []
-  for i, name in enumerate(names):
+
+  def is_held_out(name: str) -> bool:
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    held_out = int.from_bytes(digest[:8], "big") < share * 2**64
-    if held_out == (split == "val"):
-      chosen.append(i)
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+  of_val = split == "val"
+  chosen = [i for i, name in enumerate(names) if is_held_out(name) == of_val]
   # A schema of a table may name classes that have no rows.
   absent = set(labels) - {labels[i] for i in chosen}
   what = f"{where}: data.val_share={share} holds out"

@@ -12,6 +12,7 @@ of them. Arrow files are mapped into memory.
 import bisect
 import collections
 import contextlib
+import functools
 import itertools
 import os
 import pathlib
@@ -26,10 +27,12 @@ import xxhash
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
+  ALL,
   FLAT_CLASS,
   SPLIT_WORDS,
   EncodedSource,
   Record,
+  Selection,
   has_class_images,
   hold_out,
 )
@@ -39,7 +42,8 @@ from moh_jax.data.input_files import (
   open_arrow,
   open_parquet,
 )
-from moh_jax.data.sources import ClassList, SharedReads, match_classes
+from moh_jax.data.sources import SharedReads, match_classes
+from moh_jax.data.text_files import damage
 from moh_jax.runtime.json_files import parse_json
 
 _MOST_CLASSES = 1 << 20
@@ -80,14 +84,7 @@ class ParquetSource(EncodedSource):
   """Source of the images in the tables of a split, see `find_tables`."""
 
   def __init__(
-    self,
-    path: str,
-    split: str,
-    channels: int,
-    *,
-    val_share: float = 0.0,
-    class_names: tuple[str, ...] | ClassList = (),
-    label_column: str = "",
+    self, path: str, split: str, channels: int, selection: Selection = ALL
   ):
     """Reads the heads of a split's files.
 
@@ -95,11 +92,8 @@ class ParquetSource(EncodedSource):
       path: local folder of the tables.
       split: "train" or "val".
       channels: 1 converts to grey, 3 to RGB.
-      val_share: share of the rows that is held out where no file is; a hash of
-        file and row decides.
-      class_names: classes whose positions are the labels; () takes those that
-        the files name, else the labels themselves.
-      label_column: column of the labels; "" finds it.
+      selection: of the images; of a share that is held out a hash of file and
+        row decides.
 
     Raises:
       MissingSplitError: there is no table of that split.
@@ -108,7 +102,7 @@ class ParquetSource(EncodedSource):
         without a class; pyarrow is missing.
     """
     found = find_tables(path)
-    divided = "val" not in found and val_share > 0
+    divided = "val" not in found and selection.val_share > 0
     self._names = found.get("train" if divided else split, [])
     if not self._names:
       raise MissingSplitError(
@@ -116,14 +110,16 @@ class ParquetSource(EncodedSource):
         f"expected such as {path}/{split}-0.parquet or {path}/{split}/0.parquet"
       )
     self._root, self.channels = pathlib.Path(path), channels
-    # (number of the file, of the row group in it), and the rows up to its end.
-    self._groups: list[tuple[int, int]] = []
+    # (file, number of the row group in it), and the rows up to its end.
+    self._groups: list[tuple[str, int]] = []
     group_rows: list[int] = []
     self._file_rows: list[int] = []
-    for number, name in enumerate(self._names):
-      schema, rows = _read_head(file := str(self._root / name))
-      if not number:
-        first, self._columns = schema, _find_columns(schema, file, label_column)
+    largest = 1
+    for name in self._names:
+      schema, groups = _read_head(file := str(self._root / name))
+      if not self._file_rows:
+        first = schema
+        self._columns = _find_columns(schema, file, selection.label_column)
       for column in filter(None, self._columns[:2]):
         wanted, index = first.field(column).type, schema.get_field_index(column)
         if index < 0 or schema.field(index).type != wanted:
@@ -131,24 +127,26 @@ class ParquetSource(EncodedSource):
             f"{file}: column {column!r} must be as in {self._names[0]}, "
             f"{wanted}; columns are {schema.names}"
           )
-      self._groups += [(number, group) for group in range(len(rows))]
-      group_rows += rows
-      self._file_rows.append(sum(rows))
+      self._groups += [(file, group) for group in range(len(groups))]
+      group_rows += [rows for rows, _ in groups]
+      self._file_rows.append(sum(rows for rows, _ in groups))
+      largest = max([largest, *(size for _, size in groups)])
     self._ends = list(itertools.accumulate(group_rows))
     self._starts = [0, *itertools.accumulate(self._file_rows)]
-    self._read_groups = SharedReads(_KEPT_BYTES, _kept_bytes)
+    read = functools.partial(_read_group, column=self._columns.image)
+    self._read_groups = SharedReads(-(-_KEPT_BYTES // largest), read)
     if not any(self._file_rows):
       raise FileNotFoundError(f"data.path={path!r}: its tables have no rows")
     self._labels, self.class_names = self._read_labels()
     self._rows, self._held_out = np.arange(len(self._labels)), ""
     if divided:
       names = [self._row_name(row) for row in self._rows]
-      known = self._labels.tolist(), split, val_share, self.class_names
-      self._rows = np.array(hold_out(names, *known, self._root))
-      self._held_out = f"{val_share:g}"
-    if class_names:
+      known = self._labels.tolist(), split, selection.val_share
+      chosen = hold_out(names, *known, self.class_names, self._root)
+      self._rows, self._held_out = np.array(chosen), f"{selection.val_share:g}"
+    if selection.class_names:
       self.class_names, labels = match_classes(
-        self.class_names, class_names, str(self._root)
+        self.class_names, selection.class_names, str(self._root)
       )
       self._labels = np.array(labels, np.int32)[self._labels]
 
@@ -178,12 +176,8 @@ class ParquetSource(EncodedSource):
     """The file of an image, not decoded."""
     row = int(self._rows[index])
     place = bisect.bisect_right(self._ends, row)
-    number, group = self._groups[place]
-    file = str(self._root / self._names[number])
+    table = self._read_groups.get(self._groups[place])
     column = self._columns.image
-    table = self._read_groups.get(
-      (file, group), lambda: _read_group(file, group, column)
-    )
     content = table.column(column)[row - self._ends[place] + table.num_rows]
     content, name = content.as_py(), f"{self._root}/{self._row_name(row)}"
     if isinstance(content, dict):
@@ -210,7 +204,7 @@ class ParquetSource(EncodedSource):
     if not column:
       return np.zeros(sum(self._file_rows), np.int32), (FLAT_CLASS,)
     files = (str(self._root / name) for name in self._names)
-    parts = [_read_group(file, None, column) for file in files]
+    parts = [_read_group((file, None), column) for file in files]
     labels = pyarrow.concat_tables(parts).column(column)
     where = f"{self._root}: column {column!r}"
     if labels.null_count:
@@ -222,17 +216,14 @@ class ParquetSource(EncodedSource):
       raise ValueError(f"{where} is of {labels.type}, must be numbers or text")
     numbers = labels.to_numpy()
     most = len(names) or _MOST_CLASSES
-    for label, fits in (
-      (
-        int(numbers.min()),
-        "at least 0; a test split without labels cannot be used",
-      ),
-      (int(numbers.max()), f"below {most}, the number of classes"),
-    ):
+    for label in (int(numbers.min()), int(numbers.max())):
       if not 0 <= label < most:
-        raise ValueError(f"{where} has the label {label}, must be {fits}")
-    names = names or tuple(map(str, range(int(numbers.max()) + 1)))
-    return numbers.astype(np.int32), names
+        raise ValueError(
+          f"{where} has the label {label}, must be at least 0 (a test split "
+          f"without labels cannot be used) and below {most}, the number of "
+          "classes"
+        )
+    return numbers.astype(np.int32), names or tuple(map(str, range(label + 1)))
 
 
 def is_tables(root: str | os.PathLike) -> bool:
@@ -316,13 +307,13 @@ def _find_columns(schema: Any, file: str, label: str) -> _Columns:
   types = import_extra("pyarrow.types", file, "images")
   features = _features(schema, file)
 
+  def of_kind(kind: str) -> list[str]:
+    return [name for name in schema.names if features[name].kind == kind]
+
   def holds_bytes(kind: Any) -> bool:
     if types.is_struct(kind):
       return kind.get_field_index("bytes") >= 0
     return types.is_binary(kind) or types.is_large_binary(kind)
-
-  def of_kind(kind: str) -> list[str]:
-    return [name for name in schema.names if features[name].kind == kind]
 
   images = [field.name for field in schema if holds_bytes(field.type)]
   images = [name for name in of_kind("Image") if name in images] or images
@@ -360,39 +351,37 @@ def _features(schema: Any, file: str) -> dict[str, _Feature]:
   return found
 
 
-def _read_head(file: str) -> tuple[Any, list[int]]:
-  """The schema of a file, and the rows of each row group.
+def _read_head(file: str) -> tuple[Any, list[tuple[int, int]]]:
+  """The schema of a file, and rows and bytes of each row group.
 
-  An Arrow file, which is mapped into memory, is one group.
+  An Arrow file, which is mapped into memory, is one group of no bytes.
 
   Raises:
     ValueError: it is damaged, or pyarrow is missing.
   """
   if _is_arrow(file):
     mapped = _map_arrow(file)
-    return mapped.schema, [mapped.num_rows]
+    return mapped.schema, [(mapped.num_rows, 0)]
   with open_parquet(file) as table:
     groups = map(table.metadata.row_group, range(table.num_row_groups))
-    return table.schema_arrow, [group.num_rows for group in groups]
+    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+    return table.schema_arrow, sizes
 
 
-def _read_group(file: str, group: int | None, column: str) -> Any:
+def _read_group(place: tuple[str, int | None], column: str) -> Any:
   """Reads a column of a row group, None of all, as a table of pyarrow.
 
   Raises:
     ValueError: the file is damaged.
   """
+  file, group = place
   if _is_arrow(file):
     return _map_arrow(file).select([column])
   pyarrow = import_extra("pyarrow", file, "images")
-  with open_parquet(file) as table:
+  where = f"{file}, row group {group}, column {column!r}"
+  with open_parquet(file) as table, damage(where, pyarrow.ArrowException):
     groups = range(table.num_row_groups) if group is None else [group]
-    try:
-      return table.read_row_groups(groups, columns=[column], use_threads=False)
-    except (pyarrow.ArrowException, OSError) as error:
-      raise ValueError(
-        f"{file}: row group {group}, column {column!r} is damaged: {error}"
-      ) from error
+    return table.read_row_groups(groups, columns=[column], use_threads=False)
 
 
 def _is_arrow(file: str) -> bool:
@@ -402,14 +391,5 @@ def _is_arrow(file: str) -> bool:
 def _map_arrow(file: str) -> Any:
   """An Arrow file as a table whose data are read when they are used."""
   pyarrow = import_extra("pyarrow", file, "images")
-  try:
+  with damage(file, pyarrow.ArrowException):
     return open_arrow(file)[1].read_all()
-  except FileNotFoundError:
-    raise
-  except (pyarrow.ArrowException, OSError) as error:
-    raise ValueError(f"{file}: damaged or no Arrow file: {error}") from error
-
-
-def _kept_bytes(key: tuple[str, int], group: Any) -> int:
-  """Memory of a row group of (file, number): mapped files need none."""
-  return 0 if _is_arrow(key[0]) else group.nbytes

@@ -5,11 +5,12 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from moh_jax.config import Config, DiffusionConfig, imported
+from moh_jax.config import Config, imported
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SPLITS, get_source
 from moh_jax.data.sources import is_latent
 
+# Mean and standard deviation of ImageNet's pixels in [0, 1].
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Fields of the section `model` that data tell.
 _FIELDS = ("channels", "num_classes", "image_size", "vocab_size")
@@ -33,7 +34,9 @@ def resolve(config: Config) -> Config:
   wanted = [n for n in _FIELDS if getattr(config.model, n, 0) is None]
   normalizes = getattr(config.data, "mean", ()) is None
   normalizes = normalizes and not is_latent(config)
-  told = tell(config, [*wanted, *["mean", "std"] * normalizes])
+  source = imported(get_source(config.data).source)
+  asked = [*wanted, *["mean", "std"] * normalizes]
+  told = source.tell(config, asked) if asked else {}
   if missing := [name for name in wanted if name not in told]:
     raise ValueError(
       f"model.{missing[0]}=None must be stated: data.source="
@@ -42,38 +45,28 @@ def resolve(config: Config) -> Config:
   found = {name: told[name] for name in wanted}
   model, data = dataclasses.replace(config.model, **found), config.data
   if normalizes:
-    mean, std = _normalization(config, model.channels, told)
+    mean = std = (0.5,) * model.channels  # pixels in [-1, 1]
+    if "diffusion" not in config.sections:
+      if "mean" in told:
+        mean, std = told["mean"], told["std"]
+      elif model.channels == 3:
+        mean, std = _IMAGENET
     data = dataclasses.replace(data, mean=mean, std=std)
   if getattr(data, "eval_resize", 0) is None:
     data = dataclasses.replace(data, eval_resize=min(model.input_shape[:2]))
   resolved = dataclasses.replace(config, model=model, data=data, optim=optim)
-  if "diffusion" not in config.sections:
+  diffusion = config.sections.get("diffusion")
+  if diffusion is None or diffusion.latent_scale is not None:
     return resolved
-  diffusion = _scaled(config)
-  sections = {**config.sections, "diffusion": diffusion}
-  return dataclasses.replace(resolved, sections=sections)
-
-
-def tell(config: Config, names: list[str]) -> dict[str, Any]:
-  """What the data tell of some fields; see `data.sources.ImageSource.tell`."""
-  return (
-    imported(get_source(config.data).source).tell(config, names)
-    if names
-    else {}
-  )
-
-
-def _scaled(config: Config) -> DiffusionConfig:
-  """The section `diffusion` with the scaling of the latents."""
-  if config.diffusion.latent_scale is not None:
-    return config.diffusion
-  told: dict[str, Any] = {}
+  scaling = LatentScaling()
   # Checkpoints are converted with configs of runs whose data are elsewhere.
   with contextlib.suppress(FileNotFoundError):
-    told = tell(config, ["scaling"])
-  values = dataclasses.asdict(told.get("scaling", LatentScaling()))
+    scaling = source.tell(config, ["scaling"]).get("scaling", scaling)
+  values = dataclasses.asdict(scaling)
   stated = {f"latent_{name}": value for name, value in values.items()}
-  return dataclasses.replace(config.diffusion, **stated)
+  diffusion = dataclasses.replace(diffusion, **stated)
+  sections = {**config.sections, "diffusion": diffusion}
+  return dataclasses.replace(resolved, sections=sections)
 
 
 def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
@@ -105,19 +98,6 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   }
   data = dataclasses.replace(config.data, **unset)
   return dataclasses.replace(found, data=data), assumed
-
-
-def _normalization(
-  config: Config, channels: int, told: dict[str, Any]
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """Mean and standard deviation of pixels in [0, 1]."""
-  if "diffusion" not in config.sections:
-    if "mean" in told:
-      return told["mean"], told["std"]
-    if channels == 3:
-      return _IMAGENET
-  halves = (0.5,) * channels  # pixels in [-1, 1]
-  return halves, halves
 
 
 def data_at(config: Config, path: str) -> dict[str, Any]:

@@ -101,8 +101,7 @@ def file_size(file: str) -> int:
   """Bytes of a file."""
   if not is_address(file):
     return os.path.getsize(file)
-  with _remote_errors(file):
-    system, path = _system(file)
+  with _remote(file) as (system, path):
     return system.size(path)
 
 
@@ -110,8 +109,7 @@ def open_file(file: str) -> IO[bytes]:
   """Opens a file for reading."""
   if not is_address(file):
     return pathlib.Path(file).open("rb")
-  with _remote_errors(file):
-    system, path = _system(file)
+  with _remote(file) as (system, path):
     return io.BufferedReader(_RemoteFile(system.open(path, "rb"), file))
 
 
@@ -134,17 +132,11 @@ def open_unpacked(file: str, packing: str) -> IO[bytes]:
     unpacked = pyarrow.CompressedInputStream(open_file(file), "zstd")
     return io.BufferedReader(unpacked, _UNPACKED_BYTES)
   stream = open_file(file)
-  return _Gzip(fileobj=stream) if packing else stream
-
-
-class _Gzip(gzip.GzipFile):
-  """A gzip file that closes the file below it."""
-
-  def close(self) -> None:
-    packed = self.fileobj
-    super().close()
-    if packed is not None:
-      packed.close()
+  if not packing:
+    return stream
+  unpacked = gzip.GzipFile(fileobj=stream)
+  unpacked.myfileobj = stream  # is closed with it
+  return unpacked
 
 
 @contextlib.contextmanager
@@ -230,8 +222,7 @@ def _find(pattern: str) -> list[str]:
 
 
 def _find_remote(pattern: str) -> list[str]:
-  with _remote_errors(pattern):
-    system, path = _system(pattern)
+  with _remote(pattern) as (system, path):
     if system.isfile(path):
       return [system.unstrip_protocol(path)]
     is_folder = system.isdir(path)
@@ -276,21 +267,23 @@ def _read_saved(file: str, kind: type) -> dict[str, Any] | None:
 def _is_file(file: str) -> bool:
   if not is_address(file):
     return os.path.isfile(file)
-  with _remote_errors(file):
-    system, path = _system(file)
+  with _remote(file) as (system, path):
     return system.isfile(path)
 
 
-def _system(address: str) -> tuple[Any, str]:
-  """The file system of an address, and the path in it."""
+@contextlib.contextmanager
+def _remote(address: str) -> Iterator[tuple[Any, str]]:
+  """Gives the file system of an address, and the path in it."""
   core = import_extra("fsspec.core", address)
-  try:
-    return core.url_to_fs(address)
-  except (ImportError, ValueError) as error:
-    raise ValueError(
-      f"{address}: {error}; hf:// needs pip install 'moh_jax[llm]', other "
-      "protocols a library of their own"
-    ) from error
+  with _remote_errors(address):
+    try:
+      found = core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+      raise ValueError(
+        f"{address}: {error}; hf:// needs pip install 'moh_jax[llm]', other "
+        "protocols a library of their own"
+      ) from error
+    yield found
 
 
 @contextlib.contextmanager

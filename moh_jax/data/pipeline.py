@@ -23,7 +23,7 @@ import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.registry import get_source
-from moh_jax.data import latents, transforms
+from moh_jax.data import transforms
 from moh_jax.data.sources import (
   CheckedSource,
   Example,
@@ -85,7 +85,7 @@ def train_recipe(config: Config) -> list:
   Random latents need none.
   """
   if is_latent(config):
-    return _of_latents(config, latents.SampleLatent)
+    return _of_latents(config, transforms.SampleLatent)
   return transforms.train_transforms(config.data, config.model)
 
 
@@ -95,7 +95,7 @@ def eval_recipe(config: Config) -> list:
   Diffusion models are always evaluated on the centre crop.
   """
   if is_latent(config):
-    return _of_latents(config, latents.MeanLatent)
+    return _of_latents(config, transforms.MeanLatent)
   chosen = transforms.eval_transforms(config.data, config.model)[:-1]
   if crops_center(config, "val"):
     chosen[0] = transforms.CenterCrop(config.model.input_shape[:2])
@@ -121,24 +121,13 @@ def _crop_when_read(
     numbers = grain.MapDataset.range(len(source))
     crop, *rest = recipe
     if isinstance(crop, transforms.ResizeCenterCrop):
-      return numbers, [_ReadAndCrop(source, crop), *rest]
+      read = functools.partial(source.fitted, fit=crop.map)
+      return numbers.map(read), rest
     # Copies of an image share one decoding of all of it.
     at_random = isinstance(crop, transforms.RandomCropFlip)
     if at_random and config.data.repeats == 1:
       return numbers, [_ReadAndCropAtRandom(source, crop), *rest]
   return grain.MapDataset.source(source), recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReadAndCrop(grain.transforms.Map):
-  """Maps the number of an image to its example, cropped."""
-
-  source: CheckedSource
-  crop: transforms.ResizeCenterCrop
-
-  def map(self, element: int) -> Example:
-    """Reads and crops image number `element`."""
-    return self.source.fitted(element, self.crop.map)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +139,8 @@ class _ReadAndCropAtRandom(grain.transforms.RandomMap):
 
   def random_map(self, element: int, rng: np.random.Generator) -> Example:
     """Reads and crops image number `element`."""
-    return self.source.fitted(
-      element, lambda example: self.crop.random_map(example, rng)
-    )
+    crop = functools.partial(self.crop.random_map, rng=rng)
+    return self.source.fitted(element, crop)
 
 
 class RepeatedImages(grain.MapDataset):
@@ -175,15 +163,14 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    self._reads = SharedReads(_MOST_KEPT, uses=copies)
+    self._reads = SharedReads(_MOST_KEPT, parent.__getitem__)
 
   def __len__(self) -> int:
     return self._length
 
   def __getitem__(self, index: int) -> Any:
     epoch, place = divmod(index, self._length)
-    number = epoch * len(self._parent) + place // self._copies
-    return self._reads.get(number, lambda: self._parent[number])
+    return self._reads.get(epoch * len(self._parent) + place // self._copies)
 
 
 class TrainBatches:
@@ -325,26 +312,20 @@ def workers_with_room(
   Args:
     data: section `data` of the config.
     batch_bytes: of a batch; processes send it through shared memory.
-
-  Raises:
-    ValueError: there is no room for as many as `data.workers` says.
   """
   wanted = worker_count(data)
   if not os.path.isdir(_SHARED_MEMORY):
     return wanted
   free = shutil.disk_usage(_SHARED_MEMORY).free
   room = free // (_SHARED_BATCHES * batch_bytes)
-  if wanted <= room:
-    return wanted
-  reason = (
-    f"{_SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and each takes "
-    f"{_SHARED_BATCHES} batches of {batch_bytes / 1e6:,.1f} MB (Docker gives "
-    "64 MB without --shm-size)"
-  )
-  if data.workers is not None:
-    raise ValueError(f"data.workers={wanted}: must be at most {room}: {reason}")
-  _log.warning("%d processes make batches, not %d: %s", room, wanted, reason)
-  return room
+  if wanted > room:
+    _log.warning(
+      "%d processes make batches, not %d: %s has %.0f MB free, and each takes "
+      "%d batches of %.1f MB (Docker gives 64 MB without --shm-size)",
+      *(room, wanted, _SHARED_MEMORY, free / 1e6),
+      *(_SHARED_BATCHES, batch_bytes / 1e6),
+    )
+  return min(wanted, room)
 
 
 class _BatchRows(grain.MapDataset):

@@ -35,7 +35,7 @@ from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS, get_source, imported
 from moh_jax.data.identity import Identity
 from moh_jax.data.shards import METADATA, read_metadata
-from moh_jax.data.text_files import list_pieces, read_documents
+from moh_jax.data.text_files import list_pieces, read_texts
 from moh_jax.data.token_sets import KIND, TokenSet, has_ends, set_tokenizer
 from moh_jax.data.tokenizers import Tokenizer
 
@@ -80,7 +80,13 @@ class Text:
     sources = self.sources.values()
     self._ends = list(itertools.accumulate(map(len, sources)))
     self.text_bytes: int = sum(source.total_bytes for source in sources)
-    self.notes = _merge([source.notes for source in sources])
+    notes = [source.notes for source in sources]
+    self.notes = notes[0]
+    if len(notes) > 1:
+      sums = [
+        k for k in notes[0] if all(isinstance(n.get(k), int) for n in notes)
+      ]
+      self.notes = {key: sum(note[key] for note in notes) for key in sums}
     for name, source in self.sources.items():
       _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
 
@@ -184,7 +190,6 @@ class PackedSource:
     token_set: TokenSet,
     length: int,
     separate: bool = True,
-    *,
     keep_rest: bool = False,
   ):
     """Prepares the source without reading tokens.
@@ -280,30 +285,23 @@ def open_sets(
   """
   places = {name: folder / split for name, folder in folders.items()}
   found = {place: read_metadata(place, KIND) for place in places.values()}
-  beside = [folder / other for other in SPLITS for folder in folders.values()]
-  for place in beside:
-    if place not in found and (place / METADATA).is_file():
-      found[place] = read_metadata(place, KIND)
+  for other in SPLITS:
+    for place in (folder / other for folder in folders.values()):
+      if place not in found and (place / METADATA).is_file():
+        found[place] = read_metadata(place, KIND)
   _check_alike(found)
-  for place in places.values():
-    if found[place]["vocab_size"] > vocab_size:
+  options = data.sequence_length, data.separate_documents, split == "val"
+  sources: dict[str, PackedSource] = {}
+  for name, place in places.items():
+    if (entries := found[place]["vocab_size"]) > vocab_size:
       raise ValueError(
-        f"{place}: its tokenizer has {found[place]['vocab_size']} ids, more "
-        f"than model.vocab_size={vocab_size}"
+        f"{place}: its tokenizer has {entries} ids, more than model.vocab_size="
+        f"{vocab_size}"
       )
-  sources = {
-    name: PackedSource(
-      TokenSet(place),
-      data.sequence_length,
-      data.separate_documents,
-      keep_rest=split == "val",
-    )
-    for name, place in places.items()
-  }
-  for name, source in sources.items():
-    if not len(source):
+    sources[name] = PackedSource(TokenSet(place), *options)
+    if not len(sources[name]):
       raise ValueError(
-        f"{places[name]}: {source.token_set.num_tokens} tokens are fewer than "
+        f"{place}: {found[place]['tokens']} tokens are fewer than "
         f"data.sequence_length={data.sequence_length} and one"
       )
   return sources
@@ -311,10 +309,10 @@ def open_sets(
 
 def _check_alike(described: Mapping[pathlib.Path, Mapping[str, Any]]) -> None:
   """Checks that all sets have the same tokenizer, by its SHA-256."""
-  first, *others = described
-  ours = described[first]["tokenizer"]
-  for place in others:
-    theirs = described[place]["tokenizer"]
+  (first, ours), *others = (
+    (place, metadata["tokenizer"]) for place, metadata in described.items()
+  )
+  for place, theirs in others:
     if theirs["sha256"] != ours["sha256"]:
       raise ValueError(
         f"{place}: made with a tokenizer {theirs['kind']!r} of sha256 "
@@ -404,17 +402,6 @@ def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
   }
 
 
-def _merge(notes: list[dict[str, Any]]) -> dict[str, Any]:
-  """Sums the integers that all notes have; a single note stays as it is."""
-  if len(notes) == 1:
-    return notes[0]
-  return {
-    key: sum(entry[key] for entry in notes)
-    for key, value in notes[0].items()
-    if isinstance(value, int) and all(key in entry for entry in notes)
-  }
-
-
 class LabelledTexts:
   """Packed sequences of text files: each file is a task, and the label.
 
@@ -448,7 +435,7 @@ class LabelledTexts:
     self._examples: list[tuple[int, Sequence]] = []
     self.names: tuple[str, ...] = ()
     for name, parts in by_file:
-      texts = (t for part in parts for _, t in read_documents(part, field))
+      texts = read_texts(parts, field)
       sequences = _sequences(texts, tokenizer, length, most)
       if not sequences:
         raise ValueError(

@@ -6,13 +6,13 @@ holds the settings of the set, and for each finished shard its future entry of
 metadata.json. FOLDER/skipped/ has a list for each shard that lacks an item.
 """
 
-import collections
 import contextlib
 import functools
 import json
 import os
 import pathlib
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +21,7 @@ from array_record.python import array_record_module
 from moh_jax.data import shards
 from moh_jax.data.shards import Entry
 from moh_jax.runtime.files import checksum, disk_errors, remove_files, replacing
-from moh_jax.runtime.json_files import plain, read_json
+from moh_jax.runtime.json_files import differences, plain, read_json
 
 # Records can be read one by one; payloads do not compress any further.
 _OPTIONS = "group_size:1,uncompressed"
@@ -46,12 +46,11 @@ class OpenShard:
 
   def __init__(self, path: pathlib.Path, listing: pathlib.Path):
     self._writer = array_record_module.ArrayRecordWriter(str(path), _OPTIONS)
-    # Opened by the first item that is left out; most shards have none.
-    self._open_listing = functools.cache(
-      lambda: listing.open("w", encoding="utf-8", errors="surrogateescape")
+    self._listing = listing.open(
+      "w", encoding="utf-8", errors="surrogateescape"
     )
     self.examples = 0
-    self.skipped: collections.Counter[str] = collections.Counter()
+    self.skipped: Counter[str] = Counter()
     self.notes: dict[str, Any] = {}
 
   def add(self, header: dict[str, Any], payload: bytes) -> None:
@@ -74,13 +73,12 @@ class OpenShard:
     """
     line = " ".join(f"{name}: {reason}{detail}".splitlines())
     with _disk_errors():
-      self._open_listing().write(line + "\n")
+      self._listing.write(line + "\n")
     self.skipped[reason] += 1
 
   def close(self) -> None:
     """Writes what is buffered and closes the files."""
-    if self.skipped:
-      self._open_listing().close()
+    self._listing.close()
     self._writer.close()
 
 
@@ -95,6 +93,9 @@ class ShardSetWriter:
         for item in writer.items(shard):
           target.add(header, payload)
     writer.finish()
+
+  Attributes:
+    num_shards: of the whole set.
   """
 
   def __init__(
@@ -125,17 +126,13 @@ class ShardSetWriter:
     self._folder = pathlib.Path(folder)
     self._unfinished = self._folder / _UNFINISHED
     self._kind, self._items, self._size = kind, items, shard_size
+    self.num_shards = -(-items // shard_size)
     settings = {**settings, "items": items, "shard_size": shard_size}
     self._settings = plain(settings)  # tuples as stored: lists
     self._notes = notes
     self._check_folder()
     self._unfinished.mkdir(parents=True, exist_ok=True)
     _write_json(self._unfinished / _SETTINGS, self._settings)
-
-  @property
-  def num_shards(self) -> int:
-    """Number of shards of the whole set."""
-    return -(-self._items // self._size)
 
   def items(self, shard: int) -> range:
     """Numbers of the items that belong to a shard."""
@@ -173,14 +170,8 @@ class ShardSetWriter:
         with growing.open("r+b") as file:
           os.fsync(file.fileno())
         summed, length = checksum(growing)
-        entry = {
-          "file": name,
-          "examples": target.examples,
-          "bytes": length,
-          "xxh3": summed,
-          **target.notes,
-          "skipped": target.skipped,
-        }
+        entry = {"file": name, "examples": target.examples, "bytes": length}
+        entry |= {"xxh3": summed, **target.notes, "skipped": target.skipped}
         if target.skipped:
           lists = self._folder / _SKIPPED
           lists.mkdir(exist_ok=True)
@@ -223,16 +214,10 @@ class ShardSetWriter:
         f"{self._folder}: none of the {self._items} {self._kind} could be "
         f"read; {describe_skipped(entries)}, see {self._folder}/{_SKIPPED}"
       )
-    metadata = {
-      "format": self._kind,
-      "version": shards.VERSION,
-      **self._settings,
-      **self._notes,
-      **notes,
-      "examples": examples,
-      "skipped": _count_skipped(entries).total(),
-      "shards": entries,
-    }
+    metadata = {"format": self._kind, "version": shards.VERSION}
+    metadata |= {**self._settings, **self._notes, **notes}
+    skipped = _count_skipped(entries).total()
+    metadata |= {"examples": examples, "skipped": skipped, "shards": entries}
     _write_json(self._folder / shards.METADATA, metadata)
     remove_files(self._unfinished, *_OURS)
     return metadata
@@ -278,14 +263,11 @@ class ShardSetWriter:
       )
     else:
       return
-    if differing := [
-      f"{name}: {value!r} here, {stored.get(name)!r} there"
-      for name, value in self._settings.items()
-      if value != stored.get(name)
-    ]:
+    theirs = {name: stored.get(name) for name in self._settings}
+    if differing := differences(self._settings, theirs):
       raise ValueError(
-        f"{self._folder} holds {self._kind} of other settings; "
-        f"{'; '.join(differing)}. Choose another directory or the same settings"
+        f"{self._folder} holds {self._kind} of other settings; {differing}. "
+        "Choose another directory or the same settings"
       )
 
 
@@ -302,10 +284,8 @@ def describe_skipped(entries: Iterable[Mapping[str, Any]]) -> str:
   return f"{counts.total():,} skipped ({reasons})"
 
 
-def _count_skipped(
-  entries: Iterable[Mapping[str, Any]],
-) -> collections.Counter[str]:
-  counts: collections.Counter[str] = collections.Counter()
+def _count_skipped(entries: Iterable[Mapping[str, Any]]) -> Counter[str]:
+  counts: Counter[str] = Counter()
   for reason, count in (x for e in entries for x in e["skipped"].items()):
     is_name = isinstance(count, str)  # older sets have a reason for each name
     counts.update({count: 1} if is_name else {reason: count})

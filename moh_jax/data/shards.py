@@ -12,14 +12,13 @@ about two milliseconds, so sets with more shards can be read, but slower.
 """
 
 import bisect
-import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -119,13 +118,13 @@ class Tokens(_Set):
 
 
 SCHEMAS = {"images": Images, "latents": Latents, "tokens": Tokens}
-_MAKERS = {  # the commands
-  "images": "prepare pack-images",
-  "latents": "prepare encode-latents",
-  "tokens": "prepare tokenize",
+_MAKERS = {  # kinds of `prepare`
+  "images": "pack-images",
+  "latents": "encode-latents",
+  "tokens": "tokenize",
 }
 # Numbers of a set that are the sums of its shards' numbers.
-SUMS = ("examples", "documents", "tokens", "text_bytes")
+_SUMS = {"examples", "documents", "tokens", "text_bytes"}
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -159,12 +158,14 @@ def unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
   return parse_json(header, Header, "its header", _MAX_HEADER), payload
 
 
-def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
+def read_metadata(
+  folder: str | os.PathLike, kind: str | None = None
+) -> dict[str, Any]:
   """Reads and checks the metadata.json of a set.
 
   Args:
     folder: folder of the set.
-    kind: expected kind: "images", "latents" or "tokens".
+    kind: expected kind: "images", "latents" or "tokens"; None is any.
 
   Raises:
     MissingSplitError: there is no such folder.
@@ -174,8 +175,8 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
   path = pathlib.Path(folder) / METADATA
   if not path.parent.is_dir():
     raise MissingSplitError(
-      f"{path.parent}: no such directory; `python -m moh_jax {_MAKERS[kind]}` "
-      "makes it"
+      f"{path.parent}: no such directory; `python -m moh_jax prepare "
+      f"{_MAKERS.get(kind, '...')}` makes it"
     )
   if not path.is_file():
     raise FileNotFoundError(
@@ -183,16 +184,15 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
       "is unfinished (run the command that writes it again) or it is elsewhere"
     )
   metadata = read_json(path, Head, _MAX_METADATA)
-  found = metadata["format"], metadata["version"]
-  if found != (kind, VERSION):
+  found, version = metadata["format"], metadata["version"]
+  kinds = (kind,) if kind else tuple(SCHEMAS)
+  if found not in kinds or version != VERSION:
     raise ValueError(
-      f"{path}: holds {found[0]!r} of version {found[1]}, expected {kind!r} of "
-      f"version {VERSION}"
+      f"{path}: holds {found!r} of version {version}, expected "
+      f"{' or '.join(map(repr, kinds))} of version {VERSION}"
     )
-  check_json(metadata, SCHEMAS[kind], os.fspath(path))
-  for name in SUMS:
-    if name not in metadata:
-      continue
+  check_json(metadata, SCHEMAS[found], os.fspath(path))
+  for name in _SUMS & metadata.keys():
     total = sum(entry.get(name, 0) for entry in metadata["shards"])
     if metadata[name] != total:
       raise ValueError(
@@ -215,21 +215,14 @@ def damage(folder: pathlib.Path) -> list[str]:
   Raises:
     ValueError: metadata.json is damaged.
   """
-  path = folder / METADATA
-  kind = read_json(path, Head, _MAX_METADATA)["format"]
-  if kind not in SCHEMAS:
-    raise ValueError(
-      f"{path}: 'format' is {kind!r}, must be one of {tuple(SCHEMAS)}"
-    )
   lines = []
-  for entry in read_metadata(folder, kind)["shards"]:
-    file = folder / entry["file"]
-    if not file.is_file():
-      lines.append(f"{file}: no such file")
-      continue
-    summed, length = checksum(file)
-    if length != entry["bytes"] or entry.get("xxh3", summed) != summed:
-      lines.append(f"{file}: its content is not what was written")
+  for entry in read_metadata(folder)["shards"]:
+    file, found = folder / entry["file"], ("", -1)
+    if file.is_file():
+      found = checksum(file)
+    if found != (entry.get("xxh3", found[0]), entry["bytes"]):
+      what = "its content is not what was written"
+      lines.append(f"{file}: {what if found[0] else 'no such file'}")
   return lines
 
 
@@ -268,35 +261,26 @@ class Shards:
       IndexError: the set has no such record.
       ValueError: the record is damaged; the message names it.
     """
-    with self._named(index):
-      return unpack(self._read(index))
+    return self.record(index, unpack)
 
   def identity(self) -> Identity:
     """Identifies the shards and their order."""
     return of_shards(self._folder, self._shards)
 
-  def record(self, index: int) -> bytes:
-    """Returns the bytes of record `index`.
+  def record(self, index: int, parse: Callable[[bytes], Any] = bytes) -> Any:
+    """Returns the bytes of record `index`, or what `parse` makes of them.
 
     Raises:
       IndexError: the set has no such record.
       ValueError: the record is damaged; the message names it.
     """
-    with self._named(index):
-      return self._read(index)
-
-  @contextlib.contextmanager
-  def _named(self, index: int) -> Iterator[None]:
+    shard, position = self._find(index)
     try:
-      yield
+      reader = _reader(str(self.path(shard)), self._written[shard])
+      return parse(reader.read([position])[0])
     except (RuntimeError, ValueError, IndexError) as error:
       where = self.locate(index)
       raise ValueError(f"{where}: damaged record: {error}") from error
-
-  def _read(self, index: int) -> bytes:
-    shard, position = self._find(index)
-    reader = _reader(str(self.path(shard)), self._written[shard])
-    return reader.read([position])[0]
 
   def locate(self, index: int) -> str:
     """Names a record for messages: "PATH/00000-of-00002.array_record[7]"."""
@@ -316,13 +300,13 @@ class Shards:
 
   def _check_files(self) -> list[int]:
     """Times of the last changes of the shards, which are of the right sizes."""
-    names = [shard["file"] for shard in self._shards]
-    if missing := [n for n in names if not (self._folder / n).is_file()]:
+    paths = list(map(self.path, range(len(self._shards))))
+    if missing := [path.name for path in paths if not path.is_file()]:
       raise FileNotFoundError(
-        f"{self._folder} lacks {len(missing)} of its {len(names)} shards: "
+        f"{self._folder} lacks {len(missing)} of its {len(paths)} shards: "
         f"{', '.join(missing[:5])}"
       )
-    found = [(self._folder / name).stat() for name in names]
+    found = [path.stat() for path in paths]
     for shard, stat in zip(self._shards, found):
       if stat.st_size != shard["bytes"]:
         raise ValueError(

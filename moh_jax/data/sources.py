@@ -112,20 +112,16 @@ class DigitsSource(ImageSource):
   class_names = tuple(str(digit) for digit in range(10))
   channels = 1
 
-  def __init__(self, split: str):
+  def __init__(
+    self, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ):
+    """Opens a split, the same for all configs; see `open`."""
+    del config, class_names
     images, labels = _load_digits()
     order = np.random.RandomState(0).permutation(len(labels))
     held_out = round(len(labels) / 5)
-    self._index = order[:held_out] if split == "val" else order[held_out:]
-    self._images, self._labels = images, labels
-
-  @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "DigitsSource":
-    """Opens a split."""
-    del config, class_names
-    return cls(split)
+    index = order[:held_out] if split == "val" else order[held_out:]
+    self._images, self._labels = images[index], labels[index]
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
@@ -135,11 +131,10 @@ class DigitsSource(ImageSource):
     return {**told, "mean": (0.3,), "std": (0.37,)}
 
   def __len__(self) -> int:
-    return len(self._index)
+    return len(self._labels)
 
   def __getitem__(self, index: int) -> Example:
-    row = self._index[index]
-    return {"image": self._images[row], "label": self._labels[row]}
+    return {"image": self._images[index], "label": self._labels[index]}
 
 
 @functools.cache
@@ -229,29 +224,18 @@ def make_source(
   if data.decode == "fast":
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
   where = f"{data.path or data.source}, {split}:"
-  if (found := len(source.class_names)) != model.num_classes:
-    names = ", ".join(source.class_names[:10]) + ", ..." * (found > 10)
-    raise ValueError(
-      f"{where} {found} classes ({names}), must be model.num_classes="
-      f"{model.num_classes}"
-    )
-  if found < 2 and "classifier" in config.sections:
-    raise ValueError(
-      f"{where} one class, {source.class_names[0]!r}; a classifier needs at "
-      "least 2, each in a folder of its own"
-    )
-  if source.channels != model.channels:
-    raise ValueError(
-      f"{where} images of {source.channels} channels, must be "
-      f"model.channels={model.channels}"
-    )
+  wrong, names = "", source.class_names
+  if (found := len(names)) != model.num_classes:
+    wrong = f"{_few(names)}, must be model.num_classes={model.num_classes}"
+  elif found < 2 and "classifier" in config.sections:
+    wrong = f"one class, {names[0]!r}; a classifier needs at least 2, each in "
+    wrong += "a folder of its own"
+  elif source.channels != model.channels:
+    wrong = f"images of {source.channels} channels, must be model.channels="
+    wrong += f"{model.channels}"
+  if wrong:
+    raise ValueError(f"{where} {wrong}")
   _LOG.info("data: %s %d examples of %d classes", where, len(source), found)
-  if split == "train" and data.batch_size > len(source):
-    _LOG.warning(
-      "data.batch_size is more than the %d training examples, which a batch "
-      "then repeats",
-      len(source),
-    )
   check_class_names(class_names, source.class_names, where)
   if not kind.has_path:  # none of its examples can be bad
     return source
@@ -265,14 +249,19 @@ def make_source(
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
     if bad := checked.read_all(data.num_threads):
-      hint = ", or leave them out with data.bad_images='skip'"
-      if split == "val":
-        hint = (
-          ": data.bad_images='skip' is for training images, as accuracies on "
-          "fewer images could not be compared"
-        )
-      raise ValueError(f"{where} {bad}; remove them{hint}")
+      hint = {
+        "train": ", or leave them out with data.bad_images='skip'",
+        "val": ": data.bad_images='skip' is for training images, as accuracies "
+        "on fewer images could not be compared",
+      }
+      raise ValueError(f"{where} {bad}; remove them{hint[split]}")
   return checked
+
+
+def _few(names: tuple[str, ...]) -> str:
+  """How many classes there are, and the names of the first ones."""
+  more = ", ..." * (len(names) > 10)
+  return f"{len(names)} classes ({', '.join(names[:10])}{more})"
 
 
 def check_class_names(
@@ -325,8 +314,6 @@ def listed_classes(file: str) -> ClassList | tuple[()]:
   where = f"data.class_list={file!r}"
   try:
     text = read_bytes(file, _MOST_LIST_BYTES).decode()
-  except FileNotFoundError as error:
-    raise FileNotFoundError(f"{where}: no such file") from error
   except UnicodeDecodeError as error:
     raise ValueError(f"{where}: not UTF-8: {error}") from error
   lines = tuple(line.strip() for line in text.splitlines() if line.strip())
@@ -374,10 +361,9 @@ def match_classes(
     if len(set(labels.values())) < len(labels):
       raise ValueError(f"{where}: class folders {found} have a number twice")
   if unknown := [name for name in found if name not in labels]:
-    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
     raise ValueError(
       f"{where}: class folder {unknown[0]!r} is none of {whose} "
-      f"{len(wanted)} classes ({known}){origin}"
+      f"{_few(wanted)}{origin}"
     )
   if missing := len(wanted) - len(set(found)):
     _LOG.warning("%s: no folder of %d classes", where, missing)
@@ -427,32 +413,31 @@ class CheckedSource:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Example:
-    return self._first_good(index, self._source.__getitem__)
+    return self.fitted(index)
 
-  def fitted(self, index: int, fit: Callable[[Example], Example]) -> Example:
+  def fitted(
+    self, index: int, fit: Callable[[Example], Example] | None = None
+  ) -> Example:
     """An example after `fit`, which may raise for an image that is damaged.
 
     Args:
-      index: of the image, which is a file.
+      index: of the image, which with `fit` is a file.
       fit: maps {"image", "label"}; "image" may be a `LaterImage`.
     """
-    return self._first_good(index, self._source.later, fit)
-
-  def _first_good(
-    self,
-    index: int,
-    read: Callable[[int], Example],
-    fit: Callable[[Example], Example] = lambda example: example,
-  ) -> Example:
+    read = self._source.later if fit else self._source.__getitem__
     size = len(self._source)
     for step in range(size):
       candidate = (index + step) % size
       try:
-        return fit(self._checked(read(candidate), candidate))
+        example = self._checked(read(candidate), candidate)
+        return fit(example) if fit else example
       except (ValueError, FileNotFoundError) as error:
         if not self._skip:
           raise
-        self._warn_once(candidate, error)
+        # `setdefault` is atomic, so exactly one of several threads warns.
+        token = object()
+        if self._bad.setdefault(candidate, token) is token:
+          _LOG.warning("skipped %s (%d so far)", error, len(self._bad))
     raise ValueError(f"none of the {size} images can be read")
 
   def read_all(self, threads: int) -> str:
@@ -473,12 +458,12 @@ class CheckedSource:
       return ""
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-      bad = [text for text in pool.map(error, range(len(self))) if text]
-    more = f"; and {len(bad) - _MOST_NAMED} more" * (len(bad) > _MOST_NAMED)
-    named = f"{'; '.join(bad[:_MOST_NAMED])}{more}"
-    return (
-      f"{len(bad)} of {len(self)} images cannot be used: {named}" if bad else ""
-    )
+      bad = list(filter(None, pool.map(error, range(len(self)))))
+    named = "; ".join(bad[:_MOST_NAMED])
+    if (more := len(bad) - _MOST_NAMED) > 0:
+      named += f"; and {more} more"
+    what = f"{len(bad)} of {len(self)} images cannot be used: {named}"
+    return what if bad else ""
 
   def _checked(self, example: Example, index: int) -> Example:
     """An example that is large enough."""
@@ -490,70 +475,31 @@ class CheckedSource:
       )
     return example
 
-  def _warn_once(self, index: int, error: Exception):
-    token = object()
-    # `setdefault` is atomic, so exactly one of several threads warns.
-    if self._bad.setdefault(index, token) is token:
-      _LOG.warning("skipped %s (%d so far)", error, len(self._bad))
-
 
 class SharedReads:
   """What threads read for one another: the first that asks for it loads it.
 
-  The results that were used last are kept; a failure is for those who wait for
-  it.
+  The results that were used last are kept. After a failure the next one loads.
   """
 
-  def __init__(
-    self,
-    most: int,
-    size: Callable[[Hashable, Any], int] | None = None,
-    uses: int = 0,
-  ):
+  def __init__(self, most: int | None, load: Callable[[Any], Any]):
     """Holds nothing yet.
 
     Args:
-      most: sum of the sizes of the results that are kept. The last one is kept
-        whatever its size.
-      size: of a result, from its key and itself; None counts results.
-      uses: drops a result that was asked for so often; 0 is never.
+      most: results that are kept; None keeps all.
+      load: makes the result of a key.
     """
-    self._most, self._size, self._uses = most, size, uses
-    self._lock = threading.Lock()
-    # Results, or their loading, and how often they were asked for; the last
-    # used at the end.
-    self._kept: dict[Hashable, tuple[concurrent.futures.Future, int]] = {}
+    self._most, self._load, self._lock = most, load, threading.Lock()
+    self._place = functools.lru_cache(most)(lambda _: (threading.Lock(), []))
 
   def __reduce__(self) -> tuple:
-    return SharedReads, (self._most, self._size, self._uses)  # a worker's own
+    return SharedReads, (self._most, self._load)  # a worker has its own
 
-  def get(self, key: Hashable, load: Callable[[], Any]) -> Any:
-    """The result of a key; `load` makes it."""
+  def get(self, key: Hashable) -> Any:
+    """The result of a key."""
     with self._lock:
-      known, uses = self._kept.pop(key, (None, 0))
-      read = known or concurrent.futures.Future()
-      if uses + 1 != self._uses:
-        self._kept[key] = read, uses + 1
-    if known is None:
-      try:
-        read.set_result(load())
-      except BaseException as error:
-        read.set_exception(error)
-      self._forget()
-    return read.result()
-
-  def _forget(self) -> None:
-    """Drops failures, and what was used longest ago where it is too much."""
-    with self._lock:
-      sizes = {}
-      for key, (read, _) in list(self._kept.items()):
-        if read.done() and read.exception():
-          del self._kept[key]
-        elif read.done():
-          sizes[key] = self._size(key, read.result()) if self._size else 1
-      total = sum(sizes.values())
-      for key, size in sizes.items():
-        if total <= self._most or len(self._kept) == 1:
-          return
-        del self._kept[key]
-        total -= size
+      lock, found = self._place(key)
+    with lock:
+      if not found:
+        found.append(self._load(key))
+    return found[0]

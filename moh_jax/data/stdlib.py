@@ -141,22 +141,13 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
     ("train", train, python),
     ("val", held_out, {**python, **sizes}),
   ):
-    tokenize(
-      [glob.escape(str(file)) for file in files],
-      used,
-      folder,
-      split,
-      piece_bytes=_PIECE_BYTES,
-      notes=notes,
-    )
+    paths = [glob.escape(str(file)) for file in files]
+    options = {"piece_bytes": _PIECE_BYTES, "notes": notes}
+    tokenize(paths, used, folder, split, **options)
 
 
 def _is_text(content: bytes) -> bool:
-  try:
-    content.decode()
-  except UnicodeDecodeError:
-    return False
-  return bool(content)
+  return content.decode(errors="ignore").encode() == content != b""
 
 
 @functools.cache  # warns once per process, though each split is opened

@@ -14,13 +14,14 @@ import codecs
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from moh_jax.data.input_files import (
   file_size,
@@ -32,8 +33,6 @@ from moh_jax.data.input_files import (
   open_unpacked,
 )
 
-OnError = Literal["stop", "skip"]
-ON_ERROR: tuple[OnError, ...] = ("stop", "skip")
 # Of a document, and of a line of JSON, after unpacking. Tokens take many times
 # the text's memory, and JSON's lists and objects up to 25 times the line's.
 MOST_BYTES = 1 << 27
@@ -65,33 +64,6 @@ class BadTextError(ValueError):
 
   def __str__(self) -> str:
     return "{}: {}{}".format(*self.args)
-
-
-# Called with the name of a document that cannot be read, and why.
-OnBad = Callable[[str, BadTextError], None]
-
-
-def stop(name: str, problem: BadTextError) -> None:
-  """Ends the reading with the error."""
-  raise problem
-
-
-def skip_or_stop(on_error: str, skip: Callable[[str, str, str], None]) -> OnBad:
-  """What to do with bad text: call `skip(name, reason, detail)`, or stop.
-
-  Raises:
-    ValueError: `on_error` is none of `ON_ERROR`.
-  """
-  if on_error not in ON_ERROR:
-    raise ValueError(f"on_error={on_error!r} must be one of {ON_ERROR}")
-  if on_error == "stop":
-    return stop
-  return lambda name, problem: skip(name, problem.reason, problem.detail)
-
-
-def count_or_stop(on_error: str, counts: Counter[str]) -> OnBad:
-  """As `skip_or_stop`; what is skipped is counted by its reason."""
-  return skip_or_stop(on_error, lambda _, reason, __: counts.update([reason]))
 
 
 @contextlib.contextmanager
@@ -157,8 +129,8 @@ def list_pieces(
 
   Args:
     globs: paths, addresses or patterns, see `input_files.list_files`.
-    piece_bytes: approximate bytes of a group; a piece that cannot be cut may
-      have more.
+    piece_bytes: approximate bytes of a group, at least 1; a piece that cannot
+      be cut may have more.
 
   Returns:
     Groups of pieces, in the order of the files' names.
@@ -166,11 +138,8 @@ def list_pieces(
   Raises:
     FileNotFoundError: a pattern matches no file.
     OSError: a file system cannot be read.
-    ValueError: a table is damaged, an optional library is missing, or
-      `piece_bytes` is below 1.
+    ValueError: a table is damaged, or an optional library is missing.
   """
-  if piece_bytes < 1:
-    raise ValueError(f"piece_bytes={piece_bytes} must be at least 1")
   files = list_files(globs)
   root = os.path.commonpath([os.path.dirname(file) for file in files])
   names = {pathlib.Path(f).relative_to(root).as_posix(): f for f in files}
@@ -217,12 +186,10 @@ def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
       stop = stream.tell()
       pieces.append(Piece(file, name, start, stop, line, stop - start))
       stream.seek(start)
-      while start < stop:
-        chunk = stream.read(min(_CHUNK, stop - start))
-        if not chunk:
-          raise ValueError(f"{file}: became shorter while it was read")
+      while chunk := stream.read(min(_CHUNK, stop - start)):
         line += chunk.count(b"\n")
         start += len(chunk)
+      start = stop
   return pieces
 
 
@@ -244,63 +211,75 @@ def _cut_table(file: str, name: str, piece_bytes: int) -> list[Piece]:
 
 
 def read_documents(
-  piece: Piece, field: str, on_bad: OnBad = stop
-) -> Iterator[tuple[str, str]]:
+  piece: Piece, field: str
+) -> Iterator[tuple[str, str | BadTextError]]:
   """Reads the documents of a piece, in order.
 
   Args:
     piece: part of a file.
     field: field of a JSON object, or column of a table, that holds the text;
       null counts as "".
-    on_bad: called for a line, row or file that holds no text, with the name
-      that its document would have; reading goes on with the next one, or ends
-      where a packed file is damaged.
 
   Yields:
     A unique name and the text of each document. The name is the file's for
     plain text, else the file's with the line or row from 1: "web.jsonl:123".
+    What holds no text is an error in its place, whose message names file and
+    line; the next document follows, but after the damage of a packed file.
 
   Raises:
     OSError: the disk or the network failed.
-    ValueError: a table has no such column, an optional library is missing, or
-      what `on_bad` raises: by default the `BadTextError`, whose message names
-      the file and the line.
+    ValueError: a table has no such column, or an optional library is missing.
   """
   kind, packing = file_format(piece.file)
-  if kind == "text":
-    return _read_text(piece, packing, on_bad)
-  if kind == "jsonl":
-    return _read_lines(piece, packing, field, on_bad)
-  return _read_rows(piece, field, on_bad)
-
-
-def _read_text(
-  piece: Piece, packing: str, on_bad: OnBad
-) -> Iterator[tuple[str, str]]:
   try:
-    with (
-      damage(piece.file),
-      open_unpacked(piece.file, packing) as stream,
-    ):
-      content = stream.read(MOST_BYTES + 1)
-    _check_size(len(content), piece.file, MOST_BYTES)
-    text = _decode(content.removeprefix(codecs.BOM_UTF8), piece.file)
+    if kind == "text":
+      yield piece.name, _read_text(piece.file, packing)
+    elif kind == "jsonl":
+      yield from _read_lines(piece, packing, field)
+    else:
+      yield from _read_rows(piece, field)
   except BadTextError as problem:
-    on_bad(piece.name, problem)
-  else:
-    yield piece.name, text
+    yield piece.name, problem
+
+
+def read_texts(
+  pieces: Iterable[Piece], field: str, skipped: Counter[str] | None = None
+) -> Iterator[str]:
+  """The texts of `read_documents`, of some pieces.
+
+  Args:
+    pieces: parts of files.
+    field: that holds the text.
+    skipped: counts by reason what holds no text; without it that is raised.
+  """
+  for piece in pieces:
+    for _, text in read_documents(piece, field):
+      if isinstance(text, str):
+        yield text
+      elif skipped is None:
+        raise text
+      else:
+        skipped[text.reason] += 1
+
+
+def _read_text(file: str, packing: str) -> str:
+  with damage(file), open_unpacked(file, packing) as stream:
+    content = stream.read(MOST_BYTES + 1)
+  _check_size(len(content), file, MOST_BYTES)
+  return _decode(content.removeprefix(codecs.BOM_UTF8), file)
 
 
 def _read_lines(
-  piece: Piece, packing: str, field: str, on_bad: OnBad
-) -> Iterator[tuple[str, str]]:
+  piece: Piece, packing: str, field: str
+) -> Iterator[tuple[str, str | BadTextError]]:
   with open_unpacked(piece.file, packing) as stream:
     left = None  # bytes of the piece to read; None reads to the end
     if not packing:
       stream.seek(piece.start)
       left = piece.stop - piece.start
-    number = piece.first
-    while left is None or left > 0:
+    for number in itertools.count(piece.first):
+      if left is not None and left <= 0:
+        return
       name, where = f"{piece.name}:{number}", f"{piece.file}, line {number}"
       try:
         with damage(where):
@@ -311,7 +290,7 @@ def _read_lines(
             part = stream.readline(MOST_LINE_BYTES + 1)
             size += len(part)
       except BadTextError as problem:
-        on_bad(name, problem)
+        yield name, problem
         return
       if not line:
         if left:
@@ -321,13 +300,15 @@ def _read_lines(
       if number == 1:
         line = line.removeprefix(codecs.BOM_UTF8)  # some programs add it
       if size > MOST_LINE_BYTES or not (line.isspace() or not line):
-        try:
-          text = _parse(line, size, field, where)
-        except BadTextError as problem:
-          on_bad(name, problem)
-        else:
-          yield name, text
-      number += 1
+        yield name, _attempt(_parse, line, size, field, where)
+
+
+def _attempt(read: Callable[..., str], *args: Any) -> str | BadTextError:
+  """What `read` returns, or the error that it raises."""
+  try:
+    return read(*args)
+  except BadTextError as problem:
+    return problem
 
 
 def _parse(line: bytes, size: int, field: str, where: str) -> str:
@@ -358,8 +339,8 @@ def _decode(content: bytes, where: str) -> str:
 
 
 def _read_rows(
-  piece: Piece, field: str, on_bad: OnBad
-) -> Iterator[tuple[str, str]]:
+  piece: Piece, field: str
+) -> Iterator[tuple[str, str | BadTextError]]:
   """Reads the texts of a table's piece.
 
   A row group or batch that is damaged counts as one bad row. How many rows a
@@ -368,12 +349,12 @@ def _read_rows(
   """
   pyarrow = import_extra("pyarrow", piece.file)
   number = piece.first
-  for rows, batches in _groups(piece, field, on_bad):
+  for rows, batches in _groups(piece, field):
     first, read = number, True
     while True:
-      where = f"{piece.file}, row {number} or after"
       before, read = read, False
       try:
+        where = f"{piece.file}, row {number} or after"
         with damage(where, pyarrow.ArrowException):
           batch = next(batches, None)
           read = True
@@ -385,53 +366,45 @@ def _read_rows(
       except BadTextError as problem:
         if not (read or before):
           break  # nothing is left after what was reported
-        on_bad(f"{piece.name}:{number}", problem)
+        yield f"{piece.name}:{number}", problem
         continue
       for row, value in enumerate(column, number):
-        name, where = f"{piece.name}:{row}", f"{piece.file}, row {row}"
-        try:
-          text = _checked_text(value, field, where)
-        except BadTextError as problem:
-          on_bad(name, problem)
-        else:
-          yield name, text
+        where = f"{piece.file}, row {row}"
+        found = _attempt(_checked_text, value, field, where)
+        yield f"{piece.name}:{row}", found
       number += batch.num_rows
     number = first + rows if rows is not None else number
 
 
 def _groups(
-  piece: Piece, field: str, on_bad: OnBad
+  piece: Piece, field: str
 ) -> Iterator[tuple[int | None, Iterator[Any]]]:
   """Parts of a table that can be read whatever is wrong with the others.
 
   Yields:
     The number of rows, None where only the batches tell, and the batches.
+
+  Raises:
+    BadTextError: the file is damaged as a whole.
   """
   if file_format(piece.file)[0] == "parquet":
     with open_parquet(piece.file) as table:
       _check_column(piece.file, table.schema_arrow, field)
+      options = {"columns": [field], "use_threads": False}
       for group in range(piece.start, piece.stop):
-        yield (
-          table.metadata.row_group(group).num_rows,
-          table.iter_batches(
-            _ROWS, row_groups=[group], columns=[field], use_threads=False
-          ),
-        )
+        batches = table.iter_batches(_ROWS, row_groups=[group], **options)
+        yield table.metadata.row_group(group).num_rows, batches
     return
   pyarrow = import_extra("pyarrow", piece.file)
-  try:
-    with damage(piece.file, pyarrow.ArrowException):
-      file, reader = open_arrow(piece.file)
-  except BadTextError as problem:
-    on_bad(piece.name, problem)
-    return
+  with damage(piece.file, pyarrow.ArrowException):
+    file, reader = open_arrow(piece.file)
   with file:
     _check_column(piece.file, reader.schema, field)
-    if not hasattr(reader, "get_batch"):
+    if hasattr(reader, "get_batch"):
+      for index in range(reader.num_record_batches):
+        yield None, map(reader.get_batch, [index])
+    else:
       yield None, reader
-      return
-    for index in range(reader.num_record_batches):
-      yield None, map(reader.get_batch, [index])
 
 
 def _check_column(file: str, schema: Any, field: str) -> None:
@@ -481,8 +454,9 @@ class Prompts:
       ValueError: it is plain text, a row has no prompt (the message names the
         line), or there is none.
     """
-    groups = list_pieces([file], _ONE_PIECE)
-    self._pieces = [piece for group in groups for piece in group]
+    self._pieces = [
+      p for group in list_pieces([file], _ONE_PIECE) for p in group
+    ]
     for piece in self._pieces:
       if file_format(piece.file)[0] == "text":
         raise ValueError(
@@ -502,6 +476,4 @@ class Prompts:
     return self._count
 
   def __iter__(self) -> Iterator[str]:
-    for piece in self._pieces:
-      for _, text in read_documents(piece, PROMPT):
-        yield text
+    return read_texts(self._pieces, PROMPT)

@@ -30,11 +30,13 @@ from array_record.python import array_record_module
 from moh_jax.data.identity import Identity
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.shards import Shards
-from moh_jax.data.tokenizer_files import write_tokenizer_files
 from moh_jax.data.tokenizers import (
   BytesTokenizer,
+  JsonTokenizer,
+  SentencePieceTokenizer,
   Tokenizer,
   read_tokenizer,
+  write_tokenizer_files,
 )
 from moh_jax.runtime.files import checksum, replacing
 
@@ -84,8 +86,9 @@ def set_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
   entry = metadata["tokenizer"]
   if entry["kind"] == BytesTokenizer.kind:
     return BytesTokenizer()
+  kinds = {kind.kind: kind for kind in (JsonTokenizer, SentencePieceTokenizer)}
   file = folder / entry["file"]
-  return read_tokenizer(entry["kind"], file, entry["sha256"], "the set")
+  return read_tokenizer(kinds[entry["kind"]], file, entry["sha256"], "the set")
 
 
 class TokenSet:
@@ -117,17 +120,15 @@ class TokenSet:
     self._vocab_size = self.metadata["vocab_size"]
     self._dtype = token_dtype(self._vocab_size)
     # The first token and the first record of each shard.
-    self._first_tokens = _before(entry["tokens"] for entry in self._entries)
-    self._first_records = _before(entry["examples"] for entry in self._entries)
+    self._first_tokens, self._first_records = (
+      [0, *itertools.accumulate(entry[name] for entry in self._entries)][:-1]
+      for name in ("tokens", "examples")
+    )
     self.ends = self._open_ends()
 
-  def __getstate__(self) -> dict[str, Any]:
+  def __reduce__(self) -> tuple:
     # Pickling an array that is mapped into memory would copy all of it.
-    return {**self.__dict__, "ends": None}
-
-  def __setstate__(self, state: dict[str, Any]):
-    self.__dict__.update(state)
-    self.ends = self._open_ends()
+    return TokenSet, (self.folder,)
 
   def identity(self) -> Identity:
     """Identifies the tokens and their division into documents."""
@@ -150,13 +151,11 @@ class TokenSet:
     """
     if not 0 <= start <= stop <= self.num_tokens:
       raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
-    result = np.empty(stop - start, np.int32)
-    filled = 0
-    while filled < len(result):
-      part = self._read(start + filled, stop)
-      result[filled : filled + len(part)] = part
-      filled += len(part)
-    return result
+    parts = [np.empty(0, np.int32)]
+    while start < stop:
+      parts.append(self._read(start, stop))
+      start += len(parts[-1])
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe")
 
   def _read(self, start: int, stop: int) -> np.ndarray:
     """Reads the tokens from `start` on that lie in its block."""
@@ -181,13 +180,13 @@ class TokenSet:
 
   def _open_ends(self) -> np.ndarray:
     path, documents = self.folder / DOCUMENTS, self.metadata["documents"]
+    if not path.is_file():
+      raise FileNotFoundError(
+        f"{path}: no such file; the command that made the set writes it again"
+      )
     try:
       # A plain array view, since indexing a memmap is slow.
       ends = np.asarray(np.load(path, mmap_mode="r"))
-    except FileNotFoundError as error:
-      raise FileNotFoundError(
-        f"{path}: no such file; the command that made the set writes it again"
-      ) from error
     except ValueError as error:
       raise ValueError(f"{path}: damaged: {error}") from error
     if (
@@ -202,11 +201,6 @@ class TokenSet:
     return ends
 
 
-def _before(counts: Any) -> list[int]:
-  """For each count, the sum of the counts before it."""
-  return list(itertools.accumulate(counts, initial=0))[:-1]
-
-
 class TokenShard:
   """A shard of tokenized documents that is being written."""
 
@@ -217,8 +211,8 @@ class TokenShard:
     # A document needs a token before its text, so that the model predicts the
     # first token of the text too: without a begin, the end token stands in.
     self._before = [tokenizer.bos_id] if tokenizer.add_bos else self._after
-    self._pending: list[np.ndarray] = []
-    self._num_pending = 0
+    self._block = BLOCK * self._dtype.itemsize  # bytes
+    self._pending = bytearray()
     self._lengths: list[int] = []
     self._text_bytes = 0
 
@@ -230,22 +224,17 @@ class TokenShard:
       text_bytes: UTF-8 bytes of its text.
     """
     tokens = np.array(self._before + ids + self._after, self._dtype)
-    self._pending.append(tokens)
-    self._num_pending += len(tokens)
+    self._pending += tokens.tobytes()
     self._lengths.append(len(tokens))
     self._text_bytes += text_bytes
-    if self._num_pending >= BLOCK:
-      tokens = np.concatenate(self._pending)
-      whole = len(tokens) // BLOCK * BLOCK
-      for start in range(0, whole, BLOCK):
-        self._shard.add_record(tokens[start : start + BLOCK].tobytes())
-      self._pending = [tokens[whole:]]
-      self._num_pending = len(tokens) - whole
+    while len(self._pending) >= self._block:
+      self._shard.add_record(bytes(self._pending[: self._block]))
+      del self._pending[: self._block]
 
   def close(self) -> None:
     """Writes the last block, and the record with the documents' lengths."""
-    if self._num_pending:
-      self._shard.add_record(np.concatenate(self._pending).tobytes())
+    if self._pending:
+      self._shard.add_record(bytes(self._pending))
     lengths = np.array(self._lengths, _LENGTHS_DTYPE)
     self._shard.add_record(lengths.tobytes())
     counts = (len(lengths), int(lengths.sum()), self._text_bytes)
@@ -279,25 +268,18 @@ class TokenSetWriter(ShardSetWriter):
         or shards of unknown origin.
     """
     self._tokenizer, self._set_notes = tokenizer, notes
-    super().__init__(
-      folder,
-      KIND,
-      items=num_shards,
-      shard_size=1,
-      settings={
-        "tokenizer": {
-          "kind": tokenizer.kind,
-          "sha256": tokenizer.sha256,
-          "file": tokenizer.file_name,
-        },
-        "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id if tokenizer.add_bos else None,
-        "eos_id": tokenizer.eos_id,
-        "block": BLOCK,
-        **settings,
-      },
-      notes={},
-    )
+    names = {"kind": "kind", "sha256": "sha256", "file": "file_name"}
+    entry = {name: getattr(tokenizer, own) for name, own in names.items()}
+    settings = {
+      "tokenizer": entry,
+      "vocab_size": tokenizer.vocab_size,
+      "bos_id": tokenizer.bos_id if tokenizer.add_bos else None,
+      "eos_id": tokenizer.eos_id,
+      "block": BLOCK,
+      **settings,
+    }
+    sizes = {"items": num_shards, "shard_size": 1}
+    super().__init__(folder, KIND, **sizes, settings=settings, notes={})
     has_ends(self._folder, self._settings)  # warns
 
   @contextlib.contextmanager

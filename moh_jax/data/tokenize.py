@@ -17,20 +17,18 @@ import os
 import pathlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tqdm
 
 from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.text_files import (
   PIECE_BYTES,
-  OnError,
   Piece,
-  count_or_stop,
   fingerprint,
   list_pieces,
   read_documents,
-  skip_or_stop,
+  read_texts,
 )
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
@@ -103,7 +101,7 @@ class _Job:
   todo: dict[int, list[str]]  # number of a group -> splits that lack its shard
   tokenizer: Tokenizer
   field: str
-  on_error: OnError
+  on_error: str
 
   def write(self, group: int) -> int:
     """Writes the missing shards of a group; returns the bytes it read."""
@@ -118,18 +116,18 @@ class _Job:
           return next(iter(targets.values()))
         return targets.get(split_of(text, self.held_out))
 
-      def skip(name: str, *why: str) -> None:
-        if found := target(name):  # without text, the name says the part
-          found.skip(name, *why)
+      def documents() -> Iterator[tuple[str, str]]:
+        for piece in self.groups[group]:
+          for name, text in read_documents(piece, self.field):
+            if isinstance(text, str):
+              if not text or target(text):
+                yield name, text
+            elif self.on_error == "stop":
+              raise text
+            elif found := target(name):  # without text, the name says the part
+              found.skip(name, text.reason, text.detail)
 
-      on_bad = skip_or_stop(self.on_error, skip)
-      documents = (
-        (name, text)
-        for piece in self.groups[group]
-        for name, text in read_documents(piece, self.field, on_bad)
-        if not text or target(text)
-      )
-      for batch in _batches(documents):
+      for batch in _batches(documents()):
         ids = self.tokenizer.encode_batch([text for _, text in batch])
         for (name, text), tokens in zip(batch, ids):
           found = target(text or name)
@@ -154,7 +152,7 @@ def tokenize(
   field: str = "text",
   piece_bytes: int = PIECE_BYTES,
   workers: int = 1,
-  on_error: OnError = "stop",
+  on_error: Literal["stop", "skip"] = "stop",
   notes: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
   """Makes sets OUT/SPLIT, reading the input once; continues killed runs.
@@ -197,34 +195,23 @@ def tokenize(
     held_out = fill_parts(held_out, _texts(groups, field, on_error))
     # Sets say it as versions did that had a class for it.
     name = f"HeldOutPart(share={held_out!r}, held_out="
-    keeps = {
-      "train": f"{name}False) of texts",
-      "val": f"{name}True) of texts",
-    }
+    parts = {"train": False, "val": True}
+    keeps = {part: f"{name}{of}) of texts" for part, of in parts.items()}
   writers: dict[str, TokenSetWriter] = {}
   try:
+    settings = {"inputs": fingerprint(groups), "field": field}
+    options = {"num_shards": len(groups), "notes": notes or {}}
     for part, keep in keeps.items():
-      writers[part] = TokenSetWriter(
-        out / part,
-        tokenizer,
-        num_shards=len(groups),
-        settings={
-          "inputs": fingerprint(groups),
-          "field": field,
-          "keep": keep,
-        },
-        notes=notes or {},
-      )
+      options["settings"] = {**settings, "keep": keep}
+      writers[part] = TokenSetWriter(out / part, tokenizer, **options)
     todo: dict[int, list[str]] = {}
     for split, writer in writers.items():
       for group in writer.todo():
         todo.setdefault(group, []).append(split)
     job = _Job(writers, held_out, groups, todo, tokenizer, field, on_error)
-    total = sum(map(job.size, range(len(groups))))
     with tqdm.tqdm(
       desc=", ".join(writers),
-      total=total,
-      initial=total - sum(map(job.size, todo)),
+      total=sum(map(job.size, todo)),
       unit="B",
       unit_scale=True,
       disable=None,  # where stderr is no terminal
@@ -239,28 +226,25 @@ def tokenize(
   for split, writer in writers.items():
     entries = writer.entries()
     if not any(entry["documents"] for entry in entries):
-      skipped = describe_skipped(entries)
       for other in writers.values():
         other.discard()
       raise ValueError(
-        f"{out / split}: the input has no document for it"
-        + (f"; {skipped}" if skipped else "")
+        f"{out / split}: the input has no document for it; "
+        f"{describe_skipped(entries) or 'it has none'}"
       )
   return {split: writer.finish() for split, writer in writers.items()}
 
 
 def _texts(
-  groups: Iterable[Iterable[Piece]], field: str, on_error: OnError
+  groups: Iterable[Iterable[Piece]], field: str, on_error: str
 ) -> Iterator[str]:
   """The documents that have text."""
   skipped: collections.Counter[str] = collections.Counter()
-  on_bad = count_or_stop(on_error, skipped)
-  is_empty = True
-  for piece in itertools.chain.from_iterable(groups):
-    for _, text in read_documents(piece, field, on_bad):
-      if text:
-        is_empty = False
-        yield text
+  pieces, is_empty = itertools.chain.from_iterable(groups), True
+  counts = skipped if on_error == "skip" else None
+  for text in filter(None, read_texts(pieces, field, counts)):
+    is_empty = False
+    yield text
   if is_empty and skipped:
     told = describe_skipped([{"skipped": skipped}])
     raise ValueError(f"the input has no document; {told}")

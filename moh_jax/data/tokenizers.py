@@ -4,37 +4,213 @@ All kinds encode plain text: they add no begin or end of text, and encode text
 that looks like a special token as text, unless asked to parse it. A
 SentencePiece model normalizes the text as it was trained to, so decoding may
 not give the same spaces and characters back.
+
+Files that lie beside a tokenizer's own say how a model is used with it. They
+are those that transformers writes: which tokens begin and end a text
+(tokenizer_config.json, special_tokens_map.json), at which tokens a generated
+text stops (generation_config.json), and chat templates. They go wherever the
+tokenizer goes: into token sets, runs, converted and exported models. What
+identifies a tokenizer is its own file alone.
 """
 
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import tokenizers as hf
+from etils import epath
 
 from moh_jax.data.input_files import import_extra
-from moh_jax.data.tokenizer_files import (
-  ADDED_TOKENS,
-  BEGIN,
-  END,
-  GENERATION_CONFIG,
-  MOST_BYTES,
-  TOKENIZER_CONFIG,
-  TOKENIZER_FILES,
-  Ids,
-  read_files_beside,
-  read_json,
-  special_ids,
-)
-from moh_jax.runtime.files import read_bytes
+from moh_jax.runtime.files import read_bytes, write_whole
+from moh_jax.runtime.json_files import parse_json
 
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+GENERATION_CONFIG = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATE_JSON = "chat_template.json"
+TEMPLATE_FOLDER = "additional_chat_templates"  # further templates by name
+_NAMES = (
+  TOKENIZER_CONFIG,
+  SPECIAL_TOKENS,
+  ADDED_TOKENS,
+  *("vocab.json", "merges.txt"),  # what tokenizer.json was made from
+  GENERATION_CONFIG,
+  TEMPLATE,
+  TEMPLATE_JSON,
+)
+_MODEL_CONFIG = "config.json"
+_STOPS = "eos_token_id"
+MOST_BYTES = 1 << 27  # tokenizer.json of a large vocabulary: some 10 MB
+# Names of begin and end of text, for tokenizers that come without any file that
+# says them. The first pair with a known token is used.
+_BEGIN_END = (
+  (BEGIN, END),
+  ("<s>", "</s>"),
+  ("<bos>", "<eos>"),
+  ("[BOS]", "[EOS]"),
+  ("<|startoftext|>", "<|endoftext|>"),
+)
+Ids = tuple[int | None, int | None]  # of begin and end of text
 _MOST_ENTRIES = 1 << 22  # of a trained vocabulary
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
+
+_Id = Annotated[int, msgspec.Meta(ge=0)]
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Added(msgspec.Struct):
+  content: _Text
+  lstrip: bool = False
+  rstrip: bool = False
+
+
+_NAMED = tuple(
+  f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_SpecialTokens = msgspec.defstruct(
+  "_SpecialTokens", [(name, _Text | _Added | None, None) for name in _NAMED]
+)
+
+
+class _Config(_SpecialTokens):  # type: ignore[misc, valid-type]
+  add_bos_token: bool | None = None
+  add_eos_token: bool | None = None  # documents end with it, prompts never
+  legacy: bool | None = None
+  added_tokens_decoder: dict[str, _Added] | None = None
+
+
+class _Generation(msgspec.Struct):
+  eos_token_id: _Id | list[_Id] | None = None
+
+
+_SCHEMAS = {
+  TOKENIZER_CONFIG: _Config,
+  SPECIAL_TOKENS: _SpecialTokens,
+  ADDED_TOKENS: dict[str, _Id],
+  GENERATION_CONFIG: _Generation,
+}
+
+
+def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
+  """Reads the files that lie beside a tokenizer.
+
+  A folder of transformers may name the ends of generated texts in config.json
+  alone; they are returned as generation_config.json, where transformers looks
+  for them first.
+
+  Args:
+    folder: local, or in a bucket.
+
+  Returns:
+    Contents by name, relative to the folder; those that exist.
+
+  Raises:
+    ValueError: config.json or generation_config.json is not a JSON object.
+  """
+  folder = epath.Path(folder)
+  paths = [folder / name for name in _NAMES]
+  templates = folder / TEMPLATE_FOLDER
+  if templates.is_dir():
+    paths += sorted(templates.glob("*.jinja"))
+  files = {
+    os.fspath(path.relative_to(folder)): read_bytes(path, MOST_BYTES)
+    for path in paths
+    if path.is_file()
+  }
+  model = folder / _MODEL_CONFIG
+  if model.is_file():
+    content = read_bytes(model, MOST_BYTES)
+    stops = parse_json(content, dict, os.fspath(model)).get(_STOPS)
+    generation = read_json(files, GENERATION_CONFIG)
+    if stops is not None and generation.get(_STOPS) is None:
+      generation[_STOPS] = stops
+      files[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode()
+  return files
+
+
+def write_tokenizer_files(
+  folder: str | os.PathLike, files: Mapping[str, bytes]
+) -> None:
+  """Writes files where they are missing or differ, each whole or not at all.
+
+  Args:
+    folder: local, or in a bucket; created.
+    files: contents by name, relative to the folder.
+  """
+  folder = epath.Path(folder)
+  for name, content in files.items():
+    path = folder / name
+    if path.is_file() and path.read_bytes() == content:
+      continue
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
+
+
+def copy_tokenizer_files(
+  source: str | os.PathLike, target: str | os.PathLike
+) -> str:
+  """Copies a tokenizer with all files that belong to it.
+
+  Args:
+    source: folder of a tokenizer, such as a run's working directory, an output
+      of `convert`, or a folder of transformers.
+    target: folder to write to; created if there is anything to write.
+
+  Returns:
+    The SHA-256 of the tokenizer's file; "", and nothing is written, where there
+    is none.
+
+  Raises:
+    ValueError: a file is not a JSON object, see `read_files_beside`.
+  """
+  source = epath.Path(source)
+  own = {
+    name: read_bytes(source / name, MOST_BYTES)
+    for name in TOKENIZER_FILES
+    if (source / name).is_file()
+  }
+  if not own:
+    return ""
+  write_tokenizer_files(target, {**own, **read_files_beside(source)})
+  return hashlib.sha256(next(iter(own.values()))).hexdigest()
+
+
+def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+  """Parses one of the files; {} if it is missing.
+
+  Raises:
+    ValueError: it is no JSON object, or a field that is used here is of
+      another type; the message begins with the name of the file.
+  """
+  kind = _SCHEMAS.get(name, dict)
+  return parse_json(files[name], kind, name) if name in files else {}
+
+
+def named_tokens(files: Mapping[str, bytes]) -> dict[str, str | None]:
+  """Texts of special tokens by key, such as "bos_token"; None where it is null.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  found: dict[str, str | None] = {}
+  for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
+    stored = read_json(files, name)
+    for key in _NAMED:
+      if key in stored:
+        token = stored[key]
+        found[key] = token["content"] if isinstance(token, dict) else token
+  return found
 
 
 class TokenizerFileError(ValueError):
@@ -45,7 +221,7 @@ class Tokenizer:
   """What all tokenizers have in common; they are picklable.
 
   Attributes:
-    kind: one of `KINDS`.
+    kind: its name in metadata of sets.
     file_name: name of the tokenizer's file, "" for kinds without one.
     content: bytes of that file.
     files: contents of the files beside it by name.
@@ -93,8 +269,8 @@ class Tokenizer:
     raise NotImplementedError
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text, computed on several cores."""
-    raise NotImplementedError
+    """Returns the ids of each text, where possible on several cores."""
+    return list(map(self.encode, texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids; special tokens and unknown ids are left out."""
@@ -103,9 +279,46 @@ class Tokenizer:
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id, None if it has none."""
 
-  def _set_special(self, token_to_id: Callable, own: Ids) -> None:
-    found = special_ids(self.files, token_to_id, own)
-    self.bos_id, self.eos_id, self.add_bos, self.stop_ids = found
+  def _set_special(
+    self, token_to_id: Callable[[str], int | None], own: Ids
+  ) -> None:
+    """Finds begin, end and stops: what a file says, else what is guessed.
+
+    Args:
+      token_to_id: id of a token's text, None if it is unknown.
+      own: begin and end of text that the tokenizer's own file says. Where
+        tokenizer_config.json does not say it, texts begin with its begin.
+
+    Raises:
+      ValueError: a file is damaged, or names a token that the tokenizer does
+        not have.
+    """
+    named, said = named_tokens(self.files), {}
+    for key in named.keys() & {"bos_token", "eos_token"}:
+      token = named[key]
+      said[key] = None if token is None else token_to_id(token)
+      if token is not None and said[key] is None:
+        raise ValueError(f"{key}={token!r} is no token of the tokenizer")
+    if said:
+      begin, end = said.get("bos_token", own[0]), said.get("eos_token", own[1])
+    else:
+      pairs = (tuple(map(token_to_id, pair)) for pair in _BEGIN_END)
+      usual = next((p for p in pairs if p != (None, None)), (None, None))
+      begin, end = (b if a is None else a for a, b in zip(own, usual))
+      # A token without its counterpart is both.
+      begin, end = (
+        end if begin is None else begin,
+        begin if end is None else end,
+      )
+    add_bos = read_json(self.files, TOKENIZER_CONFIG).get("add_bos_token")
+    if add_bos is None:
+      described = {TOKENIZER_CONFIG, SPECIAL_TOKENS} & self.files.keys()
+      add_bos = own[0] is not None or not described
+    stops = read_json(self.files, GENERATION_CONFIG).get(_STOPS)
+    stops = stops if isinstance(stops, list) else [stops]
+    found = dict.fromkeys(i for i in (*stops, end) if i is not None)
+    self.bos_id, self.eos_id, self.stop_ids = begin, end, tuple(found)
+    self.add_bos = add_bos and begin is not None
 
 
 class JsonTokenizer(Tokenizer):
@@ -221,12 +434,11 @@ class SentencePieceTokenizer(Tokenizer):
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
-    if not parse_special:
-      return self._processor.encode(text)
     names = sorted(self._special, key=len, reverse=True)
+    pattern = f"({'|'.join(map(re.escape, names))})"
     ids: list[int] = []
-    for part in re.split(f"({'|'.join(map(re.escape, names))})", text):
-      special = self._special.get(part)
+    for part in re.split(pattern, text) if parse_special else [text]:
+      special = self._special.get(part) if parse_special else None
       ids += self._processor.encode(part) if special is None else [special]
     return ids
 
@@ -243,8 +455,8 @@ class SentencePieceTokenizer(Tokenizer):
 class BytesTokenizer(Tokenizer):
   """Tokenizer whose ids 0 to 255 are UTF-8 bytes; 256 begins and ends text."""
 
-  kind = "bytes"
-  file_name, content, files = "", b"", _NO_FILES
+  kind, file_name = "bytes", ""
+  content, files = b"", _NO_FILES
   sha256 = hashlib.sha256(b"bytes").hexdigest()
   vocab_size = 257
   bos_id = eos_id = 256
@@ -260,41 +472,9 @@ class BytesTokenizer(Tokenizer):
     del parse_special  # no text names the special token
     return list(text.encode())
 
-  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text."""
-    return list(map(self.encode, texts))
-
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
     return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
-
-
-_CLASSES: dict[str, type[Tokenizer]] = {
-  kind.kind: kind
-  for kind in (JsonTokenizer, SentencePieceTokenizer, BytesTokenizer)
-}
-KINDS = tuple(_CLASSES)
-
-
-def prompt_ids(
-  tokenizer: Tokenizer,
-  text: str,
-  *,
-  add_bos: bool | None = None,
-  parse_special: bool = False,
-) -> list[int]:
-  """Returns the ids of a text that a model is to write on from.
-
-  Args:
-    tokenizer: of the model.
-    text: the prompt.
-    add_bos: whether it begins with the begin of text; None does what the
-      tokenizer says.
-    parse_special: names of special tokens in the text become these tokens.
-  """
-  begins = tokenizer.add_bos if add_bos is None else add_bos
-  before = [i for i in (tokenizer.bos_id,) if begins and i is not None]
-  return before + tokenizer.encode(text, parse_special=parse_special)
 
 
 def check_vocabulary(
@@ -323,25 +503,6 @@ def check_vocabulary(
     )
 
 
-def tokenizer_from_bytes(
-  kind: str, content: bytes, files: Mapping[str, bytes] = _NO_FILES
-) -> Tokenizer:
-  """Makes a tokenizer from the content of its file.
-
-  Args:
-    kind: one of `KINDS`.
-    content: bytes of the tokenizer's file; b"" for the kind "bytes".
-    files: beside it.
-
-  Raises:
-    ValueError: the kind is unknown, the content is not of that kind, one of the
-      files is damaged, or an optional library is missing.
-  """
-  if kind not in KINDS:
-    raise ValueError(f"tokenizer kind {kind!r} must be one of {KINDS}")
-  return _CLASSES[kind](content, files)
-
-
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
   """Loads a tokenizer from a file, and the files that lie beside it.
 
@@ -364,7 +525,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     file = found[0]
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
-  kinds = {".json": "tokenizer_json", ".model": "sentencepiece"}
+  kinds = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
   if file.suffix not in kinds:
     raise ValueError(
       f"{file}: a tokenizer file ends in one of {tuple(kinds)}; 'bytes' needs "
@@ -374,12 +535,12 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def read_tokenizer(
-  kind: str, file: pathlib.Path, sha256: str = "", owner: str = ""
+  kind: type[Tokenizer], file: pathlib.Path, sha256: str = "", owner: str = ""
 ) -> Tokenizer:
   """Reads a tokenizer, and checks that it is the expected one.
 
   Args:
-    kind: one of `KINDS` that has a file.
+    kind: class of those that have a file.
     file: path of the file.
     sha256: of its content; "" accepts any.
     owner: what was made with that tokenizer, for the message.
@@ -389,12 +550,9 @@ def read_tokenizer(
     TokenizerFileError: the file is damaged, or an optional library is missing.
     ValueError: it is another one, or a file beside it is damaged.
   """
-  if not file.is_file():
-    raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
-    files = read_files_beside(file.parent)
     content = read_bytes(file, MOST_BYTES)
-    tokenizer = tokenizer_from_bytes(kind, content, files)
+    tokenizer = kind(content, read_files_beside(file.parent))
   except ValueError as error:
     raise type(error)(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
@@ -437,52 +595,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
   )
   tokenizer.train_from_iterator(texts, trainer)
   return tokenizer.to_str().encode()
-
-
-class StreamDecoder:
-  """Decodes ids one by one, and returns whole characters only.
-
-  All that `feed` and `flush` return, joined, is what `decode` of all ids has
-  more than `decode` of those before them.
-  """
-
-  # A character has at most 4 tokens, but several tokens in a row may each end
-  # inside one. Text that is incomplete for longer than this is not UTF-8.
-  _MAX_HELD = 16
-
-  def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
-    """Begins a text, or goes on with one.
-
-    Args:
-      tokenizer: of the ids.
-      before: ids before the first one.
-    """
-    self._tokenizer = tokenizer
-    # Ids whose text was returned, then those that are held back.
-    self._ids = list(before)
-    self._returned = len(self._ids)  # how many of `_ids` are of the first kind
-
-  def feed(self, token: int) -> str:
-    """Takes the next id and returns the text that it completes, often ""."""
-    self._ids.append(int(token))
-    text = self._tokenizer.decode(self._ids)
-    held = len(self._ids) - self._returned
-    if text.endswith("\ufffd") and held < self._MAX_HELD:
-      return ""
-    return self._take(text)
-
-  def flush(self) -> str:
-    """Returns the text held back, with U+FFFD for incomplete characters."""
-    return self._take(self._tokenizer.decode(self._ids))
-
-  def _take(self, text: str) -> str:
-    known = self._tokenizer.decode(self._ids[: self._returned])
-    while not text.startswith(known):  # it ended in the middle of a character
-      known = known[:-1]
-    new = text[len(known) :]
-    # Decoding may drop a space at the beginning of a text, so new ids are
-    # decoded after earlier ones that begin it, with more than spaces.
-    if new.strip(" "):
-      self._ids = self._ids[self._returned :]
-    self._returned = len(self._ids)
-    return new

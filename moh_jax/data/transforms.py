@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config import DataConfig, ImageModel
+from moh_jax.config.dit import LatentScaling
 from moh_jax.data.augment import augmentations
 from moh_jax.data.decode import mirror, resize
 from moh_jax.data.sources import Example
@@ -213,6 +214,52 @@ def normalizer(data: Any) -> Callable[[Any], Any]:
     return {**batch, "image": (image - mean) / std}
 
   return jax.jit(normalize)
+
+
+def sample_posterior(
+  mean: np.ndarray, log_variance: np.ndarray, noise: np.ndarray
+) -> np.ndarray:
+  """Samples latents: mean + exp(log_variance / 2) * noise.
+
+  Args:
+    mean: any shape.
+    log_variance: the same shape.
+    noise: standard normal noise of the same shape.
+  """
+  return mean + np.exp(0.5 * log_variance) * noise
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleLatent(grain.transforms.RandomMap):
+  """Samples a latent from the posterior of the image or of its mirror image."""
+
+  scaling: LatentScaling
+
+  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
+    """Maps "image" [2, 2, X, Y, channels] to [X, Y, channels] float32."""
+    mirrored = int(rng.random() < 0.5)
+    mean, log_variance = element["image"][mirrored].astype(np.float32)
+    noise = rng.standard_normal(mean.shape, np.float32)
+    latent = sample_posterior(mean, log_variance, noise)
+    return {**element, "image": _scaled(latent, self.scaling)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanLatent(grain.transforms.Map):
+  """Takes the posterior's mean of the image that is not mirrored."""
+
+  scaling: LatentScaling
+
+  def map(self, element: Example) -> Example:
+    """Maps "image" [2, 2, X, Y, channels] to [X, Y, channels] float32."""
+    mean = element["image"][0, 0].astype(np.float32)
+    return {**element, "image": _scaled(mean, self.scaling)}
+
+
+def _scaled(latent: np.ndarray, scaling: LatentScaling) -> np.ndarray:
+  parts = scaling.affine(latent.shape[-1])
+  offset, factor = (np.asarray(part, np.float32) for part in parts)
+  return (latent - offset) * factor
 
 
 def train_transforms(data: DataConfig, model: ImageModel) -> list:

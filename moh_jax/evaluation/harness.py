@@ -272,28 +272,25 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     ValueError: an option that is not known; it would change the metrics.
   """
-  given = {n: v for n, v in given.items() if (n, v) != ("num_beams", 1)}
+  given = {n: v for n, v in given.items() if v is not None}
+  if given.get("num_beams") == 1:  # what we do
+    del given["num_beams"]
   if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):
     raise ValueError(
       f"generation option {unknown[0]}={given[unknown[0]]!r} must be one of "
       f"{(*_OPTIONS, *_LENGTH_OPTIONS)}"
     )
-  until = given.get("until") or []
-  stop = (until,) if isinstance(until, str) else tuple(until)
-  lengths = [given[n] for n in _LENGTH_OPTIONS if given.get(n) is not None]
-  temperature = given.get("temperature")
-  sampled = given.get("do_sample")
-  if sampled is None:
-    sampled = bool(temperature)
-  if temperature is None:
-    temperature = 1.0
-  top_p = given.get("top_p")
+  until = given.get("until", ())
+  stop = (until,) if isinstance(until, str) else until
+  lengths = [given[n] for n in _LENGTH_OPTIONS if n in given]
+  temperature = float(given.get("temperature", 1.0))
+  sampled = given.get("do_sample", bool(given.get("temperature")))
   return {
-    "stop": tuple(text for text in stop if text),
+    "stop": tuple(filter(None, stop)),
     "max_new_tokens": int((lengths or [_MAX_NEW_TOKENS])[0]),
-    "temperature": float(temperature) if sampled else 0.0,
-    "top_k": int(given.get("top_k") or 0),
-    "top_p": 1.0 if top_p is None else float(top_p),
+    "temperature": temperature if sampled else 0.0,
+    "top_k": int(given.get("top_k", 0)),
+    "top_p": float(given.get("top_p", 1.0)),
   }
 
 
@@ -352,20 +349,17 @@ def _row(
     (None where there is none); "main", the metric that counts in the mean ("":
     it does not); for a group "parts", the rows of its tasks.
   """
-  found = results["results"][name]
-  metrics = {}
+  found, metrics = results["results"][name], {}
+  higher = results["higher_is_better"].get(name, {})
   for key, value in found.items():
     label, comma, kind = key.partition(",")
     if not comma or label.endswith(_STDERR):
       continue
     stderr = found.get(f"{label}{_STDERR},{kind}")
-    shown = label if kind == "none" else key
-    metrics[shown] = {
+    metrics[label if kind == "none" else key] = {
       "value": _number(value),
       "stderr": _number(stderr),
-      "higher_is_better": results["higher_is_better"]
-      .get(name, {})
-      .get(label, True),
+      "higher_is_better": higher.get(label, True),
     }
   group = loaded.groups.get(name)
   members = [task.task_name for task in group.get_all_tasks()] if group else []

@@ -118,7 +118,7 @@ class HarnessModel(LM):
       ValueError: an option that is not known, or no space for a context.
     """
     encoded = self._encode_all(request.args[0] for request in requests)
-    groups: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {}
+    groups: dict[str, dict[int, list[int]]] = {}  # prompts by their options
     for index, request in enumerate(requests):
       options = generation_options(request.args[1])
       space = self.max_length - options["max_new_tokens"]
@@ -129,21 +129,17 @@ class HarnessModel(LM):
           f"{self.max_length}"
         )
       ids = self._before + encoded[request.args[0]] or [self._prefix]
-      prompts = groups.setdefault(repr(options), (options, {}))[1]
-      prompts[index] = ids[-space:]
+      groups.setdefault(repr(options), {})[index] = ids[-space:]
     texts = [""] * len(requests)
-    bar = tqdm.tqdm(
-      total=len(requests), unit="text", disable=not self._progress
-    )
-    seed = self._seed
-    with bar:
-      for options, prompts in groups.values():
+    seed, how = self._seed, {"unit": "text", "disable": not self._progress}
+    with tqdm.tqdm(total=len(requests), **how) as bar:
+      for prompts in groups.values():
         order = sorted(prompts, key=lambda i: -len(prompts[i]))
+        options = generation_options(requests[order[0]].args[1])
         for start in range(0, len(order), _CALL):
           part = order[start : start + _CALL]
-          made = self._generate(
-            [prompts[index] for index in part], **options, seed=seed
-          )
+          ids = [prompts[index] for index in part]
+          made = self._generate(ids, **options, seed=seed)
           for index, text in zip(part, made):
             texts[index] = _until(text, options["stop"])
           bar.update(len(part))

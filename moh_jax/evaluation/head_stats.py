@@ -122,6 +122,12 @@ class HeadStats:
   groups: Mapping[str, GroupStats]
   maps: RoutingMaps
 
+  @property
+  def labels(self) -> list[str]:
+    """Names of the labels of the examples in `maps`."""
+    _, groups, *_ = self.groups.values()
+    return [groups.names[label] for label in self.maps.label.tolist()]
+
   def entropy(self, kind: str = "all") -> np.ndarray:
     """Entropy of the load [L, G] in [0, 1], see `load_entropy`."""
     groups = self.groups[kind]
@@ -192,13 +198,13 @@ def head_stats(
   for batch in batches:
     sums, chosen = step(params, batch)
     rows = []
-    labels, mask = sharding.gather((batch["label"], batch["mask"]), mesh)
+    labels, mask = sharding.gather((batch["label"], batch["mask"]))
     for row in np.flatnonzero(mask > 0).tolist():
       if maps and left.get(label := int(labels[row]), 0):
         maps, left[label] = maps - 1, left[label] - 1
         rows.append(row)
     if rows:
-      part = sharding.gather(chosen, mesh)
+      part = sharding.gather(chosen)
       kept.append(jax.tree.map(lambda x: x[rows], part))  # noqa: B023
     sums = jax.tree.map(on_host, sums)
     total = sums if total is None else jax.tree.map(np.add, total, sums)

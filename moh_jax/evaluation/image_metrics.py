@@ -22,6 +22,7 @@ from moh_jax.evaluation.fid import (
   block_score,
   moments,
 )
+from moh_jax.evaluation.metrics import one_late
 from moh_jax.models.inception import Features, InceptionV3, prepare
 from moh_jax.runtime.files import (
   check_regular,
@@ -229,14 +230,12 @@ def summarize(
     ValueError: one image where a covariance is asked for, a damaged file, or
       features that are not finite.
   """
-  names = ("pool3", "spatial") if distributions else ()
-  names += ("logits",) * score
-  names = tuple(dict.fromkeys(names + ("pool3",) * keep_features))
+  names = {"pool3": distributions or keep_features, "spatial": distributions}
+  names = [name for name, used in {**names, "logits": score}.items() if used]
+  how = (batch_size, names, progress, block_size)
   sums: dict[str, Moments] = {}
   scores, kept = [], []
-  for block in _blocks(
-    extract, images, batch_size, names, progress, block_size
-  ):
+  for block in _blocks(extract, images, *how):
     if distributions:
       for name in ("pool3", "spatial"):
         sums[name] = moments(block[name], sums.get(name))
@@ -264,8 +263,12 @@ def _blocks(
   held: dict[str, list[np.ndarray]] = {name: [] for name in names}
   seen = 0
 
-  def add(features: Features, count: int) -> Iterator[dict[str, np.ndarray]]:
-    nonlocal held, seen
+  def computed() -> Iterator[tuple[Features, int]]:
+    for batch in images.batches(batch_size):
+      fill = np.repeat(batch[-1:], batch_size - len(batch), axis=0)
+      yield extract(np.concatenate([batch, fill])), len(batch)
+
+  for features, count in one_late(computed()):
     for name, parts in held.items():
       rows = np.asarray(getattr(features, name))[:count]
       parts.append(rows.reshape(count, -1))
@@ -276,15 +279,5 @@ def _blocks(
       yield {name: rows[:size] for name, rows in whole.items()}
       held = {name: [rows[size:]] for name, rows in whole.items()}
       seen -= size
-
-  waiting = None
-  for batch in images.batches(batch_size):
-    fill = np.repeat(batch[-1:], batch_size - len(batch), axis=0)
-    features = extract(np.concatenate([batch, fill]))
-    # One batch in flight: the device computes while the host reads and adds.
-    if waiting is not None:
-      yield from add(*waiting)
-    waiting = features, len(batch)
-  yield from add(*waiting)
   if seen:
     yield {name: np.concatenate(parts) for name, parts in held.items()}

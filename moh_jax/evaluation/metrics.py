@@ -1,7 +1,7 @@
 """Metrics of held-out data: sums over batches, and what the tasks sum."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -12,13 +12,9 @@ import numpy as np
 from moh_jax.config import DiffusionConfig, LLMConfig
 from moh_jax.layers.router import count_examples
 from moh_jax.layers.stack import ModelAux
-from moh_jax.models.diffusion import (
-  AnyProcess,
-  make_process,
-  q_sample,
-  training_losses,
-)
-from moh_jax.models.llm import token_nats
+from moh_jax.layers.vocabulary import token_nats
+from moh_jax.models.diffusion import make_process, q_sample, training_losses
+from moh_jax.models.llm import output_kernel
 
 _SEED = 0
 _GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32
@@ -78,6 +74,15 @@ def sum_metrics(
   return {name: sum(float(s[name]) for s in host) for name in host[0]}
 
 
+def one_late(results: Iterable[Any]) -> Iterator[Any]:
+  """Yields results one behind, so that devices compute while the host reads."""
+  waiting: list[Any] = []  # one, not all: memory would be full of them
+  for result in results:
+    yield from waiting
+    waiting = [result]
+  yield from waiting
+
+
 def bits_per_byte(nats: float, num_bytes: float) -> float:
   """Bits that a model needs for a byte of text, whatever its tokenizer.
 
@@ -124,7 +129,8 @@ def language_step(model: nn.Module, config: LLMConfig) -> EvalStep:
       token_mask=batch["segments"] > 0,
       with_logits=False,
     )
-    nats, correct = token_nats(x, params, config, batch["targets"])
+    kernel, chunk = output_kernel(params, config), config.loss_chunk
+    nats, correct = token_nats(x, kernel, batch["targets"], chunk)
     weights = batch["weights"]
     return {
       **batch_sums(batch["mask"], activated_share=aux.activated_share),
@@ -150,16 +156,13 @@ def denoising_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
     (params, batch) -> sums of "loss" (weighted squared error and bound), "mse",
     "vb" where the variance is learned, and "activated_share".
   """
-  process = make_process(diffusion.schedule, diffusion.steps)
 
   @jax.jit
   def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
-    x0, labels = batch["image"], batch["label"]
-    t, noise = noise_of_index(batch["index"], x0.shape[1:], process)
+    shape = batch["image"].shape[1:]
+    t, noise = noise_of_index(batch["index"], shape, diffusion.steps)
     with count_examples(batch["mask"]):
-      losses, aux = denoising_losses(
-        model, diffusion, process, params, x0, labels, t=t, noise=noise
-      )
+      losses, aux = denoising_losses(model, diffusion, params, batch, t, noise)
     losses["activated_share"] = aux.activated_share
     return batch_sums(batch["mask"], **losses)
 
@@ -167,14 +170,14 @@ def denoising_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
 
 
 def noise_of_index(
-  index: jax.Array, shape: tuple[int, ...], process: AnyProcess
+  index: jax.Array, shape: tuple[int, ...], steps: int
 ) -> tuple[jax.Array, jax.Array]:
   """The timestep and the noise of held-out examples.
 
   Args:
     index: [B] int32, position of each example in its data.
     shape: of an example.
-    process: the training process.
+    steps: of the training process.
 
   Returns:
     t [B] int32, spread evenly over the steps, and noise [B, *shape], both
@@ -183,7 +186,7 @@ def noise_of_index(
   # Multiples of the golden ratio, modulo 1, spread evenly however many there
   # are; 24 bits of them are exact in float32.
   place = (index.astype(jnp.uint32) * _GOLDEN_RATIO) >> 8
-  t = (place / 2**24 * process.num_steps).astype(jnp.int32)
+  t = (place / 2**24 * steps).astype(jnp.int32)
   key = jax.random.key(_SEED)
 
   def draw(i: jax.Array) -> jax.Array:
@@ -195,48 +198,32 @@ def noise_of_index(
 def denoising_losses(
   model: nn.Module,
   diffusion: DiffusionConfig,
-  process: AnyProcess,
   params: Any,
-  x0: jax.Array,
-  labels: jax.Array,
-  *,
+  batch: Mapping[str, jax.Array],
   t: jax.Array,
   noise: jax.Array,
-  rng: jax.Array | None = None,
+  rngs: Mapping[str, jax.Array] | None = None,
 ) -> tuple[dict[str, jax.Array], ModelAux]:
   """Noises clean examples, denoises them and compares.
 
   Args:
     model: maps (x, t, labels) to (output, aux).
-    diffusion: the objective.
-    process: the training process.
+    diffusion: the process and the objective.
     params: of the model.
-    x0: [B, X, Y, channels] clean examples.
-    labels: [B] int32.
+    batch: "image" [B, X, Y, channels], clean examples, and "label" [B] int32.
     t: [B] int32 steps.
     noise: [B, X, Y, channels] standard normal.
-    rng: in training, key for routers that need one.
+    rngs: in training, for routers that need one.
 
   Returns:
-    Losses of every example, [B] float32: "loss" (the objective), "mse", and
-    "vb" where the variance is learned; and the routers' side values.
+    Losses of every example, see `training_losses`, and the routers' side
+    values.
   """
+  process = make_process(diffusion.schedule, diffusion.steps)
+  x0 = batch["image"]
   x = q_sample(process, x0, t, noise)
   times = jnp.asarray(process.timesteps)[t]
-  rngs = None if rng is None else {"dropout": rng}
-  out, aux = model.apply({"params": params}, x, times, labels, rngs=rngs)
-  losses = training_losses(
-    process,
-    diffusion.prediction,
-    out,
-    x0=x0,
-    x=x,
-    t=t,
-    noise=noise,
-    loss_weight=diffusion.loss_weight,
-    snr_gamma=diffusion.snr_gamma,
+  out, aux = model.apply(
+    {"params": params}, x, times, batch["label"], rngs=rngs
   )
-  loss = losses.pop("weighted_mse")
-  if "vb" in losses:
-    loss = loss + diffusion.vb_weight * losses["vb"]
-  return {"loss": loss, **losses}, aux
+  return training_losses(process, diffusion, out, x0, x, t, noise), aux

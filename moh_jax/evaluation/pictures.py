@@ -6,8 +6,9 @@ it takes long, and most commands make none.
 """
 
 import io
+import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from moh_jax.data.decode import to_picture
 from moh_jax.evaluation.head_stats import HeadStats, Layer
 from moh_jax.runtime.files import write_whole
 
-FORMATS = ("png", "svg")
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
 # apart. More heads than colours are shades of cividis.
 _PALETTE = (
@@ -100,29 +100,30 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
   """
   groups = stats.groups[kind]
   count = len(groups.names)
-  shown = [i for i, layer in enumerate(stats.layers) if layer.budget.top_k]
+  shown = {
+    f"{layer.name}, top {layer.budget.top_k}": (layer, load)
+    for layer, load in zip(stats.layers, groups.load)
+    if layer.budget.top_k
+  }
   named = count <= _SHOWN_TICKS
   height = min(max(1.2 + 0.16 * count, 1.8), 6.0 if named else 3.0)
-  figure, axes = _panels(len(shown), (2.4, height), (1.6, 0.6))
-  for panel, (axis, place) in enumerate(zip(axes, shown)):
-    layer = stats.layers[place]
-    shared = layer.budget.shared
-    values = groups.load[place][:, shared:]
+  title = f"Load of routed heads by {kind}"
+  figure, axes = _panels(shown, (2.4, height), (1.6, 0.6), title)
+  for panel, (axis, (layer, load)) in enumerate(zip(axes, shown.values())):
     axis.set_facecolor(_MASKED)
     style = {"cmap": "cividis", "aspect": "auto", "rasterized": True}
+    values = load[:, layer.budget.shared :]
     image = axis.imshow(values, vmin=0, vmax=1, **style)
-    axis.set_title(f"{layer.name}, top {layer.budget.top_k}", fontsize=8)
-    heads = layer.order[shared:]
+    heads = layer.routed
     axis.set_xticks(range(len(heads)), heads, fontsize=6, rotation=90)
     is_first = panel % _PANELS == 0
-    names = map(_printable, groups.names) if named and is_first else ()
-    axis.set_yticks(range(count) if named and is_first else (), list(names))
+    names = map(_printable, groups.names if named and is_first else ())
+    axis.set_yticks(range(count if named and is_first else 0), list(names))
     axis.tick_params(axis="y", labelsize=6)
     if is_first:
       axis.set_ylabel(kind, fontsize=8)
   figure.supxlabel("routed head", fontsize=8)
   figure.colorbar(image, ax=figure.axes, label="share of tokens", shrink=0.6)
-  figure.suptitle(f"Load of routed heads by {kind}", fontsize=10)
   return figure
 
 
@@ -150,14 +151,12 @@ def routing_maps(
   shown = sorted({round(place) for place in shown.tolist()})
   extra = pictures is not None
   columns = 1 if is_text else len(shown) + extra
-  width, height = 1.5 * columns + 1.1, 1.5
-  if is_text:
-    width, height = 10, 0.6 + 0.12 * len(layers)
+  width = 10 if is_text else 1.5 * columns + 1.1
+  height = 0.6 + 0.12 * len(layers) if is_text else 1.5
   figure = new_figure(figsize=(width, height * len(titles) + 0.6))
   axes = figure.subplots(len(titles), columns, squeeze=False)
   for axis in axes.flat:
-    axis.set_xticks([])
-    axis.set_yticks([])
+    axis.set(xticks=[], yticks=[])
   for example, (row, title) in enumerate(zip(axes, map(_printable, titles))):
     if is_text:
       rows = np.stack([colors[numbers[example]] for numbers in best])
@@ -189,19 +188,17 @@ def load_over_steps(
       in the order of their numbers.
     layers: of the model.
   """
-  figure, axes = _panels(len(loads), (2.6, 1.9), (1.1, 0.6))
+  title = "Load of routed heads over the training"
+  figure, axes = _panels(loads, (2.6, 1.9), (1.1, 0.6), title)
   routed = {layer.name: sorted(layer.routed) for layer in layers}
   colors = head_colors(_most_heads(layers))
   for axis, (name, points) in zip(axes, loads.items()):
     steps, values = zip(*points)
     for head, line in zip(routed.get(name, ()), np.transpose(values)):
       axis.plot(steps, line, color=colors[head], linewidth=1)
-    axis.set_title(name, fontsize=8)
     axis.set_ylim(0, 1.02)  # a line at 1 is seen
-    axis.tick_params(labelsize=6)
   figure.supxlabel("step", fontsize=8)
   figure.supylabel("share of tokens", fontsize=8)
-  figure.suptitle("Load of routed heads over the training", fontsize=10)
   _head_legend(figure, layers)
   return figure
 
@@ -212,13 +209,11 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
   Args:
     features: [H, H] for each layer.
   """
-  figure, axes = _panels(len(features), (2, 2.1), (0.8, 0.5))
-  for axis, (name, values) in zip(axes, features.items()):
+  title = "Similarity of what heads add to the tokens"
+  figure, axes = _panels(features, (2, 2.1), (0.8, 0.5), title)
+  for axis, values in zip(axes, features.values()):
     image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
-    axis.set_title(name, fontsize=8)
-    axis.tick_params(labelsize=6)
   figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.6)
-  figure.suptitle("Similarity of what heads add to the tokens", fontsize=10)
   return figure
 
 
@@ -230,13 +225,11 @@ def curves(
   Args:
     series: for each metric its splits, each with pairs of step and value.
   """
-  figure, axes = _panels(len(series), (3.2, 2.2), (0, 0.3))
-  for axis, (name, parts) in zip(axes, series.items()):
+  figure, axes = _panels(series, (3.2, 2.2), (0, 0.3))
+  for axis, parts in zip(axes, series.values()):
     for split, points in parts.items():
       marker = "o" if len(points) < 20 else None
       axis.plot(*zip(*points), marker=marker, markersize=3, label=split)
-    axis.set_title(name, fontsize=8)
-    axis.tick_params(labelsize=6)
     axis.ticklabel_format(useOffset=False)
     axis.legend(fontsize=6)
   return figure
@@ -301,20 +294,30 @@ def _printable(name: str) -> str:
 
 
 def _panels(
-  count: int, each: tuple[float, float], around: tuple[float, float]
+  names: Collection[str],
+  each: tuple[float, float],
+  around: tuple[float, float],
+  title: str = "",
 ) -> tuple[Any, list[Any]]:
-  """A figure of `count` panels, row by row, and their axes.
+  """A figure of panels, row by row, and their axes.
 
   Args:
-    count: at least 1.
+    names: of the panels, at least one.
     each: width and height of a panel, inches.
     around: what the figure has beside them.
+    title: of the figure.
   """
-  columns = min(_PANELS, count)
-  lines = -(-count // columns)
+  columns = min(_PANELS, len(names))
+  lines = -(-len(names) // columns)
   size = each[0] * columns + around[0], each[1] * lines + around[1]
   figure = new_figure(figsize=size)
+  if title:
+    figure.suptitle(title, fontsize=10)
   axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-  for axis in axes[count:]:
-    axis.set_axis_off()
-  return figure, axes[:count]
+  for axis, name in itertools.zip_longest(axes, names):
+    if name is None:
+      axis.set_axis_off()
+    else:
+      axis.set_title(name, fontsize=8)
+      axis.tick_params(labelsize=6)
+  return figure, axes[: len(names)]

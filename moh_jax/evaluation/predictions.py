@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from moh_jax.evaluation.metrics import one_late
 from moh_jax.layers.router import count_examples
 from moh_jax.runtime import sharding
 
@@ -70,7 +71,6 @@ def predict_all(
   step: Callable[[Any, Any], dict[str, Any]],
   params: Any,
   batches: Iterable[Any],
-  mesh: Mesh,
 ) -> Predictions:
   """Predicts every image of a split once, whatever devices share the work.
 
@@ -78,18 +78,12 @@ def predict_all(
     step: of `predict_step`.
     params: the parameters.
     batches: global batches with "index" and "mask", on the devices.
-    mesh: the devices.
 
   Raises:
     ValueError: there is no image.
   """
-  parts, waiting = [], []
-  for batch in batches:
-    waiting.append(step(params, batch))
-    # Two batches in flight: the device is busy, its memory not full of them.
-    if len(waiting) > 1:
-      parts.append(sharding.gather(waiting.pop(0), mesh))
-  parts += [sharding.gather(one, mesh) for one in waiting]
+  results = one_late(step(params, batch) for batch in batches)
+  parts = [sharding.gather(result) for result in results]
   if not parts:
     raise ValueError("the split to evaluate is empty")
   whole = {

@@ -16,8 +16,9 @@ from flax import traverse_util
 from moh_jax.config import Config, LLMConfig, get_family, imported
 from moh_jax.config.heads import HeadBudget
 from moh_jax.evaluation.metrics import noise_of_index
+from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.diffusion import make_process, q_sample
-from moh_jax.models.llm import summed_nats
+from moh_jax.models.llm import output_kernel
 
 _TIME_GROUPS = 10  # ranges of timesteps that head statistics tell apart
 
@@ -97,21 +98,21 @@ def image_probe(network: nn.Module, config: Config) -> Probe:
 def diffusion_probe(network: nn.Module, config: Config) -> Probe:
   """Noisy examples by class and by timestep."""
   process = make_process(config.diffusion.schedule, config.diffusion.steps)
-  steps = process.num_steps
+  steps = config.diffusion.steps
   parts = min(_TIME_GROUPS, steps)
   bounds = [part * steps // parts for part in range(parts + 1)]
   names = [f"{a}-{b - 1}" for a, b in itertools.pairwise(bounds)]
 
   def apply(params: Any, batch: Batch, **options: Any) -> Any:
     x0, labels = batch["image"], batch["label"]
-    t, noise = noise_of_index(batch["index"], x0.shape[1:], process)
+    t, noise = noise_of_index(batch["index"], x0.shape[1:], steps)
     x = q_sample(process, x0, t, noise)
     times = jnp.asarray(process.timesteps)[t]
     return network.apply({"params": params}, x, times, labels, **options)
 
   def time_group(batch: Batch) -> jax.Array:
     shape = batch["image"].shape[1:]
-    t, _ = noise_of_index(batch["index"], shape, process)
+    t, _ = noise_of_index(batch["index"], shape, steps)
     inner = jnp.asarray(bounds[1:-1], jnp.int32)
     return (t[:, None] >= inner[None]).sum(-1)
 
@@ -225,7 +226,9 @@ def head_importance(
     )
     weights = batch["weights"]
     targets = jnp.maximum(weights.sum(-1, keepdims=True), 1.0)
-    return summed_nats(x, params, config, batch["targets"], weights / targets)
+    kernel, weights = output_kernel(params, config), weights / targets
+    chunk = config.loss_chunk
+    return summed_nats(x, kernel, batch["targets"], weights, chunk)
 
   @jax.jit
   def measure(params: Any, batch: Any) -> jax.Array:

@@ -4,13 +4,15 @@ The page needs no network and no server.
 """
 
 import base64
+import collections
 import dataclasses
 import html
+import itertools
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,8 +60,7 @@ _ZOOM_TO = 256  # pixels that small samples are enlarged to, about
 Points = list[tuple[int, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class RunMetrics:
+class RunMetrics(NamedTuple):
   """The rows of metrics.jsonl; empty where there is no such file.
 
   Attributes:
@@ -111,7 +112,7 @@ def read_run_metrics(directory: str, last: int) -> RunMetrics:
   Raises:
     ValueError: the file is too large.
   """
-  curves: dict[str, dict[str, Points]] = {}
+  curves: dict[str, dict[str, Points]] = collections.defaultdict(dict)
   loads: dict[str, Points] = {}
   path = steps.workdir(directory) / "metrics.jsonl"
   lines = read_bytes(path, _MOST_METRICS).splitlines() if path.exists() else ()
@@ -124,13 +125,11 @@ def read_run_metrics(directory: str, last: int) -> RunMetrics:
     if not isinstance(step, int) or step > last:
       continue
     for name, value in row.items():
-      if split != LOAD_SPLIT and _is_number(value):
-        points = curves.setdefault(name, {}).setdefault(str(split), [])
-        points.append((step, float(value)))
-      is_load = (
-        isinstance(value, list) and value and all(map(_is_number, value))
-      )
-      if split == LOAD_SPLIT and is_load:
+      if split != LOAD_SPLIT:
+        if _is_number(value):
+          points = curves[name].setdefault(str(split), [])
+          points.append((step, float(value)))
+      elif isinstance(value, list) and value and all(map(_is_number, value)):
         points = loads.setdefault(name, [])
         if not points or len(value) == len(points[0][1]):
           points.append((step, value))
@@ -150,12 +149,10 @@ def write_report(found: Findings, folder: pathlib.Path) -> None:
   """Writes every picture as PNG and SVG, and report.html, to a folder."""
   images = {}
   for name, figure in _figures(found):
-    contents = {
-      form: pictures.encode(figure, form) for form in pictures.FORMATS
-    }
-    for form, content in contents.items():
+    for form in ("svg", "png"):
+      content = pictures.encode(figure, form)
       write_whole(folder / f"{name}.{form}", content)
-    images[name] = _image(pictures.shrunk(contents["png"]), name)
+    images[name] = _image(pictures.shrunk(content), name)
   # Names of classes and files may hold bytes that are not UTF-8.
   page = _page(found, images).encode(errors="replace")
   write_whole(folder / "report.html", page)
@@ -172,11 +169,9 @@ def _figures(found: Findings) -> Iterator[tuple[str, Any]]:
     yield "load_over_steps", pictures.load_over_steps(loads, stats.layers)
   if not any(layer.budget.top_k for layer in stats.layers):
     return
-  label, *others = list(stats.groups)[1:]
-  for kind in (label, *others):
+  for kind in list(stats.groups)[1:]:
     yield f"load_by_{kind}", pictures.load_by_group(stats, kind)
-  names = stats.groups[label].names
-  titles = [names[i] for i in stats.maps.label.tolist()]
+  titles = stats.labels
   if stats.layers[0].grid is None:
     texts = token_texts(found.tokenizer, stats)
     titles = [f"{t}: {''.join(x)[:60]!r}" for t, x in zip(titles, texts)]
@@ -232,16 +227,15 @@ def _page(found: Findings, images: Mapping[str, str]) -> str:
 
 def similarity_rows(similarity: Mapping[str, HeadSimilarity]) -> list[tuple]:
   """A header, and a row for each layer: means over pairs of heads."""
-  layers = dict.fromkeys(n for one in similarity.values() for n in one.features)
-  kinds = ("patterns", "features")
-  header = [f"{kind}, {name}" for name in similarity for kind in kinds]
-  rows: list[tuple] = [("layer", *header)] if layers else []
+  columns = {
+    f"{kind}, {name}": getattr(one, kind)
+    for name, one in similarity.items()
+    for kind in ("patterns", "features")
+  }
+  layers = dict.fromkeys(itertools.chain(*columns.values()))
+  rows: list[tuple] = [("layer", *columns)] if layers else []
   for layer in layers:
-    found = [
-      getattr(one, kind).get(layer)
-      for one in similarity.values()
-      for kind in kinds
-    ]
+    found = [values.get(layer) for values in columns.values()]
     cells = ["" if x is None else f"{mean_similarity(x):.3f}" for x in found]
     rows.append((layer, *cells))
   return rows
@@ -250,22 +244,22 @@ def similarity_rows(similarity: Mapping[str, HeadSimilarity]) -> list[tuple]:
 def _heads(found: Findings) -> str:
   """A table with a row for each head."""
   stats, importance = found.stats, found.importance
+  has_worth = importance is not None
   rows: list[tuple[Any, ...]] = []
   groups = stats.groups["all"]
   for place, layer in enumerate(stats.layers):
     for head, number in enumerate(layer.order):
       kind = "shared" if head < layer.budget.shared else "routed"
       values = [float(getattr(groups, v)[place][0, head]) for v in VALUES]
-      worth = [] if importance is None else [float(importance[place, number])]
+      worth = [float(importance[place, number])] if has_worth else []
       rows.append((layer.name, number, kind, *values, *worth))
-  if not stats.layers and importance is not None:
+  if not stats.layers and has_worth:
     rows = [
-      (f"layer {place}", head, "always on", float(importance[place, head]))
-      for place, head in np.ndindex(importance.shape)
+      (f"layer {place}", head, "always on", float(worth))
+      for (place, head), worth in np.ndenumerate(importance)
     ]
-  measured = VALUES if stats.layers else ()
-  worth = () if importance is None else ("importance",)
-  return rows and _table(("layer", "head", "kind", *measured, *worth), rows)
+  measured = (*(VALUES if stats.layers else ()), *["importance"] * has_worth)
+  return rows and _table(("layer", "head", "kind", *measured), rows)
 
 
 def _pixels(config: Config, inputs: np.ndarray) -> np.ndarray | None:
@@ -300,7 +294,6 @@ def samples(
   params: Any,
   probe: Probe,
   stats: HeadStats,
-  names: Sequence[str],
   tokenizer: Tokenizer | None,
   mesh: Mesh,
   *,
@@ -314,7 +307,6 @@ def samples(
     params: its parameters.
     probe: of the family.
     stats: with the examples that are shown.
-    names: of the labels.
     tokenizer: of a language model, or None.
     mesh: the devices.
     preview: PNG file of samples that the run drew, see `run_preview`.
@@ -322,7 +314,7 @@ def samples(
   """
   family = get_family(config.model.family)
   if config.model.READS_TEXT:
-    return _texts(stats, names, tokenizer)
+    return _texts(stats, tokenizer)
   if "sample" in family.commands:
     return _generated(config, preview, generate)
   shown = _pixels(config, stats.maps.inputs)
@@ -335,11 +327,11 @@ def samples(
 
   images = sharding.pad_to_shards(stats.maps.inputs, mesh)
   batch = {probe.shown: sharding.put_batch(images, mesh)}
-  found = sharding.gather(probabilities(params, batch), mesh)
-  figures = []
-  for image, row, label in zip(shown, found, stats.maps.label.tolist()):
+  found = sharding.gather(probabilities(params, batch))
+  names, figures = stats.groups[probe.label].names, []
+  for image, row, label in zip(shown, found, stats.labels):
     best = int(row.argmax())
-    text = f"{names[label]}: taken for {names[best]}, {row[best]:.0%}"
+    text = f"{label}: taken for {names[best]}, {row[best]:.0%}"
     picture = _image(pictures.png_of_pixels(image), text)
     caption = f"<figcaption>{html.escape(text)}</figcaption>"
     figures.append(f"<figure>{picture}{caption}</figure>")
@@ -349,11 +341,8 @@ def samples(
 def run_preview(directory: str, last: int) -> bytes | None:
   """The newest picture that a run drew up to a step; None without any."""
   folder = steps.workdir(directory) / "samples"
-  own = [
-    file
-    for file in sorted(folder.glob("*.png"))
-    if file.stem.isdecimal() and int(file.stem) <= last
-  ]
+  drawn = [file for file in folder.glob("*.png") if file.stem.isdecimal()]
+  own = [file for file in sorted(drawn) if int(file.stem) <= last]
   return read_bytes(own[-1], _MOST_PNG) if own else None
 
 
@@ -373,16 +362,13 @@ def _generated(
   return _image(png, "generated samples")
 
 
-def _texts(
-  stats: HeadStats, names: Sequence[str], tokenizer: Tokenizer | None
-) -> str:
+def _texts(stats: HeadStats, tokenizer: Tokenizer | None) -> str:
   """The beginnings of texts, for each layer coloured by the tokens' heads."""
   texts = [text[:_TOKENS] for text in token_texts(tokenizer, stats)]
   if not stats.layers:
     return "".join(_preformatted("".join(text)) for text in texts)
   is_real = np.broadcast_to(stats.maps.counted, stats.maps.inputs.shape)
-  tasks = ", ".join(dict.fromkeys(names[i] for i in stats.maps.label.tolist()))
-  parts = [_preformatted(tasks)]
+  parts = [_preformatted(", ".join(dict.fromkeys(stats.labels)))]
   for layer, best in zip(stats.layers, stats.maps.best):
     colors = pictures.head_colors(layer.budget.num_heads)
     parts.append(f"<details><summary>{html.escape(layer.name)}</summary>")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,15 @@ import numpy as np
 
 from moh_jax.config import LLMConfig
 from moh_jax.config.llm import Sampling
-from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM, unrolled_logits
 from moh_jax.ops.cache import Slots
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token
+# A character has at most 4 tokens, but several tokens in a row may each end
+# inside one. Text that is incomplete for longer than this is not UTF-8.
+_MAX_HELD = 16
 NO_TOKEN = -1  # stands for what a finished row would have written
 
 
@@ -105,9 +108,8 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
     def one(carry):
       step, state, tokens, log_probs = carry
       keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
-      options = {n: numbers[n] for n in ("temperature", "top_k", "top_p")}
       chosen, log_prob = choose_tokens(
-        state.logits, keys, greedy=greedy, cut=cut, **options
+        state.logits, keys, numbers, greedy=greedy, cut=cut
       )
       tokens = tokens.at[:, step].set(
         jnp.where(state.finished, NO_TOKEN, chosen)
@@ -181,12 +183,10 @@ def _split_cache(x: jax.Array) -> jax.Array:
 def choose_tokens(
   logits: jax.Array,
   keys: jax.Array,
+  numbers: Mapping[str, Any],
   *,
-  temperature: float | jax.Array = 0.0,
-  top_k: int | jax.Array = 0,
-  top_p: float | jax.Array = 1.0,
-  greedy: bool | None = None,
-  cut: bool | None = None,
+  greedy: bool,
+  cut: bool,
 ) -> tuple[jax.Array, jax.Array]:
   """Samples a token for every row.
 
@@ -196,26 +196,22 @@ def choose_tokens(
   Args:
     logits: [B, V] float32.
     keys: [B] random keys, one per row.
-    temperature: 0 takes the best token, the lowest id of equal ones.
-    top_k: number of tokens kept; 0 keeps all.
-    top_p: probability kept, in (0, 1].
-    greedy: whether the temperature is 0; None reads `temperature`. If this
-      and `cut` are given, the three options above may be traced arrays.
-    cut: whether `top_k` or `top_p` excludes tokens; None reads them.
+    numbers: "temperature", "top_k" and "top_p" of a `Sampling`, maybe traced.
+    greedy: whether the temperature is 0: the best token, the lowest id of equal
+      ones.
+    cut: whether `top_k` or `top_p` excludes tokens.
 
   Returns:
     tokens [B] int32; and their log-probabilities [B] float32 in the model's own
     distribution, at temperature 1 and without any cut.
   """
-  greedy = temperature == 0 if greedy is None else greedy
-  cut = bool(top_k) or top_p < 1 if cut is None else cut
   if greedy:
     tokens = _best(logits)
   else:
     centred = logits - logits.max(-1, keepdims=True)
-    scaled = centred / jnp.maximum(temperature, _MIN_TEMPERATURE)
+    scaled = centred / jnp.maximum(numbers["temperature"], _MIN_TEMPERATURE)
     if cut:
-      scaled = _cut(scaled, top_k, top_p)
+      scaled = _cut(scaled, numbers["top_k"], numbers["top_p"])
     tokens = jax.vmap(jax.random.categorical)(keys, scaled)
   log_probs = jax.nn.log_softmax(logits)
   chosen = jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
@@ -229,9 +225,7 @@ def _best(logits: jax.Array) -> jax.Array:
   return jnp.where(logits == logits.max(-1, keepdims=True), ids, last).min(-1)
 
 
-def _cut(
-  logits: jax.Array, top_k: int | jax.Array, top_p: float | jax.Array
-) -> jax.Array:
+def _cut(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
   """Sets all logits but the best to -inf; ties with the last kept one stay."""
   ranked = jnp.sort(logits, axis=-1, descending=True)
   size = logits.shape[-1]
@@ -327,3 +321,69 @@ def _overlap(text: str, stop: str) -> int:
   """Characters at the end of a text that a stop text begins with."""
   sizes = range(min(len(stop) - 1, len(text)), 0, -1)
   return next((n for n in sizes if text.endswith(stop[:n])), 0)
+
+
+def prompt_ids(
+  tokenizer: Tokenizer,
+  text: str,
+  *,
+  add_bos: bool | None = None,
+  parse_special: bool = False,
+) -> list[int]:
+  """Returns the ids of a text that a model is to write on from.
+
+  Args:
+    tokenizer: of the model.
+    text: the prompt.
+    add_bos: whether it begins with the begin of text; None does what the
+      tokenizer says.
+    parse_special: names of special tokens in the text become these tokens.
+  """
+  begins = tokenizer.add_bos if add_bos is None else add_bos
+  before = [i for i in (tokenizer.bos_id,) if begins and i is not None]
+  return before + tokenizer.encode(text, parse_special=parse_special)
+
+
+class StreamDecoder:
+  """Decodes ids one by one, and returns whole characters only.
+
+  All that `feed` and `flush` return, joined, is what `decode` of all ids has
+  more than `decode` of those before them.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+    """Begins a text, or goes on with one.
+
+    Args:
+      tokenizer: of the ids.
+      before: ids before the first one.
+    """
+    self._tokenizer = tokenizer
+    # Ids whose text was returned, then those that are held back.
+    self._ids = list(before)
+    self._returned = len(self._ids)  # how many of `_ids` are of the first kind
+
+  def feed(self, token: int) -> str:
+    """Takes the next id and returns the text that it completes, often ""."""
+    self._ids.append(int(token))
+    text = self._tokenizer.decode(self._ids)
+    held = len(self._ids) - self._returned
+    if text.endswith("\ufffd") and held < _MAX_HELD:
+      return ""
+    return self._take(text)
+
+  def flush(self) -> str:
+    """Returns the text held back, with U+FFFD for incomplete characters."""
+    return self._take(self._tokenizer.decode(self._ids))
+
+  def _take(self, text: str) -> str:
+    known = self._tokenizer.decode(self._ids[: self._returned])
+    while not text.startswith(known):  # it ended in the middle of a character
+      known = known[:-1]
+    new = text[len(known) :]
+    # Decoding may drop a space at the beginning of a text, so new ids are
+    # decoded after earlier ones that begin it, with more than spaces.
+    if new.strip(" "):
+      self._ids = self._ids[self._returned :]
+    self._returned = len(self._ids)
+    return new

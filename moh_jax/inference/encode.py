@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from moh_jax.config import MeshConfig
 from moh_jax.config.dit import EncodeOptions, LatentScaling, VAEConfig
 from moh_jax.data.image_folders import EncodedSource
-from moh_jax.data.latents import KIND, encode_moments
+from moh_jax.data.image_shards import LATENTS, encode_moments
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.sources import CheckedSource
 from moh_jax.data.transforms import center_crop
@@ -51,7 +51,7 @@ def open_latents(
     raise ValueError(f"image_size={side} must be a multiple of {step}")
   return ShardSetWriter(
     out,
-    KIND,
+    LATENTS,
     items=len(source),
     shard_size=options.shard_size,
     settings={

@@ -18,7 +18,7 @@ from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import Message, chat_ids
 from moh_jax.data.text_files import Prompts
-from moh_jax.data.tokenizers import Tokenizer, check_vocabulary, prompt_ids
+from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
 from moh_jax.inference import decoding
 from moh_jax.inference.restore import (
   Restored,
@@ -27,10 +27,10 @@ from moh_jax.inference.restore import (
   restore,
 )
 from moh_jax.models.llm import LLM, unroll
-from moh_jax.models.registry import compute_dtypes
+from moh_jax.models.registry import serving_dtypes
 from moh_jax.runtime import sharding
 from moh_jax.runtime.files import disk_errors, write_whole
-from moh_jax.runtime.json_files import differences, read_json, strict_json
+from moh_jax.runtime.json_files import same_settings, strict_json
 from moh_jax.runtime.peers import ask_first_process
 
 Prompt = str | Sequence[int]
@@ -138,7 +138,7 @@ class Generator:
 
   def fingerprint(self) -> str:
     """Identifies the model by its content; reads all parameters."""
-    return fingerprint(self.config, self._params, self._mesh)
+    return fingerprint(self.config, self._params)
 
   def chat(
     self,
@@ -157,21 +157,8 @@ class Generator:
       ValueError: the model has no such template, the template refuses the
         messages, or they are too long for the model.
     """
-    return self.generate([self.chat_prompt(messages, template)], sampling)[0]
-
-  def chat_prompt(
-    self, messages: Sequence[Message], template: str | None = None
-  ) -> list[int]:
-    """The tokens of a conversation, a prompt for `generate` or `stream`.
-
-    Args:
-      messages: as for `chat`.
-      template: as for `chat`.
-
-    Raises:
-      ValueError: as for `chat`.
-    """
-    return chat_ids(self.tokenizer, messages, template)
+    prompt = chat_ids(self.tokenizer, messages, template)
+    return self.generate([prompt], sampling)[0]
 
   def generate(
     self,
@@ -236,7 +223,7 @@ class Generator:
       ValueError: as for `generate`.
     """
     if isinstance(prompt, str):
-      ids = prompt_ids(
+      ids = decoding.prompt_ids(
         self.tokenizer,
         prompt,
         add_bos=self._add_bos,
@@ -280,7 +267,7 @@ class Generator:
         state, *new = self._decode(
           self._params, state, numbers, sampling.greedy, sampling.cut
         )
-      for writer, *row in zip(writers, *sharding.gather(new, self._mesh)):
+      for writer, *row in zip(writers, *sharding.gather(new)):
         for token, log_prob in zip(*row):
           writer.add(int(token), float(log_prob))
       yield writers
@@ -346,7 +333,7 @@ def serving_params(params: Any, config: LLMConfig) -> Any:
   """
 
   def prepare(params: Any) -> Any:
-    dtypes = compute_dtypes(params, config)
+    dtypes = serving_dtypes(params, config)
     cast = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
     return unroll(cast, config)
 
@@ -436,15 +423,10 @@ def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
       write_whole(stated, json.dumps(settings, indent=2).encode() + b"\n")
     out.touch()
     return 0
-  if not stated.exists():
+  if not same_settings(stated, settings, f"{out} holds completions"):
     raise ValueError(
       f"{out} exists, and no {stated.name} beside it says what it was made "
       "with; choose another --out"
-    )
-  if differing := differences(settings, read_json(stated)):
-    raise ValueError(
-      f"{out} holds completions of other settings; {differing}. Choose another "
-      "--out or the same settings"
     )
   lines = size = 0
   with out.open("r+b") as file:

@@ -12,8 +12,8 @@ import xxhash
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from moh_jax.config import Config, apply_overrides, check_command
-from moh_jax.config.parse import changed
+from moh_jax.config import Config, check_command
+from moh_jax.config.serving import serving_config, with_top_k
 from moh_jax.data import tokenizers
 from moh_jax.inference.classify import ImageLike, Prediction, classify
 from moh_jax.models.registry import fit_params, make_model, serving_dtypes
@@ -126,13 +126,13 @@ def restore(
   """
   stored, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  served = changed(stored.config.served(), changes)
-  config = _serving_config(served, overrides, sample or {})
-  if mesh is not None:
-    check_heads(config.model, mesh)
+  config = serving_config(stored.config, changes, overrides, sample or {})
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
-  abstract = abstract_on(*make_model(stored.config), mesh)
+  trained, inputs = make_model(stored.config)
+  if mesh is not None:
+    check_heads(config.model, mesh)
+  abstract = abstract_on(trained, inputs, mesh)
   abstract = jax.tree.map(
     lambda x, dtype: x.update(dtype=dtype),
     abstract,
@@ -149,49 +149,6 @@ def restore(
   )
   names, sha256 = stored.class_names, stored.tokenizer_sha256
   return Restored(config, model, fit(params), step, names, sha256)
-
-
-def _serving_config(
-  config: Config, model: dict[str, Any], sample: Mapping[str, Any]
-) -> Config:
-  """The config of a served model with other fields of model and sampling."""
-  others = {k: v for k, v in model.items() if k != "top_k"}
-  if others:
-    config = apply_overrides(config, "model", **others)
-  if "top_k" in model:
-    config = with_top_k(config, model["top_k"])
-  if sample and "sample" not in config.sections:
-    raise ValueError(
-      f"model.family={config.model.family!r} has no section 'sample' to "
-      f"change {sorted(sample)} of"
-    )
-  return apply_overrides(config, "sample", **sample) if sample else config
-
-
-def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
-  """A config with other numbers of routed heads.
-
-  Args:
-    config: of a model to serve.
-    top_k: one for each layer (ViT: stage), or one for all.
-
-  Raises:
-    ValueError: the model has no such heads.
-  """
-  values = (top_k,) if isinstance(top_k, int) else top_k
-  router = config.model.router
-  if values and router.kind == "none":
-    raise ValueError(
-      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
-    )
-  if values and router.top_p:
-    raise ValueError(
-      f"top_k={values}: router.top_p={router.top_p} selects heads by score, so "
-      "they exclude each other"
-    )
-  if isinstance(values, list | tuple) and len(values) == 1:
-    values = tuple(values) * len(config.model.top_k)
-  return apply_overrides(config, "model", top_k=values)
 
 
 def _network(config: Config, params: Any, overrides: Any) -> nn.Module:
@@ -215,17 +172,16 @@ def _network(config: Config, params: Any, overrides: Any) -> nn.Module:
   return model
 
 
-def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
+def fingerprint(config: Any, params: Any) -> str:
   """Identifies a model by what it computes with, wherever it was stored.
 
   Args:
     config: its section.
     params: its parameters, as they are used.
-    mesh: that they lie on.
   """
   state = xxhash.xxh3_128(repr(config).encode())
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    array = sharding.gather(leaf, mesh)
+    array = sharding.gather(leaf)
     state.update(f"{path} {array.dtype} {array.shape}".encode())
     state.update(array.tobytes())
   return state.hexdigest()
@@ -256,9 +212,7 @@ def load_checkpoint_tokenizer(
   for kind in kinds:
     file = folder / kind.file_name
     try:
-      return tokenizers.read_tokenizer(
-        kind.kind, file, expected, "the checkpoint"
-      )
+      return tokenizers.read_tokenizer(kind, file, expected, "the checkpoint")
     except FileNotFoundError:
       continue
     except ValueError as error:  # the right one may lie beside it

@@ -29,7 +29,7 @@ from moh_jax.runtime.files import (
   replacing,
   write_whole,
 )
-from moh_jax.runtime.json_files import differences, read_json
+from moh_jax.runtime.json_files import same_settings
 from moh_jax.runtime.peers import ask_first_process
 
 Labels = Sequence[int | None]
@@ -107,7 +107,7 @@ class Sampler:
       for name, rows in self._given.items()
     }
     images = self._paint(self._params, self._seed, *parts, **given)
-    return sharding.gather(images, self._mesh)[:size]
+    return sharding.gather(images)[:size]
 
   def label(self, index: np.ndarray) -> np.ndarray:
     """Labels of images by index, int32."""
@@ -330,14 +330,8 @@ def _has_settings(folder: pathlib.Path, settings: dict[str, Any]) -> bool:
   """Whether a folder has settings, which must be those of the same images."""
   if folder.is_symlink():
     raise ValueError(f"{folder} is a symbolic link; remove it")
-  if not (folder / _SETTINGS).exists():
-    return False
-  if differing := differences(settings, read_json(folder / _SETTINGS)):
-    raise ValueError(
-      f"{folder} holds unfinished samples of other settings; {differing}. Use "
-      "the same settings, or remove it"
-    )
-  return True
+  what = f"{folder} holds unfinished samples"
+  return same_settings(folder / _SETTINGS, settings, what)
 
 
 def _remove_parts(

@@ -20,11 +20,8 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import LLMConfig, MeshConfig
-from moh_jax.models.llm import (
-  output_kernel,
-  output_logits,
-  token_nats,
-)
+from moh_jax.layers.vocabulary import token_nats
+from moh_jax.models.llm import output_kernel, output_logits
 from moh_jax.runtime import sharding
 
 _MIN_LENGTH = 32  # of the shapes; shorter rows are filled up
@@ -272,8 +269,9 @@ def _make_step(model: nn.Module, config: LLMConfig):
     if targets.shape[1] < tokens.shape[1]:
       places = firsts[:, None] + jnp.arange(targets.shape[1])[None]
       x = jnp.take_along_axis(x, places[..., None], axis=1)  # [B, T, C]
-    nats, likeliest = token_nats(x, params, config, targets)
-    logits = output_logits(last, output_kernel(params, config))  # [B, V]
+    kernel = output_kernel(params, config)
+    nats, likeliest = token_nats(x, kernel, targets, config.loss_chunk)
+    logits = output_logits(last, kernel)  # [B, V]
     picked = jnp.take_along_axis(logits, choices, axis=1)  # [B, K]
     choice_nats = jax.nn.logsumexp(logits, axis=1)[:, None] - picked
     best = picked >= logits.max(1)[:, None]

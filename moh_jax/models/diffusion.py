@@ -8,45 +8,53 @@ rounds values to float32.
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.dit import (
-  FLOW,
-  spaced_timesteps,
-)
+from moh_jax.config import DiffusionConfig
+from moh_jax.config.dit import FLOW, spaced_timesteps
 
 # At a lower log-SNR examples are noise alone. A cosine schedule goes down to
 # -20, where a solver's steps would be wasted.
 _LOWEST_LOG_SNR = -10.2
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Process:
-  """A diffusion process, the one of training or one with fewer steps.
+class Path:
+  """Steps between an example and noise; `Process` or `Flow`.
 
-  signal_t = sqrt(a_t) and spread_t = sqrt(1 - a_t) with a_t the cumulative
-  product of 1 - beta (arXiv:2006.11239).
-
-  Attributes:
-    timesteps: [S] the network's input t at each step, ascending: int32 steps of
-      the training process, or float32 times between two of them.
-    alphas_cumprod: [S] float64 a_t, descending.
+  The first field of both is `timesteps` [S], the network's input t at each
+  step, ascending.
   """
-
-  timesteps: np.ndarray
-  alphas_cumprod: np.ndarray
 
   @property
   def num_steps(self) -> int:
     """S."""
     return len(self.timesteps)
 
-  def first(self, steps: int) -> "Process":
+  def first(self, steps: int) -> "Path":
     """The least noisy steps alone."""
-    return Process(self.timesteps[:steps], self.alphas_cumprod[:steps])
+    fields = (getattr(self, f.name) for f in dataclasses.fields(self))
+    return type(self)(*(field[:steps] for field in fields))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Process(Path):
+  """A diffusion process, the one of training or one with fewer steps.
+
+  signal_t = sqrt(a_t) and spread_t = sqrt(1 - a_t) with a_t the cumulative
+  product of 1 - beta (arXiv:2006.11239).
+
+  Attributes:
+    timesteps: [S] int32 steps of the training process, or float32 times between
+      two of them.
+    alphas_cumprod: [S] float64 a_t, descending.
+  """
+
+  timesteps: np.ndarray
+  alphas_cumprod: np.ndarray
 
   @functools.cached_property
   def signal(self) -> np.ndarray:
@@ -104,32 +112,18 @@ class Process:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flow:
+class Flow(Path):
   """The straight path from an example to noise: signal 1 - t, spread t.
 
   Its velocity, noise - x_0, is what flow matching learns (arXiv:2210.02747).
 
   Attributes:
+    timesteps: [S] float32, the network's input, a multiple of t.
     times: [S] float64 t of each step, ascending, in (0, 1].
-    scale: the network reads t times this.
   """
 
+  timesteps: np.ndarray
   times: np.ndarray
-  scale: int
-
-  @property
-  def num_steps(self) -> int:
-    """S."""
-    return len(self.times)
-
-  def first(self, steps: int) -> "Flow":
-    """The least noisy steps alone."""
-    return Flow(self.times[:steps], self.scale)
-
-  @property
-  def timesteps(self) -> np.ndarray:
-    """[S] float32, the network's input t at each step."""
-    return (self.times * self.scale).astype(np.float32)
 
   @property
   def signal(self) -> np.ndarray:
@@ -142,15 +136,13 @@ class Flow:
     return self.times
 
 
-AnyProcess = Process | Flow
-
-
 def even_times(steps: int, scale: int) -> Flow:
-  """Makes a straight path of `steps` equal steps from noise to example."""
-  return Flow(np.arange(1, steps + 1) / steps, scale)
+  """Makes a straight path of equal steps; the network reads t times `scale`."""
+  times = np.arange(1, steps + 1) / steps
+  return Flow((times * scale).astype(np.float32), times)
 
 
-def make_process(schedule: str, steps: int) -> AnyProcess:
+def make_process(schedule: str, steps: int) -> Path:
   """Makes the training process.
 
   Args:
@@ -213,7 +205,7 @@ def lookup(table: np.ndarray, t: jax.Array, ndim: int) -> jax.Array:
 
 
 def q_sample(
-  process: AnyProcess, x0: jax.Array, t: jax.Array, noise: jax.Array
+  process: Path, x0: jax.Array, t: jax.Array, noise: jax.Array
 ) -> jax.Array:
   """Adds noise to clean examples.
 
@@ -231,9 +223,7 @@ def q_sample(
   return signal * x0 + spread * noise
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Reverse:
+class Reverse(NamedTuple):
   """The Gaussian p(x_{t-1} | x_t) and the clean example that it is based on.
 
   Attributes:
@@ -271,7 +261,7 @@ def split_output(out: jax.Array, channels: int) -> tuple:
 
 
 def training_target(
-  process: AnyProcess,
+  process: Path,
   prediction: str,
   x0: jax.Array,
   t: jax.Array,
@@ -303,29 +293,33 @@ def training_target(
 def predict_x0(
   process: Process,
   prediction: str,
-  output: jax.Array,
+  out: jax.Array,
   x: jax.Array,
   t: jax.Array,
-) -> jax.Array:
-  """Computes the clean example from a prediction.
+  *,
+  clip: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Computes the clean example from a network's output.
 
   Args:
     process: S steps.
     prediction: "epsilon", "x0" or "v".
-    output: [B, ...] prediction of the network.
-    x: [B, ...] x_t.
+    out: [B, ..., channels or 2 * channels], the network's output.
+    x: [B, ..., channels] x_t.
     t: [B] int steps of the process.
+    clip: whether to clip the example to [-1, 1].
 
   Returns:
-    [B, ...].
+    [B, ..., channels]; and the output for the variance, None without one.
   """
-  if prediction == "x0":
-    return output
-  of_x, of_output = process.signal, process.spread
-  if prediction == "epsilon":
-    level = process.alphas_cumprod
-    of_x, of_output = np.sqrt(1.0 / level), np.sqrt(1.0 / level - 1)
-  return lookup(of_x, t, x.ndim) * x - lookup(of_output, t, x.ndim) * output
+  x0, spread = split_output(out, x.shape[-1])
+  if prediction != "x0":
+    of_x, of_output = process.signal, process.spread
+    if prediction == "epsilon":
+      level = process.alphas_cumprod
+      of_x, of_output = np.sqrt(1.0 / level), np.sqrt(1.0 / level - 1)
+    x0 = lookup(of_x, t, x.ndim) * x - lookup(of_output, t, x.ndim) * x0
+  return (jnp.clip(x0, -1.0, 1.0) if clip else x0), spread
 
 
 def implied_noise(
@@ -363,10 +357,7 @@ def reverse_step(
   Returns:
     The Gaussian.
   """
-  output, spread = split_output(out, x.shape[-1])
-  x0 = predict_x0(process, prediction, output, x, t)
-  if clip:
-    x0 = jnp.clip(x0, -1.0, 1.0)
+  x0, spread = predict_x0(process, prediction, out, x, t, clip=clip)
   mean = posterior_mean(process, x0, x, t)
   low = process.posterior_log_variance
   if spread is None:
@@ -393,45 +384,44 @@ _FLOOR = 1e-12  # lowest probability, so that its logarithm is finite
 
 
 def training_losses(
-  process: AnyProcess,
-  prediction: str,
+  process: Path,
+  objective: DiffusionConfig,
   out: jax.Array,
-  *,
   x0: jax.Array,
   x: jax.Array,
   t: jax.Array,
   noise: jax.Array,
-  loss_weight: str = "uniform",
-  snr_gamma: float = 5.0,
 ) -> dict[str, jax.Array]:
   """Computes the losses of each example.
 
+  With the weight "min_snr" (arXiv:2303.09556) the squared error of the clean
+  example has the weight min(SNR, gamma) for all predictions.
+
   Args:
     process: the training process.
-    prediction: "epsilon", "x0", "v" or "velocity".
+    objective: what the network predicts, and the weights.
     out: [B, X, Y, channels or 2 * channels], the network's output at (x, t).
     x0: [B, X, Y, channels] clean examples.
     x: [B, X, Y, channels] noised examples.
     t: [B] int steps.
     noise: [B, X, Y, channels] noise that was added.
-    loss_weight: "uniform", or "min_snr" (arXiv:2303.09556): the squared error
-      of the clean example has the weight min(SNR, gamma) for all predictions.
-    snr_gamma: gamma of "min_snr".
 
   Returns:
-    Arrays [B] float32: "mse", unweighted; "weighted_mse"; and with a learned
-    variance "vb", the variational bound in bits per dimension, whose gradient
-    does not reach the prediction (arXiv:2102.09672).
+    Arrays [B] float32: "loss", which is trained; "mse", unweighted; and with a
+    learned variance "vb", the variational bound in bits per dimension, whose
+    gradient does not reach the prediction (arXiv:2102.09672).
   """
+  prediction = objective.prediction
   output, spread = split_output(out.astype(jnp.float32), x.shape[-1])
   target = training_target(process, prediction, x0, t, noise)
   mse = _mean(jnp.square(target - output))
-  weights = _weights(process, prediction, loss_weight, snr_gamma)
-  losses = {"mse": mse, "weighted_mse": lookup(weights, t, 1) * mse}
-  if spread is not None:
-    frozen = jnp.concatenate([jax.lax.stop_gradient(output), spread], axis=-1)
-    losses["vb"] = variational_bound(process, prediction, frozen, x0, x, t)
-  return losses
+  loss = lookup(_weights(process, objective), t, 1) * mse
+  if spread is None:
+    return {"loss": loss, "mse": mse}
+  frozen = jnp.concatenate([jax.lax.stop_gradient(output), spread], axis=-1)
+  bound = variational_bound(process, prediction, frozen, x0, x, t)
+  loss = loss + objective.vb_weight * bound
+  return {"loss": loss, "mse": mse, "vb": bound}
 
 
 def variational_bound(
@@ -474,16 +464,14 @@ def variational_bound(
   return bits / math.log(2.0)
 
 
-def _weights(
-  process: AnyProcess, prediction: str, loss_weight: str, gamma: float
-) -> np.ndarray:
+def _weights(process: Path, objective: DiffusionConfig) -> np.ndarray:
   """Weight of the squared error of the prediction at each step, [S]."""
-  if loss_weight == "uniform":
+  if objective.loss_weight == "uniform":
     return np.ones(process.num_steps)
   snr = process.snr
   # Squared error of x_0 that a squared error of 1 in the prediction causes.
   to_x0 = {"x0": np.ones_like(snr), "epsilon": 1 / snr, "v": 1 / (snr + 1)}
-  return np.minimum(snr, gamma) * to_x0[prediction]
+  return np.minimum(snr, objective.snr_gamma) * to_x0[objective.prediction]
 
 
 def _pixel_log_likelihood(

@@ -11,7 +11,7 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.dit import FLOW, MOST_TIMESTEPS
 from moh_jax.models.diffusion import (
-  AnyProcess,
+  Path,
   even_log_snr,
   even_times,
   make_process,
@@ -68,15 +68,11 @@ def make_sampler(
     start: jax.Array | None = None,
   ) -> jax.Array:
     shape = config.model.input_shape
-    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(
-      index
-    )
+    fold = jax.random.fold_in
+    keys = jax.vmap(lambda i: fold(jax.random.key(seed), i))(index)
 
     def draw(number: int | jax.Array) -> jax.Array:
-      def one(key: jax.Array) -> jax.Array:
-        return jax.random.normal(jax.random.fold_in(key, number), shape)
-
-      return jax.vmap(one)(keys)
+      return jax.vmap(lambda k: jax.random.normal(fold(k, number), shape))(keys)
 
     def network(x: jax.Array, t: jax.Array, labels: jax.Array) -> jax.Array:
       out, _ = model.apply({"params": params}, x, t, labels)
@@ -108,7 +104,7 @@ def make_sampler(
   return run
 
 
-def _sampling_process(config: Config) -> AnyProcess:
+def _sampling_process(config: Config) -> Path:
   """The steps that a sampler takes."""
   options, diffusion = config.sample, config.diffusion
   if diffusion.schedule == FLOW:
@@ -142,14 +138,13 @@ def make_image_sampler(
     ValueError: the model samples latents and `decode` is missing.
   """
   in_pixels = config.diffusion.space == "pixel"
-  if not in_pixels:
-    parts = config.diffusion.scaling.affine(config.model.channels)
-    offset, factor = (np.float32(part)[None, None, None] for part in parts)
   if not in_pixels and decode is None:
     raise ValueError(
       "diffusion.space='latent': an autoencoder must decode what the model "
       "samples (`decode`, --vae PATH)"
     )
+  parts = config.diffusion.scaling.affine(config.model.channels)
+  offset, factor = (np.float32(part)[None, None, None] for part in parts)
   sample_fn = jax.jit(make_sampler(model, config, strength=strength))
   finish = jax.jit(to_pixels)
 

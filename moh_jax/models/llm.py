@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from moh_jax.config import LayerGroup, LLMConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers import vocabulary
 from moh_jax.layers.linear import KernelLayer, product
 from moh_jax.layers.mlp import SwiGLU, Table
 from moh_jax.layers.moh import MoHAttention, Places
@@ -307,47 +306,6 @@ def unrolled_logits(x: jax.Array, params: Any, config: LLMConfig) -> jax.Array:
   kernel = params["embed"]["embedding"] if tied else params["head"]["kernel"]
   kernel = kernel.astype(x.dtype)  # [V, C]
   return product(x, kernel, output_major=True, dtype=jnp.float32)
-
-
-def summed_nats(
-  x: jax.Array,
-  params: Any,
-  config: LLMConfig,
-  targets: jax.Array,
-  weights: jax.Array,
-) -> jax.Array:
-  """Weighted sum of the targets' cross-entropies, a few logits at a time.
-
-  Args:
-    x: [B, N, C] what the output layer reads.
-    params: of the model.
-    config: the model.
-    targets: [B, N] int32.
-    weights: [B, N] float32.
-
-  Returns:
-    [] float32.
-  """
-  kernel = output_kernel(params, config)
-  return vocabulary.summed_nats(x, kernel, targets, weights, config.loss_chunk)
-
-
-def token_nats(
-  x: jax.Array, params: Any, config: LLMConfig, targets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Cross-entropy of each token, a few logits at a time.
-
-  Args:
-    x: [B, N, C] what the output layer reads.
-    params: of the model.
-    config: the model.
-    targets: [B, N] int32.
-
-  Returns:
-    [B, N] float32 nats; and [B, N] bool, True if no logit is larger.
-  """
-  kernel = output_kernel(params, config)
-  return vocabulary.token_nats(x, kernel, targets, config.loss_chunk)
 
 
 def unroll(params: Any, config: LLMConfig) -> Any:

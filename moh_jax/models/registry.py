@@ -17,7 +17,6 @@ from flax import traverse_util
 from moh_jax.config import (
   Config,
   LayerStack,
-  LLMConfig,
   RoutedLayers,
   get_family,
   imported,
@@ -79,21 +78,6 @@ def fit_params(params: Any, trained: RoutedLayers, wanted: RoutedLayers) -> Any:
   if isinstance(wanted, LayerStack):
     params = restack(params, trained, wanted)
   return params
-
-
-def serving_dtypes(params: Any, model: RoutedLayers) -> Any:
-  """Dtypes that parameters can be stored in without changing any output.
-
-  Args:
-    params: arrays or ShapeDtypeStructs.
-    model: section of the network.
-
-  Returns:
-    A tree of dtypes.
-  """
-  if model.SERVED_IN_DTYPE:
-    return compute_dtypes(params, model)
-  return jax.tree.map(lambda x: x.dtype, params)
 
 
 def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
@@ -170,23 +154,24 @@ def grow_vocabulary(params: Any, rows: int) -> Any:
   return grown
 
 
-def compute_dtypes(params: Any, config: LLMConfig) -> Any:
-  """The dtype that the network uses each parameter in.
+def serving_dtypes(params: Any, model: RoutedLayers) -> Any:
+  """Dtypes that parameters can be stored in without changing any output.
 
-  Matrices are used in the compute dtype, so storing them in it changes no
-  output; routers, norms and biases stay float32.
+  Some networks use matrices in the compute dtype alone; routers, norms and
+  biases stay float32.
 
   Args:
-    params: arrays or their shapes.
-    config: the model.
+    params: arrays or ShapeDtypeStructs.
+    model: section of the network.
 
   Returns:
-    The tree with a dtype for every leaf.
+    A tree of dtypes.
   """
 
   def dtype(path: tuple, leaf: Any) -> jnp.dtype:
     names = [key.key for key in path]
     matrix = names[-1] in ("kernel", "embedding") and "router" not in names
-    return jnp.dtype(config.dtype) if matrix else leaf.dtype
+    in_compute = matrix and model.SERVED_IN_DTYPE
+    return jnp.dtype(model.dtype) if in_compute else leaf.dtype
 
   return jax.tree_util.tree_map_with_path(dtype, params)

@@ -3,7 +3,6 @@
 With classifier-free guidance (arXiv:2207.12598) where it is asked for.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -11,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.models.diffusion import (
-  AnyProcess,
+  Flow,
+  Path,
   Process,
   implied_noise,
   lookup,
@@ -30,7 +30,7 @@ Noise = Callable[[jax.Array], jax.Array]
 def sample(
   predict: Predict,
   x: jax.Array,
-  process: AnyProcess,
+  process: Path,
   *,
   method: str,
   prediction: str = "epsilon",
@@ -59,119 +59,94 @@ def sample(
   Returns:
     x_0 [B, ...], or with `trajectory` [S, B, ...].
   """
-  solver = _Solver(predict, process, prediction, noise, eta, clip)
-  advance = getattr(solver, method)
+  timesteps, last = jnp.asarray(process.timesteps), process.num_steps - 1
 
-  def body(carry: tuple, step: jax.Array) -> tuple:
-    carry = advance(*carry, step)
-    return carry, carry[0] if trajectory else None
+  def output(x: jax.Array, step: jax.Array) -> jax.Array:
+    return predict(x, jnp.broadcast_to(timesteps[step], x.shape[:1]))
 
-  # Only the multistep method reads the step before's x0; its first step weighs
-  # it by 0.
-  previous = jnp.zeros_like(x) if method == "dpm" else None
-  steps = jnp.arange(process.num_steps - 1, -1, -1)
-  (x, _), path = jax.lax.scan(body, (x, previous), steps)
-  return path if trajectory else x
+  def clean(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The predicted clean example, and the step of each example, [B]."""
+    out, t = output(x, step), jnp.broadcast_to(step, x.shape[:1])
+    return predict_x0(process, prediction, out, x, t, clip=clip)[0], t
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Solver:
-  """The methods, each from (x, x0 of the step before, step) to the first two.
-
-  Attributes are arguments of `sample`.
-  """
-
-  predict: Predict
-  process: AnyProcess
-  prediction: str
-  noise: Noise | None
-  eta: float
-  clip: bool
-
-  def ddpm(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
-    """Ancestral sampling."""
-    out, t = self._output(x, step)
-    reverse = reverse_step(
-      self.process, self.prediction, out, x, t, clip=self.clip
-    )
-    added = jnp.exp(0.5 * reverse.log_variance) * self._noise(step)
+  # Each method maps x, x0 of the step before and the step to the first two.
+  def ddpm(x: jax.Array, previous: None, step: jax.Array) -> tuple:
+    out, t = output(x, step), jnp.broadcast_to(step, x.shape[:1])
+    reverse = reverse_step(process, prediction, out, x, t, clip=clip)
+    added = jnp.exp(0.5 * reverse.log_variance) * noise(last - step)
     return reverse.mean + jnp.where(step > 0, added, 0.0), previous
 
-  def ddim(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
+  def ddim(x: jax.Array, previous: None, step: jax.Array) -> tuple:
     """Noise that x0 implies, at the level of the next step."""
-    x0, t = self._clean(x, step)
-    direction = implied_noise(self.process, x0, x, t)
-    before = self.process.alphas_cumprod_prev
-    variance = self.eta**2 * self.process.posterior_variance
+    x0, t = clean(x, step)
+    direction = implied_noise(process, x0, x, t)
+    before = process.alphas_cumprod_prev
+    variance = eta**2 * process.posterior_variance
     signal, spread = (
       lookup(np.sqrt(level), t, x.ndim)
       for level in (before, 1.0 - before - variance)
     )
     x = signal * x0 + spread * direction
-    if self.eta:
-      x += lookup(np.sqrt(variance), t, x.ndim) * self._noise(step)
+    if eta:
+      x += lookup(np.sqrt(variance), t, x.ndim) * noise(last - step)
     return x, previous
 
-  def dpm(self, x: jax.Array, previous: jax.Array, step: jax.Array) -> tuple:
-    """DPM-Solver++ 2M."""
-    x0, t = self._clean(x, step)
+  def dpm(x: jax.Array, previous: jax.Array, step: jax.Array) -> tuple:
+    x0, t = clean(x, step)
     keep, move, history = (
-      lookup(table, t, x.ndim) for table in _solver_tables(self.process)
+      lookup(table, t, x.ndim) for table in _solver_tables(process)
     )
     blend = x0 + history * (x0 - previous)
     return keep * x + move * blend, x0
 
-  def euler(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
-    """First order of dx/dt = velocity(x, t)."""
-    return x - self._gap(step) * self._velocity(x, step), previous
+  methods = {"ddpm": ddpm, "ddim": ddim, "dpm": dpm}
+  if isinstance(process, Flow):
+    methods = _flow_methods(output, process, clip)
 
-  def heun(self, x: jax.Array, previous: None, step: jax.Array) -> tuple:
+  def body(carry: tuple, step: jax.Array) -> tuple:
+    carry = methods[method](*carry, step)
+    return carry, carry[0] if trajectory else None
+
+  # Only the multistep method reads the step before's x0; its first step weighs
+  # it by 0.
+  previous = jnp.zeros_like(x) if method == "dpm" else None
+  (x, _), path = jax.lax.scan(body, (x, previous), jnp.arange(last, -1, -1))
+  return path if trajectory else x
+
+
+def _flow_methods(
+  output: Predict, process: Flow, clip: bool
+) -> dict[str, Callable[..., tuple]]:
+  """The methods for dx/dt = velocity(x, t), of which `output` is a step's."""
+  times = jnp.asarray(process.times, jnp.float32)
+  gaps = jnp.asarray(np.diff(process.times, prepend=0.0), jnp.float32)
+
+  def velocity(x: jax.Array, step: jax.Array) -> jax.Array:
+    """The velocity, that to the clipped example if examples are clipped."""
+    value, _ = split_output(output(x, step), x.shape[-1])
+    if not clip:
+      return value
+    clean = jnp.clip(x - times[step] * value, -1.0, 1.0)
+    return (x - clean) / times[step]
+
+  def euler(x: jax.Array, previous: None, step: jax.Array) -> tuple:
+    """First order."""
+    return x - gaps[step] * velocity(x, step), previous
+
+  def heun(x: jax.Array, previous: None, step: jax.Array) -> tuple:
     """Second order: the mean of the velocities at both ends of a step.
 
     The last step, to the example, has the velocity of its beginning alone.
     """
-    first = self._velocity(x, step)
-    reached = x - self._gap(step) * first
+    first = velocity(x, step)
+    reached = x - gaps[step] * first
 
     def corrected() -> jax.Array:
-      second = self._velocity(reached, step - 1)
-      return x - self._gap(step) * (first + second) / 2
+      return x - gaps[step] * (first + velocity(reached, step - 1)) / 2
 
     return jax.lax.cond(step > 0, corrected, lambda: reached), previous
 
-  def _output(
-    self, x: jax.Array, step: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """The network's output at a step, and the step of each example, [B]."""
-    timesteps, batch = jnp.asarray(self.process.timesteps), x.shape[:1]
-    out = self.predict(x, jnp.broadcast_to(timesteps[step], batch))
-    return out, jnp.broadcast_to(step, batch)
-
-  def _clean(
-    self, x: jax.Array, step: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """The predicted clean example, and the step of each example, [B]."""
-    out, t = self._output(x, step)
-    value, _ = split_output(out, x.shape[-1])
-    x0 = predict_x0(self.process, self.prediction, value, x, t)
-    return (jnp.clip(x0, -1.0, 1.0) if self.clip else x0), t
-
-  def _velocity(self, x: jax.Array, step: jax.Array) -> jax.Array:
-    """The velocity, that to the clipped example if examples are clipped."""
-    value, _ = self._output(x, step)
-    if not self.clip:
-      return value
-    times = jnp.asarray(self.process.times, jnp.float32)
-    clean = jnp.clip(x - times[step] * value, -1.0, 1.0)
-    return (x - clean) / times[step]
-
-  def _gap(self, step: jax.Array) -> jax.Array:
-    """Time to the step before, [] float32."""
-    gaps = np.diff(self.process.times, prepend=0.0)
-    return jnp.asarray(gaps, jnp.float32)[step]
-
-  def _noise(self, step: jax.Array) -> jax.Array:
-    return self.noise(self.process.num_steps - 1 - step)
+  return {"euler": euler, "heun": heun}
 
 
 def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
+import importlib.metadata
 import math
 import os
 import pathlib
@@ -233,22 +233,11 @@ def missing_packages(name: str) -> tuple[str, ...]:
   Args:
     name: see `absent_devices`.
   """
-  modules = {"libtpu": "libtpu"}
+  packages = ("libtpu",)
   if parse_topology(name).chip.platform == "gpu":
-    modules = {
-      "jax-cuda13-plugin": "jax_cuda13_plugin",
-      "jax-cuda13-pjrt": "jax_plugins.xla_cuda13",
-    }
-  return tuple(
-    package for package, module in modules.items() if not _is_here(module)
-  )
-
-
-def _is_here(module: str) -> bool:
-  try:
-    return importlib.util.find_spec(module) is not None
-  except ModuleNotFoundError:  # nor the package that it would be in
-    return False
+    packages = "jax-cuda13-plugin", "jax-cuda13-pjrt"
+  installed = importlib.metadata.distributions
+  return tuple(name for name in packages if not any(installed(name=name)))
 
 
 def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
@@ -266,6 +255,7 @@ def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
     ValueError: the target is unknown, or a package is missing.
   """
   import jax
+  from jax.experimental import topologies
 
   wanted = dataclasses.replace(parse_topology(name, "target"), slices=slices)
   if missing := missing_packages(name):
@@ -273,8 +263,28 @@ def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
       f"target={name!r} needs the package {', '.join(missing)} in the version "
       "of jax"
     )
+  changes: dict[str, str] = {}
+  if wanted.chip.platform == "gpu":
+    kind = wanted.name.partition(":")[0]
+    hosts = wanted.hosts // wanted.slices
+    shape = slices, hosts, wanted.devices // wanted.hosts
+    asked = {
+      "platform": "cuda",
+      "topology_name": "",
+      "topology": "x".join(map(str, shape)),
+      "target_config": (_GPU_DIR / f"{kind}.txtpb").read_text(),
+    }
+  else:
+    # libtpu aborts on flags of XLA that are for CPUs.
+    changes = {"XLA_FLAGS": "", **_TPU_ENVIRONMENT}
+    asked = {
+      "platform": "tpu",
+      "topology_name": wanted.name,
+      "num_slices": slices,
+    }
   try:
-    return _gpus(wanted) if wanted.chip.platform == "gpu" else _tpus(wanted)
+    with environment(changes):
+      return list(topologies.get_topology_desc(**asked).devices)
   except (ValueError, jax.errors.JaxRuntimeError) as error:
     reason = str(error).splitlines()[0]
     raise ValueError(f"target={name!r} cannot be had: {reason}") from None
@@ -288,35 +298,6 @@ def abstract_device(wanted: Topology) -> jax.sharding.AbstractDevice:
   return jax.sharding.AbstractDevice(
     device_kind=chip.kind, num_cores=chip.cores, platform=chip.platform
   )
-
-
-def _gpus(wanted: Topology) -> list[jax.Device]:
-  from jax.experimental import topologies
-
-  kind = wanted.name.split(":")[0]
-  hosts = wanted.hosts // wanted.slices
-  shape = (wanted.slices, hosts, wanted.devices // wanted.hosts)
-  text = (_GPU_DIR / f"{kind}.txtpb").read_text()
-  return list(
-    topologies.get_topology_desc(
-      platform="cuda",
-      topology_name="",
-      topology="x".join(map(str, shape)),
-      target_config=text,
-    ).devices
-  )
-
-
-def _tpus(wanted: Topology) -> list[jax.Device]:
-  from jax.experimental import topologies
-
-  # libtpu aborts on flags of XLA that are for CPUs.
-  with environment({"XLA_FLAGS": "", **_TPU_ENVIRONMENT}):
-    return list(
-      topologies.get_topology_desc(
-        platform="tpu", topology_name=wanted.name, num_slices=wanted.slices
-      ).devices
-    )
 
 
 @contextlib.contextmanager

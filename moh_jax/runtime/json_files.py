@@ -134,6 +134,29 @@ def differences(wanted: dict[str, Any], stored: dict[str, Any]) -> str:
   )
 
 
+def same_settings(
+  path: pathlib.Path, settings: dict[str, Any], what: str
+) -> bool:
+  """Whether a file says with which settings something was begun.
+
+  Args:
+    path: the file.
+    settings: of this call.
+    what: was begun, for the message: "out.jsonl holds completions".
+
+  Raises:
+    ValueError: it says others; they are named.
+  """
+  if not path.exists():
+    return False
+  if differing := differences(settings, read_json(path)):
+    raise ValueError(
+      f"{what} of other settings; {differing}. Choose another --out or the "
+      "same settings"
+    )
+  return True
+
+
 def strict_json(value: Any, indent: int | None = None) -> str:
   """Text of a value that every reader takes: NaN and infinity become null."""
   finite = json.loads(json.dumps(value), parse_constant=lambda _: None)

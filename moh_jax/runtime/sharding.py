@@ -2,15 +2,14 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import (
   AbstractMesh,
   AxisType,
@@ -112,30 +111,23 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     raise ValueError(
       f"mesh.dcn_data={slices} must divide the {devices} devices"
     )
-  sizes = _sizes_of_slice(config, devices // slices, slices)
-  return {**sizes, "data": sizes["data"] * slices}
-
-
-def _sizes_of_slice(
-  config: MeshConfig, devices: int, slices: int
-) -> dict[str, int]:
   sizes = {axis: getattr(config, axis) for axis in AXES}
   fixed = math.prod(size for size in sizes.values() if size != -1)
-  where = f"{devices} devices" + (" of a slice" if slices > 1 else "")
+  each = devices // slices
+  where = f"{each} devices" + (" of a slice" if slices > 1 else "")
   if -1 in sizes.values():
-    if devices % fixed:
+    if each % fixed:
       raise ValueError(
         f"mesh={sizes} must divide the {where}; the fixed axes multiply to "
         f"{fixed}"
       )
-    rest = devices // fixed
-    return {axis: rest if s == -1 else s for axis, s in sizes.items()}
-  if fixed != devices:
+  elif fixed != each:
     raise ValueError(
       f"mesh={sizes} needs {fixed} devices, there are {where}; set one axis to "
       "-1 to take what is left"
     )
-  return sizes
+  sizes = {a: each // fixed if s == -1 else s for a, s in sizes.items()}
+  return {**sizes, "data": sizes["data"] * slices}
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
@@ -156,7 +148,8 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
   """
   devices = devices or jax.devices()
   slices = _slices(config, devices)
-  sizes = _sizes_of_slice(config, len(slices[0]), len(slices))
+  sizes = axis_sizes(config, len(devices))
+  sizes["data"] //= len(slices)
   layouts = [
     mesh_utils.create_device_mesh(
       tuple(sizes.values()), part, allow_split_physical_axes=True
@@ -308,16 +301,9 @@ def pad_to_shards(array: np.ndarray, mesh: Mesh) -> np.ndarray:
   return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
 
 
-def gather(arrays: Any, mesh: Mesh) -> Any:
+def gather(arrays: Any) -> Any:
   """Copies the global arrays of a tree to host arrays, on every process."""
-  whole = _gather_on(replicated(mesh))(arrays)
-  return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole)
-
-
-@functools.cache
-def _gather_on(target: NamedSharding) -> Callable[[Any], Any]:
-  """Identity with a target sharding, cached so that it compiles only once."""
-  return jax.jit(lambda x: x, out_shardings=target)
+  return multihost_utils.process_allgather(arrays, tiled=True)
 
 
 def batch_shards(mesh: Mesh) -> int:
@@ -508,8 +494,8 @@ def unsplit_params(boxed: Any, sizes: Mapping[str, int]) -> list[Unsplit]:
     why = [
       f"{axis}={sizes[axis]} does not divide {logical} {size}"
       for logical, size in zip(names, shape)
-      for axis in _mapped(logical)
-      if sizes[axis] > 1 and axis not in used
+      for axis in axes_of_entry(dict(RULES)[logical] if logical else None)
+      if axis in _SPLITTING_AXES and sizes[axis] > 1 and axis not in used
     ]
     if why or not used:
       parts = math.prod(sizes[axis] for axis in used)
@@ -559,12 +545,6 @@ def check_whole(boxed: Any, sizes: Mapping[str, int], most: int) -> str:
 def _describe(one: Unsplit) -> str:
   why = f": {one.why}" if one.why else ""
   return f"{one.name} {list(one.shape)}{why}"
-
-
-def _mapped(logical: str | None) -> list[str]:
-  """Mesh axes of parameters that a logical axis is mapped to."""
-  axes = axes_of_entry(dict(RULES)[logical]) if logical is not None else ()
-  return [axis for axis in axes if axis in _SPLITTING_AXES]
 
 
 def _specs(boxed: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:

@@ -32,7 +32,7 @@ from moh_jax.config.parse import (
   run_file,
   upgrade,
 )
-from moh_jax.config.run import check_known
+from moh_jax.config.run import section_types
 from moh_jax.runtime.files import checksum, read_bytes, write_whole
 from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
 
@@ -106,23 +106,6 @@ def step_folder(directory: str | epath.Path, step: int) -> epath.Path:
   return steps_folder(directory) / str(step)
 
 
-def check_exists(directory: str | epath.Path) -> None:
-  """Refuses a directory without a folder of checkpoints.
-
-  Raises:
-    FileNotFoundError: there is none.
-  """
-  if not steps_folder(directory).is_dir():
-    raise _no_checkpoint(directory)
-
-
-def _no_checkpoint(directory: str | epath.Path) -> FileNotFoundError:
-  return FileNotFoundError(
-    f"{directory} holds no checkpoint; expected "
-    f"{steps_folder(directory)}/STEP, as train.py and `convert` write it"
-  )
-
-
 def list_steps(directory: str | epath.Path) -> list[int]:
   """Steps of the checkpoints in a working directory, the oldest first."""
   folder = steps_folder(directory)
@@ -149,7 +132,10 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   """
   steps = list_steps(directory)
   if not steps:
-    raise _no_checkpoint(directory)
+    raise FileNotFoundError(
+      f"{directory} holds no checkpoint; expected "
+      f"{steps_folder(directory)}/STEP, as train.py and `convert` write it"
+    )
   if step is None:
     return max(steps)
   if step not in steps:
@@ -463,7 +449,7 @@ def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"train.init_from={source!r}: {error}") from error
   model = trained.model
   try:
-    check_known(cfg, model.family)
+    section_types(model.family, cfg)
   except ValueError as error:
     raise ValueError(
       f"{spec} does not fit train.init_from={source!r}, a model of family "

@@ -1,30 +1,38 @@
-"""Compiled programs, timed in turns and reported as rows of a table."""
+"""Compiled programs and steps of runs, timed in turns; rows of a table."""
 
 import contextlib
 import dataclasses
 import functools
 import math
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax._version import __version__
+from moh_jax.config import Config
 from moh_jax.ops.target import target
-from moh_jax.training import timing
+from moh_jax.runtime import sharding
+from moh_jax.training.step import make_program
+from moh_jax.training.task import task_builder
 
 # On accelerators the call of a small function takes longer than its evaluation,
 # so one call evaluates it this many times.
 _LOOPS = 16
-# An evaluation of so many FLOPs takes longer than its call, which the device
-# does not wait for: 0.1 ms at 1 PFLOP/s.
-_LONG_FLOPS = 1e11
-_PEAK_CALLS = 10
-_CPU_SIZES = (1024, 2048)
-_ACCELERATOR_SIZES = (4096, 8192)
-_COPY_BYTES = 1 << 30
+_SHORT = 1e-3  # seconds of a call that is such a one
+_MAX_REPEATS = 1000
+# Largest allowed relative errors of outputs and of gradients, by dtype.
+_LIMITS = {"float32": (2e-6, 1e-5), "bfloat16": (2e-2, 2e-2)}
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +44,171 @@ class Program:
     loops: evaluations of the function in one call.
     bytes: memory that XLA allocates for one evaluation: arguments, outputs and
       temporaries; None where it is unknown.
-    moved_bytes: bytes that the compiler counts as read and written by one
-      evaluation; None where it does not count them, or not right: what a kernel
-      reads again, and what a loop moves after its first iteration, is missing.
+    compile_seconds: of one evaluation; None where it is unknown.
   """
 
   run: Callable[[], Any]
   loops: int = 1
   bytes: int | None = None
-  moved_bytes: int | None = None
+  compile_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """Measured time of one function.
+
+  Attributes:
+    median: median seconds of a call.
+    spread: (75th - 25th percentile) / median.
+    turns: seconds of a call in each turn.
+  """
+
+  median: float
+  spread: float
+  turns: tuple[float, ...] = dataclasses.field(default=(), compare=False)
+
+  def over(self, other: "Timing") -> "Timing":
+    """The ratio to the time of another function in the same turns.
+
+    A slow phase of the machine takes both, so it spreads less than either time.
+    """
+    return _summarize([a / b for a, b in zip(self.turns, other.turns)])
+
+
+def interleaved(
+  programs: Mapping[_Name, Program], rounds: int, min_seconds: float = 0.0
+) -> dict[_Name, Timing]:
+  """Times programs in turns, so that a slow phase of the machine hits all.
+
+  A short call finds in the caches what the one before it left, so each turn of
+  those begins with a call that is not measured.
+
+  Args:
+    programs: by name.
+    rounds: measured turns of each, after one call to warm up.
+    min_seconds: seconds that a turn lasts at least: a shorter call is repeated
+      in it, up to 1,000 times.
+
+  Returns:
+    The time of one evaluation by name.
+  """
+  repeats = {}
+  for name, program in programs.items():
+    seconds(program.run)  # warms up
+    count = math.ceil(min_seconds / seconds(program.run)) if min_seconds else 1
+    repeats[name] = min(count, _MAX_REPEATS)
+  times: dict[_Name, list[float]] = {name: [] for name in programs}
+  for _ in range(rounds):
+    for name, program in programs.items():
+      if repeats[name] > 1:
+        seconds(program.run)
+      times[name].append(seconds(program.run, repeats[name]) / program.loops)
+  return {name: _summarize(values) for name, values in times.items()}
+
+
+def seconds(call: Callable[[], object], repeats: int = 1) -> float:
+  """Mean seconds of a call over `repeats` calls.
+
+  An accelerator runs one after the other, so it need not wait for the host
+  between them. A CPU may run several at once.
+  """
+  in_order = jax.default_backend() != "cpu"
+  start = time.perf_counter()
+  for index in range(repeats):
+    out = call()
+    if index == repeats - 1 or not in_order:
+      jax.block_until_ready(out)
+  return (time.perf_counter() - start) / repeats
+
+
+def _summarize(values: list[float]) -> Timing:
+  median, turns = statistics.median(values), tuple(values)
+  if len(values) < 2:
+    return Timing(median, 0.0, turns)
+  low, _, high = statistics.quantiles(values, n=4)
+  return Timing(median, (high - low) / median, turns)
+
+
+def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
+  """Times a training step of each run on its first batch, in turns.
+
+  Args:
+    runs: by name; their states are in memory at the same time.
+    rounds: measured turns.
+
+  Returns:
+    Times by name, of which the ratio to the first is that in the same turns:
+    the first one's median times the median ratio to it, and the ratio's spread.
+  """
+  programs = {name: Program(_step(run)) for name, run in runs.items()}
+  times = interleaved(programs, rounds)
+  first = next(iter(times.values()))
+  ratios = {name: time.over(first) for name, time in times.items()}
+  return {
+    name: Timing(first.median * ratio.median, ratio.spread)
+    for name, ratio in ratios.items()
+  }
+
+
+def _step(run: Config) -> Callable[[], Any]:
+  """A call that takes a step; the program is the one that the run compiled."""
+  mesh = sharding.make_mesh(run.mesh)
+  task = task_builder(run).make_task(run)
+  with sharding.use_mesh(mesh):
+    batches = task.batches(mesh)
+    batch = sharding.shard_batch(next(batches), mesh)
+    batches.close()
+    program = make_program(run, task, mesh)
+    state = [program.init()]
+
+  def take() -> Any:
+    with sharding.use_mesh(mesh):
+      state[0], metrics = program.step(state[0], batch)
+    return metrics
+
+  return take
+
+
+def machine() -> dict[str, object]:
+  """Device, processor, versions and commit that a measurement depends on."""
+  device = jax.devices()[0]
+  return {
+    "device": device.device_kind,
+    "platform": device.platform,
+    "cpu": _cpu_model(),
+    "cores": os.cpu_count(),
+    "python": platform.python_version(),
+    "jax": jax.__version__,
+    "moh_jax": __version__,
+    "commit": _commit(),
+  }
+
+
+def _commit() -> str | None:
+  """The last commit that changed the package, "+" if files differ from it.
+
+  None for a package that is not in a git repository of its own.
+  """
+  done = subprocess.run(
+    'c=$(git log -1 --format=%h -- .) && [ "$c" ] && echo $c && '
+    "git status --porcelain -- .",
+    cwd=pathlib.Path(__file__).parents[1],
+    shell=True,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  commit, *changed = done.stdout.splitlines() or [None]
+  return commit and commit + "+" * bool(changed)
+
+
+def _cpu_model() -> str:
+  try:
+    with open("/proc/cpuinfo") as stream:
+      names = [line for line in stream if line.startswith("model name")]
+    return names[0].partition(":")[2].strip()
+  except (OSError, IndexError):
+    return platform.processor()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +233,12 @@ class Row:
     computed_share: heads that attention computes over all heads; 1 where none
       is left out.
     units_per_second: tokens per second, or images of a vision model.
-    flops: FLOPs of one evaluation that the active heads need, counted from the
-      shapes, whatever else the form computes.
-    peak_share: FLOPs per second over the device's matrix peak, see
-      `with_peaks`.
     peak_bytes: memory that XLA allocates for the program: arguments, outputs
       and temporaries.
+    compile_seconds: seconds to compile the program.
     max_error: largest relative error against the dense form.
     fault: which error exceeds its limit, or why it did not run, in words; None
       if nothing is wrong.
-    every_head: whether the form computes every head, or the active ones only.
-    moved_bytes: bytes that one evaluation reads and writes.
-    moved_by: "compiler" if it counted them; "count" if they are the least that
-      the shapes allow, where the compiler cannot count: kernels and loops.
-    memory_share: moved bytes per second over the memory's measured speed.
   """
 
   device: str
@@ -98,15 +254,10 @@ class Row:
   form: str | None = None
   computed_share: float | None = None
   units_per_second: float | None = None
-  flops: float | None = None
-  peak_share: float | None = None
   peak_bytes: int | None = None
+  compile_seconds: float | None = None
   max_error: float | None = None
   fault: str | None = None
-  every_head: bool | None = None
-  moved_bytes: int | None = None
-  moved_by: str = ""
-  memory_share: float | None = None
 
   @property
   def to_mha(self) -> str | None:
@@ -120,11 +271,6 @@ class Row:
     return f"{self.ratio_to_mha:.{digits}f} ± {half:.{digits}f}"
 
   @property
-  def rate(self) -> float | None:
-    """FLOPs per second; None where they are not counted or not timed."""
-    return self.flops / self.ms * 1e3 if self.flops and self.ms else None
-
-  @property
   def name(self) -> str:
     """Short description of the row for messages."""
     length = "" if self.length is None else f", length {self.length}"
@@ -132,10 +278,6 @@ class Row:
       f"{self.op} {self.mode}{length}, share {self.share:.1%}, "
       f"{self.implementation}"
     )
-
-
-def _megabytes(value: int) -> str:
-  return f"{value / 1e6:.1f}"
 
 
 # Title of a column, field of `Row`, what formats it.
@@ -150,11 +292,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
   ("spread", "spread", "{:.0%}".format),
   ("to MHA", "to_mha", str),
   ("units/s", "units_per_second", "{:,.2f}".format),
-  ("GFLOP", "flops", lambda value: f"{value / 1e9:.3f}"),
-  ("of peak", "peak_share", "{:.1%}".format),
-  ("MB", "peak_bytes", _megabytes),
-  ("moved MB", "moved_bytes", _megabytes),
-  ("of memory", "memory_share", "{:.1%}".format),
+  ("MB", "peak_bytes", lambda value: f"{value / 1e6:.1f}"),
+  ("compile s", "compile_seconds", "{:.1f}".format),
   ("max error", "max_error", "{:.1e}".format),
 )
 
@@ -163,17 +302,13 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[tuple], list[str]]:
   """The formatted cells of each row, and the header of the table.
 
   Columns that apply to no row are left out, and units per second but for
-  models: for other ops, ms already says it. Moved bytes that are the least
-  possible have a tilde.
+  models: for other ops, ms already says it.
   """
 
   def cell(row: Row, field: str, write: Callable[[Any], str]) -> str:
     value = getattr(row, field)
     unused = field == "units_per_second" and row.op != "model"
-    if value is None or unused:
-      return ""
-    tilde = field == "moved_bytes" and row.moved_by == "count"
-    return "~" * tilde + write(value)
+    return "" if value is None or unused else write(value)
 
   columns = {
     title: [cell(row, field, write) for row in rows]
@@ -192,30 +327,6 @@ def read_rows(result: Mapping[str, Any]) -> list[Row]:
   ]
 
 
-def with_peaks(
-  rows: Sequence[Row], peak: float | None, memory: float | None = None
-) -> list[Row]:
-  """Judges rows by the device's peaks.
-
-  Args:
-    rows: timed rows.
-    peak: the device's measured matrix peak, FLOP/s; where a row is faster, the
-      peak was measured in a slow phase, and the fastest row stands for it.
-    memory: the measured speed of its memory, bytes/s.
-  """
-  fastest = max((row.rate or 0 for row in rows), default=0)
-  return [
-    dataclasses.replace(
-      row,
-      peak_share=row.rate / max(peak, fastest) if peak and row.rate else None,
-      memory_share=row.moved_bytes / row.ms * 1e3 / memory
-      if memory and row.moved_bytes and row.ms
-      else None,
-    )
-    for row in rows
-  ]
-
-
 def time_rows(
   rows: Sequence[Row],
   programs: Sequence[Program | None],
@@ -228,8 +339,7 @@ def time_rows(
   """Times programs in turns and adds to their rows what was measured.
 
   Args:
-    rows: what is known of each program; what the compiler counts as moved
-      takes the place of what they say.
+    rows: what is known of each program.
     programs: of the rows; None where one could not be compiled.
     mha: numbers of the rows of multi-head attention. The fastest one is named
       "mha", and the others are compared with it.
@@ -239,76 +349,53 @@ def time_rows(
       repeated in it.
   """
   here = {i: one for i, one in enumerate(programs) if one}
-  times = timing.interleaved(
-    {i: one.run for i, one in here.items()},
-    rounds,
-    min_seconds,
-    {i: one.loops for i, one in here.items()},
-  )
+  times = interleaved(here, rounds, min_seconds)
   timed = [i for i in mha if i in times]
   fastest = min(timed, key=lambda i: times[i].median, default=None)
-  found = []
-  for index, (row, program) in enumerate(zip(rows, programs)):
-    if program is None:
-      found.append(row)
-      continue
-    time = times[index]
+  found = list(rows)
+  for index, program in here.items():
+    one = times[index]
     added: dict[str, Any] = {
-      "ms": time.median * 1e3,
-      "spread": time.spread,
-      "units_per_second": units / time.median,
+      "ms": one.median * 1e3,
+      "spread": one.spread,
+      "units_per_second": units / one.median,
       "peak_bytes": program.bytes,
+      "compile_seconds": program.compile_seconds,
     }
-    if program.moved_bytes is not None:
-      added |= {"moved_bytes": program.moved_bytes, "moved_by": "compiler"}
     if fastest is not None:
-      ratio = time.over(times[fastest])
+      ratio = one.over(times[fastest])
       added |= {"ratio_to_mha": ratio.median, "ratio_spread": ratio.spread}
     if index == fastest:
       added["implementation"] = "mha"
-    found.append(dataclasses.replace(row, **added))
+    found[index] = dataclasses.replace(rows[index], **added)
   return found
 
 
-def compile_program(function: Callable, *args: Any, loops: int = 1) -> Program:
+def compile_program(
+  function: Callable, *args: Any, loops: bool = False
+) -> Program:
   """Compiles a function for its arguments, which the program keeps.
 
   Args:
     function: function of trees of arrays.
     *args: its arguments.
-    loops: evaluations in one call, one after another; the call returns the
-      value of the last one.
+    loops: on accelerators, one call of a short function evaluates it several
+      times, one after another, and returns the value of the last one.
   """
+  start = time.perf_counter()
   compiled = jax.jit(function).lower(*args).compile()
-  # Of a program with loops or calls the compiler does not count all bytes.
-  moved, text = None, compiled.as_text() or ""
-  if " while(" not in text and " custom-call(" not in text:
-    moved = (compiled.cost_analysis() or {}).get("bytes accessed")
+  compile_seconds = time.perf_counter() - start
   memory = compiled.memory_analysis()
-  run = compiled
-  if loops > 1:
-    run = jax.jit(_loop(function, loops)).lower(*args).compile()
-  return Program(
-    lambda: run(*args),
-    loops,
-    bytes=memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    + memory.temp_size_in_bytes,
-    moved_bytes=None if moved is None else int(moved),
-  )
-
-
-def attempt(call: Callable, *args: Any, **options: Any) -> Any:
-  """What a call returns or raises: compilers and drivers share no error."""
-  try:
-    return call(*args, **options)
-  except Exception as error:
-    return error
-
-
-def failure(error: Exception) -> str:
-  """One line that says why a program does not run."""
-  return textwrap.shorten(f"does not run: {type(error).__name__}: {error}", 300)
+  size = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  size += memory.temp_size_in_bytes
+  run, count = functools.partial(compiled, *args), 1
+  if loops and target().platform != "cpu":
+    seconds(run)  # warms up
+    if seconds(run) < _SHORT:
+      count = _LOOPS
+      again = jax.jit(_loop(function, count)).lower(*args).compile()
+      run = functools.partial(again, *args)
+  return Program(run, count, size, compile_seconds)
 
 
 def _loop(function: Callable, loops: int) -> Callable:
@@ -327,17 +414,17 @@ def _loop(function: Callable, loops: int) -> Callable:
   return run
 
 
-def default_loops(flops: float = 0.0) -> int:
-  """How often one call evaluates a function.
+def attempt(call: Callable, *args: Any, **options: Any) -> Any:
+  """What a call returns or raises: compilers and drivers share no error."""
+  try:
+    return call(*args, **options)
+  except Exception as error:
+    return error
 
-  Args:
-    flops: FLOPs of one evaluation.
 
-  Returns:
-    1 on CPUs and for long evaluations, else 16.
-  """
-  on_cpu = target().platform == "cpu"
-  return 1 if on_cpu or flops > _LONG_FLOPS else _LOOPS
+def failure(error: Exception) -> str:
+  """One line that says why a program does not run."""
+  return textwrap.shorten(f"does not run: {type(error).__name__}: {error}", 300)
 
 
 def exact_products(dtype: str) -> contextlib.AbstractContextManager:
@@ -345,47 +432,6 @@ def exact_products(dtype: str) -> contextlib.AbstractContextManager:
   if target().platform == "cpu" or dtype != "float32":
     return contextlib.nullcontext()
   return jax.default_matmul_precision("highest")
-
-
-def matrix_peak(dtype: str) -> float:
-  """Measures the device's matrix peak in FLOP/s.
-
-  It is the rate of the fastest call among square products of a few sizes, where
-  n x n times n x n counts 2 n^3 FLOPs.
-
-  Args:
-    dtype: dtype of the matrices.
-  """
-  rates = []
-  for n in _CPU_SIZES if jax.default_backend() == "cpu" else _ACCELERATOR_SIZES:
-    matrix = jax.random.normal(jax.random.key(0), (n, n), dtype)
-    rates.append(2 * n**3 / _fastest(_product, matrix, matrix))
-  return max(rates)
-
-
-def memory_peak() -> float | None:
-  """Measures the speed of the device's memory in bytes/s, of one large copy.
-
-  It is None on CPUs, whose caches hold most of what is measured.
-  """
-  if jax.default_backend() == "cpu":
-    return None
-  source = jnp.ones(_COPY_BYTES // 4, jnp.float32)
-  return 2 * _COPY_BYTES / _fastest(_copy, source)
-
-
-_product, _copy = jax.jit(jnp.matmul), jax.jit(jnp.negative)
-
-
-def _fastest(function: Callable, *args: Any) -> float:
-  """Seconds of the fastest of ten calls."""
-  call = functools.partial(function, *args)
-  timing.seconds(call)  # warms up
-  return min(timing.seconds(call) for _ in range(_PEAK_CALLS))
-
-
-# Largest allowed relative errors of outputs and of gradients, by dtype.
-_LIMITS = {"float32": (2e-6, 1e-5), "bfloat16": (2e-2, 2e-2)}
 
 
 def check_exact(

@@ -79,7 +79,7 @@ def make_predict(
 
   def predict(params: Any, mesh: Mesh) -> predictions.Predictions:
     batches = held_out_batches(config, ready, mesh)
-    return predictions.predict_all(step, params, batches, mesh)
+    return predictions.predict_all(step, params, batches)
 
   return source, predict
 

@@ -8,10 +8,11 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import msgspec
+from etils import epath
 
 from moh_jax.config import Config, differing_fields, to_dict
 from moh_jax.config.parse import from_config_dict, upgrade
@@ -49,101 +50,86 @@ class _Stored(msgspec.Struct):
   outcomes: dict[str, Outcome]
 
 
-class Comparison:
-  """A comparison in its working directory."""
+def compare(
+  config: Config,
+  runs: Sequence[ComparedRun],
+  workdir: str,
+  decode: Decode | None = None,
+  verify: bool = True,
+) -> dict[str, Outcome] | None:
+  """Trains and scores the runs that have no outcome in the directory yet.
 
-  def __init__(self, config: Config, workdir: str):
-    """Opens a comparison, or begins one.
+  Args:
+    config: the run that the compared ones are variants of.
+    runs: in the order in which they are trained.
+    workdir: local directory or bucket of the comparison.
+    decode: see `train`.
+    verify: see `train`.
 
-    Args:
-      config: the run that the compared ones are variants of.
-      workdir: local directory or bucket.
+  Returns:
+    Outcomes by `ComparedRun.name`, in the first process; None after a request
+    to stop.
 
-    Raises:
-      ValueError: it holds a comparison of another config; the message names
-        the fields that differ.
-      OSError: it cannot be written.
-    """
-    self._directory = check_writable(workdir)
-    self._file = self._directory / _FILE
-    self._config = config
-    self.outcomes: dict[str, Outcome] = {}
-    ask_first_process(self._read)
+  Raises:
+    ValueError: the directory holds a comparison of another config; the message
+      names the fields that differ.
+    OSError: it cannot be written.
+  """
+  directory, outcomes = check_writable(workdir), dict[str, Outcome]()
+  file = directory / _FILE
 
-  def run(
-    self,
-    runs: Sequence[ComparedRun],
-    decode: Decode | None = None,
-    verify: bool = True,
-  ) -> bool:
-    """Trains and scores the runs that have no outcome yet.
+  def read() -> list[bool]:
+    if file.exists():
+      outcomes.update(_read(file, config))
+    write()
+    return [run.name in outcomes for run in runs]
 
-    Args:
-      runs: in the order in which they are trained.
-      decode: see `train`.
-      verify: see `train`.
+  def write() -> None:
+    known = msgspec.to_builtins(outcomes)
+    content = {"config": to_dict(config), "outcomes": known}
+    write_whole(file, f"{json.dumps(content, indent=2)}\n".encode())
 
-    Returns:
-      Whether all are done; False after a request to stop. Then each has an
-      entry in `outcomes`, in the first process.
-    """
-    done = ask_first_process(
-      lambda: [run.name in self.outcomes for run in runs], len(runs)
-    )
-    for number, (run, is_done) in enumerate(zip(runs, done), start=1):
-      if is_done:
-        continue
-      _LOG.info("run %d of %d: %s", number, len(runs), run.name)
-      outcome = self._train(run, decode, verify)
-      if outcome is None:
-        return False
-      self.outcomes[run.name] = outcome
-      ask_first_process(self._write)
-      jax.clear_caches()  # of programs that no other run uses
-    return True
-
-  def _train(
-    self, run: ComparedRun, decode: Decode | None, verify: bool
-  ) -> Outcome | None:
-    workdir = self._directory / run.name
+  done = ask_first_process(read, len(runs))
+  for number, (run, is_done) in enumerate(zip(runs, done), start=1):
+    if is_done:
+      continue
+    _LOG.info("run %d of %d: %s", number, len(runs), run.name)
     try:
-      result = train(run.config, workdir, decode=decode, verify=verify)
+      result = train(
+        run.config, directory / run.name, decode=decode, verify=verify
+      )
     except NonFiniteLossError as error:
       _LOG.warning("%s: %s", run.name, error)
-      return Outcome(fault=str(error))
-    if not result.finished:
-      return None
-    found = result.evaluation
-    numbers = {n: float(x) for n, x in found.items() if x is not None}
-    finite = {n: x if math.isfinite(x) else None for n, x in numbers.items()}
-    return Outcome(metrics=finite)
-
-  def _read(self) -> None:
-    if not self._file.exists():
-      self._write()
-      return
-    content = self._file.read_bytes()
-    # Earlier versions wrote numbers that JSON cannot hold, at ends of lines.
-    content = re.sub(rb": (NaN|-?Infinity)(?=,?\n)", b": null", content)
-    stored = parse_json(content, _Stored, str(self._file))
-    before = from_config_dict(upgrade(stored["config"]))
-    if lines := list(self._differences(before)):
-      raise ValueError(
-        f"{self._file} compares variants of another config, take another "
-        f"--workdir ({'; '.join(lines)})"
+      outcomes[run.name] = Outcome(fault=str(error))
+    else:
+      if not result.finished:
+        return None
+      found = result.evaluation
+      numbers = {n: float(x) for n, x in found.items() if x is not None}
+      outcomes[run.name] = Outcome(
+        {n: x if math.isfinite(x) else None for n, x in numbers.items()}
       )
-    for name, outcome in stored["outcomes"].items():
-      self.outcomes[name] = Outcome(**outcome)
+    ask_first_process(write)
+    jax.clear_caches()  # of programs that no other run uses
+  return outcomes
 
-  def _differences(self, stored: Config) -> Iterator[str]:
-    ours, theirs = self._config.by_name(), stored.by_name()
-    for name in sorted({*ours, *theirs}):
-      if name not in ours or name not in theirs:
-        yield f"only one of them has the section {name}"
-      else:
-        yield from differing_fields(ours[name], theirs[name], name)
 
-  def _write(self) -> None:
-    outcomes = msgspec.to_builtins(self.outcomes)
-    content = {"config": to_dict(self._config), "outcomes": outcomes}
-    write_whole(self._file, f"{json.dumps(content, indent=2)}\n".encode())
+def _read(file: epath.Path, config: Config) -> dict[str, Outcome]:
+  """The outcomes of an earlier call, which had the same config."""
+  # Earlier versions wrote numbers that JSON cannot hold, at ends of lines.
+  content = re.sub(rb": (NaN|-?Infinity)(?=,?\n)", b": null", file.read_bytes())
+  stored = parse_json(content, _Stored, str(file))
+  ours = config.by_name()
+  theirs = from_config_dict(upgrade(stored["config"])).by_name()
+  lines = []
+  for name in sorted({*ours, *theirs}):
+    if name in ours and name in theirs:
+      lines += differing_fields(ours[name], theirs[name], name)
+    else:
+      lines.append(f"only one of them has the section {name}")
+  if lines:
+    raise ValueError(
+      f"{file} compares variants of another config, take another --workdir "
+      f"({'; '.join(lines)})"
+    )
+  return {name: Outcome(**one) for name, one in stored["outcomes"].items()}

@@ -30,7 +30,6 @@ from moh_jax.evaluation.metrics import (
   mean_metrics,
 )
 from moh_jax.models import inception
-from moh_jax.models.diffusion import make_process
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.registry import make_model, params_sha256
 from moh_jax.models.samplers import drop_labels
@@ -138,33 +137,25 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     config: config of the run.
   """
   diffusion, no_label = config.diffusion, config.model.num_classes
-  process = make_process(diffusion.schedule, diffusion.steps)
 
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Metrics]:
     del step
     time_rng, noise_rng, label_rng = jax.random.split(rng, 3)
-    x0 = batch["image"]
-    t = jax.random.randint(time_rng, x0.shape[:1], 0, process.num_steps)
-    noise = jax.random.normal(noise_rng, x0.shape)
+    shape = batch["image"].shape
+    t = jax.random.randint(time_rng, shape[:1], 0, diffusion.steps)
+    noise = jax.random.normal(noise_rng, shape)
     labels = drop_labels(
       label_rng, batch["label"], no_label, config.model.label_dropout
     )
+    rngs = {"dropout": jax.random.fold_in(rng, 0)}
     losses, aux = denoising_losses(
-      model,
-      diffusion,
-      process,
-      params,
-      x0,
-      labels,
-      t=t,
-      noise=noise,
-      rng=jax.random.fold_in(rng, 0),
+      model, diffusion, params, {**batch, "label": labels}, t, noise, rngs
     )
     means = {name: value.mean() for name, value in losses.items()}
     task_loss = means.pop("loss")
-    means |= _by_quartile(losses["mse"], t, process.num_steps)
+    means |= _by_quartile(losses["mse"], t, diffusion.steps)
     weight = config.train.balance_weight
     return add_balance_loss(task_loss, aux, weight, **means)
 
@@ -202,7 +193,7 @@ def _make_preview(
     index = sharding.pad_to_shards(np.arange(num, dtype=np.int32), mesh)
     batch = (index, wanted[index % len(wanted)])
     batch = [sharding.put_batch(part, mesh) for part in batch]
-    pictures = sharding.gather(paint(params, seed, *batch), mesh)[:num]
+    pictures = sharding.gather(paint(params, seed, *batch))[:num]
     grid = image_grid(pictures, columns=min(num, max(1, round(num**0.5))))
     return grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
 
@@ -277,7 +268,7 @@ def make_fid(
       images = paint(params, config.train.seed, *batch)
       if images.shape[-1] == 1:
         images = images.repeat(3, -1)
-      features = sharding.gather(extract(images, mesh), mesh)[: num - start]
+      features = sharding.gather(extract(images, mesh))[: num - start]
       seen = moments(features, seen)
     return {"fid": frechet_distance(seen.gaussian(), reference)}
 

@@ -65,29 +65,21 @@ def published_peak(kind: str) -> float | None:
 
 
 def attention_flops(
-  pairs: int, keys: int, head_dim: int, mode: str = "forward"
+  pairs: int, keys: int, head_dim: int, causal: bool = False
 ) -> float:
   """FLOPs of the two products of attention, logits and mixed values.
 
   A (token, head) pair that sees M keys takes 2 M D FLOPs for each product.
-  Causal token n of N sees n + 1 keys, (N + 1) / 2 on average. The backward pass
-  has two products for each one of the forward pass, so both passes together
-  take three times the forward pass; recomputation is not counted. For example,
+  Causal token n of N sees n + 1 keys, (N + 1) / 2 on average. For example,
   1,000 pairs, 512 keys and head dim 64 take 131 MFLOP forward.
 
   Args:
     pairs: number of active (token, head) pairs.
     keys: keys of a sequence, M.
     head_dim: head dim, D.
-    mode: passes that run, such as "causal" or "forward_backward".
+    causal: whether later keys are hidden.
   """
-  seen = (keys + 1) / 2 if "causal" in mode else keys
-  return 4 * pairs * seen * head_dim * passes(mode)
-
-
-def passes(mode: str) -> int:
-  """Products that a mode computes over those of one forward pass: 1 or 3."""
-  return 3 if "backward" in mode else 1
+  return 4 * pairs * ((keys + 1) / 2 if causal else keys) * head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,8 +292,8 @@ def step_flops(run: Config) -> StepFlops:
     active -= depth * idle * 4 * group.width * budget.head_dim
     one = 0.0
     if group.sees != "window":
-      mode = "causal" if group.sees == "before" else "forward"
-      one = depth * attention_flops(tokens, length, budget.head_dim, mode)
+      causal = group.sees == "before"
+      one = depth * attention_flops(tokens, length, budget.head_dim, causal)
     active += budget.active * one
     attention.append(3 * budget.num_heads * one)
   whole = 3 * every_head + sum(attention)

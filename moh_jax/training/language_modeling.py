@@ -19,8 +19,9 @@ from moh_jax.evaluation.metrics import (
   perplexity,
   sum_metrics,
 )
+from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.generation import Decode
-from moh_jax.models.llm import summed_nats
+from moh_jax.models.llm import output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
@@ -161,8 +162,9 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     weights = batch["weights"]
     # Dividing the weights is cheaper than dividing the loss: the gradient of
     # the output layer, the largest of all, then needs no pass to scale it.
+    kernel, chunk = output_kernel(params, config.model), config.model.loss_chunk
     nats = summed_nats(
-      x, params, config.model, batch["targets"], weights / weights.size
+      x, kernel, batch["targets"], weights / weights.size, chunk
     )
     mean = Mean(nats * weights.size, weights.sum())
     weight = config.train.balance_weight

@@ -103,7 +103,10 @@ def muon_axes(boxed: Any) -> Any:
 
 
 def make_optimizer(
-  config: OptimConfig, steps: int, boxed: Any = None
+  config: OptimConfig,
+  steps: int,
+  boxed: Any = None,
+  model: RoutedLayers | None = None,
 ) -> optax.GradientTransformation:
   """Makes the optimizer; gradients are clipped by their global norm.
 
@@ -112,6 +115,7 @@ def make_optimizer(
     steps: steps of the run.
     boxed: abstract parameters in Linen's boxes of logical axes; "muon" needs
       them.
+    model: section of the network; rates that fall by layer need it.
   """
   optimizer = optax.chain(
     _direction(config, boxed),
@@ -123,7 +127,11 @@ def make_optimizer(
   if config.clip_norm:
     clip = optax.clip_by_global_norm(config.clip_norm)
     optimizer = optax.chain(clip, optimizer)
-  return _on_host(optimizer) if config.state_memory == "host" else optimizer
+  if config.state_memory == "host":
+    optimizer = _on_host(optimizer)
+  if config.layer_decay != 1:
+    optimizer = decay_by_layer(optimizer, config.layer_decay, model)
+  return optimizer
 
 
 def _on_host(
@@ -183,8 +191,6 @@ def decay_by_layer(
     decay: factor from a layer to the one before it, in (0, 1].
     model: section of the network.
   """
-  if decay == 1:
-    return optimizer
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     updates, state = optimizer.update(grads, state, params)

@@ -127,17 +127,17 @@ class Plan:
     parameters: their number.
     layouts: how they are split.
     memory: of a device.
-    forms: of attention, for each group of equal layers.
+    attention: forms of attention, for each group of equal layers.
     flops: of a step, for the active heads.
     baseline_flops: of a step of the same model without its router.
-    computed: that a step computes, see `StepFlops.computed`.
-    recomputed: FLOPs that `model.remat` computes again, beside these.
-    time: of a step, with the collectives of the compiled program; without one
-      nothing is known of them.
+    computed_flops: that a step computes, see `StepFlops.computed`.
+    recomputed_flops: that `model.remat` computes again, beside these.
+    step_time: with the collectives of the compiled program; without one nothing
+      is known of them.
     unit: what throughput counts, "images" or "tokens".
     units_per_step: number of them.
     compiled: what the compiler says, or None.
-    reason: why it was not compiled, or "".
+    not_compiled: why it was not compiled, or "".
   """
 
   config: Config
@@ -147,16 +147,16 @@ class Plan:
   parameters: int
   layouts: tuple[Layout, ...]
   memory: Memory
-  forms: tuple[LayerForm, ...]
+  attention: tuple[LayerForm, ...]
   flops: float
   baseline_flops: float
-  computed: dict[str, float]
-  recomputed: float
-  time: StepTime
+  computed_flops: float
+  recomputed_flops: float
+  step_time: StepTime
   unit: str
   units_per_step: int
   compiled: Compiled | None
-  reason: str
+  not_compiled: str
 
   @property
   def fits(self) -> bool:
@@ -207,7 +207,9 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
   computed = flops.computed(forms)
   again = RUN_TWICE.get(config.model.remat, ())
   recomputed = sum(computed[part] / 3 for part in again)
-  compiled, reason = _compile(config, topology, compiles)
+  compiled, reason = None, "not asked for"
+  if compiles:
+    compiled, reason = _compile(config, topology)
   collectives = compiled.collectives if compiled else ()
   return Plan(
     config=config,
@@ -217,12 +219,12 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     parameters=parameters,
     layouts=_layouts(state.params),
     memory=memory,
-    forms=forms,
+    attention=forms,
     flops=flops.active,
     baseline_flops=step_flops(baseline).active,
-    computed=computed,
-    recomputed=recomputed,
-    time=StepTime(
+    computed_flops=sum(computed.values()),
+    recomputed_flops=recomputed,
+    step_time=StepTime(
       products=(sum(computed.values()) + recomputed)
       / (topology.devices * published_peak(chip.kind) * PEAK_SHARE),
       # The state is read and written once, and the gradients read.
@@ -233,16 +235,12 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     unit=objective.unit,
     units_per_step=objective.units_per_step,
     compiled=compiled,
-    reason=reason,
+    not_compiled=reason,
   )
 
 
-def _compile(
-  config: Config, topology: Topology, compiles: bool
-) -> tuple[Compiled | None, str]:
-  """Compiles a run if that is wanted and can be done, or says why not."""
-  if not compiles:
-    return None, "not asked for"
+def _compile(config: Config, topology: Topology) -> tuple[Compiled | None, str]:
+  """Compiles a run if that can be done, or says why not."""
   if missing := devices.missing_packages(topology.name):
     return None, f"needs the package {', '.join(missing)} in the version of jax"
   try:

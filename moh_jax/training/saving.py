@@ -37,12 +37,11 @@ class BadStepError(Exception):
   Attributes:
     step: its number.
     position: training batches read, its own among them.
-    reason: what is wrong with it.
   """
 
   def __init__(self, step: int, position: int, reason: str):
     super().__init__(f"{reason} at step {step}")
-    self.step, self.position, self.reason = step, position, reason
+    self.step, self.position = step, position
 
 
 class Watch:
@@ -369,11 +368,10 @@ def resumable_step(
 
   def find() -> list[int]:
     known = steps.list_steps(directory)
-    if not known:  # a new run, or one that was killed before its first save
-      return [-1]
-    if verify:
+    if known and verify:
       return [steps.newest_whole_step(directory, prefer=prefer)]
-    return [prefer(known)]
+    # -1: a new run, or one that was killed before its first save.
+    return [prefer(known) if known else -1]
 
   (step,) = ask_first_process(find, 1)
   return None if step < 0 else step
@@ -397,7 +395,8 @@ def restore(
   Raises:
     ValueError: an item cannot be read.
   """
-  restored = checkpoint.read_items(directory, step, _items(abstract))
+  items = _items(abstract)
+  restored = checkpoint.read_items(directory, step, items)
   state = TrainState(
     params=restored["params"], ema=restored.get("ema"), **restored["train"]
   )

@@ -294,11 +294,8 @@ def make_program(
   boxed = abstract_params(objective.model, objective.inputs)
   plain = unbox(boxed)
   params = with_shardings(plain, param_shardings(boxed, mesh))
-  optimizer = optim.decay_by_layer(
-    optim.make_optimizer(section, steps, boxed),
-    section.layer_decay,
-    config.model,
-  )
+  schedule = optim.make_schedule(section, steps)
+  optimizer = optim.make_optimizer(section, steps, boxed, config.model)
   opt_state = jax.eval_shape(optimizer.init, plain)
   shardings = _state_shardings(config, params, opt_state, mesh)
   split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -315,11 +312,14 @@ def make_program(
       batch,
       loss_fn=objective.loss_fn,
       optimizer=optimizer,
-      schedule=optim.make_schedule(section, steps),
+      schedule=schedule,
       accumulation=section.accumulation,
       ema_decay=section.ema_decay,
       ema_every=section.ema_every,
     )
+
+  def averaged(param: jax.Array) -> jax.Array:
+    return jnp.array(param, section.ema_dtype)  # a copy before the first step
 
   def init() -> TrainState:
     rng = jax.random.key(config.train.seed)
@@ -330,7 +330,7 @@ def make_program(
       step=jnp.zeros((), jnp.int32),
       params=params,
       opt_state=optimizer.init(params),
-      ema=averaged_from(params, config),
+      ema=jax.tree.map(averaged, params) if section.ema_decay else None,
       rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
     )
 
@@ -342,13 +342,6 @@ def make_program(
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
   return Program(init, state, batch, step, boxed)
-
-
-def averaged_from(params: Any, config: Config) -> Any:
-  """Averaged parameters before the first step: a copy, or None."""
-  if not config.optim.ema_decay:
-    return None
-  return jax.tree.map(lambda x: jnp.array(x, config.optim.ema_dtype), params)
 
 
 def _state_shardings(

@@ -105,9 +105,9 @@ def train(
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
     lock = enter(entrance.hold_lock(directory))
-    enter(sharding.use_mesh(mesh))
     start = saving.resumable_step(directory, verify)
     entrance.check_same_run(directory, start, metadata, task.identity, verify)
+    enter(sharding.use_mesh(mesh))
     first_state = warm_start.prepare(metadata, program, mesh, start)
     keep_tokenizer(directory, metadata, task.tokenizer, is_new=start is None)
     _say(config, mesh, program)

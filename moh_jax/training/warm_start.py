@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -14,16 +15,16 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
-from moh_jax.data.tokenizer_files import (
+from moh_jax.data.tokenizers import (
+  Tokenizer,
   read_files_beside,
   write_tokenizer_files,
 )
-from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.models.registry import fit_params, make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_on
-from moh_jax.training.step import Program, TrainState, averaged_from
+from moh_jax.training.step import Program, TrainState
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,8 +86,9 @@ def prepare(
 
   def init() -> TrainState:
     state = program.init()
-    params = read(state.params)
-    ema = averaged_from(params, ours.config)
+    params, ema = read(state.params), state.ema
+    if ema is not None:
+      ema = jax.tree.map(lambda x, old: jnp.array(x, old.dtype), params, ema)
     return dataclasses.replace(state, params=params, ema=ema)
 
   return init
@@ -125,7 +127,8 @@ def warm_start(
     )
   _check_numbers(source, wanted, trained)
   _check_tokenizer(source, ours, metadata)
-  stored = abstract_on(*make_model(trained), mesh)
+  model, inputs = make_model(trained)
+  stored = abstract_on(model, inputs, mesh)
   fit = functools.partial(
     fit_params, trained=trained.model, wanted=wanted.model
   )
@@ -179,19 +182,24 @@ def keep_tokenizer(
   Raises:
     ValueError: a file beside the tokenizer of `train.init_from` is damaged.
   """
-  if tokenizer is None:
+  if tokenizer is None or not tokenizer.file_name:
     return
-  source, files = ours.config.train.init_from, {}
-  if source and is_new:
-    trained, _ = checkpoint.read_metadata(source)
-    if trained.tokenizer_sha256 == tokenizer.sha256:
-      files = read_files_beside(steps.workdir(source))
-  if not tokenizer.file_name or jax.process_index():
-    return
+  files = {tokenizer.file_name: tokenizer.content}
   if is_new:
     files |= tokenizer.files
-  files[tokenizer.file_name] = tokenizer.content
-  write_tokenizer_files(steps.absolute(directory), files)
+    source = ours.config.train.init_from
+    files = _files_beside(source, tokenizer) | files
+  if not jax.process_index():
+    write_tokenizer_files(steps.absolute(directory), files)
+
+
+def _files_beside(source: str, tokenizer: Tokenizer) -> dict[str, bytes]:
+  """The files beside the same tokenizer of another run, if it has it."""
+  if not source:
+    return {}
+  own = steps.workdir(source) / tokenizer.file_name
+  same = own.is_file() and own.read_bytes() == tokenizer.content
+  return read_files_beside(own.parent) if same else {}
 
 
 def _check_numbers(source: str, ours: Config, theirs: Config) -> None:

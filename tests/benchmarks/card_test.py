@@ -17,7 +17,7 @@ from moh_jax.ops.attention_forms import AttentionCase
 from moh_jax.ops.kernels.attention import read
 from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
-from moh_jax.training import bench, timing
+from moh_jax.training import bench
 from moh_jax.training.bench import Program, Row
 from tests.ops import devices
 from tests.ops.devices import traced_for
@@ -51,7 +51,6 @@ class CardTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.out = pathlib.Path(self.create_tempdir().full_path) / "a card"
-    self.enterContext(mock.patch.object(bench, "_CPU_SIZES", (32,)))
     self.enterContext(mock.patch.dict(card.SHAPES, _TINY))
 
   def _stages(self, *argv, only):
@@ -88,7 +87,6 @@ class CardTest(absltest.TestCase):
 
 class StagesTest(absltest.TestCase):
   def test_every_stage_has_options_that_its_program_takes(self):
-    result = {"rows": [], "settings": {}}
     folder = pathlib.Path(self.create_tempdir().full_path) / "a card"
     folder.mkdir()
     tile = BlockSizes(*[Tile(64, 64)] * 3)
@@ -96,7 +94,7 @@ class StagesTest(absltest.TestCase):
       traced_for("gpu"),
       devices.with_triton(),
       mock.patch.object(
-        bench_attention, "run_heads", return_value=result
+        bench_attention, "compare_forms", return_value=[]
       ) as run,
       mock.patch.object(step, "measure", return_value={"batch": 1}),
       mock.patch.object(step, "compilation_cache"),
@@ -138,15 +136,15 @@ class TilesTest(parameterized.TestCase):
     of_32 = [forward_of_32], [4.0, 3.0, 2.0], [2.0, 1.5, 3.0]
     turns = iter((*of_16, *of_32))
 
-    def interleaved(runs, rounds, evaluations):
+    def interleaved(runs, rounds):
       self.assertEqual(rounds, 1)
-      self.assertEqual(set(evaluations.values()), {4})
-      return {tile: timing.Timing(x, 0) for tile, x in zip(runs, next(turns))}
+      self.assertEqual({one.loops for one in runs.values()}, {4})
+      return {tile: bench.Timing(x, 0) for tile, x in zip(runs, next(turns))}
 
     nothing = Program(lambda: None, 4)
     with (
       mock.patch.object(bench, "compile_program", return_value=nothing),
-      mock.patch.object(timing, "interleaved", interleaved),
+      mock.patch.object(bench, "interleaved", interleaved),
     ):
       best, lines = self._tune("triton", named.values())
     self.assertEqual(best, BlockSizes(*(named[name] for name in expected)))
@@ -198,18 +196,16 @@ class StepTest(absltest.TestCase):
     run = tiny.llm_config(mesh={"data": -1})
     with (
       mock.patch.object(step, "published_peak", lambda kind: 4e9),
-      mock.patch.object(step, "matrix_peak", lambda dtype: 1.0),
     ):
       row = step.measure(run, 1)
     seconds, tokens = row["step_ms"] / 1e3, run.data.sequence_length
     expected = run.data.batch_size * tokens / seconds
     self.assertAlmostEqual(row["units_per_second"], expected)
     self.assertAlmostEqual(row["mfu"], row["flops"] / seconds / 4e9)
-    self.assertEqual(row["peak_share"], 1.0)  # of a peak measured low
 
 
 def _row(length, share, ratio, form="cudnn", mode="forward", **changes):
-  fields = {"every_head": False, "ratio_to_mha": ratio, **changes}
+  fields = {"computed_share": share, "ratio_to_mha": ratio, **changes}
   return Row("NVIDIA X", "attention", mode, length, share, form, **fields)
 
 
@@ -255,7 +251,7 @@ class CrossingTest(parameterized.TestCase):
 
   def test_rows_that_tell_nothing_are_left_out(self):
     rows = [
-      _row(256, 0.5, 0.5, every_head=True),
+      _row(256, 0.5, 0.5, computed_share=1.0),
       _row(256, 0.5, None),
       _row(256, 0.5, 0.5, fault="relative error"),
       _row(256, 0.5, 0.5, form="auto"),
@@ -282,14 +278,14 @@ class AmdahlTest(absltest.TestCase):
     cores = [row(1.0, "dense", 9.0), row(1.0, "mha", 4.0)]
     cores += [row(0.5, "kernel", 3.0), row(0.5, "cudnn", 2.0)]
     cores += [row(0.5, "cudnn", 1.0, length=512)]
-    packed = row(0.5, "auto", 8.5, every_head=False)
+    packed = row(0.5, "auto", 8.5, computed_share=0.5)
     layers = [
       row(1.0, "mha", 10.0),
-      row(0.5, "dense", 9.0, every_head=True),
+      row(0.5, "dense", 9.0, computed_share=1.0),
       packed,
-      row(0.75, "auto", 9.0, every_head=False),  # core not measured
-      row(0.5, "auto", 9.0, length=512, every_head=False),  # nor its MHA
-      row(0.5, "auto", None, every_head=False),
+      row(0.75, "auto", 9.0, computed_share=0.5),  # core not measured
+      row(0.5, "auto", 9.0, length=512, computed_share=0.5),  # nor its MHA
+      row(0.5, "auto", None, computed_share=0.5),
     ]
     # 10 ms, of which 4 become 2.
     self.assertEqual(card.expectations(layers, cores), [(packed, 0.8)])

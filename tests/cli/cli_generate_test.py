@@ -100,37 +100,6 @@ class PromptsTest(_CommandTest):
     (completion,) = generator.generate(["aA"], Sampling(max_new_tokens=2))
     self.assertEqual(completion.text, "bBcC")
 
-  @parameterized.parameters(
-    ((), "one of --prompt, --messages, --prompt-file, --interactive is"),
-    (("--prompt=a", "--interactive"), "--interactive must not be given with"),
-    (("--prompt-file", "x"), "--prompt-file and --out must be given together"),
-    (("--prompt=a", "--out=b"), "--prompt and --messages have --json"),
-    (("--interactive", "--json=-"), "--json='-' needs --prompt or --messages"),
-    (("--interactive", "--distributed"), "--distributed=True needs prompts"),
-    (("--prompt-file=no.jsonl", "--out=b"), "no.jsonl: no such file"),
-    (("--prompt-file=a", "--out=/no/b"), "no directory /no"),
-    (("--prompt=a", "--max-new-tokens=0"), "new-tokens=0 must be at least 1"),
-    (("--prompt=aA", "--max-new-tokens=99"), "has 2 tokens; with max_new_"),
-    (("--prompt=a", "--temperature=-1"), "temperature=-1.0 must be at least"),
-    (("--prompt=a", "--top-p=0"), "--top-p=0.0 must be in (0, 1]"),
-    (("--prompt=a", "--sample-top-k=-1"), "top-k=-1 must be at least 0"),
-    (("--prompt=a", "--stop="), "stop='' must not be empty"),
-    (("--prompt=a", "--seed=-1"), "seed=-1 must be in"),
-    (("--prompt=a", "--batch-size=0"), "batch-size=0 must be at least 1"),
-    (("--prompt=a", "--cache-dtype=int4"), "'int4' must be one of ('float32'"),
-    (("--prompt=a", "--config.model.dtype=float64"), "must be one of ('float"),
-    (("--prompt=a", "--step=7"), "no checkpoint of step 7; it has [0]"),
-    (("--prompt=a", "--top-k=9,9"), "top_k=(9, 9): the model has no routed"),
-    (("--system", "a", "--prompt", "a"), "--system='a' needs --chat"),
-    (("--chat-template", "a", "--prompt", "a"), "--chat-template='a' needs"),
-    (("--chat", "--no-bos", "--prompt", "a"), "must be of plain prompts"),
-    (("--chat", "--prompt", "a"), "the model has no chat template"),
-    (("--messages", "nowhere.json"), "nowhere.json: no such file"),
-    (("--messages", __file__), "Expecting value"),
-  )
-  def test_wrong_options_are_one_line_that_names_them(self, argv, message):
-    self._assert_refused(message, *argv)
-
   def test_model_that_writes_no_text_is_refused(self):
     argv = ("--prompt=aA",)
     message = "`generate` needs 'llm'"

@@ -11,11 +11,18 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax import config as config_lib
+from moh_jax.runtime import checkpoint
 from moh_jax.runtime.steps import load_config
 from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
+_QUICK = (
+  *("--config.data.batch_size=8", "--config.data.val_share=0.3"),
+  *("--config.eval.batch_size=8", "--config.data.num_threads=1"),
+  *("--config.optim.warmup_steps=0", "--config.checkpoint.async_save=False"),
+  *("--config.log.progress=False", "--config.log.tensorboard=False"),
+)
 
 
 def _write_config(folder, config, sections):
@@ -117,24 +124,6 @@ class TrainCommandTest(parameterized.TestCase):
     with Image.open(files[0]) as picture:  # 3 rows of 2 images
       self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
 
-  @parameterized.parameters("gone.npz", "of_two.npz")
-  def test_statistics_that_do_not_fit_are_refused_at_once(self, name):
-    folder = self.enterContext(tempfile.TemporaryDirectory())
-    file = pathlib.Path(folder, name)
-    if name == "of_two.npz":
-      np.savez(file, mu=np.zeros(2), sigma=np.eye(2))
-    sample = {
-      "fid_images": 2,
-      "fid_reference": str(file),
-      "fid_inception": "gone.pth",
-    }
-    status, _, err = _train(
-      self.workdir, config=tiny_checkpoint.DIT_CONFIG, sample=sample
-    )
-    self.assertEqual(status, 2)
-    self.assertIn(name, err.splitlines()[-1])
-    self.assertFalse((self.workdir / "checkpoints").exists())
-
   def test_pictures_of_latents_need_the_autoencoder(self):
     status, out, err = _train(
       self.workdir,
@@ -147,6 +136,36 @@ class TrainCommandTest(parameterized.TestCase):
     error = err.splitlines()[-1]
     self.assertStartsWith(error, "error: sample.every=1 must be 0, or --vae")
     self.assertFalse(self.workdir.exists())
+
+
+class OwnImagesTest(absltest.TestCase):
+  def test_from_a_folder_to_a_fine_tuned_model(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    tiny_checkpoint.save(root / "start")
+    rng = np.random.default_rng(0)
+    for name in ("cat", "gnu"):
+      (root / "images" / name).mkdir(parents=True)
+      for i in range(10):
+        pixels = rng.integers(0, 256, (9, 12, 3), np.uint8)
+        Image.fromarray(pixels).save(root / f"images/{name}/{i}.png")
+    status, out, err = tiny_checkpoint.call(
+      *("train", f"--config={_ROOT / 'configs/images.py'}:finetune"),
+      *(f"--workdir={root / 'run'}", "--json=-"),
+      *(f"--config.data.path={root / 'images'}", "--config.train.steps=2"),
+      *(f"--config.train.init_from={root / 'start'}", *_QUICK),
+    )
+    self.assertEqual(status, 0, err)
+    metadata, step = checkpoint.read_metadata(root / "run")
+    self.assertEqual((metadata.class_names, step), (("cat", "gnu"), 2))
+    self.assertEqual(metadata.config.model.num_classes, 2)
+    metrics = json.loads(out.splitlines()[-1])
+    self.assertBetween(metrics["examples"], 1, 19)
+    status, out, err = tiny_checkpoint.call(
+      "classify", root / "images", "--checkpoint", root / "run"
+    )
+    self.assertEqual(status, 0, err)
+    self.assertLen(out.splitlines(), 20)
+    self.assertRegex(out, "(?m)0.png: (cat|gnu) .*%, (cat|gnu) ")
 
 
 class TrainHelpTest(absltest.TestCase):

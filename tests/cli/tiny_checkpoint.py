@@ -12,13 +12,13 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import abstract_params, unbox
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
 CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 CONFIG = resolve(
   config_lib.Config(
-    model=small_vit.ONE_STAGE,
+    model=small.ONE_STAGE,
     data=config_lib.DataConfig(batch_size=8, fake_examples=20, num_threads=1),
     train=config_lib.TrainConfig(steps=2),
     checkpoint=config_lib.CheckpointConfig(async_save=False),

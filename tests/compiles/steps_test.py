@@ -187,7 +187,7 @@ class PlanTest(parameterized.TestCase):
     run = load_config(config, overrides)
     plan = make_plan(run, parse_topology(name), compiles=True)
     compiled, memory = plan.compiled, plan.memory
-    self.assertIsNotNone(compiled, plan.reason)
+    self.assertIsNotNone(compiled, plan.not_compiled)
     self.assertTrue(compiled.fits, compiled)
     if plan.topology.chip.platform == "gpu":
       self.assertEqual(compiled.arguments, memory.arguments)

@@ -15,7 +15,7 @@ from moh_jax.config import (
   VAEConfig,
   without_router,
 )
-from tests.config import small
+from tests.models import small
 
 
 def _dit(**changes) -> DiTConfig:
@@ -25,16 +25,16 @@ def _dit(**changes) -> DiTConfig:
 class ViTTest(parameterized.TestCase):
   def test_budgets_split_every_stage(self):
     expected = (HeadBudget(2, 1, 1, 4), HeadBudget(4, 2, 1, 3))
-    self.assertEqual(small.VIT.budgets(), expected)
-    names = list(small.VIT.layer_budgets())
+    self.assertEqual(small.TALL_VIT.budgets(), expected)
+    names = list(small.TALL_VIT.layer_budgets())
     self.assertEqual(names, ["stage1.0", "stage2.0", "stage2.1"])
-    self.assertEqual(small.VIT.activated_share, (2 + 2 * 3) / (2 + 2 * 4))
+    self.assertEqual(small.TALL_VIT.activated_share, (2 + 2 * 3) / (2 + 2 * 4))
 
   def test_stage_shapes_halve_the_grid(self):
-    first, second = small.VIT.stage_shapes()
+    first, second = small.TALL_VIT.stage_shapes()
     self.assertEqual(first, StageShape((8, 4), (4, 2), (8, 4)))
     self.assertEqual(second, StageShape((4, 2), None, (4, 2)))
-    self.assertEqual(small.VIT.token_grids(), ((8, 4), (4, 2)))
+    self.assertEqual(small.TALL_VIT.token_grids(), ((8, 4), (4, 2)))
 
   @parameterized.parameters(
     ({"image_size": (15, 9)}, "grid", [(8, 5), (4, 3)]),  # rounded up
@@ -42,7 +42,7 @@ class ViTTest(parameterized.TestCase):
     ({"fixed_pool_size": 3}, "pool_grid", [(3, 3), None]),
   )
   def test_grids_follow_the_sizes(self, changes, name, expected):
-    model = dataclasses.replace(small.VIT, **changes)
+    model = dataclasses.replace(small.TALL_VIT, **changes)
     found = [getattr(shape, name) for shape in model.stage_shapes()]
     self.assertEqual(found, expected)
 
@@ -54,7 +54,7 @@ class ViTTest(parameterized.TestCase):
   def test_other_sizes_keep_the_coordinates_of_both_sides(
     self, size, pretrain, other
   ):
-    model = dataclasses.replace(small.VIT, image_size=size, **pretrain)
+    model = dataclasses.replace(small.TALL_VIT, image_size=size, **pretrain)
     expected = [shape.pretrain_grid for shape in model.stage_shapes()]
     trained = Config(model=model)
     found = model.inherited(trained, {"image_size": other})["model"]
@@ -68,7 +68,7 @@ class ViTTest(parameterized.TestCase):
       self.assertEqual(grids, expected)
 
   def test_mlp_width_is_two_thirds_of_the_ratio(self):
-    self.assertEqual(small.VIT.mlp_dims, (2 * 16 // 3, 2 * 24 // 3))
+    self.assertEqual(small.TALL_VIT.mlp_dims, (2 * 16 // 3, 2 * 24 // 3))
 
 
 class StackTest(parameterized.TestCase):
@@ -118,7 +118,7 @@ class StackTest(parameterized.TestCase):
 
 
 class WithoutRouterTest(parameterized.TestCase):
-  @parameterized.parameters(small.VIT, small.DIT, small.LLM)
+  @parameterized.parameters(small.TALL_VIT, small.DIT, small.LLM)
   def test_changes_the_kind_of_the_router_only(self, model):
     off = without_router(model)
     self.assertEqual(off.router.kind, "none")

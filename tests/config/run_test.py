@@ -11,20 +11,11 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, base
+from tests.models import small
 from tests.training import tiny
 
 _VIT = Config(
-  model=config_lib.ViTConfig(
-    image_size=(8, 8),
-    patch_stride=4,
-    embed_dims=(8,),
-    depths=(1,),
-    num_heads=(4,),
-    shared_heads=(1,),
-    top_k=(1,),
-    mlp_ratios=(2.0,),
-    sr_ratios=(1,),
-  ),
+  model=small.ONE_STAGE,
   data=config_lib.DataConfig(batch_size=12),
   optim=config_lib.OptimConfig(lr=3e-4, no_decay=("*/bias", "*/scale")),
   checkpoint=config_lib.CheckpointConfig(async_save=False),
@@ -106,10 +97,7 @@ _REFUSED = (
   *(
     ("dit", {"sample": {"steps": steps}}, f"sample.steps={steps!r} {words}")
     for steps, words in (
-      ("501", "asks for 501 of the 500 timesteps"),
       ("250,251", "asks for 251 of the 250 timesteps in section 2 of 2"),
-      ("ddim499", "must be the number of steps that an integer stride"),
-      ("0", "must be N, 'ddimN' or 'N,M,...'"),
       ("many", "must be N, 'ddimN' or 'N,M,...'"),
     )
   ),
@@ -199,8 +187,8 @@ class ChecksTest(parameterized.TestCase):
   def test_sections_that_fit_are_taken(self, run, sections):
     changed = _with(_RUNS[run], **sections)
     for name, fields in sections.items():
-      for field, value in fields.items():
-        self.assertEqual(getattr(getattr(changed, name), field), value)
+      section = getattr(changed, name)
+      self.assertEqual(dataclasses.replace(section, **fields), section)
 
   @parameterized.parameters(
     ("dit", "diffusion", None, "'diffusion' must be a DiffusionConfig for"),

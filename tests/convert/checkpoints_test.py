@@ -3,21 +3,15 @@
 import dataclasses
 import functools
 import pathlib
+import tempfile
+import unittest
 
 import chex
-import jax
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import (
-  Config,
-  DataConfig,
-  DiffusionConfig,
-  DiTConfig,
-  SampleConfig,
-  released_model,
-)
+from moh_jax.config import Config, DataConfig, DiffusionConfig, released_model
 from moh_jax.convert import checkpoints, rules
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors
@@ -27,196 +21,135 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert.stored import save_tensors
-from tests.models import small_vit
+from tests.models import small
+from tests.training import tiny
 
-_VIT = resolve(
-  Config(model=small_vit.TWO_STAGES, data=DataConfig(eval_resize=20))
-)
+_VIT = resolve(Config(model=small.TWO_STAGES, data=DataConfig(eval_resize=20)))
 _DIT = resolve(
-  Config(
-    model=DiTConfig(
-      channels=4,
-      input_size=(8, 8),
-      num_classes=5,
-      width=16,
-      num_heads=(2, 4, 4),
-      head_dim=4,
-      shared_heads=(2, 2, 2),
-      top_k=(0, 1, 1),
-    ),
-    data=DataConfig(source="latents", path="some/latents"),
-    diffusion=DiffusionConfig(prediction="v"),
-    sample=SampleConfig(cfg_scale=4.0),
+  tiny.dit_config(
+    model={"channels": 4, "num_heads": (2, 4, 4), "shared_heads": (2, 2, 2),
+           "top_k": (0, 1, 1)},
+    data={"source": "latents", "path": "some/latents"},
+    diffusion={"space": "latent", "prediction": "v"},
+    sample={"cfg_scale": 4.0},
   )
-)
+)  # fmt: skip
+_RUNS = {"moh-vit": _VIT, "moh-dit": _DIT}
 
 
-def _tensors(config: Config) -> dict[str, np.ndarray]:
-  """A public checkpoint of the model with random weights."""
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: rng.normal(size=x.shape).astype(np.float32),
-    unbox(abstract_params(*make_model(config))),
-  )
-  return rules.dump_params(checkpoints.model_rules(config.model), params)
+@functools.cache
+def _made(kind: str):
+  """A public file, its tensors, our checkpoint, and what `convert` said."""
+  folder = pathlib.Path(tempfile.mkdtemp(dir=_ROOT.name))
+  config, source = _RUNS[kind], folder / "public.safetensors"
+  table = checkpoints.model_rules(config.model)
+  tensors = rules.dump_params(table, tiny.random_params(config))
+  save_tensors(source, tensors)
+  out = str(folder / "ours")
+  return source, tensors, out, convert(kind, str(source), out, config=config)
 
 
-class _Case(parameterized.TestCase):
-  """A public checkpoint, and what `convert` makes of it."""
+def setUpModule():
+  global _ROOT
+  _ROOT = tempfile.TemporaryDirectory()
+  unittest.addModuleCleanup(_ROOT.cleanup)
 
-  kind: str
-  config: Config
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.folder = pathlib.Path(cls.create_tempdir(cls()).full_path)
-    cls.source, cls.out = cls.folder / "public.safetensors", cls.folder / "ours"
-    cls.tensors = _tensors(cls.config)
-    save_tensors(cls.source, cls.tensors)
-    cls.result = convert(
-      cls.kind, str(cls.source), str(cls.out), config=cls.config
-    )
-
+class CheckpointTest(parameterized.TestCase):
   def target(self) -> str:
     return self.create_tempdir().full_path
 
-  def check_there_and_back(self, count):
-    self.assertEqual(self.result, ("the given config", count))
-    exported = self.folder / "again.safetensors"
-    self.assertEqual(export(str(self.out), str(exported)), count)
-    chex.assert_trees_all_equal(read_tensors(exported), self.tensors)
-
-  def assert_refused(self, regex, kind, source=None, **options):
-    source = str(source or self.source)
-    with self.assertRaisesRegex(ValueError, regex):
-      convert(kind, source, self.target(), **options)
-
-
-class ViTTest(_Case):
-  kind, config = "moh-vit", _VIT
-
-  def test_there_and_back(self):
-    self.check_there_and_back(sum(x.size for x in self.tensors.values()))
-    restored = restore(str(self.out))
-    self.assertEqual(restored.config.model, _VIT.model)
-    self.assertEqual(restored.step, 0)
+  @parameterized.parameters(*_RUNS)
+  def test_there_and_back(self, kind):
+    source, tensors, out, said = _made(kind)
+    count = sum(x.size for n, x in tensors.items() if n != "pos_embed")
+    self.assertEqual(said, ("the given config", count))
+    again = source.with_name("again.safetensors")
+    self.assertEqual(export(out, str(again)), count)
+    chex.assert_trees_all_equal(read_tensors(again), tensors)
+    restored = restore(out)
+    self.assertEqual((restored.config, restored.step), (_RUNS[kind], 0))
 
   @pytest.mark.transformers
   def test_averages_of_a_file_of_torch_save(self):
     torch = pytest.importorskip("torch")
+    source, tensors, ours, _ = _made("moh-vit")
     entries = {
-      entry: {n: torch.tensor(x + add) for n, x in self.tensors.items()}
+      entry: {n: torch.tensor(x + add) for n, x in tensors.items()}
       for add, entry in enumerate(("ema", "model"))
     }
-    torch.save(entries, self.folder / "public.pth")
+    torch.save(entries, source.with_name("public.pth"))
     out = self.target()
-    convert("moh-vit", str(self.folder / "public.pth"), out, config=_VIT)
-    chex.assert_trees_all_equal(
-      restore(out).params, restore(str(self.out)).params
-    )
+    convert("moh-vit", str(source.with_name("public.pth")), out, config=_VIT)
+    chex.assert_trees_all_equal(restore(out).params, restore(ours).params)
 
   @parameterized.parameters(
     ("vit", {}, "'vit' .*moh-vit.*transnext"),
     ("moh-vit", {"model": "moh-vit-s81"}, "'moh-vit-s81' .*moh-vit-s80"),
     ("moh-vit", {}, "shapes of none of .*moh-vit-b50"),
-    (
-      "moh-vit",
-      {"model": "moh-vit-s80"},
-      r"public\.safetensors: .*missing: .*shape: ",
-    ),
+    # Candidates are those of the kind, though others' names start alike.
+    ("dit", {}, r"of none of \['dit-s2', ((?!moh-dit).)*\Z"),
+    ("moh-vit", {"model": "moh-vit-s80"},
+     r"public\.safetensors: .*missing: .*shape: "),
     ("dit", {"config": _VIT}, "makes a model of 'dit'.* 'vit'"),
-  )
+    ("moh-dit", {"config": _DIT, "image_size": 512},
+     "--image-size 512 is not for family 'dit'"),
+  )  # fmt: skip
   def test_other_formats_and_models_are_refused(self, kind, options, regex):
-    self.assert_refused(regex, kind, **options)
+    source = _made("moh-dit" if "dit" in kind else "moh-vit")[0]
+    with self.assertRaisesRegex(ValueError, regex):
+      convert(kind, str(source), self.target(), **options)
 
   def test_missing_files_are_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "nowhere"):
-      convert("moh-vit", str(self.folder / "nowhere"), self.target())
+      convert("moh-vit", "/nowhere", self.target())
     with self.assertRaises(FileNotFoundError):
-      export(self.target(), str(self.folder / "none.safetensors"))
-
-  def _exported(self, metadata: checkpoint.Metadata) -> str:
-    """The file that a checkpoint with this metadata becomes."""
-    directory = self.target()
-    params = restore(str(self.out)).params
-    checkpoint.save_params(directory, params, metadata)
-    export(directory, f"{directory}/exported.safetensors")
-    return f"{directory}/exported.safetensors"
+      export(self.target(), f"{self.target()}/none.safetensors")
 
   def test_exported_file_says_itself_what_it_is(self):
+    params = restore(_made("moh-vit")[2]).params
     names = ("ant", "bee", "cat", "dog", "eel")
-    exported = self._exported(checkpoint.Metadata(_VIT, names))
-    out = self.target()
-    result = convert("moh-vit", exported, out)
-    self.assertEqual(result, ("the exported model", self.result[1]))
-    restored = restore(out)
-    self.assertEqual(restored.config, _VIT)
-    self.assertEqual(restored.class_names, names)
-    chex.assert_trees_all_equal(restored.params, restore(str(self.out)).params)
+    ours, exported = self.target(), f"{self.target()}/exported.safetensors"
+    checkpoint.save_params(ours, params, checkpoint.Metadata(_VIT, names))
+    export(ours, exported)
     # A config that is given comes before that of the file.
     other = resolve(dataclasses.replace(_VIT, data=DataConfig(eval_resize=24)))
-    out = self.target()
-    convert("moh-vit", exported, out, config=other)
-    self.assertEqual(restore(out).config, other)
-    self.assertEqual(restore(out).class_names, ())
-    self.assert_refused("--from 'dit' makes a.* of 'vit'", "dit", exported)
+    for given, config, known in ((None, _VIT, names), (other, other, ())):
+      out = self.target()
+      name, _ = convert("moh-vit", exported, out, config=given)
+      self.assertEqual(name == "the exported model", given is None)
+      restored = restore(out)
+      self.assertEqual((restored.config, restored.class_names), (config, known))
+      chex.assert_trees_all_equal(restored.params, params)
+    with self.assertRaisesRegex(ValueError, "--from 'dit' makes a.* of 'vit'"):
+      convert("dit", exported, self.target())
 
   def test_exported_file_of_another_version_is_refused(self):
-    source = self.folder / "other.safetensors"
+    source = f"{self.target()}/other.safetensors"
     text = '{"config": {"model": {"family": "mlp"}}, "class_names": []}'
-    save_tensors(source, self.tensors, {"moh_jax": text})
-    self.assert_refused("its metadata: model.family='mlp'", "moh-vit", source)
-
-
-class DiTTest(_Case):
-  kind, config = "moh-dit", _DIT
-
-  def test_there_and_back(self):
-    count = sum(x.size for x in self.tensors.values())
-    # The position table is fixed, so no parameter.
-    self.check_there_and_back(count - self.tensors["pos_embed"].size)
-    restored = restore(str(self.out))
-    self.assertEqual(restored.config.model, _DIT.model)
-    self.assertEqual(restored.config.diffusion, _DIT.diffusion)
-    self.assertEqual(restored.config.sample, _DIT.sample)
-
-  def test_refusals(self):
-    self.assert_refused(
-      "--image-size 512 is not for family 'dit'",
-      "moh-dit", config=_DIT, image_size=512,
-    )  # fmt: skip
-    # Candidates are those of the kind, though others' names start alike.
-    self.assert_refused(r"of none of \['dit-s2', ((?!moh-dit).)*\Z", "dit")
-
-
-@functools.cache
-def _shapes(name: str, side: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """The public tensors of a released model for inputs of this size."""
-  model = dataclasses.replace(released_model(name), input_size=(side, side))
-  network, inputs = make_model(dataclasses.replace(_DIT, model=model))
-  params = unbox(abstract_params(network, inputs))
-  return rules.expected_tensors(checkpoints.model_rules(model), params)
+    save_tensors(source, _made("moh-vit")[1], {"moh_jax": text})
+    with self.assertRaisesRegex(ValueError, "metadata: model.family='mlp'"):
+      convert("moh-vit", source, self.target())
 
 
 class ReleasedRunTest(parameterized.TestCase):
   """What a released model stands for; shapes only."""
 
-  @parameterized.parameters(("dit-s2", 64), ("moh-dit-s2-75", 16))
-  def test_input_size_is_that_of_the_position_table(self, name, side):
-    run = checkpoints.released_run(released_model(name), _shapes(name, side))
-    same = dataclasses.replace(released_model(name), input_size=(side, side))
-    self.assertEqual(run.model, same)
-    self.assertEqual(run.data.source, "latents")
-    self.assertEqual(run.diffusion, DiffusionConfig(latent_scale=0.18215))
-
   @parameterized.parameters(
+    ("dit", "dit-s2", 64),
     ("dit", "dit-s4", 64),
-    ("moh-dit", "moh-dit-s2-90", 64),
+    ("moh-dit", "moh-dit-s2-75", 16),
   )
-  def test_model_is_found_by_its_shapes(self, kind, name, side):
-    found = checkpoints._find_model(kind, _shapes(name, side), "a.pt")
-    self.assertEqual(found, name)
+  def test_position_table_says_the_input_size(self, kind, name, side):
+    model = dataclasses.replace(released_model(name), input_size=(side, side))
+    network, inputs = make_model(dataclasses.replace(_DIT, model=model))
+    tensors = rules.expected_tensors(
+      checkpoints.model_rules(model), unbox(abstract_params(network, inputs))
+    )
+    run = checkpoints.released_run(released_model(name), tensors)
+    self.assertEqual((run.model, run.data.source), (model, "latents"))
+    self.assertEqual(run.diffusion, DiffusionConfig(latent_scale=0.18215))
+    self.assertEqual(checkpoints._find_model(kind, tensors, "a.pt"), name)
 
   @parameterized.parameters(
     ("dit-s2", {}),

@@ -1,6 +1,7 @@
 import json
 import pathlib
 
+import chex
 import numpy as np
 from absl.testing import absltest
 
@@ -19,18 +20,13 @@ from tests.parity.images import regenerate
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 
 
-class RecordedWeightsTest(absltest.TestCase):
+class InceptionCheckpointTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     cls.meta = json.loads((_CASE / "meta.json").read_text())
-    cls.stored = read_tensors(_CASE / "weights.safetensors")
-    cls.tensors = regenerate(cls.meta, cls.stored)
-
-
-class InceptionCheckpointTest(RecordedWeightsTest):
-  def _convert(self, tensors):
-    return convert_inception(tensors, InceptionV3(), source="here")
+    stored = read_tensors(_CASE / "weights.safetensors")
+    cls.tensors = regenerate(cls.meta, stored)
 
   def test_names_are_those_of_the_public_file(self):
     table = inception_rules(abstract_inception(InceptionV3()))
@@ -47,9 +43,7 @@ class InceptionCheckpointTest(RecordedWeightsTest):
     save_tensors(file, self.tensors | counter)
     params = load_inception(file)
     back = rules.dump_params(inception_rules(params), params)
-    self.assertEqual(back.keys(), self.tensors.keys())
-    for name, tensor in self.tensors.items():
-      np.testing.assert_array_equal(back[name], tensor, err_msg=name)
+    chex.assert_trees_all_equal(back, self.tensors)
 
   def test_missing_file_says_which_is_expected_and_how_to_pass_it(self):
     with self.assertRaisesRegex(
@@ -68,7 +62,7 @@ class InceptionCheckpointTest(RecordedWeightsTest):
       r"here: .*1 missing: Mixed_6a\.branch3x3\.bn\.running_var; "
       r"1 not expected: AuxLogits\.fc\.bias; 1 shape: fc\.bias \(1000,\)",
     ):
-      self._convert(tensors)
+      convert_inception(tensors, InceptionV3(), source="here")
 
 
 if __name__ == "__main__":

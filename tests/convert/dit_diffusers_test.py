@@ -20,6 +20,7 @@ from moh_jax.inference.restore import restore
 from moh_jax.runtime import checkpoint
 from tests.training import tiny
 
+_FILE = "diffusion_pytorch_model.safetensors"
 _GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "diffusers_dit.npz"
 _MODEL = DiTConfig(
   channels=4,
@@ -65,6 +66,7 @@ class DiffusersTest(parameterized.TestCase):
     cls.ours, cls.out = f"{folder}/ours", pathlib.Path(folder, "theirs")
     cls.params = _save(pathlib.Path(cls.ours), _config())
     cls.count = export(cls.ours, str(cls.out), to="diffusers")
+    cls.tensors = safetensors.numpy.load_file(cls.out / _FILE)
     with np.load(_GOLDEN) as stored:
       cls.golden = dict(stored)
 
@@ -73,15 +75,12 @@ class DiffusersTest(parameterized.TestCase):
     self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
   def test_tensors_are_those_that_diffusers_asks_for(self):
-    tensors = safetensors.numpy.load_file(
-      self.out / "diffusion_pytorch_model.safetensors"
-    )
-    found = {name: str(tensor.shape) for name, tensor in tensors.items()}
+    found = {name: str(tensor.shape) for name, tensor in self.tensors.items()}
     expected = dict(zip(self.golden["names"], self.golden["shapes"]))
     self.assertEqual(found, {str(n): str(s) for n, s in expected.items()})
     self.assertEqual(
       {file.name for file in self.out.iterdir()},
-      {"config.json", "README.md", "diffusion_pytorch_model.safetensors"},
+      {"config.json", "README.md", _FILE},
     )
 
   def test_outputs_are_those_of_diffusers(self):
@@ -102,38 +101,17 @@ class DiffusersTest(parameterized.TestCase):
     readme = (self.out / "README.md").read_text()
     self.assertIn("time_proj.downscale_freq_shift = 0", readme)
 
-  def test_comes_back_with_the_same_parameters(self):
-    out = str(self.root / "again")
-    name, count = convert("diffusers", str(self.out), out)
+  @parameterized.parameters((10**9, 1), (20_000, 5))
+  def test_comes_back_with_the_same_parameters(self, shard_size, files):
+    folder, out = self.root / "theirs", str(self.root / "again")
+    export(self.ours, str(folder), to="diffusers", shard_size=shard_size)
+    self.assertLen(list(folder.glob("*.safetensors")), files)
+    self.assertEqual((folder / f"{_FILE}.index.json").exists(), files > 1)
+    name, count = convert("diffusers", str(folder), out)
     self.assertEqual((name, count), ("the model of config.json", self.count))
     restored = restore(out)
     chex.assert_trees_all_equal(restored.params, self.params)
     self.assertEqual(restored.config.model, _MODEL)
-
-  def test_shards_have_diffusers_names(self):
-    out = self.root / "shards"
-    export(self.ours, str(out), to="diffusers", shard_size=20_000)
-    index = out / "diffusion_pytorch_model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values())
-    self.assertGreater(len(files), 1)
-    self.assertLessEqual(files, {file.name for file in out.iterdir()})
-    convert("diffusers", str(out), str(self.root / "ours"))
-    restored = restore(str(self.root / "ours"))
-    chex.assert_trees_all_equal(restored.params, self.params)
-
-  def test_an_embedder_that_differs_is_refused_before_writing(self):
-    file = "diffusion_pytorch_model.safetensors"
-    tensors = safetensors.numpy.load_file(self.out / file)
-    prefix = "transformer_blocks.1.norm1.emb.timestep_embedder"
-    tensors[f"{prefix}.linear_2.bias"] += 1
-    safetensors.numpy.save_file(tensors, self.root / file)
-    (self.root / "config.json").write_text(
-      (self.out / "config.json").read_text()
-    )
-    out = self.root / "again"
-    with self.assertRaisesRegex(ValueError, r"blocks\.1.*linear_2.bias must"):
-      convert("diffusers", str(self.root), str(out))
-    self.assertFalse(out.exists())
 
   def test_a_router_that_is_off_may_have_any_options(self):
     _save(self.root / "ours", _config(router=RouterConfig("none", "paper")))
@@ -158,14 +136,22 @@ class DiffusersTest(parameterized.TestCase):
     ({"num_layers": 10**6}, "num_layers"),
     ({"out_channels": 5}, r"out_channels=5 must be one of \(None, 4, 8\)"),
     ({"attention_head_dim": 3}, "config.json: model.width=6"),
+    # A tensor that must be the same in all blocks.
+    ("timestep_embedder.linear_2.bias", r"blocks\.1.*linear_2.bias must"),
   )
-  def test_other_configs_are_refused_by_name(self, changed, message):
+  def test_other_folders_are_refused_by_name(self, changed, message):
     entries = json.loads((self.out / "config.json").read_text())
-    (self.root / "config.json").write_text(json.dumps({**entries, **changed}))
-    file = "diffusion_pytorch_model.safetensors"
-    (self.root / file).write_bytes((self.out / file).read_bytes())
+    tensors = dict(self.tensors)
+    if isinstance(changed, str):
+      name = f"transformer_blocks.1.norm1.emb.{changed}"
+      tensors[name] = tensors[name] + 1
+    else:
+      entries |= changed
+    (self.root / "config.json").write_text(json.dumps(entries))
+    safetensors.numpy.save_file(tensors, self.root / _FILE)
     with self.assertRaisesRegex(ValueError, message):
       convert("diffusers", str(self.root), str(self.root / "ours"))
+    self.assertFalse((self.root / "ours").exists())
 
 
 if __name__ == "__main__":

@@ -70,19 +70,48 @@ def _names(folder):
   return sorted(path.name for path in folder.iterdir())
 
 
-class ConvertTest(_Case):
-  @parameterized.parameters(("float32", 1), ("bfloat16", 4), ("float16", 1))
-  def test_folder_becomes_a_checkpoint(self, dtype, shards):
+class ThereAndBackTest(_Case):
+  @parameterized.parameters(
+    ("float32", 1, "float32"),
+    ("bfloat16", 4, "bfloat16"),
+    ("float16", 1, "float32"),
+  )
+  def test_folder_becomes_a_checkpoint_and_comes_back(
+    self, dtype, shards, written
+  ):
     stored = tiny_llm.write_folder(self.source, tiny_llm.MHA, dtype, shards)
-    _, count = convert("llama", str(self.source), str(self.out))
-    self.assertEqual(count, sum(x.size for x in stored.values()))
-    restored = restore(str(self.out))
+    restored = self.convert()
     self.assertEqual(restored.config.model, tiny_llm.MHA)
     self.assertEqual(restored.config.data, TextDataConfig(sequence_length=64))
     self.assertEqual(restored.config.tune, TuneConfig())
     chex.assert_trees_all_equal(
       restored.params, tiny_llm.random_params(tiny_llm.MHA, dtype)
     )
+    folder = self.export(dtype=written)
+    chex.assert_trees_all_equal(
+      read_tensors(folder), {n: x.astype(written) for n, x in stored.items()}
+    )
+    self.assertEqual(_json(folder)["torch_dtype"], written)
+
+  @parameterized.parameters(
+    (tiny_llm.MOH, "hf", "moh-hf"),
+    (tiny_llm.QUERY_NORM, "hf", "moh-hf"),
+    (tiny_llm.QUERY_NORM, "released", "moh-llama3"),
+  )
+  def test_moh_model_comes_back_as_itself(self, model, form, kind):
+    self.save(model)
+    folder, is_released = self.export(to=form), form == "released"
+    stored = _json(folder)
+    self.assertEqual(
+      stored["architectures"] == ["LlamaForCausalLM"], is_released
+    )
+    self.assertEqual("auto_map" not in stored, is_released)
+    self.assertEqual(not list(folder.glob("*.py")), is_released)
+    card = (folder / "README.md").read_text()
+    self.assertEqual("MoH-LLaMA3 release" in card, is_released)
+    again = self.convert(kind, "again", "third")
+    self.assertEqual(again.config.model, model)
+    chex.assert_trees_all_equal(again.params, tiny_llm.random_params(model))
 
   def test_ignored_tensors_are_no_obstacle(self):
     stored = tiny_llm.write_folder(self.source, tiny_llm.MHA)  # has lm_head
@@ -98,21 +127,27 @@ class ConvertTest(_Case):
     self.assertIn("| License | not stated |", card)
     self.assertNotIn("trust_remote_code", card)
 
-  def test_without_config_json_the_shapes_decide(self):
-    tiny_llm.write_folder(self.source, tiny_llm.QUERY_NORM, config={})
-    with self.assertRaisesRegex(ValueError, "none of .*'llama3-8b'"):
-      self.convert()
-    with self.assertRaisesRegex(ValueError, r"none of \['moh-llama3-8b'\]"):
-      self.convert("moh-llama3")
-
-  def test_named_model_and_given_config_overrule_config_json(self):
+  def test_given_config_overrules_config_json(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA, config={"vocab_size": 1})
-    with self.assertRaisesRegex(ValueError, "(?s)hf: .*missing.*shape"):
-      self.convert(model="llama3-8b")
     file = "hf/model-00001-of-00001.safetensors"
     run = released_run(tiny_llm.QUERY_NORM, {})
     restored = self.convert(source=file, config=run)
     self.assertEqual(restored.config.model, tiny_llm.QUERY_NORM)
+
+  def test_commands(self):
+    stored = tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16")
+    out, again = str(self.out), str(self.folder / "again")
+    source = ["--source", str(self.source)]
+    main(["convert", "--from", "llama", *source, "--out", out])
+    export = ["export", "--checkpoint", out, "--out", again]
+    options = ["--dtype", "bfloat16", "--shard-bytes", "1000000", "--to", "hf"]
+    self.assertEqual(main([*export, *options, "--license", "llama3"]), 0)
+    chex.assert_trees_all_equal(read_tensors(again), stored)
+    card = pathlib.Path(again, "README.md").read_text()
+    self.assertIn("license: llama3", card)
+    for size in ("0", "5GB"):
+      with self.assertRaises(SystemExit):
+        main([*export, "--shard-bytes", size])
 
 
 class BadSourceTest(_Case):
@@ -128,10 +163,6 @@ class BadSourceTest(_Case):
       self.convert(kind, **options)
     self.assertFalse(self.out.exists())
 
-  def test_missing_shard(self):
-    self.shard.unlink()
-    self._refused(f"{self.shard}: no such file", error=FileNotFoundError)
-
   def test_missing_and_misshapen_tensors(self):
     tensors = dict(read_tensors(self.shard))
     gone, bent = sorted(tensors)[:2]
@@ -140,107 +171,67 @@ class BadSourceTest(_Case):
     save_tensors(self.shard, tensors)
     (self.source / "model.safetensors.index.json").unlink()
     self._refused(rf"1 missing: {gone}; 1 shape: {bent} \(3, 3\)")
+    self._refused("(?s)hf: .*missing.*shape", model="llama3-8b")
+
+  @parameterized.parameters(
+    ("model-00002-of-00003.safetensors", "llama", FileNotFoundError,
+     "00002-of-00003.safetensors: no such file"),
+    ("config.json", "moh-hf", FileNotFoundError, "config.json: no such file"),
+    # Then the shapes decide.
+    ("config.json", "llama", ValueError, "none of .*'llama3-8b'"),
+    ("config.json", "moh-llama3", ValueError, r"none of \['moh-llama3-8b'\]"),
+  )  # fmt: skip
+  def test_missing_file(self, name, kind, error, regex):
+    (self.source / name).unlink()
+    self._refused(regex, kind, error)
 
   @parameterized.parameters(
     ({"hidden_act": "relu"}, "llama", "config.json: hidden_act='relu'"),
-    (
-      {"auto_map": {"AutoModel": "modeling_llama.LlamaModel"}},
-      *("llama", "config.json: auto_map=.*--from moh-llama3"),
-    ),
-    (
-      {"num_attention_heads": 1, "num_key_value_heads": 1},
-      *("moh-llama3", "no head active"),
-    ),
+    ({"num_attention_heads": 1, "num_key_value_heads": 1},
+     "moh-llama3", "no head active"),
     ({}, "moh-hf", "use --from llama"),
-    (None, "moh-hf", "config.json: no such file"),
-    ("image_size", "llama", "--image-size 224 is not for family 'llm'"),
-  )
+    ({}, "llama", "--image-size 224 is not for family 'llm'"),
+  )  # fmt: skip
   def test_config_of_another_network(self, changes, kind, regex):
-    if changes is None:
-      (self.source / "config.json").unlink()
-      self._refused(regex, kind, FileNotFoundError)
-    elif changes == "image_size":
-      self._refused(regex, kind, image_size=224)
-    else:
-      stored = llama_config.to_hf(tiny_llm.MHA) | changes
-      (self.source / "config.json").write_text(json.dumps(stored))
-      self._refused(regex, kind)
+    stored = llama_config.to_hf(tiny_llm.MHA) | changes
+    (self.source / "config.json").write_text(json.dumps(stored))
+    size = 224 if "image" in regex else None
+    self._refused(regex, kind, image_size=size)
 
 
-class ExportTest(_Case):
-  @parameterized.parameters("float32", "bfloat16")
-  def test_gives_back_what_was_converted(self, dtype):
-    stored = tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16")
-    self.convert()
-    folder = self.export(dtype=dtype)
-    exported = read_tensors(folder)
-    self.assertEqual(exported.keys(), stored.keys())
-    for name, want in stored.items():
-      self.assertEqual(exported[name].dtype, dtype)
-      np.testing.assert_array_equal(exported[name], want.astype(dtype))
-    self.assertEqual(_json(folder)["torch_dtype"], dtype)
+class BadOptionsTest(_Case):
+  """They are named, and nothing is written."""
 
   @parameterized.parameters(
-    ("moh", tiny_llm.MOH), ("query_norm", tiny_llm.QUERY_NORM)
+    ({"license": "a: b"}, "--license 'a: b' must be an id"),
+    ({"to": "released"}, "--to released: .*router.kind"),
+    ("{", "scores.json: not valid JSON"),
+    ('{"a": "b"}', "scores.json: holds no numbers"),
+    ('{"a": 1, "step": 7}', "scores of step 7, the checkpoint is of step 0"),
+    (None, "scores.json"),
   )
-  def test_moh_model_comes_back_as_itself(self, _, model):
-    tiny_llm.write_folder(self.source, model)
-    with self.assertRaisesRegex(ValueError, "use --from moh-hf"):
-      self.convert()
-    self.assertEqual(self.convert("moh-hf").config.model, model)
-    folder = self.export()
-    self.assertEqual(_json(folder)["architectures"], ["MoHLlamaForCausalLM"])
-    again = self.convert("moh-hf", "again", "third")
-    self.assertEqual(again.config.model, model)
-    chex.assert_trees_all_equal(again.params, tiny_llm.random_params(model))
+  def test_of_a_language_model(self, options, regex):
+    self.save(tiny_llm.MOH)
+    scores = self.folder / "scores.json"
+    if isinstance(options, str):
+      scores.write_text(options)
+    if not isinstance(options, dict):
+      options = {"scores": str(scores)}
+    self._check(options, regex)
 
   @parameterized.parameters(
-    ("llm", {"license": "a: b"}, "--license 'a: b' must be an id"),
-    ("llm", {"to": "released"}, "--to released: .*router.kind"),
-    ("vit", {"to": "hf"}, "--to 'hf', for a model of 'vit', must be left out"),
-    ("vit", {"license": "mit"}, "--license and --scores .* model of 'vit'"),
+    ({"to": "hf"}, "--to 'hf', for a model of 'vit', must be left out"),
+    ({"license": "mit"}, "--license and --scores .* model of 'vit'"),
   )
-  def test_bad_options_are_named_and_nothing_written(
-    self, family, options, regex
-  ):
-    if family == "llm":
-      self.save(tiny_llm.MOH)
-    else:
-      tiny_checkpoint.save(self.out)
+  def test_of_a_classifier(self, options, regex):
+    tiny_checkpoint.save(self.out)
+    self._check(options, regex)
+
+  def _check(self, options, regex):
     before = _names(self.folder)
-    with self.assertRaisesRegex(ValueError, regex):
+    with self.assertRaisesRegex((ValueError, FileNotFoundError), regex):
       self.export(**options)
     self.assertEqual(_names(self.folder), before)
-
-  def test_released_form_goes_there_and_back(self):
-    self.save(tiny_llm.QUERY_NORM)
-    folder = self.export(to="released")
-    stored = _json(folder)
-    self.assertEqual(stored["architectures"], ["LlamaForCausalLM"])
-    self.assertNotIn("auto_map", stored)
-    self.assertEmpty(list(folder.glob("*.py")))
-    self.assertIn("MoH-LLaMA3 release", (folder / "README.md").read_text())
-    again = self.convert("moh-llama3", "again", "third")
-    self.assertEqual(again.config.model, tiny_llm.QUERY_NORM)
-
-  def test_commands(self):
-    stored = tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16")
-    out, again = str(self.out), str(self.folder / "again")
-    source = ["--source", str(self.source)]
-    status = main(["convert", "--from", "llama", *source, "--out", out])
-    self.assertEqual(status, 0)
-    options = ["--dtype", "bfloat16", "--shard-size", "1MB"]
-    options += ["--to", "hf", "--license", "llama3"]
-    status = main(["export", "--checkpoint", out, "--out", again, *options])
-    self.assertEqual(status, 0)
-    chex.assert_trees_all_equal(read_tensors(again), stored)
-    card = pathlib.Path(again, "README.md").read_text()
-    self.assertIn("license: llama3", card)
-    for size in ("5", "0GB", "1.5GB", "5TB"):
-      with self.assertRaises(SystemExit):
-        main(
-          ["export", "--checkpoint", out, "--out", "b", "--shard-size", size]
-        )
 
 
 class FilesTest(_Case):
@@ -281,10 +272,10 @@ class FilesTest(_Case):
     self.assertTrue(ours.add_bos and again.add_bos)
     self.assertEqual(again.encode("a b"), ids)
 
-  def _source_with(self, **files):
+  def _source_with(self, files):
     tiny_llm.write_folder(self.source, _WITH_TEXT)
     for name, content in files.items():
-      (self.source / name.replace("__", ".")).write_bytes(content)
+      (self.source / name).write_bytes(content)
 
   def test_tokenizer_comes_along_there_and_back(self):
     files = {
@@ -294,9 +285,7 @@ class FilesTest(_Case):
       "special_tokens_map.json": b"{}",
       "chat_template.jinja": b"x",
     }
-    self._source_with(
-      **{name.replace(".", "__"): content for name, content in files.items()}
-    )
+    self._source_with(files)
     self.convert()
     metadata, _ = checkpoint.read_metadata(str(self.out))
     digest = hashlib.sha256(_TOKENIZER).hexdigest()
@@ -310,7 +299,7 @@ class FilesTest(_Case):
     self.assertEqual(stored["eos_token_id"], [1, 2])
 
   def test_stops_of_config_json_come_along(self):
-    self._source_with(tokenizer__json=_TOKENIZER)
+    self._source_with({"tokenizer.json": _TOKENIZER})
     stored = _json(self.source) | {"eos_token_id": [1, 5]}
     (self.source / "config.json").write_text(json.dumps(stored))
     self.convert()
@@ -320,29 +309,29 @@ class FilesTest(_Case):
     self.assertEqual(tokenizer.stop_ids, (1, 5))
 
   @parameterized.parameters(
-    ({"tokenizer_config__json": b'{"bos_token": 3}'}, "bos_token=3 must be"),
-    ({"tokenizer_config__json": b"{"}, "config.json: not valid JSON"),
-    ({"generation_config__json": b'{"eos_token_id": 300}'}, "id 300 must"),
+    ({"tokenizer_config.json": b'{"bos_token": 3}'}, "bos_token=3 must be"),
+    ({"tokenizer_config.json": b"{"}, "config.json: not valid JSON"),
+    ({"generation_config.json": b'{"eos_token_id": 300}'}, "id 300 must"),
     (
-      {"tokenizer__json": train_bpe(["the quick brown fox jumps " * 9], 271)},
+      {"tokenizer.json": train_bpe(["the quick brown fox jumps " * 9], 271)},
       "ids, more than model.vocab_size",
     ),
   )
   def test_damaged_file_is_named_and_nothing_written(self, files, message):
-    self._source_with(**{"tokenizer__json": _TOKENIZER, **files})
+    self._source_with({"tokenizer.json": _TOKENIZER, **files})
     with self.assertRaisesRegex(ValueError, message):
       self.convert()
     self.assertFalse(self.out.exists())
 
   def test_one_that_cannot_be_read_is_copied_all_the_same(self):
-    self._source_with(tokenizer__model=b"not a model")
+    self._source_with({"tokenizer.model": b"not a model"})
     self.convert()
     folder = self.export()
     self.assertEqual((folder / "tokenizer.model").read_bytes(), b"not a model")
     self.assertIsNone(_json(folder)["eos_token_id"])
 
   def test_absence_is_said_and_no_obstacle(self):
-    self._source_with()
+    self._source_with({})
     with self.assertLogs(level=logging.WARNING) as logs:
       self.convert()
     self.assertRegex(" ".join(logs.output), "hf has no tokenizer.json or")
@@ -420,27 +409,6 @@ class CardTest(_Case):
     scores.write_text(json.dumps(found))
     card = self._card(scores=str(scores))
     self._check(card, "| runs.0.text.bits | 1.25 |", "| loss | 2 |")
-
-  @parameterized.parameters(
-    ("{", ValueError, "scores.json: not valid JSON"),
-    ('{"a": "b"}', ValueError, "scores.json: holds no numbers"),
-    (
-      '{"a": 1, "step": 7}',
-      *(ValueError, "scores of step 7, the checkpoint is of step 0"),
-    ),
-    (None, FileNotFoundError, "scores.json"),
-  )
-  def test_bad_scores_are_named_and_nothing_is_written(
-    self, text, error, regex
-  ):
-    self.save(tiny_llm.MOH)
-    scores = self.folder / "scores.json"
-    if text:
-      scores.write_text(text)
-    before = _names(self.folder)
-    with self.assertRaisesRegex(error, regex):
-      self.export(scores=str(scores))
-    self.assertEqual(_names(self.folder), before)
 
 
 class RecordedTest(parameterized.TestCase):

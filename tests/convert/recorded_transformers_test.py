@@ -13,10 +13,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import LLMConfig
-from moh_jax.config.llm import Sampling
 from moh_jax.convert import llama, llama_config, rules
-from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
-from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.llm import LLM
 from moh_jax.ops.position import rotation
 from tests.convert import tiny_llm
 from tests.tools import record_transformers as recorder
@@ -38,11 +36,6 @@ def _model(version: str, case: str) -> tuple[LLMConfig, dict[str, np.ndarray]]:
   return llama_config.from_hf(meta["config"]), tensors
 
 
-def _converted(config: LLMConfig, tensors: dict[str, np.ndarray]):
-  table, abstract = llama.model_rules(config), tiny_llm.abstract(config)
-  return rules.load_params(table, tensors, abstract, source="recorded")
-
-
 class RecordedTest(parameterized.TestCase):
   # The two versions differ in their config.json; the numbers are compared with
   # both, and computed once.
@@ -50,22 +43,16 @@ class RecordedTest(parameterized.TestCase):
   def test_logits_and_greedy_tokens_are_those_of_transformers(self, case):
     config, tensors = _model(_VERSIONS[0], case)
     self.assertEqual(config, _model(_VERSIONS[1], case)[0])
-    params = _converted(config, tensors)
+    params = rules.load_params(
+      llama.model_rules(config),
+      tensors,
+      tiny_llm.abstract(config),
+      source="recorded",
+    )
     tokens = recorder.tokens().astype(np.int32)
     logits, _ = jax.jit(LLM(config).apply)({"params": params}, tokens)
-    prompts, steps = tokens[:, : recorder.PROMPT], recorder.NEW
-    model, params = LLM(config, unrolled=True), unroll(params, config)
-    state = make_prefill(model, "float32")(
-      params,
-      prompts,
-      np.zeros(2, np.int32),
-      np.arange(2, dtype=np.int32),
-      np.zeros(2, bool),
-      recorder.PROMPT + steps,
-    )
-    numbers = span_numbers(Sampling(), 0, steps)
-    decode = make_decode(model, (), steps)
-    _, written, _ = decode(params, state, numbers, True, False)
+    prompts = tokens[:, : recorder.PROMPT]
+    written = tiny_llm.greedy(config, params, prompts, recorder.NEW)
     for version in _VERSIONS:
       recorded = _recorded(version)
       np.testing.assert_allclose(

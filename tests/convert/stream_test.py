@@ -40,6 +40,16 @@ def _save(directory, params=None):
   stream.save_params(directory, params, checkpoint.Metadata(_RUN))
 
 
+def _run_program(text):
+  """Runs Python, which may be killed; its result."""
+  return subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(text)],
+    cwd=pathlib.Path(__file__).parents[2],
+    check=False,
+    capture_output=True,
+  )
+
+
 class WriteTest(parameterized.TestCase):
   """With blocks of a few rows, so that every leaf has several."""
 
@@ -47,11 +57,8 @@ class WriteTest(parameterized.TestCase):
     super().setUp()
     self.enter_context(mock.patch.object(stream, "BLOCK_BYTES", 300))
 
-  def _target(self) -> str:
-    return self.create_tempdir().full_path
-
   def test_standard_restore_reads_it_onto_any_mesh(self):
-    out, dtype = self._target(), "bfloat16"
+    out, dtype = self.create_tempdir().full_path, "bfloat16"
     _save(out, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
     expected = tiny_llm.random_params(tiny_llm.MOH, dtype)
     for mesh in (None, *map(make_mesh, _MESHES)):
@@ -65,24 +72,19 @@ class WriteTest(parameterized.TestCase):
         self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
 
   def test_kill_in_the_middle_leaves_no_checkpoint(self):
-    out = self._target()
-    program = f"""
+    out = self.create_tempdir().full_path
+    done = _run_program(f"""
       import os
       from tests.convert import stream_test as t
       from moh_jax.convert import stream
       blocks = stream.SourceLeaf.blocks
       def killed(leaf):
-        if leaf.rule.theirs[0].endswith("down_proj.weight"):
+        if leaf.rules[0][0].theirs[0].endswith("down_proj.weight"):
           os.kill(os.getpid(), 9)
         return blocks(leaf)
       stream.SourceLeaf.blocks = killed
       t._save({out!r})
-    """
-    done = subprocess.run(
-      [sys.executable, "-c", textwrap.dedent(program)],
-      cwd=pathlib.Path(__file__).parents[2],
-      check=False,
-    )
+    """)
     self.assertEqual(done.returncode, -9)
     self.assertNotEmpty(list((pathlib.Path(out) / "checkpoints").iterdir()))
     with self.assertRaises(FileNotFoundError):
@@ -102,7 +104,7 @@ class MemoryTest(absltest.TestCase):
     )
     tiny_llm.write_folder(folder / "big", big, "bfloat16", shards=2)
     tiny_llm.write_folder(folder / "tiny", tiny_llm.MHA, "bfloat16")
-    program = f"""
+    done = _run_program(f"""
       import resource
       from moh_jax.convert import checkpoints, stream
       stream.BLOCK_BYTES = 2**21
@@ -112,13 +114,7 @@ class MemoryTest(absltest.TestCase):
         checkpoints.convert("llama", folder, f"{{folder}}_ours")
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
       print(peaks[1] - peaks[0])
-    """
-    done = subprocess.run(
-      [sys.executable, "-c", textwrap.dedent(program)],
-      cwd=pathlib.Path(__file__).parents[2],
-      check=True,
-      capture_output=True,
-    )
+    """)
     self.assertLess(int(done.stdout), 32 * 1024)  # KiB
 
 
@@ -141,10 +137,10 @@ class OpenTest(parameterized.TestCase):
       out, 0, tiny_llm.abstract(tiny_llm.MHA), use_ema=True
     )
     leaf, want = (t["blocks0"]["mlp"]["up"]["kernel"] for t in (opened, params))
-    np.testing.assert_array_equal(leaf.layer(part), want[part])
-    np.testing.assert_array_equal(leaf.layer(0), want[0])
+    np.testing.assert_array_equal(leaf.read(part), want[part])
+    np.testing.assert_array_equal(leaf.read(0), want[0])
     np.testing.assert_array_equal(leaf.read(), want)
-    np.testing.assert_array_equal(leaf.layer(2), want[2])
+    np.testing.assert_array_equal(leaf.read(2), want[2])
 
   def test_another_shape_than_the_configs_is_named(self):
     out = self.create_tempdir().full_path

@@ -23,11 +23,10 @@ class _Case(parameterized.TestCase):
     self.path = pathlib.Path(self.create_tempdir().full_path) / "weights"
 
   def assert_rejected(self, found, path=None, error=ValueError):
-    """Both readers name the file and what was found, in one line."""
+    """The file and what was found are named, in one line."""
     path = path or self.path
-    for reader in (tensor_files.read_tensors, tensor_files.open_tensors):
-      with self.assertRaisesRegex(error, rf"{path}: [^\n]*{found}[^\n]*\Z"):
-        reader(path)
+    with self.assertRaisesRegex(error, rf"{path}: [^\n]*{found}[^\n]*\Z"):
+      tensor_files.open_tensors(path)
 
 
 class ReadTest(_Case):
@@ -42,9 +41,8 @@ class ReadTest(_Case):
     tensors["none"] = values[:0]
     save_tensors(self.path, tensors, {"step": "7"})
     self.assertEqual(tensor_files.read_text(self.path), {"step": "7"})
-    read = tensor_files.read_tensors(self.path)
-    opened = tensor_files.open_tensors(self.path)
-    for found in (read, opened):
+    for read in (tensor_files.read_tensors, tensor_files.open_tensors):
+      found = read(self.path)
       self.assertEqual(found.keys(), tensors.keys())
       for name, value in tensors.items():
         stored = found[name]
@@ -63,21 +61,16 @@ class ReadTest(_Case):
       file.write(np.float64(5).tobytes())
     self.assertEqual(array[2], 5)
 
-  def _write_header(self, entry, width=0):
-    header = json.dumps({"w": entry}).encode().ljust(width)
-    size = len(header).to_bytes(8, "little")
-    self.path.write_bytes(size + header + np.float32(7).tobytes())
-    return size
-
-  def test_header_that_starts_like_a_pickle(self):
-    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    size = self._write_header(entry, 0x0280)
-    self.assertEqual(size[:2], b"\x80\x02")
-    self.assertEqual(tensor_files.read_tensors(self.path)["w"], 7)
-
-  def test_unknown_dtype_is_named(self):
-    entry = {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}
-    self._write_header(entry)
+  def test_header_that_starts_like_a_pickle_and_an_unknown_dtype(self):
+    for dtype in ("F32", "F4"):
+      entry = {"dtype": dtype, "shape": [32 // int(dtype[1:])]}
+      header = json.dumps({"w": {**entry, "data_offsets": [0, 4]}})
+      size = (0x0280).to_bytes(8, "little")
+      self.assertEqual(size[:2], b"\x80\x02")
+      content = header.encode().ljust(0x0280) + np.float32(7).tobytes()
+      self.path.write_bytes(size + content)
+      if dtype == "F32":
+        self.assertEqual(tensor_files.read_tensors(self.path)["w"], 7)
     self.assert_rejected("'w' has dtype F4; expected one of")
 
   @parameterized.parameters(
@@ -122,10 +115,9 @@ class ShardsTest(_Case):
     self.index.write_text(json.dumps({"weight_map": weight_map}))
 
   def _check(self, path):
-    for reader in (tensor_files.read_tensors, tensor_files.open_tensors):
-      read = reader(path)
-      self.assertEqual(sorted(read), ["a", "b"])
-      np.testing.assert_array_equal(read["b"], [98, 98])
+    read = tensor_files.read_tensors(path)
+    self.assertEqual(sorted(read), ["a", "b"])
+    np.testing.assert_array_equal(read["b"], [98, 98])
 
   def test_reads_a_directory_and_only_what_an_index_lists(self):
     self._check(self.path)
@@ -137,10 +129,8 @@ class ShardsTest(_Case):
   def test_a_name_in_two_files(self):
     self._write("2.safetensors", "a")
     file = self.path / "2.safetensors"
-    self.assertRaisesRegex(
-      ValueError, f"{file}: 'module.a' is in another shard",
-      tensor_files.read_tensors, self.path,
-    )  # fmt: skip
+    with self.assertRaisesRegex(ValueError, f"{file}: 'module.a' is in anot"):
+      tensor_files.read_tensors(self.path)
 
   @parameterized.parameters(
     ("7.safetensors", FileNotFoundError, "7.safetensors: no such file"),

@@ -9,8 +9,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moh_jax.config import LLMConfig, without_router
+from moh_jax.config.llm import Sampling
 from moh_jax.convert import llama_config, rules
 from moh_jax.convert.llama import model_rules, released_run
+from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.sharding import abstract_params, unbox
 
@@ -51,6 +54,40 @@ def tensors(model: LLMConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
   """The same under their public names."""
   dumped = rules.dump_params(model_rules(model), random_params(model, dtype))
   return {name: x.astype(dtype) for name, x in dumped.items()}
+
+
+def greedy(
+  model: LLMConfig,
+  params: Any,
+  prompts: np.ndarray,
+  count: int,
+  padding: Any = 0,
+) -> np.ndarray:
+  """Greedy tokens after prompts, by the programs of the `generate` command.
+
+  Args:
+    model: the model section.
+    params: its parameters.
+    prompts: [B, P].
+    count: tokens to write.
+    padding: [B] empty places before each prompt.
+
+  Returns:
+    [B, count] int32.
+  """
+  batch, length = prompts.shape
+  network, params = LLM(model, unrolled=True), unroll(params, model)
+  state = make_prefill(network, "float32")(
+    params,
+    prompts.astype(np.int32),
+    np.broadcast_to(np.int32(padding), batch),
+    np.arange(batch, dtype=np.int32),
+    np.zeros(batch, bool),
+    length + count,
+  )
+  numbers = span_numbers(Sampling(), 0, count)
+  decode = make_decode(network, (), count)
+  return np.asarray(decode(params, state, numbers, True, False)[1])
 
 
 def write_folder(

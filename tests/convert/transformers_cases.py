@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig, TrainConfig
-from moh_jax.config.llm import Sampling
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import export, model_rules
 from moh_jax.convert.llama import released_run
-from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
-from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.llm import LLM
 from moh_jax.runtime import checkpoint
 from tests.convert import tiny_llm
 
@@ -72,6 +70,32 @@ CASES = {
   "no_router": {**_PLAIN, "out_bias": True},  # no architecture of transformers
   "llama": {**_PLAIN, "tie_embeddings": True},
   "qwen2": {**_PLAIN, "qkv_bias": True},
+  "qwen3_tied": {
+    **_PLAIN,
+    "qk_norm": True,
+    "tie_embeddings": True,
+    "num_kv_heads": 6,
+  },
+  "biases": {**_PLAIN, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+  "wide_heads": {**_PLAIN, "head_dim": 10, "norm_eps": 1e-2},
+  "linear": {**_PLAIN, "rope": RotaryConfig(scaling="linear", factor=4.0)},
+  "dynamic": {
+    **_PLAIN,
+    "rope": RotaryConfig(scaling="dynamic", factor=8.0, original_length=16),
+  },
+  "yarn_options": {
+    **_PLAIN,
+    "rope": RotaryConfig(
+      theta=100.0,
+      scaling="yarn",
+      factor=4.0,
+      original_length=16,
+      beta_fast=4.0,
+      beta_slow=0.5,
+      truncate=False,
+      attention_factor=1.3,
+    ),
+  },
 }
 
 
@@ -155,19 +179,7 @@ def write(folder: pathlib.Path, config: LLMConfig) -> None:
 
 def greedy(config: LLMConfig, params) -> np.ndarray:
   """The tokens that our cache writes after the first 8 of `inputs`."""
-  prompt = inputs()[0][:, :_PROMPT]
-  batch, length = prompt.shape
-  state = make_prefill(LLM(config, unrolled=True), "float32")(
-    unroll(params, config),
-    prompt,
-    np.zeros(batch, np.int32),
-    np.arange(batch, dtype=np.int32),
-    np.zeros(batch, bool),
-    length + GREEDY,
-  )
-  decode = make_decode(LLM(config, unrolled=True), (), GREEDY)
-  numbers = span_numbers(Sampling(), 0, GREEDY)
-  return decode(unroll(params, config), state, numbers, True, False)[1]
+  return tiny_llm.greedy(config, params, inputs()[0][:, :_PROMPT], GREEDY)
 
 
 if __name__ == "__main__":

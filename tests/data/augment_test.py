@@ -14,7 +14,7 @@ from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.data import augment
 from moh_jax.data.augment import INCREASING, PLAIN, slide_rows
 from moh_jax.data.decode import to_array, to_picture
-from tests.data.photos import photo
+from tests.data.tiny_images import photo
 
 _PAPER = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

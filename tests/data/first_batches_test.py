@@ -18,11 +18,11 @@ from PIL import Image
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
-from moh_jax.data.image_folders import ImageFolderSource
+from moh_jax.data.image_folders import ImageFolderSource, Selection
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import BytesTokenizer
-from tests.data import photos, tiny_sets, tiny_text
+from tests.data import tiny_images, tiny_sets, tiny_text
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
 _MODEL = tiny_sets.VIT
@@ -106,8 +106,10 @@ def _write_folders(root):
       Image.fromarray(noise).save(folder / f"{i}.bmp")
     kind = ("china", "flower")[label % 2]
     for i, size in enumerate(((251, 167), (90, 140))):
-      picture = photos.photo(size, ("RGB", "L")[i % 2 and label == 2], kind)
-      (folder / f"photo{i}.jpg").write_bytes(photos.encode(picture))
+      picture = tiny_images.photo(
+        size, ("RGB", "L")[i % 2 and label == 2], kind
+      )
+      (folder / f"photo{i}.jpg").write_bytes(tiny_images.encode(picture))
 
 
 def _write_parquet(file, folder, column):
@@ -139,7 +141,7 @@ def _of_images(root):
 
   packed = root / "packed"
   for split in ("train", "val"):
-    source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
+    source = ImageFolderSource(str(folders), split, 3, Selection(0.4))
     image_shards.pack_images(
       source, packed / split, packed_from="", shard_size=5
     )

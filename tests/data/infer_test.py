@@ -2,7 +2,6 @@ import dataclasses
 import json
 import re
 
-import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
@@ -14,6 +13,7 @@ from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data import tiny_sets, tiny_text
 from tests.data.folder import FolderTest
+from tests.data.tiny_images import put
 
 _VIT = config_lib.ViTConfig()
 _DIT = config_lib.DiTConfig(input_size=(8, 8))
@@ -21,73 +21,60 @@ _PIXELS = config_lib.DiffusionConfig(space="pixel")
 _IMAGENET = (0.485, 0.456, 0.406)
 
 
+def _resolved(model, data=None, **sections):
+  sections |= {} if data is None else {"data": data}
+  return resolve(Config(model, **sections))
+
+
 class ImagesTest(FolderTest):
-  def _pack(self, folder, out):
-    source = ImageFolderSource(str(folder), "", 3)
-    image_shards.pack_images(source, out, packed_from=folder)
-
-  def _write_images(self):
-    for name in ("ant", "bee", "cat"):
-      path = self.root / "images/train" / name / "0.png"
-      path.parent.mkdir(parents=True)
-      Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
-    return str(self.root / "images")
-
-  def test_classes_are_the_folders(self):
-    data = DataConfig(source="image_folder", path=self._write_images())
-    config = resolve(Config(_VIT, data=data))
-    self.assertEqual((config.model.channels, config.model.num_classes), (3, 3))
-    self.assertEqual(config.data.mean, _IMAGENET)
-
   @parameterized.parameters(
     ((100, 70), 64), ((20, 30), 32), ((500, 400), 224), ((96, 96), 96)
   )
-  def test_image_size_follows_the_shorter_sides(self, stored, side):
+  def test_size_and_classes_are_those_of_the_files(self, stored, side):
+    put(self.root, "train/bee/0.png", size=stored[::-1])
     folder = self.root / "train/ant"
-    folder.mkdir(parents=True)
+    folder.mkdir()
     for i, size in enumerate([stored, stored, (9, 9), (4000, 8)]):
       Image.new("RGB", size).save(folder / f"{i}.png")
-    Image.new("RGB", stored).save(folder / "5.png")
     (folder / "4.png").write_text("no image, for data.bad_images to decide on")
-    data = DataConfig(source="image_folder", path=str(self.root))
+    source = ImageFolderSource(str(self.root / "train"), "", 3)
+    image_shards.pack_images(source, self.root / "out/train", packed_from="")
     model = dataclasses.replace(_VIT, image_size=None)
-    sizes = {resolve(Config(model, data=data)).model.image_size}
-    self._pack(self.root / "train", self.root / "packed/train")
-    data = DataConfig(source="array_record", path=str(self.root / "packed"))
-    sizes |= {resolve(Config(model, data=data)).model.image_size}
-    self.assertEqual(sizes, {(side, side)})
+    for kind, path in (("image_folder", ""), ("array_record", "out")):
+      data = DataConfig(source=kind, path=str(self.root / path))
+      config = _resolved(model, data)
+      self.assertEqual(config.model.image_size, (side, side))
+      self.assertEqual(config.model.num_classes, 2)
+      self.assertEqual(config.model.channels, 3)
+      self.assertEqual(config.data.mean, _IMAGENET)
 
   def test_latents_tell_their_scaling(self):
     tiny_sets.write_latents(self.root / "train", latent_shift=0.25)
-    data = DataConfig(source="latents", path=str(self.root))
-    scaling = resolve(Config(_DIT, data=data)).diffusion.scaling
-    self.assertEqual(scaling, LatentScaling(0.5, 0.25))
-    data = DataConfig(source="fake")
-    scaling = resolve(Config(_DIT, data=data)).diffusion.scaling
-    self.assertEqual(scaling, LatentScaling(0.18215))
+    for source, scaling in (
+      ("latents", LatentScaling(0.5, 0.25)),
+      ("fake", LatentScaling(0.18215)),
+    ):
+      path = str(self.root) if source == "latents" else ""
+      config = _resolved(_DIT, DataConfig(source=source, path=path))
+      self.assertEqual(config.diffusion.scaling, scaling)
 
   @parameterized.parameters(("digits", 1), ("fake", 3))
   def test_pixels_of_diffusion_models_are_normalized_by_halves(
     self, source, channels
   ):
-    config = Config(_DIT, data=DataConfig(source=source), diffusion=_PIXELS)
-    config = resolve(config)
+    config = _resolved(_DIT, DataConfig(source=source), diffusion=_PIXELS)
     self.assertEqual(config.model.channels, channels)
     self.assertEqual(config.data.mean, (0.5,) * channels)
     self.assertEqual(config.data.std, (0.5,) * channels)
 
   def test_what_is_stated_needs_no_data(self):
     model = dataclasses.replace(_VIT, channels=1, num_classes=7)
-    data = DataConfig(
-      source="image_folder", path="/nowhere", mean=(0.1,), std=(0.2,)
-    )
-    config = Config(model, data=data)
-    resolved = resolve(config)
-    self.assertEqual((resolved.model, resolved.data), (model, data))
+    known = {"source": "image_folder", "path": "/nowhere"}
+    data = DataConfig(**known, mean=(0.1,), std=(0.2,))
+    config = _resolved(model, data)
+    self.assertEqual((config.model, config.data), (model, data))
 
-
-class WithoutDataTest(absltest.TestCase):
-  def test_settings_of_missing_files_stay(self):
+  def test_what_missing_data_would_tell_has_the_values_of_random_data(self):
     data = DataConfig(
       source="parquet",
       path="nowhere",
@@ -95,23 +82,18 @@ class WithoutDataTest(absltest.TestCase):
       label_column="fine",
       decode="fast",
     )
-    config, _ = resolve_without_data(Config(_VIT, data=data))
-    for name in ("source", "class_list", "label_column", "decode"):
-      self.assertEqual(getattr(config.data, name), getattr(data, name))
-
-  def test_what_the_data_would_tell_has_the_values_of_random_data(self):
-    data = DataConfig(source="image_folder", path="/nowhere")
     config, assumed = resolve_without_data(Config(_VIT, data=data))
     self.assertEqual(assumed, {"channels": 3, "num_classes": 1000})
     self.assertEqual(config.data.mean, _IMAGENET)
-    self.assertEqual(config.data.source, "image_folder")
+    known = {"mean": None, "std": None, "eval_resize": data.eval_resize}
+    self.assertEqual(dataclasses.replace(config.data, **known), data)
     self.assertEqual(config, resolve(config))
 
 
 class TextTest(FolderTest):
   def _vocab_size(self, **data):
-    config = Config(config_lib.LLMConfig(), data=TextDataConfig(**data))
-    return resolve(config).model.vocab_size
+    data = TextDataConfig(**data)
+    return _resolved(config_lib.LLMConfig(), data).model.vocab_size
 
   def test_largest_vocabulary_of_the_sets(self):
     for name, size in (("web", 300), ("code", 280)):
@@ -129,22 +111,18 @@ class TextTest(FolderTest):
     self.assertEqual(self._vocab_size(tokenizer=tokenizer, **data), size)
 
 
-class WarmupTest(parameterized.TestCase):
+class RunTest(parameterized.TestCase):
   @parameterized.parameters(
     (None, 100, 5), (None, 10, 0), (None, 10**6, 2000), (0, 100, 0), (7, 9, 7)
   )
-  def test_is_a_twentieth_of_the_run_unless_stated(self, stated, steps, warmup):
-    config = Config(
-      _VIT,
-      optim=config_lib.OptimConfig(warmup_steps=stated),
-      train=config_lib.TrainConfig(steps=steps),
-    )
-    self.assertEqual(resolve(config).optim.warmup_steps, warmup)
+  def test_warmup_is_a_twentieth_of_the_run(self, stated, steps, warmup):
+    optim = config_lib.OptimConfig(warmup_steps=stated)
+    train = config_lib.TrainConfig(steps=steps)
+    config = _resolved(_VIT, optim=optim, train=train)
+    self.assertEqual(config.optim.warmup_steps, warmup)
 
-
-class ResolveTest(absltest.TestCase):
   def test_resolved_values_are_stored(self):
-    config = resolve(Config(_VIT, data=DataConfig(source="digits")))
+    config = _resolved(_VIT, DataConfig(source="digits"))
     text = config_lib.to_json(config)
     # These follow from the host, and from the schedule that is asked for.
     unset = re.findall(r'"(\w+)": null', text)

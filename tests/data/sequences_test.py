@@ -51,9 +51,6 @@ class _SetsTest(FolderTest):
     defaults["sequence_length"] = 16
     return TextDataConfig(**{**defaults, **fields})
 
-  def _open(self, data, vocab_size=_VOCAB, split="train"):
-    return sequences.Text(data, vocab_size, split)
-
   def _mixed(self, **fields):
     self._write("a", 1)
     self._write("b", 2, 10)
@@ -62,57 +59,45 @@ class _SetsTest(FolderTest):
 
 
 class TrainTest(_SetsTest):
-  def test_sources_come_by_their_ratios(self):
+  def test_sources_come_by_their_ratios_and_are_a_function_of_the_seed(self):
     data = self._mixed()
-    stream = sequences.Text(data, _VOCAB, "train").stream(0)
+    streams = [
+      sequences.Text(data, _VOCAB, "train").stream(s) for s in (0, 0, 1)
+    ]
     rows = {}
-    for name, source in self._open(data).sources.items():
+    for name, source in sequences.Text(data, _VOCAB, "train").sources.items():
       token_set = source.token_set
       tokens = token_set.tokens(0, token_set.num_tokens // 16 * 16)
       rows |= {row.tobytes(): name for row in tokens.reshape(-1, 16)}
     for n in (4, 50, 333):
       seen = collections.Counter(
-        rows[stream[i]["inputs"].tobytes()] for i in range(n)
+        rows[streams[0][i]["inputs"].tobytes()] for i in range(n)
       )
       shares = sequences.mixture_shares(data, n)
       self.assertEqual(shares, {"a": seen["a"] / n, "b": seen["b"] / n})
     self.assertAlmostEqual(shares["a"], 0.75, delta=0.01)
-
-  def test_element_is_a_function_of_seed_and_index(self):
-    data = self._mixed()
-    stream = sequences.Text(data, _VOCAB, "train").stream(3)
-    elements = [stream[i] for i in range(200)]
-    again = sequences.Text(data, _VOCAB, "train").stream(3)
-    for i in np.random.default_rng(0).permutation(200):
-      _equal(again[int(i)], elements[i])
-    other = sequences.Text(data, _VOCAB, "train").stream(4)
-    same = sum(
-      np.array_equal(other[i]["inputs"], elements[i]["inputs"])
-      for i in range(200)
-    )
-    self.assertLess(same, 50)
+    order = np.random.default_rng(0).permutation(200).tolist()
+    found = {
+      i: [stream[i]["inputs"].tobytes() for stream in streams] for i in order
+    }
+    self.assertTrue(all(ours == again for ours, again, _ in found.values()))
+    self.assertLess(sum(a == b for a, _, b in found.values()), 50)
 
 
 class RefusedTest(_SetsTest):
-  def test_missing_source_is_named(self):
-    self._write("a")
-    data = self._data(mix=("a", "nope"), ratios=(50.0, 50.0))
-    with self.assertRaisesRegex(FileNotFoundError, "nope/train: no such dir"):
-      sequences.Text(data, _VOCAB, "train").stream(0)
-    with self.assertRaisesRegex(FileNotFoundError, "train: no such directory"):
-      sequences.Text(self._data(), _VOCAB, "train").stream(0)
-
-  def test_other_tokenizers_are_named(self):
+  def test_missing_sources_and_other_tokenizers_are_named(self):
     self._write("a")
     content = tokenizers.train_bpe(iter(["text"]), 260)
     self._write("b", used=tokenizers.JsonTokenizer(content))
-    data = self._data(mix=("a", "b"), ratios=(50.0, 50.0))
-    with self.assertRaisesRegex(
-      ValueError, "b/train: made with a tokenizer 'tokenizer_json' .*a/train"
+    for mix, split, message in (
+      (("a", "nope"), "train", "nope/train: no such dir"),
+      ((), "train", "train: no such directory"),
+      (("a", "b"), "train", "b/train: made with .* 'tokenizer_json' .*a/train"),
+      (("a", "b"), "val", "b/val: made with .*a/val"),
     ):
-      sequences.Text(data, _VOCAB, "train").stream(0)
-    with self.assertRaisesRegex(ValueError, "b/val: made with .*a/val"):
-      sequences.Text(data, _VOCAB, "val")
+      data = self._data(mix=mix, ratios=(50.0, 50.0)[: len(mix)])
+      with self.assertRaisesRegex((FileNotFoundError, ValueError), message):
+        sequences.Text(data, _VOCAB, split)
 
 
 class HeldOutTest(_SetsTest):
@@ -137,18 +122,6 @@ class HeldOutTest(_SetsTest):
     for index in (-1, len(rows)):
       with self.assertRaises(IndexError):
         held_out[index]
-
-  def test_notes_and_bytes_add_up(self):
-    self._write("a", 1, gzip_bytes=10, xz_bytes=5, python="3.11")
-    self._write("b", 2, gzip_bytes=20, python="3.11")
-    one = self._data(mix=("a",), ratios=(100.0,))
-    held_out = sequences.Text(one, _VOCAB, "val")
-    notes = {"gzip_bytes": 10, "xz_bytes": 5, "python": "3.11"}
-    self.assertEqual(held_out.notes, notes)
-    both = self._data(mix=("a", "b"), ratios=(50.0, 50.0))
-    total = sequences.Text(both, _VOCAB, "val")
-    self.assertEqual(total.notes, {"gzip_bytes": 30})
-    self.assertGreater(total.text_bytes, held_out.text_bytes)
 
 
 _DTYPES = {

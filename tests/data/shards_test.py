@@ -1,146 +1,128 @@
-import json
-import pathlib
-import resource
-import tempfile
+"""Sets of shards: written, continued, damaged; of records and of tokens."""
 
+import concurrent.futures
+import json
+import pickle
+import resource
+
+import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data import shards
+from moh_jax.data import identity, shards, token_sets, tokenizers
 from moh_jax.data.shard_writer import ShardSetWriter
+from moh_jax.data.token_sets import BLOCK, DOCUMENTS, TokenSet, TokenSetWriter
+from moh_jax.data.tokenizers import train_bpe
+from tests.data import tiny_text
+from tests.data.folder import FolderTest
 
-_KIND = "images"
+_SHARD = "00001-of-00003.array_record"
 
 
-class _SetTest(parameterized.TestCase):
+class _SetTest(FolderTest):
   def setUp(self):
     super().setUp()
-    root = self.enterContext(tempfile.TemporaryDirectory())
-    self.folder = pathlib.Path(root) / "set"
+    self.folder = self.root / "set"
 
   def _writer(self, items=10, shard_size=4, **settings):
     return ShardSetWriter(
       self.folder,
-      _KIND,
+      "images",
       items=items,
       shard_size=shard_size,
       settings={"size": 8, **settings},
       notes={"class_names": ["ant"]},
     )
 
-  def _fill(self, writer, only=None):
+  def _fill(self, writer, only=None, first=0):
     for shard in writer.todo() if only is None else only:
       with writer.open(shard) as target:
         for item in writer.items(shard):
-          target.add({"label": item}, f"item {item}\n".encode())
+          target.add({"label": item + first}, f"item {item}\n".encode())
     return writer
 
   def _whole(self, **options):
-    return self._fill(self._writer(**options)).finish()
+    return self._fill(self._writer(), **options).finish()
 
   def _files(self):
-    return {
-      path.name: path.read_bytes()
-      for path in sorted(self.folder.iterdir())
-      if path.is_file()
-    }
+    paths = sorted(path for path in self.folder.iterdir() if path.is_file())
+    return {path.name: path.read_bytes() for path in paths}
+
+  def _empty(self):
+    for path in self.folder.iterdir():
+      path.unlink()
+
+  def _labels(self):
+    read = shards.Shards(self.folder, "images")
+    return [read[i][0]["label"] for i in range(len(read))]
+
+  def _change(self, **entries):
+    path = self.folder / shards.METADATA
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
 class ReadTest(_SetTest):
-  def _labels(self, read, indices):
-    return [read[i][0]["label"] for i in indices]
-
-  def test_empty_shard_between_others(self):
-    writer = self._fill(self._writer(), only=[0, 2])
-    with writer.open(1) as target:
-      for item in writer.items(1):
-        target.skip(str(item), "bad")
-    metadata = writer.finish()
-    read = shards.Shards(self.folder, _KIND)
-    labels = [read[i][0]["label"] for i in range(len(read))]
-    self.assertEqual(labels, [0, 1, 2, 3, 8, 9])
-    self.assertEqual((metadata["examples"], metadata["skipped"]), (6, 4))
-
-  def test_truncated_shard_is_named(self):
-    self._whole()
-    path = self.folder / "00002-of-00003.array_record"
-    path.write_bytes(path.read_bytes()[:1000])
-    with self.assertRaisesRegex(
-      ValueError, r"truncated .*: 00002-of-00003.array_record \(1000 bytes\)"
-    ):
-      shards.Shards(self.folder, _KIND)
-
   def test_damaged_record_is_named(self):
     self._whole()
-    path = self.folder / "00001-of-00003.array_record"
+    path = self.folder / _SHARD
     content = path.read_bytes()
     self.assertEqual(content.count(b"item 6\n"), 1)
     path.write_bytes(content.replace(b"item 6\n", b"item 9\n"))
-    read = shards.Shards(self.folder, _KIND)
+    read = shards.Shards(self.folder, "images")
     self.assertEqual(read[5][0], {"label": 5})
-    with self.assertRaisesRegex(
-      ValueError, r"00001-of-00003.array_record\[2\]: damaged record"
-    ):
+    with self.assertRaisesRegex(ValueError, rf"{_SHARD}\[2\]: damaged record"):
       read[6]
 
   @parameterized.parameters(
-    ("{", "metadata.json: not valid JSON"),
-    ("[]", "metadata.json: must be 'object', not array"),
-    ('{"format": "latents", "version": 1}', "'latents' of version 1, expected"),
-    ('{"format": "images", "version": 9}', "'images' of version 9, expected"),
+    ("metadata.json", "{", "metadata.json: not valid JSON"),
+    ("metadata.json", "[]", "metadata.json: must be 'object', not array"),
+    (
+      "metadata.json",
+      '{"format": "latents", "version": 1}',
+      "'latents' of version 1, expected",
+    ),
+    (
+      "metadata.json",
+      '{"format": "images", "version": 9}',
+      "'images' of version 9, expected",
+    ),
+    (_SHARD, "x" * 1000, rf"truncated .*: {_SHARD} \(1000 bytes\)"),
   )
-  def test_other_metadata_is_refused(self, text, reason):
+  def test_what_is_damaged_is_named(self, name, text, reason):
     self._whole()
-    (self.folder / shards.METADATA).write_text(text)
+    (self.folder / name).write_text(text)
     with self.assertRaisesRegex(ValueError, reason):
-      shards.Shards(self.folder, _KIND)
+      shards.Shards(self.folder, "images")
 
   def test_set_that_is_written_anew_is_read_anew(self):
     self._whole()
-    first = self._labels(shards.Shards(self.folder, _KIND), range(10))
-    for path in self.folder.iterdir():
-      path.unlink()
-    writer = self._writer()
-    for shard in writer.todo():
-      with writer.open(shard) as target:
-        for item in writer.items(shard):
-          target.add({"label": item + 1}, b"")
-    writer.finish()
-    again = self._labels(shards.Shards(self.folder, _KIND), range(10))
-    self.assertEqual(again, [label + 1 for label in first])
+    self.assertEqual(self._labels(), [*range(10)])
+    self._empty()
+    self._whole(first=1)
+    self.assertEqual(self._labels(), [*range(1, 11)])
 
-
-class DamageTest(_SetTest):
-  def test_whole_sets_and_older_ones_have_none(self):
-    self._whole()
+  def test_checksums_tell_altered_and_missing_shards(self):
+    metadata = self._whole()
     self.assertEmpty(shards.damage(self.folder))
-    metadata = json.loads((self.folder / shards.METADATA).read_text())
-    for entry in metadata["shards"]:
-      del entry["xxh3"]
-    (self.folder / shards.METADATA).write_text(json.dumps(metadata))
-    self.assertEmpty(shards.damage(self.folder))
-
-  def test_altered_and_missing_shards_are_named(self):
-    self._whole()
     first, second, _ = sorted(self.folder.glob("*.array_record"))
     content = bytearray(first.read_bytes())
     content[-40] ^= 1
     first.write_bytes(content)
     second.unlink()
-    self.assertEqual(
-      shards.damage(self.folder),
-      [
-        f"{first}: its content is not what was written",
-        f"{second}: no such file",
-      ],
-    )
+    told = [
+      f"{first}: its content is not what was written",
+      f"{second}: no such file",
+    ]
+    self.assertEqual(shards.damage(self.folder), told)
+    for entry in metadata["shards"]:
+      del entry["xxh3"]  # as in sets of older versions
+    self._change(shards=metadata["shards"])
+    self.assertEqual(shards.damage(self.folder), told[1:])
 
 
 class WriteTest(_SetTest):
   @parameterized.parameters("finish", "discard")
   def test_files_of_others_are_not_removed(self, end):
-    others = [
-      self.folder / name / "a.txt" for name in ("unfinished", "skipped")
-    ]
+    others = [self.folder / n / "a.txt" for n in ("unfinished", "skipped")]
     for file in others:
       file.parent.mkdir(parents=True)
       file.write_text("mine")
@@ -151,63 +133,53 @@ class WriteTest(_SetTest):
   def test_interrupted_set_continues_to_the_same_bytes(self):
     self._whole()
     whole = self._files()
-    for path in self.folder.iterdir():
-      path.unlink()
+    self._empty()
     writer = self._fill(self._writer(), only=[1])
     with self.assertRaises(KeyboardInterrupt), writer.open(0) as target:
       target.add({"label": 0}, b"item 0\n")
       raise KeyboardInterrupt
-    self.assertEqual(
-      list(self.folder.glob("*.array_record")),
-      [self.folder / "00001-of-00003.array_record"],
-    )
-    kept = (self.folder / "00001-of-00003.array_record").stat().st_mtime_ns
+    written = list(self.folder.glob("*.array_record"))
+    self.assertEqual(written, [self.folder / _SHARD])
+    kept = (self.folder / _SHARD).stat().st_mtime_ns
     again = self._writer()
     self.assertEqual(again.todo(), [0, 2])
     self._fill(again).finish()
     self.assertEqual(self._files(), whole)
-    stat = (self.folder / "00001-of-00003.array_record").stat()
-    self.assertEqual(stat.st_mtime_ns, kept)
-
-  @parameterized.parameters(True, False)
-  def test_damaged_shard_of_a_whole_set_is_written_again(self, truncated):
-    self._whole()
-    whole = self._files()
-    path = self.folder / "00001-of-00003.array_record"
-    if truncated:
-      path.write_bytes(b"")
-    else:
-      path.unlink()
-    writer = self._writer()
-    self.assertEqual(writer.todo(), [1])
-    self._fill(writer).finish()
-    self.assertEqual(self._files(), whole)
+    self.assertEqual((self.folder / _SHARD).stat().st_mtime_ns, kept)
+    for damage in (lambda p: p.write_bytes(b""), lambda p: p.unlink()):
+      damage(self.folder / _SHARD)
+      again = self._writer()
+      self.assertEqual(again.todo(), [1])
+      self._fill(again).finish()
+      self.assertEqual(self._files(), whole)
 
   @parameterized.parameters(True, False)
   def test_other_settings_are_named_and_refused(self, whole):
     writer = self._fill(self._writer())
     if whole:
       writer.finish()
-    for changed, message in (
-      ({"size": 16}, "size: 16 here, 8 there"),
-      ({"shard_size": 5}, "shard_size: 5 here, 4 there"),
-      ({"items": 11}, "items: 11 here, 10 there"),
+    for name, ours, theirs in (
+      *(("size", 16, 8), ("shard_size", 5, 4), ("items", 11, 10)),
     ):
-      with self.assertRaisesRegex(ValueError, message):
-        self._writer(**changed)
+      with self.assertRaisesRegex(
+        ValueError, f"{name}: {ours} here, {theirs} there"
+      ):
+        self._writer(**{name: ours})
 
   def test_skipped_items_are_listed(self):
-    writer = self._fill(self._writer(), only=[0, 1])
+    writer = self._fill(self._writer(), only=[0])
+    with writer.open(1) as target:  # an empty shard between others
+      for item in writer.items(1):
+        target.skip(str(item), "bad")
     with writer.open(2) as target:
       target.add({"label": 8}, b"item 8\n")
       target.skip("ant/9.jpg", "not an image")
-    # The note outlives an interruption.
+    # The notes outlive an interruption.
     metadata = self._writer().finish()
-    self.assertEqual(metadata["skipped"], 1)
-    self.assertEqual(
-      (self.folder / "skipped" / "00002-of-00003.txt").read_text(),
-      "ant/9.jpg: not an image\n",
-    )
+    self.assertEqual((metadata["examples"], metadata["skipped"]), (5, 5))
+    listed = (self.folder / "skipped/00002-of-00003.txt").read_text()
+    self.assertEqual(listed, "ant/9.jpg: not an image\n")
+    self.assertEqual(self._labels(), [0, 1, 2, 3, 8])
 
   def test_full_disk_leaves_finished_shards_whole(self):
     writer = self._fill(self._writer(), only=[0])
@@ -225,13 +197,134 @@ class WriteTest(_SetTest):
     again = self._writer()
     self.assertEqual(again.todo(), [1, 2])
     self._fill(again).finish()
-    self.assertLen(shards.Shards(self.folder, _KIND), 10)
+    self.assertLen(self._labels(), 10)
 
   def test_shards_of_nobody_are_not_touched(self):
     self._whole()
     (self.folder / shards.METADATA).unlink()
     with self.assertRaisesRegex(ValueError, "shards without metadata.json"):
       self._writer()
+
+
+class TokensTest(_SetTest):
+  def test_any_range_comes_back(self):
+    # Shards of about 2.4 blocks, one of a single short block, one of none.
+    documents = tiny_text.random_documents(3, 200, 200)
+    documents[1:1] = [[[7, 8]], []]
+    tiny_text.write(self.folder, documents)
+    row, ends = tiny_text.row(documents)
+    token_set = TokenSet(self.folder)
+    self.assertEqual(token_set.num_tokens, len(row))
+    np.testing.assert_array_equal(token_set.ends, ends)
+    borders = [*range(0, len(row), BLOCK), 0, ends[200], ends[201], len(row)]
+    near = {b + d for b in borders for d in (-1, 0, 1)}
+    near = sorted(b for b in near if 0 <= b <= len(row))
+    for start in near:
+      for stop in (b for b in near if b >= start):
+        tokens = token_set.tokens(start, stop)
+        np.testing.assert_array_equal(tokens, row[start:stop])
+        self.assertEqual(tokens.dtype, np.int32)
+
+  def test_pickles_small_and_reads_in_threads(self):
+    documents = tiny_text.random_documents(2, 9000, 3)
+    tiny_text.write(self.folder, documents)
+    row, ends = tiny_text.row(documents)
+    token_set = TokenSet(self.folder)
+    token_set.tokens(0, 10)
+    content = pickle.dumps(token_set)
+    self.assertLess(len(content), ends.nbytes / 10)
+    token_set = pickle.loads(content)
+    np.testing.assert_array_equal(token_set.ends, ends)
+    starts = range(0, len(row) - 100, 97)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+      found = pool.map(lambda s: token_set.tokens(s, s + 100), starts)
+    for start, tokens in zip(starts, found):
+      np.testing.assert_array_equal(tokens, row[start : start + 100])
+
+  def test_tokenizer_comes_with_the_set(self):
+    content = train_bpe(iter(["some text"]), 260)
+    tiny_text.write(self.folder, [[[5]]], tokenizers.JsonTokenizer(content))
+    metadata = TokenSet(self.folder).metadata
+    found = token_sets.set_tokenizer(self.folder, metadata)
+    self.assertEqual(found.content, content)
+    path = self.folder / "tokenizer.json"
+    path.write_bytes(train_bpe(iter(["other"]), 260))
+    with self.assertRaisesRegex(ValueError, "tokenizer.json has sha256"):
+      token_sets.set_tokenizer(self.folder, metadata)
+    path.unlink()
+    with self.assertRaisesRegex(FileNotFoundError, "tokenizer.json: no such"):
+      token_sets.set_tokenizer(self.folder, metadata)
+
+  def test_id_beyond_the_vocabulary_names_shard_and_place(self):
+    documents = [[[1] * 5], [[2] * BLOCK, [3, 4, 99, 5]]]
+    tiny_text.write(self.folder, documents, tiny_text.tokenizer(257, 6, 6))
+    self._change(vocab_size=99)
+    token_set = TokenSet(self.folder)
+    token_set.tokens(0, 7 + BLOCK)
+    # In the shard: begin, BLOCK tokens, end, begin, 3, 4.
+    with self.assertRaisesRegex(
+      ValueError,
+      f"00001-of-00002.array_record: token {BLOCK + 5} is 99, beyond "
+      "vocab_size=99",
+    ):
+      token_set.tokens(BLOCK, BLOCK + 13)
+
+  def test_ends_of_documents_that_do_not_fit_are_refused(self):
+    tiny_text.write(self.folder, [[[1], [2]]])
+    path = self.folder / DOCUMENTS
+    for wrong in ([0, 3], [0, 3, 7], [1, 3, 6], [0.0, 3.0, 6.0]):
+      np.save(path, np.array(wrong))
+      with self.assertRaisesRegex(ValueError, "documents.npy: not of the 2"):
+        TokenSet(self.folder)
+    path.write_bytes(b"nothing")
+    with self.assertRaisesRegex(ValueError, "documents.npy: damaged"):
+      TokenSet(self.folder)
+    path.unlink()
+    with self.assertRaisesRegex(FileNotFoundError, "documents.npy: no such"):
+      TokenSet(self.folder)
+
+  def test_documents_survive_a_kill_and_a_lost_file(self):
+    documents = tiny_text.random_documents(3, 50, 400)
+    tiny_text.write(self.folder, documents)
+    whole = self._files()
+    self._empty()
+
+    def open_writer():
+      used = tiny_text.tokenizer()
+      options = {"num_shards": 3, "settings": {}, "notes": {}}
+      return TokenSetWriter(self.folder, used, **options)
+
+    writer = open_writer()
+    with writer.open(1) as target:
+      for ids in documents[1]:
+        target.add(ids, 2 * len(ids))
+    with self.assertRaises(KeyboardInterrupt), writer.open(0) as target:
+      target.add(documents[0][0], 2)
+      raise KeyboardInterrupt
+    self.assertEqual(open_writer().todo(), [0, 2])
+    tiny_text.write(self.folder, documents)
+    self.assertEqual(self._files(), whole)
+    (self.folder / DOCUMENTS).unlink()
+    tiny_text.write(self.folder, documents)
+    self.assertEqual(self._files(), whole)
+
+  @parameterized.parameters(
+    (None, 9, [9, 5, 9]), (8, None, [8, 5]), (8, 9, [8, 5, 9])
+  )
+  def test_end_stands_in_for_begin(self, bos_id, eos_id, expected):
+    used = tiny_text.tokenizer(257, bos_id, eos_id)
+    tiny_text.write(self.folder, [[[5]]], used)
+    token_set = TokenSet(self.folder)
+    tokens = token_set.tokens(0, token_set.num_tokens)
+    self.assertEqual(tokens.tolist(), expected)
+
+  def test_a_changed_identity_names_the_source(self):
+    facts = {"examples": 3}
+    found = identity.differences(
+      {"a": facts, "b": facts}, {"b": {"examples": 2}, "c": {}}
+    )
+    told = ["data 'a' is new", "data 'b': examples 3 here, 2 there"]
+    self.assertEqual(found, [*told, "data 'c' is gone"])
 
 
 if __name__ == "__main__":

@@ -1,195 +1,314 @@
+"""Documents of files of text, lines and tables, whatever is wrong with some."""
+
 import gzip
+import io
 import itertools
 import json
-import os
+import pickle
 import shutil
+import sys
 from unittest import mock
 
+import datasets
+import fsspec
+import pyarrow
 from absl.testing import absltest, parameterized
+from pyarrow import ipc, parquet
 
 from moh_jax.data import text_files
-from moh_jax.data import text_files as text_pieces
 from moh_jax.data.text_files import list_pieces, read_documents
 from tests.data.folder import FolderTest
 
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
+_TEXTS = [f"text {i} é" for i in range(2500)]  # three batches of a stream
 
 
-def _lines(documents, field="text"):
-  lines = [json.dumps({"id": 1, field: text}) for text in documents]
+def _lines(documents):
+  lines = [json.dumps({"id": 1, "text": text}) for text in documents]
   return ("\n".join(lines) + "\n").encode()
 
 
+def _zstd(content, frames=1):
+  size = -(-len(content) // frames)
+  parts = [content[i : i + size] for i in range(0, len(content), size)]
+  return b"".join(pyarrow.compress(p, "zstd", asbytes=True) for p in parts)
+
+
 class _FilesTest(FolderTest):
-  def _read(self, name, content=None, field="text", piece_bytes=100, **options):
-    if content is not None:
-      (self.root / name).write_bytes(content)
-    groups = list_pieces([str(self.root / name)], piece_bytes)
-    return [
-      document
-      for group in groups
-      for piece in group
-      for document in read_documents(piece, field, **options)
-    ]
+  def _read(self, *names, field="text", piece_bytes=10**6, bad=None):
+    """Documents; the name and reason of what holds no text go to `bad`."""
+    patterns = [n if "://" in n else str(self.root / n) for n in names]
+    found = []
+    for group in list_pieces(patterns, piece_bytes):
+      for piece in pickle.loads(pickle.dumps(group)):
+        for name, text in read_documents(piece, field):
+          if isinstance(text, str):
+            found.append((name, text))
+          elif bad is None:
+            raise text
+          else:
+            bad.append((name, text.reason))
+    return found
 
-  def _skip(self, *args, **options):
-    """Documents, and what was left out."""
+  def _skip(self, *names, **options):
+    """Documents, and the name and reason of what was left out."""
     bad = []
+    return self._read(*names, bad=bad, **options), bad
 
-    def on_bad(name, problem):
-      bad.append((name, problem.reason))
+  def _write(self, name, content):
+    path = self.root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
 
-    return self._read(*args, **options, on_bad=on_bad), bad
+  def _table(self, texts, column="text", rows=2):
+    table = pyarrow.table({"id": list(range(len(texts))), column: texts})
+    parquet.write_table(table, self.root / "a.parquet", row_group_size=rows)
 
 
-class ReadTest(_FilesTest):
-  @parameterized.parameters(1, 100, 10**6)
-  def test_lines_are_documents_however_they_are_cut(self, piece_bytes):
-    expected = [(f"a.jsonl:{i + 1}", t) for i, t in enumerate(_DOCUMENTS)]
-    content = _lines(_DOCUMENTS)
-    found = self._read("a.jsonl", content, piece_bytes=piece_bytes)
+class LinesTest(_FilesTest):
+  @parameterized.product(
+    piece_bytes=(1, 100, 10**6),
+    pack=(lambda x: x, lambda x: x[:-1], gzip.compress),
+  )
+  def test_are_documents_however_they_are_cut(self, piece_bytes, pack):
+    name = "a.jsonl.gz" if pack is gzip.compress else "a.jsonl"
+    self._write(name, pack(_lines(_DOCUMENTS)))
+    found = self._read(name, piece_bytes=piece_bytes)
+    expected = [(f"{name}:{i + 1}", t) for i, t in enumerate(_DOCUMENTS)]
     self.assertEqual(found, expected)
-    found = self._read("a.jsonl", content[:-1], piece_bytes=piece_bytes)
+
+  @parameterized.parameters(1, 2, 50)
+  def test_in_any_number_of_zstandard_frames(self, frames):
+    self._write("a.jsonl.zst", _zstd(_lines(_DOCUMENTS), frames))
+    found = self._read("a.jsonl.zst")
+    expected = [(f"a.jsonl.zst:{i + 1}", t) for i, t in enumerate(_DOCUMENTS)]
     self.assertEqual(found, expected)
 
-
-class DamageTest(_FilesTest):
   @parameterized.parameters(
-    (b'{"text": "b"', "a.jsonl, line 3: not JSON"),
-    (b"[1]", "a.jsonl, line 3: no field 'text', found list"),
-    (b'{"body": "b"}', r"a.jsonl, line 3: no field 'text', found \['body'\]"),
-    (b'{"text": 1}', "a.jsonl, line 3: 'text' is int, expected text"),
-    (b'{"text": "\xff"}', "a.jsonl, line 3: not UTF-8"),
-    (b'{"text": "\\ud800"}', "a.jsonl, line 3: half a surrogate pair"),
+    (b'{"text": "b"', "not JSON"),
+    (b"[1]", "no field 'text', found list"),
+    (b'{"body": "b"}', r"no field 'text', found \['body'\]"),
+    (b'{"text": 1}', "'text' is int, expected text"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": "\\ud800"}', "half a surrogate pair"),
   )
   def test_damaged_line_is_named(self, line, message):
     content = b'{"text": "a"}\n' * 2 + line + b'\n{"text": "c"}\n'
+    self._write("a.jsonl", content)
     for piece_bytes in (1, 10**6):
-      with self.assertRaisesRegex(ValueError, message):
-        self._read("a.jsonl", content, piece_bytes=piece_bytes)
+      with self.assertRaisesRegex(ValueError, f"a.jsonl, line 3: {message}"):
+        self._read("a.jsonl", piece_bytes=piece_bytes)
 
   @parameterized.product(
     bad=[b"x" * 301, b" " * 301, b" " * 299 + b'{"text": "x"}', b"x" * 9999],
-    place=[0, 1, 3],
+    place=[0, 3],
     piece_bytes=[1, 10**6],
     packed=[False, True],
   )
-  def test_a_line_that_is_too_long_is_left_out_alone(
+  def test_one_that_is_too_long_is_left_out_alone(
     self, bad, place, piece_bytes, packed
   ):
     lines = [json.dumps({"text": f"a{i}"}).encode() for i in range(3)]
     lines.insert(place, bad)
-    name, content = "a.jsonl", b"\n".join(lines)
-    if packed:
-      name, content = "a.jsonl.gz", gzip.compress(content)
+    name, content = "a.jsonl" + ".gz" * packed, b"\n".join(lines)
+    self._write(name, gzip.compress(content) if packed else content)
     with mock.patch.object(text_files, "MOST_LINE_BYTES", 299):
-      found, left_out = self._skip(name, content, piece_bytes=piece_bytes)
+      found, left_out = self._skip(name, piece_bytes=piece_bytes)
     numbers = [i + 1 for i in range(4) if i != place]
     expected = [(f"{name}:{n}", f"a{i}") for i, n in enumerate(numbers)]
     self.assertEqual(found, expected)
     self.assertEqual(left_out, [(f"{name}:{place + 1}", "too long")])
 
-
-class WithZstandardTest(_FilesTest):
-  def _pack(self, content, frames=1):
-    import pyarrow
-
-    size = -(-len(content) // frames)
-    parts = [content[i : i + size] for i in range(0, len(content), size)]
-    packed = [pyarrow.compress(part, "zstd", asbytes=True) for part in parts]
-    return b"".join(packed)
-
-  @parameterized.parameters(1, 2, 50)
-  def test_lines_in_any_number_of_frames(self, frames):
-    content = self._pack(_lines(_DOCUMENTS), frames)
-    found = self._read("a.jsonl.zst", content)
-    expected = [(f"a.jsonl.zst:{i + 1}", t) for i, t in enumerate(_DOCUMENTS)]
-    self.assertEqual(found, expected)
-
   @parameterized.parameters("truncated", "damaged", "other")
-  def test_damage_is_named(self, how):
-    lines = [json.dumps({"text": f"{i * i} {i}"}) for i in range(99999)]
-    content = bytearray(self._pack("\n".join(lines).encode()))
+  def test_damage_of_zstandard_is_named(self, how):
+    lines = [json.dumps({"text": f"{i * i} {i}"}) for i in range(20000)]
+    content = bytearray(_zstd("\n".join(lines).encode()))
     if how == "truncated":
       del content[-5:]
     elif how == "damaged":
       content[len(content) // 2 :] = bytes(len(content) // 2)
-    else:
-      content = b"no zstandard"
+    self._write("a.jsonl.zst", b"no zstd" if how == "other" else bytes(content))
     with self.assertRaisesRegex(
       ValueError, r"a.jsonl.zst, line \d+: damaged or truncated"
     ):
-      self._read("a.jsonl.zst", bytes(content))
+      self._read("a.jsonl.zst")
+
+  def test_marks_at_the_start_of_files_are_dropped(self):
+    rows = _lines("abc")
+    for name, text in (("a.txt", b"text"), ("b.jsonl", rows), ("c.json", rows)):
+      self._write(name, b"\xef\xbb\xbf" + b"\n" * (name == "c.json") + text)
+    found = [text for _, text in self._read("*", piece_bytes=1)]
+    self.assertEqual("".join(found), "textabcabc")
 
 
-class WithPyarrowTest(_FilesTest):
-  def _write(self, values, column="text", rows=2):
-    import pyarrow
-    from pyarrow import parquet
-
-    path = self.root / "a.parquet"
-    parquet.write_table(
-      pyarrow.table({"id": list(range(len(values))), column: values}),
-      path,
-      row_group_size=rows,
-    )
-    return path
-
+class TablesTest(_FilesTest):
   @parameterized.parameters(1, 10**6)
   def test_rows_are_documents_however_they_are_cut(self, piece_bytes):
-    self._write([*_DOCUMENTS, None])
+    self._table([*_DOCUMENTS, None])
     found = self._read("a.parquet", piece_bytes=piece_bytes)
     texts = [*_DOCUMENTS, ""]
     expected = [(f"a.parquet:{i + 1}", t) for i, t in enumerate(texts)]
     self.assertEqual(found, expected)
 
-  def test_other_columns_and_types_are_named(self):
-    self._write(["a"], "body")
-    with self.assertRaisesRegex(
-      ValueError, r"no column 'text', found \['id', 'body'\]"
-    ):
-      self._read("a.parquet")
-    with self.assertRaisesRegex(ValueError, "row 1: 'id' is int, expected"):
-      self._read("a.parquet", field="id")
+  @parameterized.parameters(
+    ("text", r"no column 'text', found \['id', 'body'\]"),
+    ("id", "row 1: 'id' is int, expected"),
+  )
+  def test_other_columns_and_types_are_named(self, field, message):
+    self._table(["a"], "body")
+    with self.assertRaisesRegex(ValueError, message):
+      self._read("a.parquet", field=field)
+
+  def test_only_the_damaged_group_of_parquet_is_left_out(self):
+    texts = [f"{i * i} {i}" * 50 for i in range(400)]
+    self._table(texts, rows=100)
+    path = self.root / "a.parquet"
+    content = bytearray(path.read_bytes())
+    start = parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    place = start.data_page_offset + 500
+    content[place : place + 500] = bytes(500)
+    path.write_bytes(content)
+    found, left_out = self._skip("a.parquet")
+    self.assertLen(left_out, 1)
+    whole = [f"a.parquet:{i + 1}" for i in (*range(100), *range(200, 400))]
+    self.assertContainsSubset(whole, [name for name, _ in found])
+    self.assertEqual(found[-1], ("a.parquet:400", texts[-1]))
 
   @parameterized.product(form=["file", "stream"], compression=[None, "zstd"])
-  def test_a_damaged_batch_of_arrow_is_left_out_alone(self, form, compression):
-    import pyarrow
-    from pyarrow import ipc
-
+  def test_only_the_damaged_batch_of_arrow_is_left_out(self, form, compression):
     texts = [f"{i * i} {i}" * 20 for i in range(50)]
-    batches = [
-      pyarrow.record_batch({"text": texts[i : i + 10]})
-      for i in range(0, 50, 10)
-    ]
+    table = pyarrow.table({"text": texts})
     opened = ipc.new_file if form == "file" else ipc.new_stream
     options = ipc.IpcWriteOptions(compression=compression)
     sink, starts = pyarrow.BufferOutputStream(), []
-    with opened(sink, batches[0].schema, options=options) as writer:
-      for batch in batches:
+    with opened(sink, table.schema, options=options) as writer:
+      for batch in table.to_batches(max_chunksize=10):
         starts.append(sink.tell())
         writer.write_batch(batch)
     content = bytearray(sink.getvalue().to_pybytes())
     # The offsets of texts lie before these, where they are not compressed.
     at = starts[3] - 60 if compression else content.index(texts[20].encode())
     content[at - 40 : at - 10] = b"\7" * 30
-    found, left_out = self._skip("a.arrow", bytes(content))
+    self._write("a.arrow", bytes(content))
+    found, left_out = self._skip("a.arrow")
     self.assertEqual([t for _, t in found], texts[:20] + texts[30:])
     self.assertEqual(left_out, [("a.arrow:21", "damaged or truncated")])
     with self.assertRaisesRegex(ValueError, "a.arrow, row 21 or after: dam"):
       self._read("a.arrow")
 
+  @parameterized.parameters(("cut", 10), ("other", 0), ("empty", 0))
+  def test_what_is_no_whole_arrow_file_is_named_or_left_out(self, how, rows):
+    table = pyarrow.table({"text": _TEXTS[:35]})
+    with ipc.new_stream(self.root / "a.arrow", table.schema) as writer:
+      writer.write_table(table, max_chunksize=10)
+    content = (self.root / "a.arrow").read_bytes()
+    end = content.index(b"text 18") if how == "cut" else 0
+    self._write("a.arrow", content[:end] + b"other" * (how == "other"))
+    with self.assertRaisesRegex(ValueError, r"a.arrow.*: damaged or truncated"):
+      self._read("a.arrow")
+    found, left_out = self._skip("a.arrow")
+    self.assertEqual((len(found), len(left_out)), (rows, 1))
 
-class PiecesTest(FolderTest):
-  def _write(self, name, content):
-    path = self.root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+  def test_rows_that_are_not_utf8_are_left_out(self):
+    binary = pyarrow.array([b"a", b"\xff", b"c"])
+    table = pyarrow.table({"text": binary.view(pyarrow.string())})
+    with ipc.new_file(self.root / "a.arrow", table.schema) as writer:
+      writer.write_table(table)
+    found, left_out = self._skip("a.arrow")
+    self.assertEqual(found, [("a.arrow:1", "a"), ("a.arrow:3", "c")])
+    self.assertEqual(left_out, [("a.arrow:2", "not UTF-8")])
 
-  def _list(self, *globs, piece_bytes=1000):
-    return text_pieces.list_pieces(
-      [str(self.root / g) for g in globs], piece_bytes
+
+class PlacesTest(_FilesTest):
+  """Folders of `datasets`, and addresses."""
+
+  def setUp(self):
+    super().setUp()
+    rows = datasets.Dataset.from_dict({"text": _TEXTS})
+    rows.save_to_disk(self.root / "set", num_shards=2)
+    self.memory = fsspec.filesystem("memory")
+    self.memory.pipe("/texts/a.jsonl", _lines(_TEXTS))
+    self.addCleanup(self.memory.rm, "/texts", recursive=True)
+
+  @parameterized.parameters("path", "file", "memory")
+  def test_saved_folder_stands_for_its_arrow_files(self, kind):
+    (self.root / "set/cache-1.arrow").write_bytes(b"no part of it")
+    folder = {"path": "set", "file": f"file://{self.root}/set"}.get(kind)
+    if kind == "memory":
+      for path in (self.root / "set").iterdir():
+        self.memory.pipe(f"/texts/set/{path.name}", path.read_bytes())
+    found = self._read(folder or "memory://texts/set")
+    self.assertEqual([text for _, text in found], _TEXTS)
+    self.assertEqual(found[0][0], "data-00000-of-00002.arrow:1")
+    self.assertEqual(found[-1][0], "data-00001-of-00002.arrow:1250")
+
+  def test_damaged_folder_is_named(self):
+    (self.root / "set/data-00000-of-00002.arrow").unlink()
+    with self.assertRaisesRegex(FileNotFoundError, "no such file.*state"):
+      self._read("set")
+    for content in ("{}", "[]", '{"_data_files": [1]}', '{"_data_files": 3}'):
+      (self.root / "set/state.json").write_text(content)
+      with self.assertRaisesRegex(
+        ValueError, r"set/state.json: .*(_data_files|object)"
+      ):
+        self._read("set")
+
+  def test_files_of_any_file_system(self):
+    table = io.BytesIO()
+    parquet.write_table(
+      pyarrow.table({"text": _TEXTS}), table, row_group_size=999
     )
+    self.memory.pipe("/texts/deep/b.parquet", table.getvalue())
+    self.memory.pipe("/texts/deep/c.jsonl.zst", _zstd(_lines(["packed"])))
+    found = self._read("memory://texts/**", piece_bytes=1000)
+    self.assertEqual([text for _, text in found], [*_TEXTS * 2, "packed"])
+    self.assertEqual(found[0][0], "a.jsonl:1")
+    self.assertEqual(found[-2][0], "deep/b.parquet:2500")
+    self.assertEqual(self._read("memory://texts/a.jsonl"), found[:2500])
+
+  @parameterized.parameters(
+    (("memory://texts/no",), FileNotFoundError, "memory://texts/no: no such"),
+    (("memory://texts/",), FileNotFoundError, "memory://texts/: no such"),
+    (("nothing://a",), ValueError, "nothing://a: Protocol not known"),
+    (("memory://texts/**", "a.txt"), ValueError, "mixed, as in .* file:///"),
+    (("no.txt",), FileNotFoundError, "no.txt: no such file$"),
+    (("folder",), FileNotFoundError, r"folder.*DIR/\*\*/\*"),
+    ((), FileNotFoundError, "no input"),
+  )
+  def test_missing_input_is_named(self, patterns, error, message):
+    (self.root / "a.txt").touch()
+    (self.root / "folder").mkdir()
+    with self.assertRaisesRegex(error, message):
+      self._read(*patterns)
+
+  @parameterized.parameters(
+    ("fsspec", "memory://texts/a.jsonl"),
+    ("huggingface_hub", "hf://datasets/a/b.jsonl"),
+  )
+  def test_missing_library_says_how_to_install_it(self, library, address):
+    names = [n for n in sys.modules if n.partition(".")[0] == library]
+    with (
+      mock.patch.dict(sys.modules, dict.fromkeys([library, *names])),
+      self.assertRaisesRegex(ValueError, rf"{address}.*moh_jax\[llm\]"),
+    ):
+      self._read(address)
+
+  def test_a_broken_connection_is_not_damage(self):
+    class SlowError(Exception):
+      pass
+
+    fail = mock.Mock(side_effect=SlowError("too slow"))
+    with (
+      mock.patch.object(fsspec.implementations.memory.MemoryFile, "read", fail),
+      self.assertRaisesRegex(OSError, "a.jsonl: cannot be read: too slow"),
+    ):
+      self._skip("memory://texts/a.jsonl")
+
+
+class PiecesTest(_FilesTest):
+  def _list(self, *globs, piece_bytes=1000):
+    return list_pieces([str(self.root / g) for g in globs], piece_bytes)
 
   @parameterized.parameters(1, 10, 37, 38, 100, 10**6)
   def test_lines_are_never_cut(self, piece_bytes):
@@ -213,35 +332,17 @@ class PiecesTest(FolderTest):
     for name in ("x/a.txt", "x/b.jsonl"):
       self._write(name, b"{}\n" * 1000)
     plan = self._list("x/*")
-    again = self._list("x/b.*", "x/a.txt", "x/*")
-    self.assertEqual(again, plan)
+    self.assertEqual(self._list("x/b.*", "x/a.txt", "x/*"), plan)
     shutil.move(self.root / "x", self.root / "y")
-    moved = self._list("y/*")
-    same = text_pieces.fingerprint(plan)
-    self.assertEqual(text_pieces.fingerprint(moved), same)
+    same = text_files.fingerprint(plan)
+    self.assertEqual(text_files.fingerprint(self._list("y/*")), same)
     self._write("y/a.txt", b"longer now")
-    changed = text_pieces.fingerprint(self._list("y/*"))
-    self.assertNotEqual(changed, same)
-    cut = text_pieces.fingerprint(self._list("y/*", piece_bytes=500))
+    changed = text_files.fingerprint(self._list("y/*"))
+    cut = text_files.fingerprint(self._list("y/*", piece_bytes=500))
     self.assertLen({same, changed, cut}, 3)
 
-  def test_missing_input_is_named(self):
-    os.mkdir(self.root / "folder")
-    with self.assertRaisesRegex(FileNotFoundError, "no.txt: no such file$"):
-      self._list("no.txt")
-    with self.assertRaisesRegex(FileNotFoundError, r"folder.*DIR/\*\*/\*"):
-      self._list("folder")
-    with self.assertRaisesRegex(FileNotFoundError, "no input"):
-      self._list()
-    with self.assertRaisesRegex(ValueError, "piece_bytes=0 must be"):
-      self._list("*", piece_bytes=0)
-
-  def test_tables_are_cut_between_row_groups_with_pyarrow(self):
-    import pyarrow
-    from pyarrow import parquet
-
-    table = pyarrow.table({"text": [str(i) * 20 for i in range(100)]})
-    parquet.write_table(table, self.root / "a.parquet", row_group_size=15)
+  def test_tables_are_cut_between_row_groups(self):
+    self._table([str(i) * 20 for i in range(100)], rows=15)
     for piece_bytes, expected in ((1, 7), (10**6, 1)):
       groups = self._list("*", piece_bytes=piece_bytes)
       pieces = list(itertools.chain(*groups))
@@ -256,13 +357,12 @@ class PiecesTest(FolderTest):
     ("a.txt", ("text", "")),
     ("a", ("text", "")),
     ("a.py.gz", ("text", ".gz")),
-    ("a.jsonl", ("jsonl", "")),
     ("A.JSONL.ZST", ("jsonl", ".zst")),
     ("c4-train.00000.json.gz", ("jsonl", ".gz")),
     ("a.parquet", ("parquet", "")),
   )
   def test_suffix_says_the_format(self, name, expected):
-    self.assertEqual(text_pieces.file_format(name), expected)
+    self.assertEqual(text_files.file_format(name), expected)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from moh_jax.config import (
   SampleConfig,
   ViTConfig,
 )
-from moh_jax.data import latents, pipeline
+from moh_jax.data import image_shards, pipeline
 from moh_jax.data.shard_writer import ShardSetWriter
 
 VIT = ViTConfig(
@@ -43,7 +43,7 @@ def write_latents(folder, examples=10, shard_size=4, **settings):
   defaults = {"image_size": 16, "latent_shape": SHAPE, "latent_scale": 0.5}
   writer = ShardSetWriter(
     folder,
-    latents.KIND,
+    image_shards.LATENTS,
     items=examples,
     shard_size=shard_size,
     settings={**defaults, **settings},
@@ -53,7 +53,7 @@ def write_latents(folder, examples=10, shard_size=4, **settings):
     with writer.open(shard) as target:
       for item in writer.items(shard):
         header = {"label": item % 2, "name": f"{CLASSES[item % 2]}/{item}"}
-        target.add(header, latents.encode_moments(moments(item)))
+        target.add(header, image_shards.encode_moments(moments(item)))
   return writer.finish()
 
 

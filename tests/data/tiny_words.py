@@ -4,8 +4,7 @@ import string
 
 import tokenizers as hf
 
-from moh_jax.data.tokenizer_files import BEGIN, END
-from moh_jax.data.tokenizers import tokenizer_from_bytes
+from moh_jax.data.tokenizers import BEGIN, END, JsonTokenizer
 
 WORDS = tuple(c + c.upper() for c in string.ascii_lowercase)  # ids 1 to 26
 
@@ -25,4 +24,4 @@ def tokenizer(extra=(), spaced=False):
     made.pre_tokenizer = hf.pre_tokenizers.Metaspace()
     made.decoder = hf.decoders.Metaspace()
   made.add_special_tokens([BEGIN, END, *extra])
-  return tokenizer_from_bytes("tokenizer_json", made.to_str().encode())
+  return JsonTokenizer(made.to_str().encode())

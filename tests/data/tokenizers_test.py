@@ -1,4 +1,4 @@
-"""Begin, end and stops as the files beside a tokenizer say them."""
+"""Tokenizers, the files beside them, and chat templates."""
 
 import functools
 import hashlib
@@ -8,24 +8,25 @@ import pathlib
 import pickle
 import random
 import sys
-import tempfile
 from unittest import mock
 
 import pytest
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
-from moh_jax.data import tokenizers
+from moh_jax.data import chat, tokenizers
 from moh_jax.data.chat import render_chat
-from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
 from moh_jax.data.tokenizers import (
-  StreamDecoder,
-  TokenizerFileError,
+  copy_tokenizer_files,
   load_tokenizer,
-  prompt_ids,
+  read_files_beside,
 )
+from moh_jax.inference.decoding import StreamDecoder, prompt_ids
+from tests.data import tiny_words
 from tests.data.folder import FolderTest
 from tests.tools.random_texts import random_texts
+
+pytest.importorskip("transformers")
 
 _TEXTS = (
   "Hello, world!",
@@ -40,19 +41,7 @@ _CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
 
 def _bpe(vocab_size=300):
   content = tokenizers.train_bpe(iter(_CORPUS), vocab_size)
-  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
-
-
-def _words(*specials, **options):
-  """A tokenizer.json that knows two words and some special tokens."""
-  words = {"a": 0, "b": 1, "[UNK]": 2}
-  tokenizer = hf.Tokenizer(hf.models.WordLevel(words, unk_token="[UNK]"))
-  tokenizer.pre_tokenizer = hf.pre_tokenizers.Whitespace()
-  tokenizer.add_special_tokens(list(specials))
-  for name, value in options.items():
-    getattr(tokenizer, name)(value)
-  content = tokenizer.to_str().encode()
-  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
+  return tokenizers.JsonTokenizer(content)
 
 
 def _metaspace(scheme):
@@ -81,7 +70,7 @@ def _sentencepiece(files=None, **options):
     **options,
   )
   content = model.getvalue()
-  return tokenizers.tokenizer_from_bytes("sentencepiece", content, files or {})
+  return tokenizers.SentencePieceTokenizer(content, files or {})
 
 
 class RoundTripTest(parameterized.TestCase):
@@ -133,26 +122,6 @@ class StreamTest(parameterized.TestCase):
     self.assertGreater(len("".join(parts)), 80)
     self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
     self.assertEqual(stream.feed(ord("a")), "a")
-
-
-class JsonTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (("<s>", "</s>"), (3, 4)),
-    (("</s>", "<s>"), (4, 3)),
-    (("<|endoftext|>", "<|padding|>"), (3, 3)),
-    (("[BOS]", "[EOS]"), (3, 4)),
-    (("<|end_of_text|>",), (3, 3)),
-    (("[PAD]",), (None, None)),
-    (("<s>", "</s>", "<|begin_of_text|>", "<|end_of_text|>"), (5, 6)),
-  )
-  def test_begin_and_end_are_found_by_name(self, specials, expected):
-    tokenizer = _words(*specials)
-    self.assertEqual((tokenizer.bos_id, tokenizer.eos_id), expected)
-
-  def test_vocabulary_counts_gaps(self):
-    tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 7}, unk_token="a"))
-    content = tokenizer.to_str().encode()
-    self.assertEqual(tokenizers.JsonTokenizer(content).vocab_size, 8)
 
 
 class WithSentencePieceTest(parameterized.TestCase):
@@ -217,12 +186,12 @@ class LoadTest(FolderTest):
       tokenizers.load_tokenizer(self.root / "a.model")
 
 
-def _content(template=None):
-  """A tokenizer.json with the ids "a" 0, "<s>" 1, "</s>" 2 and "<e>" 3."""
-  made = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
-  made.add_special_tokens(["<s>", "</s>", "<e>"])
+def _content(template=None, specials=("<s>", "</s>", "<e>"), word=0):
+  """A tokenizer.json of one word, id 0, and special tokens from id 1 on."""
+  made = hf.Tokenizer(hf.models.WordLevel({"a": word}, unk_token="a"))
+  made.add_special_tokens(list(specials))
   if template:
-    ids = [(token, made.token_to_id(token)) for token in ("<s>", "</s>", "<e>")]
+    ids = [(token, made.token_to_id(token)) for token in specials]
     made.post_processor = hf.processors.TemplateProcessing(
       single=template, special_tokens=ids
     )
@@ -242,30 +211,38 @@ class SpecialIdsTest(parameterized.TestCase):
     ("<e>:0 $A:0", {}, (3, 2, True)),
     ("<s>:0 $A:0 <e>:0", {}, (1, 3, True)),
     # tokenizer_config.json says tokens, and the own file where they go.
-    (None, {"bos_token": "<s>", "eos_token": "<e>"}, (1, 3, False)),
-    ("<s>:0 $A:0", {"bos_token": "<s>", "eos_token": "<e>"}, (1, 3, True)),
-    (
-      None,
-      {"bos_token": {"content": "<s>"}, "eos_token": "</s>"},
-      (1, 2, False),
-    ),
-    (None, {"bos_token": None, "eos_token": "<e>"}, (None, 3, False)),
-    (None, {"eos_token": "<e>"}, (None, 3, False)),
+    (None, {"bos": "<s>", "eos": "<e>"}, (1, 3, False)),
+    ("<s>:0 $A:0", {"bos": "<s>", "eos": "<e>"}, (1, 3, True)),
+    (None, {"bos": {"content": "<s>"}, "eos": "</s>"}, (1, 2, False)),
+    (None, {"bos": None, "eos": "<e>"}, (None, 3, False)),
+    (None, {"eos": "<e>"}, (None, 3, False)),
     # It says both.
-    (None, {"bos_token": "<s>", "add_bos_token": True}, (1, None, True)),
-    (
-      "<s>:0 $A:0",
-      {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False},
-      (1, 2, False),
-    ),
-    (None, {"bos_token": None, "add_bos_token": True}, (None, None, False)),
+    (None, {"bos": "<s>", "add_bos": True}, (1, None, True)),
+    ("<s>:0 $A:0", {"bos": "<s>", "add_bos": False}, (1, None, False)),
+    (None, {"bos": None, "add_bos": True}, (None, None, False)),
     # It names no token.
-    (None, {"model_max_length": 8}, (1, 2, False)),
+    (None, {"length": 8}, (1, 2, False)),
   )
   def test_what_a_file_says_comes_first(self, template, config, expected):
+    config = {f"{name}_token": value for name, value in config.items()}
     files = {"tokenizer_config": config} if config else {}
     found = _tokenizer(template, **files)
     self.assertEqual((found.bos_id, found.eos_id, found.add_bos), expected)
+
+  @parameterized.parameters(
+    (("<s>", "</s>"), (1, 2)),
+    (("</s>", "<s>"), (2, 1)),
+    (("<|endoftext|>", "<|padding|>"), (1, 1)),
+    (("[BOS]", "[EOS]"), (1, 2)),
+    (("<|end_of_text|>",), (1, 1)),
+    (("[PAD]",), (None, None)),
+    (("<s>", "</s>", "<|begin_of_text|>", "<|end_of_text|>"), (3, 4)),
+  )
+  def test_begin_and_end_are_found_by_name(self, specials, expected):
+    found = tokenizers.JsonTokenizer(_content(specials=specials))
+    self.assertEqual((found.bos_id, found.eos_id), expected)
+    found = tokenizers.JsonTokenizer(_content(specials=(), word=7))
+    self.assertEqual(found.vocab_size, 8)  # gaps count
 
   @parameterized.parameters((0, (0, 2)), ([3, 0, 3], (3, 0, 2)), (None, (2,)))
   def test_stops_are_those_of_generation_and_the_end(self, stored, expected):
@@ -281,11 +258,7 @@ class SpecialIdsTest(parameterized.TestCase):
     ("tokenizer_config", {"eos_token": "<x>"}, "eos_token='<x>' is no token"),
     ("special_tokens_map", {"eos_token": []}, "eos_token=.. must be 'str . o"),
     ("generation_config", {"eos_token_id": "2"}, "='2' must be 'int . array"),
-    (
-      "generation_config",
-      {"eos_token_id": [2, -1]},
-      "1.=-1 must be .* >= 0",
-    ),
+    ("generation_config", {"eos_token_id": [2, -1]}, "1.=-1 must be .* >= 0"),
     ("generation_config", {"eos_token_id": True}, "=True must be 'int . array"),
   )
   def test_damage_is_named(self, name, value, message):
@@ -303,12 +276,10 @@ class SpecialIdsTest(parameterized.TestCase):
       tokenizers.check_vocabulary(tokenizer, 3)
 
 
-class TextFilesTest(parameterized.TestCase):
+class FilesBesideTest(FolderTest):
   def setUp(self):
     super().setUp()
-    root = self.enterContext(tempfile.TemporaryDirectory())
-    self.source = pathlib.Path(root) / "source"
-    self.target = pathlib.Path(root) / "target"
+    self.source, self.target = self.root / "source", self.root / "target"
     self.source.mkdir()
 
   def _write(self, **files):
@@ -324,15 +295,9 @@ class TextFilesTest(parameterized.TestCase):
     sha256 = copy_tokenizer_files(self.source, self.target)
     found = tokenizers.load_tokenizer(self.target)
     self.assertEqual(sha256, found.sha256)
-    self.assertEqual(
-      sorted(found.files),
-      [
-        "added_tokens.json",
-        "additional_chat_templates/rag.jinja",
-        "chat_template.jinja",
-        "tokenizer_config.json",
-      ],
-    )
+    names = ["added_tokens.json", "additional_chat_templates/rag.jinja"]
+    names += ["chat_template.jinja", "tokenizer_config.json"]
+    self.assertEqual(sorted(found.files), names)
     self.assertFalse((self.target / "unrelated.json").exists())
 
   @parameterized.parameters(
@@ -345,6 +310,123 @@ class TextFilesTest(parameterized.TestCase):
     files = read_files_beside(self.source)
     made = json.loads(files["generation_config.json"])
     self.assertEqual(made, {**(generation or {}), "eos_token_id": expected})
+
+
+_USER = [{"role": "user", "content": "aA"}]
+
+
+def _chat_tokenizer(**files):
+  tokenizer = tiny_words.tokenizer()
+  tokenizer.files = {
+    name.replace("__", "/")
+    .replace("_jinja", ".jinja")
+    .replace("_json", ".json"): (
+      value if isinstance(value, str) else json.dumps(value)
+    ).encode()
+    for name, value in files.items()
+  }
+  return tokenizer
+
+
+def _render(source, messages=_USER, **options):
+  tokenizer = _chat_tokenizer(chat_template_jinja=source)
+  return render_chat(tokenizer, messages, **options)
+
+
+class TemplatesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"chat_template_jinja": "x"},),
+    ({"tokenizer_config_json": {"chat_template": "x"}},),
+    ({"chat_template_json": {"chat_template": "x"}},),
+    (
+      {
+        "tokenizer_config_json": {
+          "chat_template": [
+            {"name": "rag", "template": "y"},
+            {"name": "default", "template": "x"},
+          ]
+        }
+      },
+    ),
+    (
+      {
+        "chat_template_jinja": "x",
+        "tokenizer_config_json": {"chat_template": "y"},
+      },
+    ),
+  )
+  def test_default_is_found(self, files):
+    self.assertEqual(render_chat(_chat_tokenizer(**files), _USER), "x")
+
+  def test_others_have_names(self):
+    tokenizer = _chat_tokenizer(
+      chat_template_jinja="x", additional_chat_templates__rag_jinja="y"
+    )
+    names = chat.template_names(tokenizer)
+    self.assertEqual(names, ("default", "rag"))
+    self.assertEqual(render_chat(tokenizer, _USER, "rag"), "y")
+    with self.assertRaisesRegex(ValueError, r"'tool' must be one of .*'rag'"):
+      render_chat(tokenizer, _USER, "tool")
+
+  @parameterized.parameters((3,), ([1],), ({"default": 3},))
+  def test_wrong_type_names_the_file(self, stored):
+    tokenizer = _chat_tokenizer(tokenizer_config_json={"chat_template": stored})
+    with self.assertRaisesRegex(ValueError, "tokenizer_config.json: chat_temp"):
+      render_chat(tokenizer, _USER)
+
+  @parameterized.parameters("jinja2", "transformers")
+  def test_missing_library_says_how_to_install_it(self, name):
+    missing = {n: None for n in sys.modules if n.partition(".")[0] == name}
+    with (
+      mock.patch.dict(sys.modules, {**missing, name: None}),
+      self.assertRaisesRegex(ValueError, rf"'{name}': pip install 'moh_jax"),
+    ):
+      _render("x")
+
+
+class TemplateErrorsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    "{{ messages.append(1) }}",
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''.__class__.__base__ | attr('__subclasses__')() }}",
+    "{{ raise_exception.__globals__['__builtins__'] }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+  )
+  def test_templates_cannot_leave_the_sandbox(self, source):
+    with self.assertRaisesRegex(ValueError, "chat_template.jinja fails: Sec"):
+      _render(source)
+
+  @parameterized.parameters(
+    ("{{ raise_exception('no\nway') }}", "refuses the messages: no way"),
+    ("{{ messages[0].content + 1 }}", "fails: TypeError: "),
+    ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
+    ("{{ nobody.is.here }}", "fails: UndefinedError: "),
+    ("a\n{% if %}", "line 2: "),
+    ("{% end %}", "line 1: "),
+    ("{% include 'x' %}", "fails: "),
+  )
+  def test_errors_are_one_line_that_names_the_file(self, source, message):
+    with self.assertRaises(ValueError) as caught:
+      _render(source)
+    text = str(caught.exception)
+    self.assertStartsWith(text, "chat_template.jinja")
+    self.assertIn(message, text)
+    self.assertNotIn("\n", text)
+
+  @parameterized.parameters(
+    ("aA", "messages='aA' must be a list"),
+    ([], r"messages=\[\] must be a list, and not empty"),
+    (["aA"], "message 0: must be 'object', not str"),
+    ([{"role": 1, "content": ""}], "message 0: role=1 must be 'str'"),
+    ([*_USER, {"content": ""}], "message 1: has no entry 'role'"),
+    (
+      [{"role": "user", "content": 1}],
+      "message 0: content=1 must be 'str . array",
+    ),
+  )
+  def test_bad_messages_are_named(self, messages, message):
+    with self.assertRaisesRegex(ValueError, message):
+      _render("x", messages)
 
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded"
@@ -385,20 +467,12 @@ class TokensTest(parameterized.TestCase):
       digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
       self.assertEqual(digest, recorded[how]["sha256"], how)
 
-  @parameterized.parameters(
-    ("llama2", "'legacy' is false"), ("llama2_added", "adds tokens to it")
-  )
-  def test_models_that_need_a_tokenizer_json_are_refused(self, name, message):
-    with self.assertRaisesRegex(TokenizerFileError, message):
-      load_tokenizer(_RECORDED / "tokenizers" / name)
-
 
 class ChatTest(parameterized.TestCase):
   @parameterized.product(
     name=("llama2", "llama3", "chatml", "mistral", "gemma"), version=_VERSIONS
   )
   def test_conversations_have_the_same_text_and_tokens(self, name, version):
-    pytest.importorskip("transformers")
     folder = _RECORDED / "chat"
     conversations = json.loads((folder / "messages.json").read_text())
     tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2_json")

@@ -10,40 +10,16 @@ from PIL import Image
 
 from moh_jax.config import DataConfig, TextDataConfig
 from moh_jax.config.data import RandAugmentPolicy
-from moh_jax.data import augment, transforms
+from moh_jax.config.dit import LatentScaling
+from moh_jax.data import augment, image_shards, transforms
 from moh_jax.data.transforms import Normalize, normalizer
 from tests.data import tiny_sets
 
 _MODEL = dataclasses.replace(tiny_sets.VIT, image_size=(8, 8))
-_ALL = (
-  transforms.Resize((8, 6)),
-  transforms.ResizeCenterCrop(10, (8, 6)),
-  transforms.RandomShift(),
-  transforms.RandomCropFlip((8, 6)),
-  transforms.CenterCrop((8, 6)),
-  transforms.RandomFlip(),
-  transforms.Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)),
-)
 
 
 def _image(shape, seed=0):
   return np.random.RandomState(seed).randint(0, 256, shape, np.uint8)
-
-
-def _apply(transform, image, seed=0):
-  element = {"image": image, "label": np.int32(3)}
-  if hasattr(transform, "random_map"):
-    return transform.random_map(element, np.random.default_rng(seed))
-  return transform.map(element)
-
-
-class CommonTest(parameterized.TestCase):
-  @parameterized.parameters(*_ALL)
-  def test_keeps_the_label_and_its_input(self, transform):
-    image = _image((11, 9, 3))
-    before = image.copy()
-    self.assertEqual(_apply(transform, image)["label"], 3)
-    np.testing.assert_array_equal(image, before)
 
 
 class ResizeCenterCropTest(parameterized.TestCase):
@@ -55,7 +31,7 @@ class ResizeCenterCropTest(parameterized.TestCase):
     rows, columns = np.indices(shape)
     ramps = np.stack([rows, columns, rows], -1).astype(np.uint8) * 7
     crop = transforms.ResizeCenterCrop(min(size), size)
-    out = _apply(crop, ramps)["image"]
+    out = crop.map({"image": ramps})["image"]
     scale = max(np.array(size) / shape)
     whole = transforms.resize(
       ramps, tuple(max(int(n * scale), w) for n, w in zip(shape, size))
@@ -103,10 +79,10 @@ class RandomShiftTest(absltest.TestCase):
       for top in range(5)
       for left in range(3)
     }
-    seen = {
-      windows[_apply(transforms.RandomShift(), image, seed)["image"].tobytes()]
-      for seed in range(150)
-    }
+    shift, seen = transforms.RandomShift(), set()
+    for rng in map(np.random.default_rng, range(150)):
+      moved = shift.random_map({"image": image}, rng)["image"]
+      seen.add(windows[moved.tobytes()])
     self.assertEqual(seen, set(windows.values()))
 
 
@@ -154,6 +130,36 @@ class PixelsTest(parameterized.TestCase):
       ours = normalizer(config)(latents)
       jax.tree.map(np.testing.assert_array_equal, ours, latents)
     self.assertIs(normalizer(TextDataConfig())(text), text)
+
+
+class LatentsTest(parameterized.TestCase):
+  def test_samples_have_the_posteriors_mean_and_variance(self):
+    element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
+    transform = transforms.SampleLatent(LatentScaling(0.5))
+    rngs = map(np.random.default_rng, range(2000))
+    samples = [transform.random_map(element, r)["image"] for r in rngs]
+    samples = np.stack(samples)
+    noise = samples - np.sign(samples) * 30 * 0.5
+    std = 0.5 * np.exp(-2)
+    self.assertEqual(samples.dtype, np.float32)
+    np.testing.assert_allclose(noise.mean(0), 0, atol=5 * std / 2000**0.5)
+    np.testing.assert_allclose(noise.std(0), std, rtol=0.1)
+    self.assertAlmostEqual(noise.std(), std, delta=0.01 * std)
+
+  def test_shift_and_statistics_of_channels(self):
+    moments = np.zeros((2, 2, 1, 1, 2), np.float16)
+    moments[0, 0] = (5.0, -1.0)
+    scaling = LatentScaling(0.5, shift=0.25, mean=(1.0, 2.0), std=(2.0, 4.0))
+    out = transforms.MeanLatent(scaling).map({"image": moments, "label": 0})
+    # ((5 - 1) / 2 - 0.25) * 0.5 and ((-1 - 2) / 4 - 0.25) * 0.5.
+    np.testing.assert_allclose(out["image"][0, 0], (0.875, -0.5))
+
+  @parameterized.parameters(np.inf, np.nan, 1e6)
+  def test_what_float16_cannot_hold_is_refused(self, value):
+    moments = tiny_sets.moments(0)
+    moments[0, 0, 1, 2, 0] = value
+    with self.assertRaisesRegex(ValueError, "not finite in float16"):
+      image_shards.encode_moments(moments)
 
 
 if __name__ == "__main__":

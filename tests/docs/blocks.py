@@ -17,9 +17,6 @@ MODES = ("run", "slow", "parse", "none")
 _MARK = re.compile(r"<!-- test: (\w+)(?:: (.+))? -->")
 # ``` {.python} has an included file, which other tests run.
 _FENCE = re.compile(r"```(\w*)(?: \{.*\})?")
-_INLINE = re.compile(
-  r"`(python -m (?:moh_jax [a-z-]+ |benchmarks\.\w+ )[^`]+)`"
-)
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # What sets an environment up; the examples' tests run in one that is.
 _SET_UP = (("python3", "-m", "venv"), (".", ".venv/bin/activate"))
@@ -109,23 +106,6 @@ def read_blocks(page: str, content: str) -> list[Block]:
   return blocks
 
 
-def inline_commands(page: str, text: str) -> list[Block]:
-  """Commands within the text, whose options are checked."""
-  prose = re.sub(r"^```.*?^```", _blank, text, flags=re.DOTALL | re.MULTILINE)
-  return [
-    Block(
-      page,
-      prose.count("\n", 0, found.start()) + 1,
-      "sh",
-      " ".join(found[1].split()),
-      "parse",
-      "within the text",
-    )
-    for found in _INLINE.finditer(prose)
-    if not re.search(r"\b[A-Z]{3,}\b", found[1])  # a placeholder, like FILE
-  ]
-
-
 def commands(code: str) -> list[Command]:
   """The command lines of a block of `sh`.
 
@@ -158,7 +138,3 @@ def _command(words: list[str]) -> Command | None:
   if program.endswith("python") and rest[0] == "train.py":
     return Command("moh_jax", ("train", *rest[1:]), tuple(environment))
   raise ValueError(f"{words} is no command that the tests know")
-
-
-def _blank(block: re.Match) -> str:
-  return "\n" * block[0].count("\n")

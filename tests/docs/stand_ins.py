@@ -16,21 +16,15 @@ from tests.docs.blocks import ROOT
 from tests.inference import tiny_text_model, tiny_vae
 
 _LINKED = (
-  "README.md",
-  "benchmarks",
-  "configs",
-  "docs",
-  "moh_jax",
-  "pyproject.toml",
-  "tests",
-  "train.py",
+  *("benchmarks", "configs", "docs", "moh_jax", "tests"),
+  *("README.md", "pyproject.toml", "train.py"),
 )
 _RUNS = {"digits": "vit", "dit": "dit"}  # runs/NAME: the stored checkpoint
 _STORED = ROOT / "tests/old_checkpoints"
 
 
 def lay_out(folder):
-  """Fills a folder with the repository's files, and with small data."""
+  """Fills a folder with the repository's files and small data; returns it."""
   for name in _LINKED:
     (folder / name).symlink_to(ROOT / name)
   (folder / "runs").mkdir()
@@ -48,6 +42,7 @@ def lay_out(folder):
   prompts = ("def main(", "import ")
   rows = [json.dumps({"prompt": text}) + "\n" for text in prompts]
   (folder / "prompts.jsonl").write_text("".join(rows))
+  return folder
 
 
 def _save_llama(folder, texts):

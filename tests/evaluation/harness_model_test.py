@@ -79,8 +79,8 @@ class HarnessModelTest(parameterized.TestCase):
     tokenizer = tokenizers.BytesTokenizer()
     tokenizer.add_bos = False
     pairs = self._pairs(("ab", " cd"), ("", "cd"), tokenizer=tokenizer)
-    self.assertEqual(pairs[0], (list(b"ab"), list(b" cd")))
-    self.assertEqual(pairs[1], ([256], list(b"cd")))
+    expected = [(list(b"ab"), list(b" cd")), ([256], list(b"cd"))]
+    self.assertEqual(pairs, expected)
 
   @parameterized.parameters(True, False)
   def test_pairs_are_encoded_as_the_harness_does(self, add_bos):
@@ -210,11 +210,10 @@ class GenerationOptionsTest(parameterized.TestCase):
     plain |= {"top_k": 0, "top_p": 1.0}
     self.assertEqual(generation_options(given), plain | expected)
 
-  @parameterized.parameters(({"num_beams": 4},), ({"typical_p": 0.5},))
-  def test_option_that_we_do_not_have_is_refused(self, given):
-    name, value = next(iter(given.items()))
+  @parameterized.parameters(("num_beams", 4), ("typical_p", 0.5))
+  def test_option_that_we_do_not_have_is_refused(self, name, value):
     with self.assertRaisesRegex(ValueError, f"{name}={value} must be one of"):
-      generation_options(given)
+      generation_options({name: value})
 
 
 if __name__ == "__main__":

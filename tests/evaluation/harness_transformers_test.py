@@ -17,7 +17,7 @@ from absl.testing import parameterized
 
 from moh_jax import Generator, Sampling
 from moh_jax.convert.checkpoints import export
-from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
+from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.evaluation import tiny_harness
@@ -40,7 +40,7 @@ class HarnessTest(parameterized.TestCase):
     cls.root = pathlib.Path(temporary.name)
     texts = [json.dumps(row) for row in tiny_harness.CHOICES]
     content = train_bpe(texts * 3, _VOCABULARY)
-    tokenizer = tokenizer_from_bytes("tokenizer_json", content)
+    tokenizer = JsonTokenizer(content)
     small = tiny_text_model.CONFIG
     model = dataclasses.replace(
       small.model, vocab_size=_VOCABULARY, max_length=128

@@ -8,83 +8,37 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import MeshConfig
 from moh_jax.evaluation.head_stats import head_stats, routed_layers
 from moh_jax.evaluation.probe import make_probe
 from moh_jax.models.registry import make_model
 from moh_jax.ops.routing import load_entropy
-from moh_jax.runtime import sharding
+from tests.evaluation import labelled
 from tests.training import tiny
 
-_BATCH, _BATCHES = 8, 2
-_MESHES = {"one": (MeshConfig(), 1), "eight": (MeshConfig(data=8), 8)}
 _NAMES = ("ant", "bee", "cat", "dog")  # no example is a dog
 
 
 def _config(family):
-  config = {
-    "vit": tiny.deterministic_config,
-    "dit": tiny.dit_config,
-    "mha": tiny.deterministic_config,
-    "llm": tiny.llm_config,
-  }[family]()
-  if family == "mha":
-    model = config_lib.without_router(config.model)
-    return dataclasses.replace(config, model=model)
-  if family != "llm":
-    return config
-  order = ((2, 0, 1, 3), (0, 1, 2, 3))
-  model = dataclasses.replace(
-    config.model,
-    router=config_lib.RouterConfig(kind="query_norm"),
-    head_order=order,
-  )
-  return dataclasses.replace(config, model=model)
-
-
-@functools.cache
-def _batches(family):
-  """Batches on the host; the last examples are padding."""
-  rng = np.random.default_rng(0)
-  total = _BATCH * _BATCHES
-  batch = {
-    "label": rng.integers(0, 3, total).astype(np.int32),
-    "index": np.arange(total, dtype=np.int32),
-    "mask": np.float32(np.arange(total) < total - 3),
-  }
   if family == "llm":
-    segments = np.ones((total, 16), np.int32)
-    segments[::2, 11:] = 0
-    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (total, 16))
-    batch |= {
-      "inputs": rng.integers(0, 60, (total, 16)).astype(np.int32),
-      "segments": segments,
-      "positions": positions,
-    }
-  else:
-    batch["image"] = rng.normal(size=(total, 8, 8, 1)).astype(np.float32)
-  return [
-    {name: x[start : start + _BATCH] for name, x in batch.items()}
-    for start in range(0, total, _BATCH)
-  ]
+    router = config_lib.RouterConfig(kind="query_norm")
+    order = ((2, 0, 1, 3), (0, 1, 2, 3))
+    return tiny.llm_config(model={"router": router, "head_order": order})
+  if family == "mha":
+    return tiny.deterministic_config(
+      model={"router": config_lib.RouterConfig("none")}
+    )
+  return {"vit": tiny.deterministic_config, "dit": tiny.dit_config}[family]()
 
 
 @functools.cache
-def _measured(family, mesh_name, names=_NAMES):
+def _measured(family, devices=1, names=_NAMES):
   config = _config(family)
-  model, _ = make_model(config)
-  mesh_config, devices = _MESHES[mesh_name]
-  mesh = sharding.make_mesh(mesh_config, jax.devices()[:devices])
-  with sharding.use_mesh(mesh):
-    return head_stats(
-      make_probe(model, config),
-      config,
-      tiny.random_params(config),
-      [sharding.shard_batch(batch, mesh) for batch in _batches(family)],
-      names,
-      mesh,
-      maps=10,
-    )
+  return labelled.measure(
+    *(head_stats, config, tiny.random_params(config)),
+    *(labelled.batches(family), names),
+    data=devices,
+    maps=10,
+  )
 
 
 @functools.cache
@@ -94,10 +48,10 @@ def _recorded(family):
   probe = make_probe(make_model(config)[0], config)
   apply = jax.jit(functools.partial(probe.apply, mutable=["intermediates"]))
   rows = []
-  for batch in _batches(family):
+  for batch in labelled.batches(family):
     _, found = apply(tiny.random_params(config), batch)
     found = found["intermediates"]
-    counted = np.broadcast_to(batch["mask"][:, None], (_BATCH, 400))
+    counted = np.broadcast_to(batch["mask"][:, None], (labelled.BATCH, 400))
     if probe.token_mask:
       counted = batch["mask"][:, None] * probe.token_mask(batch)
     layers = []
@@ -120,7 +74,7 @@ def _brute_force(family, layer, group_of):
   sums = {}
   for batch, counted, layers in _recorded(family):
     routing = layers[layer]
-    for b in range(_BATCH):
+    for b in range(labelled.BATCH):
       for n in range(routing.gates.shape[1]):
         if not counted[b, n]:
           continue
@@ -140,9 +94,9 @@ def _brute_force(family, layer, group_of):
 
 
 class HeadStatsTest(parameterized.TestCase):
-  @parameterized.product(family=("vit", "dit", "llm"), mesh=tuple(_MESHES))
-  def test_equals_a_count_of_tokens(self, family, mesh):
-    stats = _measured(family, mesh)
+  @parameterized.product(family=("vit", "dit", "llm"), devices=(1, 8))
+  def test_equals_a_count_of_tokens(self, family, devices):
+    stats = _measured(family, devices)
     kind = "task" if family == "llm" else "class"
     for layer in range(len(stats.layers)):
       expected = _brute_force(family, layer, lambda x, b: int(x["label"][b]))
@@ -160,19 +114,19 @@ class HeadStatsTest(parameterized.TestCase):
 
   def test_loads_of_a_layer_add_up_to_its_top_k(self):
     for family in ("vit", "dit", "llm"):
-      stats = _measured(family, "one")
+      stats = _measured(family)
       for layer, load in zip(stats.layers, stats.groups["all"].load):
         shared = layer.budget.shared
         np.testing.assert_array_equal(load[0, :shared], 1.0)
         np.testing.assert_allclose(load[0, shared:].sum(), layer.budget.top_k)
 
   def test_a_class_without_examples_has_no_load(self):
-    found = _measured("vit", "one").groups["class"]
+    found = _measured("vit").groups["class"]
     np.testing.assert_array_equal(found.tokens[:, 3], 0)
     self.assertTrue(np.isnan(found.load[0][3]).all())
 
   def test_timesteps_split_the_examples(self):
-    groups = _measured("dit", "one").groups
+    groups = _measured("dit").groups
     self.assertLen(groups["timestep"].names, 10)
     self.assertEqual(groups["timestep"].names[-1], "45-49")
     np.testing.assert_array_equal(
@@ -180,14 +134,14 @@ class HeadStatsTest(parameterized.TestCase):
     )
 
   def test_maps_hold_the_choice_of_each_token(self):
-    stats = _measured("llm", "one")
+    stats = _measured("llm")
     maps, orders = stats.maps, [layer.order for layer in stats.layers]
     self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
     # Ten examples of four labels: three of each at most, one label has none.
     np.testing.assert_array_equal(np.bincount(maps.label), [3, 3, 3])
     for place, index in enumerate(maps.index.tolist()):
-      batch, counted, layers = _recorded("llm")[index // _BATCH]
-      row = index % _BATCH
+      batch, counted, layers = _recorded("llm")[index // labelled.BATCH]
+      row = index % labelled.BATCH
       real = counted[row] > 0
       np.testing.assert_array_equal(maps.inputs[place], batch["inputs"][row])
       for layer, routing in enumerate(layers):
@@ -223,18 +177,18 @@ class HeadStatsTest(parameterized.TestCase):
       self.assertEqual(layer.order, tuple(range(heads))[::-1])
 
   def test_multi_head_attention_has_no_layer_with_a_router(self):
-    stats = _measured("mha", "one")
+    stats = _measured("mha")
     self.assertEqual(stats.layers, ())
     self.assertEqual(stats.entropy("class").shape, (0, 4))
     self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
 
   def test_labels_without_a_name_are_in_no_group(self):
-    stats = _measured("vit", "one", _NAMES[:2])
+    stats = _measured("llm", names=_NAMES[:2])
     self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
-    counts = [stats.groups[kind].tokens.sum(1) for kind in ("class", "all")]
+    counts = [stats.groups[kind].tokens.sum(1) for kind in ("task", "all")]
     self.assertTrue((counts[0] < counts[1]).all())
     with self.assertRaisesRegex(ValueError, "no example"):
-      _measured("vit", "one", ())
+      labelled.measure(head_stats, _config("llm"), {}, [], _NAMES)
 
   def test_entropy_is_between_one_choice_and_all(self):
     loads = [[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0], [0.0] * 4]

@@ -229,8 +229,7 @@ class DenoisingTest(parameterized.TestCase):
 
   def test_timesteps_spread_evenly_and_noises_differ(self):
     index = np.arange(100, dtype=np.int32)
-    process = make_process("linear", _STEPS)
-    t, noise = metrics.noise_of_index(index, _SHAPE, process)
+    t, noise = metrics.noise_of_index(index, _SHAPE, _STEPS)
     counts = np.bincount(np.asarray(t) // 5, minlength=10)
     self.assertBetween(counts.min(), 9, counts.max())
     self.assertLessEqual(counts.max(), 11)
@@ -238,9 +237,10 @@ class DenoisingTest(parameterized.TestCase):
 
   def test_error_is_that_of_the_noise_in_the_noised_example(self):
     index = np.arange(_EXAMPLES, dtype=np.int32)
-    process = make_process("linear", _STEPS)
-    t, noise = map(np.asarray, metrics.noise_of_index(index, _SHAPE, process))
-    level = process.alphas_cumprod[t].reshape(-1, 1, 1, 1)
+    t, noise = map(np.asarray, metrics.noise_of_index(index, _SHAPE, _STEPS))
+    level = (
+      make_process("linear", _STEPS).alphas_cumprod[t].reshape(-1, 1, 1, 1)
+    )
     x = np.sqrt(level) * _IMAGES + np.sqrt(1 - level) * noise
     said = (t / _STEPS + 0.1 * _LABELS).reshape(-1, 1, 1, 1)
     errors = np.square(0.5 * x + 0.2 * said - noise)

@@ -15,7 +15,8 @@ from moh_jax.evaluation.probe import (
   text_probe,
   top_k_by_importance,
 )
-from moh_jax.models.llm import LLM, summed_nats
+from moh_jax.layers.vocabulary import summed_nats
+from moh_jax.models.llm import LLM, output_kernel
 from moh_jax.runtime.sharding import unbox
 from tests.training import tiny
 
@@ -55,7 +56,8 @@ def _mean_nats(config, params, row, scale):
     with_logits=False,
   )
   weights = batch["weights"] / batch["weights"].sum()
-  return summed_nats(x, params, config, batch["targets"], weights)
+  kernel = output_kernel(params, config)
+  return summed_nats(x, kernel, batch["targets"], weights, config.loss_chunk)
 
 
 class ImportanceTest(parameterized.TestCase):

@@ -42,7 +42,7 @@ def _stats(grid=None, top_k=1, best=((1, 2, -1, 1),) * 2, counted=True):
     counted=np.broadcast_to(counted, (2, np.size(counted))),
   )
   layers = (Layer("blocks0.0", HeadBudget(3, 1, top_k, 4), (2, 0, 1), grid),)
-  return HeadStats(layers, {"class": groups}, maps)
+  return HeadStats(layers, {"all": groups, "class": groups}, maps)
 
 
 class PicturesTest(absltest.TestCase):
@@ -99,8 +99,7 @@ class PicturesTest(absltest.TestCase):
 class SamplesTest(absltest.TestCase):
   def _samples(self, stats, config=None, **options):
     config = config or tiny.llm_config()
-    names = ("text", "more")
-    return report.samples(config, {}, None, stats, names, None, None, **options)
+    return report.samples(config, {}, None, stats, None, None, **options)
 
   def test_padding_is_left_out_with_and_without_a_router(self):
     stats = _stats(counted=(True, True, True, False))

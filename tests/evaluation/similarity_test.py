@@ -3,24 +3,20 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
 from moh_jax import config as config_lib
-from moh_jax.config import MeshConfig
-from moh_jax.evaluation.probe import make_probe
 from moh_jax.evaluation.similarity import (
   feature_cosines,
   head_similarity,
   mean_similarity,
   pattern_cosines,
 )
-from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import Visible
-from moh_jax.runtime import sharding
+from tests.evaluation import labelled
 from tests.training import tiny
 
 _HEADS = {  # axis of the heads, by a parameter's last names
@@ -57,26 +53,9 @@ def _measured(family="dit", router=True, data=1, tensor=1):
   if not router:
     model = config_lib.without_router(config.model)
     config = dataclasses.replace(config, model=model)
-  rng = np.random.default_rng(0)
-  batch = {
-    "label": np.zeros(8, np.int32),
-    "index": np.arange(8, dtype=np.int32),
-    "mask": np.float32([1, 1, 1, 1, 1, 1, 0, 0]),
-    "image": rng.normal(size=(8, 8, 8, 1)).astype(np.float32),
-  }
-  if family == "llm":
-    segments = np.ones((8, 16), np.int32)
-    segments[0, 9:] = 0
-    positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
-    tokens = rng.integers(0, 60, (8, 16)).astype(np.int32)
-    del batch["image"]
-    batch |= {"inputs": tokens, "segments": segments, "positions": positions}
-  probe = make_probe(make_model(config)[0], config)
-  devices = jax.devices()[: data * tensor]
-  mesh = sharding.make_mesh(MeshConfig(data=data, tensor=tensor), devices)
-  with sharding.use_mesh(mesh):
-    batch = sharding.shard_batch(batch, mesh)
-    return head_similarity(probe, config, params, [batch], mesh)
+  parts = labelled.batches(family, count=1, padded=2)
+  axes = {"data": data, "tensor": tensor}
+  return labelled.measure(head_similarity, config, params, parts, **axes)
 
 
 class SimilarityTest(parameterized.TestCase):

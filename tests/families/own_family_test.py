@@ -1,5 +1,6 @@
 """A family of another package, through the commands that all families have."""
 
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -15,30 +16,20 @@ from moh_jax.cli import heads
 from moh_jax.config import registry
 from tests.cli import tiny_checkpoint
 from tests.families.patch_family import PatchConfig, PatchNet
-
-_CONFIG_FILE = """
-from moh_jax.config import Config, DataConfig, EvalConfig, LogConfig
-from moh_jax.config import CheckpointConfig, MeshConfig, OptimConfig
-from moh_jax.config import TrainConfig, to_config_dict
-from tests.families.patch_family import PatchConfig
+from tests.training import tiny
 
 
-def get_config():
-  return to_config_dict(
-    Config(
-      model=PatchConfig(),
-      data=DataConfig(
-        source="digits", batch_size=64, mean=(0.3,), std=(0.37,), num_threads=1
-      ),
-      optim=OptimConfig(lr=1e-2),
-      train=TrainConfig(steps=60),
-      mesh=MeshConfig(),
-      checkpoint=CheckpointConfig(every=30),
-      eval=EvalConfig(every=0, batch_size=120),
-      log=LogConfig(every=30, tensorboard=False, progress=False),
-    )
+def _config() -> config_lib.Config:
+  run = tiny.config(
+    data={"batch_size": 64, "augment": "none"},
+    optim={"lr": 1e-2, "warmup_steps": None},
+    train={"steps": 60},
+    mesh={"data": -1},
+    checkpoint={"every": 30},
+    log={"every": 30},
+    classifier={"mixup": 0.0, "cutmix": 0.0},
   )
-"""
+  return dataclasses.replace(run, model=PatchConfig())
 
 
 class OwnFamilyTest(absltest.TestCase):
@@ -46,16 +37,14 @@ class OwnFamilyTest(absltest.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    cls.config, cls.workdir = folder / "patch.py", folder / "run"
-    cls.config.write_text(_CONFIG_FILE)
-    cls.half = cls._call(
-      *("train", f"--config={cls.config}", f"--workdir={cls.workdir}"),
-      "--config.train.steps=30",
+    cls.workdir, file = folder / "run", folder / "patch.py"
+    file.write_text(
+      "import tests.families.patch_family\n\n\n"
+      f"def get_config():\n  return {config_lib.to_dict(_config())!r}\n"
     )
-    cls.whole = cls._call(
-      *("train", f"--config={cls.config}", f"--workdir={cls.workdir}"),
-      *("--json", folder / "metrics.json"),
-    )
+    train = ("train", f"--config={file}", f"--workdir={cls.workdir}")
+    cls._call(*train, "--config.train.steps=30")
+    cls._call(*train, "--json", folder / "metrics.json")
     cls.metrics = json.loads((folder / "metrics.json").read_text())
 
   @staticmethod
@@ -108,7 +97,6 @@ class OwnFamilyTest(absltest.TestCase):
       {
         ("forward", "auto"),
         ("forward", "mha"),
-        ("forward", "router"),
         ("forward_backward", "auto"),
         ("forward_backward", "mha"),
       },

@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 import moh_jax
 from docs.examples import my_router  # registers "sigmoid"
 from moh_jax import config as config_lib
-from moh_jax.cli import bench_model
 from moh_jax.config import registry
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
@@ -123,9 +122,6 @@ class OwnRouterTest(parameterized.TestCase):
     self.assertEqual(status, 2)
     self.assertIn("router.kind='sigmoid' must be one of ('two_stage', ", err)
     self.assertIn("--import MODULE", err)
-
-  def test_is_timed_beside_its_model(self):
-    self.assertIsNotNone(bench_model.routers(_config("llm")))
 
 
 class ExampleTest(absltest.TestCase):

@@ -25,35 +25,28 @@ def _sections(family):
   return config_lib.to_dict(config)
 
 
-def _numbers(values, path=()):
-  """Paths of the leaves that are numbers, or tuples of numbers."""
+def _numbers(values):
+  """Sections and names of the leaves that are numbers, or tuples of numbers."""
   for name, value in values.items():
     if isinstance(value, dict):
-      yield from _numbers(value, (*path, name))
-    elif isinstance(value, tuple) and value:
-      if isinstance(value[0], int | float):
-        yield (*path, name)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-      yield (*path, name)
-
-
-def _set(values, path, value):
-  *parents, name = path
-  for part in parents:
-    values = values[part]
-  old = values[name]
-  values[name] = (value,) * len(old) if isinstance(old, tuple) else value
+      yield from _numbers(value)
+      continue
+    first = value[0] if isinstance(value, tuple) and value else value
+    if isinstance(first, int | float) and not isinstance(first, bool):
+      yield values, name
 
 
 class ConfigTest(hostile.ReaderTest, parameterized.TestCase):
   @parameterized.product(family=_FAMILIES, value=_EXTREMES)
   def test_every_number_has_a_finite_range_and_a_name(self, family, value):
-    for path in _numbers(_sections(family)):
-      values = _sections(family)
-      _set(values, path, value)
-      with self.assertRaises(ValueError, msg=f"{path} = {value}") as context:
+    values = _sections(family)
+    for section, name in _numbers(values):
+      old = section[name]
+      section[name] = (value,) * len(old) if isinstance(old, tuple) else value
+      with self.assertRaises(ValueError, msg=f"{name} = {value}") as context:
         parse.from_config_dict(values)
-      self.assertIn(path[-1], str(context.exception))
+      self.assertIn(name, str(context.exception))
+      section[name] = old
 
   @hostile.examples(150)
   @given(st.sampled_from(_FAMILIES), st.data())

@@ -23,7 +23,6 @@ from moh_jax.data import (
   decode,
   input_files,
   text_files,
-  tokenizer_files,
   tokenizers,
 )
 from moh_jax.evaluation import fid, image_metrics
@@ -31,19 +30,44 @@ from moh_jax.runtime import files
 from tests.fuzz import hostile
 
 
-def _written(write, *args) -> bytes:
+def _written(write, *args, **options) -> bytes:
   file = io.BytesIO()
-  write(*args, file)
+  write(*args, file, **options)
+  return file.getvalue()
+
+
+def _zipped(parts: dict[str, bytes], **options) -> bytes:
+  file = io.BytesIO()
+  with zipfile.ZipFile(file, "w", **options) as archive:
+    for name, content in parts.items():
+      archive.writestr(name, content)
   return file.getvalue()
 
 
 _ARRAYS = io.BytesIO()
-np.savez_compressed(
-  _ARRAYS,
-  arr_0=np.zeros((3, 4, 4, 3), np.uint8),
-  mu=np.zeros(4),
-  sigma=np.zeros((4, 4)),
+_MOMENTS = {"mu": np.zeros(4), "sigma": np.zeros((4, 4))}
+np.savez_compressed(_ARRAYS, arr_0=np.zeros((3, 4, 4, 3), np.uint8), **_MOMENTS)
+_PIXELS = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+_IMAGES = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
+_SAFETENSORS = safetensors.numpy.save(
+  {"a.weight": np.ones((3, 2), np.float32), "b": np.arange(4)},
+  {"moh_jax": "{}"},
 )
+_SIZE = 8 + int.from_bytes(_SAFETENSORS[:8], "little")
+_INDEX = {"weight_map": {"a.weight": "x.safetensors", "b": "y.safetensors"}}
+_ROWS = [{"text": "a house", "n": 1}, {"text": "é" * 40}, {"text": None}]
+_LINES = "".join(json.dumps(row) + "\n" for row in _ROWS).encode()
+_TABLE = pyarrow.table({"text": [row["text"] for row in _ROWS] * 20})
+_TEXTS = {
+  "x.jsonl": _LINES,
+  "x.txt": b"plain text\n",
+  "x.jsonl.gz": gzip.compress(_LINES),
+  "x.txt.gz": gzip.compress(b"plain text" * 50),
+  "x.jsonl.zst": pyarrow.compress(_LINES, "zstd", asbytes=True),
+  "x.parquet": _written(pyarrow.parquet.write_table, _TABLE),
+  "x.arrow": _written(pyarrow.feather.write_feather, _TABLE),
+}
+_STATE = {"_data_files": [{"filename": "data.arrow"}], "_split": None}
 _HEADERS = st.fixed_dictionaries(
   {
     "descr": st.sampled_from(("|u1", "<f8", "|O", "<U9", "|V0", "x", 3, [])),
@@ -56,34 +80,38 @@ _HEADERS = st.fixed_dictionaries(
 )
 
 
-class ArraysTest(hostile.ReaderTest):
-  def _read(self, content: bytes):
-    file = self.write("x.npz", content)
-    self.check(files.read_npz, file)
-    self.check(lambda: list(image_metrics.open_images(file).batches(2)))
-    self.check(fid.read_statistics, file, 4, 4)
-
-  @hostile.examples()
-  @given(hostile.damaged(_ARRAYS.getvalue()))
-  def test_damaged_file(self, content):
-    self._read(content)
-
-  @hostile.examples()
-  @given(_HEADERS, st.binary(max_size=64))
-  def test_header_that_lies(self, header, content):
-    text = (repr(header) + "\n").encode("latin1")
-    head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-      archive.writestr("arr_0.npy", head + content)
-    self._read(file.getvalue())
+def _read_texts(file):
+  for group in text_files.list_pieces([str(file)], 1 << 20):
+    for text in text_files.read_texts(group, "text"):
+      text.encode()
 
 
-def _image(kind: str) -> bytes:
-  pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
-  file = io.BytesIO()
-  Image.fromarray(pixels).save(file, kind)
-  return file.getvalue()
+def _read_image(file):
+  for channels in (1, 3):
+    decode.decode_image(file.read_bytes(), channels, "x")
+
+
+_ARRAY_READERS = (
+  files.read_npz,
+  lambda file: list(image_metrics.open_images(file).batches(2)),
+  lambda file: fid.read_statistics(file, 4, 4),
+)
+_TENSOR_READERS = (tensor_files.read_tensors, tensor_files.read_text)
+_TEXT_READERS = (_read_texts, lambda file: text_files.Prompts(str(file)))
+# Name of a file, what it holds, and what reads it.
+_FILES = (
+  ("x.npz", _ARRAYS.getvalue(), _ARRAY_READERS),
+  ("x.safetensors", _SAFETENSORS, _TENSOR_READERS),
+  *((name, content, _TEXT_READERS) for name, content in _TEXTS.items()),
+  *(
+    (
+      f"x.{kind}",
+      _written(Image.fromarray(_PIXELS).save, format=kind),
+      (_read_image,),
+    )
+    for kind in _IMAGES
+  ),
+)
 
 
 def _png(columns: int, rows: int) -> bytes:
@@ -98,16 +126,25 @@ def _png(columns: int, rows: int) -> bytes:
   return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + body
 
 
-class ImagesTest(hostile.ReaderTest, parameterized.TestCase):
-  @hostile.examples(120)
-  @given(
-    st.sampled_from(("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")),
-    st.sampled_from((1, 3)),
-    st.data(),
-  )
-  def test_damaged_file(self, kind, channels, data):
-    content = data.draw(hostile.damaged(_image(kind)))
-    self.check(decode.decode_image, content, channels, "x")
+class FilesTest(hostile.ReaderTest, parameterized.TestCase):
+  def _read(self, name: str, content: bytes, readers):
+    file = self.write(name, content)
+    for read in readers:
+      self.check(read, file)
+
+  @hostile.examples(300)
+  @given(st.sampled_from(_FILES), st.data())
+  def test_damaged_file(self, case, data):
+    name, content, readers = case
+    self._read(name, data.draw(hostile.damaged(content)), readers)
+
+  @hostile.examples()
+  @given(_HEADERS, st.binary(max_size=64))
+  def test_header_of_an_array_that_lies(self, header, content):
+    text = (repr(header) + "\n").encode("latin1")
+    head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+    file = _zipped({"arr_0.npy": head + content})
+    self._read("x.npz", file, _ARRAY_READERS)
 
   @parameterized.parameters(
     (100_000, 100_000, "pixels"), (9_000, 9_000, "cannot hold")
@@ -116,110 +153,24 @@ class ImagesTest(hostile.ReaderTest, parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"liar.png.*{text}"):
       decode.decode_image(_png(columns, rows), 3, "liar.png")
 
-
-_SAFETENSORS = safetensors.numpy.save(
-  {"a.weight": np.ones((3, 2), np.float32), "b": np.arange(4)},
-  {"moh_jax": "{}"},
-)
-_SIZE = 8 + int.from_bytes(_SAFETENSORS[:8], "little")
-_INDEX = {"weight_map": {"a.weight": "x.safetensors", "b": "y.safetensors"}}
-
-
-def _archive(pickle: bytes, *parts: bytes, **options) -> bytes:
-  file = io.BytesIO()
-  with zipfile.ZipFile(file, "w", **options) as archive:
-    archive.writestr("net/data.pkl", pickle)
-    archive.writestr("net/version", b"3")
-    for number, data in enumerate(parts):
-      archive.writestr(f"net/data/{number}", data)
-  return file.getvalue()
-
-
-class _TensorsTest(hostile.ReaderTest):
-  def _read(self, name: str, content: bytes):
-    file = self.write(name, content)
-    self.check(tensor_files.read_tensors, file)
-    self.check(tensor_files.read_text, file)
-
-
-class TensorsTest(_TensorsTest):
   @hostile.examples()
-  @given(st.data())
-  def test_safetensors(self, data):
-    self._read("x.safetensors", data.draw(hostile.damaged(_SAFETENSORS)))
-    header = data.draw(hostile.altered(json.loads(_SAFETENSORS[8:_SIZE])))
+  @given(hostile.altered(json.loads(_SAFETENSORS[8:_SIZE])))
+  def test_header_of_safetensors(self, header):
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     content = len(text).to_bytes(8, "little") + text + _SAFETENSORS[_SIZE:]
-    self._read("x.safetensors", content)
+    self._read("x.safetensors", content, _TENSOR_READERS)
 
   @hostile.examples()
   @given(hostile.json_files(_INDEX))
   def test_index_of_shards(self, content):
     self.write("x.safetensors", _SAFETENSORS)
-    self._read("m.safetensors.index.json", content)
-
-
-@pytest.mark.transformers
-class TorchTest(_TensorsTest):
-  @classmethod
-  def setUpClass(cls):
-    # First: its memory is no example's.
-    torch = pytest.importorskip("torch")
-    super().setUpClass()
-    whole = torch.zeros(2, 3)
-    tree = {"model": {"a": whole, "b": whole[0, 1:]}}
-    with zipfile.ZipFile(io.BytesIO(_written(torch.save, tree))) as archive:
-      cls.pickle = archive.read("archive/data.pkl")
-
-  @hostile.examples()
-  @given(st.data())
-  def test_torch_archive(self, data):
-    whole = _archive(self.pickle, bytes(24))
-    self._read("x.pth", data.draw(hostile.damaged(whole)))
-    pickle = data.draw(hostile.damaged(self.pickle))
-    self._read("x.pth", _archive(pickle, bytes(24)))
-
-  def test_archive_that_unpacks_to_gigabytes(self):
-    zeros, packed = bytes(1 << 26), zipfile.ZIP_DEFLATED
-    content = _archive(self.pickle, *[zeros] * 4, compression=packed)
-    with self.assertRaisesRegex(ValueError, "bomb.pth.*unpacks to"):
-      tensor_files.read_tensors(self.write("bomb.pth", content))
-
-
-_ROWS = [{"text": "a house", "n": 1}, {"text": "é" * 40}, {"text": None}]
-_LINES = "".join(json.dumps(row) + "\n" for row in _ROWS).encode()
-_TABLE = pyarrow.table({"text": [row["text"] for row in _ROWS] * 20})
-_TEXTS = {
-  "x.jsonl": _LINES,
-  "x.txt": b"plain text\n",
-  "x.jsonl.gz": gzip.compress(_LINES),
-  "x.txt.gz": gzip.compress(b"plain text" * 50),
-  "x.jsonl.zst": pyarrow.compress(_LINES, "zstd", asbytes=True),
-  "x.parquet": _written(pyarrow.parquet.write_table, _TABLE),
-  "x.arrow": _written(pyarrow.feather.write_feather, _TABLE),
-}
-_STATE = {"_data_files": [{"filename": "data.arrow"}], "_split": None}
-
-
-class TextsTest(hostile.ReaderTest):
-  def _read(self, file):
-    for group in text_files.list_pieces([str(file)], 1 << 20):
-      for piece in group:
-        for _, text in text_files.read_documents(piece, "text"):
-          text.encode()
-
-  @hostile.examples(120)
-  @given(st.sampled_from(sorted(_TEXTS)), st.data())
-  def test_damaged_file(self, name, data):
-    file = self.write(name, data.draw(hostile.damaged(_TEXTS[name])))
-    self.check(self._read, file)
-    self.check(text_files.Prompts, str(file))
+    self._read("m.safetensors.index.json", content, _TENSOR_READERS)
 
   @hostile.examples()
   @given(st.lists(hostile.altered(_ROWS[0]), max_size=3))
   def test_lines_of_other_values(self, rows):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    self.check(self._read, self.write("rows.jsonl", lines.encode()))
+    self._read("rows.jsonl", lines.encode(), _TEXT_READERS)
 
   @hostile.examples()
   @given(hostile.json_files(_STATE))
@@ -231,7 +182,40 @@ class TextsTest(hostile.ReaderTest):
   def test_document_that_unpacks_to_more_than_allowed(self):
     content = gzip.compress(b"a" * (9 << 24), compresslevel=1)
     with self.assertRaisesRegex(ValueError, "bomb.txt.gz: too long"):
-      self._read(self.write("bomb.txt.gz", content))
+      _read_texts(self.write("bomb.txt.gz", content))
+
+
+@pytest.mark.transformers
+class TorchTest(hostile.ReaderTest):
+  @classmethod
+  def setUpClass(cls):
+    # First: its memory is no example's.
+    torch = pytest.importorskip("torch")
+    super().setUpClass()
+    whole = torch.zeros(2, 3)
+    tree = {"model": {"a": whole, "b": whole[0, 1:]}}
+    with zipfile.ZipFile(io.BytesIO(_written(torch.save, tree))) as archive:
+      cls.pickle = archive.read("archive/data.pkl")
+
+  def _archive(self, pickle: bytes, *parts: bytes, **options) -> bytes:
+    data = {f"net/data/{number}": part for number, part in enumerate(parts)}
+    head = {"net/data.pkl": pickle, "net/version": b"3"}
+    return _zipped(head | data, **options)
+
+  @hostile.examples()
+  @given(st.data())
+  def test_torch_archive(self, data):
+    whole = data.draw(hostile.damaged(self._archive(self.pickle, bytes(24))))
+    pickle = data.draw(hostile.damaged(self.pickle))
+    for content in (whole, self._archive(pickle, bytes(24))):
+      for read in _TENSOR_READERS:
+        self.check(read, self.write("x.pth", content))
+
+  def test_archive_that_unpacks_to_gigabytes(self):
+    zeros, packed = bytes(1 << 26), zipfile.ZIP_DEFLATED
+    content = self._archive(self.pickle, *[zeros] * 4, compression=packed)
+    with self.assertRaisesRegex(ValueError, "bomb.pth.*unpacks to"):
+      tensor_files.read_tensors(self.write("bomb.pth", content))
 
 
 _TOKENIZER = tokenizers.train_bpe(["a house, a tree"] * 4, 270)
@@ -263,7 +247,7 @@ class TokenizersTest(hostile.ReaderTest):
       self.write(other, json.dumps(value).encode())
     self.write(name, data.draw(hostile.json_files(_BESIDE[name])))
     self.check(self._read)
-    self.check(tokenizer_files.read_files_beside, self.folder)
+    self.check(tokenizers.read_files_beside, self.folder)
 
 
 if __name__ == "__main__":

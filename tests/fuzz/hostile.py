@@ -28,17 +28,8 @@ _EXTREMES = (b"\x00", b"\xff", b"\x7f", b"\x80")
 _DEEP = functools.reduce(lambda inner, _: [inner], range(500), [])
 # Values that stand where a file has another.
 _NUMBERS = (0, -1, 1, 3, 2**31, 2**60, -(2**63), 10**30, 0.5, 1e30, 1e308)
-_TEXTS = (
-  "",
-  "x",
-  "..",
-  "../evil",
-  "/etc/passwd",
-  "a/b",
-  "\0",
-  "\udcff",
-  "none",
-)
+_PATHS = ("..", "../evil", "/etc/passwd", "a/b")
+_TEXTS = ("", "x", *_PATHS, "\0", "\udcff", "none")
 _LISTS = ([], [0], [-1], [None], ["x"], [[]], [2**60] * 3, [1] * 2000, _DEEP)
 _OTHERS = (None, True, False, {}, {"": {}}, {"x": 1}, "9" * 400)
 VALUES = st.sampled_from((*_NUMBERS, *_TEXTS, *_LISTS, *_OTHERS))

@@ -13,8 +13,7 @@ from moh_jax.cli import generate
 from moh_jax.config.run import section_types
 from moh_jax.convert import llama, llama_config, vae
 from moh_jax.data import token_sets
-from moh_jax.data.image_shards import ArrayRecordSource
-from moh_jax.data.latents import LatentSource
+from moh_jax.data.image_shards import ArrayRecordSource, LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.runtime import checkpoint, steps
@@ -52,16 +51,43 @@ _VAE = {
   "norm_num_groups": 32,
 }
 _TILE = {"rows": 64, "keys": 64, "warps": 4, "stages": 2}
-_TILES = [
-  {
-    "backend": "triton",
-    "device": "x",
-    "head_dim": 64,
-    "dtype": "float32",
-    **dict.fromkeys(("forward", "dq", "dkv"), _TILE),
-  }
-]
+_TILES = {
+  "backend": "triton",
+  "device": "x",
+  "head_dim": 64,
+  "dtype": "float32",
+  **dict.fromkeys(("forward", "dq", "dkv"), _TILE),
+}
 _MESSAGES = [{"role": "user", "content": "hi"}, {"role": "x", "content": None}]
+_SCORES = {"accuracy": 0.5, "tasks": {"x": {"acc": 1}}, "step": 3}
+# What a JSON file holds, and what reads it.
+_FILES = (
+  (_LLAMA, lambda file: llama_config.read_config(file, "llama")),
+  (_OURS, lambda file: llama_config.read_config(file, "moh-hf")),
+  (_VAE, vae.read_config),
+  ([_TILES], kernels.read),
+  (_SCORES, lambda file: llama.read_scores(str(file), 3)),
+  (_MESSAGES, lambda file: generate.read_messages(str(file))),
+)
+
+
+def _read_tokens(folder):
+  found = token_sets.TokenSet(folder)
+  token_sets.set_tokenizer(found.folder, found.metadata)
+  found.tokens(0, found.num_tokens)
+  assert found.metadata["text_bytes"] >= 0
+
+
+def _read_all(source):
+  return [source[i] for i in range(len(source))]
+
+
+# Folders of sets, and what reads them.
+_SETS = {
+  "tokens": _read_tokens,
+  "images": lambda x: _read_all(ArrayRecordSource(str(x), "", 3)),
+  "latents": lambda x: _read_all(LatentSource(str(x), "")),
+}
 
 
 class MetadataTest(hostile.ReaderTest):
@@ -90,68 +116,32 @@ class MetadataTest(hostile.ReaderTest):
     """Writes an altered or damaged JSON file."""
     return self.write(name, data.draw(hostile.json_files(value)))
 
-  def _copy(self, kind):
+  @hostile.examples(120)
+  @given(st.sampled_from(sorted(_SETS)), st.booleans(), st.data())
+  def test_set(self, kind, damage, data):
     folder = self.folder / "copy"
     shutil.rmtree(folder, ignore_errors=True)
-    return shutil.copytree(self.folder / kind, folder)
-
-  def _alter(self, data, kind):
-    """A copy of a set with its metadata altered."""
-    folder = self._copy(kind)
-    stored = json.loads((folder / "metadata.json").read_text())
-    self._draw(data, folder / "metadata.json", stored)
-    return folder
-
-  def _read_tokens(self, folder):
-    found = token_sets.TokenSet(folder)
-    token_sets.set_tokenizer(found.folder, found.metadata)
-    found.tokens(0, found.num_tokens)
-    self.assertGreaterEqual(found.metadata["text_bytes"], 0)
-
-  def _read_images(self, folder):
-    source = ArrayRecordSource(str(folder), "", 3)
-    [source[i] for i in range(len(source))]
-
-  def _read_latents(self, folder):
-    source = LatentSource(str(folder), "")
-    [source[i] for i in range(len(source))]
-
-  @hostile.examples(60)
-  @given(st.data())
-  def test_token_set(self, data):
-    self.check(self._read_tokens, self._alter(data, "tokens"))
-
-  @hostile.examples()
-  @given(st.data())
-  def test_images_and_latents(self, data):
-    self.check(self._read_images, self._alter(data, "images"))
-    self.check(self._read_latents, self._alter(data, "latents"))
-
-  @hostile.examples()
-  @given(st.sampled_from(("tokens", "latents")), st.data())
-  def test_damaged_shard(self, kind, data):
-    folder = self._copy(kind)
-    names = sorted(path.name for path in folder.iterdir())
-    file = folder / data.draw(st.sampled_from(names))
-    if file.is_file():
+    shutil.copytree(self.folder / kind, folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    if damage:
+      file = data.draw(st.sampled_from(files))
       file.write_bytes(data.draw(hostile.damaged(file.read_bytes()[:100_000])))
-    self.check(getattr(self, f"_read_{kind}"), folder)
+    else:
+      file = folder / "metadata.json"
+      self._draw(data, file, json.loads(file.read_text()))
+    self.check(_SETS[kind], folder)
 
   @hostile.examples()
   @given(st.data())
   def test_unfinished_set(self, data):
     folder = self.folder / "unfinished_set"
     shutil.rmtree(folder, ignore_errors=True)
-    settings = {"images": "x", "items": 2, "shard_size": 1}
+    sizes, settings = {"items": 2, "shard_size": 1}, {"images": "x"}
     entry = {"file": "00000-of-00002.array_record", "examples": 1, "bytes": 3}
-    self._draw(data, folder / "unfinished/settings.json", settings)
+    self._draw(data, folder / "unfinished/settings.json", settings | sizes)
     self._draw(data, folder / f"unfinished/{entry['file']}.json", entry)
-    sizes = {"items": 2, "shard_size": 1, "settings": {"images": "x"}}
-
-    def resume():
-      ShardSetWriter(folder, "images", notes={}, **sizes).todo()
-
-    self.check(resume)
+    options = {**sizes, "settings": settings, "notes": {}}
+    self.check(lambda: ShardSetWriter(folder, "images", **options).todo())
 
   @hostile.examples(90)
   @given(st.data())
@@ -171,31 +161,11 @@ class MetadataTest(hostile.ReaderTest):
 
     self.check(read)
 
-  @hostile.examples(60)
-  @given(st.sampled_from((("llama", _LLAMA), ("moh-hf", _OURS))), st.data())
-  def test_config_of_hugging_face(self, case, data):
-    kind, value = case
-    file = self._draw(data, "config.json", value)
-    self.check(llama_config.read_config, file, kind)
-
-  @hostile.examples()
-  @given(st.data())
-  def test_config_of_an_autoencoder(self, data):
-    self.check(vae.read_config, self._draw(data, "vae.json", _VAE))
-
-  @hostile.examples()
-  @given(st.data())
-  def test_sizes_of_tiles(self, data):
-    self.check(kernels.read, self._draw(data, "tiles.json", _TILES))
-
-  @hostile.examples()
-  @given(st.data())
-  def test_scores_and_messages(self, data):
-    scores = {"accuracy": 0.5, "tasks": {"x": {"acc": 1}}, "step": 3}
-    file = self._draw(data, "scores.json", scores)
-    self.check(llama.read_scores, str(file), 3)
-    file = self._draw(data, "messages.json", _MESSAGES)
-    self.check(generate.read_messages, str(file))
+  @hostile.examples(210)
+  @given(st.sampled_from(_FILES), st.data())
+  def test_json_file(self, case, data):
+    value, read = case
+    self.check(read, self._draw(data, "config.json", value))
 
 
 if __name__ == "__main__":

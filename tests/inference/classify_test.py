@@ -9,36 +9,26 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax import config as config_lib
+from moh_jax.config import Config, DataConfig
 from moh_jax.data.infer import resolve
 from moh_jax.inference import classify
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.sharding import abstract_params, unbox
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
-_CONFIG = resolve(
-  config_lib.Config(
-    model=small_vit.ONE_STAGE,
-  )
-)
+_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
 
 
-def _restored(names=("ant", "bee", "cat", "dog", "eel", "fox"), channels=3):
-  config = resolve(
-    config_lib.Config(
-      model=dataclasses.replace(small_vit.ONE_STAGE, channels=channels)
-    )
+def _restored(names=_NAMES, channels=3, **data):
+  config = Config(
+    model=dataclasses.replace(small.ONE_STAGE, channels=channels),
+    data=DataConfig(**data),
   )
-  model, inputs = make_model(config)
-  rng = np.random.RandomState(0)
-  params = jax.tree.map(
-    lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)),
-    unbox(abstract_params(model, inputs)),
-  )
-  return Restored(config, model, params, 0, names)
+  config = resolve(config)
+  params = tiny.random_params(config)
+  return Restored(config, make_model(config)[0], params, 0, names)
 
 
 class ClassifyTest(parameterized.TestCase):
@@ -55,7 +45,7 @@ class ClassifyTest(parameterized.TestCase):
     restored = _restored()
     path = self._write(Image.fromarray(_RGB))
     (best,) = restored.predict([path], top=6)
-    data = _CONFIG.data
+    data = restored.config.data
     pixels = (_RGB / 255 - np.array(data.mean)) / np.array(data.std)
     logits, _ = restored.model.apply(
       {"params": restored.params}, jnp.float32(pixels[None])
@@ -107,11 +97,7 @@ class ClassifyTest(parameterized.TestCase):
     self.assertNotEqual(stacked[0], stacked[1])
 
   def test_crop_of_evaluation_is_applied(self):
-    restored = _restored()
-    data = dataclasses.replace(_CONFIG.data, eval_resize=8)
-    cropping = dataclasses.replace(
-      restored, config=dataclasses.replace(_CONFIG, data=data)
-    )
+    restored, cropping = _restored(), _restored(eval_resize=8)
     wide = np.concatenate([255 - _RGB[:, :4], _RGB, 255 - _RGB[:, :4]], 1)
     centre = self._write(Image.fromarray(_RGB), "centre.png")
     path = self._write(Image.fromarray(wide), "wide.png")

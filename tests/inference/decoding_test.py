@@ -41,11 +41,19 @@ class SamplingTest(parameterized.TestCase):
     self.assertEndsWith(str(caught.exception), f"must {allowed}")
 
 
+def _choose(logits, keys, **options):
+  sampling = Sampling(**options)
+  numbers = span_numbers(sampling, 0, 1)
+  return choose_tokens(
+    logits, keys, numbers, greedy=sampling.greedy, cut=sampling.cut
+  )
+
+
 def _sample(logits, rows=_SAMPLES, **options):
   """Tokens of `rows` equal rows, [rows]."""
   logits = jnp.tile(jnp.asarray(logits, jnp.float32), (rows, 1))
   keys = jax.random.split(jax.random.key(0), rows)
-  return np.asarray(choose_tokens(logits, keys, **options)[0])
+  return np.asarray(_choose(logits, keys, **options)[0])
 
 
 class ChooseTokensTest(parameterized.TestCase):
@@ -62,22 +70,16 @@ class ChooseTokensTest(parameterized.TestCase):
     {"temperature": 1e-4},
   )
   def test_is_the_best_token(self, **options):
-    tokens, _ = choose_tokens(self.logits, self.keys, **options)
-    chex.assert_type(tokens, jnp.int32)
+    tokens, log_probs = _choose(self.logits, self.keys, **options)
+    chex.assert_type((tokens, log_probs), (jnp.int32, jnp.float32))
     np.testing.assert_array_equal(tokens, self.logits.argmax(-1))
+    # The probability is the model's own, at temperature 1 and without cuts.
+    expected = jax.nn.log_softmax(self.logits)[np.arange(5), tokens]
+    np.testing.assert_allclose(log_probs, expected, rtol=1e-6)
 
   def test_ties_of_the_best_go_to_the_lowest_id(self):
     logits = jnp.array([[0.0, 2.0, 1.0, 2.0]])
-    self.assertEqual(int(choose_tokens(logits, self.keys[:1])[0][0]), 1)
-
-  @parameterized.parameters(
-    {"temperature": 0.0}, {"temperature": 2.0, "top_k": 2, "top_p": 0.9}
-  )
-  def test_log_probabilities_are_those_of_the_model_itself(self, **options):
-    tokens, log_probs = choose_tokens(self.logits, self.keys, **options)
-    expected = jax.nn.log_softmax(self.logits)[np.arange(5), tokens]
-    chex.assert_type(log_probs, jnp.float32)
-    np.testing.assert_allclose(log_probs, expected, rtol=1e-6)
+    self.assertEqual(int(_choose(logits, self.keys[:1])[0][0]), 1)
 
   @parameterized.parameters((0.5, 0), (1.0, 0), (2.0, 0), (1.0, 2))
   def test_samples_are_as_frequent_as_they_should(self, temperature, top_k):
@@ -116,8 +118,8 @@ class ChooseTokensTest(parameterized.TestCase):
 
   def test_rows_are_sampled_by_their_keys_alone(self):
     logits, keys = jnp.zeros((5, 1000)), self.keys
-    tokens, _ = choose_tokens(logits, keys, temperature=1.0)
-    again, _ = choose_tokens(logits[2:4], keys[2:4], temperature=1.0)
+    tokens, _ = _choose(logits, keys, temperature=1.0)
+    again, _ = _choose(logits[2:4], keys[2:4], temperature=1.0)
     np.testing.assert_array_equal(again, tokens[2:4])
     self.assertLen(set(tokens.tolist()), 5)
 
@@ -152,18 +154,17 @@ class HalvesTest(absltest.TestCase):
     keys = state.cache[0][0].k  # of the first stack, its first layer
     chex.assert_shape(keys, (2, _CONFIG.num_kv_heads, _SLOTS, 8))
 
-  def test_decode_writes_until_the_end_of_text(self):
-    state, tokens, log_probs = _decode(_start())
-    self.assertEqual(tokens.tolist(), [[2, 3, 4], [28, NO_TOKEN, NO_TOKEN]])
-    np.testing.assert_array_equal(state.finished, [False, True])
-    self.assertEqual(int(state.slot), _P + 3)
-    chex.assert_shape(log_probs, (2, _SPAN))
-
-  def test_each_of_the_stops_ends_a_text(self):
-    state = _start()
+  def test_decode_writes_until_an_end_of_text(self):
+    state, written = _start(), []
     for first in (0, 3, 6):
-      state, tokens, _ = _decode(state, first=first)
-    self.assertEqual(tokens[0].tolist(), [8, 9, NO_TOKEN])
+      state, tokens, log_probs = _decode(state, first=first)
+      np.testing.assert_array_equal(state.finished, [first == 6, True])
+      written.append(tokens)
+    self.assertEqual(int(state.slot), _P + 8)
+    chex.assert_shape(log_probs, (2, _SPAN))
+    first, second = np.concatenate(written, axis=1).tolist()
+    self.assertEqual(first, [*range(2, 10), NO_TOKEN])
+    self.assertEqual(second, [28, *[NO_TOKEN] * 8])
 
   def test_decode_goes_on_where_it_was_without_compiling(self):
     state, tokens, _ = _decode(_start(), count=2)

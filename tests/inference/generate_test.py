@@ -12,10 +12,9 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig
 from moh_jax.config.llm import Sampling
-from moh_jax.data.tokenizer_files import END
-from moh_jax.data.tokenizers import JsonTokenizer
+from moh_jax.data.chat import chat_ids
+from moh_jax.data.tokenizers import END, JsonTokenizer
 from moh_jax.inference.generate import Generator
-from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import kernel_decode
@@ -28,12 +27,6 @@ _PROMPTS = ((5, 9, 33), (7,), (1, 2, 3, 4, 5, 6, 7), (40, 41, 42, 40, 41))
 _SHORT = Sampling(max_new_tokens=2)
 _GREEDY = Sampling(max_new_tokens=6)
 _DRAWN = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
-_ROUTERS = ("two_stage", "query_norm")
-
-
-@functools.cache
-def _mesh():
-  return sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
 
 
 def _config(router="two_stage", straight_through="selected", **changes):
@@ -46,9 +39,10 @@ def _config(router="two_stage", straight_through="selected", **changes):
 
 
 @functools.cache
-def _generator(router="two_stage", on_mesh=False, cache_dtype=None, size=4):
-  config = _config(router)
-  mesh = _mesh() if on_mesh else None
+def _generator(config=None, on_mesh=False, cache_dtype=None, size=4):
+  config, mesh = config or _config(), None
+  if on_mesh:
+    mesh = sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
   params = tiny_writer.random_params(config)
   return Generator(
     tiny_writer.restored(config, params, mesh),
@@ -59,12 +53,11 @@ def _generator(router="two_stage", on_mesh=False, cache_dtype=None, size=4):
   )
 
 
-@functools.cache
-def _alphabet():
+def _alphabet(tokenizer=tiny_writer.WORDS, config=None, **options):
+  config = config or tiny_writer.ALPHABET
   params = tiny_writer.alphabet_params()
-  return Generator(
-    tiny_writer.restored(tiny_writer.ALPHABET, params), tiny_writer.WORDS
-  )
+  restored = tiny_writer.restored(config, params)
+  return Generator(restored, tokenizer, **options)
 
 
 @functools.cache
@@ -85,7 +78,7 @@ def _full(router):
 
 @functools.cache
 def _written(router="two_stage", sampling=_GREEDY):
-  return _generator(router).generate(_PROMPTS, sampling)
+  return _generator(_config(router)).generate(_PROMPTS, sampling)
 
 
 def _tokens(completions):
@@ -114,53 +107,37 @@ class TokensTest(parameterized.TestCase):
     one_by_one = _generator(size=1).generate(_PROMPTS, _DRAWN)
     self.assertEqual(_tokens(one_by_one), _tokens(_written(sampling=_DRAWN)))
 
-  def test_a_model_is_the_same_on_any_mesh(self):
-    ours = _generator(on_mesh=True).fingerprint()
-    self.assertEqual(ours, _generator().fingerprint())
-    self.assertNotEqual(ours, _generator("query_norm").fingerprint())
-
-  def test_eight_devices_write_the_same(self):
-    ours = _generator(on_mesh=True).generate(_PROMPTS, _DRAWN)
-    theirs = _written(sampling=_DRAWN)
+  def test_eight_devices_are_the_same_model_and_write_the_same(self):
+    meshed, theirs = _generator(on_mesh=True), _written(sampling=_DRAWN)
+    prints = {_generator().fingerprint(), meshed.fingerprint()}
+    self.assertLen(prints, 1)
+    other = _generator(_config("query_norm")).fingerprint()
+    self.assertNotIn(other, prints)
+    ours = meshed.generate(_PROMPTS, _DRAWN)
     self.assertEqual(_tokens(ours), _tokens(theirs))
     for one, other in zip(ours, theirs):
       np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
 
-  def test_heads_at_work_alone_write_the_same(self):
-    written, reads = [], []
-    for name in ("dense", "kernel"):
-      config = _config(num_kv_heads=2, attention_impl=name)
-      params = tiny_writer.random_params(_config(num_kv_heads=2))
-      generator = Generator(
-        tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
-      )
-      with mock.patch.object(
-        kernels, "kernel_decode", wraps=kernel_decode
-      ) as reader:
-        written.append(
-          generator.generate(_PROMPTS[:2], Sampling(max_new_tokens=3))
-        )
-      reads.append(reader.call_count)
-    dense, kernel = written
-    self.assertEqual(_tokens(kernel), _tokens(dense))
-    for one, other in zip(kernel, dense):
-      np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
-    self.assertEqual(reads, [0, 2])  # once a layer, while it is traced
-
-  def test_gradients_to_every_score_cost_no_head(self):
-    # Only training needs the outputs of heads that were not chosen.
-    router = {"router": "query_norm", "attention_impl": "kernel"}
-    config = _config(straight_through="all", **router)
-    params = tiny_writer.random_params(config)
-    generator = Generator(
-      tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
-    )
+  # Only training needs the outputs of heads that were not chosen.
+  @parameterized.parameters(
+    {}, {"router": "query_norm", "straight_through": "all"}
+  )
+  def test_heads_at_work_alone_write_the_same(self, **changes):
+    changes["num_kv_heads"] = 2
+    dense = _generator(_config(**changes, attention_impl="dense"), size=2)
+    kernel = _generator(_config(**changes, attention_impl="kernel"), size=2)
+    short, written = Sampling(max_new_tokens=3), []
     with mock.patch.object(
       kernels, "kernel_decode", wraps=kernel_decode
     ) as reader:
-      generator.generate(_PROMPTS[:1], Sampling(max_new_tokens=2))
+      for generator, reads in ((dense, 0), (kernel, 2)):
+        written.append(generator.generate(_PROMPTS[:2], short))
+        # Once a layer, while it is traced.
+        self.assertEqual(reader.call_count, reads)
+    for one, other in zip(*written):
+      self.assertEqual(one.tokens, other.tokens)
+      np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
     tables = [call.args[3] for call in reader.call_args_list]
-    self.assertNotEmpty(tables)
     self.assertNotIn(None, tables)
 
   def test_seed_repeats_and_another_differs(self):
@@ -191,11 +168,7 @@ class TokensTest(parameterized.TestCase):
       np.testing.assert_allclose(completion.log_probs, expected, atol=1.0)
 
   def test_bfloat16_model_writes(self):
-    config = _config(dtype="bfloat16")
-    params = tiny_writer.random_params(config)
-    generator = Generator(
-      tiny_writer.restored(config, params), tiny_writer.WORDS
-    )
+    generator = _generator(_config(dtype="bfloat16"))
     (completion,) = generator.generate([_PROMPTS[2]], _GREEDY)
     self.assertLen(completion.tokens, 6)
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(generator._params)}
@@ -207,56 +180,42 @@ class TokensTest(parameterized.TestCase):
 class TextTest(parameterized.TestCase):
   """The alphabet's model writes "bB", "cC", ... after "aA"."""
 
-  def _write(self, prompt="aA", **options):
-    (completion,) = _alphabet().generate([prompt], Sampling(**options))
-    return completion
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.generator = _alphabet()
+    cls.spaced = _alphabet(tiny_words.tokenizer(spaced=True))
 
-  def _stream(self, prompt="aA", **options):
-    return list(_alphabet().stream(prompt, Sampling(**options)))
-
-  def test_ends_at_the_number_of_tokens(self):
-    completion = self._write(max_new_tokens=3)
-    self.assertEqual(completion.text, "bBcCdD")
-    self.assertEqual(completion.tokens, (2, 3, 4))
-    self.assertEqual(completion.finish_reason, "length")
-    self.assertLen(completion.log_probs, 3)
+  @parameterized.parameters(
+    ("aA", (), 3, "bBcCdD", (2, 3, 4), "length"),
+    # The end of text ends and is no text.
+    ("xX", (), 9, "yYzZ", (25, 26, 28), "end"),
+    ("zZ", (), 3, "", (28,), "end"),
+    # The begin of text comes before texts alone.
+    ("", (), 2, "aAbB", (1, 2), "length"),
+    ((27,), (), 2, "aAbB", (1, 2), "length"),
+    ((1,), (), 2, "bBcC", (2, 3), "length"),
+    # Stops: a whole token; across three; the one that comes first; both in one
+    # token: where the first begins.
+    ("aA", ("dD",), 6, "bBcC", (2, 3, 4), "stop"),
+    ("aA", ("DeEf",), 6, "bBcCd", (2, 3, 4, 5, 6), "stop"),
+    ("aA", ("fF", "cC"), 6, "bB", (2, 3), "stop"),
+    ("aA", ("CdD", "d"), 6, "bBc", (2, 3, 4), "stop"),
+  )
+  def test_what_is_written(self, prompt, stop, count, text, tokens, reason):
+    sampling = Sampling(max_new_tokens=count, stop=stop)
+    (written,) = self.generator.generate([prompt], sampling)
+    self.assertEqual((written.text, written.tokens), (text, tokens))
+    self.assertEqual(written.finish_reason, reason)
+    self.assertLen(written.log_probs, len(tokens))
     expected = 8 - np.log(np.exp(8) + 59)
-    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
-
-  def test_end_of_text_ends_and_is_no_text(self):
-    completion = self._write("xX", max_new_tokens=9)
-    self.assertEqual(completion.text, "yYzZ")
-    self.assertEqual(completion.tokens, (25, 26, 28))
-    self.assertEqual(completion.finish_reason, "end")
-    self.assertLen(completion.log_probs, 3)
-
-  def test_begin_of_text_comes_before_texts_alone(self):
-    self.assertEqual(self._write("", max_new_tokens=2).text, "aAbB")
-    (completion,) = _alphabet().generate([(27,)], Sampling(max_new_tokens=2))
-    self.assertEqual(completion.text, "aAbB")
-    by_ids = _alphabet().generate([(1,)], Sampling(max_new_tokens=2))
-    self.assertEqual(by_ids[0].text, "bBcC")
+    np.testing.assert_allclose(written.log_probs, expected, atol=1e-4)
 
   def test_rows_that_ended_wait_for_the_others(self):
     prompts = ["zZ", "aA", "xX"]
-    written = _alphabet().generate(prompts, Sampling(max_new_tokens=5))
+    written = self.generator.generate(prompts, Sampling(max_new_tokens=5))
     self.assertEqual([c.text for c in written], ["", "bBcCdDeEfF", "yYzZ"])
-    reasons = [completion.finish_reason for completion in written]
-    self.assertEqual(reasons, ["end", "length", "end"])
     self.assertEqual([len(c.tokens) for c in written], [1, 5, 3])
-
-  @parameterized.parameters(
-    (("dD",), "bBcC", 3),  # a whole token
-    (("DeEf",), "bBcCd", 5),  # across three
-    (("fF", "cC"), "bB", 2),  # the one that comes first
-    (("CdD", "d"), "bBc", 3),  # both in one token: where the first begins
-  )
-  def test_stop_text_ends_and_is_left_out(self, stop, text, tokens):
-    completion = self._write(stop=stop, max_new_tokens=6)
-    self.assertEqual(completion.text, text)
-    self.assertEqual(completion.finish_reason, "stop")
-    self.assertLen(completion.tokens, tokens)
-    self.assertLen(completion.log_probs, tokens)
 
   @parameterized.parameters(
     ("aA", (), " bB cC dD"),
@@ -265,32 +224,25 @@ class TextTest(parameterized.TestCase):
     ("aA", ("A bB", " dD"), " bB cC"),
   )
   def test_the_space_after_the_prompt_is_written(self, prompt, stop, text):
-    generator = Generator(
-      tiny_writer.restored(tiny_writer.ALPHABET, tiny_writer.alphabet_params()),
-      tiny_words.tokenizer(spaced=True),
-    )
     sampling = Sampling(max_new_tokens=3, stop=stop)
-    (completion,) = generator.generate([prompt], sampling)
+    (completion,) = self.spaced.generate([prompt], sampling)
     self.assertEqual(completion.text, text)
-    self.assertEqual("".join(generator.stream(prompt, sampling)), text)
+    self.assertEqual("".join(self.spaced.stream(prompt, sampling)), text)
 
   @parameterized.parameters(
-    ((), ["bB", "cC", "dD", "eE"]),
-    (("Dx",), ["bB", "cC", "d", "DeE"]),  # and is given where it was not it
-    (("cCdDx",), ["bB", "cCdDeE"]),
-    (("EfF",), ["bB", "cC", "dD", "eE"]),  # nothing follows: no reason to
+    ("aA", (), ["bB", "cC", "dD", "eE"]),
+    # What may begin a stop is held back, and given where it was not it.
+    ("aA", ("Dx",), ["bB", "cC", "d", "DeE"]),
+    ("aA", ("cCdDx",), ["bB", "cCdDeE"]),
+    ("aA", ("EfF",), ["bB", "cC", "dD", "eE"]),  # nothing follows: no reason to
+    ("aA", ("E", "CdD"), ["bB", "c"]),
+    ("vV", ("zZ",), ["wW", "xX", "yY"]),
   )
-  def test_stream_holds_back_what_may_begin_a_stop(self, stop, pieces):
-    self.assertEqual(self._stream(stop=stop, max_new_tokens=4), pieces)
-
-  @parameterized.parameters(
-    ((), "vVwW"), (("E", "CdD"), "aA"), (("EfFgG",), "aA"), (("zZ",), "vVwW")
-  )
-  def test_pieces_add_up_to_the_text(self, stop, prompt):
-    options = {"stop": stop, "max_new_tokens": 7}
-    pieces = self._stream(prompt, **options)
-    self.assertNotIn("", pieces)
-    self.assertEqual("".join(pieces), self._write(prompt, **options).text)
+  def test_stream_gives_the_text_in_pieces(self, prompt, stop, pieces):
+    sampling = Sampling(max_new_tokens=4, stop=stop)
+    self.assertEqual(list(self.generator.stream(prompt, sampling)), pieces)
+    (completion,) = self.generator.generate([prompt], sampling)
+    self.assertEqual(completion.text, "".join(pieces))
 
   def test_stream_of_bytes_has_no_half_characters(self):
     config = tiny.llm_config(model={"vocab_size": 257, "max_length": 64})
@@ -310,10 +262,7 @@ class TextTest(parameterized.TestCase):
 class SpecialTokensTest(parameterized.TestCase):
   def _generator(self, files=(), **options):
     content = tiny_writer.WORDS.content
-    tokenizer = JsonTokenizer(content, dict(files))
-    params = tiny_writer.alphabet_params()
-    restored = tiny_writer.restored(tiny_writer.ALPHABET, params)
-    return Generator(restored, tokenizer, **options)
+    return _alphabet(JsonTokenizer(content, dict(files)), **options)
 
   @parameterized.parameters(([4, 5], 4), (3, 3), ([9, 4, 9], 4))
   def test_each_stop_of_the_model_ends_a_text(self, stops, last):
@@ -351,7 +300,8 @@ class SpecialTokensTest(parameterized.TestCase):
     generator = self._generator(files)
     messages = [{"role": "user", "content": f"aA{END}"}]
     # The name of a special token is that token, and the text begins once.
-    self.assertEqual(generator.chat_prompt(messages), [27, 1, 28])
+    ids = chat_ids(generator.tokenizer, messages, None)
+    self.assertEqual(ids, [27, 1, 28])
     messages = [{"role": "user", "content": "bB"}, *messages]
     completion = generator.chat(messages, Sampling(max_new_tokens=3))
     self.assertEqual(completion.text, "cCdDeE")
@@ -362,35 +312,19 @@ class SpecialTokensTest(parameterized.TestCase):
 
 
 class ErrorsTest(parameterized.TestCase):
-  def _generator(self, config=None, tokenizer=None, **options):
-    config = config or tiny_writer.ALPHABET
-    params = tiny_writer.alphabet_params()
-    restored = tiny_writer.restored(config, params)
-    return Generator(restored, tokenizer or tiny_writer.WORDS, **options)
-
   @parameterized.parameters(
-    ([(1,), ()], {}, "prompt 1 is empty"),
-    ([(1, 60)], {}, r"prompt 0: token 60 must be in \[0, 60\)"),
-    ([(-1,)], {}, r"prompt 0: token -1 must be in \[0, 60\)"),
+    ([(1,), ()], 4, "prompt 1 is empty"),
+    ([(1, 60)], 4, r"prompt 0: token 60 must be in \[0, 60\)"),
+    ([(-1,)], 4, r"prompt 0: token -1 must be in \[0, 60\)"),
     (
       [(1,), (1,) * 30],
-      {"max_new_tokens": 3},
-      "prompt 1 has 30 tokens; with max_new_tokens=3 .*max_length=32",
+      *(3, "prompt 1 has 30 tokens; with max_new_tokens=3 .*max_length=32"),
     ),
-    (["aA"], {"max_new_tokens": 31}, "prompt 0 has 2 tokens; with max_new"),
+    (["aA"], 31, "prompt 0 has 2 tokens; with max_new"),
   )
-  def test_bad_prompt_is_named(self, prompts, options, message):
+  def test_bad_prompt_is_named(self, prompts, count, message):
     with self.assertRaisesRegex(ValueError, message):
-      options = {"max_new_tokens": 4, **options}
-      _alphabet().generate(prompts, Sampling(**options))
-
-  def test_model_of_another_family_is_refused(self):
-    config = tiny.config()
-    restored = Restored(config, make_model(config)[0], {}, 0, ())
-    with self.assertRaisesRegex(
-      ValueError, r"family 'vit'; `generate` needs 'llm'"
-    ):
-      Generator(restored, tiny_writer.WORDS)
+      _alphabet().generate(prompts, Sampling(max_new_tokens=count))
 
   @parameterized.parameters(
     ({"cache_dtype": "float16"}, r"cache_dtype='float16' must be .*'int8'"),
@@ -399,10 +333,11 @@ class ErrorsTest(parameterized.TestCase):
       {"tokenizer": tiny_writer.BYTES},
       r"257 ids, more than model\.vocab_size=60",
     ),
+    ({"config": tiny.config()}, r"family 'vit'; `generate` needs 'llm'"),
   )
   def test_bad_option_is_named(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
-      self._generator(**options)
+      _alphabet(**options)
 
 
 if __name__ == "__main__":

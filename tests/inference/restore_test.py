@@ -20,12 +20,12 @@ from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
 from tests.inference import tiny_text_model
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
 _CONFIG = resolve(
   config_lib.Config(
-    model=dataclasses.replace(small_vit.ONE_STAGE, depths=(2,), drop_path=0.1),
+    model=dataclasses.replace(small.ONE_STAGE, depths=(2,), drop_path=0.1),
     checkpoint=config_lib.CheckpointConfig(async_save=False, keep_last=9),
   )
 )

@@ -18,6 +18,11 @@ _MODEL = _CONFIG.model
 _LIMIT = _MODEL.max_length
 
 
+def _with(**changes):
+  model = dataclasses.replace(_MODEL, **changes)
+  return dataclasses.replace(_CONFIG, model=model)
+
+
 def _scorer(config=_CONFIG, params=None, **options):
   model, _ = make_model(config)
   params = tiny_text_model.params(config) if params is None else params
@@ -92,8 +97,7 @@ class ScorerTest(parameterized.TestCase):
     self._assert_close(self.scorer.log_likelihoods(pairs), _plain(pairs))
 
   def test_tied_embeddings_are_read_from_the_embedding(self):
-    model = dataclasses.replace(_MODEL, tie_embeddings=True)
-    config = dataclasses.replace(_CONFIG, model=model)
+    config = _with(tie_embeddings=True)
     pairs = _pairs([(5, 3), (9, 2)])
     ours = _scorer(config).log_likelihoods(pairs)
     self._assert_close(ours, _plain(pairs, config))
@@ -107,8 +111,7 @@ class ScorerTest(parameterized.TestCase):
     rope = config_lib.RotaryConfig(
       scaling="dynamic", factor=4.0, original_length=4
     )
-    model = dataclasses.replace(_MODEL, rope=rope)
-    config = dataclasses.replace(_CONFIG, model=model)
+    config = _with(rope=rope)
     pairs = _pairs([(5, 3), (5, 3), (9, 8), (3, 40)], seed=1)
     scores = _scorer(config, batch_size=4).log_likelihoods(pairs)
     for (context, continuation), score in zip(pairs, scores):
@@ -200,14 +203,7 @@ class ScorerTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "batch_size=0 must be at least 1"):
       _scorer(batch_size=0)
 
-
-class RollingTest(parameterized.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.scorer = _scorer()
-
-  @parameterized.parameters(1, 48, 49, 96, 97, 200)
+  @parameterized.parameters(0, 1, 48, 49, 96, 97, 200)
   def test_every_token_is_scored_once_with_context(self, length):
     tokens = list(range(1, length + 1))
     pairs = self.scorer.rolling(tokens, prefix_id=0)
@@ -220,9 +216,6 @@ class RollingTest(parameterized.TestCase):
       self.assertEqual(window, text[window[0] : window[-1] + 1])
     if length > _LIMIT:  # the last has as much context as fits
       self.assertLen([*pairs[-1][0], *pairs[-1][1]], _LIMIT + 1)
-
-  def test_empty_text_has_no_window(self):
-    self.assertEmpty(self.scorer.rolling([], 0))
 
 
 if __name__ == "__main__":

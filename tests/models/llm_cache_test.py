@@ -11,7 +11,7 @@ from absl.testing import parameterized
 from moh_jax.config import LLMConfig
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.ops.cache import Slots
-from tests.models import small_llm as small
+from tests.models import small
 
 _CACHED = {
   "two_stage_grouped": (small.CONFIG, False),

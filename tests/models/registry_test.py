@@ -10,39 +10,33 @@ import jax
 import jax.numpy as jnp
 from absl.testing import parameterized
 
-from moh_jax.cli.bench import bench_run
-from moh_jax.config import (
-  Config,
-  released_model,
-  released_models,
-)
+from moh_jax.config import Config, released_model, released_models
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.sharding import abstract_params, unbox
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+_DIT_SPLITS = ("-90", "-75", "")  # the last: plain multi-head attention
+# Name -> the recorded table of its release.
 _PUBLIC = {
-  "moh-vit-s80": "moh_transnext_small_80",
-  "moh-vit-s75": "moh_transnext_small_75",
-  "moh-vit-b75": "moh_transnext_base_75",
-  "moh-vit-b50": "moh_transnext_base_50",
-  "transnext-micro": "transnext_micro",
-  "transnext-tiny": "transnext_tiny",
-  "transnext-small": "transnext_small",
-  "transnext-base": "transnext_base",
-  "moh-dit-s2-90": "MoH-DiT-S/2-90",
-  "moh-dit-s2-75": "MoH-DiT-S/2-75",
-  "moh-dit-b2-90": "MoH-DiT-B/2-90",
-  "moh-dit-b2-75": "MoH-DiT-B/2-75",
-  "moh-dit-l2-90": "MoH-DiT-L/2-90",
-  "moh-dit-l2-75": "MoH-DiT-L/2-75",
-  "moh-dit-xl2-90": "MoH-DiT-XL/2-90",
-  "moh-dit-xl2-75": "MoH-DiT-XL/2-75",
-  "dit-s2": "DiT-S/2",
-  "dit-b2": "DiT-B/2",
-  "dit-l2": "DiT-L/2",
-  "dit-xl2": "DiT-XL/2",
+  **{
+    f"moh-vit-{size[0]}{share}": f"moh_transnext_{size}_{share}"
+    for size, share in (
+      *(("small", 80), ("small", 75)),
+      *(("base", 75), ("base", 50)),
+    )
+  },
+  **{
+    f"transnext-{size}": f"transnext_{size}"
+    for size in ("micro", "tiny", "small", "base")
+  },
+  **{
+    f"{kind.lower()}-{size.lower()}2{split}": f"{kind}-{size}/2{split}"
+    for split in _DIT_SPLITS
+    for kind in ("MoH-DiT" if split else "DiT",)
+    for size in ("S", "B", "L", "XL")
+  },
 }
 # Parameters of the language models that were never released, by the sizes of
 # their layers: C (heads * D) 4 of the attention, 3 C F of the MLP, 2 C of the
@@ -78,22 +72,15 @@ def _tables() -> dict:
   return tables
 
 
-def _run(model) -> Config:
-  """The smallest run of a model section."""
-  return bench_run(model, 1)
+def _params(name: str):
+  """Shapes of the model's parameters; computes nothing."""
+  return unbox(abstract_params(*make_model(Config(released_model(name)))))
 
 
 def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:
   """The model's parameters under their public names; computes nothing."""
-  config = released_model(name)
-  params = unbox(abstract_params(*make_model(_run(config))))
-  table = model_rules(config)
-  return jax.eval_shape(functools.partial(rules.dump_params, table), params)
-
-
-def _named(name: str) -> bool:
-  """Whether a name ends in the share of active heads."""
-  return name.startswith("moh-") and name[-2:].isdecimal()
+  dump = functools.partial(rules.dump_params, model_rules(released_model(name)))
+  return jax.eval_shape(dump, _params(name))
 
 
 class RegistryTest(parameterized.TestCase):
@@ -115,15 +102,11 @@ class RegistryTest(parameterized.TestCase):
 
   @parameterized.parameters(*(_SIZED | _LLAMA_70B).items())
   def test_language_model_has_the_parameters_of_its_sizes(self, name, expected):
-    params = abstract_params(*make_model(_run(released_model(name))))
-    total = sum(leaf.size for leaf in jax.tree.leaves(unbox(params)))
-    self.assertEqual(total, expected)
+    leaves = jax.tree.leaves(_params(name))
+    self.assertEqual(sum(leaf.size for leaf in leaves), expected)
 
   def test_llama3_is_continued_with_every_weight_shared_by_its_baseline(self):
-    routed, plain = (
-      unbox(abstract_params(*make_model(_run(released_model(name)))))
-      for name in ("moh-llama3-8b", "llama3-8b-expanded")
-    )
+    routed, plain = map(_params, ("moh-llama3-8b", "llama3-8b-expanded"))
     chex.assert_trees_all_equal_shapes(routed, plain)
 
   @parameterized.parameters(*_OTHER_PATCHES)
@@ -151,19 +134,16 @@ class RegistryTest(parameterized.TestCase):
   @parameterized.parameters(
     *((name, 1.0) for name in ("transnext-base", "dit-xl2", "llm-b")),
     *(
-      (name, int(name[-2:]) / 100) for name in released_models() if _named(name)
+      (name, int(name[-2:]) / 100)
+      for name in released_models()
+      if name.startswith("moh-") and name[-2:].isdecimal()
     ),
     ("moh-llama3-8b", 0.75),
     ("llama3-8b", 1.0),
   )
   def test_activates_the_share_it_is_named_for(self, name, share):
-    config = released_model(name)
-    # Heads of all layers, as the papers count them.
-    depths = getattr(config, "depths", None) or (1,) * len(config.num_heads)
-    pairs = list(zip(config.budgets(), depths))
-    used = sum(budget.active * depth for budget, depth in pairs)
-    present = sum(budget.num_heads * depth for budget, depth in pairs)
-    self.assertAlmostEqual(used / present, share, delta=0.03)
+    found = released_model(name).activated_share
+    self.assertAlmostEqual(found, share, delta=0.03)
 
   def test_unknown_name_lists_the_known(self):
     with self.assertRaisesRegex(

@@ -150,26 +150,20 @@ class TilingTest(parameterized.TestCase):
     decoded = apply_tiled(_double, x, 12, overlap)
     np.testing.assert_allclose(decoded, _double(x), rtol=1e-5, atol=1e-6)
 
-  @parameterized.parameters((12, 12), (8, 5))
-  def test_one_tile_is_the_function_itself(self, rows, columns):
+  @parameterized.parameters((12, 12, 1), (8, 5, 1), (30, 7, 4))
+  def test_all_tiles_have_one_shape_and_one_is_the_whole(
+    self, rows, columns, tiles
+  ):
     x, seen = _array(rows, columns), []
 
     def record(part):
       seen.append(part.shape)
       return jnp.tanh(part)
 
-    np.testing.assert_array_equal(apply_tiled(record, x, 12, 4), jnp.tanh(x))
-    self.assertEqual(seen, [x.shape])
-
-  def test_all_tiles_have_one_shape(self):
-    seen = []
-
-    def record(part):
-      seen.append(part.shape)
-      return part
-
-    apply_tiled(record, _array(30, 7), 12, 4)
-    self.assertEqual(seen, [(2, 12, 7, 3)] * 4)
+    out = apply_tiled(record, x, 12, 4)
+    self.assertEqual(seen, [(2, min(rows, 12), columns, 3)] * tiles)
+    if tiles == 1:
+      np.testing.assert_array_equal(out, jnp.tanh(x))
 
   def test_seam_is_a_linear_ramp(self):
     # Two tiles of 12 columns, starting at 0 and 8, share 4.
@@ -190,12 +184,11 @@ class TilingTest(parameterized.TestCase):
     self.assertGreaterEqual(steps.min(), -1e-4)
     np.testing.assert_allclose(out[:, :, :1], out[:, :, -1:], atol=1e-4)
 
-  @parameterized.parameters((12, 12), (12, -1), (0, 0))
-  def test_overlap_out_of_range_is_refused(self, tile, overlap):
-    with self.assertRaisesRegex(ValueError, f"overlap={overlap} must be in"):
-      apply_tiled(_double, _array(16, 16), tile, overlap)
-
-  @parameterized.parameters((21, 4), (20, 3))
-  def test_sizes_between_the_latents_are_refused(self, columns, overlap):
-    with self.assertRaisesRegex(ValueError, "must be multiples of 2"):
-      apply_tiled(_halve, _array(16, columns), 12, overlap)
+  @parameterized.parameters(
+    (16, 12, 12, "overlap=12 must be in"), (16, 12, -1, "overlap=-1 must be"),
+    (16, 0, 0, "overlap=0 must be in"), (21, 12, 4, "must be multiples of 2"),
+    (20, 12, 3, "must be multiples of 2"),
+  )  # fmt: skip
+  def test_sizes_that_do_not_fit_are_refused(self, side, tile, overlap, words):
+    with self.assertRaisesRegex(ValueError, words):
+      apply_tiled(_halve, _array(16, side), tile, overlap)

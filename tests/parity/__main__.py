@@ -5,8 +5,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from moh_jax.cli.command import Output, table
 from moh_jax.cli.main import report_errors
-from moh_jax.cli.options import Output, table
 from tests.parity.compare import Row, run_case
 
 

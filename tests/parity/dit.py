@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config import DiTConfig
+from moh_jax.config import DiffusionConfig, DiTConfig
 from moh_jax.config.heads import RouterConfig
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.rules import mix_rules, projection_rules, router_rules
@@ -107,10 +107,8 @@ def diffusion(case: Case) -> dict[str, Any]:
 
   def objective(params):
     out = predict(x, t, arrays["y"], params)
-    losses = training_losses(
-      process, "epsilon", out, x0=x0, x=x, t=t, noise=noise
-    )
-    return (losses["weighted_mse"] + losses["vb"]).mean(), losses
+    losses = training_losses(process, DiffusionConfig(), out, x0, x, t, noise)
+    return losses["loss"].mean(), losses
 
   grads, losses = jax.jit(jax.grad(objective, has_aux=True))(params)
   return {
@@ -118,7 +116,7 @@ def diffusion(case: Case) -> dict[str, Any]:
     "x_t": channels_first(x),
     "mse": losses["mse"],
     "vb": losses["vb"],
-    "loss": losses["mse"] + losses["vb"],
+    "loss": losses["loss"],
     **named_grads("grads", model_rules(config), grads),
     **_reverse(predict, params, respace(process, 50), case),
     **_samples(predict, params, process, case),
@@ -235,15 +233,10 @@ def _load(case: Case) -> tuple[DiTConfig, Any, _Predict]:
   """Config and parameters of the recorded network, and its output.
 
   Only configs of MoH name their shared heads.
-
-  Raises:
-    ValueError: its layers differ in their head width.
   """
   hyper = case.hyper
   heads = tuple(hyper["heads_per_block"])
-  widths = set(hyper["head_dim_per_block"])
-  if len(widths) > 1:
-    raise ValueError(f"head_dim_per_block {sorted(widths)} must be one width")
+  (width,) = set(hyper["head_dim_per_block"])
   size = hyper["input_size"]
   config = DiTConfig(
     input_size=(size, size),
@@ -252,7 +245,7 @@ def _load(case: Case) -> tuple[DiTConfig, Any, _Predict]:
     patch_size=hyper["patch_size"],
     width=hyper["hidden_size"],
     num_heads=heads,
-    head_dim=widths.pop(),
+    head_dim=width,
     shared_heads=tuple(hyper.get("shared_head", heads)),
     top_k=tuple(hyper.get("routed_head", (0,) * len(heads))),
     mlp_ratio=hyper["mlp_ratio"],

@@ -13,7 +13,7 @@ import numpy as np
 
 from moh_jax.convert.inception import convert_inception
 from moh_jax.convert.vae import convert_vae, public_config
-from moh_jax.data.latents import sample_posterior
+from moh_jax.data.transforms import sample_posterior
 from moh_jax.evaluation import fid
 from moh_jax.evaluation.fid import Gaussian, moments, read_statistics
 from moh_jax.evaluation.image_metrics import open_images

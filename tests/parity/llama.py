@@ -11,11 +11,10 @@ import numpy as np
 import optax
 
 from moh_jax.config import LLMConfig, RouterConfig
-from moh_jax.config.llm import Sampling
 from moh_jax.convert import llama, llama_config
-from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.ops.cache import Slots
+from tests.convert import tiny_llm
 from tests.parity.case import Case, apply
 
 
@@ -61,10 +60,12 @@ def network(case: Case) -> dict[str, Any]:
   (logits, _), _ = run(params, padded, token_mask=mask)
   outputs["padded_logits_default_positions"] = logits * mask[..., None]
 
-  model, params = LLM(config, unrolled=True), unroll(params, config)
-  outputs |= _generate(config, model, params, case)
-  outputs["padded_generated_ids"] = _write(model, params, case)
-  return outputs
+  prompts, mask = (arrays[f"padded_prompt_{n}"] for n in ("ids", "mask"))
+  padding = prompts.shape[1] - mask.astype(bool).sum(1)
+  steps = case.hyper["max_new_tokens"]
+  written = tiny_llm.greedy(config, params, prompts, steps, padding)
+  outputs["padded_generated_ids"] = np.concatenate([prompts, written], axis=1)
+  return outputs | _generate(config, params, case)
 
 
 def _model_config(hyper: Mapping[str, Any]) -> LLMConfig:
@@ -121,36 +122,13 @@ def _head_mask(
   return None if gates is None else gates.astype(np.int32)
 
 
-def _write(model: LLM, params: Any, case: Case) -> np.ndarray:
-  """Greedy tokens [B, P + steps], by the programs of the `generate` command."""
-  prompts = case.arrays["padded_prompt_ids"]
-  mask = case.arrays["padded_prompt_mask"].astype(bool)
-  steps = case.hyper["max_new_tokens"]
-  batch, length = prompts.shape
-  state = make_prefill(model, "float32")(
-    params,
-    prompts.astype(np.int32),
-    (length - mask.sum(1)).astype(np.int32),
-    np.arange(batch, dtype=np.int32),
-    np.zeros(batch, bool),
-    length + steps,
-  )
-  numbers = span_numbers(Sampling(), 0, steps)
-  _, tokens, _ = make_decode(model, (), steps)(
-    params, state, numbers, True, False
-  )
-  tokens = np.asarray(tokens).astype(prompts.dtype)
-  return np.concatenate([prompts, tokens], axis=1)
-
-
 def _generate(
-  config: LLMConfig, model: LLM, params: Any, case: Case
+  config: LLMConfig, params: Any, case: Case
 ) -> dict[str, np.ndarray]:
   """Greedy generation with a cache, one call of the network per token.
 
   Args:
     config: the model.
-    model: its network with unrolled layers.
     params: its parameters.
     case: has the prompts [B, P] and the number of steps.
 
@@ -159,6 +137,7 @@ def _generate(
     "generated_step_logits" [steps, B, V]; and with routers
     "generated_head_mask" [layers, B, P + steps - 1, H] of the tokens read.
   """
+  model, params = LLM(config, unrolled=True), unroll(params, config)
   tokens, steps = case.arrays["prompt_ids"], case.hyper["max_new_tokens"]
   batch, length = tokens.shape
   cache = model.new_cache(batch, length + steps)

@@ -112,18 +112,10 @@ def _forward_backward(
 
 
 def _model_config(hyper: Mapping[str, Any]) -> ViTConfig:
-  """The config of a recorded network; only MoH's name their shared heads.
-
-  Raises:
-    ValueError: its stages differ in the window of their local attention.
-  """
+  """The config of a recorded network; only MoH's name their shared heads."""
   heads = tuple(hyper["num_heads"])
   size = hyper["img_size"]
-  windows = {w for w in hyper.get("window_size", [3]) if w}
-  if len(windows) > 1:
-    raise ValueError(
-      f"window_size {sorted(windows)} must be one for all stages"
-    )
+  (window,) = {w for w in hyper.get("window_size", [3]) if w} or {3}
   return ViTConfig(
     image_size=(size, size),
     channels=hyper.get("in_chans", 3),
@@ -136,7 +128,7 @@ def _model_config(hyper: Mapping[str, Any]) -> ViTConfig:
     top_k=tuple(hyper.get("routed_head", (0,) * len(heads))),
     mlp_ratios=tuple(hyper["mlp_ratios"]),
     sr_ratios=tuple(hyper["sr_ratios"]),
-    window=windows.pop() if windows else 3,
+    window=window,
     fixed_pool_size=hyper.get("fixed_pool_size") or 0,
     pretrain_image_size=hyper.get("pretrain_size") or 0,
     router=RouterConfig("two_stage" if "shared_head" in hyper else "none"),

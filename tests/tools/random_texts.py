@@ -36,31 +36,28 @@ def random_texts(count: int = 1000, seed: int = 0) -> list[str]:
   """Returns texts of words, code, emoji, any characters and special tokens."""
   rng = random.Random(seed)
 
-  def piece() -> str:
-    kind = rng.randrange(12)
-    if kind < 4:
-      return rng.choice(_WORDS)
-    if kind < 6:
-      return rng.choice(_SPACES)
-    if kind == 6:
-      return rng.choice(_EMOJI)
-    if kind == 7:
-      return rng.choice(_CODE)
-    if kind == 8:
-      return rng.choice(SPECIAL)
-    if kind == 9:
-      return str(rng.randrange(10 ** rng.randrange(1, 9)))
-    if kind == 10:
-      return rng.choice(_MARKS)
+  def characters() -> str:
     low, high = rng.choice(_RANGES)
-    return "".join(
-      chr(rng.randint(low, high)) for _ in range(rng.randint(1, 5))
-    )
+    count = rng.randint(1, 5)
+    return "".join(chr(rng.randint(low, high)) for _ in range(count))
+
+  pieces = (
+    *[lambda: rng.choice(_WORDS)] * 4,
+    *[lambda: rng.choice(_SPACES)] * 2,
+    lambda: rng.choice(_EMOJI),
+    lambda: rng.choice(_CODE),
+    lambda: rng.choice(SPECIAL),
+    lambda: str(rng.randrange(10 ** rng.randrange(1, 9))),
+    lambda: rng.choice(_MARKS),
+    characters,
+  )
 
   def join() -> str:
     return " " if rng.random() < 0.4 else ""
 
   return [
-    "".join(piece() + join() for _ in range(rng.randrange(1, 14)))
+    "".join(
+      pieces[rng.randrange(12)]() + join() for _ in range(rng.randrange(1, 14))
+    )
     for _ in range(count)
   ]

@@ -79,32 +79,26 @@ CASES = {
   ),
   "yarn_qwen2": ("Qwen2", _yarn(factor=2.5)),
 }
+
+
+def _long(positions: int, **more):
+  return _YARN | {"original_max_position_embeddings": positions} | more
+
+
 # Rotations of published sizes: width of a head, theta, scaling.
+_DEEPSEEK = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+_DEEPSEEK |= {"mscale_all_dim": 0.8, "factor": 40.0}
+_EQUAL = {"beta_fast": 2.0, "beta_slow": 2.0}
 ROTATIONS = {
-  "qwen": (128, 1e6, _YARN | {"original_max_position_embeddings": 32768}),
+  "qwen": (128, 1e6, _long(32768)),
   "deepseek": (
     64,
     1e4,
-    _YARN
-    | {"factor": 40.0, "original_max_position_embeddings": 4096}
-    | {"beta_fast": 32.0, "beta_slow": 1.0}
-    | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    _long(4096, **_DEEPSEEK),
   ),
-  "untruncated": (
-    64,
-    150000.0,
-    _YARN
-    | {"factor": 32.0, "original_max_position_embeddings": 4096}
-    | {"truncate": False},
-  ),
-  "short": (16, 100.0, _YARN | {"original_max_position_embeddings": 4}),
-  "equal_betas": (
-    32,
-    1e4,
-    _YARN
-    | {"original_max_position_embeddings": 2048, "truncate": False}
-    | {"beta_fast": 2.0, "beta_slow": 2.0},
-  ),
+  "untruncated": (64, 150000.0, _long(4096, factor=32.0, truncate=False)),
+  "short": (16, 100.0, _long(4)),
+  "equal_betas": (32, 1e4, _long(2048, truncate=False, **_EQUAL)),
 }
 
 

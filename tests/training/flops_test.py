@@ -23,7 +23,7 @@ from moh_jax.training.flops import (
   step_forms,
 )
 from moh_jax.training.task import task_builder
-from tests.models import small_vit
+from tests.models import small
 from tests.training import tiny
 
 
@@ -41,14 +41,13 @@ def _flops(*args):
 class AttentionFlopsTest(parameterized.TestCase):
   @parameterized.parameters(
     # 6 pairs, 8 keys, 2 products, 3 multiplications and additions each.
-    (6, 8, 3, "forward", 6 * 8 * 2 * 3 * 2),
-    (6, 8, 3, "forward_backward", 3 * 6 * 8 * 2 * 3 * 2),
+    (6, 8, 3, False, 6 * 8 * 2 * 3 * 2),
     # Two sequences of 4 causal tokens, which see 1 + 2 + 3 + 4 keys.
-    (2 * 4, 4, 5, "causal", 2 * 10 * 2 * 5 * 2),
-    (2 * 4, 4, 5, "causal_forward_backward", 3 * 2 * 10 * 2 * 5 * 2),
+    (2 * 4, 4, 5, True, 2 * 10 * 2 * 5 * 2),
   )
-  def test_counts_two_products(self, pairs, keys, head_dim, mode, expected):
-    self.assertEqual(attention_flops(pairs, keys, head_dim, mode), expected)
+  def test_counts_two_products(self, pairs, keys, head_dim, causal, expected):
+    found = attention_flops(pairs, keys, head_dim, causal)
+    self.assertEqual(found, expected)
 
 
 class PublishedPeakTest(parameterized.TestCase):
@@ -148,7 +147,7 @@ def _cases(choose):
 
 class FormsTest(parameterized.TestCase):
   @parameterized.product(
-    model=(tiny.DIT, small_vit.TWO_STAGES, tiny.LLM),
+    model=(tiny.DIT, small.TWO_STAGES, tiny.LLM),
     form=("auto", "packed"),
     routed=(True, False),
   )

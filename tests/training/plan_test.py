@@ -51,7 +51,7 @@ class MemoryTest(parameterized.TestCase):
 @functools.cache
 def _products(remat):
   run = tiny.llm_config(model={"remat": remat}, mesh=_MESH)
-  return _plan(run).time.products
+  return _plan(run).step_time.products
 
 
 class TimeTest(parameterized.TestCase):
@@ -74,8 +74,8 @@ class TimeTest(parameterized.TestCase):
     baseline = dataclasses.replace(run, model=without_router(run.model))
     moh, mha = _plan(run, "v5p-8"), _plan(baseline, "v5p-8")
     comparison = self.assertGreater if length == 16 else self.assertLess
-    comparison(moh.time.products, mha.time.products)
-    self.assertEqual(moh.forms[0].heads, 1 if length == 16 else 0.75)
+    comparison(moh.step_time.products, mha.step_time.products)
+    self.assertEqual(moh.attention[0].heads, 1 if length == 16 else 0.75)
 
 
 class SlicesTest(parameterized.TestCase):
@@ -113,7 +113,7 @@ class CompilerTest(absltest.TestCase):
     refused, plan = (self._plan(return_value=one) for one in (full, fits))
     self.assertFalse(refused.fits)
     self.assertTrue(plan.fits)
-    self.assertGreater(plan.time.seconds, 2 * refused.time.seconds)
+    self.assertGreater(plan.step_time.seconds, 2 * refused.step_time.seconds)
     self.assertIn("collectives reach 70% of ", assumptions(plan)[2])
     self.assertIn("collectives are not counted", assumptions(refused)[2])
 
@@ -123,7 +123,7 @@ class CompilerTest(absltest.TestCase):
     for plan, reason in ((broken, "libtpu 0.0: broken"), (missing, "libtpu")):
       self.assertTrue(plan.fits)
       self.assertIsNone(plan.compiled)
-      self.assertIn(reason, plan.reason)
+      self.assertIn(reason, plan.not_compiled)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """A run small enough for tests, in every form they need."""
 
 import dataclasses
+import json
+import os
+import pathlib
 from typing import Any
 
 import jax
@@ -11,6 +14,8 @@ from moh_jax.config import Config
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training.task import task_builder
+from moh_jax.training.train import Result
+from moh_jax.training.train import train as train_on
 
 # All eight fake devices. Few heads are never balanced.
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "max_imbalance": 2.0}
@@ -163,6 +168,24 @@ def random_params(config: Config, seed: int = 0) -> Any:
 def make_task(config: Config, decode: Any = None) -> Any:
   """The training task of the config's family."""
   return task_builder(config).make_task(config, decode)
+
+
+def train(config: Config, workdir: str | os.PathLike, **options: Any) -> Result:
+  """Trains on one device."""
+  devices = jax.devices()[:1]
+  return train_on(config, os.fspath(workdir), devices=devices, **options)
+
+
+def rows(
+  workdir: str | os.PathLike, split: str | None = None
+) -> list[dict[str, Any]]:
+  """Rows of a run's metrics, of one split or of all, without its speeds."""
+  text = pathlib.Path(workdir, "metrics.jsonl").read_text()
+  return [
+    {name: x for name, x in row.items() if not is_time(name)}
+    for row in map(json.loads, text.splitlines())
+    if split in (None, row["split"])
+  ]
 
 
 def _changed(base: Config, sections: dict[str, dict[str, Any]]) -> Config:

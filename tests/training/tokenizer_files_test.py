@@ -11,8 +11,7 @@ from absl.testing import absltest
 
 from moh_jax.convert.checkpoints import export
 from moh_jax.data.token_sets import TokenSet
-from moh_jax.data.tokenizer_files import copy_tokenizer_files
-from moh_jax.data.tokenizers import load_tokenizer
+from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
 from moh_jax.inference.restore import load_checkpoint_tokenizer
 from moh_jax.training.train import train
 from tests.cli import tiny_checkpoint

@@ -4,10 +4,10 @@ A command NAME is the module `cli/NAME.py`, listed in `main.COMMANDS`, which has
 a dataclass and a function:
 
   @dataclasses.dataclass(frozen=True, kw_only=True)
-  class Options(Checkpoint, Output):
+  class Options(command.Checkpoint, command.Output):
     '''Name what image files show. (`Attributes:` describe the fields.)'''
 
-    images: tuple[InPath, ...] = option("positional")
+    images: tuple[command.InPath, ...] = command.option("positional")
     top: Count = 5
 
   def run(options: Options) -> int:
@@ -28,10 +28,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json as json_lib
 import os
 import pathlib
 import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -39,6 +41,7 @@ from moh_jax.cli.flags import PREFIX, flag
 from moh_jax.config import Config, MeshConfig, base, check_command
 from moh_jax.config.base import Count
 from moh_jax.config.parse import changed
+from moh_jax.data.text_files import PIECE_BYTES, list_pieces, read_texts
 from moh_jax.runtime import cluster, files, run_lock, steps
 from moh_jax.runtime.json_files import strict_json
 
@@ -334,7 +337,7 @@ class Stored(BaseOptions):
     """Checks that there is such a checkpoint, too."""
     if self.checkpoint is not None:
       if "://" not in self.checkpoint:
-        steps.check_exists(self.checkpoint)
+        steps.find_step(self.checkpoint, None)
       _ = self.step_number
     super().prepare()
 
@@ -417,6 +420,34 @@ class Checkpoint(Stored):
     """The text that a key of the config is changed to, None if it is not."""
     given = dict(text.split("=", 1) for text in self.changes)
     return given.get(key)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Texts(BaseOptions):
+  """Options of commands that read files of text.
+
+  Attributes:
+    data: text files, addresses (hf://datasets/...) or quoted patterns with *, ?
+      and **: .jsonl, .ndjson and .json hold one JSON object a line, .parquet
+      and .arrow a table, any other file is one document; all but tables also
+      .gz or .zst. Or a folder that save_to_disk of the library datasets wrote.
+    field: field of JSON objects and tables that is the text.
+  """
+
+  data: tuple[Place, ...] = option("listed")
+  field: str = "text"
+
+  def texts(self, skipped: Counter[str] | None = None) -> Iterator[str]:
+    """The documents of the files, one after another.
+
+    Args:
+      skipped: counts what holds no text, see `read_texts`.
+
+    Raises:
+      FileNotFoundError: there is no such file; before any is read.
+    """
+    pieces = itertools.chain.from_iterable(list_pieces(self.data, PIECE_BYTES))
+    return read_texts(pieces, self.field, skipped)
 
 
 def out_file(path: str, *suffixes: str) -> pathlib.Path:

@@ -13,8 +13,8 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli import flags, options
-from moh_jax.cli.options import (
+from moh_jax.cli import command, flags
+from moh_jax.cli.command import (
   BaseOptions,
   Checkpoint,
   Distributed,
@@ -206,7 +206,7 @@ class ProcessesTest(parameterized.TestCase):
 
   def test_a_newer_checkpoint_matters_where_no_step_is_given(self):
     newest = iter([[100], [200]])
-    with mock.patch.object(options.steps, "list_steps", lambda _: next(newest)):
+    with mock.patch.object(command.steps, "list_steps", lambda _: next(newest)):
       told = [_Served(checkpoint="run").compared() for _ in range(2)]
     self.assertNotEqual(*told)
 
@@ -244,7 +244,7 @@ class GiveTest(parameterized.TestCase):
     self.assertEmpty(out.getvalue())
 
   def test_columns_are_aligned(self):
-    text = options.table([("a", 100), ("long", 2)], ("name", "n"))
+    text = command.table([("a", 100), ("long", 2)], ("name", "n"))
     self.assertEqual(text, "name  n\na     100\nlong  2")
 
 

@@ -1,0 +1,64 @@
+"""The config that a trained model is served with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moh_jax.config.parse import apply_overrides, changed
+from moh_jax.config.run import Config
+
+
+def serving_config(
+  config: Config,
+  changes: Sequence[str],
+  model: Mapping[str, Any],
+  sample: Mapping[str, Any],
+) -> Config:
+  """The config of a run with other keys for serving.
+
+  Args:
+    config: of the run.
+    changes: keys, as on command lines: "sample.steps=50".
+    model: fields of the section `model`, which come after them.
+    sample: fields of the section `sample`.
+
+  Raises:
+    ValueError: a field is unknown, or a value does not fit the model.
+  """
+  config = changed(config.served(), changes)
+  others = {k: v for k, v in model.items() if k != "top_k"}
+  if others:
+    config = apply_overrides(config, "model", **others)
+  if "top_k" in model:
+    config = with_top_k(config, model["top_k"])
+  if sample and "sample" not in config.sections:
+    raise ValueError(
+      f"model.family={config.model.family!r} has no section 'sample' to "
+      f"change {sorted(sample)} of"
+    )
+  return apply_overrides(config, "sample", **sample) if sample else config
+
+
+def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
+  """A config with other numbers of routed heads.
+
+  Args:
+    config: of a model to serve.
+    top_k: one for each layer (ViT: stage), or one for all.
+
+  Raises:
+    ValueError: the model has no such heads.
+  """
+  values = (top_k,) if isinstance(top_k, int) else top_k
+  router = config.model.router
+  if values and router.kind == "none":
+    raise ValueError(
+      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
+    )
+  if values and router.top_p:
+    raise ValueError(
+      f"top_k={values}: router.top_p={router.top_p} selects heads by score, so "
+      "they exclude each other"
+    )
+  if isinstance(values, list | tuple) and len(values) == 1:
+    values = tuple(values) * len(config.model.top_k)
+  return apply_overrides(config, "model", top_k=values)
