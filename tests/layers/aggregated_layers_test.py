@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers import aggregated
@@ -81,45 +81,3 @@ class AttentionLayersTest(parameterized.TestCase):
     for name in ("qkv",) if kind == "full" else ("q", "kv", "sr", "norm"):
       for leaf in jax.tree.leaves(grads["params"][name]):
         self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
-
-
-class QueryScaleTest(parameterized.TestCase):
-  @parameterized.product(
-    dtype=(jnp.float32, jnp.bfloat16), counts=([4, 6, 9, 6, 4], 7)
-  )
-  def test_scales_unit_queries_with_embedding(self, dtype, counts):
-    q, module = _random(_B, 5, 2, 3, dtype=dtype), aggregated.QueryScale()
-    counts = np.asarray(counts)
-    variables = small.params(module, q, counts)
-    temperature = np.asarray(variables["params"]["temperature"], np.float64)
-    embedding = np.asarray(variables["params"]["query_embedding"], np.float64)
-    unit = np.asarray(q, np.float64)
-    unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
-    scale = np.log(counts).reshape(-1, 1) * np.log1p(
-      np.exp(temperature)
-    )  # [N, H]
-    got_unit, got = module.apply(variables, q, counts)
-    chex.assert_shape([got_unit, got], q.shape)
-    chex.assert_type([got_unit, got], jnp.float32)
-    np.testing.assert_allclose(got_unit, unit, atol=1e-6)
-    expected = (unit + embedding) * scale[..., None]
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
-class PositionBiasTest(absltest.TestCase):
-  def test_equals_the_mlp_of_every_pair(self):
-    module, coordinates = (
-      aggregated.PositionBias(4),
-      relative_coordinates(_GRID, _POOL),
-    )
-    variables = small.params(module, coordinates)
-    params = jax.tree.map(
-      lambda p: np.asarray(p, np.float64), variables["params"]
-    )
-    pairs = np.asarray(coordinates.table, np.float64)[coordinates.index]
-    hidden = np.maximum(pairs @ params["fc1_kernel"] + params["fc1_bias"], 0)
-    expected = hidden @ params["fc2"]["kernel"] + params["fc2"]["bias"]
-    bias = module.apply(variables, coordinates)
-    chex.assert_shape(bias, (4, _N, math.prod(_POOL)))
-    chex.assert_type(bias, jnp.float32)
-    np.testing.assert_allclose(bias, expected.transpose(2, 0, 1), atol=2e-5)

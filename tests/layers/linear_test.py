@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import Linear, xavier_init
-from moh_jax.layers.mlp import MLP, ConvGLU, OverlapPatchEmbed, SwiGLU
+from moh_jax.layers.mlp import MLP, SwiGLU
 from moh_jax.layers.moh import MoHAttention
 from tests.layers import small
 
@@ -120,10 +120,8 @@ class HeadsTest(parameterized.TestCase):
     np.testing.assert_allclose(got, expected, atol=atol)
 
 
-_B, _C, _F, _GRID = 2, 4, 6, (3, 5)
-_N = math.prod(_GRID)
-_TOKENS = jnp.asarray(np.random.default_rng(0).normal(size=(_B, _N, _C)))
-_TOKENS = _TOKENS.astype(jnp.float32)
+_F = 6
+_TOKENS = jax.random.normal(jax.random.key(1), (2, 15, 4))
 
 
 def _dense(layer, x):
@@ -142,24 +140,10 @@ def _swiglu(params, x):
   return _dense(params["down"], hidden)
 
 
-def _conv_glu(params, x):
-  gate = _dense(params["gate"], x).reshape(_B, *_GRID, _F)
-  padded = np.pad(gate, [(0, 0), (1, 1), (1, 1), (0, 0)])
-  taps, bias = params["dwconv"]["kernel"], params["dwconv"]["bias"]
-  conv = sum(
-    padded[:, i : i + _GRID[0], j : j + _GRID[1]] * taps[i, j]
-    for i, j in np.ndindex(3, 3)
-  )
-  conv = (conv + bias).reshape(_B, _N, _F)
-  cdf = 0.5 * (1 + np.vectorize(math.erf)(conv / math.sqrt(2)))
-  return _dense(params["out"], conv * cdf * _dense(params["value"], x))
-
-
 _CASES = {
   "mlp": (MLP(_F), _mlp),
   "swiglu": (SwiGLU(_F), _swiglu),
   "swiglu_bias": (SwiGLU(_F, use_bias=True), _swiglu),
-  "conv_glu": (ConvGLU(_F, _GRID), _conv_glu),
 }
 
 
@@ -217,28 +201,3 @@ class InitTest(parameterized.TestCase):
     text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
     self.assertTrue("f32[48,56]" in text)  # the text is too long for a message
     self.assertFalse("f32[56,48]" in text or "f32[40,48]" in text)
-
-
-class OverlapPatchEmbedTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (3, 2, (6, 9)), (7, 4, (6, 9)), (7, 4, (8, 12)), (3, 2, (1, 1))
-  )
-  def test_equals_normalized_patches(self, kernel_size, stride, size):
-    images = np.random.default_rng(0).normal(size=(2, *size, 3))
-    images = jnp.asarray(images, jnp.float32)
-    module = OverlapPatchEmbed(6, kernel_size, stride)
-    variables = small.params(module, images)
-    stored = jax.tree.map(np.asarray, variables["params"])
-    proj, norm = (stored[name] for name in ("proj", "norm"))
-    reach = kernel_size // 2
-    padded = np.pad(images, [(0, 0), (reach, reach), (reach, reach), (0, 0)])
-    out = jax.jit(module.apply)(variables, images)
-    chex.assert_shape(out, (2, *(-(-side // stride) for side in size), 6))
-    for row, column in np.ndindex(*out.shape[1:3]):
-      i, j = row * stride, column * stride
-      patch = padded[:, i : i + kernel_size, j : j + kernel_size]
-      x = np.einsum("bijk,ijkc->bc", patch, proj["kernel"]) + proj["bias"]
-      x = x - x.mean(-1, keepdims=True)
-      x /= np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
-      expected = x * norm["scale"] + norm["bias"]
-      np.testing.assert_allclose(out[:, row, column], expected, atol=2e-5)

@@ -218,17 +218,6 @@ class AggregatedAttentionTest(parameterized.TestCase):
     expected = _reference(inputs, *case)
     np.testing.assert_allclose(_attend(inputs, *case), expected, atol=2e-5)
 
-  def test_gradients_equal_finite_differences(self):
-    grid, window = (2, 3), 3
-    jax.test_util.check_grads(
-      functools.partial(_attend, grid=grid, window=window),
-      (_arrays(grid, window),),
-      order=1,
-      modes=("rev",),
-      eps=1e-2,
-      rtol=1e-2,
-    )
-
   @parameterized.parameters(jnp.float32, jnp.bfloat16)
   def test_unit_vectors_are_float32(self, dtype):
     x = 100 * jax.random.normal(jax.random.key(0), (2, 5, 3, 4)).astype(dtype)
