@@ -69,11 +69,10 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  q = call.q
-  blocks = blocks_of(call.active, q.shape[:3], form.rows)
-  dtype = jnp.result_type(q, call.k, call.v).name
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows)
+  interpret = target().platform == "cpu"
   return kernel_attention(
-    call, blocks, **kernel_options(target(), dtype, q.shape[-1])
+    call, blocks, backend=form.backend, interpret=interpret
   )
 
 

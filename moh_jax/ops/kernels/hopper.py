@@ -108,16 +108,11 @@ class Hopper(Kernels):
 class RowLaunch(Launch):
   """Launch of a kernel whose pieces of work are tiles of rows."""
 
-  @property
-  def row_tiles(self) -> int:
-    """Tiles of rows in all blocks, P."""
-    return self.problem.num_blocks * self.problem.rows // self.rows
-
   def table(self) -> tuple[jax.Array, jax.Array]:
     """All work [P, 7] int32, a `RowWork` per row, and how much is used, [1]."""
     problem = self.problem
     blocks, per_block = problem.blocks, problem.rows // self.rows
-    tile = jnp.arange(self.row_tiles, dtype=jnp.int32)
+    tile = jnp.arange(problem.num_blocks * per_block, dtype=jnp.int32)
     head = blocks.head[tile // per_block]
     if self.run == 2:
       first, end = (blocks.first[x] * per_block for x in (head, head + 1))
