@@ -160,13 +160,9 @@ def blocks_of(
     shape: (B, N, H).
     rows: R.
   """
-  if active is None:
-    return all_blocks(*shape, rows)
-  return head_blocks(active, rows)
-
-
-def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
-  """Makes the table of every token with every head."""
+  if active is not None:
+    return head_blocks(active, rows)
+  batch, tokens, heads = shape
   each = -(-tokens // rows)
   count = batch * heads
   head = jnp.arange(count, dtype=jnp.int32)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
-  all_blocks,
+  blocks_of,
   gather_rows,
   head_blocks,
   max_blocks,
@@ -86,7 +86,7 @@ class TableTest(parameterized.TestCase):
   def test_every_pair(self, rows):
     mask = np.ones((2, 8, 3), bool)
     _check_table(self, mask, 3, rows)
-    ours = all_blocks(2, 8, 3, rows)
+    ours = blocks_of(None, (2, 8, 3), rows)
     theirs = head_blocks(ActiveHeads(jnp.asarray(mask), 3), rows)
     used = int(theirs.first[-1])
     for name, x in vars(theirs).items():
