@@ -198,21 +198,21 @@ def run_attention(options: HeadOptions) -> int:
 
 def run_model(options: ModelOptions) -> int:
   """Prints a table of what was measured."""
-  from moh_jax.cli import bench_model
+  from moh_jax.cli.run_speed import measure_model
 
   run = options.run()
   settings = {**options.values(), "config": config_lib.to_dict(run)}
-  return report(options, bench_model.measure(run, options.rounds), settings)
+  return report(options, measure_model(run, options.rounds), settings)
 
 
 def run_input(options: InputOptions) -> int:
   """Prints examples per second by stage, and which stage is the slowest."""
-  from moh_jax.cli import bench_input
+  from moh_jax.cli.run_speed import measure_input
   from moh_jax.data.infer import resolve
   from moh_jax.training import bench
 
   config = resolve(options.loaded)
-  measured = bench_input.measure(config, options.batches, options.steps)
+  measured = measure_input(config, options.batches, options.steps)
   rates, slowest = measured["examples_per_second"], measured["bottleneck"]
   rows = [(stage, f"{rate:,.0f}") for stage, rate in rates.items()]
   settings = {"config": config_lib.to_dict(config)}

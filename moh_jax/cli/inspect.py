@@ -7,15 +7,16 @@ import itertools
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from moh_jax import config as config_lib
 from moh_jax.cli import command
-from moh_jax.config import Config, LayerGroup
+from moh_jax.config import Config, LayerGroup, MeshConfig
 from moh_jax.config.base import Count
 from moh_jax.runtime import steps
 
 _NAMES = 10  # of the classes that are listed
+_OF_A_BUDGET = "num_heads", "head_dim", "shared", "routed", "top_k", "active"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ def run(options: Options) -> int:
     return _draw(options)
   from moh_jax.data.infer import resolve
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import abstract_params, unbox
+  from moh_jax.runtime.sharding import abstract_params, unbox, unsplit_params
 
   if options.checkpoint:
     metadata, step = options.stored()
@@ -95,6 +96,8 @@ def run(options: Options) -> int:
     config, step, names = resolve(options.loaded), None, ()
   boxed = abstract_params(*make_model(config))
   counts = _by_module(unbox(boxed))
+  sizes = {axis: max(1, getattr(config.mesh, axis)) for axis in MeshConfig.AXES}
+  unsplit = [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]
   report = {
     "step": step,
     "class_names": list(names),
@@ -103,7 +106,7 @@ def run(options: Options) -> int:
     "activated_share": config.model.activated_share,
     "parameters": sum(counts.values()),
     "parameters_by_module": counts,
-    "unsplit": _unsplit(boxed, config),
+    "unsplit": unsplit,
   }
   options.give(report, _lines(report, config))
   return 0
@@ -178,16 +181,10 @@ def layer_rows(config: Config) -> list[dict]:
   model, rows = config.model, []
   mesh = [max(1, getattr(config.mesh, axis)) for axis in ("tensor", "sequence")]
   for index, group in enumerate(model.layer_groups()):
-    budget = group.budget
     row = {
       "stage": index + 1,
       "tokens": group.tokens,
-      "num_heads": budget.num_heads,
-      "head_dim": budget.head_dim,
-      "shared": budget.shared,
-      "routed": budget.routed,
-      "top_k": budget.top_k,
-      "active": budget.active,
+      **{name: getattr(group.budget, name) for name in _OF_A_BUDGET},
       "attention": _attention(config, group, mesh),
     }
     for order in group.order_of_each:
@@ -231,15 +228,6 @@ def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
   except ValueError:  # what was trained elsewhere can be looked at anywhere
     form, platform = config.model.attention_impl, target().platform
     return f"{form} (impossible on this {platform})"
-
-
-def _unsplit(boxed: Any, config: Config) -> list[dict]:
-  """Parameters that the axes fsdp and tensor do not split, as far as known."""
-  from moh_jax.runtime.sharding import unsplit_params
-
-  mesh = config.mesh
-  sizes = {axis: max(1, getattr(mesh, axis)) for axis in mesh.AXES}
-  return [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]
 
 
 def _by_module(params: dict) -> dict[str, int]:

@@ -104,6 +104,7 @@ _AUTO_MAP = {
   "AutoModel": "modeling_moh.MoHModel",
   "AutoModelForCausalLM": "modeling_moh.MoHLlamaForCausalLM",
 }
+_WHOLLY = "1: all of a head is rotated"
 _NESTED = ("router", "rope")  # sections of the model
 
 # Known keys without an effect on the logits: initial values, training, dtypes,
@@ -235,23 +236,18 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   stored = {n: value for n, value in stored.items() if value not in (None, {})}
   _check_keys(stored, architecture)
   keys = msgspec.convert(check_json(stored, _Stored), _Stored)
-  for name, allowed in (
-    ("hidden_act", ("silu", "swish")),
-    ("partial_rotary_factor", (1,)),  # all of a head is rotated
-  ):
-    if (found := getattr(keys, name)) not in allowed:
-      raise ValueError(f"{name}={found!r} must be {allowed[0]!r}")
-  if keys.quantization_config:
-    raise ValueError(
-      f"quantization_config={keys.quantization_config!r} must be absent: "
-      "weights must not be quantized"
-    )
   heads, layers = keys.num_attention_heads, keys.num_hidden_layers
-  if not keys.head_dim and keys.hidden_size % heads:
-    raise ValueError(
-      f"hidden_size={keys.hidden_size} must be a multiple of "
-      f"num_attention_heads={heads} where no head_dim is given"
-    )
+  dim = keys.head_dim or keys.hidden_size / heads
+  for name, fits, what in (
+    ("hidden_act", keys.hidden_act in ("silu", "swish"), "'silu'"),
+    ("partial_rotary_factor", keys.partial_rotary_factor == 1, _WHOLLY),
+    ("quantization_config", not keys.quantization_config,
+     "absent: weights must not be quantized"),
+    ("hidden_size", dim == int(dim),
+     f"a multiple of num_attention_heads={heads} where no head_dim is given"),
+  ):  # fmt: skip
+    if not fits:
+      raise ValueError(f"{name}={getattr(keys, name)!r} must be {what}")
   length, rope = _rope(keys)
   window = _window(keys, architecture)
   if window is not None and window < length:
@@ -262,7 +258,7 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
     )
     length = window
   keys.num_key_value_heads = keys.num_key_value_heads or heads
-  keys.head_dim = keys.head_dim or keys.hidden_size // heads
+  keys.head_dim = int(dim)
   is_qwen2 = architecture == "Qwen2ForCausalLM"
   fields = {
     **{field: getattr(keys, key) for key, field in _KEYS.items()},
@@ -345,14 +341,12 @@ def _window(keys: _Stored, architecture: str) -> int | None:
   Raises:
     ValueError: layers attend in another way, or slide without a window.
   """
-  window = keys.sliding_window
-  if architecture in _QWEN:
+  slides = architecture == "MistralForCausalLM"  # there all layers slide
+  if architecture in _QWEN and keys.use_sliding_window:
     slides = keys.max_window_layers < keys.num_hidden_layers
     if keys.layer_types is not None:
       slides = "sliding_attention" in keys.layer_types
-    window = window if slides and keys.use_sliding_window else None
-  elif architecture != "MistralForCausalLM":  # there all layers slide
-    window = None
+  window = keys.sliding_window if slides else None
   allowed = {"full_attention"} | ({"sliding_attention"} if window else set())
   if not set(keys.layer_types or ()) <= allowed:
     raise ValueError(
@@ -371,10 +365,8 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
     allowed = ("default", *ROPE_SCALINGS[1:])
     raise ValueError(f"{name}.rope_type={kind!r} must be one of {allowed}")
   if given.partial_rotary_factor not in (None, 1):
-    raise ValueError(
-      f"{name}.partial_rotary_factor={given.partial_rotary_factor} must be 1: "
-      "all of a head is rotated"
-    )
+    found = f"{name}.partial_rotary_factor={given.partial_rotary_factor}"
+    raise ValueError(f"{found} must be {_WHOLLY}")
   theta = keys.rope_theta if given.rope_theta is None else given.rope_theta
   rope: dict[str, Any] = {"theta": theta, "scaling": kind}
   for number in _ROPE_NUMBERS[kind].split():

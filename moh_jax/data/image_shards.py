@@ -18,7 +18,6 @@ where the autoencoder has them), "image_size", "vae", "vae_sha256",
 import concurrent.futures
 import dataclasses
 import io
-import math
 import os
 import pathlib
 from collections.abc import Collection, Mapping
@@ -30,12 +29,7 @@ import tqdm
 from moh_jax.config import Config
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SPLITS
-from moh_jax.data.decode import (
-  decode_image,
-  describe_image,
-  resize,
-  to_picture,
-)
+from moh_jax.data import decode
 from moh_jax.data.identity import Identity
 from moh_jax.data.image_folders import (
   ALL,
@@ -47,7 +41,7 @@ from moh_jax.data.image_folders import (
 )
 from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
 from moh_jax.data.shard_writer import ShardSetWriter
-from moh_jax.data.shards import METADATA, Shards, read_metadata
+from moh_jax.data.shards import METADATA, Shards, read_metadata, unpack
 from moh_jax.data.sources import Example, ImageSource, check_class_names
 
 KIND, LATENTS = "images", "latents"
@@ -178,14 +172,11 @@ class LatentSource(_ShardSource):
     }
 
   def __getitem__(self, index: int) -> Example:
-    header, payload = self._shards[index]
-    shape = (2, 2, *self.latent_shape)
-    if len(payload) != _DTYPE.itemsize * math.prod(shape):
-      raise ValueError(
-        f"{self._shards.locate(index)}: {len(payload)} bytes, expected latents "
-        f"of shape {self.latent_shape}"
-      )
-    moments = np.frombuffer(payload, _DTYPE).reshape(shape)
+    return self._shards.record(index, self._parse)
+
+  def _parse(self, record: bytes) -> Example:
+    header, payload = unpack(record)
+    moments = np.frombuffer(payload, _DTYPE).reshape(2, 2, *self.latent_shape)
     return {"image": moments, "label": np.int32(header["label"])}
 
 
@@ -328,14 +319,14 @@ def _shrunk(record: Record, shorter: int) -> Record:
   Raises:
     ValueError: it is to be made smaller, and damaged.
   """
-  size, grey = describe_image(record.content, record.place)
+  size, grey = decode.describe_image(record.content, record.place)
   if min(size) <= shorter:
     return record
-  pixels = decode_image(record.content, 1 if grey else 3, record.place)
+  pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
   scale = shorter / min(size)
-  pixels = resize(pixels, tuple(round(side * scale) for side in size))
+  pixels = decode.resize(pixels, tuple(round(side * scale) for side in size))
   file = io.BytesIO()
-  to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
+  decode.to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
   return record._replace(content=file.getvalue())
 
 

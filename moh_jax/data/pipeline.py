@@ -227,10 +227,7 @@ class TrainBatches:
     """The batches from `position` on."""
     data, local = self._data, self._local_batch
     examples = self.examples.slice(slice(self.position * local, None))
-    workers = worker_count(data)
-    if workers:
-      arrays = map(np.asarray, jax.tree.leaves(examples[0]))
-      workers = workers_with_room(data, local * sum(a.nbytes for a in arrays))
+    workers = worker_count(data, examples, local)
     if not workers:
       # Threads read examples, not whole batches: batch after iterating.
       options = _read_options(data, local)
@@ -292,30 +289,29 @@ def eval_indices(config: Config, size: int) -> np.ndarray:
   return np.arange(examples) * size // max(examples, 1)
 
 
-def worker_count(data: DataConfig | TextDataConfig) -> int:
-  """Processes to make batches; 0 leaves it to threads of this process."""
-  if data.workers is not None:
-    return data.workers
-  # Reading text is quick. Images of a large host keep one Python too busy.
-  if data.reads == "text":
-    return 0
-  has_affinity = hasattr(os, "sched_getaffinity")
-  cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-  return min(_MOST_WORKERS, cpus // _CPUS_PER_WORKER)
-
-
-def workers_with_room(
-  data: DataConfig | TextDataConfig, batch_bytes: int
+def worker_count(
+  data: DataConfig | TextDataConfig, examples: Any, local_batch: int
 ) -> int:
-  """As `worker_count`, but no more than shared memory has room for.
+  """Processes to make batches; 0 leaves it to threads of this process.
+
+  They are no more than shared memory has room for, as far as there is any.
 
   Args:
     data: section `data` of the config.
-    batch_bytes: of a batch; processes send it through shared memory.
+    examples: of the batches; the first one tells the bytes of all.
+    local_batch: examples of a batch, which processes send in shared memory.
   """
-  wanted = worker_count(data)
-  if not os.path.isdir(_SHARED_MEMORY):
+  wanted = data.workers
+  if wanted is None:
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    # Reading text is quick. Images of a large host keep one Python too busy.
+    most = 0 if data.reads == "text" else _MOST_WORKERS
+    wanted = min(most, cpus // _CPUS_PER_WORKER)
+  if not wanted or not os.path.isdir(_SHARED_MEMORY):
     return wanted
+  arrays = map(np.asarray, jax.tree.leaves(examples[0]))
+  batch_bytes = local_batch * sum(array.nbytes for array in arrays)
   free = shutil.disk_usage(_SHARED_MEMORY).free
   room = free // (_SHARED_BATCHES * batch_bytes)
   if wanted > room:

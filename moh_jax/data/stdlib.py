@@ -22,15 +22,10 @@ from typing import Any
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS
+from moh_jax.data import tokenizers
 from moh_jax.data.sequences import PackedSource, open_sets
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenize import tokenize
-from moh_jax.data.tokenizers import (
-  BytesTokenizer,
-  JsonTokenizer,
-  Tokenizer,
-  train_bpe,
-)
 
 HELD_OUT = ("asyncio", "email", "json", "logging")
 _EXCLUDED = {
@@ -126,11 +121,11 @@ def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
 def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
   folder.mkdir(parents=True)
   train, held_out = list_sources()
-  used: Tokenizer = BytesTokenizer()
+  used: tokenizers.Tokenizer = tokenizers.BytesTokenizer()
   if tokenizer == "bpe":
     # Decoded here, since reading as text would convert line ends.
     texts = (file.read_bytes().decode() for file in train)
-    used = JsonTokenizer(train_bpe(texts, vocab_size))
+    used = tokenizers.JsonTokenizer(tokenizers.train_bpe(texts, vocab_size))
   content = b"".join(file.read_bytes() for file in held_out)
   sizes = {
     "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),

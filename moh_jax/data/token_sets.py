@@ -139,18 +139,15 @@ class TokenSet:
     }
 
   def tokens(self, start: int, stop: int) -> np.ndarray:
-    """Reads tokens `start` to `stop` - 1 of the set.
+    """Reads tokens `start` to `stop` - 1, of which the set has all.
 
     Returns:
       [stop - start] int32.
 
     Raises:
-      IndexError: the set has no such tokens.
       ValueError: a record is damaged, or an id is not in the vocabulary; the
         message names the shard.
     """
-    if not 0 <= start <= stop <= self.num_tokens:
-      raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
     parts = [np.empty(0, np.int32)]
     while start < stop:
       parts.append(self._read(start, stop))

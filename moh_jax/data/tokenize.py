@@ -21,22 +21,13 @@ from typing import Any, Literal
 
 import tqdm
 
+from moh_jax.data import text_files
 from moh_jax.data.shard_writer import describe_skipped
-from moh_jax.data.text_files import (
-  PIECE_BYTES,
-  Piece,
-  fingerprint,
-  list_pieces,
-  read_documents,
-  read_texts,
-)
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
 
-# A batch for one call of the tokenizer, large enough for all its threads.
-_BATCH_DOCUMENTS = 1024
-_BATCH_CHARACTERS = 1 << 20
+_BATCH = 64  # documents for one call of the tokenizer, on all its threads
 
 
 def split_of(text: str, held_out: float) -> str:
@@ -53,7 +44,9 @@ def split_of(text: str, held_out: float) -> str:
   return "val" if _number(text) < held_out else "train"
 
 
-def fill_parts(held_out: float, texts: Iterable[str]) -> float:
+def fill_parts(
+  held_out: float, texts: Iterable[str], skipped: collections.Counter[str]
+) -> float:
   """The share that gives each part a document, where the given one does not.
 
   It moves just past the lowest or the highest number of a text. Where the hash
@@ -63,6 +56,7 @@ def fill_parts(held_out: float, texts: Iterable[str]) -> float:
   Args:
     held_out: see `split_of`.
     texts: the documents that have text.
+    skipped: what is left out of them by reason, for the message.
 
   Raises:
     ValueError: there are fewer than two documents, or all have the same text.
@@ -73,7 +67,8 @@ def fill_parts(held_out: float, texts: Iterable[str]) -> float:
     if low < held_out <= high:
       return held_out
   if not count:
-    raise ValueError("the input has no document")
+    told = describe_skipped([{"skipped": skipped}])
+    raise ValueError(f"the input has no document; {told or 'it is empty'}")
   if low == high:
     same = "document" if count == 1 else "documents, all of one text"
     raise ValueError(
@@ -97,7 +92,7 @@ class _Job:
 
   writers: dict[str, TokenSetWriter]  # by split
   held_out: float | None
-  groups: list[tuple[Piece, ...]]
+  groups: list[tuple[text_files.Piece, ...]]
   todo: dict[int, list[str]]  # number of a group -> splits that lack its shard
   tokenizer: Tokenizer
   field: str
@@ -118,7 +113,7 @@ class _Job:
 
       def documents() -> Iterator[tuple[str, str]]:
         for piece in self.groups[group]:
-          for name, text in read_documents(piece, self.field):
+          for name, text in text_files.read_documents(piece, self.field):
             if isinstance(text, str):
               if not text or target(text):
                 yield name, text
@@ -127,7 +122,8 @@ class _Job:
             elif found := target(name):  # without text, the name says the part
               found.skip(name, text.reason, text.detail)
 
-      for batch in _batches(documents()):
+      left = documents()
+      while batch := list(itertools.islice(left, _BATCH)):
         ids = self.tokenizer.encode_batch([text for _, text in batch])
         for (name, text), tokens in zip(batch, ids):
           found = target(text or name)
@@ -150,7 +146,7 @@ def tokenize(
   *,
   held_out: float | None = None,
   field: str = "text",
-  piece_bytes: int = PIECE_BYTES,
+  piece_bytes: int = text_files.PIECE_BYTES,
   workers: int = 1,
   on_error: Literal["stop", "skip"] = "stop",
   notes: dict[str, Any] | None = None,
@@ -186,20 +182,23 @@ def tokenize(
     ValueError: an input is damaged and `on_error` is "stop", a split gets no
       document, or `out` holds sets with other settings.
   """
-  groups, out = list_pieces(inputs, piece_bytes), pathlib.Path(out)
+  groups, out = text_files.list_pieces(inputs, piece_bytes), pathlib.Path(out)
   inside(out, split, "split")
   keeps = {split: "all"}
   if held_out is not None:
-    if not 0 < held_out < 1:
-      raise ValueError(f"held_out={held_out} must be between 0 and 1")
-    held_out = fill_parts(held_out, _texts(groups, field, on_error))
+    skipped: collections.Counter[str] = collections.Counter()
+    counts = skipped if on_error == "skip" else None
+    texts = text_files.read_texts(
+      itertools.chain.from_iterable(groups), field, counts
+    )
+    held_out = fill_parts(held_out, filter(None, texts), skipped)
     # Sets say it as versions did that had a class for it.
     name = f"HeldOutPart(share={held_out!r}, held_out="
     parts = {"train": False, "val": True}
     keeps = {part: f"{name}{of}) of texts" for part, of in parts.items()}
   writers: dict[str, TokenSetWriter] = {}
   try:
-    settings = {"inputs": fingerprint(groups), "field": field}
+    settings = {"inputs": text_files.fingerprint(groups), "field": field}
     options = {"num_shards": len(groups), "notes": notes or {}}
     for part, keep in keeps.items():
       options["settings"] = {**settings, "keep": keep}
@@ -233,37 +232,6 @@ def tokenize(
         f"{describe_skipped(entries) or 'it has none'}"
       )
   return {split: writer.finish() for split, writer in writers.items()}
-
-
-def _texts(
-  groups: Iterable[Iterable[Piece]], field: str, on_error: str
-) -> Iterator[str]:
-  """The documents that have text."""
-  skipped: collections.Counter[str] = collections.Counter()
-  pieces, is_empty = itertools.chain.from_iterable(groups), True
-  counts = skipped if on_error == "skip" else None
-  for text in filter(None, read_texts(pieces, field, counts)):
-    is_empty = False
-    yield text
-  if is_empty and skipped:
-    told = describe_skipped([{"skipped": skipped}])
-    raise ValueError(f"the input has no document; {told}")
-
-
-def _batches(
-  documents: Iterable[tuple[str, str]],
-) -> Iterator[list[tuple[str, str]]]:
-  """Collects (name, text) pairs into batches."""
-  batch: list[tuple[str, str]] = []
-  size = 0
-  for name, text in documents:
-    batch.append((name, text))
-    size += len(text)
-    if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
-      yield batch
-      batch, size = [], 0
-  if batch:
-    yield batch
 
 
 def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ are listed as the router does, the shared ones first.
 import dataclasses
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +84,7 @@ class GroupStats:
   weights: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class RoutingMaps:
+class RoutingMaps(NamedTuple):
   """What the tokens of M examples chose.
 
   Attributes:
@@ -192,7 +191,7 @@ def head_stats(
   }
   step = _make_step(probe, groupings, mesh)
   total: Any = None
-  kept: list[dict[str, Any]] = []
+  kept: list[RoutingMaps] = []
   # Labels without a name are in no group, so they have no map either.
   left = dict.fromkeys(range(len(names)), -(-maps // max(len(names), 1)))
   for batch in batches:
@@ -214,20 +213,20 @@ def head_stats(
     kind: _means(grouping.names, total[kind])
     for kind, grouping in groupings.items()
   }
-  whole = jax.tree.map(lambda *parts: np.concatenate(parts), *kept)
-  whole["best"] = tuple(
+  found = jax.tree.map(lambda *parts: np.concatenate(parts), *kept)
+  best = tuple(
     np.where(best < 0, -1, np.array(layer.order, np.int16)[best])
-    for layer, best in zip(layers, whole["best"])
+    for layer, best in zip(layers, found.best)
   )
-  return HeadStats(layers, groups, RoutingMaps(**whole))
+  return HeadStats(layers, groups, found._replace(best=best))
 
 
 def _make_step(
   probe: Probe, groupings: Mapping[str, Grouping], mesh: Mesh
-) -> Callable[[Any, Batch], tuple[Any, dict[str, Any]]]:
+) -> Callable[[Any, Batch], tuple[Any, RoutingMaps]]:
   """Jits (params, batch) -> sums by grouping, and what the tokens chose."""
 
-  def step(params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
+  def step(params: Any, batch: Batch) -> tuple[Any, RoutingMaps]:
     _, recorded = probe.apply(params, batch, mutable=["intermediates"])
     routings = recorded_layers(recorded.get("intermediates", {}), "routing", 3)
     counted = probe.counted(batch)
@@ -237,15 +236,9 @@ def _make_step(
       sums[kind] = [_sums(routing, groups, counted) for routing in routings]
     chosen = [_chosen(routing, counted) for routing in routings]
     best, selected = zip(*chosen) if chosen else ((), ())
-    maps = {
-      "index": batch["index"],
-      "label": batch["label"],
-      "inputs": batch[probe.shown],
-      "counted": counted > 0,
-      "best": best,
-      "selected": selected,
-    }
-    return sums, maps
+    shown, is_counted = batch[probe.shown], counted > 0
+    of_batch = batch["index"], batch["label"], best, selected, shown, is_counted
+    return sums, RoutingMaps(*of_batch)
 
   return jax.jit(step, out_shardings=(sharding.replicated(mesh), None))
 

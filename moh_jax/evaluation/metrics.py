@@ -14,7 +14,7 @@ from moh_jax.layers.router import count_examples
 from moh_jax.layers.stack import ModelAux
 from moh_jax.layers.vocabulary import token_nats
 from moh_jax.models.diffusion import make_process, q_sample, training_losses
-from moh_jax.models.llm import output_kernel
+from moh_jax.models.llm import apply_packed, output_kernel
 
 _SEED = 0
 _GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32
@@ -121,14 +121,8 @@ def language_step(model: nn.Module, config: LLMConfig) -> EvalStep:
 
   @jax.jit
   def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
-    x, aux = model.apply(
-      {"params": params},
-      batch["inputs"],
-      positions=batch["positions"],
-      segments=batch["segments"],
-      token_mask=batch["segments"] > 0,
-      with_logits=False,
-    )
+    is_text = batch["segments"] > 0
+    x, aux = apply_packed(model, params, batch, token_mask=is_text)
     kernel, chunk = output_kernel(params, config), config.loss_chunk
     nats, correct = token_nats(x, kernel, batch["targets"], chunk)
     weights = batch["weights"]

@@ -18,7 +18,7 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.evaluation.metrics import noise_of_index
 from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.diffusion import make_process, q_sample
-from moh_jax.models.llm import output_kernel
+from moh_jax.models.llm import apply_packed, output_kernel
 
 _TIME_GROUPS = 10  # ranges of timesteps that head statistics tell apart
 
@@ -133,15 +133,8 @@ def text_probe(network: nn.Module, config: Config) -> Probe:
     return batch["segments"] > 0
 
   def apply(params: Any, batch: Batch, **options: Any) -> Any:
-    return network.apply(
-      {"params": params},
-      batch["inputs"],
-      positions=batch["positions"],
-      segments=batch["segments"],
-      token_mask=token_mask(batch),
-      with_logits=False,
-      **options,
-    )
+    mask = token_mask(batch)
+    return apply_packed(network, params, batch, token_mask=mask, **options)
 
   importance = None
   if len(set(config.model.num_heads)) == 1:
@@ -216,14 +209,7 @@ def head_importance(
 
   def losses(scale: jax.Array, params: Any, batch: Any) -> jax.Array:
     """Sum of the mean losses of all sequences; scale is the heads' gates."""
-    x, _ = model.apply(
-      {"params": params},
-      batch["inputs"],
-      positions=batch["positions"],
-      segments=batch["segments"],
-      head_scale=scale,
-      with_logits=False,
-    )
+    x, _ = apply_packed(model, params, batch, head_scale=scale)
     weights = batch["weights"]
     targets = jnp.maximum(weights.sum(-1, keepdims=True), 1.0)
     kernel, weights = output_kernel(params, config), weights / targets

@@ -207,17 +207,11 @@ def _mixed_35(pool: int) -> tuple[Branch, ...]:
 
 def _mixed_17(width: int) -> tuple[Branch, ...]:
   """A block of 17 x 17 positions with factorized 7 x 7 convolutions."""
+  row, column = (width, _ROW), (width, _COLUMN)
   return (
     (Unit("branch1x1", 192),),
-    _chain("branch7x7", (width,), (width, _ROW), (192, _COLUMN)),
-    _chain(
-      "branch7x7dbl",
-      (width,),
-      (width, _COLUMN),
-      (width, _ROW),
-      (width, _COLUMN),
-      (192, _ROW),
-    ),
+    _chain("branch7x7", (width,), row, (192, _COLUMN)),
+    _chain("branch7x7dbl", (width,), column, row, column, (192, _ROW)),
     ("avg", Unit(_BRANCH_POOL, 192)),
   )
 
@@ -231,10 +225,7 @@ def _mixed_8(pool: str) -> tuple[Branch, ...]:
   return (
     (Unit("branch1x1", 320),),
     (Unit("branch3x3_1", 384), fork("branch3x3_2")),
-    (
-      *_chain("branch3x3dbl", (448,), (384, (3, 3))),
-      fork("branch3x3dbl_3"),
-    ),
+    (*_chain("branch3x3dbl", (448,), (384, (3, 3))), fork("branch3x3dbl_3")),
     (pool, Unit(_BRANCH_POOL, 192)),
   )
 

@@ -1,5 +1,6 @@
 """MoH-LLM: a decoder of the LLaMA kind with routed heads (arXiv:2410.11842)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -268,6 +269,22 @@ class LLM(nn.Module):
       written.append(new)
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *values)
     return x, (stacked, tuple(written))
+
+
+def apply_packed(
+  model: nn.Module, params: Any, batch: Mapping[str, Any], **options: Any
+) -> Any:
+  """Applies a network, but for its output layer, to packed sequences.
+
+  Args:
+    model: an `LLM`.
+    params: of the network.
+    batch: "inputs", "positions" and "segments" [B, N] int32.
+    **options: of `extend`, or of `flax.linen.Module.apply`.
+  """
+  places = {name: batch[name] for name in ("positions", "segments")}
+  options = {**places, "with_logits": False, **options}
+  return model.apply({"params": params}, batch["inputs"], **options)
 
 
 def rms_norm(config: LLMConfig, name: str) -> nn.RMSNorm:

@@ -65,7 +65,14 @@ class RunLock:
     try:
       _check_free(self._file, self._path)
       self._token = uuid.uuid4().hex
-      self._write(_ourselves(self._token))
+      owner = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "boot": _boot(),
+        "token": self._token,
+      }
+      os.ftruncate(self._file, 0)
+      os.pwrite(self._file, json.dumps(owner).encode(), 0)
     except BaseException:
       os.close(self._file)
       self._file = None
@@ -93,10 +100,6 @@ class RunLock:
         f"{self._path}: another run has taken over the working directory while "
         "this one stood still; nothing more is written"
       )
-
-  def _write(self, owner: dict[str, Any]) -> None:
-    os.ftruncate(self._file, 0)
-    os.pwrite(self._file, json.dumps(owner).encode(), 0)
 
   def _renew(self) -> None:
     while not self._stop.wait(RENEW_SECONDS):
@@ -195,15 +198,6 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
     return parse_json(content) if content else {}
   except (OSError, ValueError):
     return None
-
-
-def _ourselves(token: str) -> dict[str, Any]:
-  return {
-    "host": socket.gethostname(),
-    "pid": os.getpid(),
-    "boot": _boot(),
-    "token": token,
-  }
 
 
 def _boot() -> str:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -117,10 +116,10 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
     )
-    task_loss = soft_cross_entropy(logits, targets).mean()
+    losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
     correct = (logits.argmax(-1) == labels).astype(jnp.float32)
     return add_balance_loss(
-      task_loss, aux, train.balance_weight, accuracy=correct.mean()
+      losses.mean(), aux, train.balance_weight, accuracy=correct.mean()
     )
 
   return loss_fn
@@ -140,20 +139,6 @@ def class_targets(
     [B, K] float32, rows sum to 1.
   """
   return optax.smooth_labels(jax.nn.one_hot(labels, num_classes), smoothing)
-
-
-def soft_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  """Cross-entropy against target distributions.
-
-  Args:
-    logits: [B, K].
-    targets: [B, K], rows sum to 1.
-
-  Returns:
-    [B] float32.
-  """
-  chex.assert_equal_shape((logits, targets))
-  return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
 
 
 def mix_images(

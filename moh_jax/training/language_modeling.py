@@ -21,7 +21,7 @@ from moh_jax.evaluation.metrics import (
 )
 from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.generation import Decode
-from moh_jax.models.llm import output_kernel
+from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
@@ -150,14 +150,9 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Metrics]:
-    x, aux = model.apply(
-      {"params": params},
-      batch["inputs"],
-      positions=batch["positions"],
-      segments=batch["segments"],
-      top_k=scheduled(step),
-      with_logits=False,
-      rngs={"dropout": rng},  # for routers that need one
+    rngs = {"dropout": rng}  # for routers that need one
+    x, aux = apply_packed(
+      model, params, batch, top_k=scheduled(step), rngs=rngs
     )
     weights = batch["weights"]
     # Dividing the weights is cheaper than dividing the loss: the gradient of

@@ -167,9 +167,21 @@ class _Rows:
     Rows of later steps, left by a run that was killed after its last
     checkpoint, are dropped: those steps will be taken again.
     """
-    self._path = path
+    self._path, self.written = path, set[tuple[int, str]]()
     content = path.read_bytes() if path.exists() else b""
-    length, self.written = _rows_until(content, start)
+    # Of the part to keep, without what a killed run left of a row. Rows are in
+    # the order of their steps; damaged lines between them stay.
+    length = offset = 0
+    for line in content.splitlines(keepends=True):
+      offset += len(line)
+      try:
+        row = json.loads(line)
+        if row["step"] > start:
+          break
+        self.written.add((row["step"], row.get("split")))
+      except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        continue
+      length = offset
     kept = content[:length]
     self._whole = kept if in_bucket(path) else None
     self._unwritten, self._written_at = False, time.monotonic()
@@ -387,26 +399,3 @@ def _text(name: str, value: float) -> str:
   else:
     number = f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
   return f"{name.replace('_', ' ')} {number}"
-
-
-def _rows_until(content: bytes, step: int) -> tuple[int, set]:
-  """Finds the rows of a metrics file up to a step.
-
-  Rows are in the order of their steps. Damaged lines between rows stay.
-
-  Returns:
-    The length of the part that holds these rows, without what a killed run left
-    of a row, and the pairs (step, split) of them.
-  """
-  length, offset, written = 0, 0, set()
-  for line in content.splitlines(keepends=True):
-    offset += len(line)
-    try:
-      row = json.loads(line)
-      if row["step"] > step:
-        break
-      written.add((row["step"], row.get("split")))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-      continue
-    length = offset
-  return length, written

@@ -16,7 +16,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.cli import bench_attention, bench_input, bench_model
+from moh_jax.cli import bench_attention, run_speed
 from moh_jax.cli.bench import HeadOptions, ModelOptions, bench_run
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.parse import changed
@@ -241,8 +241,8 @@ class ModelTest(parameterized.TestCase):
 
   def _rows(self, family, *changes):
     run = changed(bench_run(_MODELS[family], 2), changes)
-    with mock.patch.object(bench_model, "_BATCHES", (1,)):
-      rows = bench_model.measure(run, rounds=1)
+    with mock.patch.object(run_speed, "_BATCHES", (1,)):
+      rows = run_speed.measure_model(run, rounds=1)
     for moh, mha in zip(rows[::2], rows[1::2], strict=True):
       self.assertEqual((moh.mode, mha.implementation), (mha.mode, "mha"))
       self.assertAlmostEqual(moh.ratio_to_mha, moh.ms / mha.ms)
@@ -268,10 +268,10 @@ class ModelTest(parameterized.TestCase):
       return lambda *prompts: (reads.append(0), read(*prompts))[1]
 
     with mock.patch.object(decoding, "make_prefill", counted):
-      made = dict(bench_model._writing(run, 1))
+      made = dict(run_speed._writing(run, 1))
     tokens = [made["decode_1"][0].run() for _ in range(3)]
     self.assertLen(reads, 1)
-    self.assertEqual(tokens[-1].shape, (1, bench_model._SPAN))
+    self.assertEqual(tokens[-1].shape, (1, run_speed._SPAN))
 
   @pytest.mark.slow
   def test_diffusion_model_is_timed(self):
@@ -311,7 +311,7 @@ class InputTest(absltest.TestCase):
 
   def test_text_has_no_images_to_decode(self):
     config = tiny.llm_config(data={"batch_size": 8}, mesh={"data": -1})
-    rates = bench_input.measure(config, 1, 1)["examples_per_second"]
+    rates = run_speed.measure_input(config, 1, 1)["examples_per_second"]
     self.assertEqual(
       list(rates), ["read", "batch", "input", "to device", "step"]
     )

@@ -1,6 +1,5 @@
 import json
 import pathlib
-import shutil
 import tempfile
 from unittest import mock
 
@@ -159,29 +158,6 @@ class FilesTest(_CommandTest):
     argv = ("--top-k", 1, "--config.model.router.gate_form=paper")
     message = "gate_form: 'paper' here, None there"
     self._assert_refused(message, *self.argv, *argv, **where)
-
-  def test_a_file_goes_on_with_the_same_model_wherever_it_is(self):
-    model = self.root / "model"
-    tiny_writer.save_alphabet(model)
-    self._written(*self.argv, checkpoint=model)
-    whole = self.out.read_bytes()
-    shutil.copytree(model, self.root / "copy")
-    tiny_writer.save_alphabet(self.root / "again")  # other files, same content
-    for place in ("copy", "again"):
-      self.out.write_bytes(whole[: whole.index(b"\n") + 1])
-      told = self._written(*self.argv, checkpoint=self.root / place)
-      self.assertIn("1 were there", told)
-      self.assertEqual(self.out.read_bytes(), whole)
-    # Other weights, and another end of texts, in the same folder.
-    (model / "generation_config.json").write_text('{"eos_token_id": [3]}')
-    self._assert_refused("tokenizer: '", *self.argv, checkpoint=model)
-    shutil.rmtree(model)
-    params = tiny_writer.alphabet_params()
-    params["head"]["kernel"][5, 7] = 0.1
-    with mock.patch.object(tiny_writer, "alphabet_params", lambda: params):
-      tiny_writer.save_alphabet(model)
-    self._assert_refused("checkpoint: '", *self.argv, checkpoint=model)
-    self.assertEqual(self.out.read_bytes(), whole)
 
   def test_two_processes_share_parameters_and_prompts(self):
     (self.root / "in.jsonl").write_text(_TWO * 3)

@@ -165,7 +165,7 @@ class ChecksumsTest(absltest.TestCase):
     (train / "metadata.json").write_text('{"format": "sounds", "version": 1}')
     status, out, _ = _call(*argv, self.workdir)
     self.assertEqual(status, 1)
-    self.assertIn("'format' is 'sounds', must be one", out.splitlines()[0])
+    self.assertIn("holds 'sounds' of version 1, expected", out.splitlines()[0])
     self.assertEndsWith(out, whole)
     status, _, err = _call(*argv, train.parent.parent / "nowhere")
     self.assertEqual(status, 2)

@@ -96,34 +96,6 @@ class TrainCommandTest(parameterized.TestCase):
     self.assertEqual((status, out), (1, ""))
     self.assertEqual(err, "error: loss=nan at step 1\n")
 
-  def test_diffusion_run_writes_pictures_and_evaluates(self):
-    sections = {
-      "model": {
-        "width": 16, "patch_size": 4, "num_heads": (2, 2), "head_dim": 4,
-        "shared_heads": (1, 1), "top_k": (1, 1),
-      },
-      "data": {"batch_size": 16},
-      "optim": {"warmup_steps": 0},
-      "train": {"steps": 2},
-      "log": {"tensorboard": False, "progress": False},
-      "sample": {"every": 1, "num": 6, "steps": "2"},
-    }  # fmt: skip
-    digits = load_config(str(_ROOT / "configs" / "dit_digits.py"))
-    status, out, err = _train(self.workdir, config=digits, **sections)
-    self.assertEqual(status, 0, err)
-    metrics = json.loads(out.splitlines()[-1])
-    self.assertEqual(
-      metrics.keys(),
-      {"loss", "mse", "vb", "activated_share", "examples", "step"},
-    )
-    self.assertEqual((metrics["step"], metrics["examples"]), (2, 359))
-    files = sorted((self.workdir / "samples").iterdir())
-    self.assertEqual(
-      [path.name for path in files], ["00000001.png", "00000002.png"]
-    )
-    with Image.open(files[0]) as picture:  # 3 rows of 2 images
-      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
-
   def test_pictures_of_latents_need_the_autoencoder(self):
     status, out, err = _train(
       self.workdir,

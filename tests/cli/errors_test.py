@@ -102,6 +102,10 @@ class ErrorsTest(parameterized.TestCase):
     (f"{_COMPARE} --rounds -1", "--rounds=-1 must be at least 0"),
     (f"{_COMPARE} --variants mha,moe", "variant 'moe' must be config, mha"),
     (f"{_COMPARE} --plot {{here}}/x.pdf", "must end in .png or .svg"),
+    # convert, export, train
+    ("convert --from dit --source nope --out {here}/x", "nope: no such file"),
+    ("export --checkpoint nope --out {here}/x", "nope holds no checkpoint"),
+    ("train --config nope --workdir {here}/x", "nope: no such config file"),
     # evaluate
     (
       f"{_EVALUATE} {{vit}} --top-k 1 --top-k 2 --per-class {{here}}/x.csv",

@@ -83,23 +83,6 @@ class MainTest(parameterized.TestCase):
     self.assertIn("; see python -m moh_jax ", err)
     self.assertEndsWith(err, " --help\n")
 
-  @parameterized.parameters(
-    ("inspect", "--checkpoint", "nope"),
-    ("classify", "x.png", "--checkpoint", "nope"),
-    ("export", "--out", "y", "--checkpoint", "nope"),
-    ("classify", "nope", "--checkpoint", "."),
-    ("convert", "--from", "dit", "--source", "nope", "--out", "x"),
-    ("train", "--config", "nope", "--workdir", "x"),
-  )
-  def test_what_is_not_there_is_one_line(self, *argv):
-    where = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    (where / "checkpoints" / "0").mkdir(parents=True)
-    argv = [where if arg == "." else arg for arg in argv]
-    status, out, err = tiny_checkpoint.call(*argv)
-    self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertIn("nope", err)
-
   @parameterized.parameters(True, False)
   def test_import_stands_before_or_after_the_command(self, before):
     option, command = ["--import", "no_such_module"], ["inspect"]

@@ -57,3 +57,11 @@ def call(*argv):
     except SystemExit as stop:  # argparse
       status = stop.code
   return status, out.getvalue(), err.getvalue()
+
+
+def done(*argv):
+  """Runs a command that must succeed; its stdout."""
+  status, out, err = call(*argv)
+  if status:
+    raise AssertionError(f"{argv}: {err}")
+  return out

@@ -93,11 +93,9 @@ class DiffusersTest(parameterized.TestCase):
     expected = self.golden["out"].transpose(0, 2, 3, 1)
     atol = 1e-5 * np.abs(expected).max()
     np.testing.assert_allclose(out, expected, rtol=0, atol=atol)
-
-  def test_frequencies_of_the_class_as_it_is_are_others(self):
-    """The README in the folder may go once diffusers has DiT's."""
-    difference = np.abs(self.golden["as_loaded"] - self.golden["out"]).max()
-    self.assertGreater(difference, 0.01 * np.abs(self.golden["out"]).max())
+    # With other frequencies than those of the class as it is.
+    others = self.golden["as_loaded"].transpose(0, 2, 3, 1)
+    self.assertGreater(np.abs(others - expected).max(), 1000 * atol)
     readme = (self.out / "README.md").read_text()
     self.assertIn("time_proj.downscale_freq_shift = 0", readme)
 

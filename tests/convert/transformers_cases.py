@@ -6,8 +6,13 @@ its own folder: `ours`, a checkpoint; `hf`, what `export` made of it; and
 """
 
 import dataclasses
+import json
+import os
 import pathlib
+import subprocess
 import sys
+import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +185,26 @@ def write(folder: pathlib.Path, config: LLMConfig) -> None:
 def greedy(config: LLMConfig, params) -> np.ndarray:
   """The tokens that our cache writes after the first 8 of `inputs`."""
   return tiny_llm.greedy(config, params, inputs()[0][:, :_PROMPT], GREEDY)
+
+
+def run_checks(program: str, variable: str, *arguments: Any) -> Any:
+  """Runs a program of this folder by the Python that a variable names.
+
+  Returns:
+    The JSON object that it printed last, or the end of its errors as text.
+  """
+  path = pathlib.Path(__file__).with_name(program)
+  with tempfile.TemporaryDirectory() as modules:
+    done = subprocess.run(
+      [os.environ.get(variable, sys.executable), path, *arguments],
+      env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+  if done.returncode:
+    return done.stderr[-4000:]
+  return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

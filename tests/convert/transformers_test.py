@@ -4,11 +4,7 @@ PyTorch and transformers may be those of another Python, which
 MOH_JAX_TRANSFORMERS_PYTHON names; it needs no JAX.
 """
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import jax
@@ -22,7 +18,6 @@ from tests.convert import transformers_cases
 
 pytestmark = pytest.mark.transformers
 
-_CHECKS = pathlib.Path(__file__).with_name("transformers_checks.py")
 _ATTENTIONS = ("eager", "sdpa")
 _CASES = tuple(transformers_cases.CASES)
 # Transformers rotates by the longest text so far, its padding included, and
@@ -39,21 +34,11 @@ class TransformersTest(parameterized.TestCase):
     cls.addClassCleanup(temporary.cleanup)
     cls.folder = pathlib.Path(temporary.name) / "cases"
     transformers_cases.write_all(cls.folder)
-    environment = os.environ | {
-      "HF_HUB_OFFLINE": "1",
-      "HF_MODULES_CACHE": f"{temporary.name}/modules",
-    }
-    python = os.environ.get("MOH_JAX_TRANSFORMERS_PYTHON", sys.executable)
-    done = subprocess.run(
-      [python, _CHECKS, cls.folder],
-      env=environment,
-      capture_output=True,
-      text=True,
-      check=False,
+    cls.measured = transformers_cases.run_checks(
+      "transformers_checks.py", "MOH_JAX_TRANSFORMERS_PYTHON", cls.folder
     )
-    if done.returncode:
-      raise RuntimeError(f"{_CHECKS.name}: {done.stderr[-4000:]}")
-    cls.measured = json.loads(done.stdout.splitlines()[-1])
+    if isinstance(cls.measured, str):
+      raise RuntimeError(cls.measured)
 
   @parameterized.product(name=_CASES, form=_ATTENTIONS)
   def test_outputs_and_gradients_are_ours(self, name, form):

@@ -5,11 +5,7 @@ JAX, and its build for CPUs is enough.
 """
 
 import dataclasses
-import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -19,7 +15,6 @@ from tests.convert import transformers_cases
 
 pytestmark = pytest.mark.vllm
 
-_CHECKS = pathlib.Path(__file__).with_name("vllm_checks.py")
 _UNEQUAL = "heads_by_layer"
 _STOCK = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
@@ -33,21 +28,9 @@ class VllmTest(parameterized.TestCase):
       transformers_cases.model(name), head_dim=32, width=192
     )
     transformers_cases.write(folder, config)
-    done = subprocess.run(
-      [
-        os.environ.get("MOH_JAX_VLLM_PYTHON", sys.executable),
-        _CHECKS,
-        folder,
-        *options,
-      ],
-      env=os.environ | {"HF_MODULES_CACHE": f"{folder}/modules"},
-      capture_output=True,
-      text=True,
-      check=False,
+    return transformers_cases.run_checks(
+      "vllm_checks.py", "MOH_JAX_VLLM_PYTHON", folder, *options
     )
-    if done.returncode:
-      return done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
   @parameterized.parameters(*sorted({*transformers_cases.CASES} - {_UNEQUAL}))
   def test_tokens_of_prompts_served_together_are_ours(self, name):

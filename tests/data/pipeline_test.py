@@ -125,12 +125,13 @@ class WorkersTest(parameterized.TestCase):
 class SharedMemoryTest(absltest.TestCase):
   def test_processes_have_room_for_their_batches(self):
     data = dataclasses.replace(CONFIG.data, workers=4)
+    of_batches = data, [{"image": np.zeros(5_000_000, np.uint16)}], 1
     with mock.patch.object(pipeline.shutil, "disk_usage") as usage:
       usage.return_value.free = 120_000_000
-      self.assertEqual(pipeline.workers_with_room(data, 10_000_000), 4)
+      self.assertEqual(pipeline.worker_count(*of_batches), 4)
       usage.return_value.free -= 1_000_000
       with self.assertLogs(level="WARNING") as logs:
-        self.assertEqual(pipeline.workers_with_room(data, 10_000_000), 3)
+        self.assertEqual(pipeline.worker_count(*of_batches), 3)
       self.assertIn("3 processes make batches, not 4:", logs.output[0])
 
 

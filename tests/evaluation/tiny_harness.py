@@ -72,14 +72,6 @@ metric_list:
     aggregation: weighted_perplexity
     higher_is_better: false
 """,
-  "tiny_beams": """
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[answer]}}"
-generation_kwargs: {until: ["\\n"], num_beams: 4}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-""",
 }
 _GROUP = """
 group: tiny_group
@@ -106,6 +98,8 @@ def write_tasks(folder):
   tasks = {name: _task(folder, name, text) for name, text in _TASKS.items()}
   choice = tasks["tiny_choice"]
   tasks["tiny_second"] = f"{choice}num_fewshot: 0\n"
+  beams = tasks["tiny_write"].replace("max_gen_toks: 5", "num_beams: 4")
+  tasks["tiny_beams"] = beams
   tasks["tiny_lost"] = choice.replace("choices.jsonl", "nope.jsonl")
   for name, text in tasks.items():
     (folder / f"{name}.yaml").write_text(f"task: {name}\n{text}")
@@ -113,17 +107,11 @@ def write_tasks(folder):
 
 
 def _task(folder, name, text):
-  test = "texts" if name == "tiny_text" else "choices"
-  files = json.dumps(
-    {
-      "test": str(folder / f"{test}.jsonl"),
-      "shots": str(folder / "shots.jsonl"),
-    }
-  )
-  if name == "tiny_text":
-    files = json.dumps({"test": str(folder / "texts.jsonl")})
-    splits = "\ntest_split: test\n"
-  else:
-    splits = _SPLITS
+  is_text = name == "tiny_text"
+  files = {"test": str(folder / f"{'texts' if is_text else 'choices'}.jsonl")}
+  if not is_text:
+    files["shots"] = str(folder / "shots.jsonl")
+  splits = "\ntest_split: test\n" if is_text else _SPLITS
+  files = json.dumps(files)
   data = f"dataset_path: json\ndataset_kwargs: {{data_files: {files}}}"
   return f"{data}{splits}{text}metadata: {{version: 1.0}}\n"

@@ -15,6 +15,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import heads
 from moh_jax.config import registry
 from tests.cli import tiny_checkpoint
+from tests.cli.tiny_checkpoint import done
 from tests.families.patch_family import PatchConfig, PatchNet
 from tests.training import tiny
 
@@ -43,16 +44,9 @@ class OwnFamilyTest(absltest.TestCase):
       f"def get_config():\n  return {config_lib.to_dict(_config())!r}\n"
     )
     train = ("train", f"--config={file}", f"--workdir={cls.workdir}")
-    cls._call(*train, "--config.train.steps=30")
-    cls._call(*train, "--json", folder / "metrics.json")
+    done(*train, "--config.train.steps=30")
+    done(*train, "--json", folder / "metrics.json")
     cls.metrics = json.loads((folder / "metrics.json").read_text())
-
-  @staticmethod
-  def _call(*argv):
-    status, out, err = tiny_checkpoint.call(*argv)
-    if status:
-      raise AssertionError(f"{argv}: {err}")
-    return out
 
   def test_trains_and_resumes(self):
     rows = [
@@ -66,11 +60,11 @@ class OwnFamilyTest(absltest.TestCase):
     self.assertEqual(self.metrics["activated_share"], 0.75)
 
   def test_is_evaluated_and_inspected(self):
-    out = self._call("evaluate", "--checkpoint", self.workdir)
+    out = done("evaluate", "--checkpoint", self.workdir)
     self.assertIn(f"accuracy: {self.metrics['accuracy']:.4f}", out)
-    out = self._call("inspect", "--checkpoint", self.workdir)
+    out = done("inspect", "--checkpoint", self.workdir)
     self.assertIn("activated share: 0.75", out)
-    out = self._call("heads", "--checkpoint", self.workdir, "--batches", 1)
+    out = done("heads", "--checkpoint", self.workdir, "--batches", 1)
     self.assertIn("blocks0.1", out)
 
   def test_is_served_with_fewer_heads(self):
@@ -83,11 +77,11 @@ class OwnFamilyTest(absltest.TestCase):
 
   def test_classifies_files(self):
     digit = pathlib.Path(__file__).parents[2] / "docs" / "digits" / "3.png"
-    out = self._call("classify", "--checkpoint", self.workdir, digit)
+    out = done("classify", "--checkpoint", self.workdir, digit)
     self.assertIn("3.png: ", out)
 
   def test_is_benchmarked(self):
-    out = self._call(
+    out = done(
       *("bench", "model", "--checkpoint", self.workdir),
       *("--config.data.batch_size=2", "--rounds", 1, "--json", "-"),
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from flax import traverse_util
 
 import moh_jax
 from docs.examples import my_router  # registers "sigmoid"
@@ -18,13 +19,10 @@ from moh_jax import config as config_lib
 from moh_jax.config import registry
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
+from tests.cli.tiny_checkpoint import done
 from tests.training import tiny
 
-_CONFIGS = {
-  "vit": tiny.config,
-  "dit": tiny.dit_config,
-  "llm": tiny.llm_config,
-}
+_CONFIGS = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
 
 
 def _config(family):
@@ -33,13 +31,6 @@ def _config(family):
   return _CONFIGS[family](
     model={**changes, "router": router}, mesh={"data": -1}
   )
-
-
-def _call(*argv):
-  status, out, err = tiny_checkpoint.call(*argv)
-  if status:
-    raise AssertionError(f"{argv}: {err}")
-  return out
 
 
 class OwnRouterTest(parameterized.TestCase):
@@ -73,7 +64,7 @@ class OwnRouterTest(parameterized.TestCase):
     config, workdir = f"--config={folder / 'own.py'}", folder / "run"
     train = ("train", config, f"--workdir={workdir}")
     for steps in (2, 4):  # from the start, and on from a checkpoint
-      _call(*train, f"--config.train.steps={steps}")
+      done(*train, f"--config.train.steps={steps}")
     rows = [
       json.loads(row)
       for row in (workdir / "metrics.jsonl").read_text().splitlines()
@@ -83,22 +74,18 @@ class OwnRouterTest(parameterized.TestCase):
 
     restored = moh_jax.restore(str(workdir), top_k=1)
     self.assertEqual(restored.config.model.router.kind, "sigmoid")
-    biases = [
-      leaf
-      for path, leaf in jax.tree_util.tree_leaves_with_path(restored.params)
-      if "router" in jax.tree_util.keystr(path)
-      and "bias" in jax.tree_util.keystr(path)
-    ]
+    leaves = traverse_util.flatten_dict(restored.params).items()
+    biases = [x for path, x in leaves if {"router", "bias"} <= {*path}]
     self.assertNotEmpty(biases)
     for bias in biases:
       self.assertGreater(float(jnp.abs(bias).max()), 0)
 
     checkpointed = ("--checkpoint", workdir)
-    self.assertIn("activated_share", _call("evaluate", *checkpointed))
-    out = _call("heads", *checkpointed, "--batches", 1)
+    self.assertIn("activated_share", done("evaluate", *checkpointed))
+    out = done("heads", *checkpointed, "--batches", 1)
     self.assertRegex(out, r"(stage1|blocks0)\.1 ")
-    self.assertIn("router: sigmoid", _call("inspect", *checkpointed))
-    out = _call("plan", config, "--topology=v5e-4", "--no-compile")
+    self.assertIn("router: sigmoid", done("inspect", *checkpointed))
+    out = done("plan", config, "--topology=v5e-4", "--no-compile")
     self.assertIn("the state fits", out)
     out = folder / "weights"
     status, _, err = tiny_checkpoint.call(

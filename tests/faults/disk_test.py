@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import steps
 from tests.faults.runs import Run, differences, rows
@@ -108,7 +108,3 @@ class DiskTest(parameterized.TestCase):
     self.assertEqual(again.wait(), 0, again.said())
     self.assertEqual(undisturbed.wait(), 0)
     self.assertEqual(differences(workdir, whole), [])
-
-
-if __name__ == "__main__":
-  absltest.main()

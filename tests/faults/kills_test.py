@@ -86,7 +86,3 @@ class KillsTest(absltest.TestCase):
       left -= killed
       print(f"{_PAIR_KILLS - left} kills of one of two, the same run")
     self.assertTrue(pathlib.Path(workdir, "metrics.jsonl").exists())
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.runtime import steps
 from tests.faults.runs import Run, differences, rows
@@ -68,11 +68,10 @@ class ProcessesTest(_RunsTest):
 
   @parameterized.parameters(0, 1)
   def test_sigterm_during_an_evaluation_saves_everywhere(self, victim):
-    # The first evaluation, after step 3, has 2,000 batches.
-    long = ("--config.eval.batch_size=2", "--config.data.fake_examples=4000")
-    run = self._start(*long, "--config.eval.every=3", family="vit", processes=2)
+    # The first evaluation, after step 3, would last for minutes.
+    long = ("--config.eval.batch_size=2", "--config.data.fake_examples=400000")
+    run = self._start(*long, "--config.eval.every=3", processes=2)
     self.assertTrue(run.wait_for_step(3))
-    time.sleep(1.0)
     run.processes[victim].send_signal(signal.SIGTERM)
     began = time.monotonic()
     self.assertEqual([p.wait(60) for p in run.processes], [0, 0], run.said())
@@ -105,7 +104,3 @@ class ProcessesTest(_RunsTest):
       re.search(r"last whole checkpoint in .* is step (\d+)", line)[1]
     )
     self.assertEqual(named, steps.newest_whole_step(str(run.workdir)))
-
-
-if __name__ == "__main__":
-  absltest.main()

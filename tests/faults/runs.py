@@ -31,7 +31,6 @@ class Run:
     *options: str,
     family: str = "llm",
     processes: int = 1,
-    niceness: int = 0,
     shell: str = "",
     name: str = "",
     last: Sequence[str] = (),
@@ -43,7 +42,6 @@ class Run:
       *options: further options.
       family: of the model.
       processes: number of processes, of one device each.
-      niceness: added to that of this process.
       shell: commands of a shell to run first, such as "ulimit -f 100".
       name: of its files of stderr, where several runs have one directory.
       last: options of the last process alone.
@@ -74,7 +72,7 @@ class Run:
       is_last = index == processes - 1
       with file.open("w") as stderr:
         process = subprocess.Popen(
-          ["nice", "-n", str(niceness), *argv, *(last if is_last else ())],
+          [*argv, *(last if is_last else ())],
           env={**environment, "JAX_PROCESS_ID": str(index)},
           cwd=_ROOT,
           stdout=subprocess.DEVNULL,
@@ -138,59 +136,53 @@ def rows(workdir: str | pathlib.Path) -> dict[tuple[int, str], dict[str, Any]]:
   return found
 
 
-def state(workdir: str | pathlib.Path, step: int | None = None) -> dict:
-  """All arrays of a checkpoint, and its position, as numpy arrays."""
-  step = steps.find_step(str(workdir), step)
+def state(workdir: str | pathlib.Path) -> dict[str, np.ndarray]:
+  """All arrays of the newest checkpoint, and its position."""
+  step = steps.find_step(str(workdir), None)
   folder = steps.step_folder(str(workdir), step)
-  names = [n for n in ("params", "train", "ema") if (folder / n).exists()]
-  found = {}
-  for name in names:
-    # As numpy arrays, whatever devices the run had.
-    with ocp.PyTreeCheckpointer() as reader:
-      described = reader.metadata(folder / name).item_metadata.tree
-      how = ocp.RestoreArgs(restore_type=np.ndarray)
-      args = jax.tree.map(lambda _, how=how: how, described)
-      tree = reader.restore(folder / name, restore_args=args)
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    for path, leaf in leaves:
-      found[f"{name}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
   stored = steps.read_json_item(workdir, step, "data")
-  return {**found, "position": np.asarray(stored["position"])}
+  found = {"position": np.asarray(stored["position"])}
+  # As numpy arrays, whatever devices the run had.
+  how = ocp.RestoreArgs(restore_type=np.ndarray)
+  with ocp.PyTreeCheckpointer() as reader:
+    for item in ("params", "train", "ema"):
+      if (folder / item).exists():
+        described = reader.metadata(folder / item).item_metadata.tree
+        args = jax.tree.map(lambda _: how, described)
+        tree = reader.restore(folder / item, restore_args=args)
+        for path, leaf in jax.tree.leaves_with_path(tree):
+          found[f"{item}{jax.tree_util.keystr(path)}"] = leaf
+  return found
 
 
-def differences(
-  workdir: str, whole: str, ignore: Sequence[str] = (), rtol: float = 0.0
-) -> list[str]:
+def differences(workdir: str, whole: str, rtol: float = 0.0) -> list[str]:
   """How a disturbed run that finished differs from one that was not.
 
   Args:
     workdir: of the disturbed run.
     whole: of the other.
-    ignore: names of metrics that may differ.
     rtol: of metrics and arrays; 0 asks for the same bits.
 
   Returns:
     Names of arrays and rows that differ.
   """
+  ours, theirs = (
+    state(folder)
+    | {
+      f"{key} {name}": value
+      for key, row in rows(folder).items()
+      for name, value in row.items()
+    }
+    for folder in (workdir, whole)
+  )
 
-  def same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, str) or ours is None or theirs is None:
-      return ours == theirs
-    if not rtol:
-      return np.array_equal(ours, theirs)
-    return np.allclose(ours, theirs, rtol=rtol, atol=rtol)
+  def same(one: Any, other: Any) -> bool:
+    if isinstance(one, str) or one is None or other is None:
+      return one == other
+    return np.allclose(one, other, rtol=rtol, atol=rtol)
 
-  pairs = [(state(workdir), state(whole)), (rows(workdir), rows(whole))]
-  wrong = []
-  for ours, theirs in pairs:
-    wrong += [str(k) for k in ours.keys() ^ theirs.keys()]
-    for key in ours.keys() & theirs.keys():
-      one, other = ours[key], theirs[key]
-      if isinstance(one, dict):
-        names = (one.keys() | other.keys()) - set(ignore)
-        equal = all(same(one.get(name), other.get(name)) for name in names)
-      else:
-        equal = same(one, other)
-      if not equal:
-        wrong.append(str(key))
-  return wrong
+  return [
+    name
+    for name in sorted(ours | theirs)
+    if not same(ours.get(name), theirs.get(name))
+  ]

@@ -11,7 +11,6 @@ from PIL import Image
 
 from moh_jax.config import Config, DataConfig
 from moh_jax.data.infer import resolve
-from moh_jax.inference import classify
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from tests.models import small
@@ -140,13 +139,6 @@ class ClassifyTest(parameterized.TestCase):
   def test_one_image_is_no_list(self, image):
     with self.assertRaisesRegex(ValueError, "must be a list of images"):
       _restored().predict(image)
-
-  def test_compiles_once_for_batches_of_a_size(self):
-    restored = _restored()
-    before = classify._probabilities._cache_size()
-    for count in (3, 4, 7, 8):
-      restored.predict([_RGB] * count, batch_size=4)
-    self.assertEqual(classify._probabilities._cache_size(), before + 1)
 
   def test_other_models_are_refused_by_family(self):
     config = tiny.dit_config()

@@ -1,4 +1,9 @@
 import dataclasses
+import functools
+import hashlib
+import io
+import pathlib
+import shutil
 import tempfile
 
 import chex
@@ -13,13 +18,13 @@ from moh_jax.config import RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.data.infer import resolve
+from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer
 from moh_jax.inference import restore as restore_lib
-from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
-from tests.inference import tiny_text_model
+from tests.data import tiny_words
+from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny
 
@@ -32,17 +37,12 @@ _CONFIG = resolve(
 _NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 
 
-def _params(config=_CONFIG, seed=0):
-  rng = np.random.RandomState(seed)
-  return jax.tree.map(
-    lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)),
-    unbox(abstract_params(*make_model(config))),
-  )
+_params = functools.partial(tiny.random_params, _CONFIG)
 
 
 def _save(directory, config=_CONFIG):
   metadata = checkpoint.Metadata(config, _NAMES)
-  checkpoint.save_params(directory, _params(config), metadata)
+  checkpoint.save_params(directory, tiny.random_params(config), metadata)
 
 
 def _save_steps(directory, steps):
@@ -52,9 +52,9 @@ def _save_steps(directory, steps):
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),
-      params=_params(seed=step),
+      params=_params(step),
       opt_state={"count": jnp.int32(step)},
-      ema=_params(seed=100 + step),
+      ema=_params(100 + step),
       rng=jnp.zeros(2, jnp.uint32),
     )
     saver.save(state, step)
@@ -77,15 +77,13 @@ class RestoreTest(parameterized.TestCase):
     self.assertEqual(restored.step, 0)
     chex.assert_trees_all_equal(restored.params, _params())
 
-  @parameterized.parameters((None, 4), (2, 2), (4, 4))
-  def test_newest_or_the_wanted_step(self, step, expected):
-    restored = restore_lib.restore(self.run_dir, step=step, use_ema=False)
-    self.assertEqual(restored.step, expected)
-    chex.assert_trees_all_equal(restored.params, _params(seed=expected))
-
-  def test_prefers_the_averaged_parameters(self):
-    restored = restore_lib.restore(self.run_dir)
-    chex.assert_trees_all_equal(restored.params, _params(seed=104))
+  @parameterized.parameters(
+    (None, False, 4), (2, False, 2), (None, True, 104), (2, True, 102)
+  )
+  def test_newest_or_the_wanted_step_averages_first(self, step, ema, seed):
+    restored = restore_lib.restore(self.run_dir, step=step, use_ema=ema)
+    self.assertEqual(restored.step, seed % 100)
+    chex.assert_trees_all_equal(restored.params, _params(seed))
 
   def test_overrides_change_config_and_model(self):
     restored = restore_lib.restore(
@@ -156,11 +154,7 @@ class DiffusionRestoreTest(parameterized.TestCase):
     super().setUpClass()
     cls.directory = cls.enterClassContext(tempfile.TemporaryDirectory())
     cls.config = tiny.dit_config()
-    checkpoint.save_params(
-      cls.directory,
-      tiny.random_params(cls.config),
-      checkpoint.Metadata(cls.config, tuple("0123456789")),
-    )
+    _save(cls.directory, cls.config)
 
   def test_overrides_of_model_and_sampling_go_together(self):
     sample = {"method": "dpm", "steps": "7", "cfg_interval": (3, 9)}
@@ -232,13 +226,12 @@ class RestackTest(parameterized.TestCase):
   def test_serves_other_shares_whatever_the_runs(self, trained, wanted):
     root = self.enterContext(tempfile.TemporaryDirectory())
     config = self._config(trained)
-    params = tiny.random_params(config)
-    checkpoint.save_params(root, params, checkpoint.Metadata(config))
+    _save(root, config)
     restored = restore_lib.restore(root, top_k=wanted)
     self.assertEqual(restored.config.model.top_k, wanted)
 
     public = dit_rules(config.model)
-    ours = rules.dump_params(public, params)
+    ours = rules.dump_params(public, tiny.random_params(config))
     table = dit_rules(restored.config.model)
     theirs = rules.dump_params(table, restored.params)
     chex.assert_trees_all_equal(theirs, ours)
@@ -250,10 +243,82 @@ class RestackTest(parameterized.TestCase):
   def test_a_layer_without_a_trained_router_cannot_route(self):
     root = self.enterContext(tempfile.TemporaryDirectory())
     config = self._config((1, 0, 0, 1))
-    params = tiny.random_params(config)
-    checkpoint.save_params(root, params, checkpoint.Metadata(config))
+    _save(root, config)
     with self.assertRaisesRegex(ValueError, "it has no blocks0/attn/router"):
       restore_lib.restore(root, top_k=(1, 1, 1, 1))
+
+
+class LoadTokenizerTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.create_tempdir().full_path)
+    self.other = tiny_words.tokenizer(("[NEW]",))
+    self.file = self.root / "tokenizer.json"
+    tiny_writer.save_alphabet(self.root)
+
+  def test_finds_the_file_of_the_run_and_refuses_others(self):
+    for folder in (self.root, self.root / "checkpoints"):
+      tokenizer = restore_lib.load_checkpoint_tokenizer(str(folder))
+      self.assertIsInstance(tokenizer, JsonTokenizer)
+      self.assertEqual(tokenizer.sha256, tiny_writer.WORDS.sha256)
+    self.file.write_bytes(self.other.content)
+    ours, theirs = self.other.sha256[:16], tiny_writer.WORDS.sha256[:16]
+    with self.assertRaisesRegex(
+      ValueError, rf"tokenizer\.json has sha256 {ours}, .* of {theirs}"
+    ):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
+    self.file.unlink()
+    with self.assertRaisesRegex(
+      FileNotFoundError, r"holds no tokenizer\.json or tokenizer\.model"
+    ):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
+
+  def _save(self, sha256):
+    shutil.rmtree(self.root / "checkpoints")
+    tiny_writer.save_alphabet(self.root, tokenizer_sha256=sha256)
+
+  def test_bytes_need_no_file(self):
+    self._save(BytesTokenizer.sha256)
+    tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
+    self.assertIsInstance(tokenizer, BytesTokenizer)
+
+  def test_any_file_fits_a_checkpoint_that_knows_of_none(self):
+    self._save("")
+    self.file.write_bytes(self.other.content)
+    tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
+    self.assertEqual(tokenizer.sha256, self.other.sha256)
+
+  def test_the_right_file_beside_a_stale_one_with_sentencepiece(self):
+    import sentencepiece
+
+    words = [f"{a}{b}" for a in "abcdef" for b in "ghijkl"]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(words),
+      model_writer=model,
+      vocab_size=30,
+      hard_vocab_limit=False,
+      minloglevel=2,
+    )
+    content = model.getvalue()
+    sha256 = hashlib.sha256(content).hexdigest()
+    self._save(sha256)
+    (self.root / "tokenizer.model").write_bytes(content)
+    for stale in (self.other.content, b"{}"):
+      self.file.write_bytes(stale)
+      tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
+      self.assertEqual(tokenizer.sha256, sha256)
+    (self.root / "tokenizer.model").write_bytes(b"other")
+    with self.assertRaisesRegex(
+      ValueError, r"tokenizer\.json: not a .*; .*tokenizer\.model: not a"
+    ):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
+
+  def test_model_of_another_family_is_refused(self):
+    shutil.rmtree(self.root / "checkpoints")
+    _save(self.root)
+    with self.assertRaisesRegex(ValueError, r"family 'vit'; .* needs 'llm'"):
+      restore_lib.load_checkpoint_tokenizer(str(self.root))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config import Config
 from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
@@ -108,10 +109,19 @@ class SamplerTest(parameterized.TestCase):
     ({"labels": (-1,)}, r"label -1 must be in \[0, 9\]"),
     ({"seed": -1}, r"seed=-1 must be in \[0, 2147483647\]"),
     ({"seed": 2**31}, "seed=2147483648 must be in"),
+    (tiny.config(), r"family 'vit'; `sample` needs 'dit'"),
+    (
+      tiny.dit_config(data={"source": "fake"}, diffusion={"space": "latent"}),
+      "--vae PATH",
+    ),
   )
   def test_bad_requests_are_named(self, options, message):
+    restored = _restored()
+    if isinstance(options, Config):
+      restored = dataclasses.replace(restored, config=options)
+      options = {}
     with self.assertRaisesRegex(ValueError, message):
-      Sampler(_restored(), mesh=_mesh(), **options)
+      Sampler(restored, mesh=_mesh(), **options)
 
   @parameterized.parameters(5, 8, 13)
   def test_few_images_come_in_full_batches(self, num):
@@ -121,18 +131,6 @@ class SamplerTest(parameterized.TestCase):
       images = sample_lib.sample_images(_sampler(), num, _SIZE)
     np.testing.assert_array_equal(images, _images()[:num])
     self.assertEqual({call.args[2] for call in batch.call_args_list}, {_SIZE})
-
-  @parameterized.parameters(
-    (tiny.config(), r"family 'vit'; `sample` needs 'dit'"),
-    (
-      tiny.dit_config(data={"source": "fake"}, diffusion={"space": "latent"}),
-      "--vae PATH",
-    ),
-  )
-  def test_models_that_cannot_sample_are_refused(self, config, message):
-    restored = Restored(config, make_model(config)[0], {}, 0, ())
-    with self.assertRaisesRegex(ValueError, message):
-      Sampler(restored, mesh=_mesh())
 
 
 class FolderTest(parameterized.TestCase):
@@ -150,24 +148,22 @@ class FolderTest(parameterized.TestCase):
   @parameterized.parameters(
     ((), "9"), (tuple(f"class {i}" for i in range(10)), "class 9")
   )
-  def test_folders_are_named_by_label(self, names, folder):
-    self.assertEqual(self._run(names), 4)
-    found = {str(f.relative_to(self.out)) for f in self.out.rglob("*.png")}
-    first = {f"{folder}/000000.png", f"{folder}/000002.png"}
-    self.assertEqual(found, first | {"none/000001.png", "none/000003.png"})
-
-  def test_what_is_missing_is_sampled_again_and_other_files_stay(self):
+  def test_what_is_missing_is_sampled_and_other_files_stay(self, names, folder):
     np.save(self.out / "mine.npy", np.zeros(3))
-    self._run()
+    self.assertEqual(self._run(names), 4)
+    found = {str(f.relative_to(self.out)) for f in self.out.rglob("*.*")}
+    first = {f"{folder}/000000.png", f"{folder}/000002.png"}
+    others = {"none/000001.png", "none/000003.png"}
+    self.assertEqual(found - {"settings.json", "mine.npy"}, first | others)
     file = self.out / "none" / "000003.png"
     content = file.read_bytes()
     file.unlink()
-    self.assertEqual(self._run(), 2)
+    self.assertEqual(self._run(names), 2)
     self.assertEqual(file.read_bytes(), content)
     self.assertTrue((self.out / "mine.npy").exists())
     (self.out / "settings.json").unlink()
     with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
-      self._run()
+      self._run(names)
 
 
 class NpzTest(parameterized.TestCase):
@@ -220,24 +216,17 @@ class NpzTest(parameterized.TestCase):
     self.assertEqual((images.dtype, labels.dtype), (np.uint8, np.int32))
     self.assertCountEqual(self.root.iterdir(), [self.out, *others])
 
-  def test_file_holds_images_and_labels_and_is_not_drawn_again(self):
-    self.assertEqual(self._run(), _NUM)
-    self.assertEqual(self.sampled, list(_STARTS))
+  @parameterized.parameters((), (8, 16), (0, 24), (24, 24))
+  def test_kills_lose_nothing_and_nothing_is_sampled_again(self, *kills):
+    for start in kills:
+      self._killed(kill_before=start)
+    left = _NUM - len(self.sampled) * _SIZE
+    self.assertEqual(self._run(), left)
     self._assert_whole()
     written = self.out.read_bytes()
     self.assertEqual(self._run(), 0)
     self.assertEqual(self.sampled, list(_STARTS))
     self.assertEqual(self.out.read_bytes(), written)
-
-  @parameterized.parameters((8, 16), (0, 24), (24, 24))
-  def test_killed_twice_loses_and_repeats_nothing(self, first, second):
-    self._killed(kill_before=first)
-    self._killed(kill_before=second)
-    before = len(self.sampled)
-    sampled = self._run()
-    self.assertEqual(self.sampled, list(_STARTS))
-    self.assertEqual(sampled, _NUM - before * _SIZE)
-    self._assert_whole()
 
   @parameterized.parameters(range(6))
   def test_killed_while_the_parts_are_removed_keeps_the_file(self, removed):
@@ -271,16 +260,17 @@ class NpzTest(parameterized.TestCase):
     self.assertLen(list(self.parts.iterdir()), 2)
     self._assert_whole(self.parts)
 
-  def test_parts_of_unknown_settings_are_not_taken(self):
+  @parameterized.parameters(
+    ("settings.json", "000000000.npy is there, and no"),
+    (None, "parts is a symbolic link"),
+  )
+  def test_parts_of_unknown_origin_are_not_taken(self, missing, message):
     self._killed(kill_before=16)
-    (self.parts / "settings.json").unlink()
-    with self.assertRaisesRegex(ValueError, "000000000.npy is there, and no"):
-      self._run()
-
-  def test_parts_are_not_written_through_a_link(self):
-    (self.root / "other").mkdir()
-    self.parts.symlink_to(self.root / "other")
-    with self.assertRaisesRegex(ValueError, "parts is a symbolic link"):
+    if missing:
+      (self.parts / missing).unlink()
+    else:
+      self.parts.symlink_to(self.parts.rename(self.root / "other"))
+    with self.assertRaisesRegex(ValueError, message):
       self._run()
 
   @parameterized.parameters(

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-from unittest import mock
 
 import jax
 import numpy as np
@@ -135,16 +134,6 @@ class ScorerTest(parameterized.TestCase):
     )
     self.assertEqual([s.greedy for s in scores], [True, False, False])
 
-  def test_choices_of_one_token_share_a_forward_pass(self):
-    context = _pairs([(9, 1)])[0][0]
-    pairs = [(context, [token]) for token in (65, 66, 67, 68)]
-    with mock.patch.object(
-      self.scorer, "_step", wraps=self.scorer._step
-    ) as step:
-      ours = self.scorer.log_likelihoods(pairs * 5)
-    self.assertEqual(step.call_count, 1)
-    self._assert_close(ours, _plain(pairs) * 5)
-
   def test_pairs_that_read_the_same_are_kept_apart(self):
     # The same tokens, cut elsewhere; the same pair twice; more choices than a
     # row holds; a choice of the same prefix but another length.
@@ -177,11 +166,6 @@ class ScorerTest(parameterized.TestCase):
   def test_pair_that_cannot_be_scored_is_named(self, pair, message):
     with self.assertRaisesRegex(ValueError, message):
       self.scorer.log_likelihoods([([1], [1]), pair])
-
-  def test_few_programs_serve_all_lengths(self):
-    scorer = _scorer(batch_size=4)
-    scorer.log_likelihoods(_pairs([(n, 1) for n in range(1, 60)]))
-    self.assertEqual(scorer._step._cache_size(), 2)  # 32 and 48
 
   def test_mesh_shares_batch_and_parameters(self):
     mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, tensor=2))

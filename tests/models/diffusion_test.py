@@ -126,6 +126,12 @@ class TablesTest(parameterized.TestCase):
       chex.assert_tree_all_finite(reverse)
       np.testing.assert_allclose(reverse.mean, _X0, atol=1e-6)
 
+  def test_first_steps_are_the_least_noisy(self):
+    for process in (_PROCESS, make_process("flow", 100)):
+      first = process.first(3)
+      np.testing.assert_array_equal(first.timesteps, process.timesteps[:3])
+      np.testing.assert_array_equal(first.spread, process.spread[:3])
+
   def test_snr_is_signal_over_noise(self):
     process = Process(np.arange(2), np.array([0.8, 0.5]))
     np.testing.assert_allclose(process.snr, [4.0, 1.0])

@@ -94,23 +94,14 @@ class CompilationCacheTest(absltest.TestCase):
     self.assertEqual(hits, 0)
     self.assertIn("compiled programs are not kept: ", stderr)
 
-  def test_size_is_bounded(self):
-    size = "JAX_COMPILATION_CACHE_MAX_SIZE"
-    self._call(self.root, **{size: "20000"})
-    files = self.root.glob("*/*-cache")
-    self.assertBetween(sum(f.stat().st_size for f in files), 1, 20_000)
-
   def test_folder_is_the_users_unless_given(self):
-    def folder(**environment):
+    for environment, start in (
+      ({"HOME": "/home/me"}, "/home/me/.cache/moh_jax/xla/"),
+      ({"XDG_CACHE_HOME": "/c"}, "/c/moh_jax/xla/"),
+      ({compilation_cache.VARIABLE: "/g", "XDG_CACHE_HOME": "/c"}, "/g/"),
+    ):
       with mock.patch.dict(os.environ, environment, clear=True):
-        return str(compilation_cache.folder())
-
-    name = pathlib.Path(folder(HOME="/home/me")).name
-    below = f"moh_jax/xla/{name}"
-    self.assertEqual(folder(HOME="/home/me"), f"/home/me/.cache/{below}")
-    self.assertEqual(folder(XDG_CACHE_HOME="/c"), f"/c/{below}")
-    given = {compilation_cache.VARIABLE: "/given", "XDG_CACHE_HOME": "/c"}
-    self.assertEqual(folder(**given), f"/given/{name}")
+        self.assertStartsWith(str(compilation_cache.folder()), start)
 
   def test_a_cache_given_to_jax_stays(self):
     before = jax.config.jax_compilation_cache_dir

@@ -15,52 +15,52 @@ _DIGITS = str(pathlib.Path(__file__).parents[2] / "configs" / "vit_digits.py")
 
 # Overrides of fields that a file states, leaves out, or sets to None.
 _BY_TYPE = (
-  ("train.init_from", "2024", "2024"),
-  ("train.init_from", "none", "none"),
-  ("data.path", "1e-3", "1e-3"),
-  ("data.path", "a=b", "a=b"),
-  ("data.path", "(1,2)", "(1,2)"),
-  ("model.router.kind", "none", "none"),
+  ("train.init_from", "2024", "2024"), ("train.init_from", "none", "none"),
+  ("data.path", "1e-3", "1e-3"), ("data.path", "a=b", "a=b"),
+  ("data.path", "(1,2)", "(1,2)"), ("model.router.kind", "none", "none"),
   ("optim.no_decay", "*bias,*norm*", ("*bias", "*norm*")),
   ("optim.no_decay", "7,08,x/y", ("7", "08", "x/y")),
   ("optim.no_decay", "('a,b',\"c\")", ("a,b", "c")),
-  ("optim.no_decay", "None", ("None",)),
-  ("optim.no_decay", "", ()),
+  ("optim.no_decay", "None", ("None",)), ("optim.no_decay", "", ()),
   ("optim.no_decay", " (*/bias, *norm*) ", ("*/bias", "*norm*")),
   ("optim.no_decay", "[Bb]*[sz]", ("[Bb]*[sz]",)),
   ("model.image_size", "(64,32)", (64, 32)),
   ("model.image_size", "[64,32]", (64, 32)),
-  ("model.image_size", "64,32", (64, 32)),
-  ("model.image_size", "none", None),
-  ("model.num_classes", "7", 7),
-  ("optim.warmup_steps", "none", None),
-  ("optim.lr", "3e-4", 3e-4),
-  ("optim.lr", "1", 1.0),
-  ("train.rewind.steps", "4", 4),
-  ("eval.use_ema", "FALSE", False),
+  ("model.image_size", "64,32", (64, 32)), ("model.image_size", "none", None),
+  ("model.num_classes", "7", 7), ("optim.warmup_steps", "none", None),
+  ("optim.lr", "3e-4", 3e-4), ("optim.lr", "1", 1.0),
+  ("train.rewind.steps", "4", 4), ("eval.use_ema", "FALSE", False),
   ("log.progress", "true", True),
-)
+)  # fmt: skip
 
 
 def _steps(steps):
   return {"model": {"family": "dit"}, "train": {"steps": steps}}
 
 
+def _gives(value):
+  return f"def get_config():\n  return {value}\n"
+
+
 class LoadConfigTest(parameterized.TestCase):
-  def _file(self, content, name="mine.py"):
-    where = self.enterContext(tempfile.TemporaryDirectory())
-    path = pathlib.Path(where) / name
-    path.write_text(content)
-    return str(path)
+  def _folder(self, **files):
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    for name, content in files.items():
+      path = folder / name.replace("__", "/")
+      path.parent.mkdir(parents=True, exist_ok=True)
+      if path.parent.name == "package":
+        path.with_name("__init__.py").touch()
+      path.with_suffix(".py").write_text(content)
+    return folder
+
+  def _file(self, content):
+    return str(self._folder(mine=content) / "mine.py")
 
   @parameterized.product(case=_BY_TYPE, states=(False, True))
   def test_override_is_read_by_the_type_of_its_field(self, case, states):
     key, text, value = case
-    path = _DIGITS
-    if not states:
-      path = self._file(
-        "def get_config():\n  return {'model': {'family': 'vit'}}\n"
-      )
+    vit = {"model": {"family": "vit"}}
+    path = _DIGITS if states else self._file(_gives(vit))
     found = load_config(path, [f"{key}={text}"])
     for part in key.split("."):
       found = getattr(found, part)
@@ -88,12 +88,8 @@ class LoadConfigTest(parameterized.TestCase):
       load_config(_DIGITS, [override])
     self.assertIn(message, str(caught.exception))
 
-  def test_missing_file_is_named(self):
-    with self.assertRaisesRegex(FileNotFoundError, "nope.py: no such config"):
-      load_config("configs/nope.py:s80")
-
   @parameterized.parameters(
-    ("hello", "mine.txt"),
+    ("hello", "mine.py, line 1: NameError"),
     ("def get_config(): return 3\n", "mine.py"),
     ("def get_config(:\n", "mine.py, line 1: SyntaxError"),
     ("import nope_nope\n", "mine.py, line 1: ModuleNotFoundError"),
@@ -101,57 +97,47 @@ class LoadConfigTest(parameterized.TestCase):
     ("def get_config():\n  return get_config()\n", "line 2: RecursionError"),
     ("import sys\n\nsys.exit(4)\n", "line 3: SystemExit: 4"),
     ("def get_config():\n  raise ValueError('mine')\n", "line 2: mine"),
-    ("get_config = 3\n", "has no function get_config"),
+    ("get_config = 3\n", "mine.py: has no function get_config"),
     ("import sys\nsys.path.pop(0)\n", "has no function get_config"),
+    (
+      "from moh_jax.config import LLMConfig\n\n"
+      "def get_config(): return {'model': LLMConfig(num_heads=4)}\n",
+      "model.num_heads=4 must be a tuple",
+    ),
   )
   def test_error_names_file_and_line(self, content, text):
-    path = self._file(content, "mine.txt" if "txt" in text else "mine.py")
     with self.assertRaisesRegex(ValueError, text) as caught:
-      load_config(path)
-    self.assertIn("mine.", str(caught.exception))
+      load_config(self._file(content))
     self.assertNotIn("\n", str(caught.exception))
 
+  def test_what_there_is_not_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "nope.py: no such config"):
+      load_config("configs/nope.py:s80")
+    text = pathlib.Path(self._file("")).with_name("mine.txt")
+    text.write_text("hello")
+    with self.assertRaisesRegex(ValueError, "mine.txt"):
+      load_config(str(text))
+    with self.assertRaisesRegex(ValueError, "big"):
+      load_config(f"{self._file(_gives({}))}:big")
+
   def test_dict_of_sections_is_a_config(self):
-    path = self._file(
-      "def get_config():\n"
-      "  return {'model': {'family': 'dit'}, 'train': {'steps': 7}}\n"
-    )
-    config = load_config(path, ["train.seed=3"])
+    config = load_config(self._file(_gives(_steps(7))), ["train.seed=3"])
     self.assertEqual((config.train.steps, config.train.seed), (7, 3))
     self.assertIsInstance(config.model, DiTConfig)
-
-  def test_module_beside_the_file_can_be_imported(self):
-    path = self._file("import beside_it\n\nget_config = beside_it.get_config\n")
-    pathlib.Path(path).with_name("beside_it.py").write_text(
-      "def get_config():\n"
-      "  return {'model': {'family': 'dit'}, 'train': {'steps': 7}}\n"
-    )
-    before = list(sys.path)
-    self.assertEqual(load_config(path).train.steps, 7)
-    self.assertEqual(sys.path, before)
-
-  def _folder(self, **files):
-    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    for name, content in files.items():
-      path = folder / name.replace("__", "/")
-      path.parent.mkdir(parents=True, exist_ok=True)
-      if path.parent.name == "package":
-        path.with_name("__init__.py").touch()
-      path.with_suffix(".py").write_text(content)
-    return folder
 
   @parameterized.parameters(
     "parts", "package__parts", "folder__parts", "a__b__parts"
   )
   def test_two_configs_have_modules_of_the_same_name(self, module):
-    name = module.replace("__", ".")
+    name, before = module.replace("__", "."), list(sys.path)
     for steps in (5, 6, 7):
       folder = self._folder(
-        run=f"from {name} import make\n\nget_config = make\n",
-        **{module: f"def make():\n  return {_steps(steps)}\n"},
+        run=f"from {name} import get_config\n",
+        **{module: _gives(_steps(steps))},
       )
       config = load_config(str(folder / "run.py"))
       self.assertEqual(config.train.steps, steps)
+    self.assertEqual(sys.path, before)
 
   def test_configs_see_no_change_that_another_made(self):
     """Neither its overrides nor what it sets in a module of both."""
@@ -168,8 +154,7 @@ class LoadConfigTest(parameterized.TestCase):
 
   def test_modules_that_register_a_router_stay(self):
     folder = self._folder(
-      run="import routing_of_mine\n\n"
-      f"def get_config():\n  return {_steps(5)}\n",
+      run=f"import routing_of_mine\n\n{_gives(_steps(5))}",
       routing_of_mine="import moh_jax\n\n"
       "class Mine:\n  pass\n\nmoh_jax.register_router('of_mine', Mine)\n",
     )
@@ -178,20 +163,6 @@ class LoadConfigTest(parameterized.TestCase):
     module = sys.modules["routing_of_mine"]
     load_config(run)
     self.assertIs(sys.modules["routing_of_mine"], module)
-
-  def test_number_in_place_of_a_tuple_is_named(self):
-    path = self._file(
-      "from moh_jax.config import LLMConfig\n\n"
-      "def get_config():\n  return {'model': LLMConfig(num_heads=4)}\n"
-    )
-    message = "model.num_heads=4 must be a tuple"
-    with self.assertRaisesRegex(ValueError, message):
-      load_config(path)
-
-  def test_argument_that_the_file_does_not_take_is_named(self):
-    path = self._file("def get_config():\n  return {}\n")
-    with self.assertRaisesRegex(ValueError, "big"):
-      load_config(f"{path}:big")
 
 
 class ModelOfACheckpointTest(parameterized.TestCase):
@@ -253,38 +224,33 @@ def get_config():
       config = self._load("2024")
     self.assertEqual(config.train.init_from, "2024")
 
+  def test_sizes_may_be_stated_and_coordinates_keep_the_pretrainings(self):
+    same = self._load(self.vit, model="{'image_size': [8, 8]}")
+    self.assertEqual(same.model, self._load(self.vit).model)
+    model = self._load(self.vit, "model.image_size=(16,16)").model
+    self.assertEqual(model.image_size, (16, 16))
+    self.assertEqual(model.pretrain_image_size, 8)
+
+  @parameterized.parameters(
+    ("train.init_from=", "train.init_from is ''"),
+    ("train.init_from=/nope", "/nope holds no checkpoint"),
+    ("model.nope=3", "unknown config key model.nope"),
+    # Sections of another family name the checkpoint.
+    (
+      "sample.steps=4",
+      "init_from='.*vit', .* of family 'vit': .*'sample'",
+    ),
+  )
+  def test_bad_start_is_named(self, override, message):
+    with self.assertRaisesRegex((ValueError, OSError), message):
+      self._load(self.vit, override)
+
   @parameterized.parameters(
     ("{'init_from': 2024}", "init_from=2024 must be of type"),
     ("5", "section train=5 must have fields"),
   )
   def test_bad_section_of_the_file_is_named(self, section, message):
     file = self.root / "number.py"
-    config = f"{{'model': {{}}, 'train': {section}}}"
-    file.write_text(f"def get_config(): return {config}\n")
+    file.write_text(_gives(f"{{'model': {{}}, 'train': {section}}}"))
     with self.assertRaisesRegex(ValueError, message):
       load_config(str(file))
-
-  def test_size_of_the_checkpoint_may_be_stated(self):
-    same = self._load(self.vit, model="{'image_size': [8, 8]}")
-    self.assertEqual(same.model, self._load(self.vit).model)
-
-  def test_sections_of_another_family_name_the_checkpoint(self):
-    with self.assertRaisesRegex(
-      ValueError, "init_from='.*vit', a model of family 'vit': .*'sample'"
-    ):
-      self._load(self.vit, "sample.steps=4")
-
-  def test_coordinates_keep_the_size_of_the_pretraining(self):
-    config = self._load(self.vit, "model.image_size=(16,16)")
-    self.assertEqual(config.model.image_size, (16, 16))
-    self.assertEqual(config.model.pretrain_image_size, 8)
-
-  @parameterized.parameters(
-    ((), "train.init_from is ''"),
-    (("train.init_from=/nope",), "/nope holds no checkpoint"),
-    (("model.nope=3",), "unknown config key model.nope"),
-  )
-  def test_bad_start_is_named(self, overrides, message):
-    source = "" if not overrides else self.vit
-    with self.assertRaisesRegex((ValueError, OSError), message):
-      self._load(source, *overrides)

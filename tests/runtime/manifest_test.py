@@ -97,6 +97,9 @@ class ManifestTest(parameterized.TestCase):
     self.assertIn("has no checksums", logs.output[0])
 
   def test_message_names_step_item_file_and_the_whole_step(self):
+    for count, rest in ((3, "missing$"), (4, "; and 1 more files$")):
+      damage = dict.fromkeys(map(str, range(count)), "missing")
+      self.assertRegex(steps.describe(2, damage), rest)
     for step in ("4", "6"):
       _write(self.workdir / "checkpoints" / step)
     (self.workdir / "checkpoints/4/params/d/0").write_bytes(b"")
@@ -106,11 +109,6 @@ class ManifestTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(steps.DamagedCheckpointError, pattern):
       steps.check_whole(self.workdir, 4)
-
-  def test_many_damaged_files_are_counted(self):
-    for count, rest in ((3, "missing$"), (4, "; and 1 more files$")):
-      damage = dict.fromkeys(map(str, range(count)), "missing")
-      self.assertRegex(steps.describe(2, damage), rest)
 
   def test_newest_whole_step_is_found_and_later_ones_are_named(self):
     for step in (4, 6):

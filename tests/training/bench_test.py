@@ -252,7 +252,3 @@ class InterleavedTest(parameterized.TestCase):
     self.assertAlmostEqual(times["a"].median, 0.3)
     _, order = self._times({"a": itertools.repeat(1e-9)}, 1, min_seconds=1.0)
     self.assertLess(len(order), 2000)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -16,17 +16,15 @@ from etils import epath
 
 from moh_jax.runtime import steps
 from moh_jax.training import clock, entrance, flops
-from moh_jax.training.clock import NAME, PHASES, RunClock
-from moh_jax.training.train import train
+from moh_jax.training.clock import NAME, RunClock
 from tests.training import tiny
 
 _RUN = """
 import sys, jax
-from moh_jax.training.train import train
 from tests.training import tiny
 config = tiny.llm_config(train={"compilation_cache": sys.argv[2]})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-train(config, sys.argv[1], devices=jax.devices()[:1])
+tiny.train(config, sys.argv[1])
 """
 
 
@@ -66,38 +64,31 @@ class RunClockTest(absltest.TestCase):
       with found.phase("save"):
         now.seconds += 1
     now.seconds += 1
-    expected = dict.fromkeys(PHASES, 0.0)
-    expected |= {"restart": 2.0, "compile": 100.0, "step": 6.0}
-    expected |= {"evaluate": 3.0, "save": 1.0}
+    expected = {"restart": 2.0, "compile": 100.0, "step": 6.0}
+    expected |= {"wait_for_data": 0.0, "evaluate": 3.0, "save": 1.0}
     self.assertEqual(found.seconds(), expected)
     self.assertAlmostEqual(found.metrics()["goodput"], 6 / 112)
     self.assertEqual(found.seconds_per_step(2), 3.5)
     now.seconds += 9
     self.assertEqual(found.seconds_per_step(5), 3.0)
 
-  def test_starts_add_up(self):
+  def test_starts_add_up_but_not_what_comes_after_a_checkpoint(self):
     for runs, step in ((1, 0), (2, 4), (3, 8)):
       found, now = self._start(step)
       now.seconds += 6
+      (self.dir / "checkpoints" / str(step + 4)).mkdir(parents=True)
       found.save(step + 4)
-      record = self._record()
-      self.assertEqual((record["runs"], record["restarts"]), (runs, runs - 1))
-      self.assertEqual(record["seconds"]["step"], 6.0 * runs)
-      self.assertEqual(record["goodput"], 0.75)
+      now.seconds += 50
+      found.save(step + 6)  # killed before this checkpoint was whole
+      stored = self._record()["at"][str(step + 4)]
+      self.assertEqual(
+        (stored["runs"], stored["seconds"]["step"]), (runs, 6.0 * runs)
+      )
+    self.assertEqual(self._record()["restarts"], 2)
+    self.assertEqual(self._record()["goodput"], 68 / 74)
     found, _ = self._start(0)  # a new run in the old folder
     found.save(0)
     self.assertEqual(self._record()["runs"], 1)
-
-  def test_what_a_killed_run_did_after_its_checkpoint_is_not_counted(self):
-    (self.dir / "checkpoints" / "4").mkdir(parents=True)
-    found, now = self._start()
-    for step in (4, 6):  # killed before the checkpoint of step 6 was whole
-      now.seconds += 5
-      found.save(step)
-    again, _ = self._start(4)
-    self.assertEqual(again.seconds()["step"], 5.0)
-    again.save(6)
-    self.assertEqual(self._record()["seconds"]["step"], 5.0)
 
   def test_damaged_file_begins_anew(self):
     for content in ("{", "[]", '{"runs": "x", "seconds": {}}', '{"runs": 1}'):
@@ -118,8 +109,6 @@ class RunClockTest(absltest.TestCase):
     metrics = found.metrics()
     self.assertEqual(metrics["step_seconds_p50"], 1.0)
     self.assertGreater(metrics["step_seconds_p99"], 4.0)
-    step(7)
-    self.assertEqual(found.metrics()["step_seconds_p50"], 7.0)
     self.assertNotIn("step_seconds_p50", found.metrics())
     step(90)  # a step that the run goes back over
     found.at(2)
@@ -134,15 +123,14 @@ class RunTest(parameterized.TestCase):
     write = steps.write_manifest
 
     def slow(folder):
-      time.sleep(1)
+      time.sleep(0.3)
       write(folder)
 
     with (
       mock.patch.object(flops, "published_peak", return_value=1e12),
       mock.patch.object(steps, "write_manifest", slow),
     ):
-      one = jax.devices()[:1]
-      train(config, str(workdir), devices=one, at_peak=flops.at_peak)
+      tiny.train(config, workdir, at_peak=flops.at_peak)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
     self.assertLen(rows, 2)
@@ -187,7 +175,7 @@ class RunTest(parameterized.TestCase):
       entrance.importlib.util, "find_spec", return_value=None
     ):
       with self.assertRaisesRegex(ValueError, "log.wandb='p' needs .* wandb"):
-        train(tiny.llm_config(log={"wandb": "p"}), "/nonexistent/run")
+        tiny.train(tiny.llm_config(log={"wandb": "p"}), "/nonexistent/run")
 
   def test_wandb_gets_the_metrics_offline(self):
     if importlib.util.find_spec("wandb") is None:
@@ -196,12 +184,8 @@ class RunTest(parameterized.TestCase):
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     with mock.patch.dict(os.environ, offline):
       config = tiny.llm_config(log={"wandb": "moh"})
-      train(config, str(workdir), devices=jax.devices()[:1])
+      tiny.train(config, workdir)
     (stored,) = (workdir / "wandb").glob("offline-run-*/*.wandb")
     content = stored.read_bytes()
     self.assertIn(b"train/loss", content)
     self.assertIn(b"val/", content)
-
-
-if __name__ == "__main__":
-  absltest.main()

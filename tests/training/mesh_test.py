@@ -1,26 +1,28 @@
-"""Runs on meshes of fake devices: equal to one device; what does not fit."""
+"""Runs on meshes of fake devices: equal to one device; what does not fit.
+
+Each mesh of `meshes.MESHES` for each family takes minutes: `pytest -m slow`.
+One of them is compiled in the ordinary suite.
+"""
 
 import contextlib
 import dataclasses
-import json
+import functools
+import math
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
-from moh_jax.config import MeshConfig
+from moh_jax.config import Config, MeshConfig
+from moh_jax.config.base import choices
+from moh_jax.config.run import OptimConfig
 from moh_jax.inference.restore import restore
-from moh_jax.layers.partitioning import constrain
 from moh_jax.models.registry import released_model
 from moh_jax.ops import head_layout
 from moh_jax.runtime import sharding
@@ -29,36 +31,10 @@ from moh_jax.training.feed import Feed
 from moh_jax.training.step import make_program
 from moh_jax.training.train import train
 from tests.runtime.sharding_test import two_slices
-from tests.training import tiny
+from tests.training import meshes, tiny
 from tests.training.tiny import make_task
 
 _MAKE = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
-
-
-def _losses(workdir: str) -> list[float]:
-  with open(os.path.join(workdir, "metrics.jsonl")) as stream:
-    rows = [json.loads(line) for line in stream]
-  return [row["loss"] for row in rows if row["split"] == "train"]
-
-
-@contextlib.contextmanager
-def _fresh_compiler_log() -> Iterator[list[str]]:
-  """Collects what XLA writes to stderr, with every program compiled anew."""
-  log: list[str] = []
-  before, cached = os.dup(2), jax.config.jax_enable_compilation_cache
-  with tempfile.TemporaryFile() as file:
-    os.dup2(file.fileno(), 2)
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # which has read the setting
-    try:
-      yield log
-    finally:
-      jax.config.update("jax_enable_compilation_cache", cached)
-      compilation_cache.reset_cache()
-      os.dup2(before, 2)
-      os.close(before)
-      file.seek(0)
-      log += file.read().decode(errors="replace").splitlines()
 
 
 class RunTest(absltest.TestCase):
@@ -70,14 +46,16 @@ class RunTest(absltest.TestCase):
     cls.one_dir, cls.mesh_dir = (
       cls.create_tempdir(cls()).full_path for _ in range(2)
     )
-    cls.one = train(tiny.llm_config(), cls.one_dir, devices=jax.devices()[:1])
-    with _fresh_compiler_log() as cls.log:
-      cls.on_mesh = train(tiny.llm_config(mesh=tiny.MESH), cls.mesh_dir)
+    cls.one = tiny.train(tiny.llm_config(), cls.one_dir)
+    cls.on_mesh = train(tiny.llm_config(mesh=tiny.MESH), cls.mesh_dir)
 
   def test_figures_equal_the_single_device_ones(self):
-    losses = _losses(self.mesh_dir)
-    np.testing.assert_allclose(losses, _losses(self.one_dir), rtol=2e-5)
-    self.assertLen(losses, 4)
+    losses = [
+      [row["loss"] for row in tiny.rows(folder, "train")]
+      for folder in (self.mesh_dir, self.one_dir)
+    ]
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+    self.assertLen(losses[0], 4)
     ours, theirs = self.on_mesh.evaluation, self.one.evaluation
     chex.assert_trees_all_close(ours, theirs, rtol=1e-4)
 
@@ -105,24 +83,6 @@ class RunTest(absltest.TestCase):
       (blocks["mlp"]["down"]["kernel"], (None, "tensor", "fsdp")),
     ):
       self.assertEqual(tuple(leaf.sharding.spec), spec)
-
-  def test_no_array_is_gathered_whole_to_be_split_anew(self):
-    self.assertEmpty([x for x in self.log if "rematerialization" in x])
-    mesh = jax.make_mesh(
-      (2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3
-    )
-
-    def split(x, *spec):
-      sharding = NamedSharding(mesh, PartitionSpec(*spec))
-      return jax.lax.with_sharding_constraint(x, sharding)
-
-    @jax.jit
-    def resplit(x):
-      return split(2 * split(jnp.sin(x), "a", "b"), ("c", "b", "a"), None)
-
-    with _fresh_compiler_log() as log:  # one would be seen
-      resplit.lower(jnp.zeros((16, 16))).compile()
-    self.assertIn("rematerialization", "".join(log))
 
 
 class ProgramTest(parameterized.TestCase):
@@ -158,27 +118,8 @@ class ProgramTest(parameterized.TestCase):
       self.assertTrue(same)
     self.assertEqual(program.step._cache_size(), 1)
 
-  def test_constraints_are_lowered_and_nothing_outside_of_a_mesh(self):
-    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
-    with sharding.use_mesh(mesh):
-      lowered = jax.jit(
-        lambda x: constrain(x, "batch", None, "heads", "head_dim")
-      ).lower(jnp.zeros((8, 3, 4, 2)))
-    self.assertIn("sharding_constraint", lowered.as_text())
-    self.assertIn('"tensor"', lowered.as_text())
-    x = jnp.ones((3, 2))
-    self.assertIs(constrain(x, "batch", "heads"), x)
-
 
 class ChecksTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ({"data": -1, "tensor": 3}, "must divide the 8 devices"),
-    ({"data": 16}, "needs 16 devices"),
-  )
-  def test_mesh_that_does_not_fit_is_refused(self, axes, message):
-    with self.assertRaisesRegex(ValueError, message):
-      sharding.make_mesh(MeshConfig(**axes))
-
   @parameterized.parameters(
     ("moh-llama3-8b", 2, 1.1, ""),
     ("moh-llama3-8b", 8, 2, ""),
@@ -262,5 +203,164 @@ class HostMemoryTest(absltest.TestCase):
     )
 
 
-if __name__ == "__main__":
-  absltest.main()
+OPTIMIZERS = choices(OptimConfig, "name")
+
+_ONE = {"data": 1, "max_imbalance": 2.0}
+# Sizes of at least 32, so that Adafactor has means of rows and columns.
+_CONFIGS = {
+  "llm": functools.partial(tiny.llm_config, model={"mlp_dim": 32}),
+  "dit": functools.partial(
+    tiny.dit_config, model={**tiny.ALIKE["dit"], "width": 32}
+  ),
+  "vit": functools.partial(
+    tiny.deterministic_config,
+    model={**tiny.ALIKE["vit"], "embed_dims": (32,)},
+  ),
+}
+
+
+def _config(family: str, name: str, mesh: dict, **optim) -> Config:
+  fields = {"name": name, "lr": 3e-4, "warmup_steps": 1, **optim}
+  return _CONFIGS[family](optim=fields, mesh=mesh)
+
+
+class LossesTest(parameterized.TestCase):
+  """Five steps are those of one device."""
+
+  def _check(self, one, *others):
+    losses = meshes.losses(one)
+    self.assertLen(set(losses), len(losses))
+    for other in others:
+      np.testing.assert_allclose(meshes.losses(other), losses, rtol=1e-5)
+
+  @parameterized.parameters("adafactor", "muon")
+  def test_of_optimizers(self, name):
+    self._check(*(_config("llm", name, mesh) for mesh in (_ONE, tiny.MESH)))
+
+  @pytest.mark.slow
+  @parameterized.product(family=tuple(_CONFIGS), name=OPTIMIZERS)
+  def test_of_every_family_and_optimizer(self, family, name):
+    axes = {"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}
+    others = [{**_ONE, **mesh} for mesh in axes]
+    self._check(
+      *(_config(family, name, mesh) for mesh in (_ONE, *others, tiny.MESH))
+    )
+
+  @pytest.mark.slow
+  @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
+  def test_of_every_mesh(self, family, form):
+    if family == "vit" and form == "packed":
+      self.skipTest("ViT's forms compute every head")
+    others = (
+      meshes.config_of(family, form, mesh=mesh)
+      for mesh in meshes.MESHES.values()
+    )
+    self._check(meshes.config_of(family), *others)
+
+
+class StateShardingTest(parameterized.TestCase):
+  @staticmethod
+  @functools.cache
+  def _abstract(name, **optim):
+    config = _config("llm", name, tiny.MESH, **optim)
+    mesh = sharding.make_mesh(config.mesh)
+    with sharding.use_mesh(mesh):
+      return make_program(config, make_task(config), mesh).state
+
+  @parameterized.parameters(*OPTIMIZERS)
+  def test_moments_are_split_as_their_parameters(self, name):
+    state = self._abstract(name)
+    kernel = state.params["blocks0"]["mlp"]["up"]["kernel"]
+    self.assertEqual(kernel.sharding.spec, P(None, ("fsdp",), ("tensor",)))
+    moments = [
+      leaf
+      for leaf in jax.tree.leaves(state.opt_state)
+      if leaf.shape == kernel.shape
+    ]
+    self.assertNotEmpty(moments)
+    specs = {moment.sharding.spec for moment in moments}
+    # The down projection has the same shape and the other axes.
+    self.assertIn(kernel.sharding.spec, specs)
+    self.assertNotIn(P(), specs)
+
+  def test_means_over_rows_and_columns_lose_one_dimension(self):
+    second = self._abstract("adafactor").opt_state[1][0][0]
+    row, column = (
+      tree["embed"]["embedding"] for tree in (second.v_row, second.v_col)
+    )
+    self.assertEqual((row.shape, column.shape), ((32,), (60,)))
+    self.assertEqual(row.sharding.spec, P(None))
+    self.assertEqual(column.sharding.spec, P(("tensor", "fsdp")))
+    self.assertEqual(second.v["embed"]["embedding"].sharding.spec, P())
+
+  @parameterized.parameters(*OPTIMIZERS)
+  def test_first_moments_in_bfloat16_take_half_the_memory(self, name):
+    def count(dtype):
+      leaves = jax.tree.leaves(
+        self._abstract(name, moment_dtype=dtype).opt_state
+      )
+      half = sum(x.size for x in leaves if x.dtype == "bfloat16")
+      return half, sum(x.size * x.dtype.itemsize for x in leaves)
+
+    params = self._abstract(name).params
+    size = sum(x.size for x in jax.tree.leaves(params))
+    (none, full), (half, less) = count("float32"), count("bfloat16")
+    self.assertEqual((none, half, full - less), (0, size, 2 * size))
+
+  @parameterized.parameters("muon", "adafactor")
+  def test_a_saved_state_continues_exactly(self, name):
+    config = _config("llm", name, _ONE, moment_dtype="bfloat16")
+    folder = self.create_tempdir().full_path
+    whole = tiny.train(config, folder)
+    shutil.rmtree(os.path.join(folder, "checkpoints", "4"))
+    again = tiny.train(config, folder)
+    chex.assert_trees_all_equal(again.state, whole.state)
+
+
+@functools.cache
+def _flops_of_one_device(family):
+  return meshes.dot_flops(meshes.compiled_step(meshes.config_of(family))[0])
+
+
+class CompiledTest(parameterized.TestCase):
+  """Devices share the work and exchange what is expected."""
+
+  def _check(self, family, name):
+    config = meshes.config_of(family, mesh=meshes.MESHES[name])
+    text, mesh = meshes.compiled_step(config)
+    ratio = 8 * meshes.dot_flops(text) / _flops_of_one_device(family)
+    self.assertBetween(ratio, 0.95, 1.05)
+    if not meshes.GOLDEN.exists():
+      self.skipTest(f"{meshes.GOLDEN.name} is not recorded")
+    self.assertEqual(
+      meshes.exchanges(text, mesh),
+      meshes.recorded(family, name),
+      "if it should be so: python -m tests.tools.record_collectives",
+    )
+
+  def test_on_one_mesh(self):
+    self._check("llm", "2,4")
+
+  @pytest.mark.slow
+  @parameterized.product(family=tuple(meshes.MODELS), mesh=tuple(meshes.MESHES))
+  def test_on_every_mesh(self, family, mesh):
+    self._check(family, mesh)
+
+  @parameterized.parameters(False, True)
+  def test_no_device_has_the_output_layer_or_its_gradient_whole(self, tied):
+    vocab, width = meshes.VOCAB, meshes.WIDTH
+    config = tiny.llm_config(
+      model={**meshes.MODELS["llm"], "tie_embeddings": tied},
+      mesh={"data": 2, "fsdp": 4},
+      optim={"accumulation": 2},
+      data={"batch_size": 16},
+    )
+    text, _ = meshes.compiled_step(config)
+    whole = {
+      shape
+      for dtype in ("f32", "bf16")
+      for shape in meshes.shapes(text, dtype)
+      if math.prod(shape) >= vocab * width and vocab in shape
+    }
+    self.assertEmpty(whole)
+    self.assertIn((width, vocab // 4), meshes.shapes(text))

@@ -4,11 +4,16 @@ import contextlib
 import json
 import math
 import pathlib
+import re
 
 import jax
 
 from moh_jax.runtime import sharding
-from moh_jax.training.compiling import read_collectives
+from moh_jax.training.compiling import (
+  computations,
+  count_runs,
+  read_collectives,
+)
 from moh_jax.training.step import make_program
 from tests.runtime.sharding_test import two_slices
 from tests.training import tiny
@@ -63,6 +68,10 @@ _MINOR = ".".join(jax.__version__.split(".")[:2])
 GOLDEN = (
   pathlib.Path(__file__).parents[1] / f"goldens/collectives/jax_{_MINOR}.json"
 )
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_DOT = re.compile(
+  r"= \w+\[([\d,]*)\]\S* dot\((?:\w+\[([\d,]*)\]\S* )?%?([\w.-]+)"
+)
 
 
 def config_of(family, form="dense", mesh=None, **sections):
@@ -82,6 +91,19 @@ def mesh_of(config):
   slices = config.mesh.dcn_data > 1
   with two_slices((0, 2, 4, 6)) if slices else contextlib.nullcontext():
     return sharding.make_mesh(config.mesh, devices)
+
+
+def losses(config):
+  """Those of the first five steps."""
+  mesh, task, found = mesh_of(config), tiny.make_task(config), []
+  program = make_program(config, task, mesh)
+  with sharding.use_mesh(mesh):
+    state, batches = program.init(), task.batches(mesh)
+    for _ in range(5):
+      batch = sharding.shard_batch(next(batches), mesh)
+      state, metrics = program.step(state, batch)
+      found.append(float(metrics["loss"]))
+  return found
 
 
 def compiled_step(config):
@@ -116,3 +138,47 @@ def exchanges(text, mesh):
 def recorded(family, mesh):
   """The recorded exchanges of a family on a mesh of `MESHES`."""
   return json.loads(GOLDEN.read_text())[f"{family} {mesh}"]
+
+
+def shapes(text: str, dtype: str = "f32") -> set[tuple[int, ...]]:
+  """Shapes of a program's arrays of a dtype."""
+  return {
+    tuple(_ints(dims)) for kind, dims in _ARRAY.findall(text) if kind == dtype
+  }
+
+
+def dot_flops(text: str) -> int:
+  """Multiplications and additions of a program's matrix products.
+
+  The body of a loop counts as often as it runs, where the compiler knows it.
+
+  Args:
+    text: of the compiled program.
+  """
+  bodies = computations(text)
+  runs = count_runs(bodies)
+  return sum(
+    runs[name] * _flops_of(line, lines)
+    for name, lines in bodies.items()
+    for line in lines
+  )
+
+
+def _flops_of(line: str, body: list[str]) -> int:
+  """Of one instruction; 0 if it is no product."""
+  match = _DOT.search(line)
+  if not match:
+    return 0
+  out, left, operand = match.groups()
+  if left is None:
+    start = re.compile(
+      rf"\s+(?:ROOT )?%?{re.escape(operand)} = \w+\[([\d,]*)\]"
+    )
+    left = next(m[1] for m in map(start.match, body) if m)
+  dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line)[1]
+  inner = [_ints(left)[i] for i in _ints(dims)]
+  return 2 * math.prod(_ints(out)) * math.prod(inner)
+
+
+def _ints(text: str) -> list[int]:
+  return [int(number) for number in text.split(",") if number]

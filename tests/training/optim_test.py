@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import traverse_util
 
 from moh_jax.config import OptimConfig
@@ -209,7 +209,3 @@ class LayerDecayTest(parameterized.TestCase):
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
     self.assertTrue(any((f == 1).all() for f in jax.tree.leaves(factors)))
     chex.assert_trees_all_equal_structs(state, plain.init(params))
-
-
-if __name__ == "__main__":
-  absltest.main()

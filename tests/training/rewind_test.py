@@ -12,7 +12,8 @@ from unittest import mock
 import chex
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
+from PIL import Image
 
 from moh_jax.config import RewindConfig
 from moh_jax.data.pipeline import TrainBatches
@@ -21,7 +22,6 @@ from moh_jax.runtime import signals
 from moh_jax.runtime.steps import find_damage, list_steps
 from moh_jax.training import language_modeling
 from moh_jax.training.saving import BadStepError, NonFiniteLossError, Watch
-from moh_jax.training.train import train
 from tests.training import tiny
 
 _STEPS = 8
@@ -70,16 +70,6 @@ def _damage(workdir, step):
   file.write_bytes(file.read_bytes().replace(b"position", b"positioN", 1))
 
 
-def _train(workdir, config=None):
-  return train(config or _config(), workdir, devices=jax.devices()[:1])
-
-
-def _rows(workdir):
-  with open(os.path.join(workdir, "metrics.jsonl")) as stream:
-    rows = [json.loads(line) for line in stream]
-  return [row for row in rows if row["split"] == "train"]
-
-
 class RewindTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
@@ -88,148 +78,125 @@ class RewindTest(parameterized.TestCase):
     # Checkpoints are made every 2 steps, so step 5 goes back to step 4.
     cls.workdir = make_dir("rewound").full_path
     with _batches(4), cls().assertLogs(level="WARNING") as logs:
-      cls.result = _train(cls.workdir)
+      cls.result = tiny.train(_config(), cls.workdir)
     cls.log = "\n".join(logs.output)
     with _batches(skip=(4, 5)):
-      cls.expected = _train(make_dir("skipped").full_path)
+      cls.expected = tiny.train(_config(), make_dir("skipped").full_path)
 
-  def test_goes_on_as_if_the_batches_had_never_been(self):
+  def _dir(self):
+    return self.create_tempdir().full_path
+
+  def test_goes_on_as_if_the_batches_had_never_been_and_says_so(self):
     self.assertEqual(int(self.result.state.step), _STEPS)
     chex.assert_trees_all_equal(
-      jax.device_get(self.result.state), jax.device_get(self.expected.state)
+      *jax.device_get((self.result.state, self.expected.state))
     )
-
-  def test_says_so_in_the_log_and_in_metrics(self):
     self.assertRegex(
       self.log, r"loss=nan at step 5: going back to step 4.*rewind 1 of 3"
     )
-    rows = [(row["step"], row["rewinds"]) for row in _rows(self.workdir)]
-    expected = [(n, 0 if n < 5 else 1) for n in range(1, _STEPS + 1)]
-    self.assertEqual(rows, expected)
-
-  def test_a_resumed_run_is_the_same(self):
-    workdir = self.create_tempdir().full_path
-    with _batches(4):
-      _train(workdir, _config(steps=6))
-      resumed = _train(workdir)
-    chex.assert_trees_all_equal(
-      jax.device_get(resumed.state), jax.device_get(self.result.state)
+    rows = tiny.rows(self.workdir, "train")
+    self.assertEqual(
+      [(row["step"], row["rewinds"]) for row in rows],
+      [(n, 0 if n < 5 else 1) for n in range(1, _STEPS + 1)],
     )
-    self.assertEqual(_rows(workdir)[-1]["rewinds"], 1)
 
   def test_bad_batches_before_the_first_checkpoint_start_anew(self):
-    workdir = self.create_tempdir().full_path
+    workdir = self._dir()
     with _batches(0):
-      _train(workdir, _config(steps=2))
+      tiny.train(_config(steps=2), workdir)
     self.assertEqual(list_steps(workdir), [2])
-    self.assertEqual(_rows(workdir)[-1]["rewinds"], 1)
+    self.assertEqual(tiny.rows(workdir, "train")[-1]["rewinds"], 1)
 
-  @parameterized.parameters((1, 4), (3, 2))
-  def test_goes_past_a_damaged_step_which_is_set_aside(self, back, target):
-    """The step that is damaged is the one to go back to, or the oldest."""
-    workdir = self.create_tempdir().full_path
-    damaged = target + 2
+  def test_goes_past_a_damaged_step_which_is_set_aside(self):
+    """The step that is damaged is the one to go back to."""
+    workdir = self._dir()
     with (
       _batches(6),
-      _before_rewinds(lambda: _damage(workdir, damaged)),
+      _before_rewinds(lambda: _damage(workdir, 4)),
       self.assertLogs("moh_jax", "WARNING") as logs,
     ):
-      result = _train(workdir, _config(keep_last=3, back=back))
-    self.assertIn(f"going back to step {target}, ", "\n".join(logs.output))
+      result = tiny.train(_config(keep_last=3, back=3), workdir)
+    self.assertIn("going back to step 2, ", "\n".join(logs.output))
     self.assertEqual(int(result.state.step), _STEPS)
     aside = os.listdir(os.path.join(workdir, "checkpoints", "damaged"))
-    self.assertCountEqual(aside, [f"{s}.1" for s in range(target + 2, 7, 2)])
+    self.assertCountEqual(aside, ["4.1", "6.1"])
     for step in list_steps(workdir):
       self.assertEqual(find_damage(workdir, step), {})
 
-  def test_the_limit_names_no_damaged_step_as_whole(self):
-    workdir = self.create_tempdir().full_path
-    pattern = r"loss=nan at step 5; the last whole checkpoint .* is step 2$"
-    with (
-      _batches(4),
-      _before_rewinds(lambda: _damage(workdir, 4)),
-      self.assertRaisesRegex(NonFiniteLossError, pattern),
-    ):
-      _train(workdir, _config(back=0))
-
   def test_pictures_are_those_of_the_steps_that_count(self):
     """Also of a run that is stopped before it shows a step again."""
-    make, check = language_modeling.make_task, Watch.check
+    make, check, seen = language_modeling.make_task, Watch.check, []
+
+    def picture(params, mesh=None):
+      del mesh
+      return np.asarray(params["head"]["kernel"]).view(np.uint8)[..., None]
 
     def with_preview(config, decode=None):
-      return dataclasses.replace(
-        make(config, decode),
-        preview=lambda params, _: np.asarray(params["head"]["kernel"]).view(
-          np.uint8
-        )[..., None],
-        preview_every=6,
-      )
+      task = make(config, decode)
+      return dataclasses.replace(task, preview=picture, preview_every=6)
 
-    def run(stop_at=0):
-      seen = []
+    def check_and_stop(self, step, position, values):
+      seen.append(step)
+      if step == 6 and seen.count(6) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+      return check(self, step, position, values)
 
-      def check_and_stop(self, step, position, values):
-        seen.append(step)
-        if seen.count(6) == stop_at and step == 6:
-          os.kill(os.getpid(), signal.SIGTERM)
-        return check(self, step, position, values)
-
-      with _batches(6), mock.patch.object(Watch, "check", check_and_stop):
-        return _train(workdir, _config(back=3))
-
-    workdir = self.create_tempdir().full_path
+    workdir = self._dir()
     file = pathlib.Path(workdir, "samples", "00000006.png")
     other = file.with_name("00000007.png")  # not of the run
     other.parent.mkdir()
     other.touch()
-    with mock.patch.object(language_modeling, "make_task", with_preview):
-      self.assertFalse(run(stop_at=2).finished)
-      run()
-      resumed = file.read_bytes()
-      self.assertTrue(other.exists())
-      workdir = self.create_tempdir().full_path
-      file = pathlib.Path(workdir, "samples", "00000006.png")
-      run()
-    self.assertEqual(resumed, file.read_bytes())
+    with (
+      _batches(6),
+      mock.patch.object(Watch, "check", check_and_stop),
+      mock.patch.object(language_modeling, "make_task", with_preview),
+    ):
+      stopped = tiny.train(_config(back=3), workdir)
+      self.assertFalse(stopped.finished)
+      self.assertFalse(file.exists())
+      tiny.train(_config(back=3), workdir)
+    self.assertTrue(other.exists())
+    with Image.open(file) as shown:
+      expected = picture(stopped.state.ema)[..., 0]
+      np.testing.assert_array_equal(np.asarray(shown), expected)
 
-  @parameterized.parameters("check", "may_rewind")
-  def test_sigterm_in_the_step_that_rewinds_saves_and_stops(self, when):
-    workdir = self.create_tempdir().full_path
-    check, stops = Watch.check, []
-
-    def stop():
-      if not stops:
-        stops.append(os.kill(os.getpid(), signal.SIGTERM))
+  def test_sigterm_in_the_step_that_rewinds_saves_and_stops(self):
+    workdir, check, stops = self._dir(), Watch.check, []
 
     def check_and_stop(self, step, position, values):
-      if when == "check" and step == 5:
-        stop()
+      if step == 5 and not stops:
+        stops.append(os.kill(os.getpid(), signal.SIGTERM))
       return check(self, step, position, values)
 
     with (
       _batches(4),
       signals.handled(),  # as a command has them
       mock.patch.object(Watch, "check", check_and_stop),
-      _before_rewinds(stop),
     ):
-      stopped = _train(workdir)
+      stopped = tiny.train(_config(), workdir)
     self.assertFalse(stopped.finished)
     self.assertEqual(int(stopped.state.step), 5)
     with _batches(4):
-      resumed = _train(workdir)
+      resumed = tiny.train(_config(), workdir)
     chex.assert_trees_all_equal(
-      jax.device_get(resumed.state), jax.device_get(self.result.state)
+      *jax.device_get((resumed.state, self.result.state))
     )
+    self.assertEqual(tiny.rows(workdir, "train")[-1]["rewinds"], 1)
 
-  def test_the_limit_ends_the_run_and_keeps_a_good_checkpoint(self):
-    workdir = self.create_tempdir().full_path
-    pattern = r"loss=nan at step 5; the last whole checkpoint .* is step 4$"
+  def test_the_limit_ends_the_run_and_names_a_whole_checkpoint(self):
+    workdir, asked = self._dir(), []
+
+    def damage():
+      asked.append(_damage(workdir, 4) if asked else None)
+
+    pattern = r"loss=nan at step 5; the last whole checkpoint .* is step 2$"
     with (
       _batches(4, 5),
+      _before_rewinds(damage),
       self.assertRaisesRegex(NonFiniteLossError, pattern),
     ):
-      _train(workdir, _config(limit=1))
-    params = jax.tree.leaves(restore(workdir).params)
+      tiny.train(_config(limit=1), workdir)
+    params = jax.tree.leaves(restore(workdir, step=2).params)
     self.assertTrue(all(np.isfinite(leaf).all() for leaf in params))
 
 
@@ -262,7 +229,3 @@ class WatchTest(parameterized.TestCase):
     with self.assertRaisesRegex(BadStepError, "grad_norm=inf at step 3"):
       watch.check(3, 3, {"loss": 1.0, "grad_norm": float("inf")})
     self.assertFalse(watch.may_rewind())
-
-
-if __name__ == "__main__":
-  absltest.main()

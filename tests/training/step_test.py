@@ -44,27 +44,19 @@ def _setup(config=_CONFIG, **options):
   return program.init, program.state, step
 
 
-@functools.cache
-def _jitted():
-  init, _, step = _setup()
-  return init, jax.jit(step)
-
-
 class StepTest(absltest.TestCase):
-  def test_abstract_state_describes_the_initial_one(self):
-    init, abstract, _ = _setup()
-    state = init()
+  def test_state_is_as_described_and_averaged_and_the_rate_reported(self):
+    init, abstract, step = _setup()
+    state, step, rates = init(), jax.jit(step), []
     chex.assert_trees_all_equal_shapes_and_dtypes(state, abstract)
     chex.assert_trees_all_equal(state.params, state.ema)
-
-  def test_average_equals_a_hand_rolled_one_over_ten_steps(self):
-    init, step = _jitted()
-    state = init()
     mine = state.params
     for _ in range(10):
-      state, _ = step(state, _batch())
+      state, metrics = step(state, _batch())
       mine = jax.tree.map(lambda e, p: 0.8 * e + 0.2 * p, mine, state.params)
+      rates.append(metrics["lr"])
     chex.assert_trees_all_close(state.ema, mine, atol=1e-6)
+    np.testing.assert_allclose(rates[:3], [0.0, 5e-4, 1e-3], rtol=1e-6)
 
   def test_average_of_every_third_step_decays_as_three(self):
     config = tiny.llm_config(
@@ -73,7 +65,7 @@ class StepTest(absltest.TestCase):
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     program = make_program(config, make_task(config), mesh)
-    state = program.init()
+    state = start = program.init()
     first = jax.device_get(state.ema)
     for number in (1, 2, 3, 4):
       state, _ = program.step(state, _batch())
@@ -87,6 +79,7 @@ class StepTest(absltest.TestCase):
           first,
           jax.device_get(state.params),
         )
+    self.assertTrue(start.params["head"]["kernel"].is_deleted())  # donated
     chex.assert_trees_all_equal(ema, third)
     self.assertEqual(third["head"]["kernel"].dtype, "bfloat16")
     chex.assert_trees_all_close(
@@ -103,20 +96,6 @@ class StepTest(absltest.TestCase):
     state, first = step(init(), _batch(config))
     _, second = step(state, _batch(config))
     self.assertNotEqual(float(first["loss"]), float(second["loss"]))
-
-  def test_state_is_donated(self):
-    mesh = sharding.make_mesh(_CONFIG.mesh, jax.devices()[:1])
-    program = make_program(_CONFIG, make_task(_CONFIG), mesh)
-    state = program.init()
-    program.step(state, _batch())
-    self.assertTrue(state.params["head"]["kernel"].is_deleted())
-
-  def test_reported_rate_is_the_schedules(self):
-    init, step = _jitted()
-    state, first = step(init(), _batch())
-    _, second = step(state, _batch())
-    rates = jnp.stack([first["lr"], second["lr"]])
-    chex.assert_trees_all_close(rates, jnp.array([0.0, 5e-4]), rtol=1e-6)
 
   def test_unequal_targets_and_empty_microbatches_weigh_as_in_the_batch(self):
     config = tiny.llm_config(
@@ -154,7 +133,3 @@ class StepTest(absltest.TestCase):
     _, metrics = jax.jit(step)(init(), batch)
     self.assertEqual(float(metrics["some"]), 8.0)
     self.assertTrue(np.isnan(metrics["none"]))
-
-
-if __name__ == "__main__":
-  absltest.main()

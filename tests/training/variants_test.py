@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.training.variants import compared_runs, make_variant
@@ -74,11 +74,6 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual(made.tune.top_k_values, values)
     self.assertLen(made.tune.top_k_steps, len(values))
 
-  def test_the_baseline_has_no_router(self):
-    made = make_variant(_CONFIG, "mha")
-    self.assertEqual(made.model.router.kind, "none")
-    self.assertEqual(made.model.activated_share, 1.0)
-
   @parameterized.parameters(
     ("moh", "must be config, mha or mohNN"),
     ("mha-onestage", "must be config, mha or mohNN"),
@@ -100,21 +95,18 @@ class VariantsTest(parameterized.TestCase):
 
 class ComparedRunsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("model.num_heads", "(8,8,4),(9,9,4)", ["(8,8,4)", "(9,9,4)"]),
+    ("model.num_heads", ["(8,8,4)", "(9,9,4)"], 2),
     # The baseline has no router, no top_k and no balance to sweep.
-    ("model.top_k", "(3,2,0),[4,3,0]", ["(3,2,0)", "[4,3,0]"], [""]),
-    ("model.router.kind", "two_stage,query_norm", ["two_stage", "query_norm"],
-     [""]),
-    ("train.balance_weight", "0,1", ["0", "1"], [""]),
-  )  # fmt: skip
-  def test_settings(self, key, values, config, mha=None):
-    runs = compared_runs(_CONFIG, _BOTH, f"{key}={values}", 1)
+    ("model.top_k", ["(3,2,0)", "[4,3,0]"], 1),
+    ("model.router.kind", ["two_stage", "query_norm"], 1),
+    ("train.balance_weight", ["0", "1"], 1),
+  )
+  def test_settings(self, key, values, baselines):
+    runs = compared_runs(_CONFIG, _BOTH, f"{key}={','.join(values)}", 1)
+    mha = values if baselines == 2 else [""]
     self.assertEqual(
       [(run.variant, run.setting.removeprefix(f"{key}=")) for run in runs],
-      [
-        *(("mha", value) for value in (config if mha is None else mha)),
-        *(("config", value) for value in config),
-      ],
+      [*(("mha", x) for x in mha), *(("config", x) for x in values)],
     )
     self.assertLen({repr(run.config) for run in runs}, len(runs))
     for run in runs:
@@ -149,15 +141,14 @@ class ComparedRunsTest(parameterized.TestCase):
     config = config_lib.apply_overrides(_CONFIG, "train", seed=5)
     runs = compared_runs(config, ["mha", "moh50"], "optim.lr=1e-3,0.01", 2)
     self.assertLen({run.name for run in runs}, 8)
+    rows = [
+      f"{variant} optim.lr={rate}"
+      for variant in ("mha", "moh50")
+      for rate in ("1e-3", "0.01")
+    ]
     self.assertEqual(
-      [(run.row, run.seed) for run in runs[:5]],
-      [
-        ("mha optim.lr=1e-3", 5),
-        ("mha optim.lr=0.01", 5),
-        ("moh50 optim.lr=1e-3", 5),
-        ("moh50 optim.lr=0.01", 5),
-        ("mha optim.lr=1e-3", 6),
-      ],
+      [(run.row, run.seed) for run in runs],
+      [(row, seed) for seed in (5, 6) for row in rows],
     )
     last = runs[-1].config
     self.assertEqual((last.optim.lr, last.train.seed), (0.01, 6))
@@ -174,7 +165,3 @@ class ComparedRunsTest(parameterized.TestCase):
   def test_wrong_options_are_refused(self, variants, sweep, message):
     with self.assertRaisesRegex(ValueError, message):
       compared_runs(_CONFIG, variants, sweep, 1)
-
-
-if __name__ == "__main__":
-  absltest.main()

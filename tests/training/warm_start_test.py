@@ -1,6 +1,9 @@
-"""Starting a run from another run's parameters, also of other classes."""
+"""Starting a run from another model: parameters, classes, tokenizer, tuning."""
 
+import argparse
 import dataclasses
+import inspect
+import json
 import pathlib
 import tempfile
 from unittest import mock
@@ -12,16 +15,29 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax.traverse_util import flatten_dict
 
-from moh_jax.config import RotaryConfig, RouterConfig, without_router
+from moh_jax.config import (
+  RotaryConfig,
+  RouterConfig,
+  apply_overrides,
+  without_router,
+)
+from moh_jax.convert.checkpoints import export
 from moh_jax.data import sequences
+from moh_jax.data.token_sets import TokenSet
+from moh_jax.data.tokenize import tokenize
+from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
+from moh_jax.inference.restore import load_checkpoint_tokenizer, restore
 from moh_jax.models.registry import grow_vocabulary, make_model, restack
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_on
-from moh_jax.training.language_modeling import make_loss
+from moh_jax.training.language_modeling import make_evaluate, make_loss
 from moh_jax.training.step import metric_values
-from moh_jax.training.train import Log, train
+from moh_jax.training.train import Log
 from moh_jax.training.warm_start import warm_start
+from tests.cli import tiny_checkpoint
+from tests.convert import tiny_llm
+from tests.data import tiny_text
 from tests.training import tiny
 
 _TEN = tuple("0123456789")
@@ -36,24 +52,16 @@ _REFUSED = (
    r"diffusion\.prediction: 'v' here, 'epsilon' there"),
   (tiny.dit_config, "diffusion", {"schedule": "cosine"},
    r"diffusion\.schedule: 'cosine' here, 'linear' there"),
-  (tiny.dit_config, "diffusion", {"steps": 60},
-   r"diffusion\.steps: 60 here, 50 there"),
-  (tiny.dit_config, "model", {"width": 48}, "does not fit the model"),
   (tiny.config, "model", {"window": 5}, r"model\.window: 5 here, 3 there"),
   (tiny.config, "model", {"sr_ratios": (4, 1)},
    r"model\.sr_ratios: \(4, 1\) here, \(2, 1\) there"),
   *((tiny.llm_config, "model", model, message) for model, message in (
     ({"rope": RotaryConfig(theta=500.0)}, r"model\.rope\.theta: 500.0 here"),
-    ({"rope": RotaryConfig(scaling="linear")}, r"rope\.scaling: 'linear' here"),
-    ({"norm_eps": 1e-3}, r"norm_eps: 0.001 here, 1e-05 there"),
     ({"router": RouterConfig(gate_form="paper")},
      r"router\.gate_form: 'paper' here, 'released' there"),
-    ({"router": RouterConfig(two_stage=False)},
-     r"router\.two_stage: False here, True there"),
     ({"head_order": _OTHER_ORDER}, r"head_order: \(\(1, .* here, \(\) t"),
     ({"mlp_dim": 20},
      r"blocks0/mlp/gate/kernel \(2, 32, 24\), \(2, 32, 20\) needed"),
-    ({"vocab_size": 50}, r"embed/embedding \(60, 32\), \(50, 32\) needed"),
     ({"qkv_bias": True},
      r"blocks0/attn/q/bias missing, \(2, 1, 4, 8\) needed"),
     ({"tie_embeddings": True}, "does not fit .*: head/kernel not used"),
@@ -155,7 +163,7 @@ class WarmStartTest(parameterized.TestCase):
       self._start(tiny.llm_config(), tiny.config())
     config = tiny.llm_config(train={"init_from": "/nowhere"})
     with self.assertRaisesRegex(FileNotFoundError, "/nowhere"):
-      train(config, self.create_tempdir().full_path, devices=jax.devices()[:1])
+      tiny.train(config, self.create_tempdir().full_path)
 
   @parameterized.parameters("query_norm", "two_stage")
   def test_what_the_parameters_do_not_depend_on_is_free(self, kind):
@@ -235,7 +243,7 @@ class RunTest(absltest.TestCase):
 
     def run(init_from, steps):
       config = tiny.llm_config(train={"init_from": init_from, "steps": steps})
-      return train(config, str(root / "run"), devices=jax.devices()[:1])
+      return tiny.train(config, root / "run")
 
     with mock.patch.object(Log, "begin", keep):
       run(source, 2)
@@ -246,5 +254,123 @@ class RunTest(absltest.TestCase):
     self.assertEqual(int(run("/nowhere", 3).state.step), 3)
 
 
-if __name__ == "__main__":
-  absltest.main()
+class TuningTest(absltest.TestCase):
+  def test_loss_jumps_when_the_router_turns_on_and_recovers(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    text, tokens = root / "text.jsonl", root / "tokens"
+    parts = inspect.getsource(argparse).split("\ndef ")
+    parts = [part[i : i + 800] for part in parts for i in range(0, 8000, 800)]
+    text.write_text("".join(json.dumps({"text": p}) + "\n" for p in parts if p))
+    tokenize([str(text)], load_tokenizer("bytes"), tokens, held_out=0.2)
+    config = tiny.llm_config(
+      model={"vocab_size": 257, "max_length": 64, "loss_chunk": 0},
+      data={
+        "source": "tokens",
+        "path": str(tokens),
+        "sequence_length": 64,
+        "batch_size": 16,
+      },
+      optim={"lr": 1e-2, "ema_decay": 0.0},
+      train={"steps": 150},
+      checkpoint={"every": 1000},
+    )
+    mha = dataclasses.replace(config, model=without_router(config.model))
+    before = tiny.train(mha, root / "mha").evaluation
+    self.assertEqual(before["activated_share"], 1.0)
+    model = {
+      "router": RouterConfig("query_norm"),
+      "shared_heads": (1, 1),
+      "top_k": (1, 1),
+    }
+    start = {"steps": 60, "init_from": str(root / "mha")}
+    config = apply_overrides(mha, "model", **model)
+    config = apply_overrides(config, "optim", lr=3e-3)
+    config = apply_overrides(config, "train", **start)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    with sharding.use_mesh(mesh):
+      restored = restore(str(root / "mha"), mesh=mesh, **model)
+      evaluate = make_evaluate(restored.model, restored.config, restored)
+      turned_on = evaluate(restored.params, mesh)["loss"]
+    tuned = tiny.train(config, root / "half").evaluation["loss"]
+    jump = turned_on - before["loss"]
+    self.assertGreater(jump, 0.02)
+    self.assertLess(tuned - before["loss"], jump / 2)
+
+
+_TOKENIZERS = pathlib.Path(__file__).parents[1] / "data/recorded/tokenizers"
+_TEMPLATE = "chat_template.jinja"
+
+
+class SurvivalTest(absltest.TestCase):
+  """A Qwen2-like folder: no begin of text, two stops, a template."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    cls.root, cls.source, cls.ours = root, root / "hf", root / "ours"
+    model = dataclasses.replace(tiny_llm.MHA, vocab_size=352)
+    tiny_llm.write_folder(cls.source, model)
+    copy_tokenizer_files(_TOKENIZERS / "qwen2", cls.source)
+    (cls.source / _TEMPLATE).write_text("{{ messages[0].content }}")
+    config = cls.source / "config.json"
+    stops = {"eos_token_id": [340, 342]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | stops))
+    status, _, err = tiny_checkpoint.call(
+      *("convert", "--from", "llama", "--source", cls.source),
+      *("--out", cls.ours),
+    )
+    assert status == 0, err
+
+  def _train(self, name, tokenizer, **options):
+    """A run on two splits of a set made with the tokenizer."""
+    tokens = self.root / f"{name}_tokens"
+    for split in ("train", "val"):
+      tiny_text.write(tokens / split, [[[5, 6] * 90]], tokenizer)
+    config = tiny.llm_config(
+      model=vars(dataclasses.replace(tiny_llm.MHA, vocab_size=352)),
+      data={"source": "tokens", "path": str(tokens)},
+      train={"steps": 2, **options},
+    )
+    tiny.train(config, self.root / name)
+    return self.root / name
+
+  def test_run_that_starts_from_the_model_keeps_its_files(self):
+    # The tokenizer's own file alone, without what lies beside it.
+    plain = self.root / "plain"
+    plain.mkdir()
+    content = (self.source / "tokenizer.json").read_bytes()
+    (plain / "tokenizer.json").write_bytes(content)
+    workdir = self._train(
+      "tuned", load_tokenizer(plain), init_from=str(self.ours)
+    )
+    kept = load_checkpoint_tokenizer(str(workdir))
+    self.assertEqual(kept.stop_ids, (340, 342))
+    self.assertFalse(kept.add_bos)
+    folder = self.root / "exported"
+    export(str(workdir), str(folder))
+    exported = load_tokenizer(folder)
+    self.assertEqual(exported.stop_ids, kept.stop_ids)
+    self.assertIn(_TEMPLATE, exported.files)
+    # A run that is started again needs the model no more.
+    (workdir / _TEMPLATE).write_text("mine")
+    self._train("tuned", load_tokenizer(plain), init_from=str(self.ours))
+    self.assertEqual((workdir / _TEMPLATE).read_text(), "mine")
+
+  def test_set_carries_the_files_into_a_new_run(self):
+    workdir = self._train("new", load_tokenizer(self.ours))
+    kept = load_checkpoint_tokenizer(str(workdir))
+    self.assertEqual(kept.stop_ids, (340, 342))
+    tokens = TokenSet(self.root / "new_tokens" / "train")
+    self.assertIsNone(tokens.metadata["bos_id"])
+    # Without a begin of text, the end stands before a document.
+    first = tokens.tokens(0, 2)
+    np.testing.assert_array_equal(first, [342, 5])
+
+  def test_another_tokenizer_takes_no_files(self):
+    (self.root / "other").mkdir()
+    other = self.root / "other" / "tokenizer.json"
+    other.write_bytes((_TOKENIZERS / "llama3" / "tokenizer.json").read_bytes())
+    with self.assertRaisesRegex(ValueError, "the same ids mean other text"):
+      self._train("refused", load_tokenizer(other), init_from=str(self.ours))
+    self.assertFalse((self.root / "refused" / _TEMPLATE).exists())
