@@ -482,11 +482,11 @@ class SharedReads:
   The results that were used last are kept. After a failure the next one loads.
   """
 
-  def __init__(self, most: int | None, load: Callable[[Any], Any]):
+  def __init__(self, most: int, load: Callable[[Any], Any]):
     """Holds nothing yet.
 
     Args:
-      most: results that are kept; None keeps all.
+      most: results that are kept.
       load: makes the result of a key.
     """
     self._most, self._load, self._lock = most, load, threading.Lock()

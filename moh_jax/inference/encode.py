@@ -91,7 +91,6 @@ def encode_latents(
   *,
   devices: list | None = None,
   process: tuple[int, int] | None = None,
-  progress: bool = True,
 ) -> dict[str, Any] | None:
   """Encodes every image and its mirror image.
 
@@ -106,7 +105,6 @@ def encode_latents(
     options: the same as `writer`'s.
     devices: None takes this process's.
     process: index of this process and number of all; None asks JAX.
-    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     What metadata.json says; None while other processes' shards are missing.
@@ -124,12 +122,7 @@ def encode_latents(
   left, total = (
     sum(len(writer.items(s)) for s in part) for part in (todo, mine)
   )
-  bar = tqdm.tqdm(
-    total=total,
-    initial=total - left,
-    unit="image",
-    disable=not progress or None,
-  )
+  bar = tqdm.tqdm(total=total, initial=total - left, unit="image", disable=None)
   encode = _make_encode(VAE(config), params, mesh, options.batch_size)
   places = itertools.chain.from_iterable(map(writer.items, todo))
   images = _read_images(source, list(places), options)

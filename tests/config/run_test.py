@@ -265,10 +265,7 @@ class FormsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"data": {}}, "no section 'model'"),
-    (
-      {**_changed("model"), "optimizer": {}},
-      "'optimizer' for .*; known: .*'o",
-    ),
+    ({**_changed("model"), "optimizer": {}}, "'optimizer' for .*; known: .*'o"),
     ({**_changed("model"), "sample": {}}, "unknown config section 'sample'"),
     ({**_changed("model"), "model": 3}, "model"),
     ({**_changed("model"), "log": 3}, "log"),

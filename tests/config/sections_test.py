@@ -238,11 +238,7 @@ class SectionsTest(parameterized.TestCase):
     ("data", {"mean": (0.5,), "std": (1.0, 1.0)}, "must have one value per ch"),
     ("data", {"mean": (0.5,), "std": (0.0,)}, "std[0]=0.0 must be in (0, "),
     ("llm", {"shared_heads": (1, 0), "top_k": (2, 0)}, "1: shared=0 and top_k"),
-    (
-      "router",
-      {"kind": "none", "top_p": 0.5},
-      "top_p=0.5 must be 0 for ro",
-    ),
+    ("router", {"kind": "none", "top_p": 0.5}, "top_p=0.5 must be 0 for ro"),
     ("rope", {"scaling": "yarn", "theta": 1.0}, "theta=1.0 must be above 1"),
     *(
       ("tune", {"top_k_steps": steps, "top_k_values": values}, words)
@@ -256,11 +252,7 @@ class SectionsTest(parameterized.TestCase):
     ),
     (
       "diffusion",
-      {
-        "schedule": "flow",
-        "prediction": "velocity",
-        "loss_weight": "min_snr",
-      },
+      {"schedule": "flow", "prediction": "velocity", "loss_weight": "min_snr"},
       "loss_weight='min_snr' must be 'uniform'",
     ),
   )
