@@ -14,13 +14,7 @@ from etils import epath
 
 from moh_jax.config import Config
 from moh_jax.config.registry import SPLITS, MissingSplitError
-from moh_jax.data import sources
-from moh_jax.data.decode import (
-  decode_image,
-  decode_later,
-  describe_image,
-  read_bytes,
-)
+from moh_jax.data import decode, sources
 from moh_jax.data.identity import Identity, of_files
 
 # Words in the names of files or folders, and the split that they mean.
@@ -123,7 +117,7 @@ class EncodedSource(sources.ImageSource):
     for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
       try:
         record = source.read(i)
-        found.append(describe_image(record.content, record.place))
+        found.append(decode.describe_image(record.content, record.place))
       except (ValueError, FileNotFoundError) as error:
         bad = bad or str(error)
     if not found:
@@ -139,15 +133,15 @@ class EncodedSource(sources.ImageSource):
 
   def __getitem__(self, index: int) -> sources.Example:
     """Returns a decoded example."""
-    return self._decoded(index, decode_image)
+    return self._decoded(index, decode.decode_image)
 
   def later(self, index: int) -> sources.Example:
     """As `source[index]`, but "image" of a JPEG file is a `LaterImage`."""
-    return self._decoded(index, decode_later)
+    return self._decoded(index, decode.decode_later)
 
-  def _decoded(self, index: int, decode: Callable[..., Any]) -> sources.Example:
+  def _decoded(self, index: int, read: Callable[..., Any]) -> sources.Example:
     record = self.read(index)
-    image = decode(record.content, self.channels, record.place)
+    image = read(record.content, self.channels, record.place)
     return {"image": image, "label": np.int32(record.label)}
 
 
@@ -230,7 +224,7 @@ class ImageFolderSource(EncodedSource):
     """The file of an image, not decoded."""
     name, label = self._files[index]
     path = self._root / name
-    return Record(label, str(path), read_bytes(path))
+    return Record(label, str(path), decode.read_bytes(path))
 
   def name(self, index: int) -> str:
     """The image's "CLASS/NAME"."""

@@ -37,6 +37,7 @@ _PIECE_BYTES = 4 << 20
 _XZ_PRESET = 9
 _BPE_TOKENS = 2048  # 10 MiB of text train no more
 _LOG = logging.getLogger(__name__)
+_warn_once = functools.cache(_LOG.warning)  # though each split is opened
 
 
 class StdlibSource(PackedSource):
@@ -94,7 +95,11 @@ def prepare(
   notes = [TokenSet(folder / split).metadata["notes"] for split in SPLITS]
   made_by = notes[0].get("python", "unknown")
   if made_by != platform.python_version():
-    _warn_of_python(folder, made_by)
+    _warn_once(
+      "%s has the sources of Python %s, this is Python %s: compare metrics "
+      "within one version only; remove the folder to make it anew",
+      *(folder, made_by, platform.python_version()),
+    )
   return folder
 
 
@@ -143,14 +148,3 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
 
 def _is_text(content: bytes) -> bool:
   return content.decode(errors="ignore").encode() == content != b""
-
-
-@functools.cache  # warns once per process, though each split is opened
-def _warn_of_python(folder: pathlib.Path, made_by: str):
-  _LOG.warning(
-    "%s has the sources of Python %s, this is Python %s: compare metrics "
-    "within one version only; remove the folder to make it anew",
-    folder,
-    made_by,
-    platform.python_version(),
-  )
