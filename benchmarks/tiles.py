@@ -226,13 +226,12 @@ def _compiler(
   def compile_kernel(kernel: str, tile: Tile) -> Program:
     def call(queries, q, k, v, out, sums, grad, blocks) -> Any:
       problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-      if kernel == "forward":
-        return kernels.forward(problem, queries, (k, v), tile)
-      if kernel == "dq":
-        rows = q, out, sums, grad
-        return kernels.query_gradient(problem, rows, (k, v), tile)
-      rows = q, sums, sums, grad
-      return kernels.key_gradients(problem, rows, (k, v), tile)
+      rows = {
+        "forward": (queries,),
+        "dq": (q, out, sums, grad),
+        "dkv": (q, sums, sums, grad),
+      }[kernel]
+      return kernels.run(kernel, problem, rows, (k, v), tile)
 
     program = bench.compile_program(call, *arrays, loops=True)
     jax.block_until_ready(program.run())

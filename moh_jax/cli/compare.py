@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moh_jax.cli import command
@@ -14,10 +13,6 @@ from moh_jax.config.base import Count, Natural
 
 if TYPE_CHECKING:
   from moh_jax.training.bench import Timing
-  from moh_jax.training.comparison import Outcome
-  from moh_jax.training.variants import ComparedRun
-
-_Row = tuple[str, str]  # variant and setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,10 +89,15 @@ def run(options: Options) -> int:
   if outcomes is None:
     print("stopped; run the command again to go on", file=sys.stderr)
     return 0
+  # Metrics by seed of the runs that got to their end.
+  results: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
   for one in runs:
-    if fault := outcomes[one.name].fault:
-      print(f"warning: {one.name}: {fault}", file=sys.stderr)
-  results = _by_row(runs, outcomes)
+    seeds = results.setdefault((one.variant, one.setting), {})
+    outcome = outcomes[one.name]
+    if outcome.fault:
+      print(f"warning: {one.name}: {outcome.fault}", file=sys.stderr)
+    else:
+      seeds[one.seed] = outcome.metrics
   metrics = options.metrics or ["loss"]
   if any(results.values()):
     metrics = comparison.choose_metrics(
@@ -119,19 +119,6 @@ def run(options: Options) -> int:
     [comparison.to_markdown(rows)],
   )
   return 0
-
-
-def _by_row(
-  runs: Sequence[ComparedRun], outcomes: Mapping[str, Outcome]
-) -> dict[_Row, dict[int, dict[str, float]]]:
-  """Metrics of the runs that got to their end, by row and seed."""
-  results: dict[_Row, dict[int, dict[str, float]]] = {}
-  for one in runs:
-    seeds = results.setdefault((one.variant, one.setting), {})
-    outcome = outcomes[one.name]
-    if not outcome.fault:
-      seeds[one.seed] = outcome.metrics
-  return results
 
 
 def _step(config: Config) -> str:

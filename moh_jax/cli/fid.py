@@ -108,15 +108,13 @@ def run(options: Options) -> int:
   if options.save_stats:
     saved = fid.Statistics(first.pool3, first.spatial, made_with)
     fid.write_statistics(options.save_stats, saved)
-  pair = fid.precision_recall if "pr" in names else lambda *_: (None, None)
-  precision, recall = pair(first.features, last.features)
+  distance, both = fid.frechet_distance, (first, last)
+  precision = recall = None
+  if "pr" in names:
+    precision, recall = fid.precision_recall(*(x.features for x in both))
   metrics = {
-    **{
-      name: fid.frechet_distance(getattr(first, part), getattr(last, part))
-      if name in names
-      else None
-      for name, part in (("fid", "pool3"), ("sfid", "spatial"))
-    },
+    "fid": distance(*(x.pool3 for x in both)) if "fid" in names else None,
+    "sfid": distance(*(x.spatial for x in both)) if "sfid" in names else None,
     "inception_score": first.inception_score,
     "precision": precision,
     "recall": recall,

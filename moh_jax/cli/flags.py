@@ -1,4 +1,4 @@
-"""Command-line flags of a dataclass, see `options`; importable without JAX."""
+"""Command-line flags of a dataclass, see `command`; importable without JAX."""
 
 from __future__ import annotations
 

@@ -192,7 +192,6 @@ def run(options: Options) -> int:
       options.sampling,
       settings=_settings(options, generator, metadata.config.eval.use_ema),
       prompt_of=prompt_of,
-      progress=True,
     )
     told = f"{len(lines):,} completions in {options.out}"
     options.give({}, [f"{told}; {before:,} were there"])

@@ -70,21 +70,21 @@ def run(options: Options) -> int:
   sharding.check_batch("--batch-size", options.batch_size, mesh)
   with sharding.use_mesh(mesh):
     ours, *_ = opened = open_both(options, mesh)
-    restored, probe, data = ours.restored, ours.probe, ours.data
+    restored, probe, labels = ours.restored, ours.probe, ours.labels
     config, params = restored.config, restored.params
     stats = head_stats.head_stats(
-      *(probe, config, params, data.batches(), data.names, mesh),
+      *(probe, config, params, ours.batches(), labels, mesh),
       maps=options.maps,
     )
     importance = None
     if probe.importance:
-      importance = probe.importance(params, data.batches())
+      importance = probe.importance(params, ours.batches())
     shown, similarity = "", {}
     if options.out or options.against:
       similarity = {
         one.name: head_similarity(
           *(one.probe, one.restored.config, one.restored.params),
-          *(one.data.batches(), mesh),
+          *(one.batches(), mesh),
         )
         for one in opened
       }
@@ -107,7 +107,7 @@ def run(options: Options) -> int:
       config=config,
       similarity=similarity,
       checkpoint=ours.name,
-      where=data.where,
+      where=ours.where,
       stats=stats,
       importance=importance,
       metrics=report.read_run_metrics(options.checkpoint, restored.step),

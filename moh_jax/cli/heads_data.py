@@ -26,40 +26,33 @@ _TEXT_BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class LabelledData:
-  """Examples with labels.
-
-  Attributes:
-    names: of the labels.
-    batches: makes the global batches, on the devices, from the first on.
-    where: what the data are, for people.
-    identity: tells the identity of the run's own data by source; {} of files
-      of text.
-  """
-
-  names: tuple[str, ...]
-  batches: Callable[[], Iterable[Any]]
-  where: str
-  identity: Callable[[], Mapping[str, Identity]]
-
-
-@dataclasses.dataclass(frozen=True)
 class Opened:
-  """A checkpoint, ready to be measured.
+  """A checkpoint, and examples with labels that its heads are measured on.
 
   Attributes:
     name: its directory and step.
     restored: the model.
     probe: of its family.
     tokenizer: of a language model that has one, or None.
-    data: that its heads are measured on.
+    labels: names of the examples' labels.
+    batches: makes the global batches, on the devices, from the first on.
+    where: what the data are, for people.
+    identity: tells the identity of the run's own data by source; {} of files
+      of text.
   """
 
   name: str
   restored: Restored
   probe: Probe
   tokenizer: Tokenizer | None
-  data: LabelledData
+  labels: tuple[str, ...]
+  batches: Callable[[], Iterable[Any]]
+  where: str
+  identity: Callable[[], Mapping[str, Identity]]
+
+
+# The last four of `Opened`.
+_Data = tuple[tuple[str, ...], Callable, str, Callable]
 
 
 def open_both(options: Any, mesh: Mesh) -> list[Opened]:
@@ -83,7 +76,7 @@ def open_both(options: Any, mesh: Mesh) -> list[Opened]:
   if theirs.name == ours.name:
     lines = [f"must be another checkpoint than {ours.name}"]
   elif not options.data:
-    found = differences(theirs.data.identity(), ours.data.identity())
+    found = differences(theirs.identity(), ours.identity())
     own = f"its own data are not those of {options.checkpoint}"
     lines = found and [f"{own}, give --data for both", *found]
   if lines:
@@ -116,12 +109,12 @@ def _open(options: Any, mesh: Mesh) -> Opened:
     data = _training_text(options, config, mesh)
   probe = make_probe(restored.model, restored.config)
   name = f"{options.checkpoint}, step {step}"
-  return Opened(name, restored, probe, tokenizer, data)
+  return Opened(name, restored, probe, tokenizer, *data)
 
 
 def _images(
   options: Any, config: Config, class_names: Sequence[str], mesh: Mesh
-) -> LabelledData:
+) -> _Data:
   where = config.data.path or config.data.source
   if options.data:
     if len(options.data) > 1:
@@ -130,7 +123,7 @@ def _images(
     config = apply_overrides(config, "data", **data_at(config, where))
   source = make_source(config, "val", class_names)
   ready = held_out_images(config, source)
-  return LabelledData(
+  return (
     source.class_names,
     lambda: held_out_batches(config, ready, mesh),
     where,
@@ -140,7 +133,7 @@ def _images(
 
 def _texts(
   options: Any, config: Config, tokenizer: Tokenizer | None, mesh: Mesh
-) -> LabelledData:
+) -> _Data:
   if tokenizer is None:
     options.fail("data", f"needs a tokenizer, {options.checkpoint} has none")
   most = (options.batches or _TEXT_BATCHES) * options.batch_size
@@ -148,12 +141,15 @@ def _texts(
   texts = LabelledTexts(options.data, options.field, tokenizer, length, most)
   config = apply_overrides(config, "eval", examples=0)
   where = f"{len(texts.names)} text files"
-  return LabelledData(
-    texts.names, lambda: held_out_batches(config, texts, mesh), where, dict
+  return (
+    texts.names,
+    lambda: held_out_batches(config, texts, mesh),
+    where,
+    dict,
   )
 
 
-def _training_text(options: Any, config: Config, mesh: Mesh) -> LabelledData:
+def _training_text(options: Any, config: Config, mesh: Mesh) -> _Data:
   size = options.batch_size
   config = apply_overrides(config, "data", batch_size=size)
   # The seed of the run's order does not matter here: with a fixed one, runs of
@@ -173,4 +169,4 @@ def _training_text(options: Any, config: Config, mesh: Mesh) -> LabelledData:
       yield sharding.shard_batch({**batch, **labels}, mesh)
 
   where = "the run's training text"
-  return LabelledData(("training text",), batches, where, text.identity)
+  return (("training text",), batches, where, text.identity)

@@ -13,14 +13,6 @@ from moh_jax.runtime.devices import USABLE, parse_topology
 if TYPE_CHECKING:
   from moh_jax.training.plan import Plan
 
-_MEMORY = {
-  "parameters": "parameters",
-  "optimizer": "optimizer",
-  "ema": "averaged parameters",
-  "batch": "batch",
-  "host": "copied from the host in a step",
-  "total": "together",
-}
 _SMALL = 1e-3  # of the parameters' bytes: smaller ones share a row
 
 
@@ -89,8 +81,8 @@ def _lines(plan: Plan) -> Iterator[str]:
   )
   names, share = form_summary(config, plan.attention)
   yield f"attention: {names}\n\n{_layout_table(plan)}\n"
-  rows = [(text, getattr(plan.memory, key)) for key, text in _MEMORY.items()]
-  rows = [(text, _gb(n)) for text, n in rows if n or "host" not in text]
+  sizes = dataclasses.asdict(plan.memory) | {"together": plan.memory.total}
+  rows = [(name, _gb(size)) for name, size in sizes.items() if size]
   yield command.table(rows, ("memory of a device", ""))
   yield f"\n{_verdict(plan)}"
   if plan.compiled and plan.compiled.collectives:

@@ -76,36 +76,32 @@ def _stderr_to(file: "_File") -> Iterator[None]:
 @contextlib.contextmanager
 def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
   ours, root = logging.getLogger(_OURS), logging.getLogger()
-  before = ours.level, ours.propagate, ours.handlers
   terminal = logging.StreamHandler()
   terminal.setLevel(level)
   terminal.setFormatter(_OneLine())
-  ours.handlers = [terminal, file]
-  ours.setLevel(logging.DEBUG)
-  ours.propagate = False
   # Some library may have sent all messages to stderr.
-  others = [h for h in root.handlers if isinstance(h, logging.StreamHandler)]
-  for other in others:
-    root.removeHandler(other)
-  root.addHandler(file)
-  hooks = threading.excepthook, sys.excepthook, sys.unraisablehook
-  threading.excepthook = _log_hook
-  sys.unraisablehook = _log_hook
-  sys.excepthook = lambda *error: _log_error(error)  # C++ code calls it too
-  try:
-    yield
-  except Exception:
-    ours.debug("the run ended with an error", exc_info=True)
-    raise
-  finally:
-    threading.excepthook, sys.excepthook, sys.unraisablehook = hooks
-    root.removeHandler(file)
-    for other in others:
-      root.addHandler(other)
-    level_before, ours.propagate, ours.handlers = before
-    ours.setLevel(level_before)
-    with contextlib.suppress(OSError):
-      file.close()
+  kept = [h for h in root.handlers if not isinstance(h, logging.StreamHandler)]
+  with contextlib.ExitStack() as before:
+    before.callback(ours.setLevel, ours.level)
+    ours.setLevel(logging.DEBUG)
+    for owner, name, value in (
+      (ours, "handlers", [terminal, file]),
+      (ours, "propagate", False),
+      (root, "handlers", [*kept, file]),
+      (threading, "excepthook", _log_hook),
+      (sys, "unraisablehook", _log_hook),
+      (sys, "excepthook", lambda *error: _log_error(error)),  # of C++ code too
+    ):
+      before.callback(setattr, owner, name, getattr(owner, name))
+      setattr(owner, name, value)
+    try:
+      yield
+    except Exception:
+      ours.debug("the run ended with an error", exc_info=True)
+      raise
+    finally:
+      with contextlib.suppress(OSError):
+        file.close()
 
 
 class _OneLine(logging.Formatter):

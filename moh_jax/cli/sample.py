@@ -115,7 +115,7 @@ def run(options: Options) -> int:
     )
     size = min(options.batch_size, num)
     if out.suffix == ".png":
-      images = sample.sample_images(sampler, num, size, progress=True)
+      images = sample.sample_images(sampler, num, size)
       zoom = config.sample.zoom
       images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
       if options.is_first():
@@ -126,9 +126,7 @@ def run(options: Options) -> int:
         "step": restored.step,
         "vae": vae and weights_sha256(vae.config, vae.params),
       }
-      sample.sample_files(
-        sampler, num, out, batch_size=size, settings=settings, progress=True
-      )
+      sample.sample_files(sampler, num, out, batch_size=size, settings=settings)
   told = f"{num} images written to {out}"
   options.give({"images": num, "out": str(out), "step": restored.step}, [told])
   return 0

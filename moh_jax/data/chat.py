@@ -11,16 +11,8 @@ from typing import Any
 
 import msgspec
 
+from moh_jax.data import tokenizers
 from moh_jax.data.input_files import import_extra
-from moh_jax.data.tokenizers import (
-  TEMPLATE,
-  TEMPLATE_FOLDER,
-  TEMPLATE_JSON,
-  TOKENIZER_CONFIG,
-  Tokenizer,
-  named_tokens,
-  read_json,
-)
 from moh_jax.runtime.json_files import check_json, plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
@@ -29,7 +21,7 @@ _DEFAULT = "default"
 
 
 def render_chat(
-  tokenizer: Tokenizer,
+  tokenizer: tokenizers.Tokenizer,
   messages: Sequence[Message],
   template: str | None = None,
   *,
@@ -52,15 +44,16 @@ def render_chat(
   found, wanted = _sources(tokenizer.files), template or _DEFAULT
   if not found:
     raise ValueError(
-      f"the model has no chat template: there is no {TEMPLATE} beside its "
-      f"tokenizer and no {_KEY!r} in {TOKENIZER_CONFIG}"
+      "the model has no chat template: there is no "
+      f"{tokenizers.TEMPLATE} beside its tokenizer and no {_KEY!r} in "
+      f"{tokenizers.TOKENIZER_CONFIG}"
     )
   if wanted not in found:
     raise ValueError(f"chat template {wanted!r} must be one of {tuple(found)}")
   source, file = found[wanted]
   ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
   own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
-  tokens = own | named_tokens(tokenizer.files)
+  tokens = own | tokenizers.named_tokens(tokenizer.files)
   jinja = import_extra("jinja2", "a chat template")
   # Without torch, which templates do not need, it would tell of that.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -84,7 +77,7 @@ def render_chat(
 
 
 def chat_ids(
-  tokenizer: Tokenizer,
+  tokenizer: tokenizers.Tokenizer,
   messages: Sequence[Message],
   template: str | None = None,
 ) -> list[int]:
@@ -104,7 +97,7 @@ def chat_ids(
   return tokenizer.encode(text, parse_special=True)
 
 
-def template_names(tokenizer: Tokenizer) -> tuple[str, ...]:
+def template_names(tokenizer: tokenizers.Tokenizer) -> tuple[str, ...]:
   """Names of the templates of a tokenizer.
 
   Raises:
@@ -133,15 +126,15 @@ class _Message(msgspec.Struct):
 
 def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   """Templates by name, each with the file that holds it."""
-  own = {_DEFAULT: TEMPLATE} if TEMPLATE in files else {}
+  own = {_DEFAULT: tokenizers.TEMPLATE} if tokenizers.TEMPLATE in files else {}
   for path in files:
     folder, _, name = path.rpartition("/")
-    if folder == TEMPLATE_FOLDER:
+    if folder == tokenizers.TEMPLATE_FOLDER:
       own[name.removesuffix(".jinja")] = path
   if own:
     return {name: (_text(p, files[p]), p) for name, p in own.items()}
-  for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
-    stored = read_json(files, file).get(_KEY)
+  for file in (tokenizers.TOKENIZER_CONFIG, tokenizers.TEMPLATE_JSON):
+    stored = tokenizers.read_json(files, file).get(_KEY)
     if stored is not None:
       return {name: (text, file) for name, text in _named(file, stored).items()}
   return {}

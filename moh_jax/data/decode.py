@@ -275,11 +275,6 @@ def _on_white(image: Image.Image) -> Image.Image:
   return Image.alpha_composite(white, image)
 
 
-def is_jpeg(content: bytes) -> bool:
-  """Whether the bytes of a file begin as JPEG."""
-  return content.startswith(_JPEG_START)
-
-
 def read_jpeg_header(content: bytes) -> tuple[int, int, str, int] | None:
   """The header of a JPEG file, or None where Pillow has to read it.
 
@@ -287,7 +282,7 @@ def read_jpeg_header(content: bytes) -> tuple[int, int, str, int] | None:
     Rows, columns, the space of the colours as simplejpeg names it, and where
     the rows stand in the file: 0 if pixels come in passes.
   """
-  if _simplejpeg() is None or not is_jpeg(content):
+  if _simplejpeg() is None or not content.startswith(_JPEG_START):
     return None
   size, pixels = _places(content)
   notes = content[:pixels]
@@ -424,7 +419,7 @@ def decode_later(
   Raises:
     ValueError: it is damaged; the message names it.
   """
-  if not is_jpeg(content):
+  if not content.startswith(_JPEG_START):
     return decode_image(content, channels, name)
   size = read_jpeg_header(content) or describe_image(content, name)[0]
   return LaterImage(content, name, (*size[:2], channels))

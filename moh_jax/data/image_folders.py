@@ -14,20 +14,8 @@ from etils import epath
 
 from moh_jax.config import Config
 from moh_jax.config.registry import SPLITS, MissingSplitError
-from moh_jax.data.decode import (
-  decode_image,
-  decode_later,
-  describe_image,
-  read_bytes,
-)
+from moh_jax.data import decode, sources
 from moh_jax.data.identity import Identity, of_files
-from moh_jax.data.sources import (
-  ClassList,
-  Example,
-  ImageSource,
-  listed_classes,
-  match_classes,
-)
 
 # Words in the names of files or folders, and the split that they mean.
 SPLIT_WORDS = {
@@ -74,14 +62,14 @@ class Selection(NamedTuple):
   """
 
   val_share: float = 0.0
-  class_names: tuple[str, ...] | ClassList = ()
+  class_names: tuple[str, ...] | sources.ClassList = ()
   label_column: str = ""
 
 
 ALL = Selection()
 
 
-class EncodedSource(ImageSource):
+class EncodedSource(sources.ImageSource):
   """Images that are files, which are decoded to grey or RGB by `channels`.
 
   Subclasses take path, split, channels and a `Selection`, of which shards need
@@ -94,7 +82,7 @@ class EncodedSource(ImageSource):
   ) -> "EncodedSource":
     """Opens a split as the section `data` says."""
     data = config.data
-    names = class_names or listed_classes(data.class_list)
+    names = class_names or sources.listed_classes(data.class_list)
     selection = Selection(data.val_share, names, data.label_column)
     return cls(data.path, split, config.model.channels or 3, selection)
 
@@ -129,7 +117,7 @@ class EncodedSource(ImageSource):
     for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
       try:
         record = source.read(i)
-        found.append(describe_image(record.content, record.place))
+        found.append(decode.describe_image(record.content, record.place))
       except (ValueError, FileNotFoundError) as error:
         bad = bad or str(error)
     if not found:
@@ -143,17 +131,17 @@ class EncodedSource(ImageSource):
     channels = 1 if all(greys) else 3
     return {**told, "channels": channels, "image_size": (side, side)}
 
-  def __getitem__(self, index: int) -> Example:
+  def __getitem__(self, index: int) -> sources.Example:
     """Returns a decoded example."""
-    return self._decoded(index, decode_image)
+    return self._decoded(index, decode.decode_image)
 
-  def later(self, index: int) -> Example:
+  def later(self, index: int) -> sources.Example:
     """As `source[index]`, but "image" of a JPEG file is a `LaterImage`."""
-    return self._decoded(index, decode_later)
+    return self._decoded(index, decode.decode_later)
 
-  def _decoded(self, index: int, decode: Callable[..., Any]) -> Example:
+  def _decoded(self, index: int, read: Callable[..., Any]) -> sources.Example:
     record = self.read(index)
-    image = decode(record.content, self.channels, record.place)
+    image = read(record.content, self.channels, record.place)
     return {"image": image, "label": np.int32(record.label)}
 
 
@@ -210,7 +198,7 @@ class ImageFolderSource(EncodedSource):
       class_names = tuple(map(str, range(len(own))))
     if class_names:
       where = str(self._root)
-      self.class_names, labels = match_classes(own, class_names, where)
+      self.class_names, labels = sources.match_classes(own, class_names, where)
       self._files = [(name, labels[label]) for name, label in self._files]
 
   @property
@@ -236,7 +224,7 @@ class ImageFolderSource(EncodedSource):
     """The file of an image, not decoded."""
     name, label = self._files[index]
     path = self._root / name
-    return Record(label, str(path), read_bytes(path))
+    return Record(label, str(path), decode.read_bytes(path))
 
   def name(self, index: int) -> str:
     """The image's "CLASS/NAME"."""

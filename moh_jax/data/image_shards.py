@@ -29,12 +29,7 @@ import tqdm
 from moh_jax.config import Config
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SPLITS
-from moh_jax.data.decode import (
-  decode_image,
-  describe_image,
-  resize,
-  to_picture,
-)
+from moh_jax.data import decode
 from moh_jax.data.identity import Identity
 from moh_jax.data.image_folders import (
   ALL,
@@ -324,14 +319,14 @@ def _shrunk(record: Record, shorter: int) -> Record:
   Raises:
     ValueError: it is to be made smaller, and damaged.
   """
-  size, grey = describe_image(record.content, record.place)
+  size, grey = decode.describe_image(record.content, record.place)
   if min(size) <= shorter:
     return record
-  pixels = decode_image(record.content, 1 if grey else 3, record.place)
+  pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
   scale = shorter / min(size)
-  pixels = resize(pixels, tuple(round(side * scale) for side in size))
+  pixels = decode.resize(pixels, tuple(round(side * scale) for side in size))
   file = io.BytesIO()
-  to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
+  decode.to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
   return record._replace(content=file.getvalue())
 
 

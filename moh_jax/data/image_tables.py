@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from moh_jax.config.registry import MissingSplitError
+from moh_jax.data import input_files
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
   ALL,
@@ -35,12 +36,6 @@ from moh_jax.data.image_folders import (
   Selection,
   has_class_images,
   hold_out,
-)
-from moh_jax.data.input_files import (
-  import_extra,
-  list_files,
-  open_arrow,
-  open_parquet,
 )
 from moh_jax.data.sources import SharedReads, match_classes
 from moh_jax.data.text_files import damage
@@ -199,7 +194,7 @@ class ParquetSource(EncodedSource):
 
   def _read_labels(self) -> tuple[np.ndarray, tuple[str, ...]]:
     """The label of every row, and the names of the classes."""
-    pyarrow = import_extra("pyarrow", str(self._root), "images")
+    pyarrow = input_files.import_extra("pyarrow", str(self._root), "images")
     _, column, names = self._columns
     if not column:
       return np.zeros(sum(self._file_rows), np.int32), (FLAT_CLASS,)
@@ -280,7 +275,7 @@ def _walk(root: str | os.PathLike) -> Iterator[str]:
       if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
     ]
     if tables and "state.json" in names:
-      tables = list_files([where])
+      tables = input_files.list_files([where])
     for table in tables:
       yield pathlib.Path(table).relative_to(root).as_posix()
 
@@ -304,7 +299,7 @@ def _find_columns(schema: Any, file: str, label: str) -> _Columns:
   Raises:
     ValueError: there is none, or not only one.
   """
-  types = import_extra("pyarrow.types", file, "images")
+  types = input_files.import_extra("pyarrow.types", file, "images")
   features = _features(schema, file)
 
   def of_kind(kind: str) -> list[str]:
@@ -362,7 +357,7 @@ def _read_head(file: str) -> tuple[Any, list[tuple[int, int]]]:
   if _is_arrow(file):
     mapped = _map_arrow(file)
     return mapped.schema, [(mapped.num_rows, 0)]
-  with open_parquet(file) as table:
+  with input_files.open_parquet(file) as table:
     groups = map(table.metadata.row_group, range(table.num_row_groups))
     sizes = [(group.num_rows, group.total_byte_size) for group in groups]
     return table.schema_arrow, sizes
@@ -377,9 +372,12 @@ def _read_group(place: tuple[str, int | None], column: str) -> Any:
   file, group = place
   if _is_arrow(file):
     return _map_arrow(file).select([column])
-  pyarrow = import_extra("pyarrow", file, "images")
+  pyarrow = input_files.import_extra("pyarrow", file, "images")
   where = f"{file}, row group {group}, column {column!r}"
-  with open_parquet(file) as table, damage(where, pyarrow.ArrowException):
+  with (
+    input_files.open_parquet(file) as table,
+    damage(where, pyarrow.ArrowException),
+  ):
     groups = range(table.num_row_groups) if group is None else [group]
     return table.read_row_groups(groups, columns=[column], use_threads=False)
 
@@ -390,6 +388,6 @@ def _is_arrow(file: str) -> bool:
 
 def _map_arrow(file: str) -> Any:
   """An Arrow file as a table whose data are read when they are used."""
-  pyarrow = import_extra("pyarrow", file, "images")
+  pyarrow = input_files.import_extra("pyarrow", file, "images")
   with damage(file, pyarrow.ArrowException):
-    return open_arrow(file)[1].read_all()
+    return input_files.open_arrow(file)[1].read_all()

@@ -193,11 +193,11 @@ def read_metadata(
     )
   check_json(metadata, SCHEMAS[found], os.fspath(path))
   for name in _SUMS & metadata.keys():
+    stated = metadata[name]
     total = sum(entry.get(name, 0) for entry in metadata["shards"])
-    if metadata[name] != total:
+    if stated != total:
       raise ValueError(
-        f"{path}: {name}={metadata[name]} must be the sum of its shards', "
-        f"{total}"
+        f"{path}: {name}={stated} must be the sum of its shards', {total}"
       )
   return metadata
 

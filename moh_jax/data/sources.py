@@ -223,7 +223,7 @@ def make_source(
   source = imported(kind.source).open(config, split, class_names)
   if data.decode == "fast":
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
-  where = f"{data.path or data.source}, {split}:"
+  where = f"{data.path or data.source}, {split}"
   wrong, names = "", source.class_names
   if (found := len(names)) != model.num_classes:
     wrong = f"{_few(names)}, must be model.num_classes={model.num_classes}"
@@ -234,8 +234,8 @@ def make_source(
     wrong = f"images of {source.channels} channels, must be model.channels="
     wrong += f"{model.channels}"
   if wrong:
-    raise ValueError(f"{where} {wrong}")
-  _LOG.info("data: %s %d examples of %d classes", where, len(source), found)
+    raise ValueError(f"{where}: {wrong}")
+  _LOG.info("data: %s: %d examples of %d classes", where, len(source), found)
   check_class_names(class_names, source.class_names, where)
   if not kind.has_path:  # none of its examples can be bad
     return source
@@ -254,7 +254,7 @@ def make_source(
         "val": ": data.bad_images='skip' is for training images, as accuracies "
         "on fewer images could not be compared",
       }
-      raise ValueError(f"{where} {bad}; remove them{hint[split]}")
+      raise ValueError(f"{where}: {bad}; remove them{hint[split]}")
   return checked
 
 
@@ -482,11 +482,11 @@ class SharedReads:
   The results that were used last are kept. After a failure the next one loads.
   """
 
-  def __init__(self, most: int | None, load: Callable[[Any], Any]):
+  def __init__(self, most: int, load: Callable[[Any], Any]):
     """Holds nothing yet.
 
     Args:
-      most: results that are kept; None keeps all.
+      most: results that are kept.
       load: makes the result of a key.
     """
     self._most, self._load, self._lock = most, load, threading.Lock()

@@ -22,15 +22,10 @@ from typing import Any
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS
+from moh_jax.data import tokenizers
 from moh_jax.data.sequences import PackedSource, open_sets
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenize import tokenize
-from moh_jax.data.tokenizers import (
-  BytesTokenizer,
-  JsonTokenizer,
-  Tokenizer,
-  train_bpe,
-)
 
 HELD_OUT = ("asyncio", "email", "json", "logging")
 _EXCLUDED = {
@@ -42,6 +37,7 @@ _PIECE_BYTES = 4 << 20
 _XZ_PRESET = 9
 _BPE_TOKENS = 2048  # 10 MiB of text train no more
 _LOG = logging.getLogger(__name__)
+_warn_once = functools.cache(_LOG.warning)  # though each split is opened
 
 
 class StdlibSource(PackedSource):
@@ -99,7 +95,11 @@ def prepare(
   notes = [TokenSet(folder / split).metadata["notes"] for split in SPLITS]
   made_by = notes[0].get("python", "unknown")
   if made_by != platform.python_version():
-    _warn_of_python(folder, made_by)
+    _warn_once(
+      "%s has the sources of Python %s, this is Python %s: compare metrics "
+      "within one version only; remove the folder to make it anew",
+      *(folder, made_by, platform.python_version()),
+    )
   return folder
 
 
@@ -126,11 +126,11 @@ def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
 def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
   folder.mkdir(parents=True)
   train, held_out = list_sources()
-  used: Tokenizer = BytesTokenizer()
+  used: tokenizers.Tokenizer = tokenizers.BytesTokenizer()
   if tokenizer == "bpe":
     # Decoded here, since reading as text would convert line ends.
     texts = (file.read_bytes().decode() for file in train)
-    used = JsonTokenizer(train_bpe(texts, vocab_size))
+    used = tokenizers.JsonTokenizer(tokenizers.train_bpe(texts, vocab_size))
   content = b"".join(file.read_bytes() for file in held_out)
   sizes = {
     "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),
@@ -148,14 +148,3 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
 
 def _is_text(content: bytes) -> bool:
   return content.decode(errors="ignore").encode() == content != b""
-
-
-@functools.cache  # warns once per process, though each split is opened
-def _warn_of_python(folder: pathlib.Path, made_by: str):
-  _LOG.warning(
-    "%s has the sources of Python %s, this is Python %s: compare metrics "
-    "within one version only; remove the folder to make it anew",
-    folder,
-    made_by,
-    platform.python_version(),
-  )

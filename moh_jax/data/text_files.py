@@ -23,15 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from moh_jax.data.input_files import (
-  file_size,
-  import_extra,
-  is_address,
-  list_files,
-  open_arrow,
-  open_parquet,
-  open_unpacked,
-)
+from moh_jax.data import input_files
 
 # Of a document, and of a line of JSON, after unpacking. Tokens take many times
 # the text's memory, and JSON's lists and objects up to 25 times the line's.
@@ -140,7 +132,7 @@ def list_pieces(
     OSError: a file system cannot be read.
     ValueError: a table is damaged, or an optional library is missing.
   """
-  files = list_files(globs)
+  files = input_files.list_files(globs)
   root = os.path.commonpath([os.path.dirname(file) for file in files])
   names = {pathlib.Path(f).relative_to(root).as_posix(): f for f in files}
   groups: list[tuple[Piece, ...]] = []
@@ -172,9 +164,9 @@ def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
   kind, packing = file_format(file)
   if kind == "parquet":
     return _cut_table(file, name, piece_bytes)
-  size = file_size(file)
+  size = input_files.file_size(file)
   # Counting the lines of a remote file would read it twice.
-  is_cut = kind == "jsonl" and not packing and not is_address(file)
+  is_cut = kind == "jsonl" and not packing and not input_files.is_address(file)
   if not is_cut or size <= piece_bytes:
     return [Piece(file, name, 0, size, 1, size)]
   pieces, start, line = [], 0, 1
@@ -196,7 +188,7 @@ def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
 def _cut_table(file: str, name: str, piece_bytes: int) -> list[Piece]:
   pieces: list[Piece] = []
   row = 1
-  with open_parquet(file) as table:
+  with input_files.open_parquet(file) as table:
     for index in range(table.num_row_groups):
       group = table.metadata.row_group(index)
       size = group.total_byte_size
@@ -263,7 +255,7 @@ def read_texts(
 
 
 def _read_text(file: str, packing: str) -> str:
-  with damage(file), open_unpacked(file, packing) as stream:
+  with damage(file), input_files.open_unpacked(file, packing) as stream:
     content = stream.read(MOST_BYTES + 1)
   _check_size(len(content), file, MOST_BYTES)
   return _decode(content.removeprefix(codecs.BOM_UTF8), file)
@@ -272,7 +264,7 @@ def _read_text(file: str, packing: str) -> str:
 def _read_lines(
   piece: Piece, packing: str, field: str
 ) -> Iterator[tuple[str, str | BadTextError]]:
-  with open_unpacked(piece.file, packing) as stream:
+  with input_files.open_unpacked(piece.file, packing) as stream:
     left = None  # bytes of the piece to read; None reads to the end
     if not packing:
       stream.seek(piece.start)
@@ -347,7 +339,7 @@ def _read_rows(
   damaged batch of an Arrow file had is not known: those after it are numbered
   without it. Two in a row that cannot be read end the file.
   """
-  pyarrow = import_extra("pyarrow", piece.file)
+  pyarrow = input_files.import_extra("pyarrow", piece.file)
   number = piece.first
   for rows, batches in _groups(piece, field):
     first, read = number, True
@@ -388,16 +380,16 @@ def _groups(
     BadTextError: the file is damaged as a whole.
   """
   if file_format(piece.file)[0] == "parquet":
-    with open_parquet(piece.file) as table:
+    with input_files.open_parquet(piece.file) as table:
       _check_column(piece.file, table.schema_arrow, field)
       options = {"columns": [field], "use_threads": False}
       for group in range(piece.start, piece.stop):
         batches = table.iter_batches(_ROWS, row_groups=[group], **options)
         yield table.metadata.row_group(group).num_rows, batches
     return
-  pyarrow = import_extra("pyarrow", piece.file)
+  pyarrow = input_files.import_extra("pyarrow", piece.file)
   with damage(piece.file, pyarrow.ArrowException):
-    file, reader = open_arrow(piece.file)
+    file, reader = input_files.open_arrow(piece.file)
   with file:
     _check_column(piece.file, reader.schema, field)
     if hasattr(reader, "get_batch"):

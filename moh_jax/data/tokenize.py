@@ -21,15 +21,8 @@ from typing import Any, Literal
 
 import tqdm
 
+from moh_jax.data import text_files
 from moh_jax.data.shard_writer import describe_skipped
-from moh_jax.data.text_files import (
-  PIECE_BYTES,
-  Piece,
-  fingerprint,
-  list_pieces,
-  read_documents,
-  read_texts,
-)
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
@@ -99,7 +92,7 @@ class _Job:
 
   writers: dict[str, TokenSetWriter]  # by split
   held_out: float | None
-  groups: list[tuple[Piece, ...]]
+  groups: list[tuple[text_files.Piece, ...]]
   todo: dict[int, list[str]]  # number of a group -> splits that lack its shard
   tokenizer: Tokenizer
   field: str
@@ -120,7 +113,7 @@ class _Job:
 
       def documents() -> Iterator[tuple[str, str]]:
         for piece in self.groups[group]:
-          for name, text in read_documents(piece, self.field):
+          for name, text in text_files.read_documents(piece, self.field):
             if isinstance(text, str):
               if not text or target(text):
                 yield name, text
@@ -153,7 +146,7 @@ def tokenize(
   *,
   held_out: float | None = None,
   field: str = "text",
-  piece_bytes: int = PIECE_BYTES,
+  piece_bytes: int = text_files.PIECE_BYTES,
   workers: int = 1,
   on_error: Literal["stop", "skip"] = "stop",
   notes: dict[str, Any] | None = None,
@@ -189,13 +182,15 @@ def tokenize(
     ValueError: an input is damaged and `on_error` is "stop", a split gets no
       document, or `out` holds sets with other settings.
   """
-  groups, out = list_pieces(inputs, piece_bytes), pathlib.Path(out)
+  groups, out = text_files.list_pieces(inputs, piece_bytes), pathlib.Path(out)
   inside(out, split, "split")
   keeps = {split: "all"}
   if held_out is not None:
     skipped: collections.Counter[str] = collections.Counter()
     counts = skipped if on_error == "skip" else None
-    texts = read_texts(itertools.chain.from_iterable(groups), field, counts)
+    texts = text_files.read_texts(
+      itertools.chain.from_iterable(groups), field, counts
+    )
     held_out = fill_parts(held_out, filter(None, texts), skipped)
     # Sets say it as versions did that had a class for it.
     name = f"HeldOutPart(share={held_out!r}, held_out="
@@ -203,7 +198,7 @@ def tokenize(
     keeps = {part: f"{name}{of}) of texts" for part, of in parts.items()}
   writers: dict[str, TokenSetWriter] = {}
   try:
-    settings = {"inputs": fingerprint(groups), "field": field}
+    settings = {"inputs": text_files.fingerprint(groups), "field": field}
     options = {"num_shards": len(groups), "notes": notes or {}}
     for part, keep in keeps.items():
       options["settings"] = {**settings, "keep": keep}

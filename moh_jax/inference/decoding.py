@@ -279,24 +279,17 @@ class CompletionWriter:
       return
     self._tokens.append(token)
     self._log_probs.append(log_prob)
+    reason = "length" if len(self._tokens) == self._limit else ""
     if token in self._stop_ids:
-      self._end("end", self._decoder.flush())
-      return
-    self._text += self._decoder.feed(token)
-    if len(self._tokens) == self._limit:
-      self._end("length", self._decoder.flush())
+      reason = "end"
     else:
-      self._cut()
-
-  def _end(self, reason: str, rest: str) -> None:
-    self._text += rest
-    self._cut()
-    self.finish_reason = self.finish_reason or reason
-
-  def _cut(self) -> None:
+      self._text += self._decoder.feed(token)
+    if reason:
+      self._text += self._decoder.flush()
     places = [self._text.find(text) for text in self._stop]
     if found := [place for place in places if place >= 0]:
-      self._text, self.finish_reason = self._text[: min(found)], "stop"
+      self._text, reason = self._text[: min(found)], "stop"
+    self.finish_reason = reason
 
   def new_text(self) -> str:
     """Text not given before; what may begin a stop text is held back."""

@@ -1,9 +1,10 @@
 """Images to latents in shards, before a diffusion model is trained on them."""
 
 import dataclasses
+import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
-from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.dit import EncodeOptions, LatentScaling, VAEConfig
@@ -91,7 +91,6 @@ def encode_latents(
   *,
   devices: list | None = None,
   process: tuple[int, int] | None = None,
-  progress: bool = True,
 ) -> dict[str, Any] | None:
   """Encodes every image and its mirror image.
 
@@ -106,7 +105,6 @@ def encode_latents(
     options: the same as `writer`'s.
     devices: None takes this process's.
     process: index of this process and number of all; None asks JAX.
-    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     What metadata.json says; None while other processes' shards are missing.
@@ -124,13 +122,15 @@ def encode_latents(
   left, total = (
     sum(len(writer.items(s)) for s in part) for part in (todo, mine)
   )
-  bar = tqdm.tqdm(
-    total=total,
-    initial=total - left,
-    unit="image",
-    disable=not progress or None,
-  )
-  encode = _make_encode(VAE(config), params, mesh, options.batch_size)
+  bar = tqdm.tqdm(total=total, initial=total - left, unit="image", disable=None)
+  params = jax.device_put(params, sharding.replicated(mesh))
+
+  def encode(images: list[_Image]) -> jax.Array:
+    pixels = np.stack([image.pixels for image in images])
+    padding = [(0, options.batch_size - len(images)), *((0, 0),) * 3]
+    pixels = np.pad(pixels, padding)  # one size, one compilation
+    return _moments(VAE(config), params, sharding.shard_batch(pixels, mesh))
+
   places = itertools.chain.from_iterable(map(writer.items, todo))
   images = _read_images(source, list(places), options)
   with bar, sharding.use_mesh(mesh):
@@ -190,32 +190,24 @@ def _read_images(
   return iter(dataset.to_iter_dataset(ahead))
 
 
-def _make_encode(
-  autoencoder: VAE, params: Any, mesh: Mesh, batch: int
-) -> Callable[[list[_Image]], jax.Array]:
-  """Makes the function of at most `batch` images over all devices of a mesh.
+@functools.partial(jax.jit, static_argnums=0)
+def _moments(autoencoder: VAE, params: Any, images: jax.Array) -> jax.Array:
+  """Moments of uint8 images and their mirror images.
+
+  Args:
+    autoencoder: the network.
+    params: its parameters.
+    images: [B, X, Y, channels].
 
   Returns:
-    A function from images to [batch, 2, 2, x, y, channels] float32.
+    [B, 2, 2, x, y, channels] float32: view, mean and log variance.
   """
-  params = jax.device_put(params, sharding.replicated(mesh))
-
-  @jax.jit
-  def encode(params: Any, images: jax.Array) -> jax.Array:
-    x = images.astype(jnp.float32) / 127.5 - 1
-    moments = [
-      jnp.stack(autoencoder.apply({"params": params}, view, method="encode"), 1)
-      for view in (x, x[:, :, ::-1])
-    ]
-    return jnp.stack(moments, 1).astype(jnp.float32)
-
-  def run(images: list[_Image]) -> jax.Array:
-    pixels = np.stack([image.pixels for image in images])
-    padding = [(0, batch - len(images)), *((0, 0),) * 3]
-    pixels = np.pad(pixels, padding)  # one size, one compilation
-    return encode(params, sharding.shard_batch(pixels, mesh))
-
-  return run
+  x = images.astype(jnp.float32) / 127.5 - 1
+  moments = [
+    jnp.stack(autoencoder.apply({"params": params}, view, method="encode"), 1)
+    for view in (x, x[:, :, ::-1])
+  ]
+  return jnp.stack(moments, 1).astype(jnp.float32)
 
 
 def _add(target: OpenShard, images: Sequence[_Image], moments: Any) -> None:

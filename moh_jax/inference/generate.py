@@ -348,7 +348,6 @@ def complete_file(
   *,
   settings: dict[str, Any],
   prompt_of: Callable[[Sequence[str]], Prompt] = lambda turns: turns[-1],
-  progress: bool = False,
 ) -> int:
   """Writes on from every prompt of a file.
 
@@ -366,7 +365,6 @@ def complete_file(
     settings: what else the texts depend on, as JSON values, such as the
       checkpoint; a later call must have the same.
     prompt_of: from the row's text, alone in a list, to the prompt.
-    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     Number of completions that were there before.
@@ -394,7 +392,7 @@ def complete_file(
     total=len(prompts),
     initial=done,
     unit="prompt",
-    disable=not progress or not is_first or None,
+    disable=not is_first or None,
   ) as bar:
     while chunk := list(itertools.islice(texts, size)):
       made = generator.generate(

@@ -149,17 +149,14 @@ def check_request(config: Config, labels: Labels, seed: int) -> None:
     raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")
 
 
-def sample_images(
-  sampler: Sampler, num: int, batch_size: int, *, progress: bool = False
-) -> np.ndarray:
+def sample_images(sampler: Sampler, num: int, batch_size: int) -> np.ndarray:
   """Samples a few images into memory; returns [num, X, Y, channels] uint8."""
-  starts = range(0, num, batch_size)
-  batches = _batches(sampler, num, batch_size, starts, progress)
+  batches = _batches(sampler, num, batch_size, range(0, num, batch_size))
   return np.concatenate([images for _, images in batches])
 
 
 def _batches(
-  sampler: Sampler, num: int, size: int, starts: Sequence[int], progress: bool
+  sampler: Sampler, num: int, size: int, starts: Sequence[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
   """Start and images of every wanted batch of `num` images in all.
 
@@ -170,7 +167,7 @@ def _batches(
     total=num,
     initial=num - sum(sizes.values()),
     unit="image",
-    disable=not progress or jax.process_index() > 0 or None,
+    disable=jax.process_index() > 0 or None,
   ) as bar:
     for start, count in sizes.items():
       yield start, sampler.batch(start, size)[:count]
@@ -209,7 +206,6 @@ def sample_files(
   *,
   batch_size: int,
   settings: dict[str, Any],
-  progress: bool = False,
 ) -> int:
   """Samples many images into the npz file of ADM's evaluator, or into PNGs.
 
@@ -225,7 +221,6 @@ def sample_files(
     batch_size: images per batch and part.
     settings: what the images depend on, as JSON values; a later call must have
       the same.
-    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The number of images sampled by this call; the others were there.
@@ -268,7 +263,7 @@ def sample_files(
   flags = ask_first_process(find_missing, len(files))
   missing = [start for start, flag in zip(starts, flags) if flag]
   is_first = jax.process_index() == 0
-  for start, images in _batches(sampler, num, batch_size, missing, progress):
+  for start, images in _batches(sampler, num, batch_size, missing):
     contents = zip(files[start // batch_size], [images] if joined else images)
     for file, content in contents if is_first else ():
       file.parent.mkdir(exist_ok=True)

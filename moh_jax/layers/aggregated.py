@@ -19,7 +19,6 @@ from moh_jax.layers.linear import LINEAR_INIT, add_bias
 from moh_jax.layers.mlp import CONV_INIT, LayerNorm
 from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
-from moh_jax.ops import window as window_ops
 from moh_jax.ops.basics import gelu
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
@@ -28,6 +27,7 @@ from moh_jax.ops.window import (
   aggregated_attention,
   aggregated_weights,
   l2_normalize,
+  window_inside,
 )
 
 _POSITION_MLP_DIM = 512
@@ -198,7 +198,7 @@ class AggregatedAttention(CosineAttention, kw_only=True):
     (q,), (k, v) = self.project(1, "q")(x), project_kv(x)
     pool_k, pool_v = project_kv(self._pool(x))
 
-    counts = window_ops.window_counts(self.grid, self.window)
+    counts = window_inside(self.grid, self.window).sum(-1)
     num_keys = counts + math.prod(self.pool_grid)
     unit_q, q = QueryScale(name="query_scale")(q, num_keys)
     weights = aggregated_weights(

@@ -11,12 +11,8 @@ import jax.numpy as jnp
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.layers.router import HeadChoice
-from moh_jax.ops.attention import (
-  attention,
-  cached_attention,
-  choose_cached_form,
-)
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops import attention as ops
+from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import HeadLayout, kv_repeats
@@ -74,7 +70,7 @@ def attend(
   bias: jax.Array | None = None,
   scale: float | None = None,
 ) -> jax.Array:
-  """Runs `ops.attention.attention`, on a mesh on each device's own heads.
+  """Runs `ops.attention.attend`, on a mesh on each device's own heads.
 
   Every device chooses the form for its own part of the batch and the heads, and
   makes the table of its active heads, so that devices exchange nothing. That is
@@ -102,20 +98,11 @@ def attend(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
 
-  def local(q, k, v, visible, active, bias):
-    return attention(
-      q,
-      k,
-      v,
-      bias=bias,
-      key_mask=visible.key_mask,
-      segments=visible.segments,
-      causal=visible.causal,
-      scale=scale,
-      active=active,
-      implementation=implementation,
-    )
+  def local(q, k, v, visible, bias, active):
+    call = Call(q, k, v, visible, scale, bias, active)
+    return ops.attend(call, implementation)
 
   q, k, v = (constrain(x, "batch", "tokens", "heads", None) for x in (q, k, v))
   heads, kv_heads = q.shape[2], k.shape[2]
@@ -125,8 +112,8 @@ def attend(
     # All tokens first: from there each device takes its heads without exchange.
     k, v = (constrain(x, "batch", None, "heads", None) for x in (k, v))
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-  arrays = (q, k, v, visible, active, bias)
-  names = (*(_ATTENDED,) * 3, _ATTENDED[:2], _ATTENDED[:3], _BIAS)
+  arrays = (q, k, v, visible, bias, active)
+  names = (*(_ATTENDED,) * 3, _ATTENDED[:2], _BIAS, _ATTENDED[:3])
   out = map_shards(local, arrays, names, _ATTENDED, whole_mesh=True)
   return constrain(out, "batch", "tokens", "heads", None)
 
@@ -154,14 +141,16 @@ def attend_to_cache(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-  form = choose_cached_form(
+  form = ops.choose_cached_form(
     implementation, target(), new=q.shape[1], head_dim=q.shape[-1]
   )
   if form == "dense":
-    return cached_attention(q, cache, slots, implementation=form)
+    return ops.cached_attention(q, cache, slots, implementation=form)
 
   def local(q, cache, slots, active):
-    return cached_attention(q, cache, slots, active=active, implementation=form)
+    return ops.cached_attention(
+      q, cache, slots, active=active, implementation=form
+    )
 
   slots = Slots(jnp.broadcast_to(slots.start, slots.first.shape), slots.first)
   stored = ("batch", "heads", None, None)

@@ -86,8 +86,16 @@ def attention(
     ValueError: the implementation is unknown or does not support the call, or
       H is not a multiple of K.
   """
-  chex.assert_rank((q, k, v), 4)
-  chex.assert_equal_shape((k, v))
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  visible = Visible(key_mask, segments, causal)
+  return attend(Call(q, k, v, visible, scale, bias, active), implementation)
+
+
+def attend(call: Call, implementation: str) -> jax.Array:
+  """`attention` of a `Call`."""
+  q, k, visible, bias = call.q, call.k, call.visible, call.bias
+  chex.assert_rank((q, k, call.v), 4)
+  chex.assert_equal_shape((k, call.v))
   batch, queries, heads, dim = q.shape
   keys = k.shape[1]
   if heads % k.shape[2]:
@@ -95,8 +103,10 @@ def attention(
       f"{heads} query heads are not a multiple of the {k.shape[2]} key/value "
       "heads"
     )
+  active = call.active
   if active is not None:
     chex.assert_shape(active.mask, (batch, queries, heads))
+  hides = visible.key_mask is not None or queries != keys
   case = AttentionCase(
     target=target(),
     batch=batch,
@@ -105,23 +115,21 @@ def attention(
     num_heads=heads,
     head_dim=dim,
     share=1.0 if active is None else active.share,
-    causal=causal,
-    masked=segments is not None
-    or (causal and (key_mask is not None or queries != keys)),
+    causal=visible.causal,
+    masked=visible.segments is not None or (visible.causal and hides),
     biased=bias is not None,
-    dtype=q.dtype.name,
+    dtype=jnp.result_type(q, k, call.v).name,
     one_device=on_one_device(),
     has_cudnn=has_cudnn(),
   )
   form = choose_form(implementation, case)
   active, factor = active.bounded() if form.packs else (None, 1.0)
-  scale = dim**-0.5 if scale is None else scale
-  if segments is not None:
-    segments = segments.astype(jnp.int32)
-  visible = Visible(key_mask, segments, causal)
+  if visible.segments is not None:
+    segments = visible.segments.astype(jnp.int32)
+    visible = dataclasses.replace(visible, segments=segments)
   if bias is not None:
     bias = jax.lax.broadcast_to_rank(bias, 4)
-  call = Call(q, k, v, visible, scale, bias, active)
+  call = dataclasses.replace(call, visible=visible, bias=bias, active=active)
   out = BACKENDS[form.name].attend(call, form)
   return factor * out if form.packs else out
 

@@ -129,7 +129,7 @@ class AttentionCase:
     masked: whether cuDNN would read what is hidden as an array: segments, and
       where attention is causal a key mask, or fewer or more queries than keys.
     biased: whether a bias is added to the logits.
-    dtype: name of the queries' dtype.
+    dtype: name of the widest dtype of queries, keys and values.
     one_device: whether the arrays are one device's own. Else the compiler
       splits them over a mesh, which it can do to plain XLA alone.
     has_cudnn: whether programs with cuDNN can be traced here.

@@ -22,12 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moh_jax.ops.attention_forms import (
-  SHORT,
-  AttentionCase,
-  Call,
-  Form,
-)
+from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import (
   einsum_float32,
   keep_attention,

@@ -13,12 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import (
-  SHORT,
-  AttentionCase,
-  Call,
-  Form,
-)
+from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.target import on_one_device

@@ -126,18 +126,10 @@ def head_blocks(active: ActiveHeads, rows: int) -> HeadBlocks:
   Args:
     active: the heads that each token uses.
     rows: R.
-
-  Raises:
-    ValueError: `rows` or `active.max_per_token` is below 1.
   """
   chex.assert_rank(active.mask, 3)
-  limit = active.max_per_token
-  if rows < 1 or limit < 1:
-    raise ValueError(
-      f"rows={rows} and max_per_token={limit} must be at least 1"
-    )
   batch, tokens, heads = active.mask.shape
-  blocks = max_blocks(batch, tokens, heads, limit, rows)
+  blocks = max_blocks(batch, tokens, heads, active.max_per_token, rows)
   rank = _rank(active.mask)
   used = -(-rank[:, -1].reshape(-1) // rows)
   first = _settled(jnp.cumsum(jnp.pad(used, (1, 0)), dtype=jnp.int32))
@@ -168,13 +160,9 @@ def blocks_of(
     shape: (B, N, H).
     rows: R.
   """
-  if active is None:
-    return all_blocks(*shape, rows)
-  return head_blocks(active, rows)
-
-
-def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
-  """Makes the table of every token with every head."""
+  if active is not None:
+    return head_blocks(active, rows)
+  batch, tokens, heads = shape
   each = -(-tokens // rows)
   count = batch * heads
   head = jnp.arange(count, dtype=jnp.int32)

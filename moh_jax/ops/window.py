@@ -23,19 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.ops.basics import einsum_float32
-
-
-def window_counts(grid: tuple[int, int], window: int) -> np.ndarray:
-  """Counts the window positions of each token that lie inside the grid.
-
-  Args:
-    grid: rows and columns.
-    window: odd width of the window.
-
-  Returns:
-    [X * Y] int64, between 1 and window**2.
-  """
-  return window_inside(grid, window).sum(-1)
+from moh_jax.ops.target import target
 
 
 def window_inside(grid: tuple[int, int], window: int) -> np.ndarray:
@@ -47,12 +35,7 @@ def window_inside(grid: tuple[int, int], window: int) -> np.ndarray:
 
   Returns:
     [X * Y, L] bool.
-
-  Raises:
-    ValueError: the window is even or below 1.
   """
-  if window < 1 or window % 2 == 0:
-    raise ValueError(f"window={window} must be odd and at least 1")
   reach = window // 2
   offsets = np.arange(-reach, reach + 1)
 
@@ -84,10 +67,9 @@ def _shifted(x: jax.Array, window: int, *, reverse: bool = False):
   """
   rows, columns = x.shape[1:3]
   padded = _pad(x, window // 2)
-  for i in range(window):
-    for j in range(window):
-      row, column = (window - 1 - i, window - 1 - j) if reverse else (i, j)
-      yield padded[:, row : row + rows, column : column + columns]
+  for i, j in np.ndindex(window, window):
+    row, column = (window - 1 - i, window - 1 - j) if reverse else (i, j)
+    yield padded[:, row : row + rows, column : column + columns]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -103,26 +85,12 @@ def window_logits(q: jax.Array, k: jax.Array, window: int) -> jax.Array:
     [B, X, Y, H, L] float32; 0 where the window leaves the grid.
   """
   chex.assert_equal_shape((q, k))
-  return jax.lax.platform_dependent(
-    q.astype(jnp.float32),
-    k,
-    cpu=functools.partial(_logits_by_offset, window=window),
-    default=functools.partial(_logits_at_once, window=window),
-  )
-
-
-def _logits_at_once(q: jax.Array, k: jax.Array, *, window: int) -> jax.Array:
-  """Computes every offset's dot products; compilers fuse views and products."""
-  dots = [jnp.sum(q * view, axis=-1) for view in _shifted(k, window)]
-  return jnp.stack(dots, axis=-1)
-
-
-def _logits_by_offset(q: jax.Array, k: jax.Array, *, window: int) -> jax.Array:
-  """Computes the same as `_logits_at_once`, one offset after another.
-
-  XLA for CPUs does not fuse a slice into a sum over the last axis. It would
-  hold all `window**2` views at once; in a loop they share one buffer.
-  """
+  q = q.astype(jnp.float32)
+  if target().platform != "cpu":  # compilers fuse views and products
+    dots = [jnp.sum(q * view, axis=-1) for view in _shifted(k, window)]
+    return jnp.stack(dots, axis=-1)
+  # XLA for CPUs does not fuse a slice into a sum over the last axis. It would
+  # hold all `window**2` views at once; in a loop they share one buffer.
   padded = _pad(k, window // 2)
 
   def one(offset: jax.Array) -> jax.Array:  # [B, X, Y, H]
@@ -211,12 +179,7 @@ def _depthwise_conv_bwd(residuals, grad):
   x, kernel = residuals
   window = kernel.shape[0]
   dx = depthwise_conv(grad, kernel[::-1, ::-1])
-  dkernel = jax.lax.platform_dependent(
-    x,
-    grad,
-    cpu=functools.partial(_taps_grad_by_row, window=window),
-    default=functools.partial(_taps_grad, window=window),
-  )
+  dkernel = _taps_grad(x, grad, window)  # [L, C] float32
   return dx, dkernel.reshape(kernel.shape).astype(kernel.dtype)
 
 
@@ -226,34 +189,24 @@ depthwise_conv.defvjp(
 )
 
 
-def _taps_grad(x: jax.Array, grad: jax.Array, *, window: int) -> jax.Array:
+def _taps_grad(x: jax.Array, grad: jax.Array, window: int) -> jax.Array:
   """Gradient of the depthwise taps, [L, C] float32."""
-  grad = grad.astype(jnp.float32)
-  sums = [(view * grad).sum((0, 1, 2)) for view in _shifted(x, window)]
-  return jnp.stack(sums)
-
-
-def _taps_grad_by_row(
-  x: jax.Array, grad: jax.Array, *, window: int
-) -> jax.Array:
-  """Computes the same as `_taps_grad`, one grid row at a time.
-
-  On a CPU, nine sums over the whole grid read it nine times from memory, while
-  a row of it stays in cache.
-  """
+  if target().platform != "cpu":
+    grad = grad.astype(jnp.float32)
+    sums = [(view * grad).sum((0, 1, 2)) for view in _shifted(x, window)]
+    return jnp.stack(sums)
+  # Nine sums over the whole grid would read it nine times from memory; a row of
+  # it stays in cache.
   rows, columns = x.shape[1:3]
   padded = _pad(x, window // 2)
 
   def one_row(row: jax.Array) -> jax.Array:  # [L, C]
     band = jax.lax.dynamic_slice_in_dim(padded, row, window, axis=1)
-    row_grad = jax.lax.dynamic_index_in_dim(grad, row, axis=1, keepdims=False)
-    row_grad = row_grad.astype(jnp.float32)
-    sums = [
-      (band[:, i, j : j + columns] * row_grad).sum((0, 1))
-      for i in range(window)
-      for j in range(window)
-    ]
-    return jnp.stack(sums)
+    own = jax.lax.dynamic_index_in_dim(grad, row, axis=1, keepdims=False)
+    own = own.astype(jnp.float32)
+    offsets = np.ndindex(window, window)
+    views = (band[:, i, j : j + columns] for i, j in offsets)
+    return jnp.stack([(view * own).sum((0, 1)) for view in views])
 
   return jax.lax.map(one_row, jnp.arange(rows)).sum(0)
 

@@ -103,7 +103,6 @@ class Compiled:
     total: bytes that it needs.
     arguments: bytes of the state and the batch; None where the compiler gave
       up, as for the next.
-    outputs: bytes of the new state that are not in place of the old one.
     temporaries: bytes of all else.
     collectives: of a step.
   """
@@ -114,7 +113,6 @@ class Compiled:
   limit: float
   total: float
   arguments: int | None = None
-  outputs: int | None = None
   temporaries: int | None = None
   collectives: tuple[Collective, ...] = ()
 
@@ -190,7 +188,6 @@ def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
     limit=limit,
     total=total,
     arguments=found.argument_size_in_bytes,
-    outputs=outputs,
     temporaries=found.temp_size_in_bytes,
     collectives=read_collectives(compiled.as_text(), dict(mesh.shape), slices),
   )
@@ -238,51 +235,42 @@ def read_collectives(
   size_of_slice = math.prod(mesh.values())
   total: dict[tuple, list[float]] = {}
   seen = set()
-
-  def add(key: tuple, times: int, size: float) -> None:
-    entry = total.setdefault(key, [0, 0.0])
-    entry[0] += times
-    entry[1] += times * size
-
   for name, lines in bodies.items():
-    for line in lines:
-      if (sent := _SENT.search(line)) and runs[name]:
+    for line in lines if runs[name] else ():
+      kind, size = None, 0.0
+      if sent := _SENT.search(line):
         dtype, shape, kind = sent.groups()
-        kind = kind.lower().replace("_", "-")
+        kind, axes = kind.lower().replace("_", "-"), (first,)
         size = _bytes(dtype, shape) * (slices if kind == "all-gather" else 1)
         devices = tuple(range(0, slices * size_of_slice, size_of_slice))
-        add((kind, dtype, (first,), devices), runs[name], size)
-      match = _COLLECTIVE.search(line)
-      if not match or not runs[name]:
-        continue
-      # The compiler for TPUs puts the parts of one collective, a chain, into
-      # several computations. A channel alone is not one collective: all that
-      # stand under shard_map are of channel 1.
-      if chain := _CHAIN.search(line):
-        if chain.groups() in seen:
+      elif match := _COLLECTIVE.search(line):
+        # The compiler for TPUs puts the parts of one collective, a chain, into
+        # several computations. A channel alone is not one collective: all that
+        # stand under shard_map are of channel 1.
+        chain = _CHAIN.search(line)
+        if chain and chain.groups() in seen:
           continue
-        seen.add(chain.groups())
-      groups = _groups(line, size_of_slice)
-      axes = _axes(groups, mesh)
-      if not axes:
-        continue
-      kind, started = match[2], bool(match[3])
-      arrays = _ARRAY.findall(match[1])
-      if kind == "collective-permute" and started:
-        arrays = arrays[:1]  # the others are its result and its flags
-      size = sum(_bytes(*array) for array in arrays)
-      if kind in ("all-gather", "reduce-scatter"):
-        # What is started has the operands and the results as its result.
+        seen.add(chain and chain.groups())
+        groups = _groups(line, size_of_slice)
+        axes, devices = _axes(groups, mesh), tuple(groups[0].tolist())
+        kind, is_start = match[2], bool(match[3])
+        arrays = _ARRAY.findall(match[1])
+        if kind == "collective-permute":
+          devices = devices_along(axes, mesh)  # pairs form a ring
+          if is_start:
+            arrays = arrays[:1]  # the others are its result and its flags
+        dtype = "+".join(sorted({array[0] for array in arrays}))
+        size = sum(_bytes(*array) for array in arrays)
         number = groups.shape[1]
-        if started:
+        if kind in ("all-gather", "reduce-scatter") and is_start:
+          # What is started has the operands and the results as its result.
           size *= number / (number + 1)
         elif kind == "reduce-scatter":
           size *= number
-      dtype = "+".join(sorted({array[0] for array in arrays}))
-      devices = tuple(groups[0].tolist())
-      if kind == "collective-permute":  # pairs form a ring
-        devices = devices_along(axes, mesh)
-      add((kind, dtype, axes, devices), runs[name], size)
+      if kind and axes:
+        entry = total.setdefault((kind, dtype, axes, devices), [0, 0.0])
+        entry[0] += runs[name]
+        entry[1] += runs[name] * size
   found = [Collective(*key, *entry) for key, entry in total.items()]
   return tuple(sorted(found, key=lambda one: -one.bytes))
 

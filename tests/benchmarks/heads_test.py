@@ -14,7 +14,6 @@ from benchmarks.decode import DecodeOptions
 from benchmarks.layer import LayerOptions
 from moh_jax.cli import bench_attention as bench
 from moh_jax.config import CACHE_DTYPES
-from moh_jax.layers import attend
 from moh_jax.ops import attention as ops
 from moh_jax.ops.attention import cached_attention
 from moh_jax.ops.attention_forms import Form
@@ -66,14 +65,14 @@ class CommandTest(parameterized.TestCase):
 
 class LayerTest(parameterized.TestCase):
   def test_wrong_form_is_found(self):
-    right = attend.attention
+    right = ops.attend
 
-    def wrong(*args, implementation, **options):
-      out = right(*args, implementation="dense", **options)
+    def wrong(call, implementation):
+      out = right(call, "dense")
       return out * (1.01 if implementation == "packed" else 1)
 
     options = _LAYER(modes=("forward_backward",), implementations=("packed",))
-    with mock.patch.object(attend, "attention", wrong):
+    with mock.patch.object(ops, "attend", wrong):
       rows = _layer_rows(options)
     self.assertEqual([row.fault is None for row in rows], [True, False])
 

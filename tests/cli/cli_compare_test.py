@@ -70,14 +70,12 @@ class CompareCommandTest(absltest.TestCase):
       self.assertEqual(train.call_count, 3)
       self._rows(seeds=2)
       self.assertEqual(train.call_count, 6)
-      self._rows("--sweep", "optim.lr=1e-4,1e-2")
-      self.assertEqual(train.call_count, 12)
     self.assertEqual([r["activated_share"] for r in rows], [1.0, 0.5, 0.75])
     self.assertEqual(plot.read_bytes()[1:4], b"PNG")
     mha, moh, _ = (row["costs"] for row in rows)
     self.assertGreater(mha["step_flops"], moh["step_flops"])
     seeds = [call.args[0].train.seed for call in train.call_args_list]
-    self.assertEqual(seeds, [0] * 3 + [1] * 3 + [0] * 6)
+    self.assertEqual(seeds, [0] * 3 + [1] * 3)
 
   def test_a_changed_config_is_refused(self):
     with mock.patch.object(comparison, "train", _fake_train):

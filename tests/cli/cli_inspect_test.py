@@ -10,6 +10,7 @@ from absl.testing import absltest, parameterized
 from etils import epath
 from PIL import Image
 
+from moh_jax.cli.inspect import layer_rows
 from moh_jax.data import pipeline
 from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.sources import make_source
@@ -45,8 +46,6 @@ class ModelsTest(parameterized.TestCase):
     folder = cls.enterClassContext(tempfile.TemporaryDirectory())
     cls.checkpoint = pathlib.Path(folder, "vit")
     tiny_checkpoint.save(cls.checkpoint)
-    cls.dit = pathlib.Path(folder, "dit")
-    tiny_checkpoint.save_dit(cls.dit)
 
   def test_describes_a_checkpoint(self):
     report = _report("--checkpoint", self.checkpoint)
@@ -98,6 +97,12 @@ class ModelsTest(parameterized.TestCase):
     self.assertIsNone(report["step"])
     self.assertAlmostEqual(report["activated_share"], share)
     self.assertEqual([row["attention"] for row in report["layers"]], forms)
+
+  def test_a_form_that_is_impossible_here_is_said(self):
+    spec = f"{_CONFIGS / 'llm_stdlib.py'}:moh"
+    rows = layer_rows(load_config(spec, ["model.attention_impl=cudnn"]))
+    forms = {row["attention"] for row in rows}
+    self.assertEqual(forms, {"cudnn (impossible on this cpu)"})
 
   def test_prints_tables(self):
     status, out, _ = _call("--checkpoint", self.checkpoint)

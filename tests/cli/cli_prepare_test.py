@@ -163,6 +163,8 @@ class EncodeLatentsTest(_KindTest):
     self.assertEqual(status, 2)
     self.assertIn("image_size: 6 here, 8 there", err)
     self.assertFalse(list(self.out.glob("train/*.array_record")))
+    message = "compute_dtype: 'bfloat16' here, 'float32' there"
+    self._assert_refused(message, "--split=val", "--dtype=bfloat16")
     self.vae = self.root / "other_vae"
     tiny_vae.save(self.vae, seed=1)
     self._assert_refused("vae_sha256: ", "--split", "val")

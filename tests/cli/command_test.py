@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.cli import command, flags
 from moh_jax.cli.command import (
-  BaseOptions,
   Checkpoint,
   Distributed,
   InPath,
@@ -246,12 +245,6 @@ class GiveTest(parameterized.TestCase):
   def test_columns_are_aligned(self):
     text = command.table([("a", 100), ("long", 2)], ("name", "n"))
     self.assertEqual(text, "name  n\na     100\nlong  2")
-
-
-class DocstringsTest(absltest.TestCase):
-  def test_shared_options_are_described(self):
-    for cls in (BaseOptions, Checkpoint, Distributed, Output, RunConfig):
-      flags.make_parser("command", cls)
 
 
 if __name__ == "__main__":

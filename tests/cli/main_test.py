@@ -259,22 +259,6 @@ class ModuleTest(absltest.TestCase):
       )
       self.assertEqual(done.stderr.count("old"), 2 * shown, done.stderr)
 
-  def test_error_of_a_process_is_one_line_and_its_status(self):
-    where = self.enterContext(tempfile.TemporaryDirectory())
-    workdir, text = pathlib.Path(where) / "run", pathlib.Path(where) / "a.png"
-    tiny_checkpoint.save(workdir)
-    text.write_text("no image")
-    argv = ("classify", str(text), "--checkpoint", str(workdir))
-    done = subprocess.run(
-      [sys.executable, "-m", "moh_jax", *argv],
-      cwd=_ROOT,
-      capture_output=True,
-      text=True,
-    )
-    self.assertEqual((done.returncode, done.stdout), (2, ""))
-    self.assertLen(done.stderr.splitlines(), 1, done.stderr)
-    self.assertIn(str(text), done.stderr)
-
 
 if __name__ == "__main__":
   absltest.main()

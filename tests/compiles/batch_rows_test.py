@@ -5,7 +5,7 @@ import unittest
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.runtime import sharding
@@ -35,7 +35,3 @@ class BatchRowsTest(parameterized.TestCase):
         tried += 1
     self.assertGreater(tried, 10)
     self.assertFalse(contiguous)  # so that this test tests something
-
-
-if __name__ == "__main__":
-  absltest.main()

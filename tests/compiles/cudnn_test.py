@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
@@ -84,7 +84,3 @@ class CudnnTest(parameterized.TestCase):
     # The projection; queries as rows, keys and values by head; cuDNN; rows back
     # to their tokens, times the gates; the output projection and its bias.
     self.assertLen(large, 6)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.heads import RouterConfig
 from moh_jax.config.llm import LLMConfig, Sampling
@@ -94,9 +94,7 @@ def _made(text: str, cache: list) -> set[str]:
 
 class CompiledTest(parameterized.TestCase):
   @parameterized.product(
-    target=_TARGETS,
-    heads=((8, 64), (2, 128)),
-    cache_dtype=("bfloat16", "int8"),
+    target=_TARGETS, heads=((8, 64), (2, 128)), cache_dtype=("bfloat16", "int8")
   )
   def test_step_reads_the_cache_in_place(self, target, heads, cache_dtype):
     if missing := missing_packages(target):
@@ -113,7 +111,3 @@ class CompiledTest(parameterized.TestCase):
     self.assertGreaterEqual(memory.alias_size_in_bytes, size)
     one_layer = cache[0].size * cache[0].dtype.itemsize
     self.assertLess(memory.temp_size_in_bytes, one_layer)
-
-
-if __name__ == "__main__":
-  absltest.main()

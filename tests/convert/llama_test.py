@@ -343,24 +343,19 @@ class FilesTest(_Case):
 
 
 class CardTest(_Case):
-  def _card(self, **options) -> str:
-    return (self.export(**options) / "README.md").read_text()
-
-  def _check(self, card, *lines):
+  def _check(self, *lines, **options):
+    card = (self.export(**options) / "README.md").read_text()
     for line in lines:
       self.assertIn(line, card)
+    for absent in ("/somewhere", "optim.", "Averaged"):
+      self.assertNotIn(absent, card)
 
   def test_header_budget_and_size(self):
     self.save(tiny_llm.MOH)
-    card = self._card(license="apache-2.0", dtype="bfloat16")
-    self._check(
-      card.split("---\n")[1],
-      *("license: apache-2.0\n", "library_name: transformers\n"),
-      "pipeline_tag: text-generation\n",
-    )
     count = sum(x.size for x in tiny_llm.tensors(tiny_llm.MOH).values())
     self._check(
-      card,
+      "---\nlicense: apache-2.0\nlibrary_name: transformers\n",
+      "pipeline_tag: text-generation\n",
       "| 0-1 | 6 | 2 | 2 | 66.7% |",
       "| 2 | 6 | 3 | 1 | 66.7% |",
       "| Active heads | 66.7% |",
@@ -368,9 +363,11 @@ class CardTest(_Case):
       f"| Parameters | {count:,} |",
       "trust_remote_code=True",
       "not trained further",
+      license="apache-2.0",
+      dtype="bfloat16",
     )
 
-  def test_recipe_of_a_run_without_its_paths(self):
+  def test_recipe_and_scores_of_a_run_without_its_paths(self):
     self.save(
       dataclasses.replace(tiny_llm.MOH, shared_heads=(2,) * 3, top_k=(2,) * 3),
       train=TrainConfig(steps=100, init_from="/somewhere/private"),
@@ -387,9 +384,10 @@ class CardTest(_Case):
     )
     steps = self.out / "checkpoints"
     (steps / "0").rename(steps / "20")
-    card = self._card()
+    scores = self.folder / "scores.json"
+    found = {"runs": [{"text": {"bits": 1.25}}], "loss": 2, "step": 20}
+    scores.write_text(json.dumps(found))
     self._check(
-      card,
       "| Steps | 20 of 100 |",
       "| Batch | 4 texts of 16 tokens |",
       "| Tokens | 1,280 |",
@@ -398,17 +396,10 @@ class CardTest(_Case):
       "| Learning rate | 2e-05, cosine to 1e-06 after 5 steps of warm-up |",
       "| Optimizer | adamw, weight decay 0.1, gradients up to norm 1 |",
       "| Heads chosen | 3 from step 0, 2 from step 10 |",
+      "| runs.0.text.bits | 1.25 |",
+      "| loss | 2 |",
+      scores=str(scores),
     )
-    for absent in ("/somewhere", "optim.", "Averaged"):
-      self.assertNotIn(absent, card)
-
-  def test_scores(self):
-    self.save(tiny_llm.MOH)
-    scores = self.folder / "scores.json"
-    found = {"runs": [{"text": {"bits": 1.25}}], "loss": 2, "step": 0}
-    scores.write_text(json.dumps(found))
-    card = self._card(scores=str(scores))
-    self._check(card, "| runs.0.text.bits | 1.25 |", "| loss | 2 |")
 
 
 class RecordedTest(parameterized.TestCase):

@@ -90,10 +90,8 @@ class LoadTest(parameterized.TestCase):
     chex.assert_trees_all_equal(params, tiny_vae.params())
 
   def test_scaling_of_latents_and_halves(self):
-    self._change(
-      scaling_factor=0.25, shift_factor=0.5,
-      latents_mean=[1, 2.5], latents_std=[2.0, 4.0],
-    )  # fmt: skip
+    shifts = {"shift_factor": 0.5, "latents_mean": [1, 2.5]}
+    self._change(scaling_factor=0.25, latents_std=[2.0, 4.0], **shifts)
     halves = {n: x.astype(np.float16) for n, x in _tensors().items()}
     save_tensors(self.folder / VAE_FILES[0], halves)
     config, params = vae.load_vae(self.folder)
@@ -103,11 +101,9 @@ class LoadTest(parameterized.TestCase):
 
   @parameterized.parameters("", "absent.safetensors", "config.json")
   def test_missing_file_says_what_is_expected(self, name):
-    if name == "config.json":
-      self.config.unlink()
-    if not name:
-      (self.folder / VAE_FILES[0]).unlink()
     absent = name == "absent.safetensors"
+    if not absent:
+      (self.folder / (name or VAE_FILES[0])).unlink()
     with self.assertRaises(FileNotFoundError) as caught:
       vae.load_vae(self.folder / name if absent else self.folder)
     for part in (str(self.folder / name), VAE_FILES[0], "config.json",

@@ -18,39 +18,23 @@ from tests.data.tiny_images import photo
 
 _PAPER = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_ALL = (
-  augment.RandAugment(_PAPER, (124, 116, 104)),
-  augment.ThreeAugment(),
-  augment.ColorJitter(0.4),
-  augment.RandomErasing(0.9, _MEAN, _STD),
-)
 _LEVEL = 1e-6  # of significance: how often a right sampler would fail
 
 
-def _image(channels=3):
-  mode = "rgb" if channels == 3 else "grey"
-  return recorded(mode)[0]
-
-
-def _for_channels(transform, channels):
-  """The transform with as many values per channel."""
-  values = {
-    name: value[:channels]
-    for name, value in vars(transform).items()
-    if isinstance(value, tuple)
-  }
-  return type(transform)(**{**vars(transform), **values})
-
-
 class CommonTest(parameterized.TestCase):
-  @parameterized.product(transform=_ALL, channels=(1, 3))
-  def test_bytes_stay_bytes_and_the_input_as_it_was(self, transform, channels):
-    transform = _for_channels(transform, channels)
-    image = _image(channels)
+  @parameterized.product(number=[*range(4)], channels=(1, 3))
+  def test_bytes_stay_bytes_and_the_input_as_it_was(self, number, channels):
+    fill, mean, std = (x[:channels] for x in ((124, 116, 104), _MEAN, _STD))
+    transform = (
+      augment.RandAugment(_PAPER, fill),
+      augment.ThreeAugment(),
+      augment.ColorJitter(0.4),
+      augment.RandomErasing(0.9, mean, std),
+    )[number]
+    image, _ = recorded("rgb" if channels == 3 else "grey")
     before = image.copy()
-    for seed in range(20):
-      element = {"image": image, "label": np.int32(3)}
-      out = transform.random_map(element, np.random.default_rng(seed))
+    for rng in map(np.random.default_rng, range(20)):
+      out = transform.random_map({"image": image, "label": np.int32(3)}, rng)
       self.assertEqual(out["image"].shape, image.shape)
       self.assertEqual(out["image"].dtype, np.uint8)
       self.assertEqual(out["label"], 3)
@@ -141,7 +125,7 @@ class OperationsTest(parameterized.TestCase):
     self.assertLen(seen, len(_OPERATIONS) * 2 * 4)
 
 
-_FILLSSliding = {"RGB": (124, 116, 104), "L": 77}
+_FILLS_BY_MODE = {"RGB": _FILLS["rgb"], "L": _FILLS["grey"]}
 
 
 def _pillow(picture, slope, offset):
@@ -150,7 +134,7 @@ def _pillow(picture, slope, offset):
     Image.Transform.AFFINE,
     (1, slope, offset, 0, 1, 0),
     resample=Image.Resampling.BICUBIC,
-    fillcolor=_FILLSSliding[picture.mode],
+    fillcolor=_FILLS_BY_MODE[picture.mode],
   )
 
 
@@ -163,7 +147,7 @@ class SlideRowsTest(parameterized.TestCase):
   )
   def test_pixels_are_pillows(self, mode, size, slope, offset):
     picture = photo(size, mode)
-    ours = slide_rows(picture, slope, offset, _FILLSSliding[mode])
+    ours = slide_rows(picture, slope, offset, _FILLS_BY_MODE[mode])
     self.assertEqual((ours.mode, ours.size), (mode, size))
     np.testing.assert_array_equal(ours, _pillow(picture, slope, offset))
 

@@ -1,5 +1,6 @@
 """simplejpeg against Pillow: the same pixels, and the same errors."""
 
+import io
 import itertools
 import struct
 import zlib
@@ -8,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from moh_jax.data import decode, transforms
 from tests.data.folder import FolderTest
@@ -19,28 +20,22 @@ _RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
 
 def _png(bits, values, transparent=None, side=1):
   """A PNG file of equal pixels, grey or RGB, of any depth; Pillow has few."""
-
-  def chunk(kind, data):
-    body = kind + data
-    return (
-      struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-    )
-
   colour = 0 if len(values) == 1 else 2
-  header = struct.pack(">IIBBBBB", side, side, bits, colour, 0, 0, 0)
   text = "".join(format(value, f"0{bits}b") for value in values) * side
   size = -(-len(text) // 8)
   row = b"\0" + int(text.ljust(8 * size, "0"), 2).to_bytes(size, "big")
-  level = b""
-  if transparent is not None:
-    level = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent))
-  return (
-    b"\x89PNG\r\n\x1a\n"
-    + chunk(b"IHDR", header)
-    + level
-    + chunk(b"IDAT", zlib.compress(row * side, 9))
-    + chunk(b"IEND", b"")
-  )
+  level = transparent or ()
+  file = io.BytesIO()
+  file.write(b"\x89PNG\r\n\x1a\n")
+  for kind, data in (
+    (b"IHDR", struct.pack(">IIBBBBB", side, side, bits, colour, 0, 0, 0)),
+    (b"tRNS", struct.pack(f">{len(level)}H", *level)),
+    (b"IDAT", zlib.compress(row * side, 9)),
+    (b"IEND", b""),
+  ):
+    if data or kind == b"IEND":
+      PngImagePlugin.putchunk(file, kind, data)
+  return file.getvalue()
 
 
 class ReadImageTest(FolderTest):
@@ -77,17 +72,17 @@ class ReadImageTest(FolderTest):
     upright = np.zeros((16, 24, 3), np.uint8)
     upright[:8, :8] = 255  # a white corner, upper left
     # What a camera held so stores: the inverse of what EXIF asks for.
-    undo = (
-      lambda x: x,
-      lambda x: x[:, ::-1],
-      lambda x: x[::-1, ::-1],
-      lambda x: x[::-1],
-      lambda x: x.swapaxes(0, 1),
-      lambda x: np.rot90(x, 1),
-      lambda x: x[::-1, ::-1].swapaxes(0, 1),
-      lambda x: np.rot90(x, -1),
-    )
-    stored = undo[orientation - 1](upright)
+    flip, turn = np.flip, np.rot90
+    stored = {
+      1: upright,
+      2: flip(upright, 1),
+      3: flip(upright, (0, 1)),
+      4: flip(upright, 0),
+      5: upright.swapaxes(0, 1),
+      6: turn(upright, 1),
+      7: flip(upright, (0, 1)).swapaxes(0, 1),
+      8: turn(upright, -1),
+    }[orientation]
     exif = Image.Exif()
     exif[274] = orientation
     path = self.root / "x.png"

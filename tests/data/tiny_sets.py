@@ -1,31 +1,22 @@
 """Small sets of shards and the configs that read them."""
 
+import dataclasses
+
 import numpy as np
 
 from moh_jax.config import (
   Config,
   DataConfig,
   DiffusionConfig,
-  DiTConfig,
   EvalConfig,
   SampleConfig,
-  ViTConfig,
 )
 from moh_jax.data import image_shards, pipeline
 from moh_jax.data.shard_writer import ShardSetWriter
+from tests.training import tiny
 
-VIT = ViTConfig(
-  image_size=(16, 16),
-  channels=3,
-  num_classes=3,
-  patch_stride=4,
-  embed_dims=(8,),
-  depths=(1,),
-  num_heads=(2,),
-  shared_heads=(1,),
-  top_k=(1,),
-  mlp_ratios=(2,),
-  sr_ratios=(1,),
+VIT = dataclasses.replace(
+  tiny.MODEL, image_size=(16, 16), channels=3, num_classes=3
 )
 SHAPE = (4, 4, 2)
 CLASSES = ("ant", "cat")
@@ -68,15 +59,11 @@ def dit_config(
   """A diffusion model of images or of the latents above."""
   halves = (0.5,) * (1 if space == "latent" else channels)
   return Config(
-    model=DiTConfig(
+    model=dataclasses.replace(
+      tiny.DIT,
       input_size=input_size,
       channels=channels,
       num_classes=len(CLASSES),
-      width=8,
-      num_heads=(2,),
-      head_dim=4,
-      shared_heads=(1,),
-      top_k=(1,),
     ),
     data=DataConfig(
       source=source,

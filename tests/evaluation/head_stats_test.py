@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.evaluation.head_stats import head_stats, routed_layers
-from moh_jax.evaluation.probe import make_probe
+from moh_jax.evaluation.probe import make_probe, recorded_layers
 from moh_jax.models.registry import make_model
 from moh_jax.ops.routing import load_entropy
 from tests.evaluation import labelled
@@ -43,73 +43,41 @@ def _measured(family, devices=1, names=_NAMES):
 
 @functools.cache
 def _recorded(family):
-  """Every layer's routing and every example, one after the other."""
+  """All examples, which tokens count [B, N], and every layer's routing."""
+  parts = labelled.batches(family)
+  batch = jax.tree.map(lambda *x: np.concatenate(x), *parts)
   config = _config(family)
   probe = make_probe(make_model(config)[0], config)
   apply = jax.jit(functools.partial(probe.apply, mutable=["intermediates"]))
-  rows = []
-  for batch in labelled.batches(family):
-    _, found = apply(tiny.random_params(config), batch)
-    found = found["intermediates"]
-    counted = np.broadcast_to(batch["mask"][:, None], (labelled.BATCH, 400))
-    if probe.token_mask:
-      counted = batch["mask"][:, None] * probe.token_mask(batch)
-    layers = []
-    for name, group in zip(
-      config.model.stack_names(), config.model.layer_groups()
-    ):
-      inner = found[name].get("blocks", found[name])
-      (routing,) = inner["attn"]["router"]["routing"]
-      routing = jax.tree.map(np.asarray, routing)
-      layers += [
-        jax.tree.map(lambda x: x[i], routing)  # noqa: B023
-        for i in range(group.depth)
-      ]
-    rows.append((batch, counted, layers))
-  return rows
-
-
-def _brute_force(family, layer, group_of):
-  """Sums over tokens, one token after the other: {group: (count, values)}."""
-  sums = {}
-  for batch, counted, layers in _recorded(family):
-    routing = layers[layer]
-    for b in range(labelled.BATCH):
-      for n in range(routing.gates.shape[1]):
-        if not counted[b, n]:
-          continue
-        shared = routing.shared_scores[b, n]
-        values = [
-          [*np.ones_like(shared), *np.float64(routing.selected[b, n])],
-          [*shared, *routing.probs[b, n]],
-          routing.gates[b, n],
-        ]
-        count, old, weights = sums.get(group_of(batch, b), (0, 0.0, 0.0))
-        sums[group_of(batch, b)] = (
-          count + 1,
-          old + np.float64(values),
-          weights + np.float64(routing.groups[b, n]),
-        )
-  return sums
+  _, found = apply(tiny.random_params(config), batch)
+  counted = batch["mask"][:, None] * (batch.get("segments", np.ones(1)) > 0)
+  layers = recorded_layers(found["intermediates"], "routing", 3)
+  return batch, counted > 0, jax.tree.map(np.asarray, layers)
 
 
 class HeadStatsTest(parameterized.TestCase):
   @parameterized.product(family=("vit", "dit", "llm"), devices=(1, 8))
   def test_equals_a_count_of_tokens(self, family, devices):
     stats = _measured(family, devices)
-    kind = "task" if family == "llm" else "class"
-    for layer in range(len(stats.layers)):
-      expected = _brute_force(family, layer, lambda x, b: int(x["label"][b]))
-      found = stats.groups[kind]
+    found = stats.groups["task" if family == "llm" else "class"]
+    batch, counted, layers = _recorded(family)
+    for layer, routing in enumerate(layers):
       for group in range(3):
-        count, values, weights = expected[group]
-        self.assertEqual(found.tokens[layer, group], count)
-        for name, value in zip(("load", "score", "gate"), values / count):
-          np.testing.assert_allclose(
-            getattr(found, name)[layer][group], value, atol=1e-6, err_msg=name
-          )
+        tokens = counted & (batch["label"] == group)[:, None]
+        tokens = np.broadcast_to(tokens, routing.gates.shape[:2])
+        own = jax.tree.map(lambda x: np.float64(x[tokens]), routing)  # noqa: B023
+        expected = {
+          "load": [np.ones_like(own.shared_scores), own.selected],
+          "score": [own.shared_scores, own.probs],
+          "gate": [own.gates],
+        }
+        self.assertEqual(found.tokens[layer, group], tokens.sum())
+        for name, values in expected.items():
+          ours, theirs = getattr(found, name)[layer], np.hstack(values).mean(0)
+          np.testing.assert_allclose(ours[group], theirs, atol=1e-6)
+        weights = own.groups.mean(0)
         np.testing.assert_allclose(
-          found.weights[layer, group], weights / count, atol=1e-6
+          found.weights[layer, group], weights, atol=1e-6
         )
 
   def test_loads_of_a_layer_add_up_to_its_top_k(self):
@@ -139,10 +107,9 @@ class HeadStatsTest(parameterized.TestCase):
     self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
     # Ten examples of four labels: three of each at most, one label has none.
     np.testing.assert_array_equal(np.bincount(maps.label), [3, 3, 3])
-    for place, index in enumerate(maps.index.tolist()):
-      batch, counted, layers = _recorded("llm")[index // labelled.BATCH]
-      row = index % labelled.BATCH
-      real = counted[row] > 0
+    batch, counted, layers = _recorded("llm")
+    for place, row in enumerate(maps.index.tolist()):
+      real = counted[row]
       np.testing.assert_array_equal(maps.inputs[place], batch["inputs"][row])
       for layer, routing in enumerate(layers):
         best = maps.best[layer][place]

@@ -22,11 +22,7 @@ from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import done
 from tests.training import tiny
 
-_CONFIGS = {
-  "vit": tiny.config,
-  "dit": tiny.dit_config,
-  "llm": tiny.llm_config,
-}
+_CONFIGS = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
 
 
 def _config(family):

@@ -54,7 +54,6 @@ class EncodeTest(parameterized.TestCase):
       options,
       devices=jax.devices()[:devices],
       process=process,
-      progress=False,
     )
 
   def _read(self, name="out"):

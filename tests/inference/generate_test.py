@@ -140,7 +140,7 @@ class TokensTest(parameterized.TestCase):
     for one, other in zip(*written):
       self.assertEqual(one.tokens, other.tokens)
       np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
-    tables = [call.args[4] for call in reader.call_args_list]
+    tables = [call.args[3] for call in reader.call_args_list]
     self.assertNotIn(None, tables)
 
   def test_seed_repeats_and_another_differs(self):

@@ -11,9 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers import aggregated
 from moh_jax.ops.position import relative_coordinates
 from tests.layers import small
@@ -63,14 +63,6 @@ class AttentionLayersTest(parameterized.TestCase):
     chex.assert_type(jax.tree.leaves((variables, out, aux)), jnp.float32)
     np.testing.assert_allclose(aux.load.mean(), 0.75)
 
-  def test_jax_enable_x64_keeps_float32(self, kind):
-    with jax.enable_x64(True):
-      module, inputs = _module(kind)
-      made = functools.partial(module.init_with_output, jax.random.key(0))
-      chex.assert_type(
-        jax.tree.leaves(jax.eval_shape(made, *inputs)), "float32"
-      )
-
   def test_bfloat16_is_close_to_float32(self, kind):
     variables, (out, aux), grads = _applied(kind, jnp.bfloat16)
     chex.assert_type(out, jnp.bfloat16)
@@ -89,64 +81,3 @@ class AttentionLayersTest(parameterized.TestCase):
     for name in ("qkv",) if kind == "full" else ("q", "kv", "sr", "norm"):
       for leaf in jax.tree.leaves(grads["params"][name]):
         self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
-
-  def test_router_and_biases_can_be_left_out(self, kind):
-    module, inputs = _module(kind, router=RouterConfig("none"), qkv_bias=False)
-    variables = small.params(module, *inputs)
-    self.assertNotIn("router", variables["params"])
-    for name in ("qkv",) if kind == "full" else ("q", "kv"):
-      self.assertCountEqual(variables["params"][name], ["kernel"])
-    _, aux = jax.eval_shape(module.apply, variables, *inputs)
-    chex.assert_shape(aux.load, (4,))
-
-
-class QueryScaleTest(parameterized.TestCase):
-  @parameterized.product(
-    dtype=(jnp.float32, jnp.bfloat16), counts=([4, 6, 9, 6, 4], 7)
-  )
-  def test_scales_unit_queries_with_embedding(self, dtype, counts):
-    q, module = _random(_B, 5, 2, 3, dtype=dtype), aggregated.QueryScale()
-    counts = np.asarray(counts)
-    variables = small.params(module, q, counts)
-    temperature = np.asarray(variables["params"]["temperature"], np.float64)
-    embedding = np.asarray(variables["params"]["query_embedding"], np.float64)
-    unit = np.asarray(q, np.float64)
-    unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
-    scale = np.log(counts).reshape(-1, 1) * np.log1p(
-      np.exp(temperature)
-    )  # [N, H]
-    got_unit, got = module.apply(variables, q, counts)
-    chex.assert_shape([got_unit, got], q.shape)
-    chex.assert_type([got_unit, got], jnp.float32)
-    np.testing.assert_allclose(got_unit, unit, atol=1e-6)
-    expected = (unit + embedding) * scale[..., None]
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-
-  def test_temperature_starts_at_the_published_scale(self):
-    q = _random(_B, 5, 2, 3)
-    variables = aggregated.QueryScale().init(
-      jax.random.key(0), q, np.asarray(5)
-    )
-    temperature = nn.unbox(variables["params"])["temperature"]
-    np.testing.assert_allclose(
-      jax.nn.softplus(temperature), 1 / 0.24, rtol=1e-6
-    )
-
-
-class PositionBiasTest(absltest.TestCase):
-  def test_equals_the_mlp_of_every_pair(self):
-    module, coordinates = (
-      aggregated.PositionBias(4),
-      relative_coordinates(_GRID, _POOL),
-    )
-    variables = small.params(module, coordinates)
-    params = jax.tree.map(
-      lambda p: np.asarray(p, np.float64), variables["params"]
-    )
-    pairs = np.asarray(coordinates.table, np.float64)[coordinates.index]
-    hidden = np.maximum(pairs @ params["fc1_kernel"] + params["fc1_bias"], 0)
-    expected = hidden @ params["fc2"]["kernel"] + params["fc2"]["bias"]
-    bias = module.apply(variables, coordinates)
-    chex.assert_shape(bias, (4, _N, math.prod(_POOL)))
-    chex.assert_type(bias, jnp.float32)
-    np.testing.assert_allclose(bias, expected.transpose(2, 0, 1), atol=2e-5)

@@ -1,10 +1,12 @@
-"""Attention of the heads at work, on one device and split over a mesh."""
+"""Attention of the heads at work: over a mesh, and in the order of a TPU."""
 
 import dataclasses
 import functools
+from unittest import mock
 
 import flax.linen as nn
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
+from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import head_layout
@@ -20,6 +24,8 @@ from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import place_heads
+from moh_jax.ops.position import rotate, rotation
+from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import unbox
 from moh_jax.training.compiling import read_collectives
@@ -46,49 +52,6 @@ class ActiveHeadsTest(parameterized.TestCase):
 
 
 class MeshTest(parameterized.TestCase):
-  @parameterized.product(kv_heads=(2, 4, 1), causal=(False, True))
-  def test_split_batch_and_heads_equal_one_device(self, kv_heads, causal):
-    r = jax.random.split(jax.random.key(0), 5)
-    q = jax.random.normal(r[0], (8, 70, 4, 8))
-    k, v = (jax.random.normal(key, (8, 70, kv_heads, 8)) for key in r[1:3])
-    mask = jax.random.bernoulli(r[3], 0.5, q.shape[:3])
-    weights = jax.random.normal(r[4], q.shape) * mask[..., None]
-    visible = Visible(
-      key_mask=jnp.arange(70)[None] < 60 + jnp.arange(8)[:, None],
-      segments=jnp.arange(70)[None].repeat(8, 0) // 40,
-      causal=causal,
-    )
-
-    def loss(q, k, v, implementation):
-      active = ActiveHeads(mask, 4)
-      how = {"active": active, "implementation": implementation}
-      out = attend(q, k, v, visible=visible, **how)
-      return (out * weights).sum()
-
-    grad = functools.partial(
-      jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnums=3), q, k, v
-    )
-    expected = grad("dense")
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    with sharding.use_mesh(mesh):
-      total, grads = grad("packed")
-    np.testing.assert_allclose(total, expected[0], rtol=1e-5)
-    for got, want in zip(grads, expected[1]):
-      np.testing.assert_allclose(got, want, atol=1e-5)
-
-  def test_all_heads_of_a_kernel_are_split_too(self):
-    q = jax.random.normal(jax.random.key(0), (8, 20, 4, 8))
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    run = jax.jit(
-      lambda q, name: attend(q, q, q, active=None, implementation=name),
-      static_argnums=1,
-    )
-    expected = run(q, "dense")
-    with sharding.use_mesh(mesh):
-      out = run(q, "kernel")
-    self.assertEqual(out.sharding.shard_shape(out.shape), (2, 20, 2, 8))
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
   @parameterized.parameters(4, 2, 1)
   def test_cache_is_split_too(self, kv_heads):
     r = jax.random.split(jax.random.key(0), 4)
@@ -144,20 +107,11 @@ class MeshTest(parameterized.TestCase):
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     q = jnp.ones((8, 40, 4, 8))
     active = ActiveHeads(jnp.ones((8, 40, 4), bool), 3)
+    how = {"visible": Visible(causal=True), "implementation": "packed"}
     with sharding.use_mesh(mesh):
-      compiled = (
-        jax.jit(
-          lambda q: attend(
-            *(q, q, q),
-            active=active,
-            visible=Visible(causal=True),
-            implementation="packed",
-          )
-        )
-        .lower(sharding.shard_batch({"x": q}, mesh)["x"])
-        .compile()
-      )
-    text = compiled.as_text()
+      q = sharding.shard_batch({"x": q}, mesh)["x"]
+      run = jax.jit(lambda q: attend(q, q, q, active=active, **how))
+      text = run.lower(q).compile().as_text()
     words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
     for word in words:
       self.assertNotIn(word, text)
@@ -228,24 +182,22 @@ class HeadOrderTest(parameterized.TestCase):
         )
 
 
-_FORMS = {
-  "kinds": (("two_stage", None), ("query_norm", 4), ("none", 4)),
-  "implementation": ("dense", "packed", "kernel"),
-}
-
-
 class LayerTest(parameterized.TestCase):
-  @parameterized.product(**_FORMS)
+  @parameterized.product(
+    kinds=(("two_stage", None), ("query_norm", 4), ("none", 4), ("none", 1)),
+    implementation=("dense", "packed", "kernel"),
+  )
   def test_a_mesh_gives_what_one_device_gives(self, kinds, implementation):
     router, kv_heads = kinds
     layer = MoHAttention(
       HeadBudget(num_heads=8, shared=4, top_k=2, head_dim=16),
       RouterConfig(router),
       num_kv_heads=kv_heads,
-      causal=True,
+      causal=kv_heads != 1,
       implementation="dense",
     )
     x = jax.random.normal(jax.random.key(0), (4, 40, 24))
+    mask = jnp.arange(40)[None] < 37 + jnp.arange(4)[:, None]
     places = Places(segments=jnp.arange(40)[None].repeat(4, 0) // 30)
     params = unbox(layer.init(jax.random.key(1), x))
     keys = iter(jax.random.split(jax.random.key(2), 9))
@@ -256,7 +208,7 @@ class LayerTest(parameterized.TestCase):
 
     def loss(params, x, implementation):
       same = dataclasses.replace(layer, implementation=implementation)
-      out, aux = same.apply(params, x, places=places)
+      out, aux = same.apply(params, x, mask, places=places)
       return jnp.square(out).sum() + aux.balance_loss, out
 
     grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
@@ -321,10 +273,125 @@ class CheckTest(parameterized.TestCase):
   def test_tokens_and_heads_must_be_divisible(self):
     mesh = sharding.make_mesh(MeshConfig(sequence=8))
     with self.assertRaisesRegex(
-      ValueError,
-      r"mesh.tensor=1 with mesh.sequence=8: .* has 4 heads",
+      ValueError, r"mesh.tensor=1 with mesh.sequence=8: .* has 4 heads"
     ):
       head_layout.check_heads(tiny.LLM, mesh, 9.0)
     with self.assertRaisesRegex(ValueError, "mesh.sequence=8: .* 12 tokens"):
       head_layout.check_tokens(tiny.LLM, mesh, 12)
     head_layout.check_tokens(tiny.LLM, mesh, 16)
+
+
+def _as_on_a_tpu():
+  """Context in which heads are ordered as on a TPU; all else is as here."""
+  device = Target("tpu", "TPU v5 lite")
+  return mock.patch.object(head_layout, "target", return_value=device)
+
+
+def _inputs(layer, tokens=9):
+  """Random parameters of a layer, tokens, and where they stand."""
+  x = jax.random.normal(jax.random.key(0), (4, tokens, 24), layer.dtype)
+  params = unbox(layer.init(jax.random.key(1), x))
+  keys = iter(jax.random.split(jax.random.key(2), 9))
+  params = jax.tree.map(
+    lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape), params
+  )
+  positions = jnp.arange(tokens)[None]
+  by = rotation(positions, RotaryConfig(), layer.budget.head_dim)
+  return params, x, Places(rotation=by)
+
+
+def _grads(layer, params, x, places):
+  def loss(params, x):
+    out, aux = layer.apply(params, x, places=places)
+    return jnp.square(out.astype(jnp.float32)).sum() + aux.balance_loss, out
+
+  run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+  # Another function each time: a program is kept by its function.
+  (_, out), grads = jax.jit(lambda *x: run(*x))(params, x)
+  return [out, *jax.tree.leaves(grads)]
+
+
+class TpuOrderTest(parameterized.TestCase):
+  def _check(self, got, want, tolerance):
+    for a, b in zip(got, want, strict=True):
+      self.assertEqual(a.dtype, b.dtype)
+      a, b = (np.asarray(x, np.float32) for x in (a, b))
+      scale = max(1.0, np.abs(b).max())
+      np.testing.assert_allclose(a, b, atol=tolerance * scale)
+
+  @parameterized.parameters(
+    {"head_dim": 64},  # two heads fill the lanes
+    {"head_dim": 64, "num_kv_heads": 2, "use_bias": False},
+    {"head_dim": 32, "num_kv_heads": 1},  # queries fill them, keys do not
+    {"head_dim": 24},  # padded to 32
+    {"head_dim": 48, "num_kv_heads": 2},  # to 64
+    {"head_dim": 96},  # to 128
+    {"head_dim": 96, "use_bias": False, "qk_norm": 1e-6},
+    {"head_dim": 96, "router": RouterConfig("query_norm")},
+    {"head_dim": 72},  # would be padded too far
+    {"head_dim": 64, "dtype": jnp.bfloat16},
+    {"head_dim": 64, "router": RouterConfig("none")},
+    {"head_dim": 64, "output_major": True},
+  )
+  def test_equals_the_plain_order(self, head_dim, **settings):
+    budget = HeadBudget(4, shared=1, top_k=1, head_dim=head_dim)
+    layer = MoHAttention(budget, causal=True, **settings)
+    inputs = _inputs(layer)
+    want = _grads(layer, *inputs)
+    with _as_on_a_tpu():
+      self.assertEqual(layer_layout(64, 4).count(4), 2)
+      got = _grads(layer, *inputs)
+    exact = layer.dtype == jnp.float32
+    self._check(got, want, 1e-5 if exact else 3e-2)
+
+  @parameterized.product(heads=(4, 8), head_dim=(64, 96))  # one a device, two
+  def test_equals_it_where_a_mesh_splits_the_heads(self, heads, head_dim):
+    layer = MoHAttention(
+      HeadBudget(heads, heads // 2, top_k=1, head_dim=head_dim), causal=True
+    )
+    inputs = _inputs(layer)
+    want = _grads(layer, *inputs)
+    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
+    with sharding.use_mesh(mesh), _as_on_a_tpu():
+      self.assertEqual(layer_layout(64, heads).count(heads), heads // 4)
+      got = _grads(layer, *inputs)
+    self._check(got, want, 1e-5)
+
+
+class TpuRotateTest(parameterized.TestCase):
+  @parameterized.product(count=(1, 2, 4), dtype=(jnp.float32, jnp.bfloat16))
+  def test_equals_the_plain_order(self, count, dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4, 16), dtype)
+    by = rotation(jnp.arange(5)[None] + 3, RotaryConfig(), 16)
+    want = rotate(x, by)
+    with _as_on_a_tpu():
+      got = rotate(x, by, count)
+    self.assertEqual(got.dtype, want.dtype)
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    exact = dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=1e-6 if exact else 2e-2)
+
+  def test_remat_keeps_no_result_of_its_product(self):
+    by = rotation(jnp.arange(5)[None], RotaryConfig(), 16)
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    with _as_on_a_tpu():
+      traced = jax.make_jaxpr(lambda x: rotate(x, by, 2))(
+        jnp.ones((2, 5, 4, 16))
+      )
+    products = [
+      eqn
+      for eqn in _equations(traced.jaxpr)
+      if eqn.primitive.name == "dot_general"
+    ]
+    self.assertLen(products, 1)
+    avals = [x.aval for x in products[0].invars]
+    kept = policy(products[0].primitive, *avals, **products[0].params)
+    self.assertFalse(kept)
+
+
+def _equations(jaxpr):
+  """Equations of a program, also those of the functions that it calls."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from _equations(inner)

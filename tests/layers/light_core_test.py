@@ -54,10 +54,7 @@ class LightCoreTest(absltest.TestCase):
   def test_layers_and_the_readme_model_import_no_other_package(self):
     program = _BLOCKED + _EVERY_LAYER + _example() + _USE
     done = subprocess.run(
-      [sys.executable, "-c", program],
-      capture_output=True,
-      text=True,
-      cwd=_ROOT,
+      [sys.executable, "-c", program], capture_output=True, text=True, cwd=_ROOT
     )
     self.assertEqual(done.returncode, 0, done.stderr[-2000:])
     self.assertStartsWith(done.stdout, "(2, 10)")

@@ -1,4 +1,6 @@
-"""Linear layers, projections to heads, and the gated sum of heads."""
+"""Linear and feed-forward layers, projections, and the gated sum of heads."""
+
+import math
 
 import chex
 import flax.linen as nn
@@ -10,6 +12,7 @@ from absl.testing import parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import Linear, xavier_init
+from moh_jax.layers.mlp import MLP, SwiGLU
 from moh_jax.layers.moh import MoHAttention
 from tests.layers import small
 
@@ -76,7 +79,9 @@ class KernelInitTest(parameterized.TestCase):
       np.testing.assert_allclose(kernel.std(), 0.02, rtol=spread)
 
 
-class HeadProjectionTest(parameterized.TestCase):
+class HeadsTest(parameterized.TestCase):
+  """Projections to heads and the gated sum of heads, head by head."""
+
   @parameterized.product(
     parts=(1, 3), dtype=(jnp.float32, jnp.bfloat16), use_bias=(True, False)
   )
@@ -84,65 +89,115 @@ class HeadProjectionTest(parameterized.TestCase):
     module = HeadProjection(parts, 2, 4, use_bias=use_bias, dtype=dtype)
     x = small.tokens()
     variables = small.params(module, x)
-    chex.assert_type(jax.tree.leaves(variables), jnp.float32)
     stored = jax.tree.map(np.asarray, variables["params"])
-    kernel = stored["kernel"]
-    bias = stored.get("bias", np.zeros((parts, 2, 4)))
-    vectors = module.apply(variables, x)
-    self.assertLen(vectors, parts)
-    for part, vector in enumerate(vectors):
-      chex.assert_shape(vector, (small.B, small.N, 2, 4))
-      chex.assert_type(vector, dtype)
-      for head in range(2):
-        expected = np.asarray(x) @ kernel[:, part, head] + bias[part, head]
-        np.testing.assert_allclose(
-          np.asarray(vector[:, :, head], np.float32),
-          expected,
-          atol=1e-5 if dtype == jnp.float32 else 0.1,
-        )
-
-
-class HeadMixTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    rng = np.random.default_rng(2)
-    self.heads = jnp.asarray(
-      rng.normal(size=(small.B, small.N, 6, 3)), jnp.float32
-    )
-    self.gates = jnp.asarray(
-      rng.uniform(size=(small.B, small.N, 6)), jnp.float32
-    )
+    kernel, bias = stored["kernel"], stored.get("bias", 0.0)
+    expected = np.einsum("bnc,cphd->pbnhd", x, kernel)
+    expected += np.reshape(bias, (-1, 1, 1, *np.shape(bias)[1:]))
+    self._check(module.apply(variables, x), expected, variables, dtype)
 
   @parameterized.product(
     dtype=(jnp.float32, jnp.bfloat16), use_bias=(True, False)
   )
-  def test_equals_the_gated_sum_over_heads(self, dtype, use_bias):
+  def test_mixes_gated_heads(self, dtype, use_bias):
+    rng = np.random.default_rng(2)
+    heads = jnp.asarray(rng.normal(size=(small.B, small.N, 6, 3)), jnp.float32)
+    gates = jnp.asarray(rng.uniform(size=heads.shape[:3]), jnp.float32)
     module = HeadMix(small.C, use_bias=use_bias, dtype=dtype)
-    variables = small.params(module, self.heads, self.gates)
+    variables = small.params(module, heads, gates)
     stored = jax.tree.map(np.asarray, variables["params"])
-    kernel = stored["kernel"]  # [H, D, C]
-    expected = sum(
-      np.asarray(self.gates[:, :, h, None] * self.heads[:, :, h]) @ kernel[h]
-      for h in range(6)
-    ) + stored.get("bias", np.zeros(small.C))
-    out = module.apply(variables, self.heads, self.gates)
-    chex.assert_shape(out, (small.B, small.N, small.C))
-    chex.assert_type(out, dtype)
+    for weights in (gates, None):
+      one = np.ones(gates.shape) if weights is None else gates
+      expected = np.einsum("bnhd,bnh,hdc->bnc", heads, one, stored["kernel"])
+      expected += stored.get("bias", 0.0)
+      out = module.apply(variables, heads, weights)
+      self._check([out], expected[None], variables, dtype)
+
+  def _check(self, got, expected, variables, dtype):
+    chex.assert_type(got, dtype)
     chex.assert_type(jax.tree.leaves(variables), jnp.float32)
-    np.testing.assert_allclose(
-      np.asarray(out, np.float32),
-      expected,
-      atol=1e-5 if dtype == jnp.float32 else 0.1,
-    )
+    atol = 1e-5 if dtype == jnp.float32 else 0.1
+    got = np.asarray(jnp.stack(got), np.float32)
+    np.testing.assert_allclose(got, expected, atol=atol)
 
-  def test_no_gates_equal_gates_of_one(self):
-    module = HeadMix(small.C)
-    variables = small.params(module, self.heads)
-    chex.assert_trees_all_equal(
-      module.apply(variables, self.heads),
-      module.apply(variables, self.heads, jnp.ones_like(self.gates)),
-    )
 
-  def test_rejects_gates_of_another_head_count(self):
-    with self.assertRaises(AssertionError):
-      small.params(HeadMix(small.C), self.heads, self.gates[..., :5])
+_F = 6
+_TOKENS = jax.random.normal(jax.random.key(1), (2, 15, 4))
+
+
+def _dense(layer, x):
+  return x @ layer["kernel"] + layer.get("bias", 0)
+
+
+def _mlp(params, x):
+  hidden = _dense(params["up"], x)
+  inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)
+  return _dense(params["down"], 0.5 * hidden * (1 + np.tanh(inner)))
+
+
+def _swiglu(params, x):
+  gate = _dense(params["gate"], x)
+  hidden = gate / (1 + np.exp(-gate)) * _dense(params["up"], x)
+  return _dense(params["down"], hidden)
+
+
+_CASES = {
+  "mlp": (MLP(_F), _mlp),
+  "swiglu": (SwiGLU(_F), _swiglu),
+  "swiglu_bias": (SwiGLU(_F, use_bias=True), _swiglu),
+}
+
+
+class FeedForwardTest(parameterized.TestCase):
+  @parameterized.parameters(*_CASES)
+  def test_equals_the_formula_and_trains_every_parameter(self, name):
+    module, formula = _CASES[name]
+    variables = small.params(module, _TOKENS)
+    first = variables["params"]["up" if name == "mlp" else "gate"]
+    self.assertEqual("bias" in first, name != "swiglu")
+
+    @jax.jit
+    def run(variables):
+      def loss(variables):
+        out = module.apply(variables, _TOKENS)
+        return jnp.sum(out**2), out
+
+      return jax.grad(loss, has_aux=True)(variables)
+
+    grads, out = run(variables)
+    params = jax.tree.map(np.float64, variables["params"])
+    expected = formula(params, np.float64(_TOKENS))
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-4)
+    chex.assert_tree_all_finite(grads)
+    for leaf in jax.tree.leaves(grads):
+      self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
+    half = module.clone(dtype=jnp.bfloat16)
+    x = _TOKENS.astype(jnp.bfloat16)
+    chex.assert_type(jax.eval_shape(half.apply, variables, x), jnp.bfloat16)
+
+
+class InitTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (MLP(200), math.sqrt(6 / 240) / math.sqrt(3), math.sqrt(6 / 240)),
+    (SwiGLU(200, use_bias=True), 0.02, None),
+  )
+  def test_kernels_start_with_their_deviation(self, module, deviation, most):
+    x = jnp.zeros((1, 1, 40))
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
+    for layer in params.values():
+      np.testing.assert_array_equal(layer["bias"], 0.0)
+      np.testing.assert_allclose(layer["kernel"].std(), deviation, rtol=0.05)
+      if most:
+        largest = float(jnp.abs(layer["kernel"]).max())
+        self.assertBetween(largest, 0.98 * most, most)
+
+  def test_gradients_transpose_no_activations(self):
+    """On a CPU such a copy takes a large part of the product's time."""
+    module, x = MLP(56), jnp.ones((2, 24, 40))
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))
+
+    def loss(params):
+      return jnp.sum(jax.nn.silu(module.apply(params, jnp.sin(x))) ** 2)
+
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    self.assertTrue("f32[48,56]" in text)  # the text is too long for a message
+    self.assertFalse("f32[56,48]" in text or "f32[40,48]" in text)

@@ -1,7 +1,6 @@
 """The router: gates, statistics, runtime overrides of the budget."""
 
 import functools
-import itertools
 
 import chex
 import flax.linen as nn
@@ -14,12 +13,7 @@ from moh_jax.config import registry
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.registry import register_router
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.router import (
-  HeadChoice,
-  HeadRouter,
-  Router,
-  count_examples,
-)
+from moh_jax.layers.router import HeadChoice, HeadRouter, Router, count_examples
 from moh_jax.ops import routing
 from tests.layers import small
 
@@ -69,24 +63,6 @@ class HeadRouterTest(parameterized.TestCase):
       rtol=1e-6,
     )
 
-  def test_kind_none_has_no_gates_and_no_parameters(self):
-    module = HeadRouter(small.BUDGET, RouterConfig(kind="none"))
-    (gates, aux), variables = module.init_with_output(
-      jax.random.key(0), small.tokens()
-    )
-    self.assertIsNone(gates)
-    self.assertEmpty(variables)
-    chex.assert_trees_all_equal(aux, routing.all_heads_aux(6))
-
-  def test_records_its_routing(self):
-    module, x = HeadRouter(small.BUDGET), small.tokens()
-    (gates, _), recorded = module.apply(
-      small.params(module, x), x, mutable=["intermediates"]
-    )
-    (decided,) = recorded["intermediates"]["routing"]
-    chex.assert_trees_all_equal(decided.gates, gates)
-    np.testing.assert_array_equal(np.asarray(decided.selected).sum(-1), 2)
-
   def test_token_mask_leaves_gates_and_narrows_the_statistics(self):
     module, x = HeadRouter(small.BUDGET), small.tokens()
     params = small.params(module, x)
@@ -105,13 +81,6 @@ class HeadRouterTest(parameterized.TestCase):
     _, expected = module.apply(params, x[:1])
     chex.assert_trees_all_equal(gates, module.apply(params, x)[0])
     chex.assert_trees_all_close(aux, expected, rtol=1e-6)
-
-  def test_matrices_start_small_and_unalike(self):
-    variables = HeadRouter(small.BUDGET).init(jax.random.key(0), small.tokens())
-    kernels = nn.unbox(variables["params"]).values()
-    columns = np.concatenate(list(kernels), axis=1).T
-    for column, other in itertools.combinations(columns, 2):
-      self.assertBetween(float(np.std(column - other)), 0.005, 0.08)
 
   def test_single_routed_head_learns_from_the_balance_loss_only(self):
     # The released form renormalizes the one selected score to one.

@@ -27,8 +27,8 @@ _CONFIG = config_lib.Config(
   diffusion=config_lib.DiffusionConfig(space="pixel", steps=100),
   sample=config_lib.SampleConfig(steps="5", cfg_scale=2.0),
 )
-_LATENT = dataclasses.replace(
-  _CONFIG, diffusion=dataclasses.replace(_CONFIG.diffusion, space="latent")
+_LATENT = config_lib.apply_overrides(
+  _CONFIG, "diffusion", space="latent", latent_shift=0.5
 )
 _INDEX = np.array([5, 0, 9, 2])
 _LABELS = np.array([2, 1, 0, 1])
@@ -64,7 +64,7 @@ class DrawTest(parameterized.TestCase):
     np.testing.assert_allclose(shuffled, x[order], atol=1e-5)
     self.assertGreater(np.abs(x[0] - x[2]).max(), 1e-2)
 
-  def _called(self, config) -> dict:
+  def _called(self, config, **options) -> dict:
     """What the sampler is called with."""
     called = {}
 
@@ -75,7 +75,8 @@ class DrawTest(parameterized.TestCase):
       return x
 
     with mock.patch.object(generation, "sample", sample):
-      generation.make_sampler(_MODEL, config)(_params(), 0, _INDEX, _LABELS)
+      draw = generation.make_sampler(_MODEL, config, **options)
+      draw(_params(), 0, _INDEX, _LABELS)
     return called
 
   def test_every_step_has_noise_of_its_own(self):
@@ -97,6 +98,12 @@ class DrawTest(parameterized.TestCase):
     else:
       gaps = np.diff(np.log(called["process"].snr))
       np.testing.assert_allclose(gaps, gaps.mean(), rtol=1e-6)
+
+  @parameterized.parameters((0.1, 1), (0.5, 2), (0.6, 3), (1.0, 5))
+  def test_strength_takes_the_least_noisy_steps(self, strength, count):
+    called = self._called(_CONFIG, strength=strength)
+    steps = called["process"].timesteps.tolist()
+    self.assertEqual(steps, [0, 25, 50, 74, 99][:count])
 
   def test_pixels_stay_in_range_and_latents_do_not(self):
     self.assertLessEqual(np.abs(_draw()).max(), 1.0)
@@ -167,7 +174,7 @@ class PaintTest(absltest.TestCase):
     images = self._paint(_LATENT, decode)
     np.testing.assert_array_equal(images, np.full((4, 8, 8, 3), 255))
     np.testing.assert_allclose(
-      got[0] * 0.18215, _draw(_LATENT), rtol=1e-4, atol=1e-5
+      (got[0] - 0.5) * 0.18215, _draw(_LATENT), rtol=1e-4, atol=1e-5
     )
 
   def test_latents_without_a_decoder_raise(self):

@@ -77,8 +77,7 @@ class LayoutTest(parameterized.TestCase):
       bias = theirs[module][leaf]["bias"][1]
       np.testing.assert_array_equal(ours[module][leaf]["bias"], bias)
     np.testing.assert_array_equal(
-      params["head"]["kernel"].T,
-      output_kernel(whole, small.BIASED),
+      params["head"]["kernel"].T, output_kernel(whole, small.BIASED)
     )
 
   def test_restack_groups_the_same_layers_in_other_runs(self):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,10 +80,7 @@ class VisibilityTest(parameterized.TestCase):
     config, tokens = small.changed(router), small.random_tokens()
     place = jnp.arange(small.N)[None] - jnp.array([0, 3])[:, None]
     padded, aux = small.forward(
-      config,
-      tokens,
-      positions=jnp.maximum(place, 0),
-      token_mask=place >= 0,
+      config, tokens, positions=jnp.maximum(place, 0), token_mask=place >= 0
     )
     whole, _ = small.forward(config)
     alone, _ = small.forward(config, jnp.roll(tokens, -3, axis=1))
@@ -150,22 +146,15 @@ class OutputTest(parameterized.TestCase):
     init = functools.partial(init_params, LLM(small.CONFIG), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     boxed = jax.eval_shape(init, [tokens])
-    names = {
-      jax.tree_util.keystr(path): leaf.names
-      for path, leaf in jax.tree_util.tree_leaves_with_path(
-        boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
-      )
-      if isinstance(leaf, nn.LogicallyPartitioned)
-    }
-    self.assertEqual(names["['embed']['embedding']"], ("vocab", "embed"))
-    self.assertEqual(names["['head']['kernel']"], ("embed", "vocab"))
-    self.assertEqual(
-      names["['blocks0']['attn']['q']['kernel']"],
-      ("layers", "embed", None, "heads", "head_dim"),
-    )
-    self.assertEqual(
-      names["['blocks0']['mlp']['down']['kernel']"], ("layers", "mlp", "embed")
-    )
+    block = boxed["blocks0"]
+    for leaf, *names in (
+      (boxed["embed"]["embedding"], "vocab", "embed"),
+      (boxed["head"]["kernel"], "embed", "vocab"),
+      (block["attn"]["q"]["kernel"], "layers", "embed", None, "heads",
+       "head_dim"),
+      (block["mlp"]["down"]["kernel"], "layers", "mlp", "embed"),
+    ):  # fmt: skip
+      self.assertSequenceEqual(leaf.names, names)
 
   @parameterized.parameters(
     (small.changed(qkv_bias=True), ("attn/kv/bias", "attn/q/bias")),

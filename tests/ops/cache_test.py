@@ -1,13 +1,43 @@
-"""Key/value caches: what is stored."""
+"""Key/value caches: what is stored, and attention to it in both forms."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moh_jax.ops.cache import Slots, make_cache
-from tests.ops.caches import DTYPES, B, D, K, M, filled, stored, vectors, write
+from moh_jax.ops.attention import attention, cached_attention
+from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
+from moh_jax.ops.head_blocks import ActiveHeads
+
+B, K, M, D = 2, 2, 8, 6
+DTYPES = ("float32", "bfloat16", "int8")
+write = jax.jit(write_cache)
+
+
+def vectors(
+  tokens: int, heads: int = K, seed: int = 0, dtype: jnp.dtype = jnp.float32
+) -> jax.Array:
+  """Random [B, tokens, heads, D]."""
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.normal(size=(B, tokens, heads, D)), dtype)
+
+
+def filled(
+  dtype: str = "float32", tokens: int = M, slot: int = 0
+) -> tuple[LayerCache, jax.Array, jax.Array]:
+  """A cache with random keys and values in it, and these."""
+  k, v = vectors(tokens, seed=1), vectors(tokens, seed=2)
+  return write(make_cache(B, K, M, D, dtype), k, v, jnp.int32(slot)), k, v
+
+
+def stored(cache: LayerCache, name: str) -> np.ndarray:
+  """Keys or values as floats, [B, M, K, D]."""
+  x = np.asarray(getattr(cache, name), np.float32)
+  scale = getattr(cache, f"{name}_scale")
+  if scale is not None:
+    x = x * np.asarray(scale.mT)
+  return x.swapaxes(1, 2)
 
 
 class SlotsTest(parameterized.TestCase):
@@ -59,14 +89,76 @@ class WriteCacheTest(parameterized.TestCase):
     self.assertGreater((gap / bound).max(), 0.5)  # and the bound is tight
     self.assertEqual(int(jnp.abs(cache.k).max()), 127)
 
-  def test_bfloat16_vectors_go_into_a_float32_cache(self):
-    k = vectors(2, dtype=jnp.bfloat16)
-    cache = make_cache(B, K, M, D, "float32")
-    cache = write(cache, k, k, jnp.int32(0))
-    np.testing.assert_array_equal(
-      stored(cache, "v")[:, :2], np.asarray(k, np.float32)
+
+_attend = jax.jit(cached_attention, static_argnames="implementation")
+_dense = jax.jit(attention, static_argnames="causal")
+
+
+def _slots(new, seen, first=(0, 0)):
+  """The last of `new` tokens sees the slots up to `seen`, the others fewer."""
+  return Slots(jnp.asarray(seen) - new, jnp.asarray(first, jnp.int32))
+
+
+class CachedAttentionTest(parameterized.TestCase):
+  @parameterized.parameters((2, 1, 8), (6, 3, 3), (6, 1, 3))
+  def test_equals_dense_attention_to_what_is_slots(self, heads, new, seen):
+    cache, k, v = filled()
+    q = vectors(new, heads)
+    out = _attend(q, cache, _slots(new, seen))
+    expected = _dense(q, k[:, :seen], v[:, :seen], causal=True)
+    chex.assert_shape(out, q.shape)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  @parameterized.product(
+    dtype=("bfloat16", "int8"), q_dtype=(jnp.float32, jnp.bfloat16)
+  )
+  def test_equals_dense_attention_to_what_is_stored(self, dtype, q_dtype):
+    cache, *_ = filled(dtype)
+    q = vectors(2, 4, dtype=q_dtype)
+    k, v = (jnp.asarray(stored(cache, name)) for name in "kv")
+    out = _attend(q, cache, _slots(2, M))
+    chex.assert_type(out, q_dtype)
+    expected = _dense(q.astype(jnp.float32), k, v, causal=True)
+    atol = 3e-6 if q_dtype == jnp.float32 else 0.05
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=atol)
+
+  @parameterized.parameters(*DTYPES)
+  def test_invisible_slots_do_not_matter(self, dtype):
+    cache, *_ = filled(dtype)
+    other = write(
+      cache, 1e4 * vectors(3, seed=8), 1e4 * vectors(3, seed=9), jnp.int32(5)
+    )
+    q, slots = vectors(2, 4), _slots(2, 5)
+    chex.assert_trees_all_equal(
+      _attend(q, cache, slots), _attend(q, other, slots)
     )
 
 
-if __name__ == "__main__":
-  absltest.main()
+class KernelTest(parameterized.TestCase):
+  @parameterized.product(heads=(2, 6), dtype=DTYPES)
+  def test_equals_the_dense_form_for_active_heads(self, heads, dtype):
+    cache, *_ = filled(dtype)
+    q, slots = vectors(1, heads), _slots(1, 5)
+    mask = np.arange(heads) % 2 == np.arange(B)[:, None, None]
+    active = ActiveHeads(jnp.asarray(mask), heads // 2)
+    out = _attend(q, cache, slots, active=active, implementation="kernel")
+    expected = _attend(q, cache, slots, active=active)
+    expected = jnp.where(mask[..., None], expected, 0)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  def test_more_heads_than_the_bound_give_nan_in_their_text(self):
+    cache, *_ = filled()
+    q, slots = vectors(1, 4), _slots(1, 5)
+    mask = np.arange(4) <= 3 * (np.arange(B) == 0)[:, None, None]
+    active = ActiveHeads(jnp.asarray(mask), 1)
+    out = _attend(q, cache, slots, active=active, implementation="kernel")
+    self.assertTrue(np.isnan(out[0]).any())
+    expected = jnp.where(mask[..., None], _attend(q, cache, slots), 0)
+    np.testing.assert_allclose(out[1:], expected[1:], atol=2e-6)
+
+  def test_texts_have_lengths_of_their_own(self):
+    cache, *_ = filled("int8")
+    q, slots = vectors(1, 4), _slots(1, (3, 7), (1, 0))
+    out = _attend(q, cache, slots, implementation="kernel")
+    expected = _attend(q, cache, slots)
+    np.testing.assert_allclose(out, expected, atol=2e-6)

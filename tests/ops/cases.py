@@ -13,7 +13,7 @@ from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
   HeadBlocks,
-  all_blocks,
+  blocks_of,
   head_blocks,
 )
 from moh_jax.ops.kernels.attention import kernel_attention
@@ -177,7 +177,7 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   elif form == "splash":
     out = splash.attend(call, Form(form), interpret=True)
   elif form == "blocked":
-    every = all_blocks(*q.shape[:3], 8)
+    every = blocks_of(None, q.shape[:3], 8)
     out = blocked_attention(call, every)
   else:
     out = dense.attend(call, Form("dense", one_by_one=form == "one_by_one"))

@@ -1,25 +1,19 @@
 """Kernels for devices that are not here: what else a machine can check."""
 
 import contextlib
-import importlib.util
 import io
-import os
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from moh_jax.ops.kernels import tpu_plan, triton
 
-HERE = jax.devices()[0].platform
-# The back end of Pallas that runs kernels here; none on a CPU.
-BACKEND = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(HERE)
 # As found; tests that choose forms replace them.
 _MISSING, _PROBLEM = triton.MISSING, triton.refused
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 def need(backend: str, *, lowers: bool = False) -> None:
@@ -46,11 +40,19 @@ def traced_for(
   return jax.sharding.use_abstract_mesh(mesh)
 
 
-def as_if_on_a_gpu() -> contextlib.AbstractContextManager:
-  """Context in which Triton kernels can be lowered, with or without a GPU."""
-  if HERE == "gpu":
-    return contextlib.nullcontext()
-  return traced_for("gpu", "NVIDIA H100")
+def lowered_kernels(
+  backend: str, function: Callable, *shapes: Any
+) -> tuple[int, Any]:
+  """Kernels in what a function lowers to for a back end, and its jaxpr."""
+  need(backend, lowers=True)
+  platform, kernel = {
+    "triton": ("cuda", "__gpu$xla.gpu.triton"),
+    "mosaic_tpu": ("tpu", "@tpu_custom_call"),
+  }[backend]
+  with traced_for("gpu", "NVIDIA H100"):
+    traced = jax.jit(function).trace(*shapes)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+  return text.count(kernel), traced.jaxpr
 
 
 @contextlib.contextmanager
@@ -75,13 +77,3 @@ def simulated_tpu(cores: int) -> Iterator[None]:
     pltpu.reset_tpu_interpret_mode_state()
   if told.getvalue():
     raise AssertionError(told.getvalue())
-
-
-@contextlib.contextmanager
-def tpu(topology: str) -> Iterator[jax.sharding.Sharding]:
-  """The sharding of one TPU that libtpu compiles for."""
-  # libtpu aborts on flags that are for CPUs, and looks for a TPU's network.
-  settings = {"XLA_FLAGS": "", "TPU_SKIP_MDS_QUERY": "1"}
-  with mock.patch.dict(os.environ, settings):
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    yield jax.sharding.SingleDeviceSharding(devices[0])

@@ -1,24 +1,31 @@
 """The GPU and TPU kernels, interpreted, against float64; that they lower."""
 
 import dataclasses
+import functools
 import itertools
-import unittest
+from unittest import mock
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+import pytest
+from absl.testing import parameterized
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
-from moh_jax.ops.kernels.attention import (
-  block_sizes,
-  kernel_attention,
-  kernel_options,
+from moh_jax.ops.kernels import hopper_program, tpu_plan
+from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
+from moh_jax.ops.kernels.hopper import KeyLaunch, RowLaunch
+from moh_jax.ops.kernels.hopper_program import Ring
+from moh_jax.ops.kernels.problem import (
+  BlockSizes,
+  Tile,
+  keys_of_rows,
+  rows_of_keys,
 )
-from moh_jax.ops.kernels.problem import BlockSizes, keys_of_rows, rows_of_keys
-from moh_jax.ops.target import target
+from moh_jax.ops.kernels.tpu_plan import Cut
 from tests.ops import cases, devices
 from tests.ops.cases import CASES, LANES, Case
 
@@ -58,7 +65,7 @@ class InterpretedTest(parameterized.TestCase):
     ("triton", "float16", "float16"), ("triton", "bfloat16", "float32"),
   )  # fmt: skip
   def test_16_bits_are_close(self, backend, dtype, v_dtype):
-    case = CASES["fewer_queries"]
+    case = CASES["grouped"]  # on GPUs its columns are two slices
     dtypes = [dtype, dtype, v_dtype, v_dtype]
     arrays = [x.astype(y) for x, y in zip(case.arrays(), dtypes)]
     results = _run(case, backend, arrays)
@@ -103,66 +110,39 @@ class InterpretedTest(parameterized.TestCase):
 
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({"backend": "npu"}, "backend='npu' .*'triton'"),
-    ({"dtype": "int32"}, "q is int32, .* bfloat16"),
-    ({"rows": 24}, "rows=24 .* power of two"),
-    ({"rows": 12, "backend": "mosaic_tpu"}, "rows=12 .* multiple of 8"),
-    (
-      {"rows": 64, "sizes": BlockSizes.of((64, 16), (32, 16), (48, 16))},
-      "dkv.rows=48 must divide .*=64",
-    ),
-    (
-      {"dtype": "float32", "backend": "mosaic_gpu"},
-      "not float32, float32 .* and 24",
-    ),
-    (
-      {"dtype": "bfloat16", "backend": "mosaic_gpu", "head_dim": 64},
-      "rows=16 of a block must be 64 or 128",
-    ),
+    ("npu", "float32", 16, "backend='npu' .*'triton'"),
+    ("triton", "int32", 16, "q is int32, .* bfloat16"),
+    ("triton", "float32", 24, "rows=24 .* power of two"),
+    ("mosaic_tpu", "float32", 12, "rows=12 .* multiple of 8"),
+    ("triton", "float32", 64, "dkv.rows=48 must divide .*=64"),
+    ("mosaic_gpu", "float32", 16, "not float32 and 64"),
+    ("mosaic_gpu", "float16", 16, "rows=16 of a block must be 64 or 128"),
   )
-  def test_what_a_back_end_lacks_is_named(self, options, message):
-    options = {"dtype": "float32", "rows": 16, "backend": "triton", **options}
-    devices.need(options["backend"])
-    dtype, rows = options.pop("dtype"), options.pop("rows")
-    case = Case(1, 1, 1, kv_heads=1, head_dim=options.pop("head_dim", 24))
-    q, k, v, _ = case.arrays(dtype)
+  def test_what_a_back_end_lacks_is_named(self, backend, dtype, rows, message):
+    devices.need(backend)
+    case = Case(1, 1, 1, kv_heads=1, head_dim=64)
+    call = Call(*case.arrays(dtype)[:3], Visible(), 1.0)
+    sizes = BlockSizes.of((rows, 16), (min(rows, 32), 16), (min(rows, 48), 16))
     with self.assertRaisesRegex(ValueError, message):
       kernel_attention(
-        Call(q, k, v, Visible(), 1.0),
-        case.blocks(rows),
-        interpret=True,
-        **options,
+        call, case.blocks(rows), backend=backend, sizes=sizes, interpret=True
       )
-
-
-# What a back end is called when lowering, and a kernel in what is lowered.
-_TARGETS = {
-  "triton": ("cuda", "__gpu$xla.gpu.triton"),
-  "mosaic_tpu": ("tpu", "@tpu_custom_call"),
-}
-_OPTIONS = {
-  "plain": {"head_dim": 72},
-  "causal": {"head_dim": 64, "causal": True},
-  "masks": {
-    "head_dim": 128, "causal": True, "key_mask": True, "segments": True,
-  },
-}  # fmt: skip
 
 
 class LoweringTest(parameterized.TestCase):
   """What a machine without the device can check: that kernels lower."""
 
   @parameterized.product(
-    options=(("plain", "float32"), ("causal", "bfloat16"), ("masks", "float32"),
-             ("masks", "bfloat16")),
+    options=((72, "float32", ""), (64, "bfloat16", "causal"),
+             (128, "float32", "causal key_mask segments"),
+             (128, "bfloat16", "causal key_mask segments")),
     backend=_BACKENDS,
   )  # fmt: skip
   def test_lowers_without_a_warning(self, options, backend):
-    name, dtype = options
-    devices.need(backend, lowers=True)
-    platform, kernel = _TARGETS[backend]
-    case = Case(2, 200, 200, heads=8, kv_heads=4, **_OPTIONS[name])
-    rows = block_sizes(backend, case.head_dim, dtype).rows
+    dim, dtype, masks = options
+    masks = dict.fromkeys(masks.split(), True)
+    case = Case(2, 200, 200, heads=8, kv_heads=4, head_dim=dim, **masks)
+    rows = block_sizes(backend, dim, dtype).rows
 
     def call(q, k, v, grad):
       def attend(q, k, v):
@@ -173,39 +153,8 @@ class LoweringTest(parameterized.TestCase):
       out, pull = jax.vjp(attend, q, k, v)
       return out, *pull(grad)
 
-    with devices.as_if_on_a_gpu():
-      traced = jax.jit(call).trace(*jax.eval_shape(lambda: case.arrays(dtype)))
-      text = traced.lower(lowering_platforms=(platform,)).as_text()
-    self.assertEqual(text.count(kernel), 3)
-
-
-class DeviceTest(parameterized.TestCase):
-  @parameterized.parameters(
-    *((case, 1e-4, 1e-4) for case in {**CASES, **LANES}.values()),
-    *(
-      (Case(2, 200, 200, 8, 4, dim, causal=x, dtype="bfloat16"), 2e-2, 5e-2)
-      for dim in (64, 128, 256) for x in (False, True)
-    ),
-  )  # fmt: skip
-  @unittest.skipUnless(devices.BACKEND, "there is no GPU or TPU")
-  def test_on_this_gpu_or_tpu_equals_float64(self, case, *tolerances):
-    options = {"backend": devices.BACKEND}
-    if case.dtype == "bfloat16":
-      options = kernel_options(target(), case.dtype, case.head_dim)
-    rows = block_sizes(options["backend"], case.head_dim, case.dtype).rows
-
-    def attend(q, k, v):
-      return kernel_attention(
-        Call(q, k, v, case.visible(), case.factor()),
-        case.blocks(rows),
-        **options,
-      )
-
-    with jax.default_matmul_precision("highest"):
-      *inputs, grad = case.arrays()
-      out, pull = jax.vjp(jax.jit(attend), *inputs)
-      results = [x.astype(jnp.float32) for x in (out, *pull(grad))]
-    cases.check(results, cases.reference(case), *tolerances)
+    arrays = jax.eval_shape(lambda: case.arrays(dtype))
+    self.assertEqual(devices.lowered_kernels(backend, call, *arrays)[0], 3)
 
 
 # Lengths of queries and keys, and what hides keys; segments need as many
@@ -257,13 +206,6 @@ class TablesTest(parameterized.TestCase):
         visited = [i for i in parts if whole_begin[i] <= j < whole_end[i]]
         self.assertEqual(whole, visited)
 
-  def test_segments_that_are_not_runs_hide_no_tile(self):
-    segments = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32) % 2, (2, 32))
-    begin, end, exact = Visible(segments=segments).key_ranges(32, 32)
-    np.testing.assert_array_equal(begin, np.zeros((2, 32)))
-    np.testing.assert_array_equal(end, np.full((2, 32), 32))
-    self.assertFalse(exact.any())
-
 
 def _ranges_of_keys(masks: str, case: Case) -> Visible:
   """Masks by which a query sees a range of keys."""
@@ -282,5 +224,240 @@ def _ranges_of_keys(masks: str, case: Case) -> Visible:
   )
 
 
-if __name__ == "__main__":
-  absltest.main()
+_ROWS = 16
+_SIZES = BlockSizes.of(*[(_ROWS, 16)] * 3)
+
+
+def _tpu_case(**options) -> Case:
+  shape = {"queries": 70, "keys": 70, "kv_heads": 2, "scale": 0.2}
+  return Case(**shape | options)
+
+
+_MASKS = {
+  "everything": {},
+  "causal": {"causal": True},
+  "fewer_queries": {"causal": True, "queries": 40},
+  "segments": {"segments": True},
+  "packed_texts": {"causal": True, "segments": True},
+  "all_masks": {"causal": True, "segments": True, "key_mask": True},
+}
+_CUTS = {
+  "heads_together": Cut(16, 5, chunk=5, window=4, heads=2),
+  "chunks": Cut(16, 5, chunk=2, window=3, heads=1),
+  "two_cores": Cut(16, 5, chunk=5, window=2, heads=1, cores=2),
+  "chunks_on_two_cores": Cut(16, 5, chunk=3, window=3, heads=1, cores=2),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _visit_tables(case, cut, keys_first):
+  return tpu_plan.tables(case.problem(), cut, keys_first=keys_first)
+
+
+def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
+  """The visits of every core, one after another."""
+  names = "window", "unit", "chunk", "low", "high"
+  columns = [np.asarray(getattr(lists, name)) for name in names]
+  visits = [dict(zip(names, map(int, x))) for x in zip(*columns)]
+  first = np.asarray(lists.first)
+  return [visits[a:b] for a, b in itertools.pairwise(first)]
+
+
+class VisitsTest(parameterized.TestCase):
+  @parameterized.product(
+    options=(
+      {"share": 0.0},
+      {"share": 0.01, "heads": 2},  # a pair or two
+      {"heads": 2, "kv_heads": 1, "batch": 1, "causal": True},
+      _MASKS["all_masks"],
+    ),
+    keys_first=(False, True),
+  )
+  def test_every_core_has_a_visit_to_what_no_other_one_writes(
+    self, options, keys_first
+  ):
+    case, cut = _tpu_case(**options), Cut(16, 5, 2, 2, heads=1, cores=2)
+    lists, _ = _visit_tables(case, cut, keys_first)
+    names = ("unit", "chunk") if keys_first else ("window",)
+    written = [{tuple(x[n] for n in names) for x in c} for c in _visits(lists)]
+    self.assertLen(written, 2)
+    self.assertTrue(all(written))
+    self.assertLen(set().union(*written), sum(map(len, written)))
+    runs = [
+      place
+      for core in _visits(lists)
+      for place, _ in itertools.groupby(
+        tuple(x[n] for n in names) for x in core
+      )
+    ]
+    self.assertLen(set(runs), len(runs))  # no place is left and taken again
+
+  def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
+    case = _tpu_case(queries=16, keys=64, kv_heads=4)
+    mask = np.zeros((2, 16, 4), bool)
+    mask[0, :, 1] = mask[1, :, 2] = True
+    table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), _ROWS)
+    problem = dataclasses.replace(case.problem(), blocks=table)
+    plan = tpu_plan.Plan(problem, 16, keys_first=False)
+    lists, _ = jax.jit(
+      lambda: tpu_plan.tables(problem, plan.cut, keys_first=False)
+    )()
+    index = plan.keys_or_values(jnp.zeros(problem.k_shape)).spec.index_map
+    places = [
+      tuple(map(int, index(0, step, *lists)))
+      for step in range(int(lists.first[-1]))
+    ]
+    fetched = [place for place, _ in itertools.groupby(places)]
+    self.assertLen(set(fetched), len(fetched))
+    self.assertEqual({place[0] for place in fetched}, {1, 6})
+
+
+class PlanTest(parameterized.TestCase):
+  """Sizes for real devices; nothing is computed."""
+
+  @parameterized.product(causal=(False, True), keys_first=(False, True))
+  def test_two_cores_share_the_work_of_one_head(self, causal, keys_first):
+    # LLaMA-8B on tensor=8.
+    case = Case(1, 4096, 4096, 4, 1, 128, causal)
+    with devices.traced_for("tpu", "TPU v5"):
+      tile = block_sizes("mosaic_tpu", 128, "bfloat16").dkv
+      problem = case.problem(256)
+      plan = tpu_plan.Plan(problem, tile.keys, keys_first=keys_first)
+      cut = plan.cut
+      lists, _ = jax.jit(
+        lambda: tpu_plan.tables(problem, cut, keys_first=keys_first)
+      )()
+    done = []
+    for core in _visits(lists):
+      tiles = 0
+      for visit in core:
+        begin = visit["chunk"] * cut.chunk
+        for i in range(visit["low"], visit["high"]):
+          start, _, end = (
+            x[visit["window"] * cut.window + i] for x in lists[-3:]
+          )
+          tiles += max(0, min(end, begin + cut.chunk) - max(start, begin))
+      done.append(int(tiles))
+    self.assertLen(done, 2)
+    self.assertGreater(min(done), 0.3 * sum(done))
+
+
+def _check_tpu(case: Case) -> None:
+  """Compares results with float64, compiled anew: patches are part of them."""
+  call = functools.partial(cases.evaluate, "mosaic_tpu", case, sizes=_SIZES)
+  results = jax.jit(lambda *x: call(*x))(case.arrays(), case.blocks())
+  cases.check(jax.block_until_ready(results), cases.reference(case))
+
+
+class CutsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("heads_together", {"causal": True, "head_dim": 128, "share": 0.2}),
+    ("chunks", _MASKS["all_masks"]),
+    ("chunks_on_two_cores", {"causal": True, "head_dim": 128, "queries": 40}),
+  )
+  def test_any_cut_gives_the_same(self, name, options):
+    cut = property(lambda self: _CUTS[name])
+    with mock.patch.object(tpu_plan.Plan, "cut", cut):
+      _check_tpu(_tpu_case(**options))
+
+
+class SimulatedTest(parameterized.TestCase):
+  """Two cores, whose memory holds NaN where nothing was written."""
+
+  @parameterized.parameters(
+    (2, {"causal": True, "heads": 2, "kv_heads": 1, "batch": 1}),
+    (2, {"heads": 3, "share": 0.02, "kv_heads": 3, "batch": 1}),
+    (2, {"share": 0.0, "causal": True}),  # no head at all
+    (2, {"queries": 16, "keys": 16, "heads": 2, "kv_heads": 1, "batch": 1}),
+    (2, {"queries": 51, "keys": 51, "kv_heads": 4, **_MASKS["all_masks"]}),
+    (2, {"causal": True, "queries": 20, "keys": 37, "head_dim": 64}),
+    (1, {"queries": 51, "keys": 51, **_MASKS["all_masks"]}),
+  )
+  @pytest.mark.slow
+  def test_equals_float64_without_races(self, cores, options):
+    with devices.simulated_tpu(cores):
+      _check_tpu(_tpu_case(**{"queries": 40, "keys": 40, **options}))
+
+
+def _hopper(tokens=100, **options) -> Case:
+  shape = {"batch": 1, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+  sizes = {"queries": tokens, "keys": tokens, "scale": 0.125}
+  return Case(**shape | sizes | options)
+
+
+_FORWARD, _KEYS = (128, 64), (64, 128)  # rows and keys of tiles
+_HOPPER_CASES = {
+  "bidirectional": (_hopper(150), _FORWARD, _KEYS),
+  "causal": (_hopper(causal=True, kv_heads=1, batch=2), _FORWARD, _KEYS),
+  "masks": (
+    _hopper(
+      causal=True, segments=True, key_mask=True, batch=2, dtype="float16"
+    ), _FORWARD, _KEYS,
+  ),
+  "one_consumer": (_hopper(128, segments=True, scale=-0.3), (64, 64), _KEYS),
+  "large_head": (_hopper(head_dim=256, causal=True), _FORWARD, (64, 64)),
+  "head_dim_96": (_hopper(64, head_dim=96, kv_heads=4), _FORWARD, _KEYS),
+}  # fmt: skip
+# The interpreter takes 10 to 20 s for each: `pytest -m slow` runs the others.
+_ALWAYS = ("causal", "masks")
+
+
+def _check_hopper(name: str, **changes) -> None:
+  case, forward, keys = _HOPPER_CASES[name]
+  case = dataclasses.replace(case, **changes)
+  sizes = BlockSizes.of(forward, forward, keys)
+  call = functools.partial(cases.evaluate, "mosaic_gpu", case, sizes=sizes)
+  got = jax.jit(lambda *x: call(*x))(case.arrays(), case.blocks(forward[0]))
+  chex.assert_type(got, case.dtype)
+  cases.check(got, cases.reference(case), 2e-2, 2e-2)
+
+
+class HopperTest(parameterized.TestCase):
+  @parameterized.parameters(*_ALWAYS)
+  def test_equals_float64(self, name):
+    _check_hopper(name)
+
+  @parameterized.parameters(*sorted(_HOPPER_CASES.keys() - _ALWAYS))
+  @pytest.mark.slow
+  def test_other_cases_equal_float64(self, name):
+    _check_hopper(name)
+
+  @parameterized.parameters(*sorted(_HOPPER_CASES))
+  @pytest.mark.slow
+  def test_nothing_unwritten_is_read_and_no_slot_while_it_is_filled(self, name):
+    # Whole tiles: what a copy reads beyond an array would be NaN too. JAX 0.10
+    # detects no races of GPUs, which is no error of its own.
+    params = dataclasses.replace(
+      hopper_program._interpreter(),
+      detect_races=True,
+      uninitialized_memory="nan",
+      out_of_bounds_reads="raise",
+    )
+    release = Ring.release
+
+    def committed(ring, step):
+      # Products read shared memory as copies do, but here as threads do.
+      plgpu.commit_smem()
+      release(ring, step)
+
+    with (
+      mock.patch.object(hopper_program, "_interpreter", lambda: params),
+      mock.patch.object(Ring, "release", committed),
+    ):
+      _check_hopper(name, queries=128, keys=128)
+
+
+class HopperTablesTest(parameterized.TestCase):
+  @parameterized.parameters("bidirectional", "causal")
+  def test_every_tile_is_visited_once(self, name):
+    problem = _hopper(900, batch=3, causal=name == "causal").problem(64)
+    table, used = RowLaunch(problem, Tile(64, 64), 1).table()
+    tiles = np.asarray(table)[:, 0]
+    np.testing.assert_array_equal(np.sort(tiles), np.arange(len(tiles)))
+    self.assertLess(int(used[0]), len(tiles))
+    self.assertTrue((tiles[: int(used[0])] < int(used[0])).all())
+
+    case = _hopper(900, batch=3, causal=name == "causal")
+    table = KeyLaunch(case.problem(128), Tile(64, 128), 2).table()
+    expected = np.ndindex(8, case.batch, case.kv_heads)
+    self.assertCountEqual(map(tuple, np.asarray(table).tolist()), expected)

@@ -75,8 +75,15 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
     FileNotFoundError: a file of the case is missing.
     ValueError: the case is of an unknown kind, incomplete or damaged.
   """
-  case = read_case(pathlib.Path(directory), KINDS)
-  kind, limits = case.meta["kind"], case.meta["tolerance"]
+  try:
+    case = read_case(pathlib.Path(directory), KINDS)
+    with jax.default_matmul_precision("highest"):
+      results = KINDS[case.meta["kind"]](case)
+    limits = case.meta["tolerance"]
+  except KeyError as error:
+    raise ValueError(
+      f"{directory}: meta.json or io.npz lacks {error}"
+    ) from error
   expected = {
     name: (case.arrays[name], limits.get("outputs_atol", {}).get(name))
     for name, entry in case.meta["arrays"].items()
@@ -85,13 +92,6 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
     f"grads/{name}": (grad, limits.get("grads_atol", {}).get(name))
     for name, grad in case.grads.items()
   }
-  with jax.default_matmul_precision("highest"):
-    try:
-      results = KINDS[kind](case)
-    except KeyError as error:
-      raise ValueError(
-        f"{directory}: meta.json or io.npz lacks {error}"
-      ) from error
   rows = []
   for name, (want, tolerance) in expected.items():
     if tolerance is None:  # as in most cases; others must be stated

@@ -8,7 +8,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 
 from moh_jax.config.heads import HeadBudget
@@ -16,27 +15,8 @@ from moh_jax.convert import rules
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.routing import RouterAux
 from moh_jax.runtime.files import read_npz
-from moh_jax.runtime.json_files import FileName, Shape, read_json
+from moh_jax.runtime.json_files import read_json
 from moh_jax.runtime.sharding import abstract_params, unbox
-
-
-class _Array(msgspec.Struct):
-  shape: Shape
-  role: str = ""
-
-
-class _Tolerance(msgspec.Struct):
-  outputs_atol: dict[str, float] = {}
-  grads_atol: dict[str, float] = {}
-
-
-class _Meta(msgspec.Struct):
-  kind: str
-  hyper_parameters: dict[str, Any]
-  arrays: dict[str, _Array]
-  tolerance: _Tolerance
-  files: dict[FileName, Any] | list[FileName]
-  state_dict: list[dict[str, Any]] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +70,7 @@ def read_case(directory: pathlib.Path, kinds: Iterable[str]) -> Case:
     FileNotFoundError: a file of the case is missing.
     ValueError: the case is of an unknown kind, incomplete or damaged.
   """
-  meta = read_json(directory / "meta.json", _Meta)
+  meta = read_json(directory / "meta.json")
   if meta["kind"] not in kinds:
     raise ValueError(
       f"{directory}: kind {meta['kind']!r} must be one of {tuple(kinds)}"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig, without_router
-from moh_jax.layers.stack import REMAT_NAMES
+from moh_jax.layers.stack import REMAT_POLICIES
 from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import parse_topology
 from moh_jax.training import plan as plan_lib
@@ -62,7 +62,7 @@ def _products(remat):
 
 
 class TimeTest(parameterized.TestCase):
-  @parameterized.parameters(*REMAT_NAMES)
+  @parameterized.parameters(*REMAT_POLICIES)
   def test_products_that_run_again_take_time(self, remat):
     ratio = _products(remat) / _products("none")
     if remat == "full":

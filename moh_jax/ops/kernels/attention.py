@@ -9,7 +9,6 @@ Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, T blocks, R rows of a block.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -70,11 +69,11 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  q = call.q
-  blocks = blocks_of(call.active, q.shape[:3], form.rows)
-  same = q.dtype == call.k.dtype == call.v.dtype
-  options = kernel_options(target(), q.dtype.name if same else "", q.shape[-1])
-  return kernel_attention(call, blocks, **options)
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows)
+  interpret = target().platform == "cpu"
+  return kernel_attention(
+    call, blocks, backend=form.backend, interpret=interpret
+  )
 
 
 def kernel_attention(
@@ -87,8 +86,9 @@ def kernel_attention(
 ) -> jax.Array:
   """Softmax attention of the (token, head) pairs in a table, as one kernel.
 
-  Sums are float32. Products of float32 inputs have the precision of
-  `jax.default_matmul_precision`, as anywhere in JAX.
+  Products are in the widest dtype of queries, keys and values (float32 for
+  float16 on a TPU), sums in float32. Products of float32 inputs have the
+  precision of `jax.default_matmul_precision`, as anywhere in JAX.
 
   Args:
     call: arrays, bfloat16, float16 or float32, without a bias.
@@ -114,51 +114,43 @@ def kernel_attention(
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
   chex.assert_shape(blocks.row, q.shape[:3])
-  out_dtype = v.dtype
-  dtype, k, v = readable(backend, q, k, v)
+  dtype = product_dtype(backend, q.shape[-1], q=q, k=k, v=v)
   if sizes is None:
     sizes = block_sizes(backend, q.shape[-1], dtype)
   sizes = sizes.with_rows(blocks.token.shape[1])
   kernels = BACKENDS[backend]
   kernels.check(sizes)
-  k, v = (kernels.arranged(x) for x in (k.astype(dtype), v))
+  q, k, v = (x.astype(dtype) for x in (q, k, v))
+  k, v = kernels.arranged(k), kernels.arranged(v)
   masks, scale = call.visible, float(call.scale)
-  problem = Problem(k.shape, k.dtype, masks, blocks, scale, interpret)
-  out = _attend(q.astype(dtype), k, v, problem, (kernels, sizes))
-  return out.astype(out_dtype)
+  problem = Problem(k.shape, dtype, masks, blocks, scale, interpret)
+  out = _attend(q, k, v, problem, (kernels, sizes))
+  return out.astype(call.v.dtype)
 
 
-def readable(
-  backend: str, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jnp.dtype, jax.Array, jax.Array]:
-  """Prepares inputs for a back end's kernels; TPUs have no float16.
+def product_dtype(backend: str, head_dim: int, **arrays: Any) -> jnp.dtype:
+  """The widest dtype of arrays that a back end multiplies.
 
   Args:
     backend: of Pallas, one of `BACKENDS`.
-    q: queries.
-    k: keys.
-    v: values.
-
-  Returns:
-    The dtype in which queries and keys are multiplied, and keys and values in
-    dtypes that the back end reads: on a TPU float32 in place of float16.
+    head_dim: D.
+    **arrays: by the names that an error gives them.
 
   Raises:
     ValueError: no kernels exist for the back end, or they do not read a dtype.
   """
   if backend not in BACKENDS:
     raise ValueError(f"backend={backend!r} must be one of {set(BACKENDS)}")
-  kernels = BACKENDS[backend]
-  for name, x in {"q": q, "k": k, "v": v}.items():
+  for name, x in arrays.items():
     if x.dtype.name not in _DTYPES:
       known = ", ".join(_DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
-  dtype = jnp.promote_types(q.dtype, k.dtype)
-  if reason := kernels.lacks(dtype.name, v.dtype.name, q.shape[-1]):
+  dtype = jnp.result_type(*arrays.values())
+  if reason := BACKENDS[backend].lacks(dtype.name, head_dim):
     raise ValueError(f"backend={backend!r} needs {reason}")
-  return kernels.readable(dtype), *(
-    x.astype(kernels.readable(x.dtype)) for x in (k, v)
-  )
+  if backend == "mosaic_tpu" and dtype == jnp.float16:
+    return jnp.dtype(jnp.float32)  # TPUs have no float16
+  return dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -173,7 +165,7 @@ def _forward(q, k, v, problem, options):
   if not kernels.picks_rows:
     q = kernels.to_rows(problem, q)
   out, log_sums = keep_attention(
-    kernels.forward(problem, q, (k, v), sizes.forward)
+    kernels.run("forward", problem, (q,), (k, v), sizes.forward)
   )
   saved = q, k, v, problem, out, log_sums
   return kernels.to_pairs(problem, out, dim), saved
@@ -185,12 +177,10 @@ def _backward(options, saved, grad):
   q, k, v, problem, out, log_sums = saved
   rows = kernels.to_rows(problem, q) if kernels.picks_rows else q
   grad = kernels.to_rows(problem, grad)
-  dq, inner = kernels.query_gradient(
-    problem, (rows, out, log_sums, grad), (k, v), sizes.dq
-  )
-  dk, dv = kernels.key_gradients(
-    problem, (rows, log_sums, inner, grad), (k, v), sizes.dkv
-  )
+  given = rows, out, log_sums, grad
+  dq, inner = kernels.run("dq", problem, given, (k, v), sizes.dq)
+  given = rows, log_sums, inner, grad
+  dk, dv = kernels.run("dkv", problem, given, (k, v), sizes.dkv)
   return kernels.to_pairs(problem, dq, dim), dk, dv, None
 
 
@@ -314,21 +304,21 @@ def read(path: str | os.PathLike) -> dict[Key, BlockSizes]:
 
 def _parse(entry: dict) -> tuple[Key, BlockSizes]:
   """Reads and checks one entry of a file."""
-  backend, dim = entry["backend"], entry["head_dim"]
-  if backend not in BACKENDS:
-    raise ValueError(f"backend={backend!r} must be one of {list(BACKENDS)}")
-  if not 1 <= dim <= MAX_HEAD_DIM:
-    raise ValueError(f"head_dim={dim!r} must be in [1, {MAX_HEAD_DIM}]")
-  tiles = {}
-  for name in ("forward", "dq", "dkv"):
+  entry, tiles = dict(entry), {}
+  key = Key(*(entry.pop(name) for name in Key._fields))
+  if key.backend not in BACKENDS:
+    raise ValueError(f"backend={key.backend!r} must be one of {list(BACKENDS)}")
+  if not 1 <= key.head_dim <= MAX_HEAD_DIM:
+    raise ValueError(
+      f"head_dim={key.head_dim!r} must be in [1, {MAX_HEAD_DIM}]"
+    )
+  for name, tile in entry.items():
     try:
-      tiles[name] = Tile(**entry[name])
+      tiles[name] = Tile(**tile)
     except (TypeError, ValueError) as error:
       raise ValueError(f"{name}: {error}") from None
-  sizes = BlockSizes(**tiles)
-  BACKENDS[backend].check(sizes)
-  dtype = jnp.dtype(entry["dtype"]).name
-  return Key(backend, str(entry["device"]), dim, dtype), sizes
+  BACKENDS[key.backend].check(sizes := BlockSizes(**tiles))
+  return key._replace(dtype=jnp.dtype(key.dtype).name), sizes
 
 
 @functools.cache
@@ -360,23 +350,17 @@ def attend_to_cache(
   Raises:
     ValueError: a dtype or the head dim is not supported.
   """
-  first = slots.first.astype(jnp.int32)
-  end = jnp.broadcast_to(slots.start + 1, first.shape).astype(jnp.int32)
-  options = kernel_options(target())
   active, factor = (None, 1.0) if active is None else active.bounded()
-  scale = q.shape[-1] ** -0.5
-  out = kernel_decode(q, cache, first, end, active, scale, **options)
-  return factor * out
+  options = kernel_options(target())
+  return factor * kernel_decode(q, cache, slots, active, **options)
 
 
 @jax.enable_x64(False)  # indices in kernels are int32
 def kernel_decode(
   q: jax.Array,
   cache: LayerCache,
-  first: jax.Array,
-  end: jax.Array,
+  slots: Slots,
   active: ActiveHeads | None,
-  scale: float,
   *,
   backend: str,
   interpret: bool = False,
@@ -392,11 +376,9 @@ def kernel_decode(
     q: [B, 1, H, D] bfloat16, float16 or float32.
     cache: keys and values [B, K, M, D] in one of these dtypes, or int8 with
       scales; query head h reads key/value head h // (H / K).
-    first: [B] int32 first slot that each token sees.
-    end: [B] int32 slot after the last one that each token sees.
+    slots: which slots each token sees.
     active: the active heads; None is every head. A key/value head is read if
       any of its query heads is active.
-    scale: factor of the logits.
     backend: of Pallas, "triton" (NVIDIA GPUs) or "mosaic_tpu".
     interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
 
@@ -409,15 +391,17 @@ def kernel_decode(
   """
   chex.assert_rank((q, cache.k), 4)
   batch, _, heads, dim = q.shape
-  kv_heads, slots = cache.k.shape[1:3]
+  kv_heads, most_slots = cache.k.shape[1:3]
   chex.assert_shape(q, (batch, 1, heads, dim))
-  chex.assert_shape((cache.k, cache.v), (batch, kv_heads, slots, dim))
-  chex.assert_shape((first, end), (batch,))
+  chex.assert_shape((cache.k, cache.v), (batch, kv_heads, most_slots, dim))
+  first = slots.first.astype(jnp.int32)
+  end = jnp.broadcast_to(slots.start + 1, first.shape).astype(jnp.int32)
   if cache.k_scale is None:
-    dtype, k, v = readable(backend, q, cache.k, cache.v)
-    cache = dataclasses.replace(cache, k=k, v=v)
+    dtype = product_dtype(backend, dim, q=q, k=cache.k, v=cache.v)
+    if backend == "mosaic_tpu" and cache.k.dtype == jnp.float16:
+      cache = jax.tree.map(lambda x: x.astype(jnp.float32), cache)
   else:
-    dtype, *_ = readable(backend, q, q, q)  # holds all values of int8
+    dtype = product_dtype(backend, dim, q=q)  # holds all values of int8
   shape = batch, kv_heads, heads // kv_heads, dim
   chosen = jnp.broadcast_to((first < end)[:, None, None], shape[:3])
   most = kv_heads
@@ -429,9 +413,8 @@ def kernel_decode(
     cache,
     head_list(chosen.any(-1), most),
     jnp.maximum(first, 0),
-    jnp.minimum(end, slots),
+    jnp.minimum(end, most_slots),
     dtype,
-    float(scale),
     interpret,
   )
   out = _KERNELS[backend].attend(problem, q.astype(dtype).reshape(shape))

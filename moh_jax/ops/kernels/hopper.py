@@ -25,7 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.basics import HALF
 from moh_jax.ops.kernels.hopper_program import (
+  MATRIX,
   PART,
+  PER_COLUMN,
+  PER_ROW,
   Launch,
   Masks,
   Part,
@@ -72,66 +75,40 @@ class Hopper(Kernels):
       return f"an NVIDIA Hopper GPU, this is a {device.kind}"
     if device.cuda in _MISCOMPILING_CUDA:
       return f"a CUDA that compiles its kernels well, not {device.cuda}"
-    return self.lacks(dtype, dtype, head_dim)
+    return self.lacks(dtype, head_dim)
 
-  def check(self, sizes: BlockSizes) -> None:
-    """See `Kernels.check`."""
-    if sizes.rows not in (PART, 2 * PART):
-      raise ValueError(
-        f"rows={sizes.rows} of a block must be {PART} or {2 * PART} on Hopper"
-      )
-    sizes.check_covers()
+  def rows_must_be(self, rows: int) -> str:
+    """See `Kernels.rows_must_be`."""
+    return "" if rows in (PART, 2 * PART) else f"{PART} or {2 * PART} on Hopper"
 
-  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+  def lacks(self, dtype: str, head_dim: int) -> str:
     """See `Kernels.lacks`."""
-    if dtype == value_dtype and dtype in HALF and head_dim in _HEAD_DIMS:
+    if dtype in HALF and head_dim in _HEAD_DIMS:
       return ""
     return (
-      f"queries, keys and values of one dtype, {' or '.join(HALF)}, and a "
-      f"head_dim in {_HEAD_DIMS}, not {dtype}, {value_dtype} (values) and "
+      f"{' or '.join(HALF)} and a head_dim in {_HEAD_DIMS}, not {dtype} and "
       f"{head_dim}"
     )
 
-  def forward(
-    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
+  def run(
+    self, name: str, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
   ) -> Arrays:
-    """See `Kernels.forward`."""
-    return RowLaunch(problem, tile, tile.rows // PART).compute(
-      _forward_kernel, (q,), (), keys, problem.outputs(q, keys[1])
-    )
-
-  def query_gradient(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """See `Kernels.query_gradient`."""
-    q, out, log_sums, grad = rows
-    return RowLaunch(problem, tile, tile.rows // PART).compute(
-      _query_gradient_kernel, (q, grad), (out, log_sums), keys,
-      problem.query_gradients(q),
-    )  # fmt: skip
-
-  def key_gradients(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """See `Kernels.key_gradients`."""
-    return KeyLaunch(problem, tile, 2).compute(
-      _key_gradients_kernel, rows, keys
-    )
+    """See `Kernels.run`."""
+    if name == "dkv":
+      return KeyLaunch(problem, tile, 2).compute(rows, keys)
+    launch = RowLaunch(problem, tile, tile.rows // PART)
+    kernel = {"forward": _forward_kernel, "dq": _query_gradient_kernel}[name]
+    return launch.compute(kernel, rows, keys)
 
 
 class RowLaunch(Launch):
   """Launch of a kernel whose pieces of work are tiles of rows."""
 
-  @property
-  def row_tiles(self) -> int:
-    """Tiles of rows in all blocks, P."""
-    return self.problem.num_blocks * self.problem.rows // self.rows
-
   def table(self) -> tuple[jax.Array, jax.Array]:
     """All work [P, 7] int32, a `RowWork` per row, and how much is used, [1]."""
     problem = self.problem
     blocks, per_block = problem.blocks, problem.rows // self.rows
-    tile = jnp.arange(self.row_tiles, dtype=jnp.int32)
+    tile = jnp.arange(problem.num_blocks * per_block, dtype=jnp.int32)
     head = blocks.head[tile // per_block]
     if self.run == 2:
       first, end = (blocks.first[x] * per_block for x in (head, head + 1))
@@ -171,17 +148,16 @@ class RowLaunch(Launch):
     problem = self.problem
     if problem.visible.everything and problem.keys % self.keys == 0:
       return lambda j, whole, logits: logits
-    end, codes = (
-      None if x is None else self.load_per_row(x, _first_row(part))
-      for x in (part.masks.end, part.masks.row_codes)
+    by_row = jax.tree.map(
+      lambda x: self.load(x.at[_own_rows(part)], PER_ROW), part.masks[:2]
     )
 
     def masked(j: jax.Array, logits: jax.Array) -> jax.Array:
-      key_codes = part.masks.key_codes
-      if key_codes is not None:
-        span = pl.ds(j * self.keys, self.keys)
-        key_codes = self.load_per_column(key_codes.at[part.work.batch, span])
-      own = Masks(end, codes, key_codes)
+      place = part.work.batch, pl.ds(j * self.keys, self.keys)
+      by_key = jax.tree.map(
+        lambda x: self.load(x.at[place], PER_COLUMN), part.masks.key_codes
+      )
+      own = Masks(*by_row, by_key)
       return hide(self, logits, own, j * self.keys, rows_axis=0)
 
     def hidden(j: jax.Array, whole: None, logits: jax.Array) -> jax.Array:
@@ -192,26 +168,22 @@ class RowLaunch(Launch):
 
     return hidden
 
-  def compute(
-    self,
-    kernel: Callable,
-    held: Arrays,
-    others: Arrays,
-    keys: Arrays,
-    outputs: tuple,
-  ) -> Arrays:
-    """Launches a kernel; see `Launch.run_kernel`."""
+  def compute(self, kernel: Callable, rows: Arrays, keys: Arrays) -> Arrays:
+    """Launches a kernel that adds to rows."""
+    # A piece holds its tile of queries and of the output's gradient.
+    held, others = rows[::3], rows[1:3]
     pieces = *self.table(), None
     slots = 2 if self.problem.head_dim <= 128 else 1
     streams = [(x,) for x in keys]
+    outputs = self.problem.row_outputs
     return self.run_kernel(
       kernel, pieces, held, slots, streams, others, outputs
     )
 
 
-def _first_row(part: Part) -> jax.Array:
-  """The first row of a part."""
-  return part.work.tile * part.launch.rows + part.start
+def _own_rows(part: Part) -> pl.Slice:
+  """Where the rows of a part lie."""
+  return pl.ds(part.work.tile * part.launch.rows + part.start, PART)
 
 
 def _forward_kernel(
@@ -219,13 +191,12 @@ def _forward_kernel(
 ) -> jax.Array:
   launch, (out_ref, sum_ref) = part.launch, outputs
   keys, values = part.rings
-  q = part.own(tiles[0])
-  span = pl.ds(_first_row(part), PART)
+  q, span = part.own(tiles[0]), _own_rows(part)
 
   def step(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
     acc, highest, total = carry
     [k] = keys.take(turn)
-    logits = launch.logits(launch.across(q, k, part.turns.switch))
+    logits = launch.problem.scaled(launch.across(q, k, part.switch))
     keys.release(turn)
     logits = hide(logits)
     new = jnp.maximum(highest, logits.max(1))
@@ -236,19 +207,21 @@ def _forward_kernel(
     total = total * decay + weights.sum(1)
     acc = acc * row(decay, acc.shape)
     weights = weights.astype(q.dtype)
-    part.turns.switch()
+    part.switch()
     [v] = values.take(turn)
     acc = launch.add_product(acc, weights, v)
     values.release(turn)
     return acc, new, total
 
-  zeros = launch.zeros(launch.problem.head_dim)
-  start = zeros, launch.per_row(-jnp.inf), launch.per_row(0.0)
-  # In each piece of work anew: the one ahead would otherwise wait for memory
-  # that the other one frees only when its turn comes.
-  part.turns.start(part.consumer)
+  zeros = launch.full(0.0, launch.problem.head_dim)
+  start = zeros, launch.full(-jnp.inf), launch.full(0.0)
+  # Two consumers take turns at the tensor cores: one computes products while
+  # the other one, half a turn behind, computes exponentials. In each piece of
+  # work anew: the one ahead would otherwise wait for memory that the other one
+  # frees only when its turn comes.
+  pl.when(part.consumer == 1)(part.switch)
   done, (acc, highest, total) = part.over_tiles(step, start)
-  part.turns.stop(part.consumer)
+  pl.when(part.consumer == 0)(part.switch)  # as many switches for both
   sees_keys = total > 0
   total = jnp.where(sees_keys, total, 1.0)
   _store(acc * row(1 / total, acc.shape), q, out_ref.at[span])
@@ -261,13 +234,12 @@ def _forward_kernel(
 def _query_gradient_kernel(
   part: Part, tiles: tuple, others: tuple, outputs: tuple
 ) -> jax.Array:
-  launch, first = part.launch, _first_row(part)
+  launch, span = part.launch, _own_rows(part)
   (out_ref, sums_ref), (dq_ref, inner_ref) = others, outputs
   keys, values = part.rings
   q, grad = map(part.own, tiles)
-  span = pl.ds(first, PART)
-  log_sums = launch.load_per_row(sums_ref, first)
-  out = launch.load_rows(out_ref, first).astype(jnp.float32)
+  log_sums = launch.load(sums_ref.at[span], PER_ROW)
+  out = launch.load(out_ref.at[span], MATRIX).astype(jnp.float32)
   inner = (out * grad[...].astype(jnp.float32)).sum(1)
   inner_ref[span] = inner
 
@@ -275,7 +247,7 @@ def _query_gradient_kernel(
     [k], [v] = keys.take(turn), values.take(turn)
 
     def weigh(products: jax.Array) -> jax.Array:
-      logits = hide(launch.logits(products))
+      logits = hide(launch.problem.scaled(products))
       return launch.weights(logits, row(log_sums, logits.shape))
 
     weights, dweights = launch.across_both((q, k), weigh, (grad, v))
@@ -285,7 +257,7 @@ def _query_gradient_kernel(
     keys.release(turn)
     return dq
 
-  done, dq = part.over_tiles(step, launch.zeros(launch.problem.head_dim))
+  done, dq = part.over_tiles(step, launch.full(0.0, launch.problem.head_dim))
   _store(dq * launch.problem.scale, q, dq_ref.at[span])
   plgpu.wait_smem_to_gmem(0)
   return done
@@ -352,14 +324,15 @@ class KeyLaunch(Launch):
 
     def masked(i: jax.Array, logits: jax.Array) -> jax.Array:
       span = pl.ds(i * self.rows, self.rows)
-      by_row = (
-        None if x is None else self.load_per_column(x.at[span])
-        for x in (masks.end, masks.row_codes)
+      by_row = jax.tree.map(
+        lambda x: self.load(x.at[span], PER_COLUMN), masks[:2]
       )
-      first, key_codes = work.tile * self.keys + part.start, masks.key_codes
-      if key_codes is not None:
-        key_codes = self.load_per_row(key_codes.at[work.batch], first)
-      own = Masks(*by_row, key_codes)
+      first = work.tile * self.keys + part.start
+      by_key = jax.tree.map(
+        lambda x: self.load(x.at[work.batch].at[pl.ds(first, PART)], PER_ROW),
+        masks.key_codes,
+      )
+      own = Masks(*by_row, by_key)
       return hide(self, logits, own, first, rows_axis=1)
 
     def hidden(i: jax.Array, whole: jax.Array, logits: jax.Array) -> jax.Array:
@@ -367,8 +340,8 @@ class KeyLaunch(Launch):
 
     return hidden
 
-  def compute(self, kernel: Callable, rows: Arrays, keys: Arrays) -> Arrays:
-    """Launches a kernel whose outputs are like the keys and values."""
+  def compute(self, rows: Arrays, keys: Arrays) -> Arrays:
+    """Launches the kernel; its outputs are like the keys and values."""
     bounds = rows_of_keys(self.problem, self.rows, self.keys)
     # Copies leave out what is beyond an array's end; the interpreter's do not.
     more = self.key_tiles * self.keys - self.problem.keys
@@ -377,7 +350,9 @@ class KeyLaunch(Launch):
       lambda: tuple(jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))) for x in keys)
     )
     pieces = self.table(), None, bounds
-    results = self.run_kernel(kernel, pieces, keys, 1, [rows], (), outputs)
+    results = self.run_kernel(
+      _key_gradients_kernel, pieces, keys, 1, [rows], (), outputs
+    )
     return tuple(x[:, : self.problem.keys] for x in results)
 
 
@@ -392,13 +367,13 @@ def _key_gradients_kernel(
   # products, as registers can be. One product follows the other: there are not
   # enough registers for two.
   def weigh(hide: Callable, q: Any, sums_ref: Any) -> jax.Array:
-    logits = hide(launch.logits(launch.across(k, q)))
-    log_sums = column(launch.load_per_column(sums_ref), logits.shape)
+    logits = hide(launch.problem.scaled(launch.across(k, q)))
+    log_sums = column(launch.load(sums_ref, PER_COLUMN), logits.shape)
     return launch.weights(logits, log_sums)
 
   def add_dk(dk: jax.Array, weights: jax.Array, rows: tuple) -> jax.Array:
     q, _, inner_ref, grad = rows
-    inner = column(launch.load_per_column(inner_ref), weights.shape)
+    inner = column(launch.load(inner_ref, PER_COLUMN), weights.shape)
     dlogits = weights * launch.add_across(-inner, v, grad)
     return launch.add_product(dk, dlogits.astype(q.dtype), q)
 
@@ -406,36 +381,32 @@ def _key_gradients_kernel(
     grad = rows[3]
     return launch.add_product(dv, weights.astype(grad.dtype), grad)
 
-  def step_both(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
-    dk, dv = carry
+  def step(turn: jax.Array, hide: Callable, sums: Any) -> Any:
     rows = row_ring.take(turn)
     weights = weigh(hide, *rows[:2])
-    dv = add_dv(dv, weights, rows)
-    dk = add_dk(dk, weights, rows)
+    if launch.shares_keys:
+      sums = lax.cond(
+        part.consumer == 0,
+        lambda x: add_dk(x, weights, rows),
+        lambda x: add_dv(x, weights, rows),
+        sums,
+      )
+    else:
+      dk, dv = sums
+      dv = add_dv(dv, weights, rows)
+      sums = add_dk(dk, weights, rows), dv
     row_ring.release(turn)
-    return dk, dv
-
-  def step_one(turn: jax.Array, hide: Callable, total: jax.Array) -> jax.Array:
-    rows = row_ring.take(turn)
-    weights = weigh(hide, *rows[:2])
-    total = jax.lax.cond(
-      part.consumer == 0,
-      lambda x: add_dk(x, weights, rows),
-      lambda x: add_dv(x, weights, rows),
-      total,
-    )
-    row_ring.release(turn)
-    return total
+    return sums
 
   def place(x: Any) -> Any:
     """The part's keys of an array [B, M, K, D] in global memory."""
     first = part.work.tile * launch.keys + part.start
     return x.at[part.work.batch, pl.ds(first, PART), part.work.head]
 
-  zeros, (dk_place, dv_place) = launch.zeros(dim), map(place, outputs)
+  zeros, (dk_place, dv_place) = launch.full(0.0, dim), map(place, outputs)
   if launch.shares_keys:
-    done, total = part.over_tiles(step_one, zeros)
-    part.turns.switch()  # the other one may still read the keys
+    done, total = part.over_tiles(step, zeros)
+    part.switch()  # the other one may still read the keys
 
     @pl.when(part.consumer == 0)
     def _() -> None:
@@ -446,7 +417,7 @@ def _key_gradients_kernel(
       _store(total, v, dv_place)
 
   else:
-    done, (dk, dv) = part.over_tiles(step_both, (zeros, zeros))
+    done, (dk, dv) = part.over_tiles(step, (zeros, zeros))
     _store(dk * scale, k, dk_place)
     _store(dv, v, dv_place)
   plgpu.wait_smem_to_gmem(0)

@@ -29,41 +29,14 @@ from moh_jax.ops.target import target
 # Rows of a consumer's part of a tile: what one product instruction takes.
 PART = 64
 # Layouts of arrays in the registers of a warpgroup.
-_MATRIX = plgpu.Layout.WGMMA
-_PER_ROW, _PER_COLUMN = _MATRIX.reduce(1), _MATRIX.reduce(0)
+MATRIX = plgpu.Layout.WGMMA  # as the results of products
+PER_ROW, PER_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
 # Registers of a thread of the consumers and of the warpgroup that copies, where
 # two consumers share a multiprocessor with it.
 _REGISTERS = 240, 24
 _CORES = 132  # multiprocessors of an H100 or H200, where JAX does not tell
 # JAX 0.10 demands an index, JAX 0.11 deprecates it.
 _WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()
-
-
-class Turns(NamedTuple):
-  """Keeps the consumers in step.
-
-  In the forward pass two consumers take turns at the tensor cores: one computes
-  products while the other one computes exponentials.
-
-  Attributes:
-    barrier: at which all consumers arrive; None for a single one.
-  """
-
-  barrier: Any
-
-  def switch(self) -> None:
-    """Waits until the others have come to their next switch."""
-    if self.barrier is not None:
-      plgpu.barrier_arrive(self.barrier)
-      plgpu.barrier_wait(self.barrier)
-
-  def start(self, consumer: jax.Array) -> None:
-    """Puts the second consumer half a turn behind the first."""
-    pl.when(consumer == 1)(self.switch)
-
-  def stop(self, consumer: jax.Array) -> None:
-    """Evens out the number of switches."""
-    pl.when(consumer == 0)(self.switch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +148,7 @@ class Part:
     bounds: references to the bounds of the loops, where `work` has none.
     masks: references.
     rings: of what the piece loops over.
-    turns: of the consumers.
+    barrier: at which all consumers arrive; None for a single one.
   """
 
   launch: "Launch"
@@ -185,7 +158,7 @@ class Part:
   bounds: Any
   masks: Masks
   rings: list[Ring]
-  turns: Turns
+  barrier: Any
 
   @property
   def start(self) -> jax.Array:
@@ -195,6 +168,12 @@ class Part:
   def own(self, tile: Any) -> Any:
     """The part's rows or keys of a tile in shared memory."""
     return tile.at[pl.ds(self.start, PART)]
+
+  def switch(self) -> None:
+    """Waits until the other consumers have come to their next switch."""
+    if self.barrier is not None:
+      plgpu.barrier_arrive(self.barrier)
+      plgpu.barrier_wait(self.barrier)
 
   def over_tiles(self, step: Callable, carry: Any) -> tuple[jax.Array, Any]:
     """Loops over the tiles that are streamed.
@@ -248,12 +227,6 @@ class Launch:
   def key_tiles(self) -> int:
     """Tiles of keys, J; the last may have fewer than L keys."""
     return pl.cdiv(self.problem.keys, self.keys)
-
-  def logits(self, products: jax.Array) -> jax.Array:
-    """Applies a scale of at most 0: largest logits must be largest before."""
-    if self.problem.scale > 0:
-      return products
-    return products * self.problem.log2_scale
 
   def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
     """exp2(logits * exponent_scale - shift)."""
@@ -329,34 +302,17 @@ class Launch:
 
     return pl.run_state(start)(plgpu.ACC.init(total))
 
-  def zeros(self, columns: int) -> jax.Array:
-    """Initial sums of a consumer's rows, [PART, columns] float32."""
-    return self.as_matrix(jnp.zeros((PART, columns), jnp.float32))
+  def full(self, value: float, *columns: int) -> jax.Array:
+    """A number for each of a consumer's rows, [PART, *columns] float32."""
+    layout = MATRIX if columns else PER_ROW
+    return self.laid_out(jnp.full((PART, *columns), value, jnp.float32), layout)
 
-  def per_row(self, value: float) -> jax.Array:
-    """A number for each of a consumer's rows, [PART] float32."""
-    return self._laid_out(jnp.full((PART,), value, jnp.float32), _PER_ROW)
-
-  def load_rows(self, x: Any, first: jax.Array) -> jax.Array:
-    """Loads a consumer's rows of a matrix [X, D] in global memory."""
-    return self._load(x.at[pl.ds(first, PART)], _MATRIX)
-
-  def load_per_row(self, x: Any, first: jax.Array) -> jax.Array:
-    """Loads the numbers of a consumer's rows from an array [X]."""
-    return self._load(x.at[pl.ds(first, PART)], _PER_ROW)
-
-  def load_per_column(self, x: Any) -> jax.Array:
-    """Loads a number per column of the logits."""
-    return self._load(x, _PER_COLUMN)
-
-  def as_matrix(self, x: jax.Array) -> jax.Array:
-    """Spreads a matrix over the registers as results of products are."""
-    return self._laid_out(x, _MATRIX)
-
-  def _laid_out(self, x: jax.Array, layout: Any) -> jax.Array:
+  def laid_out(self, x: jax.Array, layout: Any) -> jax.Array:
+    """Spreads an array over the registers."""
     return x if self.problem.interpret else plgpu.layout_cast(x, layout)
 
-  def _load(self, x: Any, layout: Any) -> jax.Array:
+  def load(self, x: Any, layout: Any) -> jax.Array:
+    """Loads a matrix, or a number per row or column of the logits."""
     if self.problem.interpret:
       return x[...]
     return plgpu.load(x, *_WHOLE, layout=layout, optimized=False)
@@ -469,9 +425,7 @@ class Launch:
       group = lax.axis_index("warpgroup")
 
       def compute(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
-        part = Part(
-          self, work, group, done, bounds, masks, rings, Turns(barrier)
-        )
+        part = Part(self, work, group, done, bounds, masks, rings, barrier)
         done = kernel(part, tiles.take(m), others, outputs)
         tiles.release(m)
         return done
@@ -566,7 +520,7 @@ def hide(
     seen = by_row(masks.row_codes) == by_key(masks.key_codes)
   if masks.end is not None or seen is None:
     key = lax.broadcasted_iota(jnp.int32, shape, 1 - rows_axis)
-    key = launch.as_matrix(key) + first
+    key = launch.laid_out(key, MATRIX) + first
     end = launch.problem.keys if masks.end is None else by_row(masks.end)
     seen = key < end if seen is None else seen & (key < end)
   return jnp.where(seen, logits, -jnp.inf)

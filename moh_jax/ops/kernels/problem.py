@@ -96,19 +96,6 @@ class BlockSizes:
     """R, the rows that `head_blocks` should give its blocks."""
     return self.forward.rows
 
-  def check_covers(self) -> None:
-    """Checks that tiles of the gradients cover a block exactly.
-
-    Raises:
-      ValueError: the rows of dq or dkv do not divide R. A block's last rows
-        would be in no tile, so in no gradient.
-    """
-    for name in ("dq", "dkv"):
-      if self.rows % (rows := getattr(self, name).rows):
-        raise ValueError(
-          f"{name}.rows={rows} must divide forward.rows={self.rows}"
-        )
-
   def with_rows(self, rows: int) -> "BlockSizes":
     """Returns the sizes for a table whose blocks have this many rows."""
     forward = dataclasses.replace(self.forward.cut(rows), rows=rows)
@@ -117,11 +104,7 @@ class BlockSizes:
     return BlockSizes(forward, self.dq.cut(rows), dkv)
 
 
-def fitting(
-  table: dict[int, dict[int, Any]],
-  head_dim: int,
-  dtype: jax.typing.DTypeLike,
-) -> Any:
+def fitting(table: dict, head_dim: int, dtype: jax.typing.DTypeLike) -> Any:
   """Looks up the default sizes of a back end.
 
   Args:
@@ -223,7 +206,7 @@ class Problem(_Shapes):
 
   Attributes:
     k_shape: (B, M, K, D), the shape of keys and values.
-    dtype: in which queries and keys are multiplied.
+    dtype: of queries, keys and values.
     visible: which keys a query sees.
     blocks: the active (token, head) pairs.
     scale: factor of the logits.
@@ -271,22 +254,23 @@ class Problem(_Shapes):
     visible = self.visible
     return visible.key_mask is not None or visible.segments is not None
 
-  def to_product_dtype(self, x: jax.Array) -> jax.Array:
-    """Widens loaded keys or values where queries have a wider dtype."""
-    return x.astype(jnp.promote_types(x.dtype, self.dtype))
+  @property
+  def row_outputs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Results of the kernels that add to rows: a vector and a number each."""
+    count = self.num_blocks * self.rows
+    return (
+      jax.ShapeDtypeStruct((count, self.head_dim), self.dtype),
+      jax.ShapeDtypeStruct((count,), jnp.float32),
+    )
 
-  def outputs(self, q: jax.Array, v: jax.Array) -> tuple:
-    """Shapes of the forward pass's results, for queries q and values v."""
-    shape = self.num_blocks * self.rows, q.shape[-1]
-    return jax.ShapeDtypeStruct(shape, v.dtype), self._row_sums()
+  @property
+  def key_outputs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Gradients of keys and values."""
+    return (jax.ShapeDtypeStruct(self.k_shape, self.dtype),) * 2
 
-  def query_gradients(self, q: jax.Array) -> tuple:
-    """Shapes of the results of `Kernels.query_gradient`, for rows q."""
-    return like(q), self._row_sums()
-
-  def _row_sums(self) -> jax.ShapeDtypeStruct:
-    """One float32 per row, [T * R]."""
-    return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
+  def scaled(self, products: jax.Array) -> jax.Array:
+    """Products that are base-2 logits once times `exponent_scale`."""
+    return products if self.scale > 0 else products * self.log2_scale
 
   def ranges(self, batch: jax.Array, token: jax.Array) -> Ranges:
     """The keys that some tokens see, in the shape of `token`."""
@@ -393,11 +377,6 @@ class Argument:
   spec: pl.BlockSpec
 
 
-def like(x: jax.Array) -> jax.ShapeDtypeStruct:
-  """Shape and dtype of an array."""
-  return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def across(a: jax.Array, b: jax.Array) -> jax.Array:
   """Multiplies rows [X, D] with rows [Y, D] to [X, Y] float32."""
   return _product(a, b, (((1,), (1,)), ((), ())))
@@ -454,7 +433,6 @@ class DecodeProblem(_Shapes):
     first: [B] int32 first slot that a text's token sees.
     end: [B] int32 slot after the last one that it sees.
     dtype: in which queries and keys are multiplied.
-    scale: factor of the logits.
     interpret: whether the kernels run in Pallas's interpreter.
   """
 
@@ -463,7 +441,6 @@ class DecodeProblem(_Shapes):
   first: jax.Array
   end: jax.Array
   dtype: jnp.dtype
-  scale: float
   interpret: bool
 
   @property
@@ -471,6 +448,11 @@ class DecodeProblem(_Shapes):
     """(B, M, K, D)."""
     batch, heads, slots, dim = self.cache.k.shape
     return batch, slots, heads, dim
+
+  @property
+  def scale(self) -> float:
+    """Factor of the logits."""
+    return self.head_dim**-0.5
 
   @property
   def entries(self) -> int:
@@ -482,16 +464,14 @@ class Kernels(Protocol):
   """The kernels of one back end of Pallas.
 
   Rows are [T * R, D], one number per row is [T * R]; keys and values are
-  [B, M, K, D]. In results, rows of unused blocks are undefined.
-
-  Keys have the dtype of the queries; gradients of the output have that of the
-  values and are 0 in empty rows. The forward pass also takes keys and values
-  of a narrower dtype and widens each tile after loading it.
+  [B, M, K, D]. All have the dtype of the problem, but for numbers per row,
+  which are float32. In results, rows of unused blocks are undefined.
 
   Attributes:
-    tiles: default `BlockSizes`, see `sizes.fitting`.
+    tiles: default `BlockSizes`, see `fitting`.
     few_rows: heads with fewer tokens than this get blocks of half the rows,
     least_rows: or of so many rows.
+    cuts_blocks: whether gradients cut the rows of a block into tiles.
     picks_rows: whether the forward kernel picks its rows out of [B, N, H, D]
       itself: there is no pass over the queries before it.
   """
@@ -499,6 +479,7 @@ class Kernels(Protocol):
   tiles: ClassVar[dict[int, dict[int, BlockSizes]]]
   few_rows: ClassVar[int] = 512
   least_rows: ClassVar[int] = 64
+  cuts_blocks: ClassVar[bool] = True
   picks_rows: ClassVar[bool] = False
 
   def unable(self, device: Target, dtype: str, head_dim: int) -> str:
@@ -510,22 +491,25 @@ class Kernels(Protocol):
       head_dim: D.
     """
 
+  def rows_must_be(self, rows: int) -> str:
+    """What the rows of a block must be and are not; else empty."""
+
   def check(self, sizes: BlockSizes) -> None:
-    """Raises ValueError if blocks or tiles cannot have these sizes."""
+    """Raises ValueError if blocks or tiles cannot have these sizes.
 
-  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
-    """What the kernels need of a call that it has not; else empty.
-
-    Args:
-      dtype: name of the dtype of the products of queries and keys.
-      value_dtype: of the values.
-      head_dim: D.
+    On GPUs the rows of dq and dkv must divide R: a block's last rows would be
+    in no tile, so in no gradient.
     """
-    return ""
+    rows = sizes.rows
+    if reason := self.rows_must_be(rows):
+      raise ValueError(f"rows={rows} of a block must be {reason}")
+    for name in ("dq", "dkv") if self.cuts_blocks else ():
+      if rows % (part := getattr(sizes, name).rows):
+        raise ValueError(f"{name}.rows={part} must divide forward.rows={rows}")
 
-  def readable(self, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which an array of a given one is read."""
-    return dtype
+  def lacks(self, dtype: str, head_dim: int) -> str:
+    """What the kernels need of a dtype and a head dim; else empty."""
+    return ""
 
   def arranged(self, x: jax.Array) -> jax.Array:
     """Keys or values [B, M, K, D] as the kernels read them."""
@@ -536,57 +520,33 @@ class Kernels(Protocol):
     return gather_rows(x, problem.blocks)
 
   def to_pairs(self, problem: Problem, rows: jax.Array, dim: int) -> jax.Array:
-    """Reorders rows to pairs [B, N, H, D]; 0 if inactive.
+    """Reorders rows, results of a kernel, to pairs [B, N, H, D]; 0 if inactive.
 
     Args:
       problem: the call.
-      rows: results of a kernel.
+      rows: [T * R, head dim of the problem].
       dim: D.
     """
     return scatter_rows(rows, problem.blocks)
 
-  def forward(
-    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
+  def run(
+    self, name: str, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
   ) -> Arrays:
-    """Computes the attention of the rows.
+    """Runs a kernel.
+
+    - "forward" maps queries to the output and the base-2 log-sum-exp of each
+      row; both are 0 where a row sees no key.
+    - "dq" maps queries, output, log-sum-exp and gradient of the output to the
+      gradient of the queries, and the inner product of each row's output and
+      gradient.
+    - "dkv" maps queries, log-sum-exp, these inner products and the gradient of
+      the output to the gradients of keys and values.
 
     Args:
+      name: one of these.
       problem: the call.
-      q: rows of the queries, or all of them if `picks_rows`.
+      rows: what the kernel maps, 0 in empty rows; the queries of "forward" are
+        [B, N, H, D] if `picks_rows`.
       keys: keys and values.
       tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
-
-    Returns:
-      Rows of the output and the base-2 log-sum-exp of each row, float32; both
-      are 0 where a row sees no key.
-    """
-
-  def query_gradient(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """Computes the gradient of the queries.
-
-    Args:
-      problem: the call.
-      rows: queries, output, log-sum-exp (both from `forward`) and gradient of
-        the output.
-      keys: keys and values.
-      tile: sizes.
-
-    Returns:
-      Rows in the dtype of the queries, and the inner product of each row's
-      output and gradient, float32.
-    """
-
-  def key_gradients(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """Computes the gradients of keys and values, in their shapes and dtypes.
-
-    Args:
-      problem: the call.
-      rows: queries, log-sum-exp (from `forward`), inner products (from
-        `query_gradient`) and gradient of the output.
-      keys: keys and values.
-      tile: sizes.
     """

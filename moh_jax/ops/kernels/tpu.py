@@ -13,14 +13,11 @@ dim, m heads side by side in the lanes, W = m * D lanes, T blocks, R rows of a
 block, L keys of a tile.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 
 from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
@@ -32,10 +29,9 @@ from moh_jax.ops.kernels.problem import (
   Problem,
   Tile,
   across,
-  like,
   times,
 )
-from moh_jax.ops.kernels.tpu_plan import Plan, Tables, visit_of_step
+from moh_jax.ops.kernels.tpu_plan import Plan, Step, as_columns, repeat_lanes
 from moh_jax.ops.target import Target
 
 
@@ -46,6 +42,7 @@ class Tpu(Kernels):
     2: {256: BlockSizes.of((256, 1024), (256, 1024), (256, 512))},
     4: {256: BlockSizes.of((256, 512), (256, 512), (256, 512))},
   }
+  cuts_blocks = False
   few_rows = 768
   least_rows = 128
 
@@ -54,14 +51,9 @@ class Tpu(Kernels):
     able = device.platform in ("cpu", "tpu")
     return "" if able else f"a TPU, this is a {device.platform} ({device.kind})"
 
-  def check(self, sizes: BlockSizes) -> None:
-    """See `Kernels.check`."""
-    if sizes.rows % 8:
-      raise ValueError(f"rows={sizes.rows} of a block must be a multiple of 8")
-
-  def readable(self, dtype: jnp.dtype) -> jnp.dtype:
-    """See `Kernels.readable`; TPUs have no float16."""
-    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+  def rows_must_be(self, rows: int) -> str:
+    """See `Kernels.rows_must_be`."""
+    return "a multiple of 8" if rows % 8 else ""
 
   def arranged(self, x: jax.Array) -> jax.Array:
     """Arranges keys or values [B, M, K, D] as [B, M, K / m, W].
@@ -130,32 +122,22 @@ class Tpu(Kernels):
       out = jnp.where(active[i] & own, taken, out)
     return out.swapaxes(1, 2).reshape(batch, tokens, heads, dim)
 
-  def forward(
-    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
+  def run(
+    self, name: str, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
   ) -> Arrays:
-    """See `Kernels.forward`."""
-    plan = Plan(problem, tile.keys, keys_first=False)
-    outputs = problem.outputs(q, keys[1])
-    return _call_by_rows(_forward_kernel, plan, q, keys, outputs)
-
-  def query_gradient(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """See `Kernels.query_gradient`."""
-    plan = Plan(problem, tile.keys, keys_first=False)
-    outputs = problem.query_gradients(rows[0])
-    return _call_by_rows(_query_gradient_kernel, plan, rows, keys, outputs)
-
-  def key_gradients(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """See `Kernels.key_gradients`."""
-    plan = Plan(problem, tile.keys, keys_first=True)
-    cut = plan.cut
-    scratch = [(cut.heads, cut.chunk * cut.keys, problem.head_dim)] * 2
-    outputs = tuple(map(like, keys))
+    """See `Kernels.run`."""
+    plan = Plan(problem, tile.keys, keys_first=name == "dkv")
+    cut, dim, outputs = plan.cut, problem.head_dim, problem.row_outputs
+    if name != "dkv":
+      # Sums of a block outlive its step only where its keys come in chunks.
+      size = cut.window if cut.chunks > 1 else 1, problem.rows
+      scratch = [(*size, dim), (*size, LANES), (*size, LANES)]
+      kernel = {"forward": _forward_kernel, "dq": _query_gradient_kernel}[name]
+      results, _ = plan.call(kernel, rows, keys, outputs, scratch)
+      return tuple(x.reshape(y.shape) for x, y in zip(results, outputs))
+    scratch = [(cut.heads, cut.chunk * cut.keys, dim)] * 2
     results, visited = plan.call(
-      _key_gradients_kernel, rows, keys, outputs, scratch
+      _key_gradients_kernel, rows, keys, problem.key_outputs, scratch
     )
     # No step writes the gradients of keys that no row visited.
     visited = jnp.repeat(visited, cut.chunk * cut.keys, axis=1)
@@ -164,9 +146,7 @@ class Tpu(Kernels):
 
     def to_key_shape(x: jax.Array) -> jax.Array:
       """Shapes [B * K, J * L, D] as [B, M, K, D]."""
-      x = x[:, : problem.keys].reshape(
-        problem.batch, -1, *problem.k_shape[1::2]
-      )
+      x = x[:, : problem.keys].reshape(problem.batch, -1, problem.keys, dim)
       return jnp.where(visited, x.swapaxes(1, 2), 0)
 
     return tuple(map(to_key_shape, results))
@@ -192,205 +172,27 @@ def _moved(
   return out
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-  """One step of a grid.
-
-  Attributes:
-    plan: of the launch.
-    lists: the tables.
-    visit: the step's index in them.
-    low: first block of rows within the window.
-    high: end of these blocks.
-    opens: whether it is the first step that adds to its rows, or keys.
-    closes: whether it is the last one.
-  """
-
-  plan: Plan
-  lists: Tables
-  visit: jax.Array
-  low: jax.Array
-  high: jax.Array
-  opens: jax.Array
-  closes: jax.Array
-
-  @classmethod
-  def running(cls, plan: Plan, lists: Tables) -> "Step":
-    """The step that is running."""
-    core, step = pl.program_id(0), pl.program_id(1)
-    begin, end = lists.first[core], lists.first[core + 1]
-    visit = visit_of_step(core, step, lists)
-    # Cores whose visits are fewer repeat their last one without work.
-    works = begin + step < end
-    added_to = lists.chunk if plan.keys_first else lists.window
-
-    def same(other: jax.Array) -> jax.Array:
-      equal = added_to[other] == added_to[visit]
-      return equal & (lists.unit[other] == lists.unit[visit])
-
-    opens = (visit == begin) | ~same(jnp.maximum(visit - 1, 0))
-    closes = (visit == end - 1) | ~same(jnp.minimum(visit + 1, end - 1))
-    low, high = lists.low[visit], lists.high[visit]
-    high = jnp.where(works, high, low)
-    return cls(plan, lists, visit, low, high, works & opens, works & closes)
-
-  @property
-  def first_tile(self) -> jax.Array:
-    """The first tile of keys in memory."""
-    return self.lists.chunk[self.visit] * self.plan.cut.chunk
-
-  def each_block(self, work: Callable[[Any, Any, Any], None]) -> None:
-    """Runs work(i, block, head) for every block of rows.
-
-    i is its place in the window, `block` in the table, `head` its key/value
-    head within the unit.
-    """
-    cut = self.plan.cut
-    first_block = self.lists.window[self.visit] * cut.window
-    first_head = self.lists.unit[self.visit] * cut.heads
-
-    def one(i: jax.Array) -> None:
-      block = first_block + i
-      head = self.lists.head[block] - first_head if cut.heads > 1 else 0
-      work(i, block, head)
-
-    _loop(self.low, self.high, one)
-
-  def each_tile(self, block: Any, work: Callable[[Any, bool], None]) -> None:
-    """Runs work(j, masked) for the tiles in memory that a block's rows see.
-
-    j is the tile's place in the chunk.
-    """
-    problem, chunk = self.plan.problem, self.plan.cut.chunk
-    start, whole, end = (
-      jnp.clip(x[block] - self.first_tile, 0, chunk) for x in self.lists[-3:]
-    )
-    if not problem.masks_by_value:
-      _loop(start, whole, lambda j: work(j, False))
-    # Without a causal mask only a last tile with padding needs one.
-    padded = problem.keys % self.plan.keys
-    if problem.masks_by_value or problem.visible.causal or padded:
-      _loop(whole, end, lambda j: work(j, True))
-
-  def seen(
-    self, row_masks: tuple, key_masks: tuple, j: Any, *, rows_axis: int
-  ) -> jax.Array:
-    """Marks which keys of a tile a block's rows see.
-
-    Args:
-      row_masks: the rows' last visible keys and segments, [R, 1 or L] if
-        rows_axis is 0, else [1, R]; None where the call has no such mask.
-      key_masks: the keys' mask and segments, [1, L], or [L, 1 or R].
-      j: the tile's place in the chunk.
-      rows_axis: 0 gives [R, L], 1 gives [L, R].
-    """
-    (last, row_segments), (key_mask, segments) = row_masks, key_masks
-    size, problem = self.plan.keys, self.plan.problem
-    shape = (1, size) if rows_axis == 0 else (size, 1)
-    position = lax.broadcasted_iota(jnp.int32, shape, 1 - rows_axis)
-    position = position + (self.first_tile + j) * size
-    result = position < problem.keys
-    if last is not None:
-      result = result & (position <= last)
-    if key_mask is not None:
-      result = result & (key_mask != 0)
-    if segments is not None:
-      result = result & (segments == row_segments)
-    return result
-
-
-def place(plan: Plan, head: Any, j: Any) -> tuple:
-  """The index of a tile in what `Plan.keys_or_values` loads.
-
-  Args:
-    plan: of the launch.
-    head: key/value head within the unit.
-    j: the tile's place in the chunk.
-
-  Returns:
-    The index of [L, D].
-  """
-  return head, tile_of(plan, j), slice(None)
-
-
-def tile_of(plan: Plan, j: Any) -> Any:
-  """The keys of tile j among those in memory."""
-  if plan.cut.chunk == 1:
-    return slice(None)
-  return pl.ds(pl.multiple_of(j * plan.keys, plan.keys), plan.keys)
-
-
-def each_tile_in_memory(plan: Plan, work: Callable[[Any, Any], None]) -> None:
-  """Runs work(head, j) for every tile of a unit's keys that is in memory."""
-  chunk, heads = plan.cut.chunk, plan.cut.heads
-
-  def one(i: jax.Array) -> None:
-    head = lax.div(i, chunk) if heads > 1 else 0
-    work(head, lax.rem(i, chunk))
-
-  _loop(0, heads * chunk, one)
-
-
-def as_columns(row: jax.Array) -> jax.Array:
-  """Transposes a row [1, X] to [X, LANES], the same in every lane."""
-  return jnp.broadcast_to(row, (LANES, row.shape[1])).T
-
-
-def repeat_lanes(columns: jax.Array, width: int) -> jax.Array:
-  """Repeats [X, LANES], the same in every lane, to [X, width].
-
-  Unlike broadcasting [X, 1] it moves nothing between lanes.
-  """
-  copies = pl.cdiv(width, LANES)
-  if copies > 1:
-    columns = jnp.concatenate([columns] * copies, axis=1)
-  return columns[:, :width]
-
-
-def _call_by_rows(
-  kernel: Callable, plan: Plan, rows: Any, keys: Arrays, outputs: tuple
-) -> Arrays:
-  """Launches a kernel that adds to rows.
-
-  Args:
-    kernel: as for `Plan.call`.
-    plan: of the launch.
-    rows: arrays [T * R, D] or [T * R].
-    keys: keys and values.
-    outputs: shapes of rows [T * R, D], then of one number per row.
-  """
-  # Sums of a block outlive its step only where its keys come in chunks.
-  blocks = plan.cut.window if plan.cut.chunks > 1 else 1
-  size = blocks, plan.problem.rows
-  scratch = [(*size, plan.problem.head_dim), (*size, LANES), (*size, LANES)]
-  results, _ = plan.call(kernel, rows, keys, outputs, scratch)
-  return tuple(x.reshape(y.shape) for x, y in zip(results, outputs))
-
-
 def _forward_kernel(
-  lists: Tables, q_ref: Any, k_ref: Any, v_ref: Any, row_masks: tuple,
-  key_masks: tuple, out_ref: Any, sum_ref: Any, acc_ref: Any, highest_ref: Any,
-  total_ref: Any, columns: tuple, *, plan: Plan,
-) -> None:  # fmt: skip
-  step = Step.running(plan, lists)
-  scale, widened = plan.problem.log2_scale, plan.problem.to_product_dtype
+  step: Step, rows: tuple, keys: tuple, outputs: tuple, sums: tuple
+) -> None:
+  plan, (q_ref,), (k_ref, v_ref) = step.plan, rows, keys
+  (out_ref, sum_ref), (acc_ref, highest_ref, total_ref) = outputs, sums
 
   def block(i: Any, block: Any, head: Any) -> None:
     at = i if plan.cut.chunks > 1 else 0
 
-    @_when(plan, step.opens)
+    @step.when(step.opens)
     def _() -> None:
       acc_ref[at] = jnp.zeros(acc_ref.shape[1:], jnp.float32)
       highest_ref[at] = jnp.full(highest_ref.shape[1:], -jnp.inf, jnp.float32)
       total_ref[at] = jnp.zeros(total_ref.shape[1:], jnp.float32)
 
-    _write_columns(row_masks, i, columns)
+    step.write_columns(0, i)
 
     def work(j: Any, masked: bool) -> None:
-      where = place(plan, head, j)
-      logits = across(q_ref[i], widened(k_ref[where])) * scale
-      if masked:
-        logits = _hide(step, logits, columns, key_masks, j)
+      where = head, step.tile(j), slice(None)
+      logits = across(q_ref[i], k_ref[where]) * plan.problem.log2_scale
+      logits = step.hide(logits, i, j) if masked else logits
       highest = highest_ref[at]
       new = jnp.maximum(highest, logits.max(1, keepdims=True))
       # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
@@ -399,13 +201,13 @@ def _forward_kernel(
       weights = jnp.exp2(logits - repeat_lanes(shift, plan.keys))
       total_ref[at] = total_ref[at] * decay + weights.sum(1, keepdims=True)
       highest_ref[at] = new
-      v = widened(v_ref[where])
+      v = v_ref[where]
       out = times(weights.astype(v.dtype), v)
       acc_ref[at] = acc_ref[at] * repeat_lanes(decay, out.shape[1]) + out
 
     step.each_tile(block, work)
 
-    @_when(plan, step.closes)
+    @step.when(step.closes)
     def _() -> None:
       total = total_ref[at]
       sees_keys = total > 0
@@ -419,17 +221,16 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-  lists: Tables, rows: tuple, k_ref: Any, v_ref: Any, row_masks: tuple,
-  key_masks: tuple, dq_ref: Any, inner_ref: Any, acc_ref: Any, sums_ref: Any,
-  inners_ref: Any, columns: tuple, *, plan: Plan,
-) -> None:  # fmt: skip
-  step = Step.running(plan, lists)
-  q_ref, out_ref, sum_ref, grad_ref = rows
+  step: Step, rows: tuple, keys: tuple, outputs: tuple, sums: tuple
+) -> None:
+  plan, (q_ref, out_ref, sum_ref, grad_ref) = step.plan, rows
+  (k_ref, v_ref), (dq_ref, inner_ref) = keys, outputs
+  acc_ref, sums_ref, inners_ref = sums
 
   def block(i: Any, block: Any, head: Any) -> None:
     at = i if plan.cut.chunks > 1 else 0
 
-    @_when(plan, step.opens)
+    @step.when(step.opens)
     def _() -> None:
       acc_ref[at] = jnp.zeros(acc_ref.shape[1:], jnp.float32)
       sums_ref[at] = as_columns(sum_ref[i])
@@ -439,13 +240,12 @@ def _query_gradient_kernel(
       inners_ref[at] = inner
       inner_ref[i] = inner.T[:1]
 
-    _write_columns(row_masks, i, columns)
+    step.write_columns(0, i)
 
     def work(j: Any, masked: bool) -> None:
-      where = place(plan, head, j)
+      where = head, step.tile(j), slice(None)
       logits = across(q_ref[i], k_ref[where]) * plan.problem.log2_scale
-      if masked:
-        logits = _hide(step, logits, columns, key_masks, j)
+      logits = step.hide(logits, i, j) if masked else logits
       weights = jnp.exp2(logits - repeat_lanes(sums_ref[at], plan.keys))
       inner = repeat_lanes(inners_ref[at], plan.keys)
       dlogits = weights * (across(grad_ref[i], v_ref[where]) - inner)
@@ -453,7 +253,7 @@ def _query_gradient_kernel(
 
     step.each_tile(block, work)
 
-    @_when(plan, step.closes)
+    @step.when(step.closes)
     def _() -> None:
       dq_ref[i] = (acc_ref[at] * plan.problem.scale).astype(dq_ref.dtype)
 
@@ -461,38 +261,29 @@ def _query_gradient_kernel(
 
 
 def _key_gradients_kernel(
-  lists: Tables, rows: tuple, k_ref: Any, v_ref: Any, row_masks: tuple,
-  key_masks: tuple, dk_ref: Any, dv_ref: Any, dk_sum: Any, dv_sum: Any,
-  columns: tuple, *, plan: Plan,
-) -> None:  # fmt: skip
-  step = Step.running(plan, lists)
-  q_ref, sum_ref, inner_ref, grad_ref = rows
+  step: Step, rows: tuple, keys: tuple, outputs: tuple, sums: tuple
+) -> None:
+  plan, (q_ref, sum_ref, inner_ref, grad_ref) = step.plan, rows
+  (k_ref, v_ref), (dk_ref, dv_ref), (dk_sum, dv_sum) = keys, outputs, sums
 
   @pl.when(step.opens)
   def _() -> None:
     def clear(head: Any, j: Any) -> None:
-      where = place(plan, head, j)
+      where = head, step.tile(j), slice(None)
       zeros = jnp.zeros((plan.keys, dk_sum.shape[2]), jnp.float32)
       dk_sum[where] = dv_sum[where] = zeros
-      for row, column in zip(key_masks, columns):
-        if row is not None:
-          column[j] = as_columns(row[0, :, tile_of(plan, j)])
+      step.write_columns(j, 0, step.tile(j))
 
-    each_tile_in_memory(plan, clear)
+    step.each_tile_in_memory(clear)
 
   def block(i: Any, block: Any, head: Any) -> None:
     # Logits are transposed, [L, R]: numbers per row then lie along lanes, as
     # they are loaded.
     def work(j: Any, masked: bool) -> None:
       q, grad = q_ref[i], grad_ref[i]
-      where = place(plan, head, j)
+      where = head, step.tile(j), slice(None)
       logits = across(k_ref[where], q) * plan.problem.log2_scale
-      if masked:
-        key_columns = _repeated(columns, j, plan.problem.rows)
-        seen = step.seen(
-          _rows(row_masks, i, slice(None)), key_columns, j, rows_axis=1
-        )
-        logits = jnp.where(seen, logits, -jnp.inf)
+      logits = step.hide(logits, i, j) if masked else logits
       weights = jnp.exp2(logits - sum_ref[i])
       dv_sum[where] += times(weights.astype(grad.dtype), grad)
       dlogits = weights * (across(v_ref[where], grad) - inner_ref[i])
@@ -505,49 +296,8 @@ def _key_gradients_kernel(
   @pl.when(step.closes)
   def _() -> None:
     def write(head: Any, j: Any) -> None:
-      where = place(plan, head, j)
+      where = head, step.tile(j), slice(None)
       dk_ref[where] = (dk_sum[where] * plan.problem.scale).astype(dk_ref.dtype)
       dv_ref[where] = dv_sum[where].astype(dv_ref.dtype)
 
-    each_tile_in_memory(plan, write)
-
-
-def _hide(
-  step: Step, logits: jax.Array, columns: tuple, key_masks: tuple, j: Any
-) -> jax.Array:
-  """Sets logits [R, L] of tile j to -inf where a row does not see a key."""
-  plan = step.plan
-  row_columns = _repeated(columns, 0, plan.keys)
-  key_rows = _rows(key_masks, 0, tile_of(plan, j))
-  seen = step.seen(row_columns, key_rows, j, rows_axis=0)
-  return jnp.where(seen, logits, -jnp.inf)
-
-
-def _when(plan: Plan, condition: jax.Array) -> Callable[[Callable], None]:
-  """Like `pl.when`; always where all keys of a block meet it in one step."""
-  if plan.cut.chunks > 1:
-    return pl.when(condition)
-  return lambda work: work()
-
-
-def _rows(masks: tuple, i: Any, columns: Any) -> tuple:
-  """Loads columns of the references' i-th rows, [1, X]."""
-  return jax.tree.map(lambda x: x[i, :, columns], masks)
-
-
-def _repeated(columns: tuple, i: Any, width: int) -> tuple:
-  """Loads the references' i-th columns, [X, LANES], as [X, width]."""
-  return jax.tree.map(lambda x: repeat_lanes(x[i], width), columns)
-
-
-def _write_columns(masks: tuple, i: Any, columns: tuple) -> None:
-  """Stores the i-th row of each mask, [1, X], as a column [X, LANES]."""
-
-  def write(mask: Any, column: Any) -> None:
-    column[0] = as_columns(mask[i])
-
-  jax.tree.map(write, masks, columns)
-
-
-def _loop(start: Any, end: Any, work: Callable[[Any], None]) -> None:
-  lax.fori_loop(start, end, lambda i, _: work(i), None)
+    step.each_tile_in_memory(write)

@@ -28,7 +28,7 @@ from moh_jax.ops.kernels.problem import (
   fitting,
   times,
 )
-from moh_jax.ops.kernels.tpu import repeat_lanes
+from moh_jax.ops.kernels.tpu_plan import repeat_lanes
 
 # Only the slots of a tile matter.
 TILES = {2: {256: Tile(16, 1024)}, 4: {256: Tile(16, 512)}}

@@ -261,10 +261,10 @@ class Plan:
     """Launches a kernel.
 
     Args:
-      kernel: gets the tables, rows, keys, values, row masks, key masks, the
-        outputs, the scratch arrays, and last one int32 scratch array for each
-        mask of the side that it adds to (rows, or keys if `keys_first`), in
-        which it stores the mask as columns, [tiles, L or R, LANES].
+      kernel: gets the running step, the rows, keys and values, outputs and
+        scratch arrays. The step has one int32 scratch array more for each mask
+        of the side that is added to (rows, or keys if `keys_first`), in which
+        it stores the mask as columns, [tiles, L or R, LANES].
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values.
       outputs: shapes of arrays like the rows, or like the keys if `keys_first`.
@@ -282,7 +282,8 @@ class Plan:
       columns, shape = key_masks, (self.cut.chunk, self.keys, LANES)
     columns = jax.tree.map(lambda x: pltpu.VMEM(shape, jnp.int32), columns)
     rows = jax.tree.map(self.rows, rows)
-    inputs = rows, *map(self.keys_or_values, keys), row_masks, key_masks
+    keys = tuple(map(self.keys_or_values, keys))
+    inputs = rows, keys, (row_masks, key_masks)
     output = self.keys_or_values if self.keys_first else self.rows
     outputs = tuple(map(output, outputs))
     in_specs, out_specs = (
@@ -291,7 +292,10 @@ class Plan:
     arrays = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
 
     def run(*refs: Any) -> None:
-      kernel(Tables(*refs[: len(lists)]), *refs[len(lists) :], plan=self)
+      lists = Tables(*refs[: len(Tables._fields)])
+      rows, keys, masks, *refs, columns = refs[len(lists) :]
+      step = Step(self, lists, masks, columns)
+      kernel(step, rows, keys, refs[:2], refs[2:])
 
     launch = pl.pallas_call(
       run,
@@ -312,6 +316,168 @@ class Plan:
     )
     results = launch(*lists, *jax.tree.map(lambda x: x.array, inputs))
     return results, visited
+
+
+class Step:
+  """The running step of a grid.
+
+  Attributes:
+    plan: of the launch.
+    lists: the tables.
+    opens: whether it is the first step that adds to its rows, or keys.
+    closes: whether it is the last one.
+  """
+
+  def __init__(self, plan: Plan, lists: Tables, masks: tuple, columns: tuple):
+    """Finds the step in the tables.
+
+    Args:
+      plan: of the launch.
+      lists: references to the tables.
+      masks: references to the masks of rows and those of keys.
+      columns: references to those of the side that is added to, as columns.
+    """
+    self.plan, self.lists = plan, lists
+    (self._row_masks, self._key_masks), self._columns = masks, columns
+    core, step = pl.program_id(0), pl.program_id(1)
+    begin, end = lists.first[core], lists.first[core + 1]
+    visit = visit_of_step(core, step, lists)
+    # Cores whose visits are fewer repeat their last one without work.
+    works = begin + step < end
+    added_to = lists.chunk if plan.keys_first else lists.window
+
+    def same(other: jax.Array) -> jax.Array:
+      equal = added_to[other] == added_to[visit]
+      return equal & (lists.unit[other] == lists.unit[visit])
+
+    opens = (visit == begin) | ~same(jnp.maximum(visit - 1, 0))
+    closes = (visit == end - 1) | ~same(jnp.minimum(visit + 1, end - 1))
+    self._visit, self._low = visit, lists.low[visit]
+    self._high = jnp.where(works, lists.high[visit], self._low)
+    self.opens, self.closes = works & opens, works & closes
+
+  @property
+  def _first_tile(self) -> jax.Array:
+    """The first tile of keys in memory."""
+    return self.lists.chunk[self._visit] * self.plan.cut.chunk
+
+  def when(self, condition: jax.Array) -> Callable[[Callable], None]:
+    """Like `pl.when`; always where all keys of a block meet it in one step."""
+    if self.plan.cut.chunks > 1:
+      return pl.when(condition)
+    return lambda work: work()
+
+  def each_block(self, work: Callable[[Any, Any, Any], None]) -> None:
+    """Runs work(i, block, head) for every block of rows.
+
+    i is its place in the window, `block` in the table, `head` its key/value
+    head within the unit.
+    """
+    cut = self.plan.cut
+    first_block = self.lists.window[self._visit] * cut.window
+    first_head = self.lists.unit[self._visit] * cut.heads
+
+    def one(i: jax.Array) -> None:
+      block = first_block + i
+      head = self.lists.head[block] - first_head if cut.heads > 1 else 0
+      work(i, block, head)
+
+    _loop(self._low, self._high, one)
+
+  def each_tile(self, block: Any, work: Callable[[Any, bool], None]) -> None:
+    """Runs work(j, masked) for the tiles in memory that a block's rows see.
+
+    j is the tile's place in the chunk.
+    """
+    problem, chunk = self.plan.problem, self.plan.cut.chunk
+    start, whole, end = (
+      jnp.clip(x[block] - self._first_tile, 0, chunk) for x in self.lists[-3:]
+    )
+    if not problem.masks_by_value:
+      _loop(start, whole, lambda j: work(j, False))
+    # Without a causal mask only a last tile with padding needs one.
+    padded = problem.keys % self.plan.keys
+    if problem.masks_by_value or problem.visible.causal or padded:
+      _loop(whole, end, lambda j: work(j, True))
+
+  def each_tile_in_memory(self, work: Callable[[Any, Any], None]) -> None:
+    """Runs work(head, j) for every tile of a unit's keys that is in memory."""
+    chunk, heads = self.plan.cut.chunk, self.plan.cut.heads
+
+    def one(i: jax.Array) -> None:
+      head = lax.div(i, chunk) if heads > 1 else 0
+      work(head, lax.rem(i, chunk))
+
+    _loop(0, heads * chunk, one)
+
+  def tile(self, j: Any) -> Any:
+    """The keys of tile j among those in memory."""
+    keys = self.plan.keys
+    if self.plan.cut.chunk == 1:
+      return slice(None)
+    return pl.ds(pl.multiple_of(j * keys, keys), keys)
+
+  def write_columns(self, place: Any, i: Any, part: Any = slice(None)) -> None:
+    """Stores part of the i-th row of each mask, [1, X], as a column."""
+    side = self._key_masks if self.plan.keys_first else self._row_masks
+
+    def write(mask: Any, column: Any) -> None:
+      column[place] = as_columns(mask[i, :, part])
+
+    jax.tree.map(write, side, self._columns)
+
+  def hide(self, logits: jax.Array, i: Any, j: Any) -> jax.Array:
+    """Sets logits to -inf where a row of block i does not see a key of tile j.
+
+    Args:
+      logits: [R, L], or [L, R] if the kernel adds to keys.
+      i: the block's place in the window.
+      j: the tile's place in the chunk.
+    """
+    plan, axis = self.plan, 0 if self.plan.keys_first else 1  # of the keys
+
+    def columns(i: Any, width: int) -> tuple:
+      return jax.tree.map(lambda x: repeat_lanes(x[i], width), self._columns)
+
+    if plan.keys_first:
+      rows = jax.tree.map(lambda x: x[i], self._row_masks)
+      keys = columns(j, plan.problem.rows)
+    else:
+      rows = columns(0, plan.keys)
+      keys = jax.tree.map(lambda x: x[0, :, self.tile(j)], self._key_masks)
+    (last, row_segments), (key_mask, segments) = rows, keys
+    shape = [1, 1]
+    shape[axis] = plan.keys
+    position = lax.broadcasted_iota(jnp.int32, tuple(shape), axis)
+    position = position + (self._first_tile + j) * plan.keys
+    seen = position < plan.problem.keys
+    if last is not None:
+      seen = seen & (position <= last)
+    if key_mask is not None:
+      seen = seen & (key_mask != 0)
+    if segments is not None:
+      seen = seen & (segments == row_segments)
+    return jnp.where(seen, logits, -jnp.inf)
+
+
+def as_columns(row: jax.Array) -> jax.Array:
+  """Transposes a row [1, X] to [X, LANES], the same in every lane."""
+  return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def repeat_lanes(columns: jax.Array, width: int) -> jax.Array:
+  """Repeats [X, LANES], the same in every lane, to [X, width].
+
+  Unlike broadcasting [X, 1] it moves nothing between lanes.
+  """
+  copies = pl.cdiv(width, LANES)
+  if copies > 1:
+    columns = jnp.concatenate([columns] * copies, axis=1)
+  return columns[:, :width]
+
+
+def _loop(start: Any, end: Any, work: Callable[[Any], None]) -> None:
+  lax.fori_loop(start, end, lambda i, _: work(i), None)
 
 
 def tables(

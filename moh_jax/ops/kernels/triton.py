@@ -46,7 +46,6 @@ from moh_jax.ops.kernels.problem import (
   Tile,
   across,
   keys_of_rows,
-  like,
   rows_of_keys,
   times,
 )
@@ -90,40 +89,27 @@ class Triton(Kernels):
       return MISSING
     return device.gpu_problem or refused()
 
-  def check(self, sizes: BlockSizes) -> None:
-    """See `Kernels.check`."""
-    if (rows := sizes.rows) < SMALLEST or rows & (rows - 1):
-      raise ValueError(
-        f"rows={rows} of a block must be a power of two of at least {SMALLEST}"
-      )
-    sizes.check_covers()
+  def rows_must_be(self, rows: int) -> str:
+    """See `Kernels.rows_must_be`."""
+    fits = rows >= SMALLEST and not rows & (rows - 1)
+    return "" if fits else f"a power of two of at least {SMALLEST}"
 
-  def lacks(self, dtype: str, value_dtype: str, head_dim: int) -> str:
+  def lacks(self, dtype: str, head_dim: int) -> str:
     """See `Kernels.lacks`."""
     return MISSING
 
-  def forward(
-    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
+  def run(
+    self, name: str, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
   ) -> Arrays:
-    """See `Kernels.forward`."""
-    program, outputs = Program(problem, tile), problem.outputs(q, keys[1])
-    rows = program.all_rows(q.reshape(-1, q.shape[-1]))
-    queries = problem.blocks.pair, rows
-    return program.call_by_rows(_forward_kernel, queries, keys, outputs)
-
-  def query_gradient(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """See `Kernels.query_gradient`."""
-    program, outputs = Program(problem, tile), problem.query_gradients(rows[0])
-    return program.call_by_rows(_query_gradient_kernel, rows, keys, outputs)
-
-  def key_gradients(
-    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-  ) -> Arrays:
-    """See `Kernels.key_gradients`."""
+    """See `Kernels.run`."""
     program = Program(problem, tile)
-    return program.call_by_keys(_key_gradients_kernel, rows, keys)
+    if name == "dkv":
+      return program.call_by_keys(_key_gradients_kernel, rows, keys)
+    if name == "dq":
+      return program.call_by_rows(_query_gradient_kernel, rows, keys)
+    queries = program.all_rows(rows[0].reshape(-1, problem.head_dim))
+    rows = problem.blocks.pair, queries
+    return program.call_by_rows(_forward_kernel, rows, keys)
 
 
 def column_slices(dim: int, limit: int) -> tuple[tuple[int, int], ...]:
@@ -195,11 +181,7 @@ class Columns:
     )
 
   def store(
-    self,
-    ref: Any,
-    place: tuple,
-    values: Slices,
-    rows: jax.Array | None = None,
+    self, ref: Any, place: tuple, values: Slices, rows: jax.Array | None = None
   ) -> None:
     """Writes rows [X, D]; arguments as those of `load`."""
     for (first, width), x in zip(self.slices, values):
@@ -327,10 +309,8 @@ class Program:
   def logits(
     self, rows: Slices, others: Slices, seen: jax.Array | None
   ) -> jax.Array:
-    """Products that are base-2 logits once times `exponent_scale`."""
-    logits = product(rows, others)
-    if self.problem.scale <= 0:
-      logits = logits * self.problem.log2_scale
+    """`Problem.scaled` products of rows, -inf where they do not see a key."""
+    logits = self.problem.scaled(product(rows, others))
     return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
 
   def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
@@ -483,9 +463,7 @@ class Program:
     masks = visible.key_mask, visible.segments
     return jax.tree.map(lambda x: self._whole(x, block), masks)
 
-  def call_by_rows(
-    self, kernel: Callable, rows: Any, keys: tuple, outputs: tuple
-  ) -> tuple:
+  def call_by_rows(self, kernel: Callable, rows: Any, keys: tuple) -> tuple:
     """Launches a kernel with one program per tile of rows.
 
     Args:
@@ -495,12 +473,11 @@ class Program:
       rows: arrays [T * R, D] or [T * R], of which a program gets its tile, or
         arguments.
       keys: keys and values.
-      outputs: shapes of rows.
     """
     blocks, bounds = self.problem.blocks, self._bounds(keys_of_rows)
     table = blocks.head, blocks.first, bounds
     inputs = self._inputs(table, rows, keys, self.own_rows)
-    outputs = jax.tree.map(self.own_rows, outputs)
+    outputs = tuple(map(self.own_rows, self.problem.row_outputs))
     return self._call(kernel, (self.row_tiles,), inputs, outputs)
 
   def call_by_keys(self, kernel: Callable, rows: Any, keys: tuple) -> tuple:
@@ -511,11 +488,11 @@ class Program:
         table has the first block of each head [B * H + 1] and the loops' bounds
         of `rows_of_keys`, None if nothing is hidden.
       rows: arrays [T * R, D] or [T * R].
-      keys: keys and values; the outputs have their shapes and dtypes.
+      keys: keys and values.
     """
     table = self.problem.blocks.first, self._bounds(rows_of_keys)
     inputs = self._inputs(table, rows, keys, self.all_rows)
-    outputs = tuple(map(self.keys_or_values, map(like, keys)))
+    outputs = tuple(map(self.keys_or_values, self.problem.key_outputs))
     grid = self.key_tiles, self.problem.batch * self.problem.kv_heads
     return self._call(kernel, grid, inputs, outputs)
 
@@ -600,7 +577,7 @@ def _forward_kernel(
       acc, highest, total = carry
       seen = seen_in(j) if masked else None
       k = plan.load_keys(k_ref, place, j, last=masked)
-      logits = plan.logits(q, _widened(plan.problem, k), seen)
+      logits = plan.logits(q, k, seen)
       new = jnp.maximum(highest, logits.max(1))
       shift = new
       if masked:
@@ -612,7 +589,6 @@ def _forward_kernel(
       )
       total = total * decay + weights.sum(1)
       v = plan.load_keys(v_ref, place, j, last=masked)
-      v = _widened(plan.problem, v)
       weights = weights.astype(v[0].dtype)
       acc = tuple(x * decay[:, None] for x in acc)
       return _add(acc, weights, v), new, total
@@ -690,10 +666,6 @@ def _key_gradients_kernel(
   dk = tuple(x * plan.problem.scale for x in dk)
   plan.store_keys(dk_ref, dk, place, j)
   plan.store_keys(dv_ref, dv, place, j)
-
-
-def _widened(problem: Problem, keys: Slices) -> Slices:
-  return tuple(problem.to_product_dtype(x) for x in keys)
 
 
 def _add(total: Slices, weights: jax.Array, rows: Slices) -> Slices:

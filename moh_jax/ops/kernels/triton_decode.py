@@ -54,8 +54,11 @@ def attend(problem: DecodeProblem, q: jax.Array) -> jax.Array:
   Returns:
     [B, K, G, D] float32, undefined for heads that are in no list.
   """
-  plan = Plan(problem, q.shape[2])
-  return _join_splits(*plan.call(q))
+  out, log_sums = Plan(problem, q.shape[2]).call(q)
+  # A text in a list sees a slot, so the highest of its splits is above -inf.
+  weights = jnp.exp2(log_sums - log_sums.max(2, keepdims=True))
+  total = weights.sum(2)[..., None]
+  return (out * weights[..., None]).sum(2) / total
 
 
 def split_count(programs: int, slots: int) -> int:
@@ -242,11 +245,3 @@ def _kernel(
     plan.columns.store(out_ref, place, acc, in_group[:, None])
     log_sum = jnp.where(has_slots, highest + jnp.log2(total), -jnp.inf)
     plgpu.store(sum_ref.at[place], log_sum, mask=in_group)
-
-
-def _join_splits(out: jax.Array, log_sums: jax.Array) -> jax.Array:
-  """Joins the attentions over splits, [B, K, S, G, D], to [B, K, G, D]."""
-  # A text in a list sees a slot, so the highest is above -inf.
-  weights = jnp.exp2(log_sums - log_sums.max(2, keepdims=True))
-  total = weights.sum(2)[..., None]
-  return (out * weights[..., None]).sum(2) / total

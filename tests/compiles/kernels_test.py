@@ -1,0 +1,241 @@
+"""Attention compiled for GPUs and TPUs that are absent, with its gradients."""
+
+import glob
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl.testing import parameterized
+
+from moh_jax.config.heads import HeadBudget
+from moh_jax.config.llm import RotaryConfig
+from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.ops import splash
+from moh_jax.ops.attention_forms import Call, Form, Visible
+from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
+from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
+from moh_jax.ops.position import rotation
+from moh_jax.runtime.sharding import unbox
+from tests.compiles.compiling import compile_for, programs
+
+pytestmark = pytest.mark.compiles
+
+_TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+_TPU_KERNEL = 'custom_call_target="tpu_custom_call"'
+_TRITON = "__gpu$xla.gpu.triton"
+_PTXAS = shutil.which("ptxas")
+_shape = jax.ShapeDtypeStruct
+
+
+def _core(
+  target, backend, tokens, dim, dtype, masks="", *, batch=1, heads=4,
+  kv_heads=4,
+):  # fmt: skip
+  """Compiles attention of the chosen half of the heads, or splash of all."""
+  dtype = jnp.dtype(dtype)
+  q = _shape((batch, tokens, heads, dim), dtype)
+  k = _shape((batch, tokens, kv_heads, dim), dtype)
+  per_head = tokens // 2 if backend == "mosaic_tpu" else None
+
+  def run(q, k, v, grad, key_mask, segments, chosen):
+    visible = Visible(
+      key_mask if "keys" in masks else None,
+      segments if "segments" in masks else None,
+      "causal" in masks,
+    )
+
+    def attend(q, k, v):
+      call = Call(q, k, v, visible, dim**-0.5)
+      if backend == "splash":
+        return splash.attend(call, Form(backend))
+      rows = block_sizes(backend, dim, dtype, per_head).rows
+      blocks = head_blocks(ActiveHeads(chosen, heads // 2), rows)
+      return kernel_attention(call, blocks, backend=backend)
+
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, *pull(grad)
+
+  return compile_for(
+    target, run, q, k, k, q, _shape((batch, tokens), bool),
+    _shape((batch, tokens), jnp.int32), _shape((batch, tokens, heads), bool),
+  )  # fmt: skip
+
+
+def _layer(target, heads, dim, *, active, batch=2, tokens=2048, width=1024):
+  """Compiles a layer with rotations, half of the heads active or all."""
+  budget = HeadBudget(heads, heads // 4, heads // 4, dim)
+  if not active:
+    budget = HeadBudget(heads, heads, 0, dim)
+  layer = MoHAttention(
+    budget, causal=True, use_bias=False, dtype=jnp.bfloat16,
+    implementation="kernel" if active else "auto",
+  )  # fmt: skip
+  positions = jnp.arange(tokens)[None]
+
+  def run(params, x, grad):
+    places = Places(rotation=rotation(positions, RotaryConfig(), dim))
+    out, pull = jax.vjp(
+      lambda *args: layer.apply(*args, places=places)[0], params, x
+    )
+    return out, *pull(grad)
+
+  few = jnp.zeros((1, 8, width))
+  params = unbox(jax.eval_shape(lambda: layer.init(jax.random.key(0), few)))
+  x = _shape((batch, tokens, width), jnp.bfloat16)
+  return compile_for(target, run, params, x, x)
+
+
+class TpuTest(parameterized.TestCase):
+  @parameterized.product(
+    target=_TPUS,
+    case=(
+      ("mosaic_tpu", 256, 64, "bfloat16", "", {"batch": 4}),
+      ("mosaic_tpu", 1024, 72, "float32", "keys segments", {}),
+      ("mosaic_tpu", 4096, 64, "bfloat16", "keys segments causal", {}),
+      ("mosaic_tpu", 4096, 128, "float32", "causal", {"kv_heads": 2}),
+      ("mosaic_tpu", 16384, 64, "float32", "", {}),
+      ("mosaic_tpu", 16384, 256, "bfloat16", "keys segments causal", {}),
+      ("mosaic_tpu", 16384, 256, "float32", "causal", {}),
+      ("splash", 1024, 72, "float32", "", {}),
+      ("splash", 4096, 64, "bfloat16", "keys segments causal", {"kv_heads": 2}),
+      ("splash", 16384, 256, "float32", "causal", {}),
+    ),
+  )
+  def test_forward_and_gradients_compile(self, target, case):
+    *arguments, options = case
+    compiled = _core(target, *arguments, **options)
+    self.assertEqual(compiled.as_text().count(_TPU_KERNEL), 3)
+    logits = options.get("batch", 1) * 4 * case[1] ** 2
+    for _, shapes in programs(compiled):
+      for shape in shapes:
+        self.assertLess(math.prod(shape), logits)
+
+  @parameterized.product(
+    target=_TPUS, sizes=((12, 128), (24, 64), (16, 32), (12, 96))
+  )
+  def test_no_copy_of_queries_or_outputs_around_the_kernels(
+    self, target, sizes
+  ):
+    compiled = _layer(target, *sizes, active=True)
+    self.assertEqual(compiled.as_text().count(_TPU_KERNEL), 3)
+    for line, shapes in programs(compiled):
+      copied = any(f" {x}(" in line for x in ("copy", "transpose", "reshape"))
+      for shape in shapes if copied else ():
+        if 2048 in shape:  # not the kernels
+          self.assertLess(math.prod(shape), 2048 * math.prod(sizes), line)
+
+  @parameterized.parameters((12, 128), (24, 64))
+  def test_no_more_memory_than_splash_with_all_heads(self, heads, dim):
+    ours, splash = (
+      _layer("v5e:2x2", heads, dim, active=active, batch=16)
+      .memory_analysis()
+      .temp_size_in_bytes
+      for active in (True, False)
+    )
+    self.assertLess(ours, 1.2 * splash)
+
+
+class HopperTest(parameterized.TestCase):
+  def _check(self, *arguments, spills: bool = False, **options) -> None:
+    """Compiles attention with gradients; checks the text of its kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+      variables = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+      with mock.patch.dict(os.environ, variables):
+        compiled = _core(
+          "h100", "mosaic_gpu", *arguments, batch=2, heads=8, **options
+        )
+      text = compiled.as_text()
+      self.assertEqual(text.count('custom_call_target="mosaic_gpu'), 3)
+      for kernel in ("forward", "query_gradient", "key_gradients"):
+        [path] = glob.glob(f"{folder}/moh_{kernel}_kernel_*.ptx")
+        ptx = pathlib.Path(path).read_text()
+        self.assertIn("wgmma.mma_async", ptx)
+        self.assertNotIn("mma.sync", ptx)
+        [passes] = glob.glob(f"{folder}/moh_{kernel}_kernel_*passes.log")
+        self.assertNotIn("scf.while", pathlib.Path(passes).read_text())
+        if _PTXAS:
+          self._check_registers(path, spills)
+
+  def _check_registers(self, path: str, spills: bool) -> None:
+    command = [_PTXAS, "-v", "-arch=sm_90a", path, "-o", os.devnull]
+    result = subprocess.run(command, capture_output=True, text=True)
+    self.assertEqual(result.returncode, 0, result.stderr)
+    self.assertNotIn("serialized", result.stderr)
+    if not spills:
+      self.assertIn(" 0 bytes spill stores", result.stderr)
+
+  @parameterized.product(
+    dim=(64, 96, 128, 256),
+    masks=("", "causal", "segments", "keys segments causal"),
+  )
+  def test_h100(self, dim, masks):
+    self._check(2048, dim, "bfloat16", masks, spills=dim > 128, kv_heads=8)
+
+  @parameterized.parameters(
+    (1000, 64, "float16", "causal", 2), (1000, 128, "bfloat16", "causal", 2),
+    (1000, 128, "bfloat16", "keys segments causal", 4),
+    (40, 64, "bfloat16", "", 8),
+  )  # fmt: skip
+  def test_odd_lengths_and_groups(self, *options):
+    self._check(*options[:-1], kv_heads=options[-1])
+
+
+_B, _N, _H, _D = 1, 4096, 32, 64
+_Q = _shape((_B, _N, _H, _D), jnp.bfloat16)
+_GATES = _shape((_B, _N, _H), jnp.float32)
+
+
+def _attend(q, k, v, gates):
+  """Gated causal attention; half of the heads are active."""
+  rows = block_sizes("triton", _D, q.dtype).rows
+  blocks = head_blocks(ActiveHeads(gates != 0, _H // 2), rows)
+  visible, scale = Visible(causal=True), _D**-0.5
+  out = kernel_attention(
+    Call(q, k, v, visible, scale), blocks, backend="triton"
+  )
+  return out * gates[..., None].astype(out.dtype)
+
+
+def _with_gradients(q, k, v, gates, grad):
+  out, pull = jax.vjp(_attend, q, k, v, gates)
+  return out, pull(grad)
+
+
+def _large(programs):
+  """Programs without a kernel that write as much as the active queries."""
+  return [
+    line
+    for line, shapes in programs
+    if _TRITON not in line
+    and max(map(math.prod, shapes), default=0) >= _B * _N * _H // 2 * _D
+  ]
+
+
+class GlueTest(parameterized.TestCase):
+  @parameterized.parameters(("h100", 9), ("a100", 10), ("rtx4090", 9))
+  def test_few_programs_around_the_forward_kernel(self, target, most):
+    found = programs(compile_for(target, _attend, _Q, _Q, _Q, _GATES))
+    kernels = [line for line, _ in found if _TRITON in line]
+    self.assertLen(kernels, 1)
+    self.assertLessEqual(len(found) - 1, most)
+    # Queries, keys and values are read in place; the gate multiplies where rows
+    # return to their tokens.
+    self.assertLen(_large(found), 1)
+
+  @parameterized.parameters(("h100", 14), ("a100", 17), ("rtx4090", 14))
+  def test_few_programs_around_all_kernels(self, target, most):
+    arrays = _Q, _Q, _Q, _GATES, _Q
+    found = programs(compile_for(target, _with_gradients, *arrays))
+    kernels = [line for line, _ in found if _TRITON in line]
+    self.assertLen(kernels, 3)
+    self.assertLessEqual(len(found) - 3, most)
+    # One makes the rows of queries and gradients, one takes rows back; the
+    # gates and their gradients need no pass of their own.
+    self.assertLen(_large(found), 2)
