@@ -111,25 +111,24 @@ DIT_MODELS: dict[str, DiTConfig] = {
   },
 }
 
-# (vocabulary, length, layers, width, MLP width, heads, key/value heads):
-# arXiv:2410.11842, and LLaMA3 also with the vocabulary of the continue-tuned
-# models.
+# (vocabulary, length, RoPE's theta, layers, width, MLP width, heads, key/value
+# heads): arXiv:2410.11842, and LLaMA3 also with the vocabulary of the
+# continue-tuned models.
 _LLM_SIZES = {
-  "s": (65536, 2048, 12, 768, 2048, 12, 12),
-  "b": (65536, 2048, 24, 1536, 4096, 16, 16),
-  "8b": (128256, 8192, 32, 4096, 14336, 32, 8),
-  "8b-expanded": (160896, 8192, 32, 4096, 14336, 32, 8),
-  "70b": (128256, 8192, 80, 8192, 28672, 64, 8),
+  "s": (65536, 2048, 1e4, 12, 768, 2048, 12, 12),
+  "b": (65536, 2048, 1e4, 24, 1536, 4096, 16, 16),
+  "8b": (128256, 8192, 5e5, 32, 4096, 14336, 32, 8),
+  "8b-expanded": (160896, 8192, 5e5, 32, 4096, 14336, 32, 8),
+  "70b": (128256, 8192, 5e5, 80, 8192, 28672, 64, 8),
 }
 # (shared, top_k). The paper gives the activated share; of the active heads at
 # least 40 % are shared here.
 _LLM_BUDGETS = {"s-75": (4, 5), "s-50": (3, 3), "b-75": (6, 6), "b-50": (4, 4)}
 
 
-def _llm(
-  size: str, kind: str, shared: int, top_k: int, theta: float = 10000.0
-) -> LLMConfig:
-  vocabulary, length, depth, width, mlp_dim, heads, kv_heads = _LLM_SIZES[size]
+def _llm(size: str, kind: str, shared: int, top_k: int) -> LLMConfig:
+  vocabulary, length, theta, *layers = _LLM_SIZES[size]
+  depth, width, mlp_dim, heads, kv_heads = layers
   return LLMConfig(
     vocab_size=vocabulary,
     max_length=length,
@@ -146,18 +145,14 @@ def _llm(
   )
 
 
-def _llama3(size: str, kind: str, shared: int, top_k: int) -> LLMConfig:
-  return _llm(size, kind, shared, top_k, theta=500000.0)
-
-
 LLM_MODELS: dict[str, LLMConfig] = {
   **{
     f"moh-llm-{name}": _llm(name[0], "two_stage", *split)
     for name, split in _LLM_BUDGETS.items()
   },
   **{f"llm-{s}": _llm(s, "none", *_LLM_BUDGETS[f"{s}-75"]) for s in "sb"},
-  "moh-llama3-8b": _llama3("8b-expanded", "query_norm", 16, 8),
-  "llama3-8b-expanded": _llama3("8b-expanded", "none", 32, 0),
-  "llama3-8b": _llama3("8b", "none", 32, 0),
-  "llama3-70b": _llama3("70b", "none", 64, 0),
+  "moh-llama3-8b": _llm("8b-expanded", "query_norm", 16, 8),
+  "llama3-8b-expanded": _llm("8b-expanded", "none", 32, 0),
+  "llama3-8b": _llm("8b", "none", 32, 0),
+  "llama3-70b": _llm("70b", "none", 64, 0),
 }

@@ -144,8 +144,10 @@ def routing_maps(
     A figure with a row for each example. Patches have the colour of their best
     selected head; of a text each row is a layer and each column a token.
   """
+  from matplotlib.colors import to_rgba_array
+
   layers, best = stats.layers, stats.maps.best
-  colors = _rgb_table(layers)
+  colors = to_rgba_array([*_colors(layers), _MASKED])  # the last is for -1
   is_text = layers[0].grid is None
   shown = np.linspace(0, len(layers) - 1, min(len(layers), _SHOWN_LAYERS))
   shown = sorted({round(place) for place in shown.tolist()})
@@ -191,7 +193,7 @@ def load_over_steps(
   title = "Load of routed heads over the training"
   figure, axes = _panels(loads, (2.6, 1.9), (1.1, 0.6), title)
   routed = {layer.name: sorted(layer.routed) for layer in layers}
-  colors = head_colors(_most_heads(layers))
+  colors = _colors(layers)
   for axis, (name, points) in zip(axes, loads.items()):
     steps, values = zip(*points)
     for head, line in zip(routed.get(name, ()), np.transpose(values)):
@@ -265,23 +267,17 @@ def dial(rows: Sequence[Mapping[str, float]]) -> Any:
   return figure
 
 
-def _most_heads(layers: Sequence[Layer]) -> int:
-  return max((layer.budget.num_heads for layer in layers), default=0)
-
-
-def _rgb_table(layers: Sequence[Layer]) -> np.ndarray:
-  """RGB in [0, 1] by number of the head; the last, for -1, is grey."""
-  from matplotlib.colors import to_rgb
-
-  colors = [*head_colors(_most_heads(layers)), _MASKED]
-  return np.array([to_rgb(color) for color in colors])
+def _colors(layers: Sequence[Layer]) -> list[str]:
+  """A colour for each head of the layer that has the most."""
+  heads = (layer.budget.num_heads for layer in layers)
+  return head_colors(max(heads, default=0))
 
 
 def _head_legend(figure: Any, layers: Sequence[Layer]) -> None:
   """Names the colours of the heads that a layer routes, where all differ."""
   from matplotlib.patches import Patch
 
-  colors = head_colors(_most_heads(layers))
+  colors = _colors(layers)
   if len(colors) <= len(_PALETTE):
     heads = sorted({head for layer in layers for head in layer.routed})
     handles = [Patch(color=colors[n], label=f"head {n}") for n in heads]

@@ -22,7 +22,7 @@ from moh_jax.config.dit import FLOW, spaced_timesteps
 _LOWEST_LOG_SNR = -10.2
 
 
-class Path:
+class AnyProcess:
   """Steps between an example and noise; `Process` or `Flow`.
 
   The first field of both is `timesteps` [S], the network's input t at each
@@ -34,14 +34,14 @@ class Path:
     """S."""
     return len(self.timesteps)
 
-  def first(self, steps: int) -> "Path":
+  def first(self, steps: int) -> "AnyProcess":
     """The least noisy steps alone."""
     fields = (getattr(self, f.name) for f in dataclasses.fields(self))
     return type(self)(*(field[:steps] for field in fields))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Process(Path):
+class Process(AnyProcess):
   """A diffusion process, the one of training or one with fewer steps.
 
   signal_t = sqrt(a_t) and spread_t = sqrt(1 - a_t) with a_t the cumulative
@@ -112,7 +112,7 @@ class Process(Path):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flow(Path):
+class Flow(AnyProcess):
   """The straight path from an example to noise: signal 1 - t, spread t.
 
   Its velocity, noise - x_0, is what flow matching learns (arXiv:2210.02747).
@@ -142,7 +142,7 @@ def even_times(steps: int, scale: int) -> Flow:
   return Flow((times * scale).astype(np.float32), times)
 
 
-def make_process(schedule: str, steps: int) -> Path:
+def make_process(schedule: str, steps: int) -> AnyProcess:
   """Makes the training process.
 
   Args:
@@ -205,7 +205,7 @@ def lookup(table: np.ndarray, t: jax.Array, ndim: int) -> jax.Array:
 
 
 def q_sample(
-  process: Path, x0: jax.Array, t: jax.Array, noise: jax.Array
+  process: AnyProcess, x0: jax.Array, t: jax.Array, noise: jax.Array
 ) -> jax.Array:
   """Adds noise to clean examples.
 
@@ -261,7 +261,7 @@ def split_output(out: jax.Array, channels: int) -> tuple:
 
 
 def training_target(
-  process: Path,
+  process: AnyProcess,
   prediction: str,
   x0: jax.Array,
   t: jax.Array,
@@ -384,7 +384,7 @@ _FLOOR = 1e-12  # lowest probability, so that its logarithm is finite
 
 
 def training_losses(
-  process: Path,
+  process: AnyProcess,
   objective: DiffusionConfig,
   out: jax.Array,
   x0: jax.Array,
@@ -464,7 +464,7 @@ def variational_bound(
   return bits / math.log(2.0)
 
 
-def _weights(process: Path, objective: DiffusionConfig) -> np.ndarray:
+def _weights(process: AnyProcess, objective: DiffusionConfig) -> np.ndarray:
   """Weight of the squared error of the prediction at each step, [S]."""
   if objective.loss_weight == "uniform":
     return np.ones(process.num_steps)

@@ -11,7 +11,7 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.dit import FLOW, MOST_TIMESTEPS
 from moh_jax.models.diffusion import (
-  Path,
+  AnyProcess,
   even_log_snr,
   even_times,
   make_process,
@@ -104,7 +104,7 @@ def make_sampler(
   return run
 
 
-def _sampling_process(config: Config) -> Path:
+def _sampling_process(config: Config) -> AnyProcess:
   """The steps that a sampler takes."""
   options, diffusion = config.sample, config.diffusion
   if diffusion.schedule == FLOW:

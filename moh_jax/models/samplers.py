@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.models.diffusion import (
+  AnyProcess,
   Flow,
-  Path,
   Process,
   implied_noise,
   lookup,
@@ -30,7 +30,7 @@ Noise = Callable[[jax.Array], jax.Array]
 def sample(
   predict: Predict,
   x: jax.Array,
-  process: Path,
+  process: AnyProcess,
   *,
   method: str,
   prediction: str = "epsilon",
@@ -69,7 +69,7 @@ def sample(
     out, t = output(x, step), jnp.broadcast_to(step, x.shape[:1])
     return predict_x0(process, prediction, out, x, t, clip=clip)[0], t
 
-  # Each method maps x, x0 of the step before and the step to the first two.
+  # Each method maps (x, x0 of the step before, step) to the next x and x0.
   def ddpm(x: jax.Array, previous: None, step: jax.Array) -> tuple:
     out, t = output(x, step), jnp.broadcast_to(step, x.shape[:1])
     reverse = reverse_step(process, prediction, out, x, t, clip=clip)
@@ -117,7 +117,13 @@ def sample(
 def _flow_methods(
   output: Predict, process: Flow, clip: bool
 ) -> dict[str, Callable[..., tuple]]:
-  """The methods for dx/dt = velocity(x, t), of which `output` is a step's."""
+  """The methods that follow dx/dt = velocity(x, t).
+
+  Args:
+    output: (x, step) -> the network's output.
+    process: the steps.
+    clip: whether to clip examples, as of `sample`.
+  """
   times = jnp.asarray(process.times, jnp.float32)
   gaps = jnp.asarray(np.diff(process.times, prepend=0.0), jnp.float32)
 

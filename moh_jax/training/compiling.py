@@ -103,7 +103,6 @@ class Compiled:
     total: bytes that it needs.
     arguments: bytes of the state and the batch; None where the compiler gave
       up, as for the next.
-    outputs: bytes of the new state that are not in place of the old one.
     temporaries: bytes of all else.
     collectives: of a step.
   """
@@ -114,7 +113,6 @@ class Compiled:
   limit: float
   total: float
   arguments: int | None = None
-  outputs: int | None = None
   temporaries: int | None = None
   collectives: tuple[Collective, ...] = ()
 
@@ -190,7 +188,6 @@ def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
     limit=limit,
     total=total,
     arguments=found.argument_size_in_bytes,
-    outputs=outputs,
     temporaries=found.temp_size_in_bytes,
     collectives=read_collectives(compiled.as_text(), dict(mesh.shape), slices),
   )

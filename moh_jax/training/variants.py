@@ -13,11 +13,6 @@ from moh_jax.config.layers import without_router
 from moh_jax.config.parse import from_config_dict, override, to_dict
 from moh_jax.config.run import Config
 
-FORMS = (
-  "config, mha or mohNN (NN % of the heads active); config and mohNN also with "
-  "-onestage (the groups of heads weigh the same) or -sharedNN (NN % of the "
-  "active heads are shared), as in moh50-shared0"
-)
 _NAME = re.compile(
   r"mha|(config|moh(?P<active>\d{1,3}))(?P<onestage>-onestage)?"
   r"(-shared(?P<shared>\d{1,3}))?"
@@ -44,7 +39,10 @@ def make_variant(config: Config, name: str) -> Config:
   """
   found = _NAME.fullmatch(name)
   if not found:
-    raise ValueError(f"variant {name!r} must be {FORMS}")
+    raise ValueError(
+      f"variant {name!r} must be config, mha or mohNN (NN % of the heads "
+      "active), the first and the last also with -onestage or -sharedNN"
+    )
   model = config.model
   if name == "mha":
     return without_router(model).in_run(config)

@@ -219,12 +219,12 @@ class ConfigTest(absltest.TestCase):
     self.assertFalse(hasattr(_DIT, "classifier"))
 
   def test_what_is_left_out_takes_its_defaults(self):
-    run = Config(config_lib.DiTConfig())
-    self.assertEqual(run.sample, config_lib.SampleConfig())
-    self.assertEqual(run.data, config_lib.DataConfig())
-    self.assertEqual(
-      Config(config_lib.LLMConfig()).data, config_lib.TextDataConfig()
-    )
+    for model in (config_lib.DiTConfig(), config_lib.LLMConfig()):
+      run = Config(model)
+      for section in run.by_name().values():
+        self.assertEqual(section, type(section)())
+      cfg = {"model": dataclasses.asdict(model)}
+      self.assertEqual(config_lib.from_config_dict(cfg), run)
 
   def test_replace_changes_sections_of_the_family(self):
     sample = config_lib.SampleConfig(num=4)
@@ -256,12 +256,6 @@ class FormsTest(parameterized.TestCase):
     self.assertEqual(config_lib.from_config_dict(stored), config)
     self.assertCountEqual(stored, config.by_name())
     self.assertEqual(config_lib.upgrade(stored), stored)
-
-  def test_missing_sections_take_their_defaults(self):
-    for config in (_VIT, _DIT):
-      cfg = {"model": dataclasses.asdict(config.model)}
-      expected = Config(model=config.model)
-      self.assertEqual(config_lib.from_config_dict(cfg), expected)
 
   @parameterized.parameters(
     ({"data": {}}, "no section 'model'"),

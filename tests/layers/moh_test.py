@@ -101,16 +101,6 @@ class MoHAttentionTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    (True, None, True), (False, None, False), (True, False, False),
-    (False, True, True),
-  )  # fmt: skip
-  def test_output_bias_follows_the_others_unless_told(self, use, out, found):
-    module = MoHAttention(small.BUDGET, use_bias=use, out_bias=out)
-    params = small.params(module, small.tokens())["params"]
-    self.assertEqual("bias" in params["qkv"], use)
-    self.assertEqual("bias" in params["out"], found)
-
-  @parameterized.parameters(
     ({}, (6, 16), None, r"x has shape \(6, 16\), must be \[B, N, C\]"),
     ({}, (2, 6, 8), jnp.ones((2, 6)), r"float32\(2, 6\) must be bool\(2, 6\)"),
     ({"budget": 8}, (2, 6, 8), None, "budget=8 must be a HeadBudget"),

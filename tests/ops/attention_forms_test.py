@@ -68,8 +68,6 @@ class ChooseTest(_TestCase):
   @parameterized.parameters(
     ({}, Form("packed", True, 64, 8)),
     ({"tokens": 4096, "causal": True}, Form("packed", True, 128, 4)),
-    ({"share": 0.75}, Form("packed", True, 64, 8)),
-    ({"tokens": 512, "num_heads": 8}, Form("packed", True, 64, 8)),
     ({"tokens": 256, "share": 0.75, "causal": True},
      Form("packed", True, 32, 4)),
     ({"share": 0.9}, Form("blocked", False, 512)),  # nothing is gained
@@ -81,8 +79,6 @@ class ChooseTest(_TestCase):
     ({"tokens": 128, "batch": 64}, _ONE_BY_ONE),
     # All heads of causal attention have the blocks of packed ones.
     ({"causal": True, "share": 1.0}, Form("blocked", False, 64, 4)),
-    ({"causal": True, "share": 1.0, "tokens": 512},
-     Form("blocked", False, 64, 4)),
     ({"causal": True, "share": 1.0, "tokens": 256},
      Form("blocked", False, 32, 4)),
     ({"causal": True, "tokens": 128}, Form("dense")),
@@ -343,15 +339,6 @@ class SizesTest(parameterized.TestCase):
     tiles = BlockSizes(Tile(128, 64, 8), Tile(64, 32), Tile(64, 32, 8))
     expected = BlockSizes(Tile(32, 64, 4), Tile(32, 32), Tile(32, 32, 8))
     self.assertEqual(tiles.with_rows(32), expected)
-
-  @parameterized.parameters(
-    (8, ((0, 16),)), (24, ((0, 32),)), (64, ((0, 64),)),
-    (72, ((0, 64), (64, 16))), (80, ((0, 64), (64, 16))), (120, ((0, 128),)),
-    (192, ((0, 128), (128, 64))),
-  )  # fmt: skip
-  def test_head_dims_become_powers_of_two(self, dim, slices):
-    self.assertEqual(triton.column_slices(dim, 2), slices)
-    self.assertLen(triton.column_slices(dim, 1), 1)
 
 
 class TileFileTest(parameterized.TestCase):

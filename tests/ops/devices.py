@@ -1,23 +1,19 @@
 """Kernels for devices that are not here: what else a machine can check."""
 
 import contextlib
-import importlib.util
 import io
-import os
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import jax
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 from moh_jax.ops.kernels import tpu_plan, triton
 
 # As found; tests that choose forms replace them.
 _MISSING, _PROBLEM = triton.MISSING, triton.refused
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 def need(backend: str, *, lowers: bool = False) -> None:
@@ -81,13 +77,3 @@ def simulated_tpu(cores: int) -> Iterator[None]:
     pltpu.reset_tpu_interpret_mode_state()
   if told.getvalue():
     raise AssertionError(told.getvalue())
-
-
-@contextlib.contextmanager
-def tpu(topology: str) -> Iterator[jax.sharding.Sharding]:
-  """The sharding of one TPU that libtpu compiles for."""
-  # libtpu aborts on flags that are for CPUs, and looks for a TPU's network.
-  settings = {"XLA_FLAGS": "", "TPU_SKIP_MDS_QUERY": "1"}
-  with mock.patch.dict(os.environ, settings):
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    yield jax.sharding.SingleDeviceSharding(devices[0])

@@ -150,15 +150,6 @@ class WindowTest(parameterized.TestCase):
     temporary = compiled.memory_analysis().temp_size_in_bytes
     self.assertLess(temporary / (4 * np.prod(tokens)), most)
 
-  @parameterized.parameters("logits", "mix", "conv")
-  def test_vmap_equals_a_loop(self, name):
-    several = [[s * x for x in _inputs(name, (3, 4), 3)] for s in (1, -0.5)]
-    call = functools.partial(_vjp, name, window=3)
-    stacked = jax.tree.map(lambda *x: np.stack(x), *several)
-    mapped = jax.vmap(lambda a, b: call(a, b))(*stacked)
-    loop = jax.tree.map(lambda *x: np.stack(x), *(call(*x) for x in several))
-    chex.assert_trees_all_close(mapped, loop, rtol=1e-5, atol=1e-5)
-
 
 _VALUES = ("v", "pool_v")
 # (grid, window): the last grid is smaller than its window.

@@ -77,13 +77,9 @@ class Hopper(Kernels):
       return f"a CUDA that compiles its kernels well, not {device.cuda}"
     return self.lacks(dtype, head_dim)
 
-  def check(self, sizes: BlockSizes) -> None:
-    """See `Kernels.check`."""
-    if sizes.rows not in (PART, 2 * PART):
-      raise ValueError(
-        f"rows={sizes.rows} of a block must be {PART} or {2 * PART} on Hopper"
-      )
-    sizes.check_covers()
+  def rows_must_be(self, rows: int) -> str:
+    """See `Kernels.rows_must_be`."""
+    return "" if rows in (PART, 2 * PART) else f"{PART} or {2 * PART} on Hopper"
 
   def lacks(self, dtype: str, head_dim: int) -> str:
     """See `Kernels.lacks`."""

@@ -96,19 +96,6 @@ class BlockSizes:
     """R, the rows that `head_blocks` should give its blocks."""
     return self.forward.rows
 
-  def check_covers(self) -> None:
-    """Checks that tiles of the gradients cover a block exactly.
-
-    Raises:
-      ValueError: the rows of dq or dkv do not divide R. A block's last rows
-        would be in no tile, so in no gradient.
-    """
-    for name in ("dq", "dkv"):
-      if self.rows % (rows := getattr(self, name).rows):
-        raise ValueError(
-          f"{name}.rows={rows} must divide forward.rows={self.rows}"
-        )
-
   def with_rows(self, rows: int) -> "BlockSizes":
     """Returns the sizes for a table whose blocks have this many rows."""
     forward = dataclasses.replace(self.forward.cut(rows), rows=rows)
@@ -484,6 +471,7 @@ class Kernels(Protocol):
     tiles: default `BlockSizes`, see `fitting`.
     few_rows: heads with fewer tokens than this get blocks of half the rows,
     least_rows: or of so many rows.
+    cuts_blocks: whether gradients cut the rows of a block into tiles.
     picks_rows: whether the forward kernel picks its rows out of [B, N, H, D]
       itself: there is no pass over the queries before it.
   """
@@ -491,6 +479,7 @@ class Kernels(Protocol):
   tiles: ClassVar[dict[int, dict[int, BlockSizes]]]
   few_rows: ClassVar[int] = 512
   least_rows: ClassVar[int] = 64
+  cuts_blocks: ClassVar[bool] = True
   picks_rows: ClassVar[bool] = False
 
   def unable(self, device: Target, dtype: str, head_dim: int) -> str:
@@ -502,8 +491,21 @@ class Kernels(Protocol):
       head_dim: D.
     """
 
+  def rows_must_be(self, rows: int) -> str:
+    """What the rows of a block must be and are not; else empty."""
+
   def check(self, sizes: BlockSizes) -> None:
-    """Raises ValueError if blocks or tiles cannot have these sizes."""
+    """Raises ValueError if blocks or tiles cannot have these sizes.
+
+    On GPUs the rows of dq and dkv must divide R: a block's last rows would be
+    in no tile, so in no gradient.
+    """
+    rows = sizes.rows
+    if reason := self.rows_must_be(rows):
+      raise ValueError(f"rows={rows} of a block must be {reason}")
+    for name in ("dq", "dkv") if self.cuts_blocks else ():
+      if rows % (part := getattr(sizes, name).rows):
+        raise ValueError(f"{name}.rows={part} must divide forward.rows={rows}")
 
   def lacks(self, dtype: str, head_dim: int) -> str:
     """What the kernels need of a dtype and a head dim; else empty."""

@@ -42,6 +42,7 @@ class Tpu(Kernels):
     2: {256: BlockSizes.of((256, 1024), (256, 1024), (256, 512))},
     4: {256: BlockSizes.of((256, 512), (256, 512), (256, 512))},
   }
+  cuts_blocks = False
   few_rows = 768
   least_rows = 128
 
@@ -50,10 +51,9 @@ class Tpu(Kernels):
     able = device.platform in ("cpu", "tpu")
     return "" if able else f"a TPU, this is a {device.platform} ({device.kind})"
 
-  def check(self, sizes: BlockSizes) -> None:
-    """See `Kernels.check`."""
-    if sizes.rows % 8:
-      raise ValueError(f"rows={sizes.rows} of a block must be a multiple of 8")
+  def rows_must_be(self, rows: int) -> str:
+    """See `Kernels.rows_must_be`."""
+    return "a multiple of 8" if rows % 8 else ""
 
   def arranged(self, x: jax.Array) -> jax.Array:
     """Arranges keys or values [B, M, K, D] as [B, M, K / m, W].

@@ -89,13 +89,10 @@ class Triton(Kernels):
       return MISSING
     return device.gpu_problem or refused()
 
-  def check(self, sizes: BlockSizes) -> None:
-    """See `Kernels.check`."""
-    if (rows := sizes.rows) < SMALLEST or rows & (rows - 1):
-      raise ValueError(
-        f"rows={rows} of a block must be a power of two of at least {SMALLEST}"
-      )
-    sizes.check_covers()
+  def rows_must_be(self, rows: int) -> str:
+    """See `Kernels.rows_must_be`."""
+    fits = rows >= SMALLEST and not rows & (rows - 1)
+    return "" if fits else f"a power of two of at least {SMALLEST}"
 
   def lacks(self, dtype: str, head_dim: int) -> str:
     """See `Kernels.lacks`."""
