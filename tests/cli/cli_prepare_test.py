@@ -49,7 +49,7 @@ class PackImagesTest(tiny_checkpoint.CommandTest):
       self.assertLen(packed, count)
       self.assertEqual(packed.class_names, ("cat", "ant"))
     self.assert_refused("shard_size: 1024 here, 3 there", *argv[1:])
-    message = "shorter_side: 0 here, 9 there"
+    message = "shorter side at most 9' there"
     self.assert_refused(message, *argv[:-1])
 
   def test_share_becomes_val_as_in_a_run(self):
