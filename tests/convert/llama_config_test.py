@@ -15,7 +15,7 @@ from moh_jax.config import (
   without_router,
 )
 from moh_jax.convert import llama_config
-from tests.convert import tiny_llm
+from tests.convert import tiny_llm, transformers_cases
 
 # Of meta-llama/Meta-Llama-3-8B, without what does not bear on the network.
 _LLAMA3 = {
@@ -228,7 +228,12 @@ class FileTest(parameterized.TestCase):
 
 
 _BIASES = {"qkv_bias": True, "out_bias": True}
-_WRITTEN_YARN = {"scaling": "yarn", "factor": 4.0, "original_length": 16}
+_PLAIN = ("llama", "linear", "dynamic", "yarn_options", "biases", "wide_heads")
+_ORDER = dataclasses.replace(
+  tiny_llm.QUERY_NORM,
+  head_order=((5, 4, 3, 2, 1, 0),) * 3,
+  router=RouterConfig("query_norm", straight_through="all"),
+)
 # Models, and the architecture that they are written as.
 _MODELS = {
   **{
@@ -236,44 +241,34 @@ _MODELS = {
     for name, model in released_models().items()
     if model.family == "llm"
   },
-  "tiny_moh": (tiny_llm.MOH, _OURS),
-  "released": (tiny_llm.QUERY_NORM, _OURS),
-  "heads_by_layer": (
-    without_router(tiny_llm.MOH, num_heads=(3, 6, 3)), _OURS
-  ),
   **{
-    name: (dataclasses.replace(model, **fields), architecture)
-    for name, model, architecture, fields in (
-      ("paper", tiny_llm.MOH, _OURS,
-       {"router": RouterConfig(gate_form="paper", two_stage=False)}),
-      ("order", tiny_llm.QUERY_NORM, _OURS,
-       {"head_order": ((5, 4, 3, 2, 1, 0),) * 3,
-        "router": RouterConfig("query_norm", straight_through="all")}),
-      ("qwen3_moh", tiny_llm.QUERY_NORM, _OURS, {"qk_norm": True}),
-      ("out_bias", tiny_llm.MHA, _OURS, {"out_bias": True}),
-      ("qwen2", tiny_llm.MHA, "Qwen2ForCausalLM", {"qkv_bias": True}),
-      ("qwen3_biases", tiny_llm.MHA, "Qwen3ForCausalLM",
-       {"qk_norm": True, **_BIASES}),
-      ("tied", tiny_llm.MHA, _LLAMA,
-       {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16",
-        **_BIASES, "mlp_bias": True,
-        "rope": RotaryConfig(factor=2.0, original_length=5)}),
-      ("linear", tiny_llm.MHA, _LLAMA,
-       {"rope": RotaryConfig(scaling="linear", factor=3.0),
-        "max_length": 100}),
-      ("dynamic", tiny_llm.MHA, _LLAMA,
-       {"rope": RotaryConfig(
-         scaling="dynamic", factor=2.5, original_length=40),
-        "max_length": 100}),
-      ("llama3", tiny_llm.MHA, _LLAMA,
-       {"rope": RotaryConfig(scaling="llama3", factor=8.0,
-                             low_freq_factor=2.0, original_length=32)}),
-      ("yarn_options", tiny_llm.MHA, _LLAMA,
-       {"rope": RotaryConfig(**{**_WRITTEN_YARN, **_OPTIONS}),
-        "max_length": 100}),
-    )
+    name: (transformers_cases.model(name), _LLAMA if name in _PLAIN else _OURS)
+    for name in transformers_cases.CASES
   },
-}  # fmt: skip
+  "qwen2": (transformers_cases.model("qwen2"), "Qwen2ForCausalLM"),
+  "qwen3_tied": (transformers_cases.model("qwen3_tied"), "Qwen3ForCausalLM"),
+  "qwen3_biases": (
+    dataclasses.replace(tiny_llm.MHA, qk_norm=True, **_BIASES),
+    "Qwen3ForCausalLM",
+  ),
+  # With numbers of no effect, and a length that the factor does not divide.
+  "tied": (
+    dataclasses.replace(
+      tiny_llm.MHA,
+      **{"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16"},
+      rope=RotaryConfig(factor=2.0, original_length=5),
+    ),
+    _LLAMA,
+  ),
+  "odd_length": (
+    dataclasses.replace(
+      tiny_llm.MHA,
+      rope=RotaryConfig(scaling="linear", factor=3.0),
+      max_length=100,
+    ),
+    _LLAMA,
+  ),
+}
 
 
 class WriteTest(parameterized.TestCase):
@@ -296,32 +291,31 @@ class WriteTest(parameterized.TestCase):
     self.assertContainsSubset(same, written)
 
   def test_our_architecture_has_its_keys(self):
-    written = llama_config.to_hf(_MODELS["order"][0])
+    written = llama_config.to_hf(_ORDER)
     self.assertContainsSubset(
       {
         "model_type": "moh_llama",
         "shared_heads": (3, 3, 3),
         "selected_heads": (1, 1, 1),
         "heads_per_layer": None,
-        "head_order": ((5, 4, 3, 2, 1, 0),) * 3,
       },
       written,
     )
+    self.assertEqual(written["head_order"], _ORDER.head_order)
     self.assertEqual(written["router"]["kind"], "query_norm")
     self.assertEqual(written["auto_map"]["AutoModel"], "modeling_moh.MoHModel")
     self.assertNotIn("moh_jax", written)
     written = llama_config.to_hf(_MODELS["heads_by_layer"][0])
-    self.assertEqual(written["heads_per_layer"], (3, 6, 3))
+    self.assertEqual(written["heads_per_layer"], (6, 9, 3))
 
   def test_older_exports_with_our_key_alone(self):
-    model = _MODELS["order"][0]
-    stored = llama_config.to_hf(without_router(model, head_order=()))
+    stored = llama_config.to_hf(without_router(_ORDER, head_order=()))
     names = ("router", "shared_heads", "top_k", "head_order")
-    fields = dataclasses.asdict(model)
+    fields = dataclasses.asdict(_ORDER)
     stored["architectures"] = [_OURS]
     stored["moh_jax"] = {name: fields[name] for name in names}
     read = llama_config.from_hf(json.loads(json.dumps(stored)))
-    self.assertEqual(read, model)
+    self.assertEqual(read, _ORDER)
 
 
 class ReleasedTest(parameterized.TestCase):

@@ -143,11 +143,18 @@ class EntryTest(_Case):
     with self.assertNoLogs("moh_jax") if one else self.assertLogs("moh_jax"):
       self.assertEqual(self.read(tree, key)["w"], names.index(taken))
 
-  def test_broken_averages_are_no_reason_to_take_other_weights(self):
-    weights = {"w": torch.ones(1)}
-    torch.save({"ema": {**weights, "decay": 0.9}, "model": weights}, self.path)
-    self.assert_rejected("ema: entry 'decay' is not a dense tensor")
-    self.assertEqual(tensor_files.read_tensors(self.path, "model")["w"], 1)
+  @parameterized.parameters(
+    # Broken averages are no reason to take other weights.
+    (lambda w: {"ema": {"w": w, "decay": 0.9}, "model": {"w": w}}, None,
+     "ema: entry 'decay' is not a dense tensor"),
+    (lambda w: {"w": w.to("meta")}, None,
+     "tensor 'w' is .* on meta; expected a dense one of"),
+    *((lambda w: {"net": {"a": 1}, "epoch": 3}, key,
+       f"key={key!r} .*'net', 'epoch'") for key in (None, "net", "missing")),
+  )  # fmt: skip
+  def test_what_holds_no_weights_is_named(self, tree, key, found):
+    torch.save(tree(torch.ones(1)), self.path)
+    self.assert_rejected(found, key)
 
   @parameterized.parameters(
     (("weight", "bias"), ["weight", "bias"]),
@@ -157,15 +164,6 @@ class EntryTest(_Case):
   def test_top_level_and_the_prefix_that_all_names_share(self, names, want):
     read = self.read({name: torch.ones(1) for name in names})
     self.assertEqual(list(read), want)
-
-  @parameterized.parameters(None, "net", "missing")
-  def test_entries_are_listed_where_none_fits(self, key):
-    torch.save({"net": {"a": 1}, "epoch": 3}, self.path)
-    self.assert_rejected(f"key={key!r} .*'net', 'epoch'", key)
-
-  def test_tensors_without_numbers_are_refused(self):
-    torch.save({"w": torch.ones(2, device="meta")}, self.path)
-    self.assert_rejected("tensor 'w' is .* on meta; expected a dense one of")
 
 
 class HostileTest(_Case):

@@ -237,8 +237,8 @@ class LossesTest(parameterized.TestCase):
   def test_of_optimizers(self, name):
     self._check(*(_config("llm", name, mesh) for mesh in (_ONE, tiny.MESH)))
 
-  @pytest.mark.slow
   @parameterized.product(family=tuple(_CONFIGS), name=OPTIMIZERS)
+  @pytest.mark.slow
   def test_of_every_family_and_optimizer(self, family, name):
     axes = {"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}
     others = [{**_ONE, **mesh} for mesh in axes]
@@ -246,8 +246,8 @@ class LossesTest(parameterized.TestCase):
       *(_config(family, name, mesh) for mesh in (_ONE, *others, tiny.MESH))
     )
 
-  @pytest.mark.slow
   @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
+  @pytest.mark.slow
   def test_of_every_mesh(self, family, form):
     if family == "vit" and form == "packed":
       self.skipTest("ViT's forms compute every head")
@@ -341,8 +341,8 @@ class CompiledTest(parameterized.TestCase):
   def test_on_one_mesh(self):
     self._check("llm", "2,4")
 
-  @pytest.mark.slow
   @parameterized.product(family=tuple(meshes.MODELS), mesh=tuple(meshes.MESHES))
+  @pytest.mark.slow
   def test_on_every_mesh(self, family, mesh):
     self._check(family, mesh)
 

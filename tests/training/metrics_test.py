@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -134,6 +135,18 @@ class ViewersTest(_WriterTest):
         self._writer(start, tensorboard=True).close()
       self.assertEqual(summary.call_args[1]["purge_step"], start + 1)
 
+  def test_wandb_gets_rows_offline(self):
+    if importlib.util.find_spec("wandb") is None:
+      self.skipTest("wandb is not installed")
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    with mock.patch.dict(os.environ, offline):
+      config = dataclasses.replace(_QUIET, wandb="moh")
+      writer = MetricsWriter(epath.Path(self.dir), config, start=0, steps=8)
+      writer.write(2, "val", {"loss": 0.5})
+      writer.close()
+    (stored,) = (self.dir / "wandb").glob("offline-run-*/*.wandb")
+    self.assertIn(b"val/loss", stored.read_bytes())
+
   def test_png_holds_the_picture_and_nothing_temporary_stays(self):
     for step, (channels, mode) in enumerate(((1, "L"), (3, "RGB"))):
       shape = (6, 4, channels)
@@ -202,22 +215,23 @@ class BucketTest(_WriterTest):
     self.assertIn(b"train/loss", file.read_bytes())
 
 
-def _loads(params):
-  """Loads of heads as a step of the run measures them."""
-  objective = tiny.make_task(_CONFIG)
-  rng = np.random.default_rng(0)
-  batch = {
-    "image": jnp.asarray(rng.integers(0, 256, (4, 8, 8, 1)), jnp.uint8),
-    "label": jnp.arange(4),
-  }
-  loss_fn = jax.jit(objective.loss_fn)
-  _, metrics = loss_fn(params, batch, jax.random.key(0), jnp.int32(0))
-  return metric_values(metrics)[HEAD_LOADS]
-
-
 class HeadWatchTest(absltest.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.loss_fn = staticmethod(jax.jit(tiny.make_task(_CONFIG).loss_fn))
+
+  def _loads(self, params):
+    """Loads of heads as a step of the run measures them."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (4, 8, 8, 1), np.uint8)
+    batch = {"image": images, "label": np.arange(4)}
+    _, metrics = self.loss_fn(params, batch, jax.random.key(0), 0)
+    return metric_values(metrics)[HEAD_LOADS]
+
   def test_loads_of_a_step_add_up_to_top_k(self):
-    by_layer = HeadWatch(_CONFIG).by_layer(_loads(tiny.random_params(_CONFIG)))
+    loads = self._loads(tiny.random_params(_CONFIG))
+    by_layer = HeadWatch(_CONFIG).by_layer(loads)
     self.assertEqual(list(by_layer), ["stage1.0", "stage2.0", "stage2.1"])
     for load in by_layer.values():
       self.assertAlmostEqual(float(load.sum()), 1.0, places=5)
@@ -234,13 +248,13 @@ class HeadWatchTest(absltest.TestCase):
 
   def test_a_collapsed_router_is_called_out_once(self):
     watch = HeadWatch(_CONFIG)
-    params = {  # routers that prefer no head: ties go to one
-      path: np.zeros_like(x) if path[-1] == "routed" else x
-      for path, x in traverse_util.flatten_dict(
-        tiny.random_params(_CONFIG)
-      ).items()
-    }
-    loads = _loads(traverse_util.unflatten_dict(params))
+    # Of routers that prefer no head: ties go to one.
+    loads = self._loads(
+      traverse_util.path_aware_map(
+        lambda path, x: np.zeros_like(x) if path[-1] == "routed" else x,
+        tiny.random_params(_CONFIG),
+      )
+    )
     with self.assertLogs("moh_jax", "WARNING") as logs:
       values = watch.metrics(1, loads)
       again = watch.metrics(2, loads)
