@@ -231,7 +231,7 @@ class ErrorsTest(parameterized.TestCase):
       f"{_TOKENIZE} --tokenizer=no.json --data {{here}}/a.jsonl",
       "no.json: no such tokenizer",
     ),
-    (f"{_BYTES}/a.jsonl --held-out=2", "--held-out=2.0 must be in [0, 1]"),
+    (f"{_BYTES}/a.jsonl --held-out=1", "--held-out=1.0 must be in (0, 1)"),
     (f"{_BYTES}/one.txt --held-out=0.2", "1 document, and documents are not"),
     (f"{_BYTES}/a.jsonl --held-out=0.1 --split=val", "not be given with"),
     (
