@@ -10,7 +10,7 @@ import re
 from typing import Literal
 
 from moh_jax.cli import command
-from moh_jax.config.base import Count, Dtype, Natural, Share
+from moh_jax.config.base import Count, Dtype, Natural, Part, Share
 from moh_jax.config.dit import EncodeOptions
 
 
@@ -177,7 +177,7 @@ class Tokenize(command.Texts):
 
   tokenizer: command.Place
   out: command.OutPath
-  held_out: Share | None = None
+  held_out: Part | None = None
   split: command.Place | None = None
   on_error: Literal["stop", "skip"] = "stop"
   shard_bytes: Count = 256 << 20

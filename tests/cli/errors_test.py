@@ -142,7 +142,7 @@ _REFUSED = {
   },
   "prepare tokenize --workers=1 --out {here}/new --data {here}/a.jsonl": {
     "--tokenizer=no.json": "no.json: no such tokenizer",
-    "--tokenizer=bytes --held-out=2": "--held-out=2.0 must be in [0, 1]",
+    "--tokenizer=bytes --held-out=1": "--held-out=1.0 must be in (0, 1)",
     "--tokenizer=bytes --held-out=0.1 --split=val": "not be given with",
   },
   "prepare train-tokenizer --data {here}/a.jsonl --out": {

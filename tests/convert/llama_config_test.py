@@ -84,7 +84,10 @@ class ReadTest(parameterized.TestCase):
       {"tie_embeddings": True, "norm_eps": 1e-6},
     ),
     # Other architectures, and what a key means that they lack.
-    ({"architectures": _ABSENT, "model_type": "qwen2"}, {"qkv_bias": True}),
+    (
+      {"architectures": _ABSENT, "model_type": "qwen2", "attention_bias": True},
+      {"qkv_bias": True},
+    ),
     ({**_QWEN3, "head_dim": _ABSENT}, {"qk_norm": True, "head_dim": 128}),
     (
       {**_MISTRAL, "sliding_window": 8192, "num_key_value_heads": _ABSENT},
@@ -96,6 +99,7 @@ class ReadTest(parameterized.TestCase):
     ({"sliding_window": 100}, {}),
     (_SLIDING, {"qkv_bias": True, "max_length": 100}),
     ({**_SLIDING, "use_sliding_window": False}, {"qkv_bias": True}),
+    ({**_SLIDING, "max_window_layers": 32}, {"qkv_bias": True}),
     (
       {**_SLIDING, "layer_types": ["full_attention"] * 32},
       {"qkv_bias": True},

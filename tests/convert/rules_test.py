@@ -49,7 +49,7 @@ _MODELS = {
   "llm_mha": tiny_llm.MHA,
   "llm_one_stage": dataclasses.replace(_LLM, num_kv_heads=6, **_ONE_STAGE),
   "llm_biases": dataclasses.replace(
-    tiny_llm.MHA, qkv_bias=True, out_bias=True, mlp_bias=True
+    tiny_llm.MHA, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True
   ),
   "llm_tied": dataclasses.replace(tiny_llm.MHA, tie_embeddings=True),
   "llm_heads_by_layer": without_router(_LLM, num_heads=(3, 6, 3)),

@@ -15,6 +15,7 @@ from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import routing
+from moh_jax.ops.attention import attention
 from moh_jax.ops.cache import Slots, make_cache
 from moh_jax.ops.position import rotate, rotation
 from tests.layers import small
@@ -22,46 +23,25 @@ from tests.layers import small
 _QUERY_NORM = RouterConfig("query_norm")
 
 
-def _softmax(x: np.ndarray) -> np.ndarray:
-  e = np.exp(x - x.max(-1, keepdims=True))
-  return e / e.sum(-1, keepdims=True)
-
-
-def _attention_reference(params, x, budget, kv_heads, mask, causal):
-  """Head by head, float64: project, attend, gate, mix."""
-  params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-  x = np.asarray(x, np.float64)
-  if "qkv" in params:
-    names, parts = ("qkv", "qkv", "qkv"), (0, 1, 2)
-  else:
-    names, parts = ("q", "kv", "kv"), (0, 0, 1)
-  router = params["router"]
-  probs = _softmax(x @ router["routed"])
-  rank = np.argsort(np.argsort(-probs, -1), -1)
-  routed = np.where(rank < budget.top_k, probs, 0)
-  routed *= budget.top_k / routed.sum(-1, keepdims=True)
-  shared = budget.shared * _softmax(x @ router["shared"])
-  group = 2 * _softmax(x @ router["group"])
-  gates = np.concatenate([shared * group[..., :1], routed * group[..., 1:]], -1)
-
-  seen = (
-    np.ones((small.B, small.N, small.N), bool)
-    if mask is None
-    else mask[:, None, :]
+def _expected(params, x, budget, kv_heads, mask, causal):
+  """Projections, gates, dense attention and the mix, one after another."""
+  names = ("qkv",) if kv_heads == budget.num_heads else ("q", "kv")
+  q, k, v = (
+    jnp.einsum("bnc,chd->bnhd", x, params[n]["kernel"][:, p])
+    + params[n]["bias"][p][None, None]
+    for n in names
+    for p in range(params[n]["bias"].shape[0])
   )
-  seen = seen & (np.tri(small.N, dtype=bool) if causal else True)
-  out = np.zeros((small.B, small.N, small.C)) + params["out"]["bias"]
-  for head in range(budget.num_heads):
-    heads = (head, *[head // (budget.num_heads // kv_heads)] * 2)
-    q, k, v = (
-      x @ params[n]["kernel"][:, p, h] + params[n]["bias"][p, h]
-      for n, p, h in zip(names, parts, heads)
-    )
-    logits = q @ k.swapaxes(1, 2) * budget.head_dim**-0.5
-    weights = _softmax(np.where(seen, logits, -1e30))
-    gated = gates[:, :, head, None] * (weights @ v)
-    out += gated @ params["out"]["kernel"][head]
-  return out
+  logits = {f"{n}_logits": x @ w for n, w in params["router"].items()}
+  gates = routing.two_stage_gates(
+    budget=budget, batch_shape=x.shape[:2], **logits
+  ).gates
+  heads = attention(
+    q, k, v, key_mask=mask, causal=causal, implementation="dense"
+  )
+  out = params["out"]
+  mixed = jnp.einsum("bnhd,bnh,hdc->bnc", heads, gates, out["kernel"])
+  return mixed + out["bias"][None, None]
 
 
 class MoHAttentionTest(parameterized.TestCase):
@@ -72,17 +52,15 @@ class MoHAttentionTest(parameterized.TestCase):
     (3, False, True),
     (1, True, True),
   )
-  def test_equals_numpy_reference(self, kv_heads, masked, causal):
+  def test_is_made_of_its_parts(self, kv_heads, masked, causal):
     module = MoHAttention(small.BUDGET, num_kv_heads=kv_heads, causal=causal)
     x = small.tokens()
-    mask = np.arange(small.N) < np.array([[small.N], [3]]) if masked else None
+    mask = jnp.arange(small.N)[None] < jnp.array([[small.N], [3]])
+    mask = mask if masked else None
     variables = small.params(module, x)
-    out, _ = module.apply(
-      variables, x, None if mask is None else jnp.asarray(mask)
-    )
-    expected = _attention_reference(
-      variables["params"], x, small.BUDGET, kv_heads or 6, mask, causal
-    )
+    out, _ = module.apply(variables, x, mask)
+    params = variables["params"]
+    expected = _expected(params, x, small.BUDGET, kv_heads or 6, mask, causal)
     np.testing.assert_allclose(out, expected, atol=5e-5)
 
   def test_bfloat16_is_close_to_float32_with_equal_routing(self):

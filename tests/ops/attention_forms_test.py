@@ -222,12 +222,17 @@ class DevicesTest(_TestCase):
         with self.assertRaisesRegex(ValueError, f"'{name}' needs"):
           _form(name, target=device, dtype="bfloat16")
 
-  @parameterized.parameters((5, False), (13, True))
-  def test_causal_queries_of_more_keys_are_masked_for_cudnn(self, keys, masked):
+  @parameterized.parameters(
+    (5, True, False, False), (13, True, False, True), (5, True, True, True),
+    (5, False, True, False), (13, False, False, False),
+  )  # fmt: skip
+  def test_what_cudnn_would_read_as_a_mask(self, keys, causal, hides, masked):
     q, k = (jax.ShapeDtypeStruct((1, n, 2, 8), "bfloat16") for n in (5, keys))
+    key_mask = jax.ShapeDtypeStruct((1, keys), bool) if hides else None
     chosen = mock.Mock(wraps=choose_form)
+    call = functools.partial(attention, causal=causal)
     with mock.patch("moh_jax.ops.attention.choose_form", chosen):
-      jax.eval_shape(functools.partial(attention, causal=True), q, k, k)
+      jax.eval_shape(call, q, k, k, key_mask=key_mask)
     self.assertEqual(chosen.call_args.args[1].masked, masked)
 
   @parameterized.parameters(("7.5", 0, 0), ("8.0", 1, 0), ("9.0", 1, 1),

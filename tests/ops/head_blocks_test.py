@@ -96,6 +96,15 @@ class TableTest(parameterized.TestCase):
       np.testing.assert_array_equal(getattr(ours, name), x, name)
 
 
+class BoundTest(parameterized.TestCase):
+  def test_no_token_keeps_more_heads_than_tables_have_room_for(self):
+    mask = jnp.asarray([[[1, 1, 1, 1], [0, 1, 0, 1]], [[0] * 4] * 2], bool)
+    active, factor = ActiveHeads(mask, 2).bounded()
+    cut = [[[1, 1, 0, 0], [0, 1, 0, 1]], [[0] * 4] * 2]
+    np.testing.assert_array_equal(active.mask, np.asarray(cut, bool))
+    np.testing.assert_array_equal(factor[:, 0, 0, 0], [np.nan, 1])
+
+
 class SequencesTest(parameterized.TestCase):
   @parameterized.product(group=(1, 2, 4), most=(1, 3, 4))
   def test_rows_fill_a_range_per_group_from_its_start(self, group, most):

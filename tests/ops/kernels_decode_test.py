@@ -1,4 +1,4 @@
-"""One new token and a cache: the kernels against NumPy, and what they read."""
+"""One new token and a cache: kernels against the dense form; what they read."""
 
 import contextlib
 import dataclasses
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
+from moh_jax.ops import dense
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import tpu_decode, triton_decode
@@ -117,19 +118,15 @@ _CASES = {
 }
 
 
-def _reference(case: _Case, q, cache) -> np.ndarray:
-  q, k, v = (np.asarray(x, np.float64) for x in (q, cache.k, cache.v))
-  if cache.k_scale is not None:
-    k, v = k * cache.k_scale.mT, v * cache.v_scale.mT
-  k, v = (np.repeat(x, case.heads // case.kv_heads, axis=1) for x in (k, v))
-  logits = np.einsum("bnhd,bhmd->bhnm", q, k) * case.head_dim**-0.5
-  weights = np.exp(logits - logits.max(-1, keepdims=True))
-  weights *= case.visible()[:, None, None]
-  total = weights.sum(-1, keepdims=True)
-  weights /= np.where(total > 0, total, 1)
-  out = np.einsum("bhnm,bhmd->bnhd", weights, v)
+def _reference(case: _Case, q, cache) -> jax.Array:
+  """The dense form in float32, 0 for heads that are not active."""
+  first, end = case.bounds()
+  q, cache = jax.tree.map(
+    lambda x: x if x.dtype == jnp.int8 else x.astype(jnp.float32), (q, cache)
+  )
+  out = dense.attend_to_cache(q, cache, Slots(end - 1, first))
   active = case.active()
-  return out if active is None else out * np.asarray(active.mask)[..., None]
+  return out if active is None else out * active.mask[..., None]
 
 
 def _decode(case, q, cache, backend, interpret=True):
@@ -149,7 +146,7 @@ def _kernel(case, backend, q, cache):
 
 class InterpretedTest(parameterized.TestCase):
   @parameterized.product(name=list(_CASES), backend=_BACKENDS)
-  def test_equals_numpy(self, name, backend):
+  def test_equals_the_dense_form(self, name, backend):
     case = _CASES[name]
     arrays = case.arrays()
     out = _kernel(case, backend, *arrays)
@@ -201,7 +198,7 @@ class InterpretedTest(parameterized.TestCase):
     "grouped", "no_head", "one_slot",
   )  # fmt: skip
   @pytest.mark.slow
-  def test_equals_numpy_without_races(self, name):
+  def test_equals_the_dense_form_without_races(self, name):
     case = _CASES[name]
     arrays = case.arrays()
     with devices.simulated_tpu(2):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
+from moh_jax.ops.head_layout import fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Arrays,
@@ -127,18 +127,11 @@ class Tpu(Kernels):
   ) -> Arrays:
     """See `Kernels.run`."""
     plan = Plan(problem, tile.keys, keys_first=name == "dkv")
-    cut, dim, outputs = plan.cut, problem.head_dim, problem.row_outputs
+    results, visited = plan.call(_KERNELS[name], rows, keys)
     if name != "dkv":
-      # Sums of a block outlive its step only where its keys come in chunks.
-      size = cut.window if cut.chunks > 1 else 1, problem.rows
-      scratch = [(*size, dim), (*size, LANES), (*size, LANES)]
-      kernel = {"forward": _forward_kernel, "dq": _query_gradient_kernel}[name]
-      results, _ = plan.call(kernel, rows, keys, outputs, scratch)
+      outputs = problem.row_outputs
       return tuple(x.reshape(y.shape) for x, y in zip(results, outputs))
-    scratch = [(cut.heads, cut.chunk * cut.keys, dim)] * 2
-    results, visited = plan.call(
-      _key_gradients_kernel, rows, keys, problem.key_outputs, scratch
-    )
+    cut = plan.cut
     # No step writes the gradients of keys that no row visited.
     visited = jnp.repeat(visited, cut.chunk * cut.keys, axis=1)
     visited = jnp.repeat(visited[:, : problem.keys], cut.heads, axis=0)
@@ -146,7 +139,9 @@ class Tpu(Kernels):
 
     def to_key_shape(x: jax.Array) -> jax.Array:
       """Shapes [B * K, J * L, D] as [B, M, K, D]."""
-      x = x[:, : problem.keys].reshape(problem.batch, -1, problem.keys, dim)
+      x = x[:, : problem.keys].reshape(
+        problem.batch, -1, problem.keys, problem.head_dim
+      )
       return jnp.where(visited, x.swapaxes(1, 2), 0)
 
     return tuple(map(to_key_shape, results))
@@ -301,3 +296,10 @@ def _key_gradients_kernel(
       dv_ref[where] = dv_sum[where].astype(dv_ref.dtype)
 
     step.each_tile_in_memory(write)
+
+
+_KERNELS = {
+  "forward": _forward_kernel,
+  "dq": _query_gradient_kernel,
+  "dkv": _key_gradients_kernel,
+}

@@ -17,7 +17,7 @@ heads.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -251,45 +251,45 @@ class Plan:
     return jax.tree.map(argument, (visible.key_mask, visible.segments))
 
   def call(
-    self,
-    kernel: Callable,
-    rows: Any,
-    keys: tuple,
-    outputs: tuple,
-    scratch: Sequence[tuple[int, ...]],
+    self, kernel: Callable, rows: Any, keys: tuple
   ) -> tuple[Any, jax.Array]:
     """Launches a kernel.
 
     Args:
       kernel: gets the running step, the rows, keys and values, outputs and
-        scratch arrays. The step has one int32 scratch array more for each mask
-        of the side that is added to (rows, or keys if `keys_first`), in which
-        it stores the mask as columns, [tiles, L or R, LANES].
+        float32 arrays that live through all steps, for what is added up. The
+        step has one int32 array more for each mask of the side that is added to
+        (rows, or keys if `keys_first`), in which it stores the mask as columns,
+        [tiles, L or R, LANES].
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values.
-      outputs: shapes of arrays like the rows, or like the keys if `keys_first`.
-      scratch: shapes of float32 arrays that live through all steps.
 
     Returns:
       The outputs as `rows` or `keys_or_values` shape them, and which chunks of
       keys were visited, [U, chunks] bool.
     """
-    lists, visited = tables(self.problem, self.cut, keys_first=self.keys_first)
-    row_masks = jax.tree.map(self.rows, self.problem.row_masks())
+    problem, cut = self.problem, self.cut
+    lists, visited = tables(problem, cut, keys_first=self.keys_first)
+    row_masks = jax.tree.map(self.rows, problem.row_masks())
     key_masks = self.key_masks()
-    columns, shape = row_masks, (1, self.problem.rows, LANES)
     if self.keys_first:
-      columns, shape = key_masks, (self.cut.chunk, self.keys, LANES)
+      outputs = tuple(map(self.keys_or_values, problem.key_outputs))
+      columns, shape = key_masks, (cut.chunk, self.keys, LANES)
+      sums = [(cut.heads, cut.chunk * self.keys, problem.head_dim)] * 2
+    else:
+      outputs = tuple(map(self.rows, problem.row_outputs))
+      columns, shape = row_masks, (1, problem.rows, LANES)
+      # Sums of a block outlive its step only where its keys come in chunks.
+      size = cut.window if cut.chunks > 1 else 1, problem.rows
+      sums = [(*size, width) for width in (problem.head_dim, LANES, LANES)]
     columns = jax.tree.map(lambda x: pltpu.VMEM(shape, jnp.int32), columns)
     rows = jax.tree.map(self.rows, rows)
     keys = tuple(map(self.keys_or_values, keys))
     inputs = rows, keys, (row_masks, key_masks)
-    output = self.keys_or_values if self.keys_first else self.rows
-    outputs = tuple(map(output, outputs))
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
-    arrays = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
+    sums = [pltpu.VMEM(shape, jnp.float32) for shape in sums]
 
     def run(*refs: Any) -> None:
       lists = Tables(*refs[: len(Tables._fields)])
@@ -302,16 +302,16 @@ class Plan:
       out_shape=jax.tree.map(lambda x: x.array, outputs),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(lists),
-        grid=(self.cut.cores, jnp.diff(lists.first).max()),
+        grid=(cut.cores, jnp.diff(lists.first).max()),
         in_specs=in_specs,
         out_specs=out_specs,
-        scratch_shapes=[*arrays, columns],
+        scratch_shapes=[*sums, columns],
       ),
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary"),
         vmem_limit_bytes=self._vmem_limit(),
       ),
-      interpret=self.problem.interpret,
+      interpret=problem.interpret,
       name="moh" + kernel.__name__,
     )
     results = launch(*lists, *jax.tree.map(lambda x: x.array, inputs))
