@@ -11,7 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.cli import bench_attention, run_speed
 from moh_jax.cli.bench import HeadOptions, ModelOptions, bench_run
@@ -299,7 +299,3 @@ class InputTest(tiny_checkpoint.CommandTest):
     self.assertEqual(
       list(rates), ["read", "batch", "input", "to device", "step"]
     )
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -6,7 +6,6 @@ import tempfile
 
 import numpy as np
 import threadpoolctl
-from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.convert.tensor_files import read_tensors
@@ -90,7 +89,3 @@ class FidTest(tiny_checkpoint.CommandTest):
     metrics = self.report(*argv)
     self.assertBetween(metrics["inception_score"], 1.0, 5.0)
     self.assertIsNone(metrics["fid"])
-
-
-if __name__ == "__main__":
-  absltest.main()

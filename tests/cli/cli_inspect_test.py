@@ -5,7 +5,7 @@ import pathlib
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from etils import epath
 from PIL import Image
 
@@ -239,7 +239,3 @@ class LatentsTest(tiny_checkpoint.CommandTest):
     with self.assertLogs("moh_jax", "WARNING") as logs:
       self.done(*argv, "--vae", self.root / "other", "--num=1")
     self.assertIn("its encoder is not the one", logs.output[0])
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -4,7 +4,6 @@ from unittest import mock
 
 import jax
 import numpy as np
-from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.convert import vae as autoencoder
@@ -159,7 +158,3 @@ class SampleTest(tiny_checkpoint.CommandTest):
     )
     expected = sampler.batch(0, 1)[0].astype(int)
     self.assertLessEqual(np.abs(self._grid() - expected).max(), 1)
-
-
-if __name__ == "__main__":
-  absltest.main()

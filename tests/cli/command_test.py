@@ -10,7 +10,7 @@ from typing import Literal
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.cli import command, flags
 from moh_jax.cli.command import (
@@ -230,7 +230,3 @@ class GiveTest(parameterized.TestCase):
   def test_columns_are_aligned(self):
     text = command.table([("a", 100), ("long", 2)], ("name", "n"))
     self.assertEqual(text, "name  n\na     100\nlong  2")
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -9,7 +9,7 @@ import pathlib
 import tempfile
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
 from tests.cli import cli_plan_test, tiny_checkpoint
@@ -49,7 +49,12 @@ _REFUSED = {
     "{vit} --to onnx": "--to='onnx' must be one of",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema can be changed",
   },
-  "train --workdir {here}/x": {"--config nope": "nope: no such config file"},
+  "train --workdir {here}/x --config": {
+    "nope": "nope: no such config file",
+    "configs/dit_digits.py --config.optim.lr=-1": "optim.lr=-1.0 must be at le",
+    "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
+    "configs/images.py --config.data.path=/nope/images": "/nope/images",
+  },
   "evaluate --checkpoint {vit}": {
     "--top-k 1 --top-k 2 --per-class {here}/x.csv": "x.csv' takes one --top-k",
     "--top-k 4": "top_k=4 must be in [0, 3]",
@@ -201,7 +206,3 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     before = sorted(self.places["here"].rglob("*"))
     self.assert_refused(message, *argv)
     self.assertEqual(sorted(self.places["here"].rglob("*")), before)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
 from moh_jax.cli import classify, main
@@ -246,7 +246,3 @@ class ReportErrorsTest(parameterized.TestCase):
     for error in (KeyError("bug"), ours):
       with self.assertRaises(type(error)):
         main.report_errors(mock.Mock(side_effect=error), False)
-
-
-if __name__ == "__main__":
-  absltest.main()
