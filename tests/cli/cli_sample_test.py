@@ -146,7 +146,9 @@ class SampleTest(tiny_checkpoint.CommandTest):
     argv = ("--start", self.root / "start.png", "--strength=0.5", "--labels=3")
     argv += ("--checkpoint", run)
     self.assert_refused("--vae is missing: ", *argv)
-    self.done(*argv, "--vae", weights)
+    argv += ("--vae", weights)
+    self.assert_refused("--vae-tile 4 must be at", *argv, "--vae-tile=4")
+    self.done(*argv)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     vae = autoencoder.load_autoencoder(str(weights), config, mesh)
     sampler = Sampler(
