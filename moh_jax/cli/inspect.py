@@ -94,7 +94,9 @@ def run(options: Options) -> int:
     config, names = metadata.config, metadata.class_names
   else:
     config, step, names = resolve(options.loaded), None, ()
-  boxed = abstract_params(*make_model(config))
+  # Parameters are those of any form; this one may be impossible here.
+  anywhere = config_lib.apply_overrides(config, "model", attention_impl="auto")
+  boxed = abstract_params(*make_model(anywhere))
   counts = _by_module(unbox(boxed))
   sizes = {axis: max(1, getattr(config.mesh, axis)) for axis in MeshConfig.AXES}
   unsplit = [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]

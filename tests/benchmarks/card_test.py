@@ -19,6 +19,7 @@ from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
 from moh_jax.training import bench
 from moh_jax.training.bench import Program, Row
+from tests.cli.tiny_checkpoint import call
 from tests.ops import devices
 from tests.ops.devices import traced_for
 from tests.training import tiny
@@ -36,17 +37,6 @@ _TINY = {
 }
 
 
-def _call(main, *argv):
-  """Exit status, stdout and stderr of a benchmark."""
-  out, err = io.StringIO(), io.StringIO()
-  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-    try:
-      status = main([str(arg) for arg in argv])
-    except SystemExit as stop:  # argparse
-      status = stop.code
-  return status, out.getvalue(), err.getvalue()
-
-
 class CardTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
@@ -59,7 +49,7 @@ class CardTest(absltest.TestCase):
     )
     stages = card.stages
     with mock.patch.object(card, "stages", chosen):
-      return _call(card.main, "--out", self.out, *argv)
+      return call("--out", self.out, *argv, main=card.main)
 
   def test_a_failing_stage_is_one_line_and_the_status(self):
     wrong = {"form": "packed", "case": "causal", "fault": "above 1e-05"}
@@ -102,7 +92,7 @@ class StagesTest(absltest.TestCase):
       mock.patch.object(tiles, "tune", return_value=tile),
     ):
       for name, program, argv in card.stages(folder):
-        status, _, err = _call(program, *argv)
+        status, _, err = call(*argv, main=program)
         self.assertEqual((status, err), (0, ""), name)
         self.assertTrue((folder / f"{name}.json").exists())
     options = [call.args[0] for call in run.call_args_list]
@@ -156,14 +146,14 @@ class TilesCommandTest(absltest.TestCase):
     super().setUp()
     self._out = pathlib.Path(self.create_tempdir()) / "tiles.json"
 
-  def _call(self, *argv, found=(), out=None):
+  def _call(self, *argv, found=()):
     sizes = [BlockSizes(*[Tile(rows, 64)] * 3) for rows in found]
     with (
       traced_for("gpu", "GPU X"),
       devices.with_triton(),
       mock.patch.object(tiles, "tune", side_effect=sizes) as tune,
     ):
-      result = _call(tiles.main, "--out", out or self._out, *argv)
+      result = call("--out", self._out, *argv, main=tiles.main)
     return *result, tune
 
   def test_what_was_measured_joins_what_the_file_had(self):

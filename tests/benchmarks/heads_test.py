@@ -1,8 +1,6 @@
 """Benchmarks of a layer, of decoding, and of exactness alone."""
 
-import contextlib
 import functools
-import io
 import json
 import pathlib
 from unittest import mock
@@ -17,14 +15,9 @@ from moh_jax.config import CACHE_DTYPES
 from moh_jax.ops import attention as ops
 from moh_jax.ops.attention import cached_attention
 from moh_jax.ops.attention_forms import Form
+from tests.cli.tiny_checkpoint import call
 
-_TINY = {
-  "lengths": (16,),
-  "heads": 4,
-  "head_dim": 8,
-  "rounds": 1,
-  "shares": (50,),
-}
+_TINY = dict(lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,))
 _LAYER = functools.partial(LayerOptions, **_TINY)
 _DECODE = functools.partial(DecodeOptions, **_TINY)
 _ARGV = "--lengths 16 --shares 50 --heads 4 --head-dim 8 --rounds 1".split()
@@ -43,24 +36,21 @@ class CommandTest(parameterized.TestCase):
   @parameterized.parameters((layer, "auto"), (decode, "dense"))
   def test_writes_rows_and_refuses_in_one_line(self, module, form):
     path = pathlib.Path(self.create_tempdir().full_path) / "out.json"
-    argv = [*_ARGV, "--implementations", form, "--json", str(path)]
+    argv = [*_ARGV, "--implementations", form, "--json", path]
     argv += ["--modes", "forward"] if module is layer else []
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-      self.assertEqual(module.main(argv), 0)
+    status, out, err = call(*argv, main=module.main)
+    self.assertEqual((status, err), (0, ""))
     result = json.loads(path.read_text())
     self.assertEqual(
       [(row["implementation"], row["fault"]) for row in result["rows"]],
       [("mha", None), (form, None)],
     )
     self.assertIn("machine", result)
-    self.assertRegex(out.getvalue(), r"(?m)^\w+ +16 +50\.0% ")
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit):
-      module.main(["--shares", "10"])
-    self.assertLen(errors.getvalue().splitlines(), 1)
-    self.assertIn("--shares 10 must be a whole number", errors.getvalue())
-    self.assertRegex(errors.getvalue(), r"see python -m benchmarks\.\S+ --help")
+    self.assertRegex(out, r"(?m)^\w+ +16 +50\.0% ")
+    status, _, err = call("--shares=10", main=module.main)
+    self.assertEqual((status, len(err.splitlines())), (2, 1))
+    self.assertIn("--shares 10 must be a whole number", err)
+    self.assertRegex(err, r"see python -m benchmarks\.\S+ --help")
 
 
 class LayerTest(parameterized.TestCase):
@@ -128,13 +118,10 @@ class ExactTest(absltest.TestCase):
     self.assertIn("relative error of the outputs 1.0e-02", check["fault"])
     (check,) = self._checks("segments", wrong)
     self.assertEqual(check["fault"], "does not run: RuntimeError: no documents")
-    with (
-      mock.patch.object(exact, "measure", lambda *_: [check]),
-      contextlib.redirect_stderr(io.StringIO()) as errors,
-      contextlib.redirect_stdout(io.StringIO()),
-    ):
-      self.assertEqual(exact.main([]), 1)
-    self.assertIn("error: packed, segments: does not run", errors.getvalue())
+    with mock.patch.object(exact, "measure", lambda *_: [check]):
+      status, _, err = call(main=exact.main)
+    self.assertEqual(status, 1)
+    self.assertIn("error: packed, segments: does not run", err)
 
 
 if __name__ == "__main__":

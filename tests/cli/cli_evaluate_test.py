@@ -1,181 +1,107 @@
 import csv
 import json
-import pathlib
-import tempfile
-from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 from PIL import Image
 
 from moh_jax import config as config_lib
-from moh_jax.evaluation import harness
-from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
+from tests.cli.tiny_checkpoint import CLASS_NAMES, CONFIG
 from tests.evaluation import tiny_harness
-from tests.inference import tiny_text_model
-from tests.training import tiny
 
 _TEXTS = ("It was the best of times.\n", "caf\u00e9 au lait")
-_TOP_P = "--config.model.router.top_p"
 _BATCH, _EXAMPLES = "--config.eval.batch_size", "--config.eval.examples"
 
 
-class _CommandTest(parameterized.TestCase):
-  """Calls the command on the checkpoint that `_save` writes."""
+class ClassifierTest(tiny_checkpoint.CommandTest):
+  COMMAND, STORED = "evaluate", "vit"
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    root = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.root = pathlib.Path(root)
-    cls.workdir = cls.root / "run"
-    cls._save(cls.workdir)
-
-  def _call(self, *argv, workdir=None):
-    workdir = workdir or self.workdir
-    return tiny_checkpoint.call("evaluate", "--checkpoint", workdir, *argv)
-
-  def _report(self, *argv, **where):
-    status, out, err = self._call(*argv, "--json", "-", **where)
-    self.assertEqual(status, 0, err)
-    return json.loads(out)  # one object and nothing else
-
-  def _assert_refused(self, message, *argv, **where):
-    status, out, err = self._call(*argv, **where)
-    self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertIn(message, err)
-
-
-class ClassifierTest(_CommandTest):
-  _save = tiny_checkpoint.save
+  def _folder(self):
+    """Twelve images, of the first four classes."""
+    root = self.root / "plain"
+    for i, name in enumerate(CLASS_NAMES[:4]):
+      (root / name).mkdir(parents=True)
+      for j in range(3):
+        pixels = np.full((9, 9, 3), 40 * i + j, np.uint8)
+        Image.fromarray(pixels).save(root / name / f"{name}{j}.png")
+    return root
 
   def test_prints_a_line_per_metric(self):
-    status, out, err = self._call()
-    self.assertEqual(status, 0, err)
+    out = self.done("--config.model.router.top_p=1e-6")
     self.assertRegex(out, r"(?m)^accuracy: 0\.\d{4}$")
+    self.assertRegex(out, r"(?m)^activated_share: 0\.5000$")
     self.assertRegex(out, r"(?m)^examples: 20$")
     self.assertRegex(out, r"(?m)^step: 0$")
 
-  @parameterized.parameters(
-    (("--top-k", 0), 0.25),
-    (("--top-k", 3), 1.0),
-    ((f"{_TOP_P}=1e-6",), 0.5),
-    ((f"{_TOP_P}=1",), 1.0),
-  )
-  def test_served_heads_are_the_activated_share(self, argv, share):
-    metrics = self._report(*argv)
-    self.assertAlmostEqual(metrics["activated_share"], share, places=5)
-
-  @parameterized.parameters((), ("--per-class", "classes.csv"))
-  def test_batches_and_their_padding_change_nothing(self, *argv):
-    argv = [part.replace("classes", f"{self.root}/c") for part in argv]
-    argv.append(f"{_TOP_P}=0.6")
-    ours, theirs = (
-      self._report(f"{_BATCH}={size}", *argv)
-      for size in (8, 40)  # 20 examples
-    )
-    self.assertEqual(ours.keys(), theirs.keys())
-    for name, value in ours.items():
-      self.assertAlmostEqual(value, theirs[name], places=5, msg=name)
-
   def test_keys_of_the_config_are_changed(self):
-    ours = self._report()
-    self.assertEqual(ours["examples"], 20)
-    some = self._report(f"{_EXAMPLES}=6")
-    self.assertEqual(some["examples"], 6)
-    paper = self._report("--config.model.router.gate_form=paper")
-    self.assertNotAlmostEqual(ours["loss"], paper["loss"], places=6)
+    some, paper = (
+      self.report(f"{_EXAMPLES}=6", *change)
+      for change in ((), ["--config.model.router.gate_form=paper"])
+    )
+    self.assertEqual((some["examples"], paper["examples"]), (6, 6))
+    self.assertNotAlmostEqual(some["loss"], paper["loss"], places=6)
 
   def test_several_top_k_are_columns_and_a_plot(self):
     file, plot = self.root / "out.json", self.root / "dial.svg"
-    argv = ("--top-k", "0", "--top-k", "3")
-    status, out, err = self._call(*argv, "--plot", plot, "--json", file)
-    self.assertEqual(status, 0, err)
+    argv = ("--top-k=0", "--top-k=3")
+    out = self.done(*argv, "--plot", plot, "--json", file)
     self.assertIn("<svg", plot.read_text())
-    found = json.loads(file.read_text())
-    self.assertEqual([run["top_k"] for run in found["runs"]], [[0], [3]])
-    for run, top_k in zip(found["runs"], (0, 3)):
-      alone = self._report("--top-k", top_k)
+    runs = json.loads(file.read_text())["runs"]
+    self.assertEqual([run["top_k"] for run in runs], [[0], [3]])
+    self.assertEqual([run["activated_share"] for run in runs], [0.25, 1.0])
+    for run, argument in zip(runs, argv):
+      alone = self.report(argument)
       for name in ("accuracy", "loss", "activated_share"):
         self.assertEqual(run[name], alone[name], name)
     lines = [line.split() for line in out.splitlines()]
     self.assertEqual(
       lines[0], "metric top_k=0 (25.0%) top_k=3 (100.0%)".split()
     )
-    losses = [f"{run['loss']:.4f}" for run in found["runs"]]
+    losses = [f"{run['loss']:.4f}" for run in runs]
     self.assertIn(["loss", *losses], lines)
 
   def test_models_of_shards_and_of_folders_read_both(self):
     shards, folder = self.root / "shards", self._folder()
     argv = ("--data", folder, "--out", shards, "--split", "val")
-    status, _, err = tiny_checkpoint.call("prepare", "pack-images", *argv)
-    self.assertEqual(status, 0, err)
-    config = config_lib.apply_overrides(
-      tiny_checkpoint.CONFIG, "model", num_classes=4
-    )
-    classes = tiny_checkpoint.CLASS_NAMES[:4]
+    tiny_checkpoint.done("prepare", "pack-images", *argv)
     for source in ("array_record", "image_folder"):
-      of_source = config_lib.apply_overrides(
-        config, "data", source=source, path=str(shards)
-      )
-      workdir = self.root / source
-      metadata = checkpoint.Metadata(of_source, classes)
-      checkpoint.save_params(workdir, tiny.random_params(of_source), metadata)
+      stored = config_lib.apply_overrides(CONFIG, "model", num_classes=4)
+      data = {"source": source, "path": str(shards)}
+      stored = config_lib.apply_overrides(stored, "data", **data)
+      run = self.root / source
+      tiny_checkpoint.save_random(run, stored, CLASS_NAMES[:4])
       for data in (shards, folder):
-        found = self._report("--data", data, workdir=workdir)
+        found = self.report("--data", data, "--checkpoint", run)
         self.assertEqual(found["examples"], 12)
 
-  def _folder(self):
-    root = self.root / "plain"
-    if not root.exists():
-      for i, name in enumerate(tiny_checkpoint.CLASS_NAMES[:4]):
-        (root / name).mkdir(parents=True)
-        for j in range(3):
-          pixels = np.full((9, 9, 3), 40 * i + j, np.uint8)
-          Image.fromarray(pixels).save(root / name / f"{name}{j}.png")
-    return root
-
-  def test_scores_of_every_class_of_a_folder_of_some(self):
-    target = self.root / "classes.csv"
-    data = ("--data", self._folder())
-    plain = self._report(*data)
+  def test_scores_of_every_class_and_labels_of_a_file(self):
+    target, data = self.root / "classes.csv", ("--data", self._folder())
+    plain = self.report(*data)
     self.assertEqual(plain["examples"], 12)
-    status, out, err = self._call(*data, "--per-class", target)
-    self.assertEqual(status, 0, err)
+    out = self.done(*data, "--per-class", target, f"{_BATCH}=16")
     with open(target, newline="") as file:
       rows = list(csv.DictReader(file))
     names = [row["class"] for row in rows]
-    self.assertEqual(names, list(tiny_checkpoint.CLASS_NAMES))
+    self.assertEqual(names, list(CLASS_NAMES))
     counts = [int(row["examples"]) for row in rows]
     self.assertEqual(counts, [3] * 4 + [0] * 2)
     right = sum(3 * float(row["accuracy"] or 0) for row in rows)
     self.assertAlmostEqual(right / 12, plain["accuracy"], places=6)
-    self.assertIn(f"accuracy: {plain['accuracy']:.4f}", out)
-
-  def test_labels_of_a_file(self):
-    names = [
-      f"{n}{j}.png" for n in tiny_checkpoint.CLASS_NAMES[:4] for j in range(3)
-    ]
+    for name in ("accuracy", "loss"):
+      self.assertIn(f"{name}: {plain[name]:.4f}", out)
+    self.assertIn("examples: 12\n", out)
     file = self.root / "labels.json"
-    for labels, examples in (
-      ({name: list(range(6)) for name in names}, 12),
-      ([[]] * 11 + [[0]], 1),
-    ):
-      file.write_text(json.dumps(labels))
-      found = self._report("--data", self._folder(), "--labels", file)
-      self.assertEqual(found["examples"], examples)
-      if examples == 12:  # every class is right
-        self.assertEqual(found["accuracy"], 1.0)
+    file.write_text(json.dumps([[]] * 11 + [list(range(6))]))
+    found = self.report(*data, "--labels", file)
+    self.assertEqual((found["examples"], found["accuracy"]), (1, 1.0))
 
 
-class DiffusionTest(_CommandTest):
-  _save = tiny_checkpoint.save_dit
+class DiffusionTest(tiny_checkpoint.CommandTest):
+  COMMAND, STORED = "evaluate", "dit"
 
   def test_prints_the_losses_on_the_held_out_split(self):
-    status, out, err = self._call("--top-k", "0,2")
-    self.assertEqual(status, 0, err)
+    out = self.done("--top-k", "0,2")
     metrics = dict(line.split(": ") for line in out.splitlines())
     self.assertEqual(
       metrics.keys(),
@@ -188,31 +114,26 @@ class DiffusionTest(_CommandTest):
     self.assertAlmostEqual(share, (1 + 4) / (2 + 4), delta=1e-4)
 
   def test_share_of_the_heads_counts_no_padding(self):
-    argv = (f"{_EXAMPLES}=119", f"{_TOP_P}=0.6")
+    argv = (f"{_EXAMPLES}=119", "--config.model.router.top_p=0.6")
     shares = [
-      self._report(*argv, f"{_BATCH}={size}")["activated_share"]
+      self.report(*argv, f"{_BATCH}={size}")["activated_share"]
       for size in (8, 120)
     ]
     self.assertAlmostEqual(*shares, places=6)
 
 
-class TextTest(_CommandTest):
-  @classmethod
-  def _save(cls, workdir):
-    # Two runs of layers: one at an equal top_k.
-    config = config_lib.apply_overrides(
-      tiny_text_model.CONFIG, "model", top_k=(1, 2)
-    )
-    tiny_text_model.save(workdir, config)
+class TextTest(tiny_checkpoint.CommandTest):
+  COMMAND, STORED = "evaluate", "text"
+
+  def setUp(self):
+    super().setUp()
     for index, text in enumerate(_TEXTS):
-      (cls.root / f"{index}.txt").write_text(text)
-    cls.texts = str(cls.root / "*.txt")
+      (self.root / f"{index}.txt").write_text(text)
 
   def test_several_top_k_equal_runs_of_their_own(self):
     file = self.root / "out.json"
-    options = ("--data", self.texts, "--top-k")
-    status, out, err = self._call(*options, 1, "--top-k", 3, "--json", file)
-    self.assertEqual(status, 0, err)
+    argv = "--data", self.root / "*.txt"
+    out = self.done(*argv, "--top-k=1", "--top-k=3", "--json", file)
     report = json.loads(file.read_text())
     self.assertEqual(
       report.keys(), {"checkpoint", "step", "dtype", "gate_form", "runs"}
@@ -226,17 +147,13 @@ class TextTest(_CommandTest):
     size = sum(len(text.encode()) for text in _TEXTS)
     self.assertEqual({text["bytes"] for text in texts}, {size})
     self.assertEqual({text["documents"] for text in texts}, {2})
-
-    lines = [line.split() for line in out.splitlines()]
-    self.assertEqual(
-      lines[0], "metric top_k=1 (50.0%) top_k=3 (100.0%)".split()
-    )
-    self.assertCountEqual([line[0] for line in lines[1:]], texts[0])
+    head, *lines = (line.split() for line in out.splitlines())
+    self.assertEqual(head, "metric top_k=1 (50.0%) top_k=3 (100.0%)".split())
+    self.assertCountEqual([line[0] for line in lines], texts[0])
     bits = [f"{text['bits_per_byte']:.4f}" for text in texts]
     self.assertIn(["bits_per_byte", *bits], lines)
-
     # Each is made of the same parameters, and whatever the batches.
-    (alone,) = self._report(*options, 3, f"{_BATCH}=16")["runs"]
+    (alone,) = self.report(*argv, "--top-k=3", f"{_BATCH}=16")["runs"]
     np.testing.assert_allclose(
       [alone["text"][name] for name in texts[1]],
       list(texts[1].values()),
@@ -245,12 +162,11 @@ class TextTest(_CommandTest):
 
   def test_a_token_set_is_scored_as_what_a_run_held_out(self):
     tokens = self.root / "tokens"
-    status, _, err = tiny_checkpoint.call(
+    tiny_checkpoint.done(
       *("prepare", "tokenize", "--data", self.root / "0.txt", "--workers=1"),
       *("--tokenizer=bytes", "--split=val", "--out", tokens),
     )
-    self.assertEqual(status, 0, err)
-    found = self._report("--data", tokens, f"{_BATCH}=8")
+    found = self.report("--data", tokens, f"{_BATCH}=8")
     self.assertIn("bits_per_byte", found)
     self.assertEqual(found["tokens"], len(_TEXTS[0]) + 1)  # and its end
 
@@ -258,11 +174,10 @@ class TextTest(_CommandTest):
     tasks, file = self.root / "tasks", self.root / "out.json"
     tasks.mkdir()
     tiny_harness.write_tasks(tasks)
-    status, out, err = self._call(
+    out = self.done(
       *("--tasks", "tiny_choice,tiny_write,tiny_text", "--limit", 2),
       *("--include-path", tasks, "--num-fewshot", 1, "--json", file),
     )
-    self.assertEqual(status, 0, err)
     head, *lines = (line.rsplit("  ", 1) for line in out.splitlines())
     self.assertEqual(head[1], "top_k=1,2 (62.5%)")
     stars = {name.strip(): text.endswith("*") for name, text in lines}
@@ -287,11 +202,6 @@ class TextTest(_CommandTest):
     ]
     self.assertAlmostEqual(run["mean"], np.mean(main))
     self.assertEqual(dict(lines)["mean of *".ljust(35)], f"{run['mean']:.4f}")
-
-  def test_missing_lm_eval_is_one_line(self):
-    error = ValueError("needs the library 'lm_eval'")
-    with mock.patch.object(harness, "import_extra", side_effect=error):
-      self._assert_refused(str(error), "--tasks", "paper-small")
 
 
 if __name__ == "__main__":

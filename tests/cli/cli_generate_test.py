@@ -1,76 +1,42 @@
+"""`generate`: the model writes the alphabet, "bB" after "aA"."""
+
 import json
-import pathlib
-import tempfile
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 
 from moh_jax import Generator, Sampling
 from tests import two_processes
 from tests.cli import tiny_checkpoint
-from tests.inference import tiny_text_model, tiny_writer
+from tests.inference import tiny_writer
 
 _TEMPLATE = "{{ messages[-1].content }}"
 _ONE = '{"prompt": "aA"}\n'
 _TWO = f'{_ONE}{{"prompt": "xX"}}\n'
 
 
-class _CommandTest(parameterized.TestCase):
-  """The model writes the alphabet, "bB" after "aA"; see tiny_writer.py."""
+class _GenerateTest(tiny_checkpoint.CommandTest):
+  COMMAND, STORED = "generate --max-new-tokens=3", "llm"
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    cls.workdir, cls.classifier = root / "llm", root / "vit"
-    tiny_writer.save_alphabet(cls.workdir)
-    tiny_checkpoint.save(cls.classifier)
-
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def _call(self, *argv, checkpoint=None):
-    checkpoint = checkpoint or self.workdir
-    return tiny_checkpoint.call("generate", "--checkpoint", checkpoint, *argv)
-
-  def _written(self, *argv, **where):
-    status, out, err = self._call(*argv, **where)
-    self.assertEqual((status, err), (0, ""))
-    return out
-
-  def _assert_refused(self, message, *argv, **where):
-    status, out, err = self._call(*argv, **where)
-    self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertIn(message, err)
-
-  def _interact(self, *lines, argv=("--max-new-tokens", 3), **where):
+  def _interact(self, *lines, argv=()):
     with mock.patch("builtins.input", side_effect=[*lines, EOFError]):
-      return self._written("--interactive", *argv, **where)
+      return self.done("--interactive", *argv)
 
 
-class PromptsTest(_CommandTest):
+class PromptsTest(_GenerateTest):
   def test_one_prompt_is_continued_on_stdout(self):
-    out = self._written("--prompt", "aA", "--max-new-tokens", 3)
-    self.assertEqual(out, "aAbBcCdD\n")
+    self.assertEqual(self.done("--prompt=aA"), "aAbBcCdD\n")
 
   def test_several_prompts_say_how_each_ended(self):
-    out = self._written(
-      *("--prompt", "aA", "--prompt", "xX", "--prompt", "cC"),
-      *("--max-new-tokens", 4, "--stop", "Ee"),
-      *("--stop", "Fg", "--stop", "Gh"),
+    out = self.done(
+      *("--prompt=aA", "--prompt=xX", "--prompt=cC", "--max-new-tokens=4"),
+      *("--stop=Ee", "--stop=Fg", "--stop=Gh"),
     )
     expected = "aAbBcCdDeE\n[length]\n\nxXyYzZ\n[end]\n\ncCdDeEf\n[stop]\n\n"
     self.assertEqual(out, expected)
 
   def test_json_holds_texts_tokens_and_log_probabilities(self):
-    file = self.root / "out.json"
-    argv = ("--prompt", "aA", "--prompt", "xX", "--max-new-tokens", 3)
-    out = self._written(*argv, "--json", file)
-    self.assertEqual(out, "aAbBcCdD\n[length]\n\nxXyYzZ\n[end]\n\n")
-    report = json.loads(file.read_text())
-    self.assertEqual(json.loads(self._written(*argv, "--json=-")), report)
+    report = self.report("--prompt=aA", "--prompt=xX")
     self.assertEqual(report["step"], 0)
     first, second = report["completions"]
     self.assertEqual(first["prompt"], "aA")
@@ -80,63 +46,63 @@ class PromptsTest(_CommandTest):
     self.assertLen(first["log_probs"], 3)
     self.assertEqual((second["text"], second["finish_reason"]), ("yYzZ", "end"))
 
-  def test_options_of_sampling_reach_the_tokens(self):
-    argv = ("--prompt", "aA", "--max-new-tokens", 3, "--temperature", 50)
-    texts = [self._written(*argv, "--seed", seed) for seed in (0, 1)]
-    self.assertNotEqual(texts[0], texts[1])
-    for best in (("--top-p", 1e-6, "--cache-dtype=int8"), ("--sample-top-k=1")):
-      best = [best] if isinstance(best, str) else best
-      self.assertEqual(self._written(*argv, *best), "aAbBcCdD\n")
-
-  def test_special_tokens_of_a_prompt_are_parsed_on_request(self):
+  def test_options_reach_the_generator(self):
     # The begin of text after another text is followed by "aA".
-    argv = ("--prompt", "zZ<|begin_of_text|>", "--max-new-tokens", 2)
-    out = self._written(*argv, "--parse-special", "--no-bos")
-    self.assertEqual(out, "zZ<|begin_of_text|>aAbB\n")
+    argv = (
+      *("--prompt=zZ<|begin_of_text|>", "--parse-special", "--no-bos"),
+      *("--cache-dtype=int8", "--batch-size=2", "--temperature=50"),
+      *("--top-p=0.001", "--sample-top-k=7", "--seed=3", "--stop=!"),
+    )
+    with (
+      mock.patch.object(
+        *(Generator, "__init__"), autospec=True, side_effect=Generator.__init__
+      ) as init,
+      mock.patch.object(
+        *(Generator, "generate"), autospec=True, side_effect=Generator.generate
+      ) as generate,
+    ):
+      (completion,) = self.report(*argv)["completions"]
+    self.assertEqual(completion["text"], "aAbBcC")
+    del init.call_args.kwargs["mesh"]
+    self.assertEqual(
+      init.call_args.kwargs,
+      dict(cache_dtype="int8", batch_size=2, add_bos=False, parse_special=True),
+    )
+    sampling = dict(max_new_tokens=3, temperature=50, top_k=7, top_p=0.001)
+    sampling = Sampling(**sampling, stop=("!",), seed=3)
+    self.assertEqual(generate.call_args.args[2], sampling)
 
   def test_generator_opens_the_checkpoint_and_its_tokenizer(self):
-    generator = Generator.from_checkpoint(self.workdir)
+    generator = Generator.from_checkpoint(tiny_checkpoint.stored("llm"))
     (completion,) = generator.generate(["aA"], Sampling(max_new_tokens=2))
     self.assertEqual(completion.text, "bBcC")
 
-  def test_model_that_writes_no_text_is_refused(self):
-    argv = ("--prompt=aA",)
-    message = "`generate` needs 'llm'"
-    self._assert_refused(message, *argv, checkpoint=self.classifier)
+  def test_checkpoint_without_a_tokenizer_is_refused(self):
     tiny_writer.save_alphabet(self.root)
     (self.root / "tokenizer.json").unlink()
-    message = "holds no tokenizer.json"
-    self._assert_refused(message, *argv, checkpoint=self.root)
+    argv = "--prompt=aA", "--checkpoint", self.root
+    self.assert_refused("holds no tokenizer.json", *argv)
 
 
-class FilesTest(_CommandTest):
+class FilesTest(_GenerateTest):
   def setUp(self):
     super().setUp()
     self.out = self.root / "out.jsonl"
-    self.argv = ("--prompt-file", self.root / "in.jsonl", "--out", self.out)
-    self.argv += ("--max-new-tokens", 3)
+    self.argv = "--prompt-file", self.root / "in.jsonl", "--out", self.out
     (self.root / "in.jsonl").write_text(_TWO)
 
-  def _rows(self):
-    return [json.loads(row) for row in self.out.read_text().splitlines()]
+  def _texts(self):
+    rows = map(json.loads, self.out.read_text().splitlines())
+    return [row["text"] for row in rows]
 
   def test_prompts_of_a_file_go_to_a_file(self):
     told = f"2 completions in {self.out}"
-    self.assertEqual(self._written(*self.argv), f"{told}; 0 were there\n")
-    rows = self._rows()
-    self.assertEqual([row["index"] for row in rows], [0, 1])
-    self.assertEqual([row["text"] for row in rows], ["bBcCdD", "yYzZ"])
-    self.assertEqual([row["finish_reason"] for row in rows], ["length", "end"])
-    self.assertEqual(self._written(*self.argv), f"{told}; 2 were there\n")
-    self._assert_refused("seed: 1 here, 0 there", *self.argv, "--seed=1")
-
-  def test_settings_keep_their_names(self):
-    self._written(*self.argv)
-    settings = json.loads(
-      self.out.with_name("out.jsonl.settings.json").read_text()
-    )
+    self.assertEqual(self.done(*self.argv), f"{told}; 0 were there\n")
+    self.assertEqual(self._texts(), ["bBcCdD", "yYzZ"])
+    self.assertEqual(self.done(*self.argv), f"{told}; 2 were there\n")
+    settings = self.out.with_name("out.jsonl.settings.json")
     self.assertEqual(
-      settings.keys(),
+      json.loads(settings.read_text()).keys(),
       {
         *("prompts", "checkpoint", "ema", "routed_heads", "gate_form", "dtype"),
         *("cache_dtype", "chat", "system", "chat_template", "no_bos"),
@@ -144,36 +110,37 @@ class FilesTest(_CommandTest):
         *("top_k", "top_p", "stop", "seed"),
       },
     )
-    self.assertEqual(settings["ema"], True)
-    message = "ema: False here, True there"
-    self._assert_refused(message, *self.argv, "--config.eval.use_ema=false")
+    for argument, message in (
+      ("--seed=1", "seed: 1 here, 0 there"),
+      ("--config.eval.use_ema=false", "ema: False here, True there"),
+      ("--parse-special", "parse_special: True here, False there"),
+      ("--cache-dtype=bfloat16", "cache_dtype: 'bfloat16' here, None there"),
+    ):
+      self.assert_refused(message, *self.argv, argument)
 
   def test_a_file_is_of_one_number_of_heads_and_form_of_gates(self):
-    tiny_text_model.save(self.root)
     (self.root / "in.jsonl").write_text(_ONE)
-    where = {"checkpoint": self.root}
-    self._written(*self.argv, "--top-k", 1, **where)
-    message = "[3] here, [1] there"
-    self._assert_refused(message, *self.argv, "--top-k", 3, **where)
-    argv = ("--top-k", 1, "--config.model.router.gate_form=paper")
+    argv = *self.argv, "--checkpoint", tiny_checkpoint.stored("text")
+    self.done(*argv, "--top-k=1")
+    self.assert_refused("[3] here, [1] there", *argv, "--top-k=3")
     message = "gate_form: 'paper' here, None there"
-    self._assert_refused(message, *self.argv, *argv, **where)
+    paper = "--config.model.router.gate_form=paper"
+    self.assert_refused(message, *argv, "--top-k=1", paper)
 
   def test_two_processes_share_parameters_and_prompts(self):
     (self.root / "in.jsonl").write_text(_TWO * 3)
     first, second = two_processes.call(
-      *("-m", "moh_jax", "generate", "--checkpoint", str(self.workdir)),
+      *("-m", "moh_jax", "generate", "--max-new-tokens=3", "--batch-size=2"),
+      f"--checkpoint={tiny_checkpoint.stored('llm')}",
       *map(str, self.argv),
-      *("--batch-size", "2", "--distributed"),
-      "--config.mesh.fsdp=4",  # each has half of the parameters
+      *("--distributed", "--config.mesh.fsdp=4"),  # each has half of them
     )
     self.assertIn("6 completions", first)
     self.assertNotIn("completions", second)
-    texts = [row["text"] for row in self._rows()]
-    self.assertEqual(texts, ["bBcCdD", "yYzZ"] * 3)
+    self.assertEqual(self._texts(), ["bBcCdD", "yYzZ"] * 3)
 
 
-class InteractiveTest(_CommandTest):
+class InteractiveTest(_GenerateTest):
   def test_lines_are_answered_until_the_end_of_the_input(self):
     out = self._interact("aA", "", "xX", "aA" * 99, "cC")
     first, second, third, fourth, *rest = out.split("\n")
@@ -199,36 +166,31 @@ class InteractiveTest(_CommandTest):
     self.assertEqual(calls, [("aA", 0), ("bB", 1)])
 
 
-class ChatTest(_CommandTest):
-  def _with_template(self, source=_TEMPLATE):
+class ChatTest(_GenerateTest):
+  def _with_template(self, source):
     tiny_writer.save_alphabet(self.root)
     (self.root / "chat_template.jinja").write_text(source)
-    return {"checkpoint": self.root}
+    return "--checkpoint", self.root
 
   def test_prints_the_answers_alone(self):
-    where = self._with_template()
-    argv = ("--chat", "--max-new-tokens", 3, "--prompt", "aA")
-    self.assertEqual(self._written(*argv, **where), "bBcCdD\n")
-    out = self._written(*argv, "--prompt", "xX", **where)
+    argv = *self._with_template(_TEMPLATE), "--chat", "--prompt=aA"
+    self.assertEqual(self.done(*argv), "bBcCdD\n")
+    out = self.done(*argv, "--prompt=xX")
     self.assertEqual(out, "bBcCdD\n[length]\n\nyYzZ\n[end]\n\n")
 
   def test_a_conversation_goes_on_line_by_line(self):
-    where = self._with_template("{{ messages[0].content }}")
-    argv = ("--chat", "--max-new-tokens", 3)
-    out = self._interact("aA", "xX", argv=argv, **where)
+    argv = *self._with_template("{{ messages[0].content }}"), "--chat"
+    out = self._interact("aA", "xX", argv=argv)
     self.assertEqual(out, "bBcCdD\nbBcCdD\n\n")  # the first message is read
 
   def test_prompts_of_a_file_go_through_the_template(self):
-    where = self._with_template(f"{_TEMPLATE}aA")
+    argv = self._with_template(f"{_TEMPLATE}aA")
     (self.root / "in.jsonl").write_text(_TWO)
     out = self.root / "out.jsonl"
-    argv = ("--prompt-file", self.root / "in.jsonl", "--out", out)
-    self._written(*argv, "--max-new-tokens=3", "--chat", **where)
-    rows = out.read_text().splitlines()
-    texts = [json.loads(row)["text"] for row in rows]
-    self.assertEqual(texts, ["bBcCdD", "bBcCdD"])
-    argv = (*argv, "--max-new-tokens=3")
-    self._assert_refused("chat: False here", *argv, **where)
+    argv += "--prompt-file", self.root / "in.jsonl", "--out", out
+    self.done(*argv, "--chat")
+    self.assertEqual(out.read_text().count('"bBcCdD"'), 2)
+    self.assert_refused("chat: False here", *argv)
 
   def test_system_and_messages_reach_the_template(self):
     every = "{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}"
@@ -239,17 +201,14 @@ class ChatTest(_CommandTest):
     user = {"role": "user", "content": "xX"}
     for argv, expected in (
       (("--messages", self.root / "messages.json"), messages),
-      (("--chat", "--system", "", "--prompt", "xX"), [system, user]),
+      (("--chat", "--system=", "--prompt=xX"), [system, user]),
     ):
-      out = self._written(*argv, "--json=-", "--max-new-tokens=1", **where)
-      (completion,) = json.loads(out)["completions"]
+      (completion,) = self.report(*argv, *where)["completions"]
       self.assertEqual(completion["messages"], expected)
-      self.assertLen(completion["tokens"], 1)
-
-  def test_template_that_refuses_is_one_line(self):
-    where = self._with_template("{{ raise_exception('no users') }}")
+    refusing = "{{ raise_exception('no users') }}"
+    (self.root / "chat_template.jinja").write_text(refusing)
     message = "chat_template.jinja refuses the messages: no users"
-    self._assert_refused(message, "--chat", "--prompt", "a", **where)
+    self.assert_refused(message, "--chat", "--prompt=a", *where)
 
 
 if __name__ == "__main__":

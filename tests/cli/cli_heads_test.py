@@ -4,18 +4,17 @@ import csv
 import dataclasses
 import html.parser
 import json
-import pathlib
 import shutil
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 from flax import traverse_util
 from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
-from tests.inference import tiny_text_model
+from tests.cli.tiny_checkpoint import stored
 from tests.training import tiny
 
 _ROWS = [
@@ -36,19 +35,17 @@ class _Links(html.parser.HTMLParser):
     self.found += [v for name, v in attrs if name in ("src", "href")]
 
 
-class HeadsTest(parameterized.TestCase):
+class HeadsTest(tiny_checkpoint.CommandTest):
+  COMMAND = "heads"
+
   def setUp(self):
     super().setUp()
-    self.folder = pathlib.Path(self.create_tempdir().full_path)
-    self.run = self.folder / "run"
+    self.run_of = "--checkpoint", self.root / "run"
 
-  def _call(self, *options):
-    return tiny_checkpoint.call("heads", "--checkpoint", self.run, *options)
-
-  def _heads(self, *options):
+  def _heads(self, *argv):
     """Folder, page, stdout and stderr of a report."""
-    out = self.folder / "out"
-    status, text, error = self._call("--out", out, *options)
+    out = self.root / "out"
+    status, text, error = self.call("--out", out, *argv)
     self.assertEqual(status, 0, error)
     page = (out / "report.html").read_text()
     self.assertLess(len(page), 5 << 20)
@@ -70,19 +67,20 @@ class HeadsTest(parameterized.TestCase):
     flat = {p: x * (p[-1] != zeroed) for p, x in flat.items()}
     params = traverse_util.unflatten_dict(flat)
     metadata = checkpoint.Metadata(config, names)
-    checkpoint.save_params(str(self.run), params, metadata)
+    checkpoint.save_params(str(self.root / "run"), params, metadata)
 
   def test_classifier(self):
-    other = self.folder / "other"
-    for folder in (self.run, other):
-      tiny_checkpoint.save(str(folder))
+    tiny_checkpoint.save(self.root / "run")
     lines = [json.dumps(row) for row in _ROWS]
-    (self.run / "metrics.jsonl").write_text("\n".join([*lines, "{damaged"]))
-    numbers = self.folder / "heads.json"
-    out, page, text, _ = self._heads("--json", numbers, "--against", other)
+    file = self.root / "run/metrics.jsonl"
+    file.write_text("\n".join([*lines, "{damaged"]))
+    numbers = self.root / "heads.json"
+    out, page, text, _ = self._heads(
+      *self.run_of, "--json", numbers, "--against", stored("vit")
+    )
     self.assertIn("similarity of heads", text)
-    self.assertIn(f"features, {self.run}, step 0", text)
-    self.assertIn(f"features, {other}, step 0", text)
+    self.assertIn(f"features, {self.root / 'run'}, step 0", text)
+    self.assertIn(f"features, {stored('vit')}, step 0", text)
     self.assertIn("stage1.0", text)
     for name in ("load_by_class", "routing_maps", "load_over_steps", "curves"):
       for form, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
@@ -105,17 +103,20 @@ class HeadsTest(parameterized.TestCase):
     self.assertIn("taken for", page)
 
   def test_text_files_are_tasks_and_tokens_are_coloured(self):
-    tiny_text_model.save(self.run)
-    (self.folder / "python.txt").write_text("def f(x): return x < 3\n" * 4)
-    (self.folder / "prose.txt").write_text("It </script> rained. " * 5)
+    texts = {
+      "python.jsonl": json.dumps({"code": "def f(x): return x < 3\n" * 4}),
+      "prose.txt": "It </script> rained. " * 5,
+    }
+    for name, text in texts.items():
+      (self.root / name).write_text(text)
     out, page, text, _ = self._heads(
-      *("--batches", "1", "--batch-size", "8"),
-      *("--data", self.folder / "python.txt", self.folder / "prose.txt"),
+      *("--checkpoint", stored("text"), "--batches=1", "--batch-size=8"),
+      *("--field=code", "--data", *(self.root / name for name in texts)),
     )
     self.assertIn("importance", text)
     with (out / "heads.csv").open() as stream:
       tasks = {r["group"] for r in csv.DictReader(stream)}
-    self.assertEqual(tasks, {"all", "python.txt", "prose.txt"})
+    self.assertEqual(tasks, {"all", *texts})
     self.assertRegex(
       page, r'<span title="head \d" style="background:#\w{8}">I<'
     )
@@ -124,7 +125,7 @@ class HeadsTest(parameterized.TestCase):
   def test_multi_head_attention_has_no_loads(self):
     plain = config_lib.without_router(tiny.deterministic_config().model)
     self._save(router=plain.router, top_k=plain.top_k)
-    out, page, text, _ = self._heads("--batches", "1")
+    out, page, text, _ = self._heads(*self.run_of, "--batches=1")
     self.assertIn("it has no router", text)
     self.assertIn("it has no router", page)
     self.assertIn("taken for", page)  # images with their classes all the same
@@ -133,21 +134,21 @@ class HeadsTest(parameterized.TestCase):
   def test_layers_without_routed_heads_say_so(self):
     # The first stage has no routed heads; then none of the second are selected.
     self._save(shared_heads=(2, 2), top_k=(0, 1), depths=(1, 1))
-    out, _, text, _ = self._heads("--batches", "1", "--maps", "2")
+    argv = *self.run_of, "--batches=1"
+    out, _, text, _ = self._heads(*argv, "--maps=2")
     self.assertRegex(text, r"stage1\.0 .* none routed")
     self.assertTrue((out / "load_by_class.png").exists())
-    status, text, error = self._call("--batches", "1", "--top-k", "0")
-    self.assertEqual(status, 0, error)
-    self.assertRegex(text, r"stage2\.0 .* none routed")
+    self.assertRegex(self.done(*argv, "--top-k=0"), r"stage2\.0 .* none routed")
 
   def test_collapsed_routers_and_names_of_any_bytes(self):
     names = ("a$b_{$c", "caf\udce9", *"23456789")
     self._save(names, zeroed="routed")
-    data = self.folder / "data"
+    data = self.root / "data"
     for number, name in enumerate(names[:9]):
       (data / name).mkdir(parents=True)
       Image.new("L", (8, 8), 20 * number).save(data / name / "0.png")
-    out, page, _, error = self._heads("--data", data, "--maps", "10")
+    argv = *self.run_of, "--data", data, "--maps=10"
+    out, page, _, error = self._heads(*argv)
     line = "the router of layer stage2.1 has collapsed"
     self.assertIn(line, error)
     self.assertIn(line, page)
@@ -155,20 +156,17 @@ class HeadsTest(parameterized.TestCase):
     self.assertIn("caf?", page)
 
   def test_diffusion_model_and_another_step_of_it(self):
-    tiny_checkpoint.save_dit(str(self.run))
-    out, page, _, _ = self._heads("--batches", "2")
+    tiny_checkpoint.save_dit(self.root / "run")
+    out, page, _, _ = self._heads(*self.run_of, "--batches=2")
     self.assertTrue((out / "load_by_timestep.svg").exists())
     self.assertIn("generated samples", page)
-    steps = self.run / "checkpoints"
+    steps = self.root / "run/checkpoints"
     shutil.copytree(steps / "0", steps / "1")
-    argv = ("--batches", 1, "--against", self.run)
-    status, text, error = self._call(*argv, "--step", 0)
-    self.assertEqual(status, 0, error)
+    argv = *self.run_of, "--batches=1", "--against", self.root / "run"
+    text = self.done(*argv, "--step=0")
     for step in (0, 1):
-      self.assertIn(f"patterns, {self.run}, step {step}", text)
-    status, _, error = self._call(*argv)
-    self.assertEqual(status, 2)
-    self.assertIn("must be another checkpoint", error)
+      self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
+    self.assert_refused("must be another checkpoint", *argv)
 
 
 if __name__ == "__main__":

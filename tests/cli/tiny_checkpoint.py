@@ -1,10 +1,15 @@
-"""A checkpoint small enough for tests of the commands, and how to call them."""
+"""Checkpoints small enough for tests of commands, and how to call these."""
 
 import contextlib
+import functools
 import io
+import json
+import pathlib
+import tempfile
 
 import jax
 import numpy as np
+from absl.testing import parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.cli import main
@@ -12,6 +17,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import abstract_params, unbox
+from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny
 
@@ -28,6 +34,11 @@ CONFIG = resolve(
 )
 # Of handwritten digits, classes "0" to "9".
 DIT_CONFIG = tiny.dit_config(mesh={"data": -1})
+# Of two runs of layers: one at an equal top_k.
+TEXT_CONFIG = config_lib.apply_overrides(
+  tiny_text_model.CONFIG, "model", top_k=(1, 2)
+)
+_FOLDER = tempfile.TemporaryDirectory()  # removed when the process ends
 
 
 def save(directory):
@@ -42,18 +53,39 @@ def save(directory):
   checkpoint.save_params(directory, params, metadata)
 
 
+def save_random(directory, config, names=(), seed=0):
+  """Writes random parameters of any config, likewise."""
+  params = tiny.random_params(config, seed=seed)
+  checkpoint.save_params(directory, params, checkpoint.Metadata(config, names))
+
+
 def save_dit(directory):
   """Writes random parameters of `DIT_CONFIG`, likewise."""
-  metadata = checkpoint.Metadata(DIT_CONFIG, tuple("0123456789"))
-  checkpoint.save_params(directory, tiny.random_params(DIT_CONFIG), metadata)
+  save_random(directory, DIT_CONFIG, tuple("0123456789"))
 
 
-def call(*argv):
-  """Runs a command; its exit status, stdout and stderr."""
+SAVED = {
+  "vit": save,
+  "dit": save_dit,
+  "text": functools.partial(tiny_text_model.save, config=TEXT_CONFIG),
+  "llm": tiny_writer.save_alphabet,  # writes the alphabet, "bB" after "aA"
+}
+
+
+@functools.cache
+def stored(name):
+  """The folder of one of `SAVED`, which tests only read."""
+  folder = pathlib.Path(_FOLDER.name, name)
+  SAVED[name](folder)
+  return folder
+
+
+def call(*argv, main=main.main):
+  """Runs a command, or another program; its exit status, stdout and stderr."""
   out, err = io.StringIO(), io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     try:
-      status = main.main([str(arg) for arg in argv])
+      status = main([str(arg) for arg in argv])
     except SystemExit as stop:  # argparse
       status = stop.code
   return status, out.getvalue(), err.getvalue()
@@ -65,3 +97,39 @@ def done(*argv):
   if status:
     raise AssertionError(f"{argv}: {err}")
   return out
+
+
+class CommandTest(parameterized.TestCase):
+  """Calls a command; `root` is a new folder for its files.
+
+  Attributes:
+    COMMAND: the command and its first options; later ones overrule them.
+    STORED: the checkpoint of `stored` that it reads.
+  """
+
+  COMMAND = ""
+  STORED = ""
+
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def call(self, *argv):
+    where = ("--checkpoint", stored(self.STORED)) if self.STORED else ()
+    return call(*self.COMMAND.split(), *where, *argv)
+
+  def done(self, *argv):
+    status, out, err = self.call(*argv)
+    self.assertEqual(status, 0, err)
+    return out
+
+  def report(self, *argv):
+    """What it says with --json=-, which is nothing else."""
+    return json.loads(self.done(*argv, "--json=-"))
+
+  def assert_refused(self, message, *argv):
+    status, out, err = self.call(*argv)
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertStartsWith(err, "error: ")
+    self.assertIn(message, err)

@@ -24,7 +24,6 @@ from moh_jax.data.tokenizers import (
 from moh_jax.inference.decoding import StreamDecoder, prompt_ids
 from tests.data import tiny_words
 from tests.data.folder import FolderTest
-from tests.tools.random_texts import random_texts
 
 pytest.importorskip("transformers")
 
@@ -415,7 +414,11 @@ class TemplateErrorsTest(parameterized.TestCase):
 _RECORDED = pathlib.Path(__file__).parent / "recorded"
 _VERSIONS = ("4.57.6", "5.23.0")
 _NAMES = ("gpt2", "llama2_json", "llama3", "qwen2")
-_texts = functools.cache(random_texts)
+
+
+@functools.cache
+def _texts():
+  return json.loads((_RECORDED / "texts.json").read_text())
 
 
 @functools.cache

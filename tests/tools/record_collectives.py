@@ -18,16 +18,9 @@ def main() -> None:
   for family in meshes.MODELS:
     for name, axes in meshes.MESHES.items():
       config = meshes.config_of(family, mesh=axes)
-      text, mesh = meshes.compiled_step(config)
-      table[f"{family} {name}"] = meshes.exchanges(text, mesh)
-  rows = [
-    f"  {json.dumps(name)}: {{\n"
-    + ",\n".join(f"    {json.dumps(k)}: {v}" for k, v in row.items())
-    + "\n  }"
-    for name, row in table.items()
-  ]
-  meshes.GOLDEN.parent.mkdir(exist_ok=True)
-  meshes.GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+      step = meshes.compiled_step(config)
+      table[f"{family} {name}"] = meshes.exchanges(*step)
+  meshes.GOLDEN.write_text(json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,61 +9,45 @@ transformers 4 and 5):
 The tokenizers there were trained once, with at most 460 tokens, on the topics
 of Python's help and a line of other scripts: byte-level BPE in the forms of
 LLaMA 3, Qwen2 and GPT-2, and a SentencePiece model as LLaMA 2 has it.
+texts.json has 1,000 random texts that are hard for tokenizers: words, code,
+emoji, any characters, names of special tokens.
 """
 
 import hashlib
 import json
 import pathlib
-import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from random_texts import random_texts
+import transformers
+from transformers import AutoTokenizer
 
 _RECORDED = pathlib.Path(__file__).parents[1] / "data/recorded"
-ROOT, CHAT = _RECORDED / "tokenizers", _RECORDED / "chat"
+_FILE = f"transformers_{transformers.__version__}.json"
 
 
-def digest(ids: list[list[int]]) -> str:
-  """SHA-256 of the tokens of many texts."""
-  return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+def main() -> None:
+  """Records both."""
+  texts = json.loads((_RECORDED / "texts.json").read_text())
+  folder, result = _RECORDED / "tokenizers", {}
+  for source in sorted(p for p in folder.iterdir() if p.is_dir()):
+    tokenizer, cases = AutoTokenizer.from_pretrained(source), {}
+    for name, special, split in (
+      *(("as_text", False, True), ("parsed", False, False)),
+      ("prompt", True, False),
+    ):
+      options = {"add_special_tokens": special, "split_special_tokens": split}
+      ids = [tokenizer(text, **options)["input_ids"] for text in texts]
+      sha256 = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+      cases[name] = {"sha256": sha256, "first": ids[:3]}
+    result[source.name] = cases
+  (folder / _FILE).write_text(json.dumps(result))
+  _record_chat(AutoTokenizer.from_pretrained(folder / "llama2"))
 
 
-def _encode(tokenizer, texts, special, split):
-  options = {"add_special_tokens": special, "split_special_tokens": split}
-  return [tokenizer(text, **options)["input_ids"] for text in texts]
-
-
-def record() -> None:
-  """Records the tokens of 1,000 texts, all as a hash and the first ones."""
-  import transformers
-  from transformers import AutoTokenizer
-
-  texts = random_texts()
-  path = ROOT / f"transformers_{transformers.__version__}.json"
-  result = {}
-  for folder in sorted(p for p in ROOT.iterdir() if p.is_dir()):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    cases = {
-      "as_text": _encode(tokenizer, texts, False, True),
-      "parsed": _encode(tokenizer, texts, False, False),
-      "prompt": _encode(tokenizer, texts, True, False),
-    }
-    result[folder.name] = {
-      name: {"sha256": digest(ids), "first": ids[:3]}
-      for name, ids in cases.items()
-    }
-  path.write_text(json.dumps(result))
-  record_chat(path.name)
-
-
-def record_chat(file: str) -> None:
+def _record_chat(tokenizer) -> None:
   """Records what each template makes of each conversation, or its refusal."""
-  from transformers import AutoTokenizer
-
-  tokenizer = AutoTokenizer.from_pretrained(ROOT / "llama2")
-  conversations = json.loads((CHAT / "messages.json").read_text())
-  result = {}
-  for path in sorted(CHAT.glob("*.jinja")):
+  folder, result = _RECORDED / "chat", {}
+  conversations = json.loads((folder / "messages.json").read_text())
+  for path in sorted(folder.glob("*.jinja")):
     for name, messages in conversations.items():
       for prompt in (True, False):
         options = {"add_generation_prompt": prompt, "tokenize": False}
@@ -75,8 +59,7 @@ def record_chat(file: str) -> None:
         except Exception as error:  # what the template raises
           case = {"refused": str(error)}
         result[f"{path.stem}/{name}/{prompt}"] = case
-  (CHAT / file).write_text(json.dumps(result, ensure_ascii=False))
+  (folder / _FILE).write_text(json.dumps(result, ensure_ascii=False))
 
 
-if __name__ == "__main__":
-  record()
+main()

@@ -18,36 +18,25 @@ import numpy as np
 
 VOCAB, PROMPT, NEW = 61, 8, 64
 PLACES = slice(2, None, 3)  # tokens whose logits are kept
-_TINY = {
-  "vocab_size": VOCAB,
-  "hidden_size": 32,
-  "intermediate_size": 40,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "max_position_embeddings": 128,
-  "bos_token_id": None,
-  "eos_token_id": None,
-  "pad_token_id": None,
-}
-_YARN = {
-  "rope_type": "yarn",
-  "factor": 4.0,
-  "original_max_position_embeddings": 32,
-}
-_LLAMA3 = {
-  "rope_type": "llama3",
-  "factor": 4.0,
-  "low_freq_factor": 1.0,
-  "high_freq_factor": 4.0,
-  "original_max_position_embeddings": 32,
-}
+_TINY = dict(
+  vocab_size=VOCAB, hidden_size=32, intermediate_size=40,
+  num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+  max_position_embeddings=128,
+  bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+_SCALED = {"factor": 4.0, "original_max_position_embeddings": 32}
+_YARN = _SCALED | {"rope_type": "yarn"}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0}
+_LLAMA3 |= _SCALED | {"high_freq_factor": 4.0}
 
 
 def _yarn(**more):
   return {"rope_scaling": _YARN | more, "rope_theta": 100.0}
 
 
+_BETAS = _yarn(beta_fast=4.0, beta_slow=0.5, truncate=False)
+_QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 90}
+_QWEN_WINDOW |= {"max_window_layers": 1}
 # Name of a case: architecture and what differs from `_TINY`.
 CASES = {
   "llama": ("Llama", {}),
@@ -56,10 +45,7 @@ CASES = {
   "mistral": ("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
   "mistral_window": ("Mistral", {"sliding_window": 100}),
   "qwen2": ("Qwen2", {}),
-  "qwen2_window": (
-    "Qwen2",
-    {"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 1},
-  ),
+  "qwen2_window": ("Qwen2", _QWEN_WINDOW),
   "qwen3": ("Qwen3", {"head_dim": 16}),
   "qwen3_tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
   "qwen3_mha": ("Qwen3", {"head_dim": 10, "num_key_value_heads": 4}),
@@ -69,14 +55,7 @@ CASES = {
   "yarn_factor": ("Llama", _yarn(attention_factor=1.3)),
   "yarn_mscale": ("Llama", _yarn(mscale=1.0, mscale_all_dim=0.7)),
   "yarn_half_mscale": ("Llama", _yarn(mscale=0.7)),
-  "yarn_betas": (
-    "Mistral",
-    {
-      "sliding_window": None,
-      "head_dim": 8,
-      **_yarn(beta_fast=4.0, beta_slow=0.5, truncate=False),
-    },
-  ),
+  "yarn_betas": ("Mistral", {"sliding_window": None, "head_dim": 8, **_BETAS}),
   "yarn_qwen2": ("Qwen2", _yarn(factor=2.5)),
 }
 
@@ -91,11 +70,7 @@ _DEEPSEEK |= {"mscale_all_dim": 0.8, "factor": 40.0}
 _EQUAL = {"beta_fast": 2.0, "beta_slow": 2.0}
 ROTATIONS = {
   "qwen": (128, 1e6, _long(32768)),
-  "deepseek": (
-    64,
-    1e4,
-    _long(4096, **_DEEPSEEK),
-  ),
+  "deepseek": (64, 1e4, _long(4096, **_DEEPSEEK)),
   "untruncated": (64, 150000.0, _long(4096, factor=32.0, truncate=False)),
   "short": (16, 100.0, _long(4)),
   "equal_betas": (32, 1e4, _long(2048, truncate=False, **_EQUAL)),
