@@ -35,16 +35,11 @@ class ClusterTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, message):
         cluster.given_place()
 
-  def test_what_is_not_said_is_left_to_jax(self):
-    given = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4"}
-    with mock.patch.dict(os.environ, given):
-      self.assertEqual(cluster.given_place(), cluster.Place("a:1", 4, None))
-
   def test_first_process_may_be_late(self):
     port = _free_port()
 
     def listen():
-      time.sleep(1)
+      time.sleep(0.7)
       server.bind(("127.0.0.1", port))
       server.listen()
 
@@ -82,13 +77,9 @@ class ClusterTest(parameterized.TestCase):
       "SLURM_LOCALID": "0",
       "JAX_COORDINATOR_PORT": str(_free_port()),
     }
-    with (
-      mock.patch.dict(os.environ, slurm),
-      mock.patch("jax.distributed.initialize") as initialize,
-      self.assertRaisesRegex(
-        OSError,
-        "process 1 of 2 cannot reach process 0 at 127.0.0.1:.* within 1 s",
-      ),
-    ):
-      cluster.join(cluster.given_place(), seconds=1)
-    initialize.assert_not_called()
+    message = (
+      r"process 1 of 2 cannot reach process 0 at 127.0.0.1:.* within 1 s"
+    )
+    with mock.patch.dict(os.environ, slurm):
+      with self.assertRaisesRegex(OSError, message):
+        cluster.join(cluster.given_place(), seconds=1)

@@ -6,7 +6,6 @@ import tempfile
 
 from absl.testing import parameterized
 
-from moh_jax.config import DiTConfig
 from moh_jax.runtime.steps import load_config
 from tests.cli import tiny_checkpoint
 
@@ -18,7 +17,6 @@ _BY_TYPE = (
   ("train.init_from", "2024", "2024"), ("train.init_from", "none", "none"),
   ("data.path", "1e-3", "1e-3"), ("data.path", "a=b", "a=b"),
   ("data.path", "(1,2)", "(1,2)"), ("model.router.kind", "none", "none"),
-  ("optim.no_decay", "*bias,*norm*", ("*bias", "*norm*")),
   ("optim.no_decay", "7,08,x/y", ("7", "08", "x/y")),
   ("optim.no_decay", "('a,b',\"c\")", ("a,b", "c")),
   ("optim.no_decay", "None", ("None",)), ("optim.no_decay", "", ()),
@@ -30,7 +28,6 @@ _BY_TYPE = (
   ("model.num_classes", "7", 7), ("optim.warmup_steps", "none", None),
   ("optim.lr", "3e-4", 3e-4), ("optim.lr", "1", 1.0),
   ("train.rewind.steps", "4", 4), ("eval.use_ema", "FALSE", False),
-  ("log.progress", "true", True),
 )  # fmt: skip
 
 
@@ -71,7 +68,6 @@ class LoadConfigTest(parameterized.TestCase):
     self.assertEqual(config.model.top_k, (0, 3))
 
   @parameterized.parameters(
-    ("optim.nope=1", "unknown config key optim.nope; known: ['accumulation'"),
     ("model.num_head=1", "num_head; did you mean 'num_heads'?; known: ["),
     ("nope.x=1", "unknown config section 'nope'"),
     ("nope=1", "config key 'nope' must be SECTION.FIELD"),
@@ -79,7 +75,6 @@ class LoadConfigTest(parameterized.TestCase):
     ("optim.lr", "'optim.lr' must be FIELD=VALUE"),
     ("model.mlp_ratios=2,-1e999", "model.mlp_ratios[1]=-inf must be"),
     ("optim.lr=fast", "optim.lr='fast' must be of type float"),
-    ("train.steps=0", "train.steps=0 must be at least 1"),
     ("train.steps=1.5", "train.steps=1.5 must be of type int"),
     ("optim=3", "config key 'optim' must be SECTION.FIELD"),
   )
@@ -90,13 +85,10 @@ class LoadConfigTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("hello", "mine.py, line 1: NameError"),
-    ("def get_config(): return 3\n", "mine.py"),
     ("def get_config(:\n", "mine.py, line 1: SyntaxError"),
-    ("import nope_nope\n", "mine.py, line 1: ModuleNotFoundError"),
     ("def get_config():\n  x = 1\n  return x / 0\n", "line 3: ZeroDivision"),
     ("def get_config():\n  return get_config()\n", "line 2: RecursionError"),
     ("import sys\n\nsys.exit(4)\n", "line 3: SystemExit: 4"),
-    ("def get_config():\n  raise ValueError('mine')\n", "line 2: mine"),
     ("get_config = 3\n", "mine.py: has no function get_config"),
     ("import sys\nsys.path.pop(0)\n", "has no function get_config"),
     (
@@ -113,17 +105,8 @@ class LoadConfigTest(parameterized.TestCase):
   def test_what_there_is_not_is_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "nope.py: no such config"):
       load_config("configs/nope.py:s80")
-    text = pathlib.Path(self._file("")).with_name("mine.txt")
-    text.write_text("hello")
-    with self.assertRaisesRegex(ValueError, "mine.txt"):
-      load_config(str(text))
     with self.assertRaisesRegex(ValueError, "big"):
       load_config(f"{self._file(_gives({}))}:big")
-
-  def test_dict_of_sections_is_a_config(self):
-    config = load_config(self._file(_gives(_steps(7))), ["train.seed=3"])
-    self.assertEqual((config.train.steps, config.train.seed), (7, 3))
-    self.assertIsInstance(config.model, DiTConfig)
 
   @parameterized.parameters(
     "parts", "package__parts", "folder__parts", "a__b__parts"
@@ -180,10 +163,8 @@ class ModelOfACheckpointTest(parameterized.TestCase):
 
   def _load(self, source, *overrides, model="{}"):
     file = self.root / "finetune.py"
-    file.write_text(f"""
-def get_config():
-  return {{"model": {model}, "optim": {{"lr": 0.25}}}}
-""")
+    sections = f"{{'model': {model}, 'optim': {{'lr': 0.25}}}}"
+    file.write_text(_gives(sections))
     start = f"train.init_from={source}"
     return load_config(str(file), [start, *overrides])
 
@@ -198,38 +179,35 @@ def get_config():
       (config.data.mean, config.data.std), (trained.data.mean, trained.data.std)
     )
     self.assertEqual(config.optim.lr, 0.25)
-
-  def test_process_of_a_diffusion_model_is_the_checkpoints(self):
     config = self._load(self.dit, "diffusion.vb_weight=0.5")
-    trained = tiny_checkpoint.DIT_CONFIG
-    self.assertEqual(config.diffusion.steps, trained.diffusion.steps)
-    self.assertEqual(config.diffusion.space, "pixel")
-    self.assertEqual(config.diffusion.vb_weight, 0.5)
+    diffusion = tiny_checkpoint.DIT_CONFIG.diffusion
+    self.assertEqual(
+      config.diffusion, dataclasses.replace(diffusion, vb_weight=0.5)
+    )
 
   def test_what_is_stated_stays(self):
     config = self._load(
       self.vit,
       "model.router.gate_form=paper",
       "data.mean=(0.1,0.2,0.3)",
+      "model.image_size=(16,16)",
       model="{'drop_path': 0.25}",
     )
     self.assertEqual(config.model.router.gate_form, "paper")
     self.assertEqual(config.model.drop_path, 0.25)
     self.assertEqual(config.data.mean, (0.1, 0.2, 0.3))
     self.assertEqual(config.data.std, tiny_checkpoint.CONFIG.data.std)
+    self.assertEqual(config.model.image_size, (16, 16))
+    # The coordinates keep the pretraining's.
+    self.assertEqual(config.model.pretrain_image_size, 8)
+    same = self._load(self.vit, model="{'image_size': [8, 8]}")
+    self.assertEqual(same.model, self._load(self.vit).model)
 
   def test_checkpoint_may_be_named_like_a_number(self):
     (self.root / "2024").symlink_to(self.vit)
     with contextlib.chdir(self.root):
       config = self._load("2024")
     self.assertEqual(config.train.init_from, "2024")
-
-  def test_sizes_may_be_stated_and_coordinates_keep_the_pretrainings(self):
-    same = self._load(self.vit, model="{'image_size': [8, 8]}")
-    self.assertEqual(same.model, self._load(self.vit).model)
-    model = self._load(self.vit, "model.image_size=(16,16)").model
-    self.assertEqual(model.image_size, (16, 16))
-    self.assertEqual(model.pretrain_image_size, 8)
 
   @parameterized.parameters(
     ("train.init_from=", "train.init_from is ''"),

@@ -6,7 +6,6 @@ targets had no sections of their own; `expected.npz` has inputs and outputs of
 the saved model, `rows.json` the metrics of all four steps.
 """
 
-import dataclasses
 import json
 import pathlib
 import tarfile
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.config import RotaryConfig, RouterConfig
+from moh_jax.config import RotaryConfig, RouterConfig, apply_overrides
 from moh_jax.inference.restore import restore
 from moh_jax.runtime.checkpoint import read_metadata
 from tests.training import tiny
@@ -64,8 +63,7 @@ class OldCheckpointsTest(parameterized.TestCase):
     folder = self._unpack(name)
     metadata, step = read_metadata(folder)
     self.assertEqual(step, 2)
-    longer = dataclasses.replace(metadata.config.train, steps=4)
-    config = dataclasses.replace(metadata.config, train=longer)
+    config = apply_overrides(metadata.config, "train", steps=4)
     tiny.train(config, folder)
     ours = tiny.rows(folder, "train")
     theirs = json.loads((folder / "rows.json").read_text())["rows"]

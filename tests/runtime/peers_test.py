@@ -34,9 +34,6 @@ def compare() -> None:
 
 
 class AgreementTest(absltest.TestCase):
-  def test_one_process_agrees_with_itself(self):
-    peers.agree({"config": {"seed": 1}})
-
   def test_what_differs_is_named_in_all_processes(self):
     said = two_processes.call("-c", _CHILD)
     self.assertEqual(

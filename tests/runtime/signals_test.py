@@ -49,24 +49,25 @@ class SignalsTest(parameterized.TestCase):
     self.assertEqual(child.stdout.readline(), "working\n")
     return child
 
+  def _end(self, child, number, line):
+    """Sends the signal that ends it; returns what else it printed."""
+    child.send_signal(number)
+    out, err = child.communicate(timeout=60)
+    self.assertRegex(err, f"^error: stopped by {number.name}{line}\n$")
+    self.assertEqual(child.returncode, 128 + number)
+    return out
+
   @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
   def test_first_signal_cleans_up_and_says_why(self, number):
     child = self._start("time.sleep(60)")
-    child.send_signal(number)
-    out, err = child.communicate(timeout=60)
-    self.assertEqual(out, "cleaning up\n")
-    self.assertEqual(err, f"error: stopped by {number.name}\n")
-    self.assertEqual(child.returncode, 128 + number)
+    self.assertEqual(self._end(child, number, ""), "cleaning up\n")
 
   @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
   def test_second_signal_ends_what_cleans_up_too_long(self, number):
     child = self._start("time.sleep(60)", clean_up="time.sleep(60)")
     child.send_signal(number)
     self.assertEqual(child.stdout.readline(), "cleaning up\n")
-    child.send_signal(number)
-    _, err = child.communicate(timeout=60)
-    self.assertEqual(err, f"error: stopped by {number.name}, at once\n")
-    self.assertEqual(child.returncode, 128 + number)
+    self._end(child, number, ", at once")
 
   def test_signal_during_a_long_call_of_a_library_ends_it(self):
     # Waits in C, without Python's lock and in spite of signals, as XLA does.
@@ -75,16 +76,9 @@ class SignalsTest(parameterized.TestCase):
       "take = ctypes.CDLL(None).pthread_mutex_lock; take(lock); take(lock)"
     )
     time.sleep(0.5)  # on a busy machine it may not be in C yet
-    child.send_signal(signal.SIGTERM)
-    _, err = child.communicate(timeout=60)
-    pattern = "^error: stopped by SIGTERM(, during a computation)?\n$"
-    self.assertRegex(err, pattern)
-    self.assertEqual(child.returncode, 128 + signal.SIGTERM)
+    self._end(child, signal.SIGTERM, "(, during a computation)?")
 
   def test_dropped_signal_ends_the_command_a_little_later(self):
     child = self._start("sleep_on()", patience=0.2)
     self.assertEqual(child.stdout.readline(), "asleep\n")
-    child.send_signal(signal.SIGTERM)
-    _, err = child.communicate(timeout=60)
-    self.assertEqual(err, "error: stopped by SIGTERM, during a computation\n")
-    self.assertEqual(child.returncode, 128 + signal.SIGTERM)
+    self._end(child, signal.SIGTERM, ", during a computation")

@@ -39,15 +39,12 @@ def _flops(*args):
 
 
 class AttentionFlopsTest(parameterized.TestCase):
-  @parameterized.parameters(
+  def test_counts_two_products(self):
     # 6 pairs, 8 keys, 2 products, 3 multiplications and additions each.
-    (6, 8, 3, False, 6 * 8 * 2 * 3 * 2),
+    self.assertEqual(attention_flops(6, 8, 3), 6 * 8 * 2 * 3 * 2)
     # Two sequences of 4 causal tokens, which see 1 + 2 + 3 + 4 keys.
-    (2 * 4, 4, 5, True, 2 * 10 * 2 * 5 * 2),
-  )
-  def test_counts_two_products(self, pairs, keys, head_dim, causal, expected):
-    found = attention_flops(pairs, keys, head_dim, causal)
-    self.assertEqual(found, expected)
+    found = attention_flops(2 * 4, 4, 5, causal=True)
+    self.assertEqual(found, 2 * 10 * 2 * 5 * 2)
 
 
 class PublishedPeakTest(parameterized.TestCase):
@@ -84,36 +81,27 @@ class TrainFlopsTest(parameterized.TestCase):
     found = _flops(config_lib.released_model(name)) / 3 / 2 / 1e9
     self.assertAlmostEqual(found, expected, delta=expected * tolerance)
 
-  def test_language_model_by_hand(self):
+  @parameterized.parameters(("packed", 0.75), ("blocked", 1), ("dense", 1))
+  def test_language_model_by_hand(self, name, heads):
     model = dataclasses.replace(tiny.LLM, loss_chunk=4)
     batch, length = 2, 16
     tokens, seen = batch * length, (length + 1) / 2
     # Of 4 heads 3 are active; 2 have keys and values.
-    head, active = model.head_dim, 3
-    layer = 2 * model.width * head * (2 * active + 2 * 2)
+    projection = 2 * model.width * model.head_dim
+    layer = projection * (2 * 3 + 2 * 2)
     layer += 2 * model.width * model.mlp_dim * 3
     # Scores of three routed heads and of two groups.
     layer += 2 * model.width * (3 + 2)
-    layer += 4 * active * seen * head
-    forward = 2 * layer + 2 * model.width * model.vocab_size
-    self.assertEqual(_flops(model, batch, length), 3 * tokens * forward)
-
-  @parameterized.parameters(("packed", 0.75), ("blocked", 1), ("dense", 1))
-  def test_computed_are_all_projections_and_the_attention_of_the_form(
-    self, name, heads
-  ):
-    model, batch, length = tiny.LLM, 2, 16
-    needed = step_flops(_run(model, batch, length))
-    keys = 2 * length / (length + 1) if name == "dense" else 1.0
-    found = needed.computed([LayerForm(name, heads, keys)])
-    # Two layers of 4 heads, 3 of them active.
-    tokens = 2 * batch * length
-    idle = tokens * 4 * model.width * model.head_dim
-    each = tokens * 4 * model.head_dim
-    computed = heads * 4 * (length if name == "dense" else (length + 1) / 2)
-    self.assertEqual(found["attention"], 3 * each * computed)
-    active = 3 * each * 3 * (length + 1) / 2
-    self.assertEqual(found["products"], needed.active - active + 3 * idle)
+    products = 2 * layer + 2 * model.width * model.vocab_size
+    keys = 2 * 4 * model.head_dim  # two layers, for each head and key
+    flops = step_flops(_run(model, batch, length))
+    self.assertEqual(flops.active, 3 * tokens * (products + 3 * seen * keys))
+    more = 2 * length / (length + 1) if name == "dense" else 1.0
+    found = flops.computed([LayerForm(name, heads, more)])
+    idle = 2 * projection * 2  # the fourth head's queries and outputs
+    self.assertEqual(found["products"], 3 * tokens * (products + idle))
+    computed = heads * 4 * (length if name == "dense" else seen) * keys
+    self.assertEqual(found["attention"], 3 * tokens * computed)
 
   def test_follow_the_batch_and_the_heads_not_the_form(self):
     one = _flops(tiny.DIT)

@@ -1,6 +1,5 @@
 """The language task: its loss, its schedule, its figures and its text."""
 
-import dataclasses
 import functools
 import math
 import pathlib
@@ -25,12 +24,12 @@ from tests.training import tiny
 from tests.training.tiny import make_task
 
 _SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
+_CONFIG = tiny.llm_config(train={"balance_weight": 0.5})
 
 
-def _batch(config=None, size=4):
-  config = config or tiny.llm_config()
-  data = sequences.Text(config.data, config.model.vocab_size, "train").stream(0)
-  return jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(size)])
+def _batch():
+  data = sequences.Text(_CONFIG.data, 60, "train").stream(0)
+  return jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
 
 
 @functools.cache
@@ -41,25 +40,22 @@ def _loss(config):
   def call(batch, step):
     params = tiny.random_params(config)
     loss, metrics = loss_fn(params, batch, jax.random.key(0), step)
+    metrics.pop(HEAD_LOADS)
     return metric_values(metrics) | {"returned": loss}
 
   return call
 
 
-def _metrics(config=None, batch=None, step=0):
-  config = config or tiny.llm_config()
-  metrics = _loss(config)(batch or _batch(config), jnp.int32(step))
-  return {
-    name: float(value) for name, value in metrics.items() if name != HEAD_LOADS
-  }
+def _metrics(batch, config=_CONFIG, step=0):
+  values = _loss(config)(batch, jnp.int32(step))
+  return {name: float(value) for name, value in values.items()}
 
 
-class LossTest(parameterized.TestCase):
-  def test_task_loss_is_the_mean_cross_entropy_of_what_counts(self):
-    config, batch = tiny.llm_config(), _batch()
-    model, _ = make_model(config)
+class LossTest(absltest.TestCase):
+  def test_loss_is_the_cross_entropy_plus_the_weighted_balance_loss(self):
+    batch, (model, _) = _batch(), make_model(_CONFIG)
     logits, aux = jax.jit(model.apply)(
-      {"params": tiny.random_params(config)},
+      {"params": tiny.random_params(_CONFIG)},
       batch["inputs"],
       positions=batch["positions"],
       segments=batch["segments"],
@@ -68,53 +64,40 @@ class LossTest(parameterized.TestCase):
     picked = np.take_along_axis(log_probs, batch["targets"][..., None], -1)
     weights = batch["weights"]
     self.assertLess(weights.sum(), weights.size)  # some documents begin
-    expected = -(picked[..., 0] * weights).sum() / weights.sum()
-    metrics = _metrics()
-    self.assertAlmostEqual(metrics["task_loss"] / expected, 1, places=5)
-    balance = float(aux.balance_loss)
-    self.assertAlmostEqual(metrics["balance_loss"] / balance, 1, places=5)
-
-  def test_loss_adds_the_weighted_balance_loss(self):
-    metrics = _metrics(tiny.llm_config(train={"balance_weight": 0.5}))
+    nats, balance = -(picked[..., 0] * weights).sum(), float(aux.balance_loss)
+    self.assertGreater(balance, 0.5)
+    metrics = _metrics(batch)
     # Every place of the batch counts in the divisor, every target the same.
-    share = _batch()["weights"].mean()
-    expected = metrics["task_loss"] * share + 0.5 * metrics["balance_loss"]
-    self.assertGreater(metrics["balance_loss"], 0.5)
-    self.assertAlmostEqual(metrics["loss"] / expected, 1, places=5)
-    self.assertEqual(metrics["loss"], metrics["returned"])
-    self.assertAlmostEqual(metrics["activated_share"], 0.75, places=6)
+    loss = nats / weights.size + 0.5 * balance
+    for name, expected in (
+      *(("task_loss", nats / weights.sum()), ("balance_loss", balance)),
+      *(("loss", loss), ("returned", loss), ("activated_share", 0.75)),
+    ):
+      self.assertAlmostEqual(metrics[name] / expected, 1, places=5, msg=name)
 
   def test_targets_of_weight_zero_do_not_matter(self):
     batch = _batch()
     batch["weights"][:, 5:] = 0
     other = batch | {"targets": batch["targets"].copy()}
     other["targets"][batch["weights"] == 0] = 1
-    self.assertEqual(_metrics(batch=batch), _metrics(batch=other))
-    batch["weights"] = np.zeros_like(batch["weights"])  # nothing counts
-    self.assertTrue(np.isnan(_metrics(batch=batch)["task_loss"]))
-    self.assertTrue(np.isfinite(_metrics(batch=batch)["loss"]))
+    self.assertEqual(_metrics(batch), _metrics(other))
+    metrics = _metrics(batch | {"weights": np.zeros_like(batch["weights"])})
+    self.assertTrue(np.isnan(metrics["task_loss"]))  # nothing counts
+    self.assertTrue(np.isfinite(metrics["loss"]))
 
   def test_scheduled_top_k_is_that_of_the_step(self):
-    config = tiny.llm_config(tune=_SCHEDULE)
-    batch = _batch()
-    shares = [_metrics(config, batch, step) for step in (0, 1, 2, 3)]
-    shares = [round(m["activated_share"], 5) for m in shares]
+    config = apply_overrides(_CONFIG, "tune", **_SCHEDULE)
+    found = [_metrics(_batch(), config, step) for step in (0, 1, 2, 3)]
+    shares = [round(metrics["activated_share"], 5) for metrics in found]
     self.assertEqual(shares, [1.0, 1.0, 0.75, 0.75])
-    last = _metrics(config, batch, 2)["loss"]
-    self.assertAlmostEqual(last / _metrics(batch=batch)["loss"], 1, places=5)
+    ratio = found[2]["loss"] / _metrics(_batch())["loss"]
+    self.assertAlmostEqual(ratio, 1, places=5)
 
-
-class ScheduleTest(absltest.TestCase):
   def test_values_begin_at_their_steps_in_every_layer(self):
     config = TuneConfig(top_k_steps=(0, 3, 4), top_k_values=(5, 1, 2))
-    at = jax.jit(top_k_schedule(config, 3))
-    values = [at(jnp.int32(step)) for step in (0, 2, 3, 4, 99)]
-    chex.assert_shape(values, (3,))
-    chex.assert_type(values, jnp.int32)
-    for value, expected in zip(values, (5, 5, 1, 2, 2)):
-      np.testing.assert_array_equal(value, expected)
-    # Without a schedule the model keeps its own.
-    self.assertIsNone(top_k_schedule(TuneConfig(), 3)(jnp.int32(5)))
+    at = top_k_schedule(config, 3)
+    for step, expected in ((0, 5), (2, 5), (3, 1), (4, 2), (99, 2)):
+      chex.assert_trees_all_equal(at(step), jnp.full(3, expected, jnp.int32))
 
 
 def _write_sets(root, tokenizer=None):
@@ -128,16 +111,12 @@ def _write_sets(root, tokenizer=None):
       )
 
 
-def _word_config(root, **sections):
-  data = {
-    "source": "tokens",
-    "path": str(root),
-    "mix": ("web", "code"),
-    "ratios": (75.0, 25.0),
-    **sections.pop("data", {}),
-  }
+def _word_config(root, **data):
+  mix = {"mix": ("web", "code"), "ratios": (75.0, 25.0)}
   return tiny.llm_config(
-    data=data, tune=_SCHEDULE, checkpoint={"every": 4}, **sections
+    data={"source": "tokens", "path": str(root), **mix, **data},
+    tune=_SCHEDULE,
+    checkpoint={"every": 4},
   )
 
 
@@ -147,15 +126,15 @@ class TextTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    cls.sets, cls.workdir = root / "sets", root / "run"
+    cls.root = pathlib.Path(
+      cls.enterClassContext(tempfile.TemporaryDirectory())
+    )
+    cls.sets, cls.workdir = cls.root / "sets", cls.root / "run"
     _write_sets(cls.sets)
     cls.config = _word_config(cls.sets)
-    cls.result = tiny.train(cls.config, cls.workdir)
-    cls.held_out = sequences.Text(cls.config.data, 60, "val")
-    cls.figures = cls._figures()
 
-  def test_rows_have_the_metrics_of_language_and_of_the_mix(self):
+  def test_run_has_metrics_of_language_and_of_the_mix_and_keeps_its_text(self):
+    result = tiny.train(self.config, self.workdir)
     train, val = (tiny.rows(self.workdir, name) for name in ("train", "val"))
     shares = [round(row["activated_share"], 5) for row in train]
     self.assertEqual(shares, [1.0, 1.0, 0.75, 0.75])
@@ -163,46 +142,35 @@ class TextTest(parameterized.TestCase):
       self.assertEqual(row["mix/web"] + row["mix/code"], 1.0)
     # 8 sequences a step: 32 in all, three quarters of them "web".
     self.assertEqual(train[-1]["mix/web"], 0.75)
-    wanted = {"loss", "task_loss", "balance_loss", "lr"}
-    self.assertContainsSubset(wanted, train[0])
     wanted = {"bits_per_byte", "perplexity", "accuracy", "gzip_bits_per_byte"}
     self.assertContainsSubset(wanted, val[0])
-    self.assertAlmostEqual(self.result.evaluation["activated_share"], 0.75)
-
-  def test_another_tokenizer_is_refused_on_resume(self):
-    with tempfile.TemporaryDirectory() as root:
-      _write_sets(pathlib.Path(root), tiny_words.tokenizer(("[NEW]",)))
-      with self.assertRaisesRegex(
-        ValueError, r"holds another run's .*sha256 of the tokenizer: '\w{16}'"
-      ):
-        tiny.train(_word_config(root), self.workdir)
+    self.assertAlmostEqual(result.evaluation["activated_share"], 0.75)
+    others = self.root / "others"
+    _write_sets(others, tiny_words.tokenizer(("[NEW]",)))
+    for message, config, section, fields in (
+      ("sha256 of the tokenizer", _word_config(others), "data", {}),
+      (r"data\.ratios: \(50.0, 50.0\) here", self.config, "data",
+       {"ratios": (50.0, 50.0)}),
+      (r"data\.mix: \('code', 'web'\) here", self.config, "data",
+       {"mix": ("code", "web")}),
+      (r"model\.rope\.theta: 5.0 here, 10000.0", self.config, "model",
+       {"rope": RotaryConfig(theta=5.0)}),
+      (r"tune\.top_k_steps: \(0, 3\) here", self.config, "tune",
+       {"top_k_steps": (0, 3)}),
+    ):  # fmt: skip
+      with self.assertRaisesRegex(ValueError, f"another run's .*{message}"):
+        tiny.train(apply_overrides(config, section, **fields), self.workdir)
     content = (self.workdir / "tokenizer.json").read_bytes()
     self.assertEqual(content, tiny_words.tokenizer().content)  # not touched
 
-  @parameterized.parameters(
-    ("data", {"ratios": (50.0, 50.0)}, r"data\.ratios: \(50.0, 50.0\) here"),
-    ("data", {"mix": ("code", "web")}, r"data\.mix: \('code', 'web'\) here"),
-    ("model", {"rope": RotaryConfig(theta=5.0)},
-     r"model\.rope\.theta: 5.0 here, 10000.0"),
-    ("tune", {"top_k_steps": (0, 3)}, r"tune\.top_k_steps: \(0, 3\) here"),
-  )  # fmt: skip
-  def test_what_would_change_the_run_is_refused_on_resume(
-    self, section, fields, message
-  ):
-    config = apply_overrides(_word_config(self.sets), section, **fields)
-    with self.assertRaisesRegex(ValueError, message):
-      tiny.train(config, self.workdir)
-
   def test_model_must_have_the_tokenizers_ids(self):
-    config = _word_config(self.sets, model={"vocab_size": 28})
+    config = apply_overrides(self.config, "model", vocab_size=28)
     with self.assertRaisesRegex(
       ValueError, r"has 29 ids, more .*vocab_size=28"
     ):
       make_task(config)
 
-  @classmethod
-  def _figures(cls, examples=0, config=None):
-    config = config or cls.config
+  def _figures(self, config, examples=0):
     config = apply_overrides(config, "eval", examples=examples)
     evaluate = language_modeling.make_evaluate(
       make_model(config)[0], config, Metadata(config)
@@ -212,61 +180,62 @@ class TextTest(parameterized.TestCase):
     with sharding.use_mesh(mesh):
       return evaluate(params, mesh)
 
-  def test_every_token_of_every_document_counts_once(self):
-    # A document's begin is read alone; its end is predicted.
-    counted = 0
-    for seed, count in enumerate((3, 5)):
-      for shard in tiny_text.random_documents(2, count, 20, 27, seed=seed):
-        counted += sum(len(ids) + 1 for ids in shard)
-    self.assertEqual(self.figures["tokens"], counted)
-    # And the last sequence of each source is padded.
-    self.assertLess(counted, 16 * len(self.held_out))
-
   def test_uniform_prediction_needs_the_logarithm_of_the_vocabulary(self):
-    # A float32 sum of hundreds of nats.
-    self.assertAlmostEqual(self.figures["loss"] / math.log(60), 1, places=5)
-    self.assertAlmostEqual(self.figures["perplexity"] / 60, 1, places=4)
-    bits = math.log2(60) * self.figures["tokens"] / self.held_out.text_bytes
-    self.assertAlmostEqual(self.figures["bits_per_byte"] / bits, 1, places=5)
-    # 100 and 80 bytes for each of the two held-out sets.
-    num_bytes = self.held_out.text_bytes
-    for name, size in (("gzip", 200), ("xz", 160)):
-      figure = self.figures[f"{name}_bits_per_byte"]
-      self.assertAlmostEqual(figure, 8 * size / num_bytes)
-    self.assertEqual(self.figures["accuracy"], 1.0)  # ties
-    self.assertAlmostEqual(self.figures["activated_share"], 0.75, places=5)
+    held_out = sequences.Text(self.config.data, 60, "val")
+    # A document's begin is read alone; its end is predicted.
+    tokens = sum(
+      len(ids) + 1
+      for seed, count in enumerate((3, 5))
+      for shard in tiny_text.random_documents(2, count, 20, 27, seed=seed)
+      for ids in shard
+    )
+    self.assertLess(tokens, 16 * len(held_out))  # last sequences are padded
+    size = held_out.text_bytes
+    expected = {
+      "tokens": tokens,
+      "loss": math.log(60),
+      "perplexity": 60,
+      "bits_per_byte": math.log2(60) * tokens / size,
+      # 100 and 80 bytes for each of the two held-out sets.
+      "gzip_bits_per_byte": 8 * 200 / size,
+      "xz_bits_per_byte": 8 * 160 / size,
+      "accuracy": 1.0,  # ties
+      "activated_share": 0.75,
+    }
+    figures = self._figures(self.config)
+    self.assertEqual(figures.keys(), expected.keys())
+    for name, value in expected.items():  # of a float32 sum of many nats
+      self.assertAlmostEqual(figures[name] / value, 1, places=4, msg=name)
 
-  @parameterized.parameters(1, 5, 6)
-  def test_parts_of_a_source_need_the_same_bits_per_byte(self, examples):
+  def test_parts_of_a_source_need_the_same_bits_per_byte(self):
     # The last sequence, of which most is padding, is no whole one's text.
     data = {"mix": ("code",), "ratios": (100.0,), "sequence_length": 25}
-    config = dataclasses.replace(
-      self.config, data=dataclasses.replace(self.config.data, **data)
-    )
+    config = apply_overrides(self.config, "data", **data)
     self.assertLen(sequences.Text(config.data, 60, "val"), 6)
-    whole, part = self._figures(0, config), self._figures(examples, config)
-    ratio = part["bits_per_byte"] / whole["bits_per_byte"]
-    self.assertAlmostEqual(ratio, 1, places=5)
+    whole, *parts = (
+      self._figures(config, examples)["bits_per_byte"]
+      for examples in (0, 1, 5, 6)
+    )
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
 
   def test_first_tokens_that_are_not_predicted_have_no_bytes(self):
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    root = self.root / "no_begin"
     with self.assertLogs(level="WARNING") as logs:
       _write_sets(root, tiny_text.tokenizer(29, None, None))
     self.assertIn("web/train: the tokenizer has neither begin", logs.output[0])
-    for separate, length in ((True, 16), (True, 30), (False, 16)):
+    for separate, length in ((True, 16), (False, 16)):
       data = {"sequence_length": length, "separate_documents": separate}
-      config = _word_config(root, data=data)
       with self.assertLogs(level="WARNING" if separate else "INFO") as logs:
-        figures = self._figures(0, config)
+        figures = self._figures(_word_config(root, **data))
       self.assertEqual("never predicted" in "".join(logs.output), separate)
       # Each token of text has two bytes.
       bits = figures["bits_per_byte"] / (math.log2(60) / 2)
       self.assertAlmostEqual(bits, 1, places=5 if separate else 1)
 
   def test_text_of_which_nothing_is_predicted_is_refused(self):
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     used = tiny_text.tokenizer(29, None, None)
     for name in ("web", "code"):
-      tiny_text.write(root / name / "val", [[[3], [4]], [[5]]], used)
+      split = self.root / "nothing" / name / "val"
+      tiny_text.write(split, [[[3], [4]], [[5]]], used)
     with self.assertRaisesRegex(ValueError, "no token that is predicted"):
-      self._figures(0, _word_config(root))
+      self._figures(_word_config(self.root / "nothing"))

@@ -25,10 +25,6 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _KEYWORDS = ("query_embedding", "relative_pos_bias_local", "cpb", "temperature")
 
 
-def _shapes(config):
-  return unbox(abstract_params(*make_model(config)))
-
-
 def _adamw(params, grads, config, lrs):
   """AdamW after clipping (arXiv:1711.05101, algorithm 2), in float64."""
   params = {name: np.float64(x) for name, x in params.items()}
@@ -36,7 +32,7 @@ def _adamw(params, grads, config, lrs):
   v = {name: np.zeros_like(x) for name, x in params.items()}
   for t, (grad, lr) in enumerate(zip(grads, lrs), 1):
     norm = np.sqrt(sum((np.float64(g) ** 2).sum() for g in grad.values()))
-    scale = min(1.0, config.clip_norm / norm) if config.clip_norm else 1.0
+    scale = config.clip_norm / norm if norm > config.clip_norm > 0 else 1.0
     for name, g in grad.items():
       g = np.float64(g) * scale
       m[name] = config.b1 * m[name] + (1 - config.b1) * g
@@ -94,13 +90,6 @@ class ScheduleTest(parameterized.TestCase):
     found = [float(schedule(step)) for step in expected]
     np.testing.assert_allclose(found, list(expected.values()), rtol=1e-5)
 
-  def test_wsd_of_a_longer_run_is_the_same_before_its_fall(self):
-    config = OptimConfig(schedule="wsd", warmup_steps=10)
-    short, long = (optim.make_schedule(config, n) for n in (100, 200))
-    values = [[float(s(step)) for step in range(81)] for s in (short, long)]
-    self.assertEqual(*values)
-    self.assertLess(float(short(81)), float(long(81)))
-
   @parameterized.parameters(
     {"lr": 0.0},
     {"lr": 0.1, "warmup_steps": 10},
@@ -116,7 +105,7 @@ class ScheduleTest(parameterized.TestCase):
 class DecayMaskTest(parameterized.TestCase):
   def test_is_the_public_releases_rule(self):
     no_decay = load_config(f"{_ROOT}/configs/vit.py:s80").optim.no_decay
-    params = _shapes(tiny.config())
+    params = unbox(abstract_params(*make_model(tiny.config())))
     mask = optim.decay_mask(params, no_decay)
     filled = jax.tree.map(
       lambda leaf, decays: np.full(leaf.shape, decays), params, mask
@@ -128,17 +117,15 @@ class DecayMaskTest(parameterized.TestCase):
       decays = array.ndim != 1 and not kept
       self.assertEqual({bool(x) for x in np.unique(array)}, {decays}, name)
 
-  def test_star_crosses_slashes_and_no_pattern_decays_everything(self):
-    tree = {"a": {"b": {"c": 1}, "d": 2}}
-    mask = optim.decay_mask(tree, ("a/*c",))
-    self.assertEqual(mask, {"a": {"b": {"c": False}, "d": True}})
-    mask = optim.decay_mask(tree, ())
-    self.assertEqual(mask, {"a": {"b": {"c": True}, "d": True}})
+  @parameterized.parameters((("a/*c",), False), ((), True))
+  def test_star_crosses_slashes(self, no_decay, decays):
+    mask = optim.decay_mask({"a": {"b": {"c": 1}, "d": 2}}, no_decay)
+    self.assertEqual(mask, {"a": {"b": {"c": decays}, "d": True}})
 
 
 class OptimizerTest(parameterized.TestCase):
   @parameterized.product(
-    scales=((1.0,), (1e4, 1.0, 1.0), (1e-3, 2e-3)), clip=(0.0, 1.0)
+    scales=((1e4, 1.0, 1.0), (1e-3, 2e-3), (0.0,)), clip=(0.0, 1.0)
   )
   def test_steps_equal_the_reference(self, scales, clip):
     config = OptimConfig(
@@ -150,32 +137,13 @@ class OptimizerTest(parameterized.TestCase):
     theirs = _adamw(_random(0), grads, config, [0.01, 0.03, 0.05])
     chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
-  @parameterized.parameters(0.0, 1.0)
-  def test_zero_gradient_shrinks_only_what_decays(self, clip_norm):
-    config = OptimConfig(
-      lr=0.1, schedule="constant", warmup_steps=0, weight_decay=0.5,
-      clip_norm=clip_norm, no_decay=("bias",),
-    )  # fmt: skip
-    params = _random(0)
-    after = _run(params, [jax.tree.map(jnp.zeros_like, params)], config)
-    chex.assert_trees_all_close(
-      after["kernel"], params["kernel"] * (1 - 0.1 * 0.5), rtol=1e-6
-    )
-    chex.assert_trees_all_equal(after["bias"], params["bias"])
 
-
-class LayerDecayTest(parameterized.TestCase):
-  def _factors(self, config):
-    factors = optim.layer_factors(_shapes(config), 0.5, config.model)
-    return {
-      path: np.ravel(leaf).tolist()
-      for path, leaf in traverse_util.flatten_dict(factors, sep="/").items()
-    }
-
-  def test_factors_of_layers(self):
-    model = dataclasses.replace(small.TWO_STAGES, num_classes=10, channels=1)
-    found = self._factors(dataclasses.replace(tiny.config(), model=model))
-    expected = {  # two blocks, then one; the output has 1
+_TWO_STAGES = dataclasses.replace(small.TWO_STAGES, num_classes=10, channels=1)
+# Of the output, 1; half of it for each layer below.
+_FACTORS = (
+  (
+    dataclasses.replace(tiny.config(), model=_TWO_STAGES),  # 2 blocks, then 1
+    {
       "stage1/patch_embed/proj/kernel": [1 / 16],
       "stage1/blocks/norm1/scale": [1 / 8, 1 / 4],
       "stage1/norm/scale": [1 / 4],
@@ -183,29 +151,39 @@ class LayerDecayTest(parameterized.TestCase):
       "stage2/blocks/norm1/scale": [1 / 2],
       "stage2/norm/scale": [1 / 2],
       "head/kernel": [1],
-    }
-    self.assertEqual({name: found[name] for name in expected}, expected)
-    found = self._factors(tiny.dit_config())  # two layers, a stack each
-    expected = {
+    },
+  ),
+  (
+    tiny.dit_config(),  # two layers, a stack each
+    {
       "patch/kernel": [1 / 8],
       "embed/label/embedding": [1 / 8],
       "blocks0/mlp/up/kernel": [1 / 4],
       "blocks1/mlp/up/kernel": [1 / 2],
       "final/kernel": [1],
-    }
-    self.assertEqual({name: found[name] for name in expected}, expected)
+    },
+  ),
+  (
+    tiny.llm_config(),
+    {
+      "embed/embedding": [1 / 8],
+      "blocks0/mlp/up/kernel": [1 / 4, 1 / 2],
+      "head/kernel": [1],
+    },
+  ),
+)
 
-  @parameterized.parameters("config", "dit_config", "llm_config")
-  def test_multiplies_the_updates_and_keeps_the_state(self, name):
-    config = getattr(tiny, name)()
+
+class LayerDecayTest(parameterized.TestCase):
+  @parameterized.parameters(*_FACTORS)
+  def test_multiplies_the_updates_and_keeps_the_state(self, config, expected):
     params, plain = tiny.random_params(config), optax.sgd(0.1)
     scaled = optim.decay_by_layer(plain, 0.5, config.model)
     grads = jax.tree.map(jnp.ones_like, params)
     updates, state = scaled.update(grads, scaled.init(params), params)
-    factors = optim.layer_factors(params, 0.5, config.model)
-    expected = jax.tree.map(
-      lambda f, x: -0.1 * np.broadcast_to(f, x.shape), factors, params
-    )
-    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
-    self.assertTrue(any((f == 1).all() for f in jax.tree.leaves(factors)))
     chex.assert_trees_all_equal_structs(state, plain.init(params))
+    updates = traverse_util.flatten_dict(updates, sep="/")
+    for name, factors in expected.items():
+      rows = np.asarray(updates[name]).reshape(len(factors), -1)
+      for row, factor in zip(rows, factors):
+        np.testing.assert_allclose(row, -0.1 * factor, rtol=1e-6)
