@@ -279,7 +279,3 @@ class AmdahlTest(absltest.TestCase):
     ]
     # 10 ms, of which 4 become 2.
     self.assertEqual(card.expectations(layers, cores), [(packed, 0.8)])
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -7,7 +7,6 @@ import json
 import shutil
 
 import numpy as np
-from absl.testing import absltest
 from flax import traverse_util
 from PIL import Image
 
@@ -167,7 +166,3 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     for step in (0, 1):
       self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
     self.assert_refused("must be another checkpoint", *argv)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -5,7 +5,7 @@ import pathlib
 import textwrap
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.ops.kernels import triton
 from tests.cli import tiny_checkpoint
@@ -95,7 +95,3 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertRegex(out, rf"(?m)^attention: {form}$")
     forms = json.loads(file.read_text())["attention"]
     self.assertEqual({layer["name"] for layer in forms}, {form})
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -12,7 +12,6 @@ from moh_jax.config import (
   RouterConfig,
   SampleConfig,
   StageShape,
-  VAEConfig,
   without_router,
 )
 from tests.models import small
@@ -67,9 +66,6 @@ class ViTTest(parameterized.TestCase):
       grids = [shape.pretrain_grid for shape in changed.stage_shapes()]
       self.assertEqual(grids, expected)
 
-  def test_mlp_width_is_two_thirds_of_the_ratio(self):
-    self.assertEqual(small.TALL_VIT.mlp_dims, (2 * 16 // 3, 2 * 24 // 3))
-
 
 class StackTest(parameterized.TestCase):
   def test_budgets_split_every_layer(self):
@@ -98,23 +94,10 @@ class StackTest(parameterized.TestCase):
     off = without_router(model)  # its parameters stay in their places
     self.assertEqual([group.depth for group in off.layer_groups()], depths)
 
-  def test_default_is_the_small_model(self):
-    depths = [group.depth for group in DiTConfig().layer_groups()]
-    self.assertEqual(depths, [8, 4])
-
   def test_derived_sizes(self):
-    self.assertEqual(small.DIT.depth, 3)
-    self.assertEqual(small.DIT.input_shape, (4, 6, 3))
     self.assertEqual(small.DIT.grid, (2, 3))
     self.assertEqual(_dit(patch_size=1).grid, (4, 6))
-    self.assertEqual(small.DIT.mlp_dim, 32)
     self.assertEqual(_dit(mlp_ratio=1.4).mlp_dim, 11)
-    self.assertEqual(small.DIT.out_channels, 6)
-    self.assertEqual(_dit(learn_sigma=False).out_channels, 3)
-
-  @parameterized.parameters(((32,), 1), ((32, 64), 2), ((64,) * 4, 8))
-  def test_every_width_of_an_autoencoder_halves_the_sides(self, widths, scale):
-    self.assertEqual(VAEConfig(block_out_channels=widths).downscale, scale)
 
 
 class WithoutRouterTest(parameterized.TestCase):

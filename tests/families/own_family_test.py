@@ -1,6 +1,7 @@
 """A family of another package, through the commands that all families have."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import tempfile
@@ -33,7 +34,7 @@ def _config() -> config_lib.Config:
   return dataclasses.replace(run, model=PatchConfig())
 
 
-class OwnFamilyTest(absltest.TestCase):
+class OwnFamilyTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
@@ -49,11 +50,8 @@ class OwnFamilyTest(absltest.TestCase):
     cls.metrics = json.loads((folder / "metrics.json").read_text())
 
   def test_trains_and_resumes(self):
-    rows = [
-      json.loads(line)
-      for line in (self.workdir / "metrics.jsonl").read_text().splitlines()
-    ]
-    losses = {r["step"]: r["loss"] for r in rows if r["split"] == "train"}
+    rows = tiny.rows(self.workdir, "train")
+    losses = {row["step"]: row["loss"] for row in rows}
     self.assertEqual(list(losses), [30, 60])
     self.assertLess(losses[60], losses[30])
     self.assertGreater(self.metrics["accuracy"], 0.35)  # chance is 0.1
@@ -86,22 +84,20 @@ class OwnFamilyTest(absltest.TestCase):
       *("--config.data.batch_size=2", "--rounds", 1, "--json", "-"),
     )
     rows = json.loads(out)["rows"]
-    self.assertEqual(
-      {(row["mode"], row["implementation"]) for row in rows},
-      {
-        ("forward", "auto"),
-        ("forward", "mha"),
-        ("forward_backward", "auto"),
-        ("forward_backward", "mha"),
-      },
-    )
+    found = {(row["mode"], row["implementation"]) for row in rows}
+    modes = ("forward", "forward_backward")
+    self.assertEqual(found, {*itertools.product(modes, ("auto", "mha"))})
 
-  def test_commands_of_other_families_say_so(self):
+  @parameterized.parameters(
+    ("sample", "grid.png", r"family 'patch'; `sample` needs 'dit'"),
+    ("export", "x.safetensors", "family='patch' has no public tensor names"),
+  )
+  def test_commands_that_need_more_say_so(self, command, out, message):
     status, _, err = tiny_checkpoint.call(
-      *("sample", "--checkpoint", self.workdir, "--out", "grid.png")
+      *(command, "--checkpoint", self.workdir, "--out", out)
     )
     self.assertEqual(status, 2)
-    self.assertRegex(err, r"family 'patch'; `sample` needs 'dit'")
+    self.assertRegex(err, message)
 
   def test_heads_says_what_the_family_lacks_before_it_restores(self):
     plain = moh_jax.Family("patch", PatchConfig, PatchNet, task=None)
@@ -113,13 +109,6 @@ class OwnFamilyTest(absltest.TestCase):
     self.assertEqual(status, 2)
     self.assertIn("family='patch' has no probe", err)
     restore.assert_not_called()
-
-  def test_export_says_that_there_is_no_public_form(self):
-    status, _, err = tiny_checkpoint.call(
-      *("export", "--checkpoint", self.workdir, "--out", "x.safetensors")
-    )
-    self.assertEqual(status, 2)
-    self.assertIn("family='patch' has no public tensor names", err)
 
 
 class RegisterTest(parameterized.TestCase):

@@ -1,6 +1,5 @@
 """A router of another package, in every family, through the commands."""
 
-import json
 import pathlib
 import tempfile
 from unittest import mock
@@ -65,12 +64,8 @@ class OwnRouterTest(parameterized.TestCase):
     train = ("train", config, f"--workdir={workdir}")
     for steps in (2, 4):  # from the start, and on from a checkpoint
       done(*train, f"--config.train.steps={steps}")
-    rows = [
-      json.loads(row)
-      for row in (workdir / "metrics.jsonl").read_text().splitlines()
-    ]
-    steps = {row["step"] for row in rows if row["split"] == "train"}
-    self.assertEqual(steps, {1, 2, 3, 4})
+    steps = [row["step"] for row in tiny.rows(workdir, "train")]
+    self.assertEqual(steps, [1, 2, 3, 4])
 
     restored = moh_jax.restore(str(workdir), top_k=1)
     self.assertEqual(restored.config.model.router.kind, "sigmoid")

@@ -19,6 +19,7 @@ _CONFIG = config_lib.Config(
     small.DIT,
     input_size=(4, 4),
     channels=1,
+    learn_sigma=False,
     num_heads=(2,),
     shared_heads=(1,),
     top_k=(1,),
@@ -55,12 +56,10 @@ def _draw(config=_CONFIG, seed=7, index=_INDEX, labels=_LABELS) -> np.ndarray:
 
 
 class DrawTest(parameterized.TestCase):
-  @parameterized.parameters("ddpm", "ddim", "dpm")
-  def test_order_of_the_batch_does_not_matter(self, method):
-    config, order = _sampling(method=method), [2, 0, 3, 1]
-    x = _draw(config)
+  def test_order_of_the_batch_does_not_matter(self):
+    x, order = _draw(), [2, 0, 3, 1]
     chex.assert_shape(x, (4, 4, 4, 1))
-    shuffled = _draw(config, index=_INDEX[order], labels=_LABELS[order])
+    shuffled = _draw(index=_INDEX[order], labels=_LABELS[order])
     np.testing.assert_allclose(shuffled, x[order], atol=1e-5)
     self.assertGreater(np.abs(x[0] - x[2]).max(), 1e-2)
 
@@ -117,13 +116,6 @@ class GuidanceTest(parameterized.TestCase):
     nowhere = _draw(_sampling(cfg_interval=(1, 2)))
     np.testing.assert_allclose(nowhere, plain, atol=1e-5)
 
-  @parameterized.parameters((50, 100), (0, 50))
-  def test_interval_is_between_guided_and_plain(self, low, high):
-    # Latents, which are not clipped.
-    config = _sampling(_LATENT, cfg_interval=(low, high))
-    for other in (_LATENT, _sampling(_LATENT, cfg_scale=1.0)):
-      self.assertGreater(np.abs(_draw(config) - _draw(other)).max(), 1e-4)
-
   @parameterized.parameters(((0, 100), 0), ((0, 99), 1), ((1, 100), 1))
   def test_interval_of_all_steps_costs_no_conditional(self, interval, count):
     draw = generation.make_sampler(_MODEL, _sampling(cfg_interval=interval))
@@ -137,18 +129,13 @@ class GuidanceTest(parameterized.TestCase):
     flow = {"schedule": "flow", "prediction": "velocity", "steps": 100_000}
     config = dataclasses.replace(
       _CONFIG,
-      model=dataclasses.replace(_CONFIG.model, learn_sigma=False),
       diffusion=config_lib.DiffusionConfig(space="pixel", **flow),
-      sample=config_lib.SampleConfig(method="euler", steps="1"),
+      sample=config_lib.SampleConfig(
+        method="euler", steps="1", cfg_interval=interval
+      ),
     )
-    model = small.network(config.model)
-    params = small.random_variables(config.model)["params"]
-    drawn = []
-    for scale in (1.0, 3.0):
-      changed = _sampling(config, cfg_scale=scale, cfg_interval=interval)
-      draw = jax.jit(generation.make_sampler(model, changed))
-      drawn.append(draw(params, 7, _INDEX, _LABELS))
-    self.assertGreater(np.abs(drawn[0] - drawn[1]).max(), 1e-3)
+    plain, guided = (_draw(_sampling(config, cfg_scale=w)) for w in (1.0, 3.0))
+    self.assertGreater(np.abs(plain - guided).max(), 1e-3)
 
 
 class PaintTest(absltest.TestCase):
@@ -193,8 +180,6 @@ class PixelsTest(absltest.TestCase):
     expected = [*range(256), 0, 0, 0, 1, 255, 255, 255]
     np.testing.assert_array_equal(pixels, expected)
 
-
-class ImageGridTest(absltest.TestCase):
   def test_lays_out_row_by_row_with_white_between_and_at_the_end(self):
     # Images of one colour each: 10, 20, ...
     colours = 10 * np.arange(1, 6, dtype=np.uint8)

@@ -1,18 +1,22 @@
-"""What the networks of all families have in common.
+"""What the networks of all families have in common, and classifier and DiT.
 
 Their numbers are held against the public releases in tests/parity.
 """
 
 import dataclasses
+import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from moh_jax.config import without_router
+from moh_jax.config import DiTConfig, ViTConfig, without_router
 from moh_jax.evaluation.probe import recorded_layers
+from moh_jax.models.dit import DiT, patchify, unpatchify
+from moh_jax.models.vit import ViT, drop_path_rates
 from tests.models import small
 
 # Config, shape of the output, layers of each stack.
@@ -21,34 +25,22 @@ _CASES = {
   "dit": (small.DIT, (2, 4, 6, 6), {"blocks0": 2, "blocks1": 1}),
   "llm": (small.UNEQUAL, (2, 8, 60), {"blocks0": 1, "blocks1": 1}),
 }
-_RECORDED = {
-  "vit": {"stage1_out": (2, 16, 8), "stage2_out": (2, 4, 16)},
-  "dit": {"tokens": (2, 6, 8), "conditioning": (2, 8)},
-  "llm": {},
-}
 
 
 @parameterized.parameters(*_CASES)
 class NetworksTest(parameterized.TestCase):
-  def test_shapes_and_float32(self, family):
+  def test_shapes_types_and_side_values(self, family):
     config, shape, stacks = _CASES[family]
     (out, aux), grads = small.gradient(config)
     chex.assert_shape(out, shape)
     chex.assert_shape([aux.balance_loss, aux.activated_share], ())
-    self.assertCountEqual(aux.layers, stacks)
-    for (name, depth), group in zip(stacks.items(), config.layer_groups()):
-      heads = group.budget.num_heads
-      chex.assert_shape(aux.layers[name].load, (depth, heads))
     chex.assert_type(jax.tree.leaves((out, aux, grads)), jnp.float32)
-
-  def test_side_values_count_routed_layers_and_all_heads(self, family):
-    config, _, stacks = _CASES[family]
-    (_, aux), _ = small.gradient(config)
-    losses = [
-      aux.layers[name].balance_loss
-      for name, group in zip(stacks, config.layer_groups())
-      if group.budget.top_k
-    ]
+    self.assertCountEqual(aux.layers, stacks)
+    losses = []
+    for (name, depth), group in zip(stacks.items(), config.layer_groups()):
+      layers, budget = aux.layers[name], group.budget
+      chex.assert_shape(layers.load, (depth, budget.num_heads))
+      losses.append(layers.balance_loss[: depth * bool(budget.top_k)])
     expected = np.concatenate(losses).mean()
     np.testing.assert_allclose(aux.balance_loss, expected, rtol=1e-6)
     self.assertGreater(float(aux.balance_loss), 0.5)
@@ -73,48 +65,23 @@ class NetworksTest(parameterized.TestCase):
     ours, plain = small.gradient(again), small.gradient(config)
     chex.assert_trees_all_close(ours, plain, rtol=1e-4, atol=1e-4)
 
-  def test_bfloat16_is_close_and_parameters_stay_float32(self, family):
+  def test_bfloat16_is_close_and_router_and_results_are_float32(self, family):
     config = _CASES[family][0]
-    if family == "llm":  # or a rounding chooses another head
-      config = without_router(config)
     half = dataclasses.replace(config, dtype="bfloat16")
-    (out, aux), (expected, _) = small.forward(half), small.forward(config)
+    (out, aux), recorded = small.record(half)
     leaves = jax.tree.leaves((small.random_variables(half), out, aux))
     chex.assert_type(leaves, jnp.float32)
+    for routing in recorded_layers(recorded, "routing", 3):
+      chex.assert_type([routing.gates, routing.probs], jnp.float32)
+      rounded = np.float32(routing.probs.astype(jnp.bfloat16))
+      if routing.probs.shape[-1] > 1:  # else all are 1
+        self.assertGreater(np.abs(rounded - routing.probs).max(), 1e-4)
+    if family == "llm":  # or a rounding chooses another head
+      config = without_router(config)
+      out, _ = small.forward(dataclasses.replace(config, dtype="bfloat16"))
+    expected, _ = small.forward(config)
     gap = float(jnp.abs(out - expected).max())
     self.assertBetween(gap, 1e-5, 0.05 * float(jnp.abs(expected).max()))
-
-  def test_examples_do_not_see_each_other(self, family):
-    config = _CASES[family][0]
-    given = small.inputs(config)
-    plain, _ = small.forward(config)
-    other, _ = small.forward(config, *(x.at[1].set(x[0]) for x in given))
-    np.testing.assert_allclose(other[0], plain[0], rtol=1e-5, atol=1e-5)
-    self.assertGreater(float(jnp.abs(other[1] - plain[1]).max()), 1e-2)
-
-  def test_records_routing_and_tokens(self, family):
-    config = _CASES[family][0]
-    _, recorded = small.record(config)
-    budgets = config.layer_budgets().values()
-    routings = recorded_layers(recorded, "routing", 3)
-    for budget, routing in zip(budgets, routings, strict=True):
-      gates = np.asarray(routing.gates) != 0
-      np.testing.assert_array_equal(gates.sum(-1), budget.active)
-      np.testing.assert_array_equal(
-        gates[..., budget.shared :], routing.selected
-      )
-    for name, shape in _RECORDED[family].items():
-      chex.assert_shape(recorded[name][0], shape)
-
-  def test_router_off_has_no_router_and_all_heads(self, family):
-    config = without_router(_CASES[family][0])
-    paths = jax.tree_util.tree_leaves_with_path(small.random_variables(config))
-    names = [jax.tree_util.keystr(path) for path, _ in paths]
-    self.assertNotIn("router", "".join(names))
-    out, aux = small.forward(config)
-    chex.assert_tree_all_finite(out)
-    self.assertEqual(float(aux.activated_share), 1.0)
-    self.assertEqual(float(aux.balance_loss), 0.0)
 
   def test_inputs_of_another_shape_raise(self, family):
     config = _CASES[family][0]
@@ -127,3 +94,157 @@ class NetworksTest(parameterized.TestCase):
         jax.eval_shape(
           small.network(config).init, jax.random.key(0), array, *others
         )
+
+
+def _vit(**changes) -> ViTConfig:
+  return dataclasses.replace(small.VIT, **changes)
+
+
+class ViTTest(parameterized.TestCase):
+  @parameterized.parameters(
+    {"image_size": (33, 47), "fixed_pool_size": 3},
+    {"image_size": (24, 16), "window": 5, "pretrain_image_size": 16},
+  )
+  def test_other_sizes_have_finite_logits(self, **changes):
+    logits, aux = small.forward(_vit(**changes))
+    chex.assert_shape(logits, (small.B, 5))
+    chex.assert_tree_all_finite((logits, aux))
+    if "window" not in changes:
+      chex.assert_trees_all_equal_shapes(
+        small.random_variables(_vit(**changes)),
+        small.random_variables(small.VIT),
+      )
+
+  def test_sizes_that_change_the_logits_and_those_that_do_not(self):
+    expected = small.forward(small.VIT)
+    # A 4 x 4 grid over ratio 2 pools to 2 x 2 either way.
+    same = small.forward(_vit(fixed_pool_size=2))
+    chex.assert_trees_all_close(same, expected, rtol=1e-5)
+    # The unit of distance is a share of the pre-training grid.
+    logits, _ = small.forward(_vit(pretrain_image_size=64))
+    self.assertGreater(float(jnp.abs(logits - expected[0]).max()), 1e-4)
+
+  def test_drop_path_rates_rise_linearly_over_all_blocks(self):
+    first, second = drop_path_rates(_vit(drop_path=0.4))
+    np.testing.assert_allclose(first, [0.0, 0.2], atol=1e-7)
+    np.testing.assert_allclose(second, [0.4], atol=1e-7)
+
+  def test_training_drops_and_evaluation_does_not(self):
+    config = _vit(drop_path=0.9)
+    variables, (images,) = small.random_variables(config), small.inputs(config)
+
+    @functools.partial(jax.jit, static_argnames="train")
+    def logits(key, train):
+      rngs = {"dropout": key}
+      return ViT(config).apply(variables, images, train=train, rngs=rngs)[0]
+
+    keys = [jax.random.key(seed) for seed in range(4)]
+    trained = [np.asarray(logits(key, train=True)) for key in keys]
+    self.assertGreater(max(abs(x - trained[0]).max() for x in trained), 1e-3)
+    evaluated, _ = small.forward(small.VIT)
+    np.testing.assert_allclose(
+      logits(keys[0], train=False), evaluated, rtol=1e-5, atol=1e-5
+    )
+
+
+class DiTTest(parameterized.TestCase):
+  def test_timesteps_may_be_fractions(self):
+    x, t, labels = small.inputs(small.DIT)
+    plain, same, between = (
+      small.forward(small.DIT, x, time, labels)[0]
+      for time in (t, t + 0.0, t + 0.5)
+    )
+    np.testing.assert_allclose(same, plain, rtol=1e-3, atol=1e-4)
+    self.assertGreater(float(jnp.abs(between - plain).max()), 1e-3)
+
+  @parameterized.parameters(((1, 6), 1, True), ((9, 3), 3, False))
+  def test_sides_may_be_any_multiples_of_the_patch(self, size, patch, learns):
+    config = dataclasses.replace(
+      small.DIT, input_size=size, patch_size=patch, learn_sigma=learns
+    )
+    out, _ = jax.eval_shape(
+      DiT(config).apply, small.random_variables(config), *small.inputs(config)
+    )
+    chex.assert_shape(out, (small.B, *size, 6 if learns else 3))
+
+  @parameterized.parameters((0.1, 6), (0.0, 5))
+  def test_label_dropout_adds_a_row_for_no_label(self, rate, rows):
+    config = dataclasses.replace(small.DIT, label_dropout=rate)
+    params = small.random_variables(config)["params"]
+    chex.assert_shape(params["embed"]["label"]["embedding"], (rows, 8))
+
+  def test_tokens_go_row_by_row_and_within_rows_columns_channels(self):
+    x = np.arange(4 * 6 * 3.0).reshape(1, 4, 6, 3)
+    tokens = np.asarray(patchify(jnp.asarray(x), 2))
+    for row, column in np.ndindex(2, 3):
+      rows, columns = (
+        slice(2 * row, 2 * row + 2),
+        slice(2 * column, 2 * column + 2),
+      )
+      expected = x[0, rows, columns].ravel()
+      np.testing.assert_array_equal(tokens[0, row * 3 + column], expected)
+    back = unpatchify(jnp.asarray(tokens), (2, 3), 2)
+    np.testing.assert_array_equal(back, x)
+
+
+class DiTInitializationTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.config = DiTConfig(
+      channels=4,
+      input_size=(4, 4),
+      width=64,
+      num_heads=(4, 4),
+      head_dim=32,  # 4 x 32 is twice the width
+      shared_heads=(1, 1),
+      top_k=(1, 1),
+      num_classes=200,
+    )
+    init = jax.jit(DiT(cls.config).init_with_output)
+    (cls.out, _), variables = init(jax.random.key(0), *small.inputs(cls.config))
+    cls.variables = nn.unbox(variables)
+
+  def _leaf(self, path: str) -> np.ndarray:
+    leaf = self.variables["params"]
+    for name in path.split("/"):
+      leaf = leaf[name]
+    return np.asarray(leaf)
+
+  @parameterized.parameters(
+    ("blocks0/attn/qkv/kernel", 64, 3 * 128),
+    ("blocks0/attn/out/kernel", 128, 64),
+    ("blocks0/attn/router/routed", 64, 3),
+    ("blocks0/mlp/up/kernel", 64, 256),
+    ("blocks0/mlp/down/kernel", 256, 64),
+    ("patch/kernel", 2 * 2 * 4, 64),
+  )
+  def test_matrix_is_uniform_with_xavier_variance(self, path, fan_in, fan_out):
+    kernel = self._leaf(path)
+    variance = 2 / (fan_in + fan_out)
+    spread = 3 / np.sqrt(kernel.size)  # of an estimate from so few values
+    np.testing.assert_allclose(kernel.var(), variance, rtol=0.02 + spread)
+    bound = np.sqrt(3 * variance)
+    self.assertBetween(np.abs(kernel).max(), 0.95 * bound, 1.0001 * bound)
+    if path.startswith("blocks0"):  # its layers start unalike
+      first, second = kernel
+      alike = np.corrcoef(first.ravel(), second.ravel())[0, 1]
+      self.assertLess(abs(alike), 0.3)
+
+  def test_embeddings_are_normal_and_the_rest_is_zero(self):
+    for path in ("time_in/kernel", "time_out/kernel", "label/embedding"):
+      leaf = self._leaf(f"embed/{path}")
+      self.assertBetween(leaf.std(), 0.019, 0.021)
+      self.assertGreater(np.abs(leaf).max(), 0.05)
+    for path in (
+      "blocks0/modulation/linear/kernel",
+      "final_modulation/linear/kernel",
+      "final/kernel",
+      "final/bias",
+      "blocks0/attn/qkv/bias",
+      "blocks0/mlp/up/bias",
+      "patch/bias",
+    ):
+      np.testing.assert_array_equal(self._leaf(path), 0.0)
+    chex.assert_shape(self.out, (small.B, 4, 4, 8))
+    np.testing.assert_array_equal(self.out, 0.0)
