@@ -90,10 +90,8 @@ class HelpTest(absltest.TestCase):
     )
     self.assertIn("--workdir PATH", out)
     self.assertIn("\n  --config.optim.lr=0.25  (float)\n", out)
-    config = load_config(str(spec))
-    for section, fields in config_lib.to_config_dict(config).items():
-      for field in fields:
-        self.assertIn(f"\n  --config.{section}.{field}", out)
+    for section in config_lib.to_config_dict(load_config(str(spec))):
+      self.assertIn(f"\n  --config.{section}.", out)
 
   def test_script_is_the_command(self):
     folder = self.create_tempdir().full_path

@@ -12,7 +12,7 @@ import numpy as np
 from absl.testing import parameterized
 from PIL import Image
 
-from tests.cli import cli_plan_test, tiny_checkpoint
+from tests.cli import tiny_checkpoint
 from tests.inference import tiny_vae
 
 # Commands, options that are added to them, and what is said of these.
@@ -31,7 +31,7 @@ _REFUSED = {
     "{vit} {here}/empty": "empty holds no image",
     "{dit} {here}": "`classify` needs 'vit'",
   },
-  "compare --config {here}/run.py --workdir {here}/new": {
+  "compare --config configs/llm_stdlib.py --workdir {here}/new": {
     "--variants mha,moe": "variant 'moe' must be config, mha",
     "--plot {here}/x.pdf": "must end in .png or .svg",
   },
@@ -118,7 +118,7 @@ _REFUSED = {
     "--checksums --checkpoint {vit} --config.optim.lr=1": "compares files",
     "--data {here} --vae {here}/vae --batch {here}/y.png": "encode-latents` ma",
   },
-  "plan --config {here}/run.py --no-compile --topology": {
+  "plan --config configs/llm_stdlib.py --topology": {
     "v9-8": "topology='v9-8' must be one of a100",
   },
   "prepare pack-images --data {here}/images --out {here}/new": {
@@ -170,7 +170,6 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     np.savez(here / "stats.npz", **stats)
     for name, text in (
       *(("one.txt", "text"), ("empty.txt", "")),
-      ("run.py", cli_plan_test.CONFIG),
       ("a.jsonl", "\n".join(json.dumps({"body": f"a {i}"}) for i in range(9))),
     ):
       (here / name).write_text(text)
