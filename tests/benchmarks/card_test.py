@@ -24,17 +24,10 @@ from tests.ops import devices
 from tests.ops.devices import traced_for
 from tests.training import tiny
 
-_TINY = {
-  "heads": (4, "float32", "50", 1),
-  "dims": (8,),
-  "lengths": (256,),
-  "layers": (32,),
-  "slots": (16,),
-  "exact": (("float32", (8,)),),
-  "models": (),
-  "tokens": 256,
-  "texts": 2,
-}
+_TINY = dict(
+  heads=(4, "float32", "50", 1), dims=(8,), lengths=(256,), layers=(32,),
+  slots=(16,), exact=(("float32", (8,)),), models=(), tokens=256, texts=2,
+)  # fmt: skip
 
 
 class CardTest(absltest.TestCase):
@@ -43,13 +36,11 @@ class CardTest(absltest.TestCase):
     self.out = pathlib.Path(self.create_tempdir().full_path) / "a card"
     self.enterContext(mock.patch.dict(card.SHAPES, _TINY))
 
-  def _stages(self, *argv, only):
-    chosen = lambda folder: (  # noqa: E731
-      stage for stage in stages(folder) if stage[0].startswith(only)
-    )
-    stages = card.stages
-    with mock.patch.object(card, "stages", chosen):
-      return call("--out", self.out, *argv, main=card.main)
+  def _stages(self, only):
+    every = card.stages(self.out)
+    chosen = [stage for stage in every if stage[0].startswith(only)]
+    with mock.patch.object(card, "stages", lambda _: chosen):
+      return call("--out", self.out, main=card.main)
 
   def test_a_failing_stage_is_one_line_and_the_status(self):
     wrong = {"form": "packed", "case": "causal", "fault": "above 1e-05"}
@@ -58,7 +49,7 @@ class CardTest(absltest.TestCase):
       mock.patch.object(card.decode, "splits", side_effect=OSError("no\ndisk")),
       mock.patch.object(card.exact, "measure", lambda *_: [wrong]),
     ):
-      status, out, err = self._stages(only=("exact", "decode"))
+      status, out, err = self._stages(("exact", "decode"))
     self.assertEqual(status, 1)
     self.assertIn("error: exact_float32_8: causal: above 1e-05\n", err)
     self.assertIn("error: decode_8_16: error: no disk\n", err)
@@ -70,7 +61,7 @@ class CardTest(absltest.TestCase):
     self.out.mkdir()
     entry = {"machine": {"device": "NVIDIA X"}, "rows": []}
     (self.out / "core_8_forward_256.json").write_text(json.dumps(entry))
-    status, out, err = self._stages(only=())
+    status, out, err = self._stages(())
     self.assertEqual((status, out), (2, ""))
     self.assertRegex(err, r"^error: --out .* holds results of 'NVIDIA X'")
 
@@ -142,30 +133,28 @@ class TilesTest(parameterized.TestCase):
 
 
 class TilesCommandTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    self._out = pathlib.Path(self.create_tempdir()) / "tiles.json"
-
-  def _call(self, *argv, found=()):
-    sizes = [BlockSizes(*[Tile(rows, 64)] * 3) for rows in found]
-    with (
-      traced_for("gpu", "GPU X"),
-      devices.with_triton(),
-      mock.patch.object(tiles, "tune", side_effect=sizes) as tune,
-    ):
-      result = call("--out", self._out, *argv, main=tiles.main)
-    return *result, tune
-
   def test_what_was_measured_joins_what_the_file_had(self):
-    status, _, err, tune = self._call("--head-dim", 64, 72, found=(16, 32))
-    self.assertEqual((status, err), (0, ""))
-    heads = [call.args[0].head_dim for call in tune.call_args_list]
-    self.assertEqual(heads, [64, 72])
-    float32 = "--dtype", "float32", "--near"
-    *_, tune = self._call("--head-dim", 64, *float32, found=(64,))
-    self.assertLess(len(tune.call_args.args[2]), 10)
-    self._call("--head-dim", 72, found=(128,))
-    found = {key: sizes.dq.rows for key, sizes in read(self._out).items()}
+    out = pathlib.Path(self.create_tempdir()) / "tiles.json"
+
+    def tuned(*argv, found):
+      """Exit status, stderr, and what is asked of `tune`, which finds rows."""
+      sizes = [BlockSizes(*[Tile(rows, 64)] * 3) for rows in found]
+      with (
+        traced_for("gpu", "GPU X"),
+        devices.with_triton(),
+        mock.patch.object(tiles, "tune", side_effect=sizes) as tune,
+      ):
+        status, _, err = call("--out", out, *argv, main=tiles.main)
+      return status, err, [one.args for one in tune.call_args_list]
+
+    *result, asked = tuned("--head-dim", 64, 72, found=(16, 32))
+    self.assertEqual(result, [0, ""])
+    self.assertEqual([one[0].head_dim for one in asked], [64, 72])
+    float32 = "--dtype=float32", "--near"
+    *_, asked = tuned("--head-dim=64", *float32, found=(64,))
+    self.assertLess(len(asked[0][2]), 10)
+    tuned("--head-dim=72", found=(128,))
+    found = {key: sizes.dq.rows for key, sizes in read(out).items()}
     self.assertEqual(
       found,
       {
@@ -174,19 +163,16 @@ class TilesCommandTest(absltest.TestCase):
         Key("triton", "GPU X", 64, "float32"): 64,
       },
     )
-    full = mock.patch("os.fsync", side_effect=OSError("No space left"))
-    with full:
-      status, _, err, _ = self._call("--head-dim", 64, found=(256,))
-    self.assertEqual((status, err), (2, "error: No space left\n"))
-    self.assertLen(read(self._out), 3)  # the old file
+    with mock.patch("os.fsync", side_effect=OSError("No space left")):
+      *result, _ = tuned("--head-dim=64", found=(256,))
+    self.assertEqual(result, [2, "error: No space left\n"])
+    self.assertLen(read(out), 3)  # the old file
 
 
 class StepTest(absltest.TestCase):
   def test_step_has_its_figures(self):
     run = tiny.llm_config(mesh={"data": -1})
-    with (
-      mock.patch.object(step, "published_peak", lambda kind: 4e9),
-    ):
+    with mock.patch.object(step, "published_peak", lambda kind: 4e9):
       row = step.measure(run, 1)
     seconds, tokens = row["step_ms"] / 1e3, run.data.sequence_length
     expected = run.data.batch_size * tokens / seconds
@@ -279,7 +265,3 @@ class AmdahlTest(absltest.TestCase):
     ]
     # 10 ms, of which 4 become 2.
     self.assertEqual(card.expectations(layers, cores), [(packed, 0.8)])
-
-
-if __name__ == "__main__":
-  absltest.main()

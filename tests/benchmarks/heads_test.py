@@ -122,7 +122,3 @@ class ExactTest(absltest.TestCase):
       status, _, err = call(main=exact.main)
     self.assertEqual(status, 1)
     self.assertIn("error: packed, segments: does not run", err)
-
-
-if __name__ == "__main__":
-  absltest.main()

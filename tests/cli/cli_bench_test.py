@@ -11,10 +11,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.cli import bench_attention, run_speed
-from moh_jax.cli.bench import HeadOptions, ModelOptions, bench_run
+from moh_jax.cli.bench import HeadOptions, bench_run
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.parse import changed
 from moh_jax.inference import decoding
@@ -35,45 +35,63 @@ _MODELS = {
 }
 
 
+@jax.custom_vjp
+def _spoil_gradients(x):
+  return x
+
+
+_spoil_gradients.defvjp(lambda x: (x, None), lambda _, grad: (grad * 1.01,))
+
+
 class AttentionTest(tiny_checkpoint.CommandTest):
   COMMAND = (
     "bench attention --lengths 16 --shares 50 --heads 4 --head-dim 8 "
     "--rounds 1 --implementations packed"
   )
 
-  def test_attention_as_a_table_and_as_json(self):
-    file = self.root / "a.json"
-    out = self.done("--modes=forward,causal", "--json", file)
+  def test_every_mode_length_share_and_form_has_a_row(self):
+    file, modes = self.root / "a.json", ("forward", "causal_forward_backward")
+    argv = "--lengths=8,16", "--modes", ",".join(modes), "--kv-heads=2"
+    out = self.done(*argv, "--json", file)
     self.assertRegex(
       out, r"(?m)^forward +16 +100\.0% +mha +dense +100\.0% +\d+\.\d{3} "
     )
-    self.assertRegex(out, r"(?m)^causal +16 +50\.0% +packed +packed +50\.0% ")
+    self.assertRegex(
+      out, r"(?m)^causal_f\w+ +8 +50\.0% +packed +packed +50\.0% "
+    )
     report = json.loads(file.read_text())
     self.assertRegex(report["machine"]["commit"], r"^[0-9a-f]{7,}\+?$")
     self.assertEqual(report["settings"]["head_dim"], 8)
-    mha, packed, *others = report["rows"]
-    self.assertLen(others, 2)
-    for row in (mha, packed):
-      self.assertEqual((row["op"], row["length"]), ("attention", 16))
-      self.assertIsNone(row["fault"])
+    forms = [(1.0, "mha"), (0.5, "packed")]
+    names = ("length", "mode", "share", "implementation")
+    self.assertEqual(
+      [tuple(row[name] for name in names) for row in report["rows"]],
+      [(n, mode, *form) for n in (8, 16) for mode in modes for form in forms],
+    )
+    for row in report["rows"]:
+      self.assertEqual((row["op"], row["fault"]), ("attention", None))
+      self.assertEqual(row["computed_share"], row["share"])
       self.assertLess(row["max_error"], 2e-6)
       for name in ("compile_seconds", "peak_bytes", "ratio_to_mha"):
         self.assertGreater(row[name], 0)
-    self.assertEqual((mha["implementation"], packed["share"]), ("mha", 0.5))
 
-  def test_what_is_not_exact_is_named_and_fails(self):
+  @parameterized.parameters(
+    ("forward", "outputs", lambda out: out * 1.01),
+    ("forward_backward", "gradients", _spoil_gradients),
+  )
+  def test_what_is_not_exact_is_named_and_fails(self, mode, part, spoil):
     def wrong(*args, implementation, **options):
       out = ops.attention(*args, implementation="dense", **options)
-      return out * (1.01 if implementation == "packed" else 1)
+      return spoil(out) if implementation == "packed" else out
 
     with mock.patch.object(bench_attention, "attention", wrong):
-      status, out, err = self.call("--modes=forward")
+      status, out, err = self.call("--modes", mode)
     self.assertEqual(status, 1)
     self.assertIn("1.0e-02", out)
-    self.assertEqual(
+    self.assertRegex(
       err,
-      "error: attention forward, length 16, share 50.0%, packed: relative "
-      "error of the outputs 1.0e-02 is above 2e-06\n",
+      f"^error: attention {mode}, length 16, share 50.0%, packed: relative "
+      f"error of the {part} 1.0e-02 is above .*\n$",
     )
 
 
@@ -171,43 +189,12 @@ class MeasureAttentionTest(parameterized.TestCase):
       _TINY(**given), "attention", bench_attention.splits
     )
 
-  def test_every_mode_length_share_and_form_has_a_row(self):
-    modes = ("forward", "causal_forward_backward")
-    rows = self._rows(
-      lengths=(8, 16), modes=modes, implementations=("packed",), kv_heads=2
-    )
-    forms = [(1.0, "mha"), (0.5, "packed")]
-    self.assertEqual({r.computed_share for r in rows}, {1.0, 0.5})
-    self.assertEqual(
-      [(r.length, r.mode, r.share, r.implementation) for r in rows],
-      [(n, mode, *form) for n in (8, 16) for mode in modes for form in forms],
-    )
-    self.assertEqual([r.name for r in rows if r.fault], [])
-
   def test_bfloat16_has_its_own_limits(self):
     rows = self._rows(
       modes=("forward_backward",), dtype="bfloat16", implementations=("packed",)
     )
     self.assertEqual([row.name for row in rows if row.fault], [])
     self.assertGreater(rows[-1].max_error, 1e-5)
-
-  def test_wrong_gradients_are_found(self):
-    @jax.custom_vjp
-    def spoil(x):
-      return x
-
-    spoil.defvjp(lambda x: (x, None), lambda _, grad: (grad * 1.01,))
-
-    def wrong(*args, implementation, **options):
-      out = ops.attention(*args, implementation="dense", **options)
-      return spoil(out) if implementation == "packed" else out
-
-    with mock.patch.object(bench_attention, "attention", wrong):
-      rows = self._rows(
-        modes=("forward_backward",), implementations=("packed",)
-      )
-    self.assertEqual([row.fault is None for row in rows], [True, False])
-    self.assertIn("relative error of the gradients 1.0e-02", rows[-1].fault)
 
   def test_outputs_of_heads_that_are_not_at_work_do_not_matter(self):
     def wrong(*args, active, **options):
@@ -223,11 +210,19 @@ class MeasureAttentionTest(parameterized.TestCase):
 
 class ModelTest(parameterized.TestCase):
   def test_a_config_or_checkpoint_says_the_model(self):
-    options = ModelOptions(config="tests/faults/tiny_run.py:llm")
-    run = options.run()
-    self.assertEqual((run.model.family, run.data.batch_size), ("llm", 4))
-    run = ModelOptions(checkpoint=str(tiny_checkpoint.stored("vit"))).run()
-    self.assertEqual(run.model, tiny_checkpoint.CONFIG.model)
+    vit = tiny_checkpoint.stored("vit")
+    for argv, model in (
+      (("--config", "tests/faults/tiny_run.py:llm"), tiny.LLM),
+      (("--checkpoint", vit), tiny_checkpoint.CONFIG.model),
+    ):
+      with mock.patch.object(
+        run_speed, "measure_model", return_value=[]
+      ) as measure:
+        tiny_checkpoint.done("bench", "model", *argv, "--rounds=3")
+      run, rounds = measure.call_args.args
+      self.assertEqual((run.model.family, rounds), (model.family, 3))
+      self.assertEqual(run.model.num_heads, model.num_heads)
+      self.assertEqual(run.data.batch_size, 4)
 
   def _rows(self, family, *changes):
     run = changed(bench_run(_MODELS[family], 2), changes)
@@ -278,10 +273,14 @@ class InputTest(tiny_checkpoint.CommandTest):
     splits = itertools.product(("train", "val"), range(10))
     put(self.root, *(f"{split}/c{label}/1.png" for split, label in splits))
     file = self.root / "out.json"
-    out = self.done(
-      *("--config.data.source=image_folder", "--batches=2", "--steps=2"),
-      *(f"--config.data.path={self.root}", "--json", file),
-    )
+    with mock.patch.object(
+      run_speed, "measure_input", side_effect=run_speed.measure_input
+    ) as measure:
+      out = self.done(
+        *("--config.data.source=image_folder", "--batches=2", "--steps=3"),
+        *(f"--config.data.path={self.root}", "--json", file),
+      )
+    self.assertEqual(measure.call_args.args[1:], (2, 3))
     measured = json.loads(file.read_text())
     rates = measured["examples_per_second"]
     self.assertEqual(
@@ -299,7 +298,3 @@ class InputTest(tiny_checkpoint.CommandTest):
     self.assertEqual(
       list(rates), ["read", "batch", "input", "to device", "step"]
     )
-
-
-if __name__ == "__main__":
-  absltest.main()

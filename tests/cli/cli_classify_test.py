@@ -2,7 +2,6 @@ import dataclasses
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.inference.restore import Restored, restore
@@ -33,7 +32,3 @@ class ClassifyTest(tiny_checkpoint.CommandTest):
     told = ", ".join(f"{p.name} {p.probability:.1%}" for p in best)
     lines = [f"{file}: {told}" for file in files]
     self.assertEqual(self.done(*argv).splitlines(), lines)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -3,8 +3,6 @@ import json
 import math
 from unittest import mock
 
-from absl.testing import absltest
-
 from moh_jax import config as config_lib
 from moh_jax.training import bench, comparison
 from moh_jax.training.bench import Timing
@@ -129,7 +127,3 @@ def _fake_train(config, workdir, **options):
   share = config.model.activated_share
   evaluation = {"accuracy": share, "loss": 1.0, "activated_share": share}
   return Result(state=None, evaluation=evaluation, finished=True)
-
-
-if __name__ == "__main__":
-  absltest.main()

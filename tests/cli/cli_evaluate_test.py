@@ -2,7 +2,6 @@ import csv
 import json
 
 import numpy as np
-from absl.testing import absltest
 from PIL import Image
 
 from moh_jax import config as config_lib
@@ -202,7 +201,3 @@ class TextTest(tiny_checkpoint.CommandTest):
     ]
     self.assertAlmostEqual(run["mean"], np.mean(main))
     self.assertEqual(dict(lines)["mean of *".ljust(35)], f"{run['mean']:.4f}")
-
-
-if __name__ == "__main__":
-  absltest.main()

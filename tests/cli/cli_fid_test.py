@@ -6,7 +6,6 @@ import tempfile
 
 import numpy as np
 import threadpoolctl
-from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.convert.tensor_files import read_tensors
@@ -86,11 +85,9 @@ class FidTest(tiny_checkpoint.CommandTest):
     self.assert_refused("resize", *argv, "--resize=ptfid")
 
   def test_without_reference_scores_what_needs_none(self):
-    argv = ("--samples", self.folder, "--image-size=8", *self.network)
+    for size in (8, 12):  # made equal
+      Image.new("RGB", (size, size)).save(self.root / f"{size}.png")
+    argv = ("--samples", self.root, "--image-size=8", *self.network)
     metrics = self.report(*argv)
     self.assertBetween(metrics["inception_score"], 1.0, 5.0)
     self.assertIsNone(metrics["fid"])
-
-
-if __name__ == "__main__":
-  absltest.main()

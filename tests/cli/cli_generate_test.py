@@ -3,8 +3,6 @@
 import json
 from unittest import mock
 
-from absl.testing import absltest
-
 from moh_jax import Generator, Sampling
 from tests import two_processes
 from tests.cli import tiny_checkpoint
@@ -209,7 +207,3 @@ class ChatTest(_GenerateTest):
     (self.root / "chat_template.jinja").write_text(refusing)
     message = "chat_template.jinja refuses the messages: no users"
     self.assert_refused(message, "--chat", "--prompt=a", *where)
-
-
-if __name__ == "__main__":
-  absltest.main()

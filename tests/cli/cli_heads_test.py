@@ -2,12 +2,11 @@
 
 import csv
 import dataclasses
-import html.parser
 import json
+import re
 import shutil
 
 import numpy as np
-from absl.testing import absltest
 from flax import traverse_util
 from PIL import Image
 
@@ -24,17 +23,6 @@ _ROWS = [
 ]
 
 
-class _Links(html.parser.HTMLParser):
-  """Collects what a page would load."""
-
-  def __init__(self):
-    super().__init__()
-    self.found = []
-
-  def handle_starttag(self, tag, attrs):
-    self.found += [v for name, v in attrs if name in ("src", "href")]
-
-
 class HeadsTest(tiny_checkpoint.CommandTest):
   COMMAND = "heads"
 
@@ -49,13 +37,11 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertEqual(status, 0, error)
     page = (out / "report.html").read_text()
     self.assertLess(len(page), 5 << 20)
-    links = _Links()
-    links.feed(page)
-    links.close()
-    for link in links.found:  # the page is whole by itself
+    links = re.findall(r"<\w[^>]*\b(?:src|href)\s*=\s*['\"]?([^'\">]*)", page)
+    for link in links:  # the page is whole by itself
       self.assertStartsWith(link, "data:image/png;base64,")
     self.assertNotIn("<script", page)
-    self.assertNotEmpty(links.found)
+    self.assertNotEmpty(links)
     return out, page, text, error
 
   def _save(self, names=tuple("0123456789"), zeroed="", **model):
@@ -167,7 +153,3 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     for step in (0, 1):
       self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
     self.assert_refused("must be another checkpoint", *argv)
-
-
-if __name__ == "__main__":
-  absltest.main()

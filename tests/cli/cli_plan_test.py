@@ -1,52 +1,35 @@
 """`python -m moh_jax plan --no-compile`."""
 
 import json
-import pathlib
-import textwrap
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.ops.kernels import triton
 from tests.cli import tiny_checkpoint
 
-_LLM = f"{pathlib.Path(__file__).parents[2] / 'configs/llm_stdlib.py'}"
-CONFIG = textwrap.dedent("""
-  def get_config(width="64"):
-    return {
-      "model": {
-        "family": "llm", "max_length": 64, "width": int(width), "mlp_dim": 64,
-        "num_heads": (4, 4), "num_kv_heads": 4, "head_dim": 16,
-        "shared_heads": (2, 2), "top_k": (1, 1),
-      },
-      "data": {
-        "source": "tokens", "path": "no/such/folder", "batch_size": 64,
-        "sequence_length": 64,
-      },
-    }
-""")
+_LLM = "configs/llm_stdlib.py"
+# Data that are not here.
+_DATA = "--config.data.source=tokens --config.data.path=no/such/folder"
 
 
 class PlanTest(tiny_checkpoint.CommandTest):
-  COMMAND = "plan --no-compile"
-
-  def call(self, *argv, config="run.py"):
-    (self.root / "run.py").write_text(CONFIG)
-    return super().call("--config", self.root / config, *argv)
+  COMMAND = f"plan --no-compile --config {_LLM} --config.data.batch_size=64"
 
   def test_tells_memory_splits_and_time_without_data(self):
     plan = self.report(
       *("--topology=v5e-16", "--config.mesh.data=4", "--config.mesh.fsdp=4"),
+      *_DATA.split(),
     )
     self.assertTrue(plan["fits"])
     self.assertEqual(plan["assumed"], {"vocab_size": 65536})
     self.assertEqual(plan["mesh"]["fsdp"], 4)
     self.assertEqual(plan["topology"]["name"], "v5e:4x4")
-    self.assertEqual((plan["unit"], plan["units_per_step"]), ("tokens", 4096))
+    self.assertEqual((plan["unit"], plan["units_per_step"]), ("tokens", 16384))
     rows = {row["name"]: row for row in plan["layouts"]}
-    head = rows["head/kernel"]
-    self.assertEqual(head["axes"], ["", "fsdp"])
-    self.assertEqual(head["bytes"], 64 * 65536 * 4 / 4)
+    table = rows["embed/embedding"]
+    self.assertEqual(table["axes"], ["fsdp", ""])
+    self.assertEqual(table["bytes"], 65536 * 256 * 4 / 4)
     self.assertEqual(
       sum(row["bytes"] for row in rows.values()), plan["memory"]["parameters"]
     )
@@ -58,7 +41,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertRegex(out, r"the state fits: .* activations come on top, which")
     self.assertIn("the share is assumed", out)
     argv = "--topology=v5e-8", f"--json={self.root / 'x.json'}"
-    status, out, _ = self.call(*argv, config="run.py:32768")
+    status, out, _ = self.call(*argv, "--config.model.width=262144")
     self.assertEqual(status, 1)
     self.assertIn("the state does not fit: ", out)
     self.assertIn('"fits": false', (self.root / "x.json").read_text())
@@ -85,7 +68,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
 
   @parameterized.parameters(
     ("a100:8", "", "kernel"), ("a100:8", "Triton", "dense"),
-    ("v5e-16", "Triton", "kernel"),
+    ("v5e-16", "Triton", "splash"),
   )  # fmt: skip
   def test_says_which_form_the_devices_get(self, topology, lacks, form):
     file = self.root / "plan.json"
@@ -95,7 +78,3 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertRegex(out, rf"(?m)^attention: {form}$")
     forms = json.loads(file.read_text())["attention"]
     self.assertEqual({layer["name"] for layer in forms}, {form})
-
-
-if __name__ == "__main__":
-  absltest.main()

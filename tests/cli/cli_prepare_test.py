@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pyarrow as pa
-from absl.testing import absltest
 
 from moh_jax.data import sources
 from moh_jax.data.image_folders import ImageFolderSource, Selection
@@ -218,7 +217,3 @@ class TrainTokenizerTest(tiny_checkpoint.CommandTest):
     argv = ("--data", self.root / "*.jsonl", "--out", file, "--field=body")
     out = self.done(*argv, "--vocab-size=265", "--on-error=skip")
     self.assertEqual(out, f"{file}: 265 entries; 50 skipped (50 not JSON)\n")
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -4,7 +4,6 @@ from unittest import mock
 
 import jax
 import numpy as np
-from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.convert import vae as autoencoder
@@ -147,7 +146,9 @@ class SampleTest(tiny_checkpoint.CommandTest):
     argv = ("--start", self.root / "start.png", "--strength=0.5", "--labels=3")
     argv += ("--checkpoint", run)
     self.assert_refused("--vae is missing: ", *argv)
-    self.done(*argv, "--vae", weights)
+    argv += ("--vae", weights)
+    self.assert_refused("--vae-tile 4 must be at", *argv, "--vae-tile=4")
+    self.done(*argv)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     vae = autoencoder.load_autoencoder(str(weights), config, mesh)
     sampler = Sampler(
@@ -159,7 +160,3 @@ class SampleTest(tiny_checkpoint.CommandTest):
     )
     expected = sampler.batch(0, 1)[0].astype(int)
     self.assertLessEqual(np.abs(self._grid() - expected).max(), 1)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -6,7 +6,7 @@ import sys
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 from PIL import Image
 
 from moh_jax import config as config_lib
@@ -14,7 +14,7 @@ from moh_jax.runtime import checkpoint
 from moh_jax.runtime.steps import load_config
 from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
-from tests.cli.tiny_checkpoint import CONFIG, DIT_CONFIG
+from tests.cli.tiny_checkpoint import CONFIG
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _QUICK = (
@@ -28,8 +28,8 @@ _QUICK = (
 class TrainTest(tiny_checkpoint.CommandTest):
   COMMAND = "train"
 
-  def call(self, *argv, config=CONFIG):
-    values = config_lib.to_config_dict(config).to_dict()
+  def call(self, *argv):
+    values = config_lib.to_config_dict(CONFIG).to_dict()
     file = self.root / "config.py"
     file.write_text(f"def get_config():\n  return {values!r}\n")
     where = "--config", file, "--workdir", self.root / "run"
@@ -47,35 +47,12 @@ class TrainTest(tiny_checkpoint.CommandTest):
     self.assertRegex(out, r"(?m)^held-out: .*accuracy 0\.\d{4}.*, step 2$")
     self.assertIn(f"checkpoint: {self.root / 'run'}\n", out)
 
-  @parameterized.parameters(
-    ("optim.lr=-1.0 must be at least 0", "--config.optim.lr=-1.0"),
-    (
-      "/nope/images",
-      *("--config.data.source=image_folder", "--config.data.path=/nope/images"),
-    ),
-    ("'sd-vae': the model does not work on latents", "--vae=sd-vae"),
-  )
-  def test_bad_values_are_one_line_and_nothing_is_written(self, message, *argv):
-    self.assert_refused(message, *argv)
-    self.assertFalse((self.root / "run").exists())
-
   def test_loss_that_is_not_finite_is_a_failed_check(self):
     error = NonFiniteLossError("loss=nan at step 1")
     with mock.patch("moh_jax.training.train.train", side_effect=error) as train:
       result = self.call("--no-verify")
     self.assertEqual(result, (1, "", "error: loss=nan at step 1\n"))
     self.assertFalse(train.call_args.kwargs["verify"])
-
-  def test_pictures_of_latents_need_the_autoencoder(self):
-    status, out, err = self.call(
-      *("--config.data.source=fake", "--config.diffusion.space=latent"),
-      "--config.sample.every=1",
-      config=DIT_CONFIG,
-    )
-    self.assertEqual((status, out), (2, ""))
-    error = err.splitlines()[-1]
-    self.assertStartsWith(error, "error: sample.every=1 must be 0, or --vae")
-    self.assertFalse((self.root / "run").exists())
 
 
 class OwnImagesTest(tiny_checkpoint.CommandTest):
@@ -113,10 +90,8 @@ class HelpTest(absltest.TestCase):
     )
     self.assertIn("--workdir PATH", out)
     self.assertIn("\n  --config.optim.lr=0.25  (float)\n", out)
-    config = load_config(str(spec))
-    for section, fields in config_lib.to_config_dict(config).items():
-      for field in fields:
-        self.assertIn(f"\n  --config.{section}.{field}", out)
+    for section in config_lib.to_config_dict(load_config(str(spec))):
+      self.assertIn(f"\n  --config.{section}.", out)
 
   def test_script_is_the_command(self):
     folder = self.create_tempdir().full_path
@@ -131,7 +106,3 @@ class HelpTest(absltest.TestCase):
     self.assertStartsWith(done.stderr, "error: unknown config key model.nope; ")
     self.assertLen(done.stderr.splitlines(), 1)
     self.assertEmpty(os.listdir(folder))
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -9,19 +9,17 @@ import pathlib
 import tempfile
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
-from tests.cli import cli_plan_test, tiny_checkpoint
+from tests.cli import tiny_checkpoint
 from tests.inference import tiny_vae
 
 # Commands, options that are added to them, and what is said of these.
 _REFUSED = {
   "bench": {
     "": "KIND",
-    "layer": "invalid choice: 'layer'",
     "attention --shares 90": "--shares 90 must be a whole number of",
-    "attention --modes back": "'back' must be one of ('forward'",
     "attention --kv-heads 3": "--kv-heads=3 must divide --heads 32",
     "attention --implementations kernel": "kernel needs an accelerator",
     "model --model nope": "model 'nope' must be one of",
@@ -29,19 +27,15 @@ _REFUSED = {
     "model --config x --checkpoint y": "exclude each other",
   },
   "classify --checkpoint": {
-    "{vit} {here}/gone.png": "gone.png: no such file",
     "{vit} {here}/cut.png": "cut.png: damaged",
     "{vit} {here}/empty": "empty holds no image",
-    "{vit} {here}/good.png --top-k=9": "top_k=9",
-    "{vit} {here} --top=0": "--top=0 must be at least",
     "{dit} {here}": "`classify` needs 'vit'",
   },
-  "compare --config {here}/run.py --workdir {here}/new": {
+  "compare --config configs/llm_stdlib.py --workdir {here}/new": {
     "--variants mha,moe": "variant 'moe' must be config, mha",
     "--plot {here}/x.pdf": "must end in .png or .svg",
   },
   "convert --out {here}/x": {
-    "--from dit --source nope": "nope: no such file",
     "--from dit --source {here} --model a --config b": "not be given with --c",
   },
   "export --out {here}/x --checkpoint": {
@@ -49,7 +43,11 @@ _REFUSED = {
     "{vit} --to onnx": "--to='onnx' must be one of",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema can be changed",
   },
-  "train --workdir {here}/x": {"--config nope": "nope: no such config file"},
+  "train --workdir {here}/x --config": {
+    "configs/dit_digits.py --config.optim.lr=-1": "optim.lr=-1.0 must be at le",
+    "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
+    "configs/images.py --config.data.path=/nope/images": "/nope/images",
+  },
   "evaluate --checkpoint {vit}": {
     "--top-k 1 --top-k 2 --per-class {here}/x.csv": "x.csv' takes one --top-k",
     "--top-k 4": "top_k=4 must be in [0, 3]",
@@ -75,7 +73,6 @@ _REFUSED = {
   },
   "fid --samples {here}/samples.npz --batch-size 8": {
     "--metrics fid,pr": "need --reference",
-    "--metrics kid": "'kid' must be one of ('fid', 'sfid', 'is', 'pr",
     "--batch-size 9": "--batch-size=9 must be a multiple of 8",
     "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
@@ -97,16 +94,13 @@ _REFUSED = {
   "generate --checkpoint {llm} --prompt=a": {
     "--interactive": "--interactive must not be given with",
     "--out={here}/b": "--prompt and --messages have --json",
-    "--stop=": "stop='' must not be empty",
     "--top-k=9,9": "top_k=(9, 9): the model has no routed",
     "--system a": "--system='a' needs --chat",
     "--chat-template a": "--chat-template='a' needs",
     "--chat --no-bos": "must be of plain prompts",
-    "--chat": "the model has no chat template",
   },
   "heads --checkpoint": {
     "{vit} --against {dit}": "--data for both",
-    "{vit} --against {vit}": "must be another checkpoint",
     "{vit} --data a b": "must be one directory",
     "{vit} --data MISSING": "MISSING",
     "{vit} --out {here}/one.txt": "must be a folder",
@@ -122,13 +116,10 @@ _REFUSED = {
     "--config x --batch {here}/y.jpg": "must end in .png",
     "--checkpoint {vit} --batch {here}/y.png": "needs --config or --data",
     "--checksums --checkpoint {vit} --config.optim.lr=1": "compares files",
-    "--config configs/vit.py:huge": "'huge' must be one of",
     "--data {here} --vae {here}/vae --batch {here}/y.png": "encode-latents` ma",
   },
-  "plan --config {here}/run.py --no-compile --topology": {
+  "plan --config configs/llm_stdlib.py --topology": {
     "v9-8": "topology='v9-8' must be one of a100",
-    "h100:8 --config.mesh.fsdp=3": "must divide the 8",
-    "h100:8 --config.model.router.top_p=0.5": "must be 0 in trai",
   },
   "prepare pack-images --data {here}/images --out {here}/new": {
     "--label-column=x": "--label-column='x' must be '': ",
@@ -138,16 +129,13 @@ _REFUSED = {
   "prepare encode-latents --data {here}/images --out {here}/new --vae": {
     "{here}/vae --process=2/2": "'2/2' must be I/N",
     "{here}/vae --process=a/b": "'a/b' must be I/N",
-    "nope": "--vae PATH",
   },
   "prepare tokenize --workers=1 --out {here}/new --data {here}/a.jsonl": {
-    "--tokenizer=no.json": "no.json: no such tokenizer",
     "--tokenizer=bytes --held-out=1": "--held-out=1.0 must be in (0, 1)",
     "--tokenizer=bytes --held-out=0.1 --split=val": "not be given with",
   },
   "prepare train-tokenizer --data {here}/a.jsonl --out": {
     "{here}/new.json --vocab-size=100": "vocab_size=100 must be at least 258",
-    "{here}/new.json --vocab-size=400": "a.jsonl, line 1: no field 'text'",
     "{here}/a.model --vocab-size=400": "must end in .json",
     "{here}/no/a.json --vocab-size=400": "no directory",
   },
@@ -155,12 +143,8 @@ _REFUSED = {
   "sample --checkpoint {dit} --out {here}/x.png": {
     "--strength=0.5": "--strength=0.5 needs --start",
     "--start={here}/good.png": "must be above 0 and below 1",
-    "--start={here}/empty --strength=0.5": "holds no image",
-    "--start={here}/cut.png --strength=0.5": "cut.png: damaged",
     "--labels=3,10": "label 10 must be in [0, 9], or none",
     "--labels=--5": "'--5' must be a number, none, or one of the",
-    "--config.sample.steps=51": "asks for 51 of the 50 timesteps",
-    "--vae=sd-vae": "'sd-vae': the model does not work on latents",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
     "--out={here}/no/x.png": "no directory",
   },
@@ -186,7 +170,6 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     np.savez(here / "stats.npz", **stats)
     for name, text in (
       *(("one.txt", "text"), ("empty.txt", "")),
-      ("run.py", cli_plan_test.CONFIG),
       ("a.jsonl", "\n".join(json.dumps({"body": f"a {i}"}) for i in range(9))),
     ):
       (here / name).write_text(text)
@@ -201,7 +184,3 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     before = sorted(self.places["here"].rglob("*"))
     self.assert_refused(message, *argv)
     self.assertEqual(sorted(self.places["here"].rglob("*")), before)
-
-
-if __name__ == "__main__":
-  absltest.main()

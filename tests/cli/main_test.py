@@ -1,182 +1,133 @@
+"""The entry point: help, wrong use, errors in one line, warnings, start."""
+
 import contextlib
+import dataclasses
 import io
 import logging
 import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
 from moh_jax.cli import classify, main
 from moh_jax.config import public_formats
-from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
-from tests.training import tiny
+from tests.cli.tiny_checkpoint import call, done
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-_EVERY = [
+COMMANDS = [
   (name, *kind.split()) for name in main.COMMANDS for kind in main.kinds(name)
 ]
+# Options with defaults other than False and "", without those of `Stored`.
+_DEFAULTS = """
+bench attention: lengths=(256, 512, 1024) shares=(50, 75) heads=32 head_dim=64 \
+batch=1 dtype=float32 rounds=7 modes=('forward', 'forward_backward', 'causal')
+bench model: model=moh-vit-s80 rounds=7
+bench input: batches=20 steps=10
+classify: top=5 batch_size=32
+compare: workdir=runs/compare variants=('mha', 'config') seeds=3 rounds=5
+evaluate: field=text
+export: dtype=float32 shard_bytes=5000000000
+fid: resize=tf1 batch_size=64
+generate: max_new_tokens=64 temperature=0.0 top_p=1.0 sample_top_k=0 seed=0 \
+batch_size=8
+heads: field=text batch_size=8 maps=8
+inspect: num=32 at_step=1 split=train
+prepare pack-images: val_share=0.0 shard_size=1024 bad_images=raise \
+shorter_side=0
+prepare encode-latents: image_size=256 batch_size=32 shard_size=1024 \
+bad_images=raise threads=8 val_share=0.0 dtype=float32
+prepare tokenize: field=text on_error=stop shard_bytes=268435456
+prepare train-tokenizer: field=text on_error=stop
+sample: seed=0 vae_tile=0 strength=1.0 batch_size=64
+"""
+_DIGITS = "--config=configs/vit_digits.py"
 
 
-class MainTest(parameterized.TestCase):
-  @parameterized.parameters(*_EVERY)
-  def test_every_command_has_help(self, *command):
-    status, out, _ = tiny_checkpoint.call(*command, "--help")
-    self.assertEqual(status, 0)
+class HelpTest(parameterized.TestCase):
+  @parameterized.parameters(*COMMANDS)
+  def test_every_command_has_help_and_defaults(self, *command):
+    out = done(*command, "--help")
     self.assertIn(f"python -m moh_jax {' '.join(command)} [-h]", out)
     self.assertIn("--traceback", out)
+    options, _ = main.kinds(command[0])[" ".join(command[1:])]
+    left_out = (None, "", (), dataclasses.MISSING)
+    found = " ".join(
+      f"{field.name}={field.default}"
+      for field in dataclasses.fields(options)
+      if field.default not in left_out and field.default is not False
+      if field.name not in ("step", "join_seconds")
+    )
+    wanted = dict(line.split(": ") for line in _DEFAULTS.strip().splitlines())
+    self.assertEqual(found, wanted.get(" ".join(command), ""))
 
-  @parameterized.parameters("bench", "prepare")
-  def test_help_lists_the_kinds_of_a_command(self, command):
-    status, out, _ = tiny_checkpoint.call(command, "--help")
-    self.assertEqual(status, 0)
-    for kind in main.kinds(command):
-      self.assertRegex(out, rf"\n  {kind} +[A-Z]")
-
-  def test_help_names_every_public_format(self):
-    _, out, _ = tiny_checkpoint.call("convert", "--help")
+  def test_lists_name_commands_kinds_and_formats(self):
+    lists = {"": main.COMMANDS}
+    lists |= {name: main.kinds(name) for name in ("bench", "prepare")}
+    for command, names in lists.items():
+      out = done(*command.split(), "--help")
+      for name in names:
+        self.assertRegex(out, rf"\n  {name} +[A-Z].*\.\n")
+    out = done("convert", "--help")
     for name in public_formats():
       self.assertRegex(out, rf"[\s]{name}[,;.\s]")
 
-  def test_help_lists_the_commands(self):
-    status, out, _ = tiny_checkpoint.call("--help")
-    self.assertEqual(status, 0)
-    for name in main.COMMANDS:
-      self.assertRegex(out, rf"\n  {name} +[A-Z].*\.\n")
 
+class MainTest(tiny_checkpoint.CommandTest):
   @parameterized.parameters(
-    ((), "COMMAND"),
-    (("paint",), "invalid choice: 'paint' (choose from 'bench'"),
-    (("classify", "--checkpoint", "x"), "IMAGES"),
-    (("inspect", "--check", "x"), "unrecognized arguments: --check"),
-    (("train", "--config", "x"), "--workdir"),
-    (("train", "--workdir", "x"), "--config"),
-    (("heads", "--checkpoint", "x", "--top-k", "one"), "--top-k[0]='one' must"),
-    (("heads", "--checkpoint", "x", "--step", "-1"), "--step='-1' must be"),
-    (("heads", "--checkpoint", "", "--top-k", "1"), "--checkpoint='' must be"),
-    (("heads", "--checkpoint", "x", "--data", ""), "--data[0]='' must be"),
-    (("bench", "attention", "--config.train.steps=3"), "needs --config FILE"),
-    (("sample", "--checkpoint", "x"), "--out"),
-    (
-      ("heads", "--checkpoint", "x", "--config.optim.lr=1"),
-      "--config.optim.lr=1 has no effect on a trained model",
-    ),
-    (("inspect", "--config", "x", "b.csv"), "arguments: b.csv; see"),
-    (
-      ("convert", "--from", "onnx", "--source", "x", "--out", "y"),
-      "--from='on",
-    ),
+    ("", "COMMAND"),
+    ("paint", "invalid choice: 'paint' (choose from 'bench'"),
+    ("classify --checkpoint x", "IMAGES"),
+    ("inspect --check x", "unrecognized arguments: --check"),
+    ("inspect --config x b.csv", "arguments: b.csv; see"),
+    ("train --config x", "--workdir"),
+    ("train --workdir x", "--config"),
+    ("heads --checkpoint x --top-k one", "--top-k[0]='one' must"),
+    ("heads --checkpoint x --step -1", "--step='-1' must be"),
+    ("heads --checkpoint= --top-k 1", "--checkpoint='' must be"),
+    ("heads --checkpoint x --data=", "--data[0]='' must be"),
+    ("bench attention --config.train.steps=3", "needs --config FILE"),
+    ("heads --checkpoint x --config.optim.lr=1", "lr=1 has no effect on a"),
+    ("convert --from onnx --source x --out y", "--from='on"),
   )
   def test_wrong_use_is_one_line_that_says_where_help_is(self, argv, message):
-    status, out, err = tiny_checkpoint.call(*argv)
-    self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertStartsWith(err, "error: ")
-    self.assertIn(message, err)
-    self.assertIn("; see python -m moh_jax ", err)
-    self.assertEndsWith(err, " --help\n")
+    self.assert_refused(message, *argv.split())
+    self.assertRegex(
+      self.call(*argv.split())[2], "; see python -m moh_jax .*--help\n$"
+    )
 
-  @parameterized.parameters(True, False)
-  def test_import_stands_before_or_after_the_command(self, before):
-    option, command = ["--import", "no_such_module"], ["inspect"]
-    argv = option + command if before else command + option
-    status, _, err = tiny_checkpoint.call(*argv)
-    self.assertEqual(status, 2)
-    self.assertStartsWith(err, "error: --import no_such_module: No module")
+  def test_import_stands_before_or_after_the_command(self):
+    option = ["--import", "no_such_module"]
+    for argv in ([*option, "inspect"], ["inspect", *option]):
+      self.assert_refused("--import no_such_module: No module", *argv)
 
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
-    _, _, short = tiny_checkpoint.call(*argv)
-    status, _, long = tiny_checkpoint.call(*argv, "--traceback")
+    self.assert_refused("nowhere holds no checkpoint", *argv)
+    status, _, long = self.call(*argv, "--traceback")
     self.assertEqual(status, 2)
-    self.assertNotIn("Traceback", short)
     self.assertIn("Traceback (most recent call last)", long)
     self.assertIn("FileNotFoundError", long)
 
-
-_LIGHT = """
-import contextlib, io, sys
-from moh_jax.cli import main
-for argv in {calls}:
-  out = io.StringIO()
-  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-    try:
-      main.main(argv)
-    except SystemExit:
-      pass
-  loaded = [name for name in ("jax", "flax", "orbax") if name in sys.modules]
-  print(" ".join(argv), "->", len(out.getvalue().splitlines()), *loaded)
-"""
-
-
-class WithoutJaxTest(absltest.TestCase):
-  """JAX takes seconds to import; a mistake should not."""
-
-  def _check(self, calls, lines):
-    done = subprocess.run(
-      [sys.executable, "-c", _LIGHT.format(calls=calls)],
-      cwd=_ROOT,
-      capture_output=True,
-      text=True,
-    )
-    self.assertEqual(done.stderr, "")
-    rows = done.stdout.splitlines()
-    self.assertLen(rows, len(calls))
-    for row in rows:
-      self.assertRegex(row, rf"-> {lines}$")
-
-  def test_help_does_not_import_it(self):
-    config = "--config=configs/vit_digits.py"
-    calls = [[*command, "--help"] for command in _EVERY]
-    calls += [["bench", "--help"], ["train", config, "--help"]]
-    self._check([["--help"], *calls], r"\d{2,}")
-
-  def test_early_errors_do_not_import_it(self):
-    run = ["train", "--config=configs/vit_digits.py", "--workdir=x"]
-    calls = [
-      ["paint"],
-      ["train"],
-      ["heads", "--checkpoint=x", "--nope"],
-      ["heads", "--checkpoint=/nope"],
-      ["heads", "--checkpoint=/nope", "--out="],
-      ["inspect", "--config=configs/vit_digits.py", "--json=/proc/x"],
-      ["inspect", "--config=configs/nope.py"],
-      ["inspect", "--config=configs/vit_digits.py:huge"],
-      ["train", "--config=README.md", "--workdir=x"],
-      [*run, "--config.optim.nope=1"],
-      [*run, "--config.optim.lr=-1"],
-      [*run, "--config.optim.lr"],
-    ]
-    self._check(calls, "1")
-
-
-class TerminalTest(absltest.TestCase):
-  def test_names_that_it_cannot_show_end_no_command(self):
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    config = tiny_checkpoint.CONFIG
+  def test_names_that_the_terminal_cannot_show_end_no_command(self):
     names = ("\u0436\u0443\u043a", "\udcff", "\U0001f41d", *"abc")
-    metadata = checkpoint.Metadata(config, names)
-    checkpoint.save_params(root / "run", tiny.random_params(config), metadata)
-    Image.new("RGB", (8, 8)).save(root / "\u0436.png")
-    argv = ("--checkpoint", str(root / "run"), "--json", str(root / "x.json"))
-    for command in (["inspect"], ["classify", str(root / "\u0436.png")]):
+    run, image = self.root / "run", str(self.root / "\u0436.png")
+    tiny_checkpoint.save_random(run, tiny_checkpoint.CONFIG, names)
+    Image.new("RGB", (8, 8)).save(image)
+    argv = ("--checkpoint", str(run), "--json", str(self.root / "x.json"))
+    for command in (["inspect"], ["classify", image]):
       for encoding in ("ascii", "latin-1", "utf-8"):
         out = io.TextIOWrapper(io.BytesIO(), encoding)
         with contextlib.redirect_stdout(out):
           self.assertEqual(main.main([*command, *argv]), 0)
           out.flush()
         self.assertIn(b"udcff", out.buffer.getvalue())
-        self.assertIn("\\udcff", (root / "x.json").read_text())
+        self.assertIn("\\udcff", (self.root / "x.json").read_text())
 
-
-class WarningsTest(absltest.TestCase):
   def test_warnings_are_their_text_alone(self):
     def run(options):
       del options
@@ -186,79 +137,112 @@ class WarningsTest(absltest.TestCase):
     logging.basicConfig()  # as a library may call it
     ours = logging.getLogger("moh_jax")
     before = ours.handlers[:], ours.propagate
+    stored = tiny_checkpoint.stored("vit")
     with mock.patch.object(classify, "run", run):
-      folder = self.enterContext(tempfile.TemporaryDirectory())
-      tiny_checkpoint.save(folder)
-      status, _, err = tiny_checkpoint.call(
-        "classify", folder, "--checkpoint", folder
-      )
-    self.assertEqual((status, err), (0, "an odd file\n"))
+      result = call("classify", stored, "--checkpoint", stored)
+    self.assertEqual(result, (0, "", "an odd file\n"))
     self.assertEqual((ours.handlers, ours.propagate), before)
 
 
+def _python(*argv, **environment):
+  """Exit status, stdout and stderr of a program."""
+  found = subprocess.run(
+    [sys.executable, *argv],
+    cwd=_ROOT,
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+  )
+  return found.returncode, found.stdout, found.stderr
+
+
+_LIGHT = """
+import contextlib, io, sys
+from moh_jax.cli import main
+for argv in {calls}:
+  out = io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with contextlib.suppress(SystemExit):
+      main.main(argv)
+  loaded = [name for name in ("jax", "flax", "orbax") if name in sys.modules]
+  print(" ".join(argv), "->", len(out.getvalue().splitlines()), *loaded)
+"""
+
+
+_EARLY = f"""
+paint
+train
+heads --checkpoint=x --nope
+heads --checkpoint=/nope
+heads --checkpoint=/nope --out=
+inspect {_DIGITS} --json=/proc/x
+inspect --config=configs/nope.py
+inspect {_DIGITS}:huge
+train --config=README.md --workdir=x
+train {_DIGITS} --workdir=x --config.optim.nope=1
+train {_DIGITS} --workdir=x --config.optim.lr=-1
+train {_DIGITS} --workdir=x --config.optim.lr
+"""
+
+
+class ProcessTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (r"\d{2,}", ["", "bench", f"train {_DIGITS}", *map(" ".join, COMMANDS)]),
+    ("1", _EARLY.strip().splitlines()),
+  )
+  def test_jax_is_not_imported_for_help_and_early_errors(self, lines, calls):
+    calls = [call.split() for call in calls]
+    if lines != "1":
+      calls = [[*call, "--help"] for call in calls]
+    status, out, err = _python("-c", _LIGHT.format(calls=calls))
+    self.assertEqual((status, err), (0, ""))
+    rows = out.splitlines()
+    self.assertLen(rows, len(calls))
+    for row in rows:
+      self.assertRegex(row, rf"-> {lines}$")
+
+  def test_warnings_of_libraries_do_not_reach_the_terminal(self):
+    folder = self.create_tempdir()
+    folder.create_file(
+      "odd.py",
+      "import warnings\n"
+      "for kind in (DeprecationWarning, FutureWarning, UserWarning):\n"
+      "  warnings.warn('old', kind, stacklevel=1)\n",
+    )
+    program = "-m", "moh_jax", "--import", "odd", "inspect"
+    where = {"PYTHONPATH": folder.full_path, "PYTHONWARNINGS": ""}
+    for flags, shown in ([], 0), (["-W", "default"], 3):
+      _, _, err = _python(*flags, *program, **where)
+      self.assertEqual(err.count("old"), 2 * shown, err)
+
+  def test_missing_library_says_what_to_install(self):
+    program = (
+      "import runpy, sys; sys.modules['msgspec'] = None; "
+      "runpy.run_module('moh_jax', run_name='__main__')"
+    )
+    status, _, err = _python("-c", program)
+    self.assertEqual(status, 2)
+    self.assertRegex(err, "^error: .*msgspec.*moh_jax.train.'\n$")
+
+
 class ReportErrorsTest(parameterized.TestCase):
-  def _report(self, error):
-    def fail():
-      raise error
-
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-      return main.report_errors(fail, False), err.getvalue()
-
   @parameterized.parameters(
     (ValueError("field=1\n  must be  2"), "field=1 must be 2"),
     (OSError("no space"), "no space"),
     (NotImplementedError(), "NotImplementedError"),
+    (RuntimeError("RESOURCE_EXHAUSTED: 9 bytes."), "R.*data.batch_size.*"),
+    (
+      ModuleNotFoundError("No module named 'grain'", name="grain"),
+      r"No module named 'grain'; pip install 'moh_jax\[train\]'",
+    ),
   )
   def test_users_mistakes_become_one_line(self, error, said):
-    self.assertEqual(self._report(error), (2, f"error: {said}\n"))
-
-  def test_full_memory_says_what_needs_less(self):
-    status, err = self._report(RuntimeError("RESOURCE_EXHAUSTED: 9 bytes."))
-    self.assertEqual(status, 2)
-    self.assertRegex(err, "^error: RESOURCE_EXHAUSTED.*data.batch_size.*\n$")
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+      self.assertEqual(main.report_errors(mock.Mock(side_effect=error), 0), 2)
+    self.assertRegex(err.getvalue(), f"^error: {said}\n$")
 
   def test_our_own_mistakes_are_not_hidden(self):
     ours = ModuleNotFoundError("No module named 'x'", name="moh_jax.x")
     for error in (KeyError("bug"), ours):
       with self.assertRaises(type(error)):
-        self._report(error)
-
-  def test_missing_library_says_what_to_install(self):
-    error = ModuleNotFoundError("No module named 'grain'", name="grain")
-    status, err = self._report(error)
-    message = "error: No module named 'grain'; pip install 'moh_jax[train]'\n"
-    self.assertEqual((status, err), (2, message))
-    program = (
-      "import runpy, sys; sys.modules['msgspec'] = None; "
-      "runpy.run_module('moh_jax', run_name='__main__')"
-    )
-    done = subprocess.run(
-      [sys.executable, "-c", program], capture_output=True, text=True
-    )
-    self.assertEqual(done.returncode, 2)
-    self.assertRegex(done.stderr, "^error: .*msgspec.*moh_jax.train.'\n$")
-
-
-class ModuleTest(absltest.TestCase):
-  def test_warnings_of_libraries_do_not_reach_the_terminal(self):
-    folder = self.enterContext(tempfile.TemporaryDirectory())
-    pathlib.Path(folder, "odd.py").write_text(
-      "import warnings\n"
-      "for kind in (DeprecationWarning, FutureWarning, UserWarning):\n"
-      "  warnings.warn('old', kind, stacklevel=1)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": folder}
-    environment.pop("PYTHONWARNINGS", None)
-    for flags, shown in ([], 0), (["-W", "default"], 3):
-      done = subprocess.run(
-        [sys.executable, *flags, "-m", "moh_jax", "--import", "odd", "inspect"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-      )
-      self.assertEqual(done.stderr.count("old"), 2 * shown, done.stderr)
-
-
-if __name__ == "__main__":
-  absltest.main()
+        main.report_errors(mock.Mock(side_effect=error), False)

@@ -12,11 +12,14 @@ import shlex
 ROOT = pathlib.Path(__file__).parents[2]
 # The pages that make runs come first; others use these runs.
 FIRST = ("docs/index.md", "README.md", "docs/vit.md", "docs/dit.md")
-MODES = ("run", "slow", "parse", "none")
 
-_MARK = re.compile(r"<!-- test: (\w+)(?:: (.+))? -->")
-# ``` {.python} has an included file, which other tests run.
-_FENCE = re.compile(r"```(\w*)(?: \{.*\})?")
+# A mark, and a block below it. ``` {.python} has an included file, which other
+# tests run.
+_BLOCK = re.compile(
+  r"(?:^<!-- test: (?:(slow)|(parse|none): [^\n]+) -->\n)?"
+  r"^```(\w*)(?: \{[^\n]*\})?\n(.*?)^```$",
+  re.DOTALL | re.MULTILINE,
+)
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # What sets an environment up; the examples' tests run in one that is.
 _SET_UP = (("python3", "-m", "venv"), (".", ".venv/bin/activate"))
@@ -31,16 +34,14 @@ class Block:
     line: of its first line of code.
     language: "sh" or "python".
     code: its text.
-    mode: one of `MODES`.
-    reason: why it does not run, for "parse" and "none".
+    mode: how it is tested: "run", "slow", "parse" or "none".
   """
 
   page: str
   line: int
   language: str
   code: str
-  mode: str = "run"
-  reason: str = ""
+  mode: str
 
   def __str__(self):
     return f"{self.page}:{self.line}"
@@ -80,29 +81,21 @@ def read_blocks(page: str, content: str) -> list[Block]:
   """The blocks of `sh` and `python` of a page, with their marks.
 
   Raises:
-    ValueError: a mark is unknown or lacks its reason.
+    ValueError: a mark is unknown, lacks its reason or is above no block.
   """
-  blocks, code, language, start = [], None, "", 0
-  mode, reason = "run", ""
-  for number, line in enumerate(content.splitlines(), 1):
-    if code is None and (mark := _MARK.fullmatch(line.strip())):
-      mode, reason = mark[1], mark[2] or ""
-      if mode not in MODES or (mode in ("parse", "none")) != bool(reason):
-        raise ValueError(
-          f"{page}:{number}: {line!r} must be one of {MODES}, with a reason "
-          "after parse and none"
-        )
-    elif code is None and (fence := _FENCE.fullmatch(line)):
-      code, language, start = [], fence[1], number + 1
-    elif code is not None and line == "```":
-      if language in ("sh", "python"):
-        text = "\n".join(code)
-        blocks.append(Block(page, start, language, text, mode, reason))
-      code, mode, reason = None, "run", ""
-    elif code is not None:
-      code.append(line)
-    elif line.strip() and not line.startswith("<!--"):
-      mode, reason = "run", ""
+  blocks, found = [], list(_BLOCK.finditer(content))
+  marks = sum(match[0].startswith("<!--") for match in found)
+  if marks != len(re.findall(r"^ *<!-- test: ", content, re.MULTILINE)):
+    raise ValueError(
+      f"{page}: a mark must be 'slow', 'parse: REASON' or 'none: REASON', and "
+      "stand above a block"
+    )
+  for match in found:
+    slow, other, language, code = match.groups()
+    if language in ("sh", "python"):
+      line = content.count("\n", 0, match.start(4)) + 1
+      mode = slow or other or "run"
+      blocks.append(Block(page, line, language, code.rstrip("\n"), mode))
   return blocks
 
 

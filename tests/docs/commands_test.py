@@ -2,7 +2,8 @@
 
 The default suite checks the options and configs of all; `pytest -m fuzz` runs
 examples with small stand-ins. `pytest -m slow` runs examples as they stand, in
-one folder, page after page: about an hour on two cores.
+one folder, page after page: about an hour on two cores. Of the scripts and
+files of docs/clusters.md the syntax and our commands are checked.
 """
 
 import argparse
@@ -11,10 +12,13 @@ import importlib
 import io
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from moh_jax.cli import flags, main
 from tests.cli import tiny_checkpoint
@@ -137,3 +141,46 @@ def _run_python(block):
   code = compile(block.code, str(block), "exec")
   with contextlib.redirect_stdout(io.StringIO()):
     exec(code, {"__name__": "__main__"})
+
+
+def _clusters(language):
+  """Blocks of docs/clusters.md."""
+  page = (blocks.ROOT / "docs/clusters.md").read_text()
+  return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.M)
+
+
+def _check_script(text):
+  """Parses a script of the shell, and our command that it ends with."""
+  subprocess.run(["bash", "-n"], input=text, check=True, text=True)
+  _, found, arguments = text.partition("python -m moh_jax ")
+  if found:
+    arguments = arguments.partition(" > ")[0]  # a log
+    words = shlex.split(arguments.replace("$JOB_COMPLETION_INDEX", "1"))
+    _check(*words)
+
+
+@pytest.mark.parametrize("script", _clusters("bash"), ids=range(9))
+def test_scripts_of_shells(script):
+  subprocess.run(["bash", "-n"], input=script, check=True, text=True)
+  for line in script.splitlines():
+    quoted = re.search(r"--command='([^']*)'", line)
+    _check_script(quoted[1] if quoted else line)
+
+
+@pytest.mark.parametrize("text", _clusters("yaml"), ids=range(2))
+def test_job_sets(text):
+  made = yaml.safe_load(text)
+  assert made["kind"] == "JobSet"
+  (job,) = made["spec"]["replicatedJobs"]
+  spec = job["template"]["spec"]
+  (container,) = spec["template"]["spec"]["containers"]
+  assert spec["parallelism"] == spec["completions"]
+  command = container["command"][-1]
+  assert "python -m moh_jax " in command
+  _check_script(command)
+  if "JAX_COORDINATOR_ADDRESS" in command:
+    first = f"{made['metadata']['name']}-{job['name']}-0-0"
+    port = container["ports"][0]["containerPort"]
+    host = f"JAX_COORDINATOR_ADDRESS={first}.{made['metadata']['name']}:{port}"
+    assert host in command.split()
+    assert f"JAX_NUM_PROCESSES={spec['completions']}" in command.split()

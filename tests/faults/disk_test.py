@@ -8,7 +8,7 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax.runtime import steps
-from tests.faults.runs import Run, differences, rows
+from tests.faults.runs import Run, RunsTest, differences, rows
 
 pytestmark = pytest.mark.faults
 
@@ -21,7 +21,7 @@ def _mount(folder: str, size: str) -> bool:
   return subprocess.run(argv, stderr=subprocess.DEVNULL).returncode == 0
 
 
-class DiskTest(parameterized.TestCase):
+class DiskTest(RunsTest):
   def _small(self, size: str) -> str:
     folder = self.create_tempdir().full_path
     if not _mount(folder, size):
@@ -47,8 +47,9 @@ class DiskTest(parameterized.TestCase):
   @parameterized.parameters("450k", "600k", "800k", "1100k")
   def test_small_file_system(self, size):
     workdir = self._small(size)
-    run = Run(workdir, _SAVE_OFTEN, "--config.train.steps=40", name="../run")
-    self.addCleanup(run.stop)
+    run = self.start(
+      _SAVE_OFTEN, "--config.train.steps=40", name="../run", workdir=workdir
+    )
     line = self._fails(run)
     self.assertRegex(line, "cannot be written: ")
     if not steps.list_steps(workdir):
@@ -59,9 +60,8 @@ class DiskTest(parameterized.TestCase):
     self.assertLessEqual(taken, last + 2 + 2)  # the failed save is last + 2
 
   def test_checkpoints_that_become_read_only(self):
-    workdir = os.path.join(self.create_tempdir().full_path, "run")
-    run = Run(workdir, _SAVE_OFTEN, "--config.train.steps=100000")
-    self.addCleanup(run.stop)
+    run = self.start(_SAVE_OFTEN, "--config.train.steps=100000")
+    workdir = str(run.workdir)
     self.assertTrue(run.wait_for(lambda: len(steps.list_steps(workdir)) > 1))
     folder = os.path.join(workdir, "checkpoints")
     if subprocess.run(["mount", "--bind", folder, folder]).returncode:
@@ -73,9 +73,7 @@ class DiskTest(parameterized.TestCase):
     self._check_last_whole(workdir, line)
 
   def test_limit_of_file_sizes(self):
-    workdir = os.path.join(self.create_tempdir().full_path, "run")
-    run = Run(workdir, _SAVE_OFTEN, shell="ulimit -f 12")  # 12 KiB
-    self.addCleanup(run.stop)
+    run = self.start(_SAVE_OFTEN, shell="ulimit -f 12")  # 12 KiB
     line = self._fails(run)
     self.assertIn(
       "checkpoint of step 2 cannot be written: File too large", line
@@ -83,28 +81,19 @@ class DiskTest(parameterized.TestCase):
 
   def test_run_that_goes_on_without_space(self):
     workdir = self._small("600k")
-    run = Run(
-      workdir, _SAVE_OFTEN, "--config.checkpoint.on_error=continue", name="../r"
-    )
-    self.addCleanup(run.stop)
-    self.assertEqual(run.wait(), 0, run.said())
+    options = (_SAVE_OFTEN, "--config.checkpoint.on_error=continue")
+    run = self.finished(*options, workdir=workdir, name="../r")
     self.assertNotIn("Traceback", run.said())
     self.assertIn("cannot be written", run.said())
     self.assertTrue(pathlib.Path(workdir, "metrics.jsonl").exists())
 
   def test_run_goes_on_from_the_last_whole_step_when_there_is_space(self):
-    whole = os.path.join(self.create_tempdir().full_path, "run")
-    undisturbed = Run(whole, _SAVE_OFTEN)
-    self.addCleanup(undisturbed.stop)
+    whole = self.finished(_SAVE_OFTEN)
     workdir = self._small("800k")
-    run = Run(workdir, _SAVE_OFTEN, name="../run")
-    self.addCleanup(run.stop)
+    run = self.start(_SAVE_OFTEN, name="../run", workdir=workdir)
     self._fails(run)
     folder = os.path.dirname(workdir)
     argv = ["mount", "-o", "remount,size=50M", folder]
     subprocess.run(argv, check=True)
-    again = Run(workdir, _SAVE_OFTEN, name="../again")
-    self.addCleanup(again.stop)
-    self.assertEqual(again.wait(), 0, again.said())
-    self.assertEqual(undisturbed.wait(), 0)
-    self.assertEqual(differences(workdir, whole), [])
+    self.finished(_SAVE_OFTEN, workdir=workdir, name="../again")
+    self.assertEqual(differences(workdir, whole.workdir), [])

@@ -5,47 +5,35 @@ and one of two are killed, `MOH_JAX_FAULTS_SEED` when.
 """
 
 import os
-import pathlib
 import random
 import signal
 import time
 
 import pytest
-from absl.testing import absltest
+from absl.testing import parameterized
 
 from moh_jax.runtime import steps
-from tests.faults.runs import Run, differences
+from tests.faults.runs import RunsTest, differences
 
 pytestmark = pytest.mark.faults
 
 _KILLS = int(os.environ.get("MOH_JAX_FAULTS_KILLS", "12"))
 _PAIR_KILLS = int(os.environ.get("MOH_JAX_FAULTS_PAIR_KILLS", "4"))
-_SEED = int(os.environ.get("MOH_JAX_FAULTS_SEED", "0"))
 _SAVE_ALWAYS = "--config.checkpoint.every=1"
+_SEED = int(os.environ.get("MOH_JAX_FAULTS_SEED", "0"))
 
 
-class KillsTest(absltest.TestCase):
-  def _dir(self) -> str:
-    return os.path.join(self.create_tempdir().full_path, "run")
-
-  def _whole(self, **options) -> str:
-    """A run that nobody disturbs."""
-    workdir = self._dir()
-    run = Run(workdir, _SAVE_ALWAYS, **options)
-    self.addCleanup(run.stop)
-    self.assertEqual(run.wait(), 0, run.said())
-    return workdir
-
-  def _chain(self, rng: random.Random, kills: int, **options):
+class KillsTest(RunsTest):
+  def _chain(self, rng: random.Random, kills: int, processes: int):
     """Starts a run again and again, killing it, until it finishes.
 
     Returns:
       The working directory, and how often a process was killed.
     """
-    workdir, killed = self._dir(), 0
+    workdir, killed = "", 0
     while True:
-      run = Run(workdir, _SAVE_ALWAYS, **options)
-      self.addCleanup(run.stop)
+      run = self.start(_SAVE_ALWAYS, workdir=workdir, processes=processes)
+      workdir = str(run.workdir)
       if killed < kills:
         # Few while it compiles, most among steps and saves, however long a
         # busy machine compiles.
@@ -60,7 +48,7 @@ class KillsTest(absltest.TestCase):
           process.wait(90)
       else:
         self.assertEqual(run.wait(), 0, run.said())
-      for index in range(len(run.processes)):
+      for index in range(processes):
         self.assertNotIn("Traceback", run.said(index))
         self.assertNotIn("stack trace", run.said(index))
       # An older one may be half deleted.
@@ -69,20 +57,12 @@ class KillsTest(absltest.TestCase):
       if run.processes[0].returncode == 0:
         return workdir, killed
 
-  def test_one_process(self):
-    rng, whole, left = random.Random(_SEED), self._whole(), _KILLS
+  @parameterized.parameters((1, _KILLS, 0.0), (2, _PAIR_KILLS, 1e-6))
+  def test_one_of_the_processes(self, processes, kills, rtol):
+    rng, left = random.Random(_SEED + processes), kills
+    whole = self.finished(_SAVE_ALWAYS, processes=processes).workdir
     while left > 0:
-      workdir, killed = self._chain(rng, left)
-      self.assertEqual(differences(workdir, whole), [])
+      workdir, killed = self._chain(rng, left, processes)
+      self.assertEqual(differences(workdir, whole, rtol), [])
       left -= killed
-      print(f"{_KILLS - left} kills of one process, the same state and metrics")
-
-  def test_one_of_two_processes(self):
-    rng, left = random.Random(_SEED + 1), _PAIR_KILLS
-    whole = self._whole(processes=2)
-    while left > 0:
-      workdir, killed = self._chain(rng, left, processes=2)
-      self.assertEqual(differences(workdir, whole, rtol=1e-6), [])
-      left -= killed
-      print(f"{_PAIR_KILLS - left} kills of one of two, the same run")
-    self.assertTrue(pathlib.Path(workdir, "metrics.jsonl").exists())
+      print(f"{kills - left} kills of one of {processes}, the same run")

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax.runtime import steps
-from tests.faults.runs import Run, differences, rows
+from tests.faults.runs import Run, RunsTest, differences, rows
 
 pytestmark = pytest.mark.faults
 
@@ -17,24 +17,15 @@ _TIMES = int(os.environ.get("MOH_JAX_FAULTS_SECOND_RUNS", "50"))
 _LONG = ("--config.train.steps=4000", "--config.checkpoint.every=50")
 
 
-class _RunsTest(parameterized.TestCase):
-  def _start(self, *options, **more) -> Run:
-    workdir = os.path.join(self.create_tempdir().full_path, "run")
-    run = Run(workdir, *options, **more)
-    self.addCleanup(run.stop)
-    return run
-
-
-class TwoRunsTest(_RunsTest):
+class TwoRunsTest(RunsTest):
   def test_second_run_is_refused_and_the_first_unharmed(self):
-    whole = self._start(*_LONG)
-    self.assertEqual(whole.wait(900), 0, whole.said())
-    first, refused, slowest, firsts = self._start(*_LONG), 0, 0.0, 1
+    whole = self.finished(*_LONG)
+    first, refused, slowest, firsts = self.start(*_LONG), 0, 0.0, 1
     first.wait_for_step(1)
     while refused < _TIMES:
       if first.processes[0].poll() is not None:
         self.assertEqual(differences(first.workdir, whole.workdir), [])
-        first, firsts = self._start(*_LONG), firsts + 1
+        first, firsts = self.start(*_LONG), firsts + 1
         first.wait_for_step(1)
       began = time.monotonic()
       second = Run(str(first.workdir), *_LONG, name="second")
@@ -51,14 +42,14 @@ class TwoRunsTest(_RunsTest):
     print(f"refused {refused} times in {slowest:.1f} s at most, {firsts} runs")
 
 
-class ProcessesTest(_RunsTest):
+class ProcessesTest(RunsTest):
   @parameterized.parameters(
     ("train.seed=5", r"config.train.seed: 0 in process 0, 5 in process 1"),
     ("mesh.data=3", r"config.mesh.data: -?\d in process 0, 3 in process 1"),
   )  # a mesh that is impossible too
   def test_other_config_is_refused_with_the_difference(self, other, message):
     began = time.monotonic()
-    run = self._start(last=[f"--config.{other}"], processes=2)
+    run = self.start(last=[f"--config.{other}"], processes=2)
     self.assertEqual(run.wait(), 2, run.said())
     print(f"refused after {time.monotonic() - began:.1f} s")
     for index in (0, 1):
@@ -70,7 +61,7 @@ class ProcessesTest(_RunsTest):
   def test_sigterm_during_an_evaluation_saves_everywhere(self, victim):
     # The first evaluation, after step 3, would last for minutes.
     long = ("--config.eval.batch_size=2", "--config.data.fake_examples=400000")
-    run = self._start(*long, "--config.eval.every=3", processes=2)
+    run = self.start(*long, "--config.eval.every=3", processes=2)
     self.assertTrue(run.wait_for_step(3))
     run.processes[victim].send_signal(signal.SIGTERM)
     began = time.monotonic()
@@ -84,7 +75,7 @@ class ProcessesTest(_RunsTest):
   @parameterized.product(victim=(0, 1), number=(signal.SIGKILL, signal.SIGSTOP))
   def test_other_process_ends_with_one_line(self, victim, number):
     endless = "--config.train.steps=100000", "--config.checkpoint.every=50"
-    run = self._start(*endless, processes=2)
+    run = self.start(*endless, processes=2)
     self.assertTrue(
       run.wait_for(lambda: len(steps.list_steps(str(run.workdir))) > 1)
     )

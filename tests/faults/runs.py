@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl.testing import parameterized
 
 from moh_jax.runtime import steps
 from tests.training import tiny
@@ -116,6 +117,23 @@ class Run:
     return self.wait_for(lambda: any(s >= step for s, _ in rows(self.workdir)))
 
 
+class RunsTest(parameterized.TestCase):
+  """Starts runs, and ends what is left of them."""
+
+  def start(self, *options: str, workdir: str = "", **more: Any) -> Run:
+    """A run in a directory of its own, unless one is named; see `Run`."""
+    workdir = workdir or os.path.join(self.create_tempdir().full_path, "run")
+    run = Run(workdir, *options, **more)
+    self.addCleanup(run.stop)
+    return run
+
+  def finished(self, *options: str, **more: Any) -> Run:
+    """A run that nobody disturbs."""
+    run = self.start(*options, **more)
+    self.assertEqual(run.wait(900), 0, run.said())
+    return run
+
+
 def rows(workdir: str | pathlib.Path) -> dict[tuple[int, str], dict[str, Any]]:
   """Rows of metrics.jsonl by step and split, without speeds.
 
@@ -155,7 +173,7 @@ def state(workdir: str | pathlib.Path) -> dict[str, np.ndarray]:
   return found
 
 
-def differences(workdir: str, whole: str, rtol: float = 0.0) -> list[str]:
+def differences(workdir: Any, whole: Any, rtol: float = 0.0) -> list[str]:
   """How a disturbed run that finished differs from one that was not.
 
   Args:

@@ -1,6 +1,5 @@
 """SIGTERM and SIGINT in every phase of a run, and a second one."""
 
-import os
 import random
 import signal
 import time
@@ -9,7 +8,7 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax.runtime import steps
-from tests.faults.runs import Run, differences
+from tests.faults.runs import Run, RunsTest, differences
 
 pytestmark = pytest.mark.faults
 
@@ -18,13 +17,7 @@ _SAVE_ALWAYS = "--config.checkpoint.every=1"
 _LONG = "--config.train.steps=100000"
 
 
-class SignalsTest(parameterized.TestCase):
-  def _start(self, *options, workdir=None, **more) -> Run:
-    workdir = workdir or os.path.join(self.create_tempdir().full_path, "run")
-    run = Run(workdir, *options, **more)
-    self.addCleanup(run.stop)
-    return run
-
+class SignalsTest(RunsTest):
   def _check(self, run: Run) -> None:
     self.assertNotIn("Traceback", run.said())
     for step in steps.list_steps(str(run.workdir))[-1:]:
@@ -35,7 +28,7 @@ class SignalsTest(parameterized.TestCase):
   )
   def test_before_the_first_step_one_line(self, number, after):
     compiles = after == "compiling"
-    run = self._start(family="llm" if compiles else "llm-waits")
+    run = self.start(family="llm" if compiles else "llm-waits")
     self.assertTrue(run.wait_for(lambda: after in run.said()))
     run.processes[0].send_signal(number)
     status = run.wait(60)
@@ -48,12 +41,11 @@ class SignalsTest(parameterized.TestCase):
     self._check(run)
 
   def test_stopped_at_any_moment_and_resumed_the_run_is_the_same(self):
-    whole = self._start(_SAVE_ALWAYS)
-    self.assertEqual(whole.wait(), 0)
-    rng, stops = random.Random(0), 0
-    workdir = os.path.join(self.create_tempdir().full_path, "run")
+    whole = self.finished(_SAVE_ALWAYS)
+    rng, stops, workdir = random.Random(0), 0, ""
     for attempt in range(6):
-      run = self._start(_SAVE_ALWAYS, workdir=workdir)
+      run = self.start(_SAVE_ALWAYS, workdir=workdir)
+      workdir = str(run.workdir)
       if run.wait_for(lambda run=run: "compiled in" in run.said()):
         time.sleep(rng.uniform(0, 2))
         run.processes[0].send_signal(_NUMBERS[attempt % 2])
@@ -63,18 +55,18 @@ class SignalsTest(parameterized.TestCase):
         run.wait(60), {0, *(128 + n for n in _NUMBERS), *(-n for n in _NUMBERS)}
       )
       self._check(run)
-    self.assertEqual(self._start(_SAVE_ALWAYS, workdir=workdir).wait(), 0)
-    self.assertEqual(differences(workdir, str(whole.workdir)), [])
+    self.finished(_SAVE_ALWAYS, workdir=workdir)
+    self.assertEqual(differences(workdir, whole.workdir), [])
     print(f"{stops} stops, the same state and metrics")
 
   @parameterized.parameters(*_NUMBERS)
   def test_second_signal_ends_at_once_without_harm(self, number):
-    run = self._start(_SAVE_ALWAYS, _LONG)
+    run = self.start(_SAVE_ALWAYS, _LONG)
     self.assertTrue(run.wait_for_step(3))
     run.processes[0].send_signal(number)
     time.sleep(0.01)
     run.processes[0].send_signal(number)
     self.assertIn(run.wait(60), (0, 128 + number), run.said())
     self._check(run)
-    again = self._start(_SAVE_ALWAYS, _LONG, workdir=str(run.workdir))
+    again = self.start(_SAVE_ALWAYS, _LONG, workdir=str(run.workdir))
     self.assertTrue(again.wait_for(lambda: "resumed from" in again.said()))

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,7 +71,3 @@ class ConfigTest(hostile.ReaderTest, parameterized.TestCase):
     overrides = data.draw(st.lists(override, min_size=1, max_size=3))
     given_texts = [f"{name}={value}" for name, value in overrides]
     self.check(load_config, str(file), given_texts)
-
-
-if __name__ == "__main__":
-  absltest.main()

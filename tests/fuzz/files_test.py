@@ -13,18 +13,13 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from moh_jax.convert import tensor_files
-from moh_jax.data import (
-  decode,
-  input_files,
-  text_files,
-  tokenizers,
-)
+from moh_jax.data import decode, text_files, tokenizers
 from moh_jax.evaluation import fid, image_metrics
 from moh_jax.runtime import files
 from tests.fuzz import hostile
@@ -54,7 +49,6 @@ _SAFETENSORS = safetensors.numpy.save(
   {"moh_jax": "{}"},
 )
 _SIZE = 8 + int.from_bytes(_SAFETENSORS[:8], "little")
-_INDEX = {"weight_map": {"a.weight": "x.safetensors", "b": "y.safetensors"}}
 _ROWS = [{"text": "a house", "n": 1}, {"text": "é" * 40}, {"text": None}]
 _LINES = "".join(json.dumps(row) + "\n" for row in _ROWS).encode()
 _TABLE = pyarrow.table({"text": [row["text"] for row in _ROWS] * 20})
@@ -67,7 +61,6 @@ _TEXTS = {
   "x.parquet": _written(pyarrow.parquet.write_table, _TABLE),
   "x.arrow": _written(pyarrow.feather.write_feather, _TABLE),
 }
-_STATE = {"_data_files": [{"filename": "data.arrow"}], "_split": None}
 _HEADERS = st.fixed_dictionaries(
   {
     "descr": st.sampled_from(("|u1", "<f8", "|O", "<U9", "|V0", "x", 3, [])),
@@ -160,25 +153,6 @@ class FilesTest(hostile.ReaderTest, parameterized.TestCase):
     content = len(text).to_bytes(8, "little") + text + _SAFETENSORS[_SIZE:]
     self._read("x.safetensors", content, _TENSOR_READERS)
 
-  @hostile.examples()
-  @given(hostile.json_files(_INDEX))
-  def test_index_of_shards(self, content):
-    self.write("x.safetensors", _SAFETENSORS)
-    self._read("m.safetensors.index.json", content, _TENSOR_READERS)
-
-  @hostile.examples()
-  @given(st.lists(hostile.altered(_ROWS[0]), max_size=3))
-  def test_lines_of_other_values(self, rows):
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    self._read("rows.jsonl", lines.encode(), _TEXT_READERS)
-
-  @hostile.examples()
-  @given(hostile.json_files(_STATE))
-  def test_saved_data_set(self, state):
-    self.write("saved/data.arrow", _TEXTS["x.arrow"])
-    folder = self.write("saved/state.json", state).parent
-    self.check(input_files.list_files, [str(folder)])
-
   def test_document_that_unpacks_to_more_than_allowed(self):
     content = gzip.compress(b"a" * (9 << 24), compresslevel=1)
     with self.assertRaisesRegex(ValueError, "bomb.txt.gz: too long"):
@@ -248,7 +222,3 @@ class TokenizersTest(hostile.ReaderTest):
     self.write(name, data.draw(hostile.json_files(_BESIDE[name])))
     self.check(self._read)
     self.check(tokenizers.read_files_beside, self.folder)
-
-
-if __name__ == "__main__":
-  absltest.main()

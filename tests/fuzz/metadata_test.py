@@ -4,15 +4,17 @@ import json
 import shutil
 
 import numpy as np
-from absl.testing import absltest
+import pyarrow
+import pyarrow.feather
+import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moh_jax import config as config_lib
 from moh_jax.cli import generate
 from moh_jax.config.run import section_types
-from moh_jax.convert import llama, llama_config, vae
-from moh_jax.data import token_sets
+from moh_jax.convert import llama, llama_config, tensor_files, vae
+from moh_jax.data import input_files, text_files, token_sets
 from moh_jax.data.image_shards import ArrayRecordSource, LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.ops.kernels import attention as kernels
@@ -60,14 +62,45 @@ _TILES = {
 }
 _MESSAGES = [{"role": "user", "content": "hi"}, {"role": "x", "content": None}]
 _SCORES = {"accuracy": 0.5, "tasks": {"x": {"acc": 1}}, "step": 3}
-# What a JSON file holds, and what reads it.
+_INDEX = {"weight_map": {"a.weight": "x.safetensors", "b": "y.safetensors"}}
+_STATE = {"_data_files": [{"filename": "data.arrow"}], "_split": None}
+_ROW = {"text": "a house", "n": 1}
+
+
+def _stored(family):
+  """The item `config` of a family's checkpoint."""
+  config = config_lib.Config(section_types(family)["model"]())
+  return {
+    "config": config_lib.to_dict(config),
+    "class_names": ["ant"],
+    "tokenizer_sha256": "0" * 64,
+  }
+
+
+def _read_stored(file):
+  found = steps.read_json_item(file.parents[3], 2)
+  checkpoint.metadata_from_json(found)
+
+
+# A JSON file, what it holds, and what reads it.
 _FILES = (
-  (_LLAMA, lambda file: llama_config.read_config(file, "llama")),
-  (_OURS, lambda file: llama_config.read_config(file, "moh-hf")),
-  (_VAE, vae.read_config),
-  ([_TILES], kernels.read),
-  (_SCORES, lambda file: llama.read_scores(str(file), 3)),
-  (_MESSAGES, lambda file: generate.read_messages(str(file))),
+  ("x.json", _LLAMA, lambda file: llama_config.read_config(file, "llama")),
+  ("x.json", _OURS, lambda file: llama_config.read_config(file, "moh-hf")),
+  ("x.json", _VAE, vae.read_config),
+  ("x.json", [_TILES], kernels.read),
+  ("x.json", _SCORES, lambda file: llama.read_scores(str(file), 3)),
+  ("x.json", _MESSAGES, lambda file: generate.read_messages(str(file))),
+  ("x.jsonl", _ROW, lambda file: text_files.Prompts(str(file))),
+  ("m.safetensors.index.json", _INDEX, tensor_files.read_tensors),
+  (
+    "saved/state.json",
+    _STATE,
+    lambda file: input_files.list_files([str(file.parent)]),
+  ),
+  *(
+    ("checkpoints/2/config/metadata", _stored(family), _read_stored)
+    for family in ("vit", "dit", "llm")
+  ),
 )
 
 
@@ -112,6 +145,13 @@ class MetadataTest(hostile.ReaderTest):
           target.add({"label": shard, "name": "x"}, moments.tobytes())
       writer.finish()
 
+    # Beside the index of shards, and the state of a saved data set.
+    tensors = {"a.weight": np.ones((3, 2), np.float32)}
+    safetensors.numpy.save_file(tensors, cls.folder / "x.safetensors")
+    (cls.folder / "saved").mkdir()
+    table = pyarrow.table({"text": ["a house"]})
+    pyarrow.feather.write_feather(table, cls.folder / "saved/data.arrow")
+
   def _draw(self, data, name, value):
     """Writes an altered or damaged JSON file."""
     return self.write(name, data.draw(hostile.json_files(value)))
@@ -143,30 +183,8 @@ class MetadataTest(hostile.ReaderTest):
     options = {**sizes, "settings": settings, "notes": {}}
     self.check(lambda: ShardSetWriter(folder, "images", **options).todo())
 
-  @hostile.examples(90)
-  @given(st.data())
-  def test_config_of_a_checkpoint(self, data):
-    family = data.draw(st.sampled_from(("vit", "dit", "llm")))
-    config = config_lib.Config(section_types(family)["model"]())
-    stored = {
-      "config": config_lib.to_dict(config),
-      "class_names": ["ant"],
-      "tokenizer_sha256": "0" * 64,
-    }
-    file = self._draw(data, "checkpoints/2/config/metadata", stored)
-
-    def read():
-      found = steps.read_json_item(file.parents[3], 2)
-      checkpoint.metadata_from_json(found)
-
-    self.check(read)
-
-  @hostile.examples(210)
+  @hostile.examples(330)
   @given(st.sampled_from(_FILES), st.data())
   def test_json_file(self, case, data):
-    value, read = case
-    self.check(read, self._draw(data, "config.json", value))
-
-
-if __name__ == "__main__":
-  absltest.main()
+    name, value, read = case
+    self.check(read, self._draw(data, name, value))

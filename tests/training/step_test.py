@@ -22,38 +22,31 @@ _CONFIG = tiny.llm_config(optim={"lr": 1e-3, "ema_decay": 0.8})
 
 
 @functools.cache
-def _batch(config=_CONFIG):
+def _setup(config=_CONFIG):
+  """The run's program, `train_step` with its loss, and its first batch."""
   mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-  return next(make_task(config).batches(mesh))
-
-
-@functools.cache
-def _setup(config=_CONFIG, **options):
-  mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-  optimizer = optim.make_optimizer(config.optim, config.train.steps)
   task = make_task(config)
-  program = make_program(config, task, mesh)
   step = functools.partial(
     train_step,
     loss_fn=task.loss_fn,
-    optimizer=optimizer,
+    optimizer=optim.make_optimizer(config.optim, config.train.steps),
     schedule=optim.make_schedule(config.optim, config.train.steps),
-    ema_decay=config.optim.ema_decay,
-    **options,
   )
-  return program.init, program.state, step
+  return make_program(config, task, mesh), step, next(task.batches(mesh))
 
 
 class StepTest(absltest.TestCase):
   def test_state_is_as_described_and_averaged_and_the_rate_reported(self):
-    init, abstract, step = _setup()
-    state, step, rates = init(), jax.jit(step), []
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, abstract)
+    program, _, batch = _setup()
+    state, rates = program.init(), []
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, program.state)
     chex.assert_trees_all_equal(state.params, state.ema)
-    mine = state.params
-    for _ in range(10):
-      state, metrics = step(state, _batch())
-      mine = jax.tree.map(lambda e, p: 0.8 * e + 0.2 * p, mine, state.params)
+    mine = jax.device_get(state.params)
+    for _ in range(4):
+      state, metrics = program.step(state, batch)
+      mine = jax.tree.map(
+        lambda e, p: 0.8 * e + 0.2 * p, mine, jax.device_get(state.params)
+      )
       rates.append(metrics["lr"])
     chex.assert_trees_all_close(state.ema, mine, atol=1e-6)
     np.testing.assert_allclose(rates[:3], [0.0, 5e-4, 1e-3], rtol=1e-6)
@@ -63,25 +56,23 @@ class StepTest(absltest.TestCase):
       optim={"lr": 1e-2, "ema_decay": 0.5, "ema_every": 3,
              "ema_dtype": "bfloat16", "warmup_steps": 0}
     )  # fmt: skip
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    program = make_program(config, make_task(config), mesh)
+    program, _, batch = _setup(config)
     state = start = program.init()
-    first = jax.device_get(state.ema)
+    emas = [jax.device_get(state.ema)]
     for number in (1, 2, 3, 4):
-      state, _ = program.step(state, _batch())
-      ema = jax.device_get(state.ema)
-      if number < 3:
-        chex.assert_trees_all_equal(ema, first)
+      state, _ = program.step(state, batch)
+      emas.append(jax.device_get(state.ema))
       if number == 3:
-        third = ema
-        expected = jax.tree.map(
-          lambda e, p: np.float32(e) / 8 + np.asarray(p) * 7 / 8,
-          first,
-          jax.device_get(state.params),
-        )
+        params = jax.device_get(state.params)
     self.assertTrue(start.params["head"]["kernel"].is_deleted())  # donated
-    chex.assert_trees_all_equal(ema, third)
+    first, *same, third, fourth = emas
+    for ema in same:
+      chex.assert_trees_all_equal(ema, first)
+    chex.assert_trees_all_equal(fourth, third)
     self.assertEqual(third["head"]["kernel"].dtype, "bfloat16")
+    expected = jax.tree.map(
+      lambda e, p: np.float32(e) / 8 + p * 7 / 8, first, params
+    )
     chex.assert_trees_all_close(
       jax.tree.map(np.float32, third), expected, rtol=2**-8, atol=1e-6
     )
@@ -91,24 +82,23 @@ class StepTest(absltest.TestCase):
       model=tiny.ALIKE["dit"],
       optim={"lr": 0.0, "weight_decay": 0.0, "warmup_steps": 0},
     )
-    init, _, step = _setup(config)
-    step = jax.jit(step)
-    state, first = step(init(), _batch(config))
-    _, second = step(state, _batch(config))
+    program, _, batch = _setup(config)
+    state, first = program.step(program.init(), batch)
+    _, second = program.step(state, batch)
     self.assertNotEqual(float(first["loss"]), float(second["loss"]))
 
   def test_unequal_targets_and_empty_microbatches_weigh_as_in_the_batch(self):
     config = tiny.llm_config(
       train={"balance_weight": 0.0}, optim={"lr": 1e-3, "warmup_steps": 0}
     )
-    init, _, step = _setup(config)
+    program, step, batch = _setup(config)
     # Example i is in microbatch i % 4: the first has no target, the next few.
-    weights = np.ones_like(_batch()["weights"])
+    weights = np.ones_like(batch["weights"])
     weights[0::4], weights[1::4, 3:], weights[2, 7:] = 0, 0, 0
-    batch = {**_batch(), "weights": weights}
-    whole, metrics = jax.jit(step)(init(), batch)
+    batch, state = {**batch, "weights": weights}, program.init()
+    whole, metrics = jax.jit(step)(state, batch)
     parts_step = functools.partial(step, accumulation=4)
-    parts, parts_metrics = jax.jit(parts_step)(init(), batch)
+    parts, parts_metrics = jax.jit(parts_step)(state, batch)
     parts_metrics.pop("balance_loss"), metrics.pop("balance_loss")
     chex.assert_trees_all_close(parts_metrics, metrics, rtol=2e-6)
     # AdamW's moments are the gradients of this first step and their squares.
@@ -116,20 +106,27 @@ class StepTest(absltest.TestCase):
     chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
 
   def test_a_metric_is_the_whole_batchs_and_none_where_nothing_weighs(self):
-    init, _, step = _setup(_CONFIG, accumulation=2)
+    program, step, _ = _setup()
 
     def loss_fn(params, batch, rng, step):
       value = batch["label"].astype(jnp.float32)
       total = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
+      noise = jax.random.uniform(rng)
       return total, {
         "loss": total,
         "some": Mean(value.sum(), (value > 0).sum()),
         "none": Mean(jnp.zeros(()), jnp.zeros(())),
+        "largest": value.max(),
+        "noise": noise,
+        "squared": jnp.square(noise),
       }
 
-    step = functools.partial(step, loss_fn=loss_fn)
+    step = functools.partial(step, loss_fn=loss_fn, accumulation=2)
     # Example i is in microbatch i % 2: one has only the label 0.
     batch = {"label": jnp.arange(16) % 2 * jnp.arange(16)}
-    _, metrics = jax.jit(step)(init(), batch)
+    _, metrics = jax.jit(step)(program.init(), batch)
     self.assertEqual(float(metrics["some"]), 8.0)
     self.assertTrue(np.isnan(metrics["none"]))
+    self.assertEqual(float(metrics["largest"]), 7.5)  # of 0 and 15
+    variance = metrics["squared"] - jnp.square(metrics["noise"])
+    self.assertGreater(float(variance), 1e-4)  # each has a key of its own

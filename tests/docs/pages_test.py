@@ -1,14 +1,29 @@
-"""The tables of docs/help.md, docs/resume.md and docs/contributing.md hold."""
+"""What README.md and docs/ say is so: names, tables, measured figures.
+
+Examples are tested by `commands_test.py`.
+"""
 
 import copy
+import json
 import re
 import tomllib
 
 import pytest
 
+from benchmarks import tables
+from docs import write_reference
+from moh_jax.config import (
+  DataConfig,
+  LLMConfig,
+  OptimConfig,
+  RouterConfig,
+  base,
+)
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.entrance import check_same_run
+from tests.cli import tiny_checkpoint
+from tests.cli.main_test import COMMANDS
 from tests.docs import blocks
 from tests.training import tiny
 
@@ -118,5 +133,75 @@ def test_a_resumed_run_may_change_what_the_page_says(stored):
       assert f"`model.{field}`" in text, field
 
 
-if __name__ == "__main__":
-  pytest.main([__file__])
+KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", write_reference.sections()))
+SECTIONS = {key.rpartition(".")[0] for key in KEYS}
+# Of Google Cloud, Slurm, Docker, XLA and a benchmark.
+FOREIGN = {"--spot", "--worker", "--requeue", "--signal", "--me", "--shm-size"}
+FOREIGN |= {"--xla", "--layers", "--check", "--config", "--import"}
+ROUTERS = ("two_stage", "query_norm", "none")  # others may be registered
+
+
+def _spans(page):
+  text = (blocks.ROOT / page).read_text()
+  prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+  return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+@pytest.fixture(scope="module")
+def options():
+  texts = "".join(tiny_checkpoint.call(*call, "--help")[1] for call in COMMANDS)
+  return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", texts))
+
+
+@pytest.mark.parametrize("page", blocks.pages())
+def test_keys_options_and_files_exist(page, options):
+  spans = _spans(page)
+  section = "|".join(sorted({name.partition(".")[0] for name in SECTIONS}))
+  pattern = rf"(?:--config\.)?((?:{section})(?:\.[a-z_]+)+)(?:=.*)?"
+  found = [re.fullmatch(pattern, span) for span in spans]
+  named = {match[1] for match in found if match}
+  assert {x for x in named if not x.endswith(".py")} <= KEYS | SECTIONS
+  named = re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(spans))
+  assert set(named) <= options | FOREIGN
+  pattern = r"(?:moh_jax|tests|configs|benchmarks|docs)/[\w*./-]*"
+  paths = [span for span in spans if re.fullmatch(pattern, span)]
+  assert [path for path in paths if not [*blocks.ROOT.glob(path)]] == []
+
+
+@pytest.mark.parametrize(
+  "page, header, section, field",
+  [
+    ("concepts", "form", LLMConfig, "attention_impl"),
+    ("concepts", "kind", RouterConfig, "kind"),
+    ("concepts", "`gate_form`", RouterConfig, "gate_form"),
+    ("data", "`data.decode`", DataConfig, "decode"),
+    ("launching", "`optim.name`", OptimConfig, "name"),
+  ],
+)
+def test_tables_of_values_are_whole(page, header, section, field):
+  text = (blocks.ROOT / f"docs/{page}.md").read_text()
+  (table,) = re.findall(rf"^\| {header} \|.*\n((?:\|.*\n)+)", text, re.M)
+  names = ROUTERS if field == "kind" else base.choices(section, field)
+  assert sorted(re.findall(r"^\| `(\w+)`", table, re.M)) == sorted(names)
+
+
+RESULTS = sorted((blocks.ROOT / "benchmarks/results").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+  "page", ("README.md", "docs/benchmarks.md", "docs/results.md")
+)
+def test_tables_are_those_of_the_results(page):
+  text = (blocks.ROOT / page).read_text()
+  assert "<!-- figures: " in text
+  assert tables.rendered(text) == text, "python -m benchmarks.tables"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_name_their_commit(path):
+  result = json.loads(path.read_text())
+  machine = result.get("machine", result)
+  assert machine["commit"]
+  assert all((row.get("peak_share") or 0) <= 1 for row in result["rows"]), (
+    "above the peak"
+  )

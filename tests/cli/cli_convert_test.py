@@ -1,0 +1,50 @@
+"""`convert` and `export`: options arrive; tests/convert has what they do."""
+
+from unittest import mock
+
+from moh_jax.convert import checkpoints
+from tests.cli import tiny_checkpoint
+from tests.inference import tiny_writer
+
+
+class ConvertTest(tiny_checkpoint.CommandTest):
+  def test_options_reach_the_conversion(self):
+    source, out = str(self.root), str(self.root / "out")
+    with mock.patch.object(
+      checkpoints, "convert", return_value=("it", 1234)
+    ) as (convert):
+      told = self.done(
+        *("convert", "--from=moh-vit", "--source", source, "--out", out),
+        *("--key=ema", "--model=moh-vit-s80", "--image-size=32"),
+      )
+    self.assertEqual(told, f"it: 1,234 parameters written to {out}\n")
+    given = dict(key="ema", model="moh-vit-s80", config=None, image_size=32)
+    convert.assert_called_once_with("moh-vit", source, out, **given)
+
+  def test_tokenizer_of_a_language_model_is_described(self):
+    out, argv = self.root / "out", ("--from=llama", "--source", self.root)
+    with mock.patch.object(checkpoints, "convert", return_value=("it", 1)):
+      tiny_writer.save_alphabet(out)
+      told = [self.done("convert", *argv, "--out", out)]
+      (out / "tokenizer.json").unlink()
+      told += [self.done("convert", *argv, "--out", out)]
+    self.assertRegex(
+      told[0],
+      r"\ntokenizer: tokenizer.json, \d+ ids; texts begin with begin of text; "
+      r"generated texts stop at \S+; chat templates: none\n$",
+    )
+    self.assertEndsWith(told[1], "\ntokenizer: none that can be read\n")
+
+  def test_options_reach_the_export(self):
+    checkpoint, out = tiny_checkpoint.stored("llm"), str(self.root / "out")
+    scores = str(self.root)
+    with mock.patch.object(checkpoints, "export", return_value=1234) as export:
+      told = self.done(
+        *("export", "--checkpoint", checkpoint, "--out", out, "--to=hf"),
+        *("--dtype=bfloat16", "--shard-bytes=9", "--license=mit"),
+        *("--scores", scores, "--no-verify", "--config.eval.use_ema=false"),
+      )
+    self.assertEqual(told, f"1,234 parameters written to {out}\n")
+    given = dict(to="hf", step=0, use_ema=False, dtype="bfloat16", shard_size=9)
+    given |= dict(license="mit", scores=scores, verify=False)
+    export.assert_called_once_with(str(checkpoint), out, **given)
