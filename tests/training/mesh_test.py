@@ -74,15 +74,15 @@ class RunTest(absltest.TestCase):
   def test_parameters_are_split(self):
     params = self.on_mesh.state.params
     blocks = params["blocks0"]
-    for leaf, spec in (
-      (params["embed"]["embedding"], (("tensor", "fsdp"), None)),
-      (params["head"]["kernel"], (None, ("tensor", "fsdp"))),
-      (blocks["attn"]["q"]["kernel"], (None, "fsdp", None, "tensor", None)),
-      (blocks["attn"]["kv"]["kernel"], (None, "fsdp", None, "tensor", None)),
-      (blocks["attn"]["out"]["kernel"], (None, "tensor", None, "fsdp")),
-      (blocks["mlp"]["down"]["kernel"], (None, "tensor", "fsdp")),
+    for leaf, *spec in (
+      (params["embed"]["embedding"], ("tensor", "fsdp"), None),
+      (params["head"]["kernel"], None, ("tensor", "fsdp")),
+      (blocks["attn"]["q"]["kernel"], None, "fsdp", None, "tensor", None),
+      (blocks["attn"]["kv"]["kernel"], None, "fsdp", None, "tensor", None),
+      (blocks["attn"]["out"]["kernel"], None, "tensor", None, "fsdp"),
+      (blocks["mlp"]["down"]["kernel"], None, "tensor", "fsdp"),
     ):
-      self.assertEqual(tuple(leaf.sharding.spec), spec)
+      self.assertEqual(list(leaf.sharding.spec), spec)
 
 
 class ProgramTest(parameterized.TestCase):
@@ -112,10 +112,12 @@ class ProgramTest(parameterized.TestCase):
       with Feed(task.batches(mesh), mesh, ahead=1) as batches:
         for _ in range(2):
           state, _ = program.step(state, next(batches))
-    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(program.state))
-    for leaf, abstract in leaves:
+
+    def check(leaf, abstract):
       same = leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
       self.assertTrue(same)
+
+    jax.tree.map(check, state, program.state)
     self.assertEqual(program.step._cache_size(), 1)
 
 
@@ -142,8 +144,8 @@ class ChecksTest(parameterized.TestCase):
     mesh = sharding.make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
     split = {"num_kv_heads": 4, "shared_heads": (2, 2), "top_k": (1, 1)}
     own, crowded = (0, 1, 2, 3), (0, 2, 1, 3)
-    orders = {(own, own): 1.0, (own, crowded): 4 / 3}
-    for order, ratio in orders.items():
+    for second, ratio in ((own, 1.0), (crowded, 4 / 3)):
+      order = (own, second)
       model = dataclasses.replace(tiny.LLM, head_order=order, **split)
       head_layout.check_heads(model, mesh, ratio)
     with self.assertRaisesRegex(
@@ -207,21 +209,20 @@ OPTIMIZERS = choices(OptimConfig, "name")
 
 _ONE = {"data": 1, "max_imbalance": 2.0}
 # Sizes of at least 32, so that Adafactor has means of rows and columns.
-_CONFIGS = {
-  "llm": functools.partial(tiny.llm_config, model={"mlp_dim": 32}),
-  "dit": functools.partial(
-    tiny.dit_config, model={**tiny.ALIKE["dit"], "width": 32}
-  ),
-  "vit": functools.partial(
+_WIDE = {
+  "llm": (tiny.llm_config, {"mlp_dim": 32}),
+  "dit": (tiny.dit_config, {**tiny.ALIKE["dit"], "width": 32}),
+  "vit": (
     tiny.deterministic_config,
-    model={**tiny.ALIKE["vit"], "embed_dims": (32,)},
+    {**tiny.ALIKE["vit"], "embed_dims": (32,)},
   ),
 }
 
 
 def _config(family: str, name: str, mesh: dict, **optim) -> Config:
   fields = {"name": name, "lr": 3e-4, "warmup_steps": 1, **optim}
-  return _CONFIGS[family](optim=fields, mesh=mesh)
+  make, model = _WIDE[family]
+  return make(model=model, optim=fields, mesh=mesh)
 
 
 class LossesTest(parameterized.TestCase):
@@ -237,14 +238,11 @@ class LossesTest(parameterized.TestCase):
   def test_of_optimizers(self, name):
     self._check(*(_config("llm", name, mesh) for mesh in (_ONE, tiny.MESH)))
 
-  @parameterized.product(family=tuple(_CONFIGS), name=OPTIMIZERS)
+  @parameterized.product(family=("dit", "vit"), name=OPTIMIZERS)
   @pytest.mark.slow
-  def test_of_every_family_and_optimizer(self, family, name):
-    axes = {"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}
-    others = [{**_ONE, **mesh} for mesh in axes]
-    self._check(
-      *(_config(family, name, mesh) for mesh in (_ONE, *others, tiny.MESH))
-    )
+  def test_of_other_families(self, family, name):
+    meshes = _ONE, {**_ONE, "fsdp": 4, "tensor": 2}, tiny.MESH
+    self._check(*(_config(family, name, mesh) for mesh in meshes))
 
   @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
   @pytest.mark.slow
@@ -272,13 +270,11 @@ class StateShardingTest(parameterized.TestCase):
     state = self._abstract(name)
     kernel = state.params["blocks0"]["mlp"]["up"]["kernel"]
     self.assertEqual(kernel.sharding.spec, P(None, ("fsdp",), ("tensor",)))
-    moments = [
-      leaf
+    specs = {
+      leaf.sharding.spec
       for leaf in jax.tree.leaves(state.opt_state)
       if leaf.shape == kernel.shape
-    ]
-    self.assertNotEmpty(moments)
-    specs = {moment.sharding.spec for moment in moments}
+    }
     # The down projection has the same shape and the other axes.
     self.assertIn(kernel.sharding.spec, specs)
     self.assertNotIn(P(), specs)

@@ -52,17 +52,15 @@ def _batches(*bad: int, skip: tuple[int, int] | None = None):
     yield
 
 
-@contextlib.contextmanager
 def _before_rewinds(do):
-  """Does something when a run asks whether it may go back."""
+  """Patch: does something when a run asks whether it may go back."""
   may_rewind = Watch.may_rewind
 
   def asked(self):
     do()
     return may_rewind(self)
 
-  with mock.patch.object(Watch, "may_rewind", asked):
-    yield
+  return mock.patch.object(Watch, "may_rewind", asked)
 
 
 def _damage(workdir, step):
@@ -123,9 +121,21 @@ class RewindTest(parameterized.TestCase):
     for step in list_steps(workdir):
       self.assertEqual(find_damage(workdir, step), {})
 
+  def _stopping_at(self, step, times):
+    """Patch: SIGTERM when the metrics of a step are read so many times."""
+    check, seen = Watch.check, []
+
+    def check_and_stop(self, number, position, values):
+      seen.append(number)
+      if number == step and seen.count(step) == times:
+        os.kill(os.getpid(), signal.SIGTERM)
+      return check(self, number, position, values)
+
+    return mock.patch.object(Watch, "check", check_and_stop)
+
   def test_pictures_are_those_of_the_steps_that_count(self):
     """Also of a run that is stopped before it shows a step again."""
-    make, check, seen = language_modeling.make_task, Watch.check, []
+    make = language_modeling.make_task
 
     def picture(params, mesh=None):
       del mesh
@@ -135,12 +145,6 @@ class RewindTest(parameterized.TestCase):
       task = make(config, decode)
       return dataclasses.replace(task, preview=picture, preview_every=6)
 
-    def check_and_stop(self, step, position, values):
-      seen.append(step)
-      if step == 6 and seen.count(6) == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
-      return check(self, step, position, values)
-
     workdir = self._dir()
     file = pathlib.Path(workdir, "samples", "00000006.png")
     other = file.with_name("00000007.png")  # not of the run
@@ -148,7 +152,7 @@ class RewindTest(parameterized.TestCase):
     other.touch()
     with (
       _batches(6),
-      mock.patch.object(Watch, "check", check_and_stop),
+      self._stopping_at(6, 2),
       mock.patch.object(language_modeling, "make_task", with_preview),
     ):
       stopped = tiny.train(_config(back=3), workdir)
@@ -161,17 +165,11 @@ class RewindTest(parameterized.TestCase):
       np.testing.assert_array_equal(np.asarray(shown), expected)
 
   def test_sigterm_in_the_step_that_rewinds_saves_and_stops(self):
-    workdir, check, stops = self._dir(), Watch.check, []
-
-    def check_and_stop(self, step, position, values):
-      if step == 5 and not stops:
-        stops.append(os.kill(os.getpid(), signal.SIGTERM))
-      return check(self, step, position, values)
-
+    workdir = self._dir()
     with (
       _batches(4),
       signals.handled(),  # as a command has them
-      mock.patch.object(Watch, "check", check_and_stop),
+      self._stopping_at(5, 1),
     ):
       stopped = tiny.train(_config(), workdir)
     self.assertFalse(stopped.finished)

@@ -111,10 +111,14 @@ class StepTest(absltest.TestCase):
     def loss_fn(params, batch, rng, step):
       value = batch["label"].astype(jnp.float32)
       total = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
+      noise = jax.random.uniform(rng)
       return total, {
         "loss": total,
         "some": Mean(value.sum(), (value > 0).sum()),
         "none": Mean(jnp.zeros(()), jnp.zeros(())),
+        "largest": value.max(),
+        "noise": noise,
+        "squared": jnp.square(noise),
       }
 
     step = functools.partial(step, loss_fn=loss_fn, accumulation=2)
@@ -123,3 +127,6 @@ class StepTest(absltest.TestCase):
     _, metrics = jax.jit(step)(program.init(), batch)
     self.assertEqual(float(metrics["some"]), 8.0)
     self.assertTrue(np.isnan(metrics["none"]))
+    self.assertEqual(float(metrics["largest"]), 7.5)  # of 0 and 15
+    variance = metrics["squared"] - jnp.square(metrics["noise"])
+    self.assertGreater(float(variance), 1e-4)  # each has a key of its own

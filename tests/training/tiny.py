@@ -81,60 +81,46 @@ _RUN = {
   "mesh": config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
   "checkpoint": config_lib.CheckpointConfig(every=2),
   "log": config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+  "train": config_lib.TrainConfig(steps=4),
 }
+_ALONE = {"num_threads": 1, "prefetch": 1}
+_DIGITS = config_lib.DataConfig(source="digits", batch_size=16, **_ALONE)
+# Programs do not depend on `train.steps`, so that runs share them.
+_OPTIM = config_lib.OptimConfig(
+  lr=1e-2, schedule="constant", warmup_steps=2, ema_decay=0.9
+)
 
 
 def config(**sections: dict[str, Any]) -> Config:
   """The tiny run on real digits, with fields of some sections changed."""
+  data = {"augment": "shift", "mean": (0.3,), "std": (0.37,)}
   base = Config(
     model=MODEL,
-    data=config_lib.DataConfig(
-      source="digits",
-      batch_size=16,
-      augment="shift",
-      mean=(0.3,),
-      std=(0.37,),
-      num_threads=1,
-      prefetch=1,
-    ),
+    data=dataclasses.replace(_DIGITS, **data),
     optim=config_lib.OptimConfig(lr=1e-3, warmup_steps=2),
-    train=config_lib.TrainConfig(steps=4),
     eval=config_lib.EvalConfig(every=0, batch_size=120),
-    **_RUN,
     classifier=config_lib.ClassifierConfig(mixup=0.2, cutmix=0.5),
+    **_RUN,
   )
   return _changed(base, sections)
 
 
 def dit_config(**sections: dict[str, Any]) -> Config:
-  """The tiny diffusion run on real digits, likewise.
-
-  Its programs do not depend on `train.steps`, so that runs share them.
-  """
+  """The tiny diffusion run on real digits, likewise."""
   base = Config(
     model=DIT,
-    data=config_lib.DataConfig(
-      source="digits",
-      batch_size=16,
-      mean=(0.5,),
-      std=(0.5,),
-      num_threads=1,
-      prefetch=1,
-    ),
-    optim=config_lib.OptimConfig(
-      lr=1e-2, schedule="constant", warmup_steps=2, ema_decay=0.9
-    ),
-    train=config_lib.TrainConfig(steps=4),
+    data=dataclasses.replace(_DIGITS, mean=(0.5,), std=(0.5,)),
+    optim=_OPTIM,
     eval=config_lib.EvalConfig(every=0, batch_size=120),
-    **_RUN,
     diffusion=config_lib.DiffusionConfig(space="pixel", steps=50),
     sample=config_lib.SampleConfig(num=5, steps="4", cfg_scale=2.0),
+    **_RUN,
   )
   return _changed(base, sections)
 
 
 def llm_config(**sections: dict[str, Any]) -> Config:
-  """The tiny run on random tokens, likewise; nor on `train.steps`."""
+  """The tiny run on random tokens, likewise."""
   base = Config(
     model=LLM,
     data=config_lib.TextDataConfig(
@@ -142,16 +128,12 @@ def llm_config(**sections: dict[str, Any]) -> Config:
       sequence_length=16,
       batch_size=8,
       fake_examples=20,
-      num_threads=1,
-      prefetch=1,
+      **_ALONE,
     ),
-    optim=config_lib.OptimConfig(
-      lr=1e-2, schedule="constant", warmup_steps=2, ema_decay=0.9
-    ),
-    train=config_lib.TrainConfig(steps=4),
+    optim=_OPTIM,
     eval=config_lib.EvalConfig(every=0, batch_size=8),
-    **_RUN,
     tune=config_lib.TuneConfig(),
+    **_RUN,
   )
   return _changed(base, sections)
 
