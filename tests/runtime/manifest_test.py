@@ -102,6 +102,7 @@ class ManifestTest(parameterized.TestCase):
     for step in (4, 6):
       _write(self.workdir / "checkpoints" / str(step))
       (self.workdir / f"checkpoints/{step}/train/d/0").unlink()
+    self.assertEqual(steps.find_step(self.workdir, None), 6)
     with self.assertLogs("moh_jax", "WARNING") as logs:
       self.assertEqual(steps.newest_whole_step(self.workdir), 2)
     self.assertLen(logs.output, 3)
