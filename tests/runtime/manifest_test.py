@@ -59,6 +59,8 @@ class ManifestTest(parameterized.TestCase):
     (self.folder / "train/d/0").write_bytes(b"State")
     self.assertEqual(self._found({"config", "params"}), {})
     self.assertEqual([*self._found({"train"})], ["train/d/0"])
+    (self.folder / "_CHECKPOINT_METADATA").write_bytes(b"[]")  # of the step
+    self.assertEqual([*self._found({"config"})], ["_CHECKPOINT_METADATA"])
 
   def test_pipe_in_place_of_a_file_is_damage(self):
     (self.folder / "params/d/0").unlink()
