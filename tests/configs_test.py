@@ -6,7 +6,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.config import parse
@@ -57,15 +57,22 @@ def _spec(name, arg):
   return f"{_CONFIGS / name}.py:{arg}"
 
 
-class ConfigsTest(parameterized.TestCase):
-  @parameterized.parameters(*(run[:2] for run in _FINETUNE))
-  def test_fine_tuning_asks_for_a_checkpoint(self, name, arg):
-    with self.assertRaisesRegex(ValueError, "add --config.train.init_from=DIR"):
-      load_config(_spec(name, arg))
+def _checkpoint(test, name, arg):
+  """A folder with a checkpoint of a config, whose parameters are none."""
+  folder = test.enterContext(tempfile.TemporaryDirectory())
+  metadata = checkpoint.Metadata(load_config(_spec(name, arg)), ())
+  checkpoint.save_params(folder, {"w": np.zeros(1, np.float32)}, metadata)
+  return folder
 
-  def test_tuning_asks_what_it_shall_do(self):
-    with self.assertRaisesRegex(ValueError, "llm_tune.py: needs an argument"):
-      load_config(str(_CONFIGS / "llm_tune.py"))
+
+class ConfigsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    *((*run[:2], "add --config.train.init_from=DIR") for run in _FINETUNE),
+    ("llm_tune", "", "llm_tune.py: needs an argument"),
+  )
+  def test_what_a_run_starts_from_must_be_said(self, name, arg, words):
+    with self.assertRaisesRegex(ValueError, words):
+      load_config(_spec(name, arg))
 
   @parameterized.parameters(*_FILES)
   def test_arguments_have_a_default_and_are_listed(self, name):
@@ -93,14 +100,10 @@ class PlanTest(parameterized.TestCase):
 
   def _load(self, name, arg, source=None, orders=None):
     overrides = []
-    folder = self.enterContext(tempfile.TemporaryDirectory())
     if source:
-      trained = load_config(_spec(*source))
-      params = {"w": np.zeros(1, np.float32)}
-      checkpoint.save_params(folder, params, checkpoint.Metadata(trained, ()))
-      overrides = [f"train.init_from={folder}"]
+      overrides = [f"train.init_from={_checkpoint(self, *source)}"]
     if orders:
-      file = pathlib.Path(folder, "heads.json")
+      file = pathlib.Path(self.create_tempdir().full_path, "heads.json")
       depth, heads = orders
       order = list(range(heads))[::-1]
       file.write_text(json.dumps({"head_order": [order] * depth}))
@@ -240,10 +243,7 @@ class RecipeTest(parameterized.TestCase):
     self.assertEqual(found, runs)
 
   def test_fine_tuning_at_384_pixels_is_transnexts(self):
-    folder = self.enterContext(tempfile.TemporaryDirectory())
-    trained = load_config(_spec("vit", "s80"))
-    params = {"w": np.zeros(1, np.float32)}
-    checkpoint.save_params(folder, params, checkpoint.Metadata(trained, ()))
+    folder = _checkpoint(self, "vit", "s80")
     config = load_config(
       _spec("vit", "finetune_384"), [f"train.init_from={folder}"]
     )
@@ -280,7 +280,3 @@ class SmallRunsTest(parameterized.TestCase):
     self.assertEqual(fields, ["model.router.kind"])
     self.assertEqual(dataclasses.replace(moh, model=mha.model), mha)
     self.assertEqual({b.share for b in moh.model.budgets()}, {share})
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -73,7 +73,3 @@ class PublicApiTest(absltest.TestCase):
     self.assertIsInstance(network, moh_jax.DiT)
     self.assertEqual(network.config, config)
     self.assertEqual((config.width, config.depth), (384, 12))
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -134,7 +134,3 @@ class InheritedTest(absltest.TestCase):
       steps="5", cfg_scale=3.0, fid_inception="inception.pth"
     )
     self.assertEqual(found, dataclasses.asdict(expected))
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -84,25 +84,23 @@ class DrawTest(parameterized.TestCase):
     self.assertLess(np.abs(np.corrcoef(flat) - np.eye(3)).max(), 0.5)
 
   @parameterized.parameters(
-    ("ddpm", "5", [0, 25, 50, 74, 99]),
     ("ddim", "ddim5", [0, 20, 40, 60, 80]),
     ("dpm", "ddim5", [0, 20, 40, 60, 80]),
-    ("dpm", "5", None),  # at even distances in log-SNR
+    ("ddpm", "5", [0, 25, 50, 74, 99]),
+    # The strength takes the least noisy.
+    *(("ddpm", "5", [0], 0.1), ("ddpm", "5", [0, 25], 0.5)),
+    ("ddpm", "5", [0, 25, 50], 0.6),
   )
-  def test_visits_these_timesteps(self, method, steps, expected):
-    called = self._called(_sampling(method=method, steps=steps))
+  def test_visits_these_timesteps(self, method, steps, expected, strength=1.0):
+    config = _sampling(method=method, steps=steps)
+    called = self._called(config, strength=strength)
     self.assertEqual(called["method"], method)
-    if expected:
-      self.assertEqual(called["process"].timesteps.tolist(), expected)
-    else:
-      gaps = np.diff(np.log(called["process"].snr))
-      np.testing.assert_allclose(gaps, gaps.mean(), rtol=1e-6)
+    self.assertEqual(called["process"].timesteps.tolist(), expected)
 
-  @parameterized.parameters((0.1, 1), (0.5, 2), (0.6, 3), (1.0, 5))
-  def test_strength_takes_the_least_noisy_steps(self, strength, count):
-    called = self._called(_CONFIG, strength=strength)
-    steps = called["process"].timesteps.tolist()
-    self.assertEqual(steps, [0, 25, 50, 74, 99][:count])
+  def test_solver_has_even_distances_in_log_snr(self):
+    called = self._called(_sampling(method="dpm", steps="5"))
+    gaps = np.diff(np.log(called["process"].snr))
+    np.testing.assert_allclose(gaps, gaps.mean(), rtol=1e-6)
 
   def test_pixels_stay_in_range_and_latents_do_not(self):
     self.assertLessEqual(np.abs(_draw()).max(), 1.0)

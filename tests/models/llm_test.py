@@ -51,13 +51,10 @@ class LLMTest(parameterized.TestCase):
 
   def test_output_layer_is_what_is_left_out(self):
     # No positions and segments either: one document from its beginning.
+    variables = small.random_variables(small.CONFIG)
     apply = functools.partial(LLM(small.CONFIG).apply, with_logits=False)
-    x, aux = jax.jit(apply)(
-      small.random_variables(small.CONFIG), small.random_tokens()
-    )
-    kernel = output_kernel(
-      small.random_variables(small.CONFIG)["params"], small.CONFIG
-    )
+    x, aux = jax.jit(apply)(variables, small.random_tokens())
+    kernel = output_kernel(variables["params"], small.CONFIG)
     expected, expected_aux = small.forward()
     logits = output_logits(x, kernel)
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
@@ -112,14 +109,10 @@ class LLMTest(parameterized.TestCase):
   def test_top_k_as_an_input_is_that_of_the_config(self):
     top_k = jnp.array(small.UNEQUAL.top_k, jnp.int32)
     logits, aux = small.forward(top_k=top_k)
-    params = restack(
-      small.random_variables(small.CONFIG)["params"],
-      small.CONFIG,
-      small.UNEQUAL,
-    )
-    expected, expected_aux = small.forward(
-      small.UNEQUAL, variables={"params": params}
-    )
+    params = small.random_variables(small.CONFIG)["params"]
+    params = restack(params, small.CONFIG, small.UNEQUAL)
+    variables = {"params": params}
+    expected, expected_aux = small.forward(small.UNEQUAL, variables=variables)
     np.testing.assert_allclose(logits, expected, atol=2e-5)
     for name in ("activated_share", "balance_loss"):
       np.testing.assert_allclose(

@@ -49,10 +49,6 @@ def _network(denoise, prediction="epsilon", training=_TRAINING):
   return predict
 
 
-def _perfect(prediction="epsilon"):
-  return _network(lambda x, signal, spread: _X0, prediction)
-
-
 def _gaussian(x, signal, spread, mean=2.0, deviation=0.5):
   """Mean of the clean example, which is normal, given x."""
   variance = deviation**2
@@ -140,9 +136,8 @@ class PerfectDenoiserTest(parameterized.TestCase):
   )
   def test_returns_the_example(self, method, case):
     prediction, steps = case
-    run = _sampler(
-      _perfect(prediction), method, steps, prediction, noise=_noise()
-    )
+    predict = _network(lambda x, signal, spread: _X0, prediction)
+    run = _sampler(predict, method, steps, prediction, noise=_noise())
     np.testing.assert_allclose(run(_Z), _X0, atol=1e-4)
 
   @parameterized.parameters(*DIFFUSION_METHODS, *FLOW_METHODS)

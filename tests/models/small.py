@@ -49,16 +49,14 @@ TWO_STAGES = ViTConfig(
 # A pooled stage of two blocks and a full one; 2 + 3 active of 2 x 2 + 4 heads.
 VIT = dataclasses.replace(TWO_STAGES, channels=1, top_k=(0, 1))
 # Images that are no squares; channels and classes are those of the data.
-TALL_VIT = ViTConfig(
+TALL_VIT = dataclasses.replace(
+  TWO_STAGES,
+  channels=None,
+  num_classes=None,
   image_size=(16, 8),
   patch_stride=2,
   embed_dims=(8, 12),
   depths=(1, 2),
-  num_heads=(2, 4),
-  shared_heads=(1, 2),
-  top_k=(1, 1),
-  mlp_ratios=(2, 2),
-  sr_ratios=(2, 1),
 )
 # Two equal layers of 2 + 1 active heads of 4, and one of 6 that are all on.
 DIT = DiTConfig(

@@ -30,8 +30,8 @@ def _params(config: VAEConfig):
   return jax.tree_util.tree_map_with_path(draw, abstract_vae(config))
 
 
-def _images(rows=8, columns=12) -> jax.Array:
-  x = np.random.default_rng(1).uniform(-1, 1, size=(_B, rows, columns, 3))
+def _images() -> jax.Array:
+  x = np.random.default_rng(1).uniform(-1, 1, size=(_B, 8, 12, 3))
   return jnp.asarray(x, jnp.float32)
 
 
