@@ -14,6 +14,7 @@ import typing as _typing
 
 from moh_jax._version import __version__ as __version__
 from moh_jax.config.registry import Family as Family
+from moh_jax.config.registry import MissingSplitError as MissingSplitError
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import register_family as register_family
 from moh_jax.config.registry import register_router as register_router
@@ -67,6 +68,7 @@ _LAZY = {
 __all__ = [  # noqa: PLE0604 (all are text)
   "Family",
   "ImageClassifierFamily",
+  "MissingSplitError",
   "__version__",
   "get_family",
   "register_family",

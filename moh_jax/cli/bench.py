@@ -69,6 +69,8 @@ class HeadOptions(command.Output):
     super().check()
     if self.heads % self.num_kv_heads:
       self.fail("kv_heads", f"must divide --heads {self.heads}")
+    if self.shared is not None and self.shared > self.heads:
+      self.fail("shared", f"must be in [0, {self.heads}], the heads")
     self.budgets()
 
   @property

@@ -66,7 +66,11 @@ def run(options: Options) -> int:
     try:
       tokenizer = load_checkpoint_tokenizer(options.out)
       begin = "with" if tokenizer.add_bos else "without"
-      stops = ", ".join(map(tokenizer.id_to_token, tokenizer.stop_ids))
+      # A padded vocabulary has ids without a token.
+      stops = ", ".join(
+        f"{tokenizer.id_to_token(i) or 'no token'} ({i})"
+        for i in tokenizer.stop_ids
+      )
       templates = ", ".join(template_names(tokenizer))
       print(
         f"tokenizer: {tokenizer.file_name}, {tokenizer.vocab_size:,} ids; "

@@ -29,6 +29,7 @@ from moh_jax.ops.target import target
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import init_params, unbox
 from moh_jax.training.bench import Program, Row, compile_program, time_rows
+from moh_jax.training.entrance import check_memory
 from moh_jax.training.flops import form_summary, step_forms
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
@@ -48,6 +49,9 @@ def measure_model(run: Config, rounds: int) -> list[Row]:
   Args:
     run: on random data.
     rounds: measured turns.
+
+  Raises:
+    ValueError: it needs more memory than there is.
   """
   form, length = run.model.attention_impl, None
   baseline = dataclasses.replace(run, model=without_router(run.model))
@@ -56,6 +60,10 @@ def measure_model(run: Config, rounds: int) -> list[Row]:
     length = run.data.sequence_length
   if "generate" in get_family(run.model.family).commands:
     modes += [(_writing, batch) for batch in _BATCHES]
+  for one in runs.values():
+    mesh = sharding.make_mesh(one.mesh, jax.devices()[:1])
+    objective = task_builder(one).make_objective(one)
+    check_memory(one, mesh, make_program(one, objective, mesh))
   rows = []
   for make, batch in modes:
     made = {name: dict(make(one, batch)) for name, one in runs.items()}

@@ -169,7 +169,7 @@ def _labels(text: str, class_names: Sequence[str]) -> tuple[int | None, ...]:
   Raises:
     ValueError: a name is none of the model's.
   """
-  named = {name: label for label, name in enumerate(class_names)}
+  named = {name.strip(): label for label, name in enumerate(class_names)}
   named["none"] = None
   labels = []
   for name in map(str.strip, text.split(",") if text else ()):

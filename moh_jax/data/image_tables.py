@@ -109,7 +109,6 @@ class ParquetSource(EncodedSource):
     self._groups: list[tuple[str, int]] = []
     group_rows: list[int] = []
     self._file_rows: list[int] = []
-    largest = 1
     for name in self._names:
       schema, groups = _read_head(file := str(self._root / name))
       if not self._file_rows:
@@ -123,13 +122,12 @@ class ParquetSource(EncodedSource):
             f"{wanted}; columns are {schema.names}"
           )
       self._groups += [(file, group) for group in range(len(groups))]
-      group_rows += [rows for rows, _ in groups]
-      self._file_rows.append(sum(rows for rows, _ in groups))
-      largest = max([largest, *(size for _, size in groups)])
+      group_rows += groups
+      self._file_rows.append(sum(groups))
     self._ends = list(itertools.accumulate(group_rows))
     self._starts = [0, *itertools.accumulate(self._file_rows)]
     read = functools.partial(_read_group, column=self._columns.image)
-    self._read_groups = SharedReads(-(-_KEPT_BYTES // largest), read)
+    self._read_groups = SharedReads(_KEPT_BYTES, read, _kept_bytes)
     if not any(self._file_rows):
       raise FileNotFoundError(f"data.path={path!r}: its tables have no rows")
     self._labels, self.class_names = self._read_labels()
@@ -346,21 +344,18 @@ def _features(schema: Any, file: str) -> dict[str, _Feature]:
   return found
 
 
-def _read_head(file: str) -> tuple[Any, list[tuple[int, int]]]:
-  """The schema of a file, and rows and bytes of each row group.
-
-  An Arrow file, which is mapped into memory, is one group of no bytes.
+def _read_head(file: str) -> tuple[Any, list[int]]:
+  """The schema of a file, and the rows of each row group; Arrow has one.
 
   Raises:
     ValueError: it is damaged, or pyarrow is missing.
   """
   if _is_arrow(file):
     mapped = _map_arrow(file)
-    return mapped.schema, [(mapped.num_rows, 0)]
+    return mapped.schema, [mapped.num_rows]
   with input_files.open_parquet(file) as table:
     groups = map(table.metadata.row_group, range(table.num_row_groups))
-    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
-    return table.schema_arrow, sizes
+    return table.schema_arrow, [group.num_rows for group in groups]
 
 
 def _read_group(place: tuple[str, int | None], column: str) -> Any:
@@ -380,6 +375,11 @@ def _read_group(place: tuple[str, int | None], column: str) -> Any:
   ):
     groups = range(table.num_row_groups) if group is None else [group]
     return table.read_row_groups(groups, columns=[column], use_threads=False)
+
+
+def _kept_bytes(place: tuple[str, int | None], group: Any) -> int:
+  """Memory of a row group of (file, number): mapped files need none."""
+  return 0 if _is_arrow(place[0]) else group.nbytes
 
 
 def _is_arrow(file: str) -> bool:

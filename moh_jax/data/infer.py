@@ -113,7 +113,10 @@ def data_at(config: Config, path: str) -> dict[str, Any]:
   """
   if config.model.READS_TEXT:
     return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
-  if "images" not in get_source(config.data).holds:
+  kind = get_source(config.data)
+  # A source of another package reads files of its own kind.
+  own = kind.has_path and not str(kind.source).startswith("moh_jax.data.")
+  if "images" not in kind.holds or own:
     return {"path": path}
   # Their libraries take a while.
   from moh_jax.data.image_tables import is_tables

@@ -1,7 +1,7 @@
 """Sources of labelled images: what all have in common, and that of a run.
 
 Example i of a source is {"image": [X, Y, channels] uint8, "label": int32}. In
-sources of latents "image" is the stored posterior, see `latents.py`.
+sources of latents "image" is the stored posterior, see `image_shards.py`.
 """
 
 import abc
@@ -320,6 +320,8 @@ def listed_classes(file: str) -> ClassList | tuple[()]:
   where = f"data.class_list={file!r}"
   try:
     text = read_bytes(file, _MOST_LIST_BYTES).decode()
+  except FileNotFoundError as error:
+    raise FileNotFoundError(f"{where}: no such file") from error
   except UnicodeDecodeError as error:
     raise ValueError(f"{where}: not UTF-8: {error}") from error
   lines = tuple(line.strip() for line in text.splitlines() if line.strip())
@@ -488,24 +490,37 @@ class SharedReads:
   The results that were used last are kept. After a failure the next one loads.
   """
 
-  def __init__(self, most: int, load: Callable[[Any], Any]):
+  def __init__(
+    self,
+    most: int,
+    load: Callable[[Any], Any],
+    size: Callable[[Any, Any], int] = lambda key, result: 1,
+  ):
     """Holds nothing yet.
 
     Args:
-      most: results that are kept.
+      most: results that are kept, or the sum of their sizes; the newest is.
       load: makes the result of a key.
+      size: (key, result) -> what counts of it.
     """
-    self._most, self._load, self._lock = most, load, threading.Lock()
-    self._place = functools.lru_cache(most)(lambda _: (threading.Lock(), []))
+    self._given, self._lock = (most, load, size), threading.Lock()
+    self._kept: dict[Hashable, tuple] = {}  # the last used is the last
 
   def __reduce__(self) -> tuple:
-    return SharedReads, (self._most, self._load)  # a worker has its own
+    return SharedReads, self._given  # a worker has its own
 
   def get(self, key: Hashable) -> Any:
     """The result of a key."""
+    most, load, size = self._given
     with self._lock:
-      lock, found = self._place(key)
+      place = self._kept.pop(key, None) or (threading.Lock(), [])
+      self._kept[key] = lock, found = place
     with lock:
       if not found:
-        found.append(self._load(key))
-    return found[0]
+        found.append((result := load(key), size(key, result)))
+    with self._lock:
+      sizes = {k: x[0][1] for k, (_, x) in self._kept.items() if x}
+      for old in list(sizes)[:-1]:
+        if sum(sizes.values()) > most:
+          del self._kept[old], sizes[old]
+    return found[0][0]

@@ -27,7 +27,9 @@ from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
 
-_BATCH = 64  # documents for one call of the tokenizer, on all its threads
+# Documents, and about characters, for one call of the tokenizer, on all its
+# threads.
+_BATCH, _BATCH_TEXT = 64, 1 << 20
 
 
 def split_of(text: str, held_out: float) -> str:
@@ -122,8 +124,7 @@ class _Job:
             elif found := target(name):  # without text, the name says the part
               found.skip(name, text.reason, text.detail)
 
-      left = documents()
-      while batch := list(itertools.islice(left, _BATCH)):
+      for batch in _batches(documents()):
         ids = self.tokenizer.encode_batch([text for _, text in batch])
         for (name, text), tokens in zip(batch, ids):
           found = target(text or name)
@@ -136,6 +137,19 @@ class _Job:
   def size(self, group: int) -> int:
     """Bytes of the pieces of a group."""
     return sum(piece.size for piece in self.groups[group])
+
+
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list]:
+  """Pairs of a name and a text, as many as one call of the tokenizer takes."""
+  batch, size = [], 0
+  for name, text in documents:
+    batch.append((name, text))
+    size += len(text)
+    if len(batch) == _BATCH or size >= _BATCH_TEXT:
+      yield batch
+      batch, size = [], 0
+  if batch:
+    yield batch
 
 
 def tokenize(

@@ -60,7 +60,7 @@ class Restored:
     """
     wanted = with_top_k(self.config, top_k)
     params = fit_params(self.params, self.config.model, wanted.model)
-    model = _network(wanted, params, {"top_k": top_k})
+    model = _network(wanted, params, [f"model.top_k={top_k}"])
     return dataclasses.replace(self, config=wanted, model=model, params=params)
 
   def predict(
@@ -141,7 +141,8 @@ def restore(
   fit = functools.partial(
     fit_params, trained=stored.config.model, wanted=config.model
   )
-  told = overrides or list(changes)
+  told = [key for key in changes if key.startswith("model.")]
+  told += [f"model.{name}={value!r}" for name, value in overrides.items()]
   model = _network(config, jax.eval_shape(fit, abstract), told)
   sharding.check_tree(abstract, f"the parameters of {directory}")
   params = checkpoint.restore_params(
@@ -151,7 +152,9 @@ def restore(
   return Restored(config, model, fit(params), step, names, sha256)
 
 
-def _network(config: Config, params: Any, overrides: Any) -> nn.Module:
+def _network(
+  config: Config, params: Any, overrides: Sequence[str]
+) -> nn.Module:
   """The network of a config, which must use no parameters but the given ones.
 
   Raises:
@@ -166,7 +169,7 @@ def _network(config: Config, params: Any, overrides: Any) -> nn.Module:
     if path not in there or there[path].shape != leaf.shape
   ]:
     raise ValueError(
-      f"the overrides {overrides} do not fit the checkpoint: it has no "
+      f"{', '.join(overrides)} must fit the checkpoint: it has no "
       f"{', '.join(unmet)} of that shape"
     )
   return model

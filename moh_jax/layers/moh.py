@@ -110,7 +110,7 @@ class MoHAttention(nn.Module):
       [B, N, C] and the router's side values.
 
     Raises:
-      ValueError: shapes or dtypes of x or token_mask are none of these.
+      ValueError: shapes of x or token_mask, or its dtype, are none of these.
     """
     out, aux, _ = self.extend(
       x, None, None, token_mask, places=places, choice=choice
@@ -136,8 +136,8 @@ class MoHAttention(nn.Module):
       x: [B, N, C] new tokens.
       cache: keys and values of the tokens before them (`ops.cache.make_cache`);
         None is as `__call__`.
-      slots: where the new tokens' keys and values go, and which they see; not
-        needed without a cache.
+      slots: where the new tokens' keys and values go, and which they see;
+        needed with a cache alone.
       token_mask: as in `__call__`; keys are masked only if `slots.first` is
         None, which else says what tokens see. The same holds for segments.
       places: as in `__call__`.
@@ -148,6 +148,8 @@ class MoHAttention(nn.Module):
       it; the one that was given is unchanged.
     """
     self._check(x, token_mask)
+    if cache is not None and slots is None:
+      raise ValueError("slots=None must be Slots where there is a cache")
     places, choice = places or Places(), choice or HeadChoice()
     layout = self._layout(cached=cache is not None)
     q, k, v = self.project(x, layout)

@@ -1,4 +1,4 @@
-"""What may refuse a run: all checks, before any long work begins.
+"""What may refuse a run: all checks, before anything is compiled.
 
 `train` makes them in this order: those of the processes need nothing but the
 config, `CHECKS` the mesh and the abstract program (as in `plan`), the rest the

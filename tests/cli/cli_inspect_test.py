@@ -22,6 +22,10 @@ from tests.cli import tiny_checkpoint
 from tests.data import tiny_text
 from tests.inference import tiny_vae
 
+_NO_CUDNN = (
+  "impossible here: implementation='cudnn' needs an NVIDIA GPU, this is a cpu "
+  "(cpu)"
+)
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 _RUN = "tests/faults/tiny_run.py"
 _PLAIN = "--config.classifier.mixup=0.", "--config.classifier.cutmix=0."
@@ -76,7 +80,7 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     # Layers whose top_k changes skip no head.
     ("llm_stdlib.py:tune", ["packed"] * 4),
     ("llm_stdlib.py:schedule", ["blocked"] * 4),
-    ("llm_stdlib.py:moh", ["cudnn (impossible on this cpu)"] * 4, "cudnn"),
+    ("llm_stdlib.py:moh", [_NO_CUDNN] * 4, "cudnn"),
   )
   def test_describes_a_config(self, spec, forms, form="auto"):
     change = f"--config.model.attention_impl={form}"

@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops import cudnn
-from moh_jax.ops.attention import attention
+from moh_jax.ops.attention import BACKENDS, attention
 from moh_jax.ops.attention_forms import Call, Form, Visible
 from moh_jax.ops.basics import gelu, unnormalized_softmax
 from moh_jax.ops.blocked import blocked_attention
@@ -41,6 +41,12 @@ _SPLASH = {
 
 
 class FormsTest(parameterized.TestCase):
+  def test_every_back_end_is_compared(self):
+    # The kernel is, in each of its three versions, by kernels_test.
+    self.assertEqual(
+      {*_PLAIN, "splash", "kernel"} - {"one_by_one"}, {*BACKENDS}
+    )
+
   @parameterized.parameters(
     *itertools.product(_TABLE, ("packed",)),
     *itertools.product(

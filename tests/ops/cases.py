@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.ops import cudnn, dense, splash
+from moh_jax.ops.attention import BACKENDS
 from moh_jax.ops.attention_forms import Call, Form, Visible
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import (
@@ -179,8 +180,10 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   elif form == "blocked":
     every = blocks_of(None, q.shape[:3], 8)
     out = blocked_attention(call, every)
+  elif form == "one_by_one":
+    out = dense.attend(call, Form("dense", one_by_one=True))
   else:
-    out = dense.attend(call, Form("dense", one_by_one=form == "one_by_one"))
+    out = BACKENDS[form].attend(call, Form(form))
   return jnp.where(chosen[..., None], out, 0)
 
 
