@@ -31,9 +31,9 @@ def _written(write, *args, **options) -> bytes:
   return file.getvalue()
 
 
-def _zipped(parts: dict[str, bytes], **options) -> bytes:
+def _zipped(parts: dict[str, bytes]) -> bytes:
   file = io.BytesIO()
-  with zipfile.ZipFile(file, "w", **options) as archive:
+  with zipfile.ZipFile(file, "w") as archive:
     for name, content in parts.items():
       archive.writestr(name, content)
   return file.getvalue()
@@ -171,25 +171,18 @@ class TorchTest(hostile.ReaderTest):
     with zipfile.ZipFile(io.BytesIO(_written(torch.save, tree))) as archive:
       cls.pickle = archive.read("archive/data.pkl")
 
-  def _archive(self, pickle: bytes, *parts: bytes, **options) -> bytes:
-    data = {f"net/data/{number}": part for number, part in enumerate(parts)}
+  def _archive(self, pickle: bytes) -> bytes:
     head = {"net/data.pkl": pickle, "net/version": b"3"}
-    return _zipped(head | data, **options)
+    return _zipped(head | {"net/data/0": bytes(24)})
 
   @hostile.examples()
   @given(st.data())
   def test_torch_archive(self, data):
-    whole = data.draw(hostile.damaged(self._archive(self.pickle, bytes(24))))
+    whole = data.draw(hostile.damaged(self._archive(self.pickle)))
     pickle = data.draw(hostile.damaged(self.pickle))
-    for content in (whole, self._archive(pickle, bytes(24))):
+    for content in (whole, self._archive(pickle)):
       for read in _TENSOR_READERS:
         self.check(read, self.write("x.pth", content))
-
-  def test_archive_that_unpacks_to_gigabytes(self):
-    zeros, packed = bytes(1 << 26), zipfile.ZIP_DEFLATED
-    content = self._archive(self.pickle, *[zeros] * 4, compression=packed)
-    with self.assertRaisesRegex(ValueError, "bomb.pth.*unpacks to"):
-      tensor_files.read_tensors(self.write("bomb.pth", content))
 
 
 _TOKENIZER = tokenizers.train_bpe(["a house, a tree"] * 4, 270)

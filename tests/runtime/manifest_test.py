@@ -59,6 +59,8 @@ class ManifestTest(parameterized.TestCase):
     (self.folder / "train/d/0").write_bytes(b"State")
     self.assertEqual(self._found({"config", "params"}), {})
     self.assertEqual([*self._found({"train"})], ["train/d/0"])
+    (self.folder / "_CHECKPOINT_METADATA").write_bytes(b"[]")  # of the step
+    self.assertEqual([*self._found({"config"})], ["_CHECKPOINT_METADATA"])
 
   def test_pipe_in_place_of_a_file_is_damage(self):
     (self.folder / "params/d/0").unlink()
@@ -102,6 +104,7 @@ class ManifestTest(parameterized.TestCase):
     for step in (4, 6):
       _write(self.workdir / "checkpoints" / str(step))
       (self.workdir / f"checkpoints/{step}/train/d/0").unlink()
+    self.assertEqual(steps.find_step(self.workdir, None), 6)
     with self.assertLogs("moh_jax", "WARNING") as logs:
       self.assertEqual(steps.newest_whole_step(self.workdir), 2)
     self.assertLen(logs.output, 3)

@@ -241,8 +241,8 @@ class LossesTest(parameterized.TestCase):
   @parameterized.product(family=("dit", "vit"), name=OPTIMIZERS)
   @pytest.mark.slow
   def test_of_other_families(self, family, name):
-    meshes = _ONE, {**_ONE, "fsdp": 4, "tensor": 2}, tiny.MESH
-    self._check(*(_config(family, name, mesh) for mesh in meshes))
+    axes = _ONE, {**_ONE, "fsdp": 4, "tensor": 2}, tiny.MESH
+    self._check(*(_config(family, name, mesh) for mesh in axes))
 
   @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
   @pytest.mark.slow
