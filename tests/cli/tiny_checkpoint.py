@@ -7,16 +7,12 @@ import json
 import pathlib
 import tempfile
 
-import jax
-import numpy as np
 from absl.testing import parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.cli import main
 from moh_jax.data.infer import resolve
-from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
-from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny
@@ -41,22 +37,15 @@ TEXT_CONFIG = config_lib.apply_overrides(
 _FOLDER = tempfile.TemporaryDirectory()  # removed when the process ends
 
 
-def save(directory):
-  """Writes random parameters of `CONFIG` as the checkpoint of step 0."""
-  model, inputs = make_model(CONFIG)
-  rng = np.random.RandomState(0)
-  params = jax.tree.map(
-    lambda leaf: np.float32(rng.normal(0, 0.5, leaf.shape)),
-    unbox(abstract_params(model, inputs)),
-  )
-  metadata = checkpoint.Metadata(CONFIG, CLASS_NAMES)
-  checkpoint.save_params(directory, params, metadata)
-
-
-def save_random(directory, config, names=(), seed=0):
-  """Writes random parameters of any config, likewise."""
-  params = tiny.random_params(config, seed=seed)
+def save_random(directory, config, names=()):
+  """Writes random parameters of a config as the checkpoint of step 0."""
+  params = tiny.random_params(config)
   checkpoint.save_params(directory, params, checkpoint.Metadata(config, names))
+
+
+def save(directory):
+  """Writes random parameters of `CONFIG`, likewise."""
+  save_random(directory, CONFIG, CLASS_NAMES)
 
 
 def save_dit(directory):
