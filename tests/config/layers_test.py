@@ -94,6 +94,18 @@ class StackTest(parameterized.TestCase):
     off = without_router(model)  # its parameters stay in their places
     self.assertEqual([group.depth for group in off.layer_groups()], depths)
 
+  def test_groups_have_the_orders_of_their_layers(self):
+    orders = ((3, 0, 1, 2), (1, 2, 3, 0), (2, 1, 0, 3))
+    heads = {"num_heads": (4,) * 3, "shared_heads": (1,) * 3}
+    first, second = dataclasses.replace(
+      small.LLM, **heads, top_k=(2, 2, 1), head_order=orders
+    ).layer_groups()
+    self.assertEqual((first.kv_heads, first.sees), (2, "before"))
+    self.assertEqual(first.order_of_each, orders[:2])
+    self.assertEqual(second.order_of_each, orders[2:])
+    (group,) = small.LLM.layer_groups()
+    self.assertEqual(group.order_of_each, ((0, 1, 2, 3),) * 2)
+
   def test_derived_sizes(self):
     self.assertEqual(small.DIT.grid, (2, 3))
     self.assertEqual(_dit(patch_size=1).grid, (4, 6))
@@ -116,6 +128,14 @@ class WithoutRouterTest(parameterized.TestCase):
     off = without_router(small.DIT, shared_heads=(9, 0, 1), top_k=(1, 0, 7))
     expected = tuple(HeadBudget(h, h, 0, 4) for h in (4, 4, 6))
     self.assertEqual(off.budgets(), expected)
+
+  def test_what_selects_heads_by_score_goes_with_the_router(self):
+    model = dataclasses.replace(small.LLM, router=RouterConfig(top_p=0.5))
+    self.assertEqual(without_router(model).router, RouterConfig("none"))
+
+  def test_fields_left_to_the_data_are_named(self):
+    with self.assertRaisesRegex(ValueError, "model.channels=None must be"):
+      small.TALL_VIT.check_complete()
 
 
 class InheritedTest(absltest.TestCase):

@@ -173,6 +173,14 @@ class DiTTest(parameterized.TestCase):
     params = small.random_variables(config)["params"]
     chex.assert_shape(params["embed"]["label"]["embedding"], (rows, 8))
 
+  def test_places_are_those_of_rows_and_columns(self):
+    x, *others = small.inputs(small.DIT)
+    _, recorded = small.record(small.DIT, 0 * x, *others)
+    tokens = recorded["tokens"][0][0].reshape(2, 3, 8)
+    # Half of them tells the column, the other half the row.
+    np.testing.assert_array_equal(tokens[0, :, :4], tokens[1, :, :4])
+    np.testing.assert_array_equal(tokens[:, 0, 4:], tokens[:, 2, 4:])
+
   def test_tokens_go_row_by_row_and_within_rows_columns_channels(self):
     x = np.arange(4 * 6 * 3.0).reshape(1, 4, 6, 3)
     tokens = np.asarray(patchify(jnp.asarray(x), 2))

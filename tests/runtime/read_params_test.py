@@ -66,6 +66,11 @@ class ReadParamsTest(parameterized.TestCase):
         leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
       )
 
+  def test_a_directory_with_checkpoints_is_refused(self):
+    metadata = checkpoint.Metadata(tiny.llm_config())
+    with self.assertRaisesRegex(ValueError, r"already holds checkpoints \[0\]"):
+      checkpoint.save_params(self.folder, self.params, metadata)
+
   def test_large_arrays_are_read_first_and_alone(self):
     leaves = {
       (name,): jax.ShapeDtypeStruct((size,), jnp.bfloat16)

@@ -178,7 +178,13 @@ class FitsTest(parameterized.TestCase):
         changed = apply_overrides(few, section, **fields)
         entrance.check_memory(changed, mesh, no_state)
 
-  def test_parts_of_a_device_count(self):
+  def test_parts_of_a_device_count_and_cpus_share_a_machine(self):
+    devices = jax.devices()
+    alone, one_of = (
+      sharding.device_bytes(devices[0], set(devices[:count]))
+      for count in (1, 8)
+    )
+    self.assertEqual(alone // 8, one_of)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     small, large = (
       jax.ShapeDtypeStruct((size, 1 << 20), jnp.float32, sharding=one)
