@@ -106,6 +106,10 @@ def attend(call: Call, implementation: str) -> jax.Array:
   active = call.active
   if active is not None:
     chex.assert_shape(active.mask, (batch, queries, heads))
+    if active.max_per_token < 1:
+      raise ValueError(
+        f"max_per_token={active.max_per_token} must be at least 1"
+      )
   hides = visible.key_mask is not None or queries != keys
   case = AttentionCase(
     target=target(),

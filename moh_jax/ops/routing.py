@@ -90,10 +90,16 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
 
   Returns:
     [..., R] bool, k True per token; of equal scores the first are kept.
+
+  Raises:
+    ValueError: an integer k outside [0, R].
   """
   num = scores.shape[-1]
-  if isinstance(k, int) and k in (0, num):
-    return jnp.full(scores.shape, k == num)
+  if isinstance(k, int):
+    if not 0 <= k <= num:
+      raise ValueError(f"k={k} must be in [0, {num}]")
+    if k in (0, num):
+      return jnp.full(scores.shape, k == num)
   return _better(scores).sum(-1) < k
 
 

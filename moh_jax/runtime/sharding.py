@@ -302,8 +302,14 @@ def pad_to_shards(array: np.ndarray, mesh: Mesh) -> np.ndarray:
 
 
 def gather(arrays: Any) -> Any:
-  """Copies the global arrays of a tree to host arrays, on every process."""
-  return multihost_utils.process_allgather(arrays, tiled=True)
+  """Copies the arrays of a tree to the host, global ones to every process."""
+
+  def copy(array: Any) -> np.ndarray:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+      return multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)  # a process's own, which others need not have
+
+  return jax.tree.map(copy, arrays)
 
 
 def batch_shards(mesh: Mesh) -> int:

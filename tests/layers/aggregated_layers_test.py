@@ -53,6 +53,18 @@ def _applied(kind: str, dtype=jnp.float32):
   return variables, outputs, grads
 
 
+class RefusalsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"window": 2}, "window=2 must be odd"),
+    ({"pool_grid": (0, 2)}, r"pool_grid=\(0, 2\) must be in"),
+    ({"pool_grid": (64, 2)}, r"pool_grid=\(64, 2\) must be in"),
+  )
+  def test_what_is_wrong_is_named(self, fields, message):
+    module, inputs = _module("pooled")
+    with self.assertRaisesRegex(ValueError, message):
+      module.clone(**fields).init(jax.random.key(0), *inputs)
+
+
 @parameterized.parameters("full", "pooled")
 class AttentionLayersTest(parameterized.TestCase):
   def test_shapes_and_float32(self, kind):

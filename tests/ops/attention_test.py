@@ -181,6 +181,9 @@ class AttentionTest(parameterized.TestCase):
       attention(*Case(**changes).arrays()[:3], **options)
 
     q, k, v, _ = Case().arrays()
+    nothing = ActiveHeads(jnp.zeros(q.shape[:3], bool), 0)
+    with self.assertRaisesRegex(ValueError, "max_per_token=0 must be at least"):
+      attention(q, k, v, active=nothing)
     with self.assertRaises(AssertionError):
       attention(q, k, v[:, :4])
 

@@ -163,6 +163,11 @@ class MasksTest(parameterized.TestCase):
     ):  # fmt: skip
       np.testing.assert_array_equal(mask, expected)
 
+  @parameterized.parameters(-1, 7)
+  def test_other_k_are_named(self, k):
+    with self.assertRaisesRegex(ValueError, rf"k={k} must be in \[0, 6\]"):
+      routing.top_k_mask(jnp.zeros((2, 5, 6)), k)
+
   @parameterized.parameters(0.2, 0.5, 0.9)
   def test_top_p_selects_until_scores_reach_p(self, p):
     probs = np.random.default_rng(0).dirichlet(np.ones(6), (2, 5))

@@ -6,10 +6,11 @@ import time
 from unittest import mock
 
 import jax
+import numpy as np
 from absl.testing import absltest
 from orbax.checkpoint import multihost
 
-from moh_jax.runtime import cluster, peers
+from moh_jax.runtime import cluster, peers, sharding
 from tests import two_processes
 
 _CHILD = """
@@ -30,6 +31,9 @@ def compare() -> None:
     peers.agree({"config": {"seed": index, "same": 1}, "steps": [2][index:]})
   except ValueError as error:
     print(error)
+  own = jax.device_put(np.full(2, index), jax.local_devices()[0])
+  gathered = sharding.gather([own, np.arange(index)])
+  print([array.tolist() for array in gathered])
   sys.stdout.flush()
 
 
@@ -41,8 +45,9 @@ class AgreementTest(absltest.TestCase):
       [
         "the 2 processes of the run differ: config.seed: 0 in process 0, 1 in "
         "process 1; steps: [2] in process 0, [] in process 1\n"
-      ]
-      * 2,
+        f"{[[index] * 2, [*range(index)]]}\n"
+        for index in range(2)
+      ],
     )
 
 
