@@ -173,13 +173,6 @@ class ParametersTest(parameterized.TestCase):
     else:
       self.assertLess(gap, 2e-5)
 
-  def test_new_cache_has_a_layer_axis_unless_unrolled(self):
-    (stacked,) = LLM(small.CONFIG).new_cache(3, 5, "int8")
-    chex.assert_shape(stacked.k, (2, 3, 2, 5, 8))
-    chex.assert_shape(stacked.k_scale, (2, 3, 2, 1, 5))
-    ((first, _),) = LLM(small.CONFIG, unrolled=True).new_cache(3, 5, "int8")
-    chex.assert_shape(first.k, (3, 2, 5, 8))
-
   @parameterized.parameters(small.CONFIG, small.TIED)
   def test_new_tokens_are_the_mean_of_the_old(self, config):
     params = small.random_variables(config)["params"]
