@@ -90,17 +90,22 @@ class LLMTest(parameterized.TestCase):
       self.assertSequenceEqual(leaf.names, names)
 
   def test_order_of_heads_is_as_if_the_weights_of_each_layer_were_moved(self):
-    order = ((3, 0, 1, 2), (1, 2, 3, 0))
-    plain = small.changed("query_norm", num_kv_heads=4, top_k=(1, 2))
+    order = ((3, 0, 1, 2), (1, 2, 3, 0), (2, 3, 0, 1))
+    layers = {"num_heads": (4,) * 3, "shared_heads": (1,) * 3}
+    plain = small.changed(
+      "query_norm", num_kv_heads=4, top_k=(1, 1, 2), **layers
+    )
     variables = small.random_variables(plain)
     ordered, _ = small.forward(
       dataclasses.replace(plain, head_order=order), variables=variables
     )
     moved = jax.tree.map(jnp.copy, variables)
-    for layer, heads in enumerate(np.array(order)):
-      attn = moved["params"][f"blocks{layer}"]["attn"]
-      attn["qkv"]["kernel"] = attn["qkv"]["kernel"][:, :, :, heads]
-      attn["out"]["kernel"] = attn["out"]["kernel"][:, heads]
+    places = (("blocks0", 0), ("blocks0", 1), ("blocks1", 0))
+    for (stack, layer), heads in zip(places, np.array(order)):
+      attn = moved["params"][stack]["attn"]
+      qkv, out = attn["qkv"]["kernel"], attn["out"]["kernel"]
+      attn["qkv"]["kernel"] = qkv.at[layer].set(qkv[layer][:, :, heads])
+      attn["out"]["kernel"] = out.at[layer].set(out[layer][heads])
     expected, _ = small.forward(plain, variables=moved)
     np.testing.assert_allclose(ordered, expected, atol=2e-5)
     unmoved, _ = small.forward(plain, variables=variables)

@@ -288,6 +288,9 @@ class StateShardingTest(parameterized.TestCase):
     self.assertEqual(row.sharding.spec, P(None))
     self.assertEqual(column.sharding.spec, P(("tensor", "fsdp")))
     self.assertEqual(second.v["embed"]["embedding"].sharding.spec, P())
+    # Of two dimensions of 32 the row's means lack the last one.
+    row = second.v_row["blocks0"]["mlp"]["up"]["kernel"]
+    self.assertEqual((row.shape, row.sharding.spec), ((2, 32), P(None, "fsdp")))
 
   @parameterized.parameters(*OPTIMIZERS)
   def test_first_moments_in_bfloat16_take_half_the_memory(self, name):
