@@ -98,13 +98,13 @@ def train(
   builder = task_builder(config)
   program = make_program(config, builder.make_objective(config), mesh)
   entrance.check_run(config, mesh, program)
+  # Data.
+  task = builder.make_task(config, decode)
+  metadata = task.metadata(config)
   directory = entrance.check_writable(workdir)
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
     lock = enter(entrance.hold_lock(directory))
-    # Data.
-    task = builder.make_task(config, decode)
-    metadata = task.metadata(config)
     start = saving.resumable_step(directory, verify)
     entrance.check_same_run(directory, start, metadata, task.identity, verify)
     enter(sharding.use_mesh(mesh))

@@ -30,7 +30,7 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     self.assertRegex(
       told[0],
       r"\ntokenizer: tokenizer.json, \d+ ids; texts begin with begin of text; "
-      r"generated texts stop at \S+; chat templates: none\n$",
+      r"generated texts stop at \S+ \(\d+\); chat templates: none\n$",
     )
     self.assertEndsWith(told[1], "\ntokenizer: none that can be read\n")
 
