@@ -42,7 +42,7 @@ GROUPS = {
     "register_family",
     "get_family",
   ),
-  "Data": ("ImageSource", "register_source"),
+  "Data": ("ImageSource", "register_source", "MissingSplitError"),
   "Runs and checkpoints": (
     "load_config",
     "train",
