@@ -314,17 +314,19 @@ def keys_of_rows(problem: Problem, rows: int, keys: int) -> Ranges:
     rows: r, a divisor of R.
     keys: L.
   """
-  token = problem.blocks.token.reshape(-1, rows)
-  batch = problem.blocks.head // (problem.group * problem.kv_heads)
-  batch = jnp.repeat(batch, problem.rows // rows)[:, None]
-  empty = token == problem.queries
+  # By blocks, and with M in empty rows, so that XLA makes the ranges of row
+  # tiles of all sizes in one pass.
+  token = problem.blocks.token
+  batch = problem.blocks.head[:, None] // (problem.group * problem.kv_heads)
   ranges = problem.ranges(batch, jnp.minimum(token, problem.queries - 1))
-  begin, whole_end = (
-    jnp.where(empty, problem.keys, x).min(-1)
-    for x in (ranges.begin, ranges.whole_end)
+  empty = (token == problem.queries).reshape(-1, rows)
+  begin, whole_begin, whole_end, end = (
+    jnp.where(token == problem.queries, problem.keys, x).reshape(-1, rows)
+    for x in ranges
   )
+  begin, whole_end = begin.min(-1), whole_end.min(-1)
   whole_begin, end = (
-    jnp.where(empty, 0, x).max(-1) for x in (ranges.whole_begin, ranges.end)
+    jnp.where(empty, 0, x).max(-1) for x in (whole_begin, end)
   )
   stop = jnp.where(begin < end, pl.cdiv(end, keys), 0)
   start = jnp.minimum(begin // keys, stop)
