@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks import crossing, decode, exact, layer, plot, step, tiles
-from benchmarks.common import table_of
+from benchmarks.common import attempt, table_of
 from moh_jax.cli.command import table
 from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
@@ -34,7 +34,6 @@ from moh_jax.runtime.json_files import read_json
 from moh_jax.training import bench
 from moh_jax.training.bench import (
   Row,
-  attempt,
   failure,
   read_rows,
   table_cells,

@@ -3,12 +3,20 @@
 import argparse
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moh_jax.cli import bench, bench_attention, command, flags
 from moh_jax.cli.main import report_errors
 from moh_jax.training.bench import machine
+
+
+def attempt(call: Callable, *args: Any, **options: Any) -> Any:
+  """What a call returns or raises: compilers and drivers share no error."""
+  try:
+    return call(*args, **options)
+  except Exception as error:
+    return error
 
 
 def make_parser(doc: str, rounds: int = 0) -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import finish, make_parser
+from benchmarks.common import attempt, finish, make_parser
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget
@@ -24,7 +24,7 @@ from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.target import target
-from moh_jax.training.bench import attempt, check_exact, exact_products, failure
+from moh_jax.training.bench import check_exact, exact_products, failure
 
 _BATCH, _HEADS = 2, 8
 # Key/value heads, causal, documents in a sequence.

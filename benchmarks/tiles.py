@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import finish, make_parser
+from benchmarks.common import attempt, finish, make_parser
 from moh_jax.cli import command
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.cli.main import report_errors
@@ -36,7 +36,7 @@ from moh_jax.ops.kernels.problem import BlockSizes, Key, Problem, Tile
 from moh_jax.ops.target import target
 from moh_jax.runtime.files import replacing
 from moh_jax.training import bench
-from moh_jax.training.bench import Program, attempt
+from moh_jax.training.bench import Program
 
 _KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -114,9 +114,9 @@ def data_at(config: Config, path: str) -> dict[str, Any]:
   if config.model.READS_TEXT:
     return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
   kind = get_source(config.data)
-  # A source of another package reads files of its own kind.
-  own = kind.has_path and not str(kind.source).startswith("moh_jax.data.")
-  if "images" not in kind.holds or own:
+  # Sources that do not decode image files read files of their own kind.
+  is_own = kind.has_path and "decode" not in kind.options
+  if "images" not in kind.holds or is_own:
     return {"path": path}
   # Their libraries take a while.
   from moh_jax.data.image_tables import is_tables

@@ -294,7 +294,8 @@ def worker_count(
 ) -> int:
   """Processes to make batches; 0 leaves it to threads of this process.
 
-  They are no more than shared memory has room for, as far as there is any.
+  They are no more than the batches that fit in shared memory, where the system
+  has such a folder.
 
   Args:
     data: section `data` of the config.
@@ -313,15 +314,15 @@ def worker_count(
   arrays = map(np.asarray, jax.tree.leaves(examples[0]))
   batch_bytes = local_batch * sum(array.nbytes for array in arrays)
   free = shutil.disk_usage(_SHARED_MEMORY).free
-  room = free // (_SHARED_BATCHES * batch_bytes)
-  if wanted > room:
+  fitting = free // (_SHARED_BATCHES * batch_bytes)
+  if wanted > fitting:
     _log.warning(
       "%d processes make batches, not %d: %s has %.0f MB free, and each takes "
       "%d batches of %.1f MB (Docker gives 64 MB without --shm-size)",
-      *(room, wanted, _SHARED_MEMORY, free / 1e6),
+      *(fitting, wanted, _SHARED_MEMORY, free / 1e6),
       *(_SHARED_BATCHES, batch_bytes / 1e6),
     )
-  return min(wanted, room)
+  return min(wanted, fitting)
 
 
 class _BatchRows(grain.MapDataset):

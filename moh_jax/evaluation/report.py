@@ -341,9 +341,9 @@ def samples(
 def run_preview(directory: str, last: int) -> bytes | None:
   """The newest picture that a run drew up to a step; None without any."""
   folder = steps.workdir(directory) / "samples"
-  drawn = [file for file in folder.glob("*.png") if file.stem.isdecimal()]
-  own = [file for file in sorted(drawn) if int(file.stem) <= last]
-  return read_bytes(own[-1], _MOST_PNG) if own else None
+  found = [file for file in folder.glob("*.png") if file.stem.isdecimal()]
+  until = [file for file in sorted(found) if int(file.stem) <= last]
+  return read_bytes(until[-1], _MOST_PNG) if until else None
 
 
 def _generated(

@@ -414,14 +414,6 @@ def _loop(function: Callable, loops: int) -> Callable:
   return run
 
 
-def attempt(call: Callable, *args: Any, **options: Any) -> Any:
-  """What a call returns or raises: compilers and drivers share no error."""
-  try:
-    return call(*args, **options)
-  except Exception as error:
-    return error
-
-
 def failure(error: Exception) -> str:
   """One line that says why a program does not run."""
   return textwrap.shorten(f"does not run: {type(error).__name__}: {error}", 300)

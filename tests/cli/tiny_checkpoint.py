@@ -44,12 +44,12 @@ def save_random(directory, config, names=()):
 
 
 def save(directory):
-  """Writes random parameters of `CONFIG`, likewise."""
+  """Writes a checkpoint of `CONFIG` with random parameters."""
   save_random(directory, CONFIG, CLASS_NAMES)
 
 
 def save_dit(directory):
-  """Writes random parameters of `DIT_CONFIG`, likewise."""
+  """Writes a checkpoint of `DIT_CONFIG` with random parameters."""
   save_random(directory, DIT_CONFIG, tuple("0123456789"))
 
 

@@ -106,7 +106,7 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def dit_config(**sections: dict[str, Any]) -> Config:
-  """The tiny diffusion run on real digits, likewise."""
+  """The tiny diffusion run on real digits, with other fields."""
   base = Config(
     model=DIT,
     data=dataclasses.replace(_DIGITS, mean=(0.5,), std=(0.5,)),
@@ -120,7 +120,7 @@ def dit_config(**sections: dict[str, Any]) -> Config:
 
 
 def llm_config(**sections: dict[str, Any]) -> Config:
-  """The tiny run on random tokens, likewise."""
+  """The tiny run on random tokens, with other fields."""
   base = Config(
     model=LLM,
     data=config_lib.TextDataConfig(
