@@ -136,6 +136,9 @@ class HeadMix(KernelLayer):
     count = 1 if self.output_major else layout.count(num_heads)
     if count > 1:
       kernel = kernel.reshape(-1, count * dim, self.features)
+      # Without the barrier XLA takes the heads of the gradient's product apart
+      # again, and for that copies its input.
+      kernel = jax.lax.optimization_barrier(kernel)
     gated = fill_lanes(heads, count)
     if dim != layout.dim:
       gated = _store_by_head(gated)
