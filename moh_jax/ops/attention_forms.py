@@ -129,6 +129,7 @@ class AttentionCase:
     masked: whether cuDNN would read what is hidden as an array: segments, and
       where attention is causal a key mask, or fewer or more queries than keys.
     biased: whether a bias is added to the logits.
+    group: query heads that read one key/value head, H / K.
     dtype: name of the widest dtype of queries, keys and values.
     one_device: whether the arrays are one device's own. Else the compiler
       splits them over a mesh, which it can do to plain XLA alone.
@@ -145,6 +146,7 @@ class AttentionCase:
   causal: bool = False
   masked: bool = False
   biased: bool = False
+  group: int = 1
   dtype: str = "float32"
   one_device: bool = True
   has_cudnn: bool = True

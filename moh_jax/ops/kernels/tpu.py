@@ -77,18 +77,18 @@ class Tpu(Kernels):
       problem: the call, with keys [B, M, K / m, W].
       x: of the pairs.
     """
-    tokens, dim = x.shape[1], x.shape[3]
+    tokens, heads, dim = x.shape[1:]
     count = problem.head_dim // dim
     blocks = problem.blocks
-    head, token = blocks.head[:, None], blocks.token
-    index = head // count * tokens + jnp.minimum(token, tokens - 1)
+    head, token = blocks.query_heads(), blocks.token
+    place = blocks.batches()[:, None] * (heads // count) + head // count
+    index = place * tokens + jnp.minimum(token, tokens - 1)
     sets = fill_lanes(x, count).swapaxes(1, 2).reshape(-1, problem.head_dim)
     rows = jnp.take(sets, index, axis=0, mode="clip")  # [T, R, W]
     inside = (token < tokens)[..., None]
     if count > 1:
-      held = head % count
-      wanted = head // (problem.group // count) % count
-      rows = _moved(rows, (wanted - held)[..., None], problem, dim)
+      wanted = (blocks.head % count)[:, None]
+      rows = _moved(rows, (wanted - head % count)[..., None], problem, dim)
       inside = inside & in_place(wanted, count, dim)
     rows = jnp.where(inside, rows, jnp.zeros((), x.dtype))
     return rows.reshape(-1, problem.head_dim)
