@@ -171,7 +171,8 @@ class Form:
     name: a key of `attention.BACKENDS`.
     packs: whether only the active heads are computed.
     rows: rows of a block; 0 for forms without blocks.
-    blocks_per_step: blocks of a head computed in one step of the loop, at most.
+    blocks_per_step: blocks of a key/value head that one step of the loop
+      computes, at most.
     one_by_one: whether "dense" computes one sequence of the batch after
       another.
     backend: what computes it, as `crossovers.Crossover` names it.

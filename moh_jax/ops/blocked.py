@@ -325,7 +325,7 @@ class _Problem:
     row = rows.batch if batch > 1 else 0
     head = 0
     if heads > 1:
-      head = rows.of(self.blocks.query_heads().reshape(-1))
+      head = jnp.maximum(rows.of(self.blocks.pair), 0) % heads
     # Empty rows read the last token's bias; their gradients are 0.
     return row, head, jnp.minimum(rows.token, self.call.q.shape[1] - 1)
 

@@ -106,11 +106,6 @@ class HeadBlocks(PairRows):
   first: jax.Array
   rank: jax.Array
 
-  def query_heads(self) -> jax.Array:
-    """Query head of each row in the layer, [T, R] int32; any in empty rows."""
-    heads = np.int32(self.row.shape[2])
-    return lax.rem(jnp.maximum(self.pair, 0), heads).reshape(self.token.shape)
-
   def batches(self) -> jax.Array:
     """Example of the batch that each block is of, [T] int32."""
     return lax.div(self.head, np.int32(self.rank.shape[2]))

@@ -80,12 +80,13 @@ class Tpu(Kernels):
     tokens, heads, dim = x.shape[1:]
     count = problem.head_dim // dim
     blocks = problem.blocks
-    head, token = blocks.query_heads(), blocks.token
-    place = blocks.batches()[:, None] * (heads // count) + head // count
-    index = place * tokens + jnp.minimum(token, tokens - 1)
+    pair = blocks.pair.reshape(blocks.token.shape)
+    inside = (pair >= 0)[..., None]
+    place, head = jnp.divmod(jnp.maximum(pair, 0), heads)
+    batch, token = jnp.divmod(place, tokens)
+    index = (batch * (heads // count) + head // count) * tokens + token
     sets = fill_lanes(x, count).swapaxes(1, 2).reshape(-1, problem.head_dim)
     rows = jnp.take(sets, index, axis=0, mode="clip")  # [T, R, W]
-    inside = (token < tokens)[..., None]
     if count > 1:
       wanted = (blocks.head % count)[:, None]
       rows = _moved(rows, (wanted - head % count)[..., None], problem, dim)
