@@ -173,13 +173,13 @@ class LLMConfig(LayerStack):
     """Heads come in pairs, in groups and in an order."""
     if self.head_dim % 2:
       self.fail("head_dim", "must be even: RoPE turns pairs")
-    super().check()
     for layer, heads in enumerate(self.num_heads):
       if heads % self.num_kv_heads:
         raise ValueError(
           f"model.num_kv_heads={self.num_kv_heads} must divide "
           f"model.num_heads[{layer}]={heads}"
         )
+    super().check()
     self._check_order()
 
   def _check_order(self) -> None:
@@ -196,6 +196,11 @@ class LLMConfig(LayerStack):
           f"model.head_order[{layer}]={order} must hold each of the {heads} "
           "heads once"
         )
+    try:
+      self.layer_groups()
+    except ValueError as error:
+      structure = f"router.structure={self.router.structure!r}"
+      self.fail("head_order", f"{error} for {structure}")
 
   @property
   def num_tokens(self) -> int:
