@@ -203,7 +203,7 @@ def _on_devices(
 
   None where the axes tensor and sequence cannot split the heads.
   """
-  from moh_jax.ops.head_layout import works_equally, head_placement
+  from moh_jax.ops.head_layout import head_placement, works_equally
 
   placement, budget = head_placement(group, *mesh), group.budget
   if placement is None:

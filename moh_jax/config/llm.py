@@ -168,6 +168,7 @@ class LLMConfig(LayerStack):
   READS_TEXT = True
   SERVED_IN_DTYPE = True
   sees = "before"
+  MLP_MATRICES = 3  # between the width and that of the MLP
 
   def check(self) -> None:
     """Heads come in pairs, in groups and in an order."""
@@ -211,6 +212,10 @@ class LLMConfig(LayerStack):
   def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Tokens [1, 1] int32."""
     return (((1, 1), "int32"),)
+
+  def with_mlp_dim(self, dim: int) -> "LLMConfig":
+    """The section with another width of the MLP."""
+    return dataclasses.replace(self, mlp_dim=dim)
 
   def check_run(self, run: Config) -> None:
     """Sequences fit the positions; a schedule of top_k ends as the model is."""

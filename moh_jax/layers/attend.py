@@ -15,8 +15,8 @@ from moh_jax.ops import attention as ops
 from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.picked_heads import PickedHeads
 from moh_jax.ops.head_layout import HeadLayout, kv_repeats
+from moh_jax.ops.picked_heads import PickedHeads
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
