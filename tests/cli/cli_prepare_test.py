@@ -1,7 +1,6 @@
 import json
 
-import numpy as np
-import pyarrow as pa
+import chex
 
 from moh_jax.data import sources
 from moh_jax.data.image_folders import ImageFolderSource, Selection
@@ -10,7 +9,6 @@ from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.training import denoising
 from tests.cli import tiny_checkpoint
-from tests.data import tiny_images as tables
 from tests.data import tiny_sets
 from tests.inference import tiny_vae
 
@@ -57,23 +55,9 @@ class PackImagesTest(tiny_checkpoint.CommandTest):
     for split in sources.SPLITS:
       folder = ImageFolderSource(str(self.images), split, 3, Selection(0.25))
       packed = self._packed(split)
-      self.assertLen(packed, len(folder))
-      for i in range(len(folder)):
-        self.assertEqual(packed[i]["label"], folder[i]["label"])
-        np.testing.assert_array_equal(packed[i]["image"], folder[i]["image"])
+      chex.assert_trees_all_equal([*map(dict, packed)], [*map(dict, folder)])
     self.images = self.out / "train"
     self.assert_refused("--val-share=0.25 must be 0", "--val-share=0.25")
-
-  def test_label_column_of_tables(self):
-    features = {"image": tables.IMAGE}
-    features |= dict.fromkeys(("fine_label", "coarse_label"), tables.LABEL)
-    table = tables.make_table([0, 1], 0, features, label="fine_label")
-    table = table.append_column("coarse_label", pa.array([2, 0]))
-    tables.write(self.images / "train-0.parquet", table)
-    self.assert_refused("choose with data.label_column or --label-column")
-    self.done("--label-column", "coarse_label")
-    packed = self._packed("train")
-    self.assertEqual([int(packed[i]["label"]) for i in range(2)], [2, 0])
 
 
 class EncodeLatentsTest(tiny_checkpoint.CommandTest):
@@ -132,28 +116,6 @@ class EncodeLatentsTest(tiny_checkpoint.CommandTest):
       self.assertLen(LatentSource(str(shared), split), 10)
       self.assertFalse((shared / split / "unfinished").exists())
 
-  def test_other_settings_are_refused_by_name(self):
-    self.done("--split", "val")
-    # Nothing of the other split is encoded before that is found.
-    self.assert_refused("image_size: 6 here, 8 there", "--image-size=6")
-    self.assertFalse(list(self.out.glob("train/*.array_record")))
-    message = "compute_dtype: 'bfloat16' here, 'float32' there"
-    self.assert_refused(message, "--split=val", "--dtype=bfloat16")
-
-  def test_bad_image_is_one_line_or_skipped(self):
-    file = self.images / "val" / "cat" / "2.png"
-    file.write_bytes(file.read_bytes()[:60])
-    status, _, err = self.call("--split=val")
-    self.assertEqual((status, len(err.splitlines())), (2, 1))
-    self.assertStartsWith(err, f"error: {file}: damaged")
-    message = "; --bad-images skip leaves out what cannot be used"
-    self.assertIn(message, err)
-    out = self.done("--split=val", "--bad-images=skip")
-    told = (
-      f"9 images as latents of 4 x 4 x 2; 1 skipped, see {self.out / 'val'}"
-    )
-    self.assertIn(told, out)
-
 
 class TokenizeTest(tiny_checkpoint.CommandTest):
   COMMAND = "prepare tokenize --tokenizer=bytes --field=body --workers=1"
@@ -171,11 +133,7 @@ class TokenizeTest(tiny_checkpoint.CommandTest):
     train, val = (TokenSet(self.out / s).metadata for s in sources.SPLITS)
     self.assertEqual(train["documents"] + val["documents"], 100)
     self.assertBetween(val["documents"], 10, 30)
-    self.assertEqual(
-      out[0],
-      f"train: {train['documents']} documents, {train['tokens']:,} tokens of "
-      f"{train['text_bytes']:,} bytes of text in {self.out}/train",
-    )
+    self.assertStartsWith(out[0], f"train: {train['documents']} documents, ")
     self.assertStartsWith(out[1], "val: ")
 
   def test_one_split_takes_all_and_broken_lines_are_skipped_on_request(self):

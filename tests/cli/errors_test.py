@@ -19,7 +19,12 @@ from tests.inference import tiny_vae
 _REFUSED = {
   "bench": {
     "": "KIND",
-    "attention --shares 90": "--shares 90 must be a whole number of",
+    "attention --shares 90": "heads: a multiple of 3.125",
+    "attention --shares nan": "--shares[0]='nan' must be of type float",
+    "attention --shares 0": "--shares 0 must be a whole number",
+    "attention --shares 150": "--shares 150 must be",
+    "attention --shares 25 --shared 9": "is 8 of the 32 heads and must",
+    "attention --shared 33": "--shared=33 must be in [0, 32]",
     "attention --kv-heads 3": "--kv-heads=3 must divide --heads 32",
     "attention --implementations kernel": "kernel needs an accelerator",
     "model --model nope": "model 'nope' must be one of",
@@ -29,6 +34,9 @@ _REFUSED = {
   "classify --checkpoint": {
     "{vit} {here}/cut.png": "cut.png: damaged",
     "{vit} {here}/empty": "empty holds no image",
+    "{vit} nope": "nope: no such file or",
+    "{vit} {here}/good.png --json /proc/x": "--json /proc/x: ",
+    "{vit} {here}/good.png --step newer": "a number, newest or whole",
     "{dit} {here}": "`classify` needs 'vit'",
   },
   "compare --config configs/llm_stdlib.py --workdir {here}/new": {
@@ -64,7 +72,6 @@ _REFUSED = {
   "evaluate --checkpoint": {
     "{dit} --per-class {here}/x.csv": "needs 'vit'",
     "{text} --data /nope/*.txt": "/nope/*.txt: no such file",
-    "{text} --tasks a,,b": "task 'a' is none of the harness's",
     "{llm} --data {here}/one.txt --top-k=1": "model.router.kind='none'",
   },
   "evaluate --checkpoint {text} --data {here}/one.txt": {
@@ -110,6 +117,8 @@ _REFUSED = {
     "": "one of --checkpoint, --config and --data must be given",
     "--data x --config y": "one of --checkpoint, --config and",
     "--data x": "--data='x' needs --checksums or --batch",
+    "--config tests/faults/tiny_run.py:llm --batch {here}/y.png": "not text or",
+    "--config configs/dit.py:s2_90 --batch {here}/y.png": "shows pixels, not",
     "--data x --batch {here}/y.png": "needs --vae",
     "--config x --vae x": "--vae='x' needs --data and",
     "--config x --checksums": "needs --checkpoint or --data al",

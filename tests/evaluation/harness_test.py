@@ -8,7 +8,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.evaluation import harness
@@ -238,7 +238,3 @@ class DocumentsTest(parameterized.TestCase):
     tokenizer.bos_id = tokenizer.eos_id = None
     with self.assertRaisesRegex(ValueError, "neither begin nor end of text"):
       harness.score_documents(_Uniform(), tokenizer, ["a"])
-
-
-if __name__ == "__main__":
-  absltest.main()
