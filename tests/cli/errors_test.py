@@ -83,7 +83,6 @@ _REFUSED = {
     "--batch-size 9": "--batch-size=9 must be a multiple of 8",
     "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
-    "--reference {here}/one.npz": "at least 4 samples",
     "--reference {here}/one.npz --metrics fid": "at least 2",
     "--save-stats {here}": "is a directory",
     "--inception no.pth": "pt_inception-2015-12-05-6726825d",
@@ -95,7 +94,6 @@ _REFUSED = {
     "{llm} --prompt-file {here}/one.txt": "must be given together",
     "{llm} --interactive --json=-": "needs --prompt or --messages",
     "{llm} --interactive --distributed": "needs prompts",
-    "{llm} --prompt-file={here}/one.txt --out=/no/b": "no directory /no",
     "{llm} --messages {here}/one.txt": "Expecting value",
   },
   "generate --checkpoint {llm} --prompt=a": {
@@ -115,7 +113,6 @@ _REFUSED = {
   },
   "inspect": {
     "": "one of --checkpoint, --config and --data must be given",
-    "--data x --config y": "one of --checkpoint, --config and",
     "--data x": "--data='x' needs --checksums or --batch",
     "--config tests/faults/tiny_run.py:llm --batch {here}/y.png": "not text or",
     "--config configs/dit.py:s2_90 --batch {here}/y.png": "shows pixels, not",
@@ -133,7 +130,6 @@ _REFUSED = {
   "prepare pack-images --data {here}/images --out {here}/new": {
     "--label-column=x": "--label-column='x' must be '': ",
     "--data={here}/empty": "holds no image",
-    "--data=nope": "no such dir",
   },
   "prepare encode-latents --data {here}/images --out {here}/new --vae": {
     "{here}/vae --process=2/2": "'2/2' must be I/N",
@@ -146,7 +142,6 @@ _REFUSED = {
   "prepare train-tokenizer --data {here}/a.jsonl --out": {
     "{here}/new.json --vocab-size=100": "vocab_size=100 must be at least 258",
     "{here}/a.model --vocab-size=400": "must end in .json",
-    "{here}/no/a.json --vocab-size=400": "no directory",
   },
   "sample --checkpoint {vit}": {"--out {here}/x.npz": "`sample` needs 'dit'"},
   "sample --checkpoint {dit} --out {here}/x.png": {

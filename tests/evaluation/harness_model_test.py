@@ -1,5 +1,3 @@
-import dataclasses
-import types
 from unittest import mock
 
 import tokenizers as hf
@@ -12,24 +10,7 @@ from moh_jax.data import tokenizers
 from moh_jax.evaluation.harness import generation_options
 from moh_jax.evaluation.harness_model import HarnessModel
 from moh_jax.inference.score import Scorer
-
-
-@dataclasses.dataclass
-class _Scorer:
-  """Remembers what it is asked; a score is the number of tokens."""
-
-  max_length: int = 40
-
-  def log_likelihoods(self, pairs, progress):
-    del progress
-    self.pairs = list(pairs)
-    return [
-      types.SimpleNamespace(log_likelihood=-len(pair[1]), greedy=True)
-      for pair in pairs
-    ]
-
-  def rolling(self, tokens, prefix_id):
-    return [([prefix_id], tokens[:3]), (tokens[2:3], tokens[3:])]
+from tests.evaluation import tiny_harness
 
 
 def _requests(kind, *arguments):
@@ -47,7 +28,7 @@ def _bpe():
 class HarnessModelTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    self.scorer = _Scorer()
+    self.scorer = tiny_harness.CountingScorer()
     self.generate = mock.Mock(
       side_effect=lambda prompts, **_: [f"ab {len(p)}\nQ: +" for p in prompts]
     )
@@ -59,8 +40,10 @@ class HarnessModelTest(parameterized.TestCase):
   def _pairs(self, *arguments, **options):
     model = self._model(**options)
     scores = model.loglikelihood(_requests("loglikelihood", *arguments))
-    self.assertEqual(scores, [(-len(p[1]), True) for p in self.scorer.pairs])
-    return self.scorer.pairs
+    self.assertEqual(
+      scores, [(-len(p[1]), True) for p in self.scorer.calls[-1]]
+    )
+    return self.scorer.calls[-1]
 
   def test_begin_of_text_is_an_empty_context(self):
     plain = tokenizers.BytesTokenizer()
@@ -156,7 +139,7 @@ class HarnessModelTest(parameterized.TestCase):
     model = self._model()
     requests = _requests("loglikelihood_rolling", ("abcdef",), ("gh",))
     self.assertEqual(model.loglikelihood_rolling(requests), [-6, -2])
-    self.assertEqual(self.scorer.pairs[0], ([256], list(b"abc")))
+    self.assertEqual(self.scorer.calls[-1][0], ([256], list(b"ab")))
 
   def test_texts_end_at_the_first_stop_string(self):
     requests = _requests(
