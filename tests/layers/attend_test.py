@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 from unittest import mock
 
 import flax.linen as nn
@@ -183,12 +185,21 @@ class HeadOrderTest(parameterized.TestCase):
 
 
 class LayerTest(parameterized.TestCase):
-  @parameterized.product(
-    kinds=(("two_stage", None), ("query_norm", 4), ("none", 4), ("none", 1)),
-    implementation=("dense", "packed", "kernel"),
+  @parameterized.parameters(
+    *itertools.product(
+      ("two_stage:8", "query_norm:4", "none:4", "none:1"),
+      ("dense", "packed", "kernel"),
+      ({"data": 2, "fsdp": 2, "tensor": 2},),
+    ),
+    ("query_norm:8", "dense", {"sequence": 2, "tensor": 2}),
+    ("query_norm:2", "packed", {"sequence": 2, "tensor": 2}),  # repeated
+    ("query_norm:2", "packed", {"sequence": 4}),
   )
-  def test_a_mesh_gives_what_one_device_gives(self, kinds, implementation):
-    router, kv_heads = kinds
+  def test_a_mesh_gives_what_one_device_gives(
+    self, kinds, implementation, axes
+  ):
+    router, kv_heads = kinds.split(":")
+    kv_heads = int(kv_heads)
     layer = MoHAttention(
       HeadBudget(num_heads=8, shared=4, top_k=2, head_dim=16),
       RouterConfig(router),
@@ -213,60 +224,24 @@ class LayerTest(parameterized.TestCase):
 
     grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
     (_, want), grads = jax.jit(grad, static_argnums=2)(params, x, "dense")
-    devices = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    with sharding.use_mesh(devices):
+    devices = jax.devices()[: math.prod(axes.values())]
+    mesh = sharding.make_mesh(MeshConfig(**{"data": 1} | axes), devices)
+    with sharding.use_mesh(mesh):
       run = jax.jit(grad, static_argnums=2)
-      (_, got), others = run(params, x, implementation)
-      text = run.lower(params, x, implementation).as_text()
-    self.assertEqual("all_to_all" in text, router != "none")
+      lowered = run.lower(params, x, implementation)
+      compiled = lowered.compile()
+    (_, got), others = compiled(params, x)
+    if "sequence" not in axes:
+      self.assertEqual("all_to_all" in lowered.as_text(), router != "none")
+    else:
+      found = read_collectives(compiled.as_text(), dict(mesh.shape))
+      kinds = {one.kind for one in found if one.axes == ("sequence",)}
+      self.assertIn("all-to-all", kinds)
+      self.assertNotIn("collective-permute", kinds)
     np.testing.assert_allclose(got, want, atol=2e-6)
     for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(grads)):
       scale = max(1.0, float(jnp.abs(b).max()))
       np.testing.assert_allclose(a, b, atol=1e-5 * scale)
-
-
-_EIGHT = HeadBudget(num_heads=8, shared=2, top_k=3, head_dim=4)
-_SEGMENTS = jnp.asarray([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16])
-
-
-def _grad(layer):
-  def loss(params, x):
-    out, aux = layer.apply(params, x, places=Places(segments=_SEGMENTS))
-    return jnp.square(out).sum() + aux.balance_loss
-
-  return jax.jit(jax.value_and_grad(loss, (0, 1)))
-
-
-class SequenceTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ({"sequence": 2, "tensor": 2}, 8, "dense"),
-    ({"sequence": 2, "tensor": 2}, 2, "packed"),  # key/value heads repeated
-    ({"sequence": 4}, 2, "packed"),
-  )
-  def test_causal_layer_equals_that_of_one_device(self, axes, kv_heads, form):
-    layer = MoHAttention(
-      _EIGHT,
-      RouterConfig("query_norm"),
-      num_kv_heads=kv_heads,
-      causal=True,
-      implementation=form,
-    )
-    x = jax.random.normal(jax.random.key(0), (2, 16, 12))
-    params = unbox(layer.init(jax.random.key(1), x))
-    params = jax.tree.map(lambda leaf: 20 * leaf, params)
-    want = _grad(dataclasses.replace(layer, implementation="dense"))(params, x)
-    count = int(np.prod(list(axes.values())))
-    config = MeshConfig(data=1, **axes)
-    mesh = sharding.make_mesh(config, jax.devices()[:count])
-    with sharding.use_mesh(mesh):
-      compiled = _grad(layer).lower(params, x).compile()
-      got = compiled(params, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-      np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * abs(b).max())
-    found = read_collectives(compiled.as_text(), dict(mesh.shape))
-    kinds = {one.kind for one in found if one.axes == ("sequence",)}
-    self.assertIn("all-to-all", kinds)
-    self.assertNotIn("collective-permute", kinds)
 
 
 class CheckTest(parameterized.TestCase):

@@ -233,18 +233,10 @@ def _tpu_case(**options) -> Case:
   return Case(**shape | options)
 
 
-_MASKS = {
-  "everything": {},
-  "causal": {"causal": True},
-  "fewer_queries": {"causal": True, "queries": 40},
-  "segments": {"segments": True},
-  "packed_texts": {"causal": True, "segments": True},
-  "all_masks": {"causal": True, "segments": True, "key_mask": True},
-}
+_ALL_MASKS = {"causal": True, "segments": True, "key_mask": True}
 _CUTS = {
   "heads_together": Cut(16, 5, chunk=5, window=4, heads=2),
   "chunks": Cut(16, 5, chunk=2, window=3, heads=1),
-  "two_cores": Cut(16, 5, chunk=5, window=2, heads=1, cores=2),
   "chunks_on_two_cores": Cut(16, 5, chunk=3, window=3, heads=1, cores=2),
 }
 
@@ -269,7 +261,7 @@ class VisitsTest(parameterized.TestCase):
       {"share": 0.0},
       {"share": 0.01, "heads": 2},  # a pair or two
       {"heads": 2, "kv_heads": 1, "batch": 1, "causal": True},
-      _MASKS["all_masks"],
+      _ALL_MASKS,
     ),
     keys_first=(False, True),
   )
@@ -352,7 +344,7 @@ def _check_tpu(case: Case) -> None:
 class CutsTest(parameterized.TestCase):
   @parameterized.parameters(
     ("heads_together", {"causal": True, "head_dim": 128, "share": 0.2}),
-    ("chunks", _MASKS["all_masks"]),
+    ("chunks", _ALL_MASKS),
     ("chunks_on_two_cores", {"causal": True, "head_dim": 128, "queries": 40}),
   )
   def test_any_cut_gives_the_same(self, name, options):
@@ -369,9 +361,9 @@ class SimulatedTest(parameterized.TestCase):
     (2, {"heads": 3, "share": 0.02, "kv_heads": 3, "batch": 1}),
     (2, {"share": 0.0, "causal": True}),  # no head at all
     (2, {"queries": 16, "keys": 16, "heads": 2, "kv_heads": 1, "batch": 1}),
-    (2, {"queries": 51, "keys": 51, "kv_heads": 4, **_MASKS["all_masks"]}),
+    (2, {"queries": 51, "keys": 51, "kv_heads": 4, **_ALL_MASKS}),
     (2, {"causal": True, "queries": 20, "keys": 37, "head_dim": 64}),
-    (1, {"queries": 51, "keys": 51, **_MASKS["all_masks"]}),
+    (1, {"queries": 51, "keys": 51, **_ALL_MASKS}),
   )
   @pytest.mark.slow
   def test_equals_float64_without_races(self, cores, options):
