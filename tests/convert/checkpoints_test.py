@@ -9,7 +9,7 @@ import unittest
 import chex
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import Config, DataConfig, DiffusionConfig, released_model
 from moh_jax.convert import checkpoints, rules
@@ -161,7 +161,3 @@ class ReleasedRunTest(parameterized.TestCase):
     self.assertEqual(run.model, released_model(name))
     if run.model.family == "vit":
       self.assertEqual(run.data.eval_resize, 256)
-
-
-if __name__ == "__main__":
-  absltest.main()

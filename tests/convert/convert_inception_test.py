@@ -63,7 +63,3 @@ class InceptionCheckpointTest(absltest.TestCase):
       r"1 not expected: AuxLogits\.fc\.bias; 1 shape: fc\.bias \(1000,\)",
     ):
       convert_inception(tensors, InceptionV3(), source="here")
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -10,7 +10,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import LLMConfig
 from moh_jax.convert import llama, llama_config, rules
@@ -78,7 +78,3 @@ class RecordedTest(parameterized.TestCase):
     *frequencies, factor = _recorded(version)[f"rotation/{name}"]
     np.testing.assert_allclose(np.arctan2(sin, cos), frequencies, rtol=1e-6)
     np.testing.assert_allclose(np.hypot(sin, cos), factor, rtol=1e-6)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -9,7 +9,7 @@ import pathlib
 import chex
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import VAE_FILES, rules, vae
@@ -191,7 +191,3 @@ class AutoencoderTest(parameterized.TestCase):
   def test_autoencoder_of_other_channels_is_refused(self):
     with self.assertRaisesRegex(ValueError, "2 latent channels must be"):
       self._load(channels=3)
-
-
-if __name__ == "__main__":
-  absltest.main()

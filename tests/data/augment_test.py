@@ -6,7 +6,7 @@ import pathlib
 from unittest import mock
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 from scipy import stats
 
@@ -150,7 +150,3 @@ class SlideRowsTest(parameterized.TestCase):
     ours = slide_rows(picture, slope, offset, _FILLS_BY_MODE[mode])
     self.assertEqual((ours.mode, ours.size), (mode, size))
     np.testing.assert_array_equal(ours, _pillow(picture, slope, offset))
-
-
-if __name__ == "__main__":
-  absltest.main()

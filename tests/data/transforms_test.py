@@ -160,7 +160,3 @@ class LatentsTest(parameterized.TestCase):
     moments[0, 0, 1, 2, 0] = value
     with self.assertRaisesRegex(ValueError, "not finite in float16"):
       image_shards.encode_moments(moments)
-
-
-if __name__ == "__main__":
-  absltest.main()

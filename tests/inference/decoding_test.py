@@ -177,7 +177,3 @@ class HalvesTest(absltest.TestCase):
     state, tokens, _ = _decode(_start(finished=(True, True)))
     np.testing.assert_array_equal(tokens, np.full((2, _SPAN), NO_TOKEN))
     self.assertEqual(int(state.slot), _P)
-
-
-if __name__ == "__main__":
-  absltest.main()
