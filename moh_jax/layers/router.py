@@ -120,9 +120,9 @@ class HeadRouter(nn.Module):
     gates = decided.gates
     if choice.order is not None:
       own = jnp.argsort(choice.order)
-      values = gates, aux.load, aux.mean_score
-      gates, load, score = (jnp.take(x, own, axis=-1) for x in values)
-      aux = dataclasses.replace(aux, load=load, mean_score=score)
+      values = gates, aux.counts, aux.scores, aux.balance
+      gates, *sums = (jnp.take(x, own, axis=-1) for x in values)
+      aux = RouterAux(aux.tokens, *sums, routed=aux.routed)
     if choice.scale is not None:
       gates = gates * jax.lax.broadcast_to_rank(choice.scale, gates.ndim)
     return gates, aux

@@ -64,15 +64,10 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     ("llama3_moh.py", 16, None, None),  # 8 key/value heads
     ("vit.py:b75", 4, 1.0, 1.0),  # its form computes every head
   )
-  def test_heads_on_the_devices_of_a_tensor_axis(
-    self, name, devices, expected, imbalance
-  ):
-    report = self.report(
-      "--config", _CONFIGS / name, f"--config.mesh.tensor={devices}"
-    )
-    layer = report["layers"][0]
-    self.assertEqual(layer["per_device"], expected)
-    self.assertEqual(layer["imbalance"], imbalance)
+  def test_heads_on_the_devices_of_a_tensor_axis(self, name, devices, *heads):
+    mesh = f"--config.mesh.tensor={devices}"
+    layer = self.report("--config", _CONFIGS / name, mesh)["layers"][0]
+    self.assertEqual([layer["per_device"], layer["imbalance"]], [*heads])
 
   @parameterized.parameters(
     ("vit_digits.py:moh", ["window", "window", "dense", "dense"]),
@@ -110,16 +105,13 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
     whole = "step 2: whole\n"
     self.assertEqual(self.done(*argv), f"{whole}step 4: whole\n")
     (self.root / "checkpoints/4/params/d").write_bytes(b"Values")
-    damaged = (
-      "step 4: damaged, item params, file d: its content is not what was "
-      "written\n"
-    )
+    what = "its content is not what was written"
+    damaged = f"step 4: damaged, item params, file d: {what}\n"
     self.assertEqual(self.call(*argv), (1, whole + damaged, ""))
     self.assertEqual(self.call(*argv, "--step=4"), (1, damaged, ""))
     self.assertEqual(self.call(*argv, "--step=2"), (0, whole, ""))
-    what = [{"file": "params/d", "what": "its content is not what was written"}]
-    told = [{"step": 2, "damage": []}, {"step": 4, "damage": what}]
-    status, out, _ = self.call(*argv, "--json=-")
+    told = [{"step": 4, "damage": [{"file": "params/d", "what": what}]}]
+    status, out, _ = self.call(*argv, "--json=-", "--step=4")
     self.assertEqual((status, json.loads(out)), (1, told))
     self.assert_refused("no checkpoint of step 3", *argv, "--step=3")
     (self.root / "checkpoints/2" / steps.MANIFEST).unlink()
@@ -131,14 +123,7 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
     for folder in (train, val):
       tiny_text.write(folder, [[[1, 2, 3]]])
     whole, argv = f"{val}: whole\n", ("--data", self.root)
-    self.assertEqual(self.done("--data", val), whole)
     self.assertEqual(self.done(*argv), f"{train}: whole\n{whole}")
-    file = next(train.glob("*.array_record"))
-    content = bytearray(file.read_bytes())
-    content[-30] ^= 1
-    file.write_bytes(content)
-    damaged = f"{file}: its content is not what was written\n"
-    self.assertEqual(self.call(*argv), (1, damaged + whole, ""))
     (train / "metadata.json").write_text('{"format": "sounds", "version": 1}')
     status, out, _ = self.call(*argv)
     self.assertEqual(status, 1)
@@ -203,12 +188,6 @@ class BatchTest(tiny_checkpoint.CommandTest):
   )
   def test_number_is_what_the_batch_has(self, argument, expected):
     self.assertLen(self._drawn(argument)[1], expected)
-
-  @parameterized.parameters(f"{_RUN}:llm", "configs/dit.py:s2_90")
-  def test_text_and_latents_have_no_pixels(self, run):
-    message = "--batch shows pixels, not text or latents"
-    argv = "--config", run, "--batch", self.root / "x.png"
-    self.assert_refused(message, *argv)
 
 
 class LatentsTest(tiny_checkpoint.CommandTest):

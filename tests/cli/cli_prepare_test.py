@@ -1,16 +1,14 @@
 import json
 
-import numpy as np
-import pyarrow as pa
+import chex
 
 from moh_jax.data import sources
 from moh_jax.data.image_folders import ImageFolderSource, Selection
-from moh_jax.data.image_shards import ArrayRecordSource, LatentSource
+from moh_jax.data.image_shards import ArrayRecordSource
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.training import denoising
 from tests.cli import tiny_checkpoint
-from tests.data import tiny_images as tables
 from tests.data import tiny_sets
 from tests.inference import tiny_vae
 
@@ -57,23 +55,9 @@ class PackImagesTest(tiny_checkpoint.CommandTest):
     for split in sources.SPLITS:
       folder = ImageFolderSource(str(self.images), split, 3, Selection(0.25))
       packed = self._packed(split)
-      self.assertLen(packed, len(folder))
-      for i in range(len(folder)):
-        self.assertEqual(packed[i]["label"], folder[i]["label"])
-        np.testing.assert_array_equal(packed[i]["image"], folder[i]["image"])
+      chex.assert_trees_all_equal([*map(dict, packed)], [*map(dict, folder)])
     self.images = self.out / "train"
     self.assert_refused("--val-share=0.25 must be 0", "--val-share=0.25")
-
-  def test_label_column_of_tables(self):
-    features = {"image": tables.IMAGE}
-    features |= dict.fromkeys(("fine_label", "coarse_label"), tables.LABEL)
-    table = tables.make_table([0, 1], 0, features, label="fine_label")
-    table = table.append_column("coarse_label", pa.array([2, 0]))
-    tables.write(self.images / "train-0.parquet", table)
-    self.assert_refused("choose with data.label_column or --label-column")
-    self.done("--label-column", "coarse_label")
-    packed = self._packed("train")
-    self.assertEqual([int(packed[i]["label"]) for i in range(2)], [2, 0])
 
 
 class EncodeLatentsTest(tiny_checkpoint.CommandTest):
@@ -93,12 +77,6 @@ class EncodeLatentsTest(tiny_checkpoint.CommandTest):
     where = ("--data", self.images, "--vae", self.vae, "--out", self.out)
     return super().call(*where, *argv)
 
-  def _shards(self, out):
-    return {
-      str(path.relative_to(out)): path.read_bytes()
-      for path in sorted(out.glob("*/*.array_record"))
-    }
-
   def test_images_to_training_batches(self):
     told = "".join(
       f"{self.out / split}: 10 images as latents of 4 x 4 x 2\n"
@@ -117,42 +95,19 @@ class EncodeLatentsTest(tiny_checkpoint.CommandTest):
 
   def test_packed_images_and_several_processes_give_the_same(self):
     self.done()
-    expected = self._shards(self.out)
-    packed, other = self.root / "packed", self.root / "other"
+    packed = self.root / "packed"
     argv = ("--data", self.images, "--out", packed)
     tiny_checkpoint.done("prepare", "pack-images", *argv)
-    self.done("--data", packed, "--out", other)
-    self.assertEqual(self._shards(other), expected)
-    shared = self.root / "shared"
-    for part, told in (("0/2", "others are not yet"), ("1/2", "10 images")):
-      out = self.done("--process", part, "--out", shared)
-      self.assertIn(told, out)
-    self.assertEqual(self._shards(shared), expected)
-    for split in sources.SPLITS:
-      self.assertLen(LatentSource(str(shared), split), 10)
-      self.assertFalse((shared / split / "unfinished").exists())
-
-  def test_other_settings_are_refused_by_name(self):
-    self.done("--split", "val")
-    # Nothing of the other split is encoded before that is found.
-    self.assert_refused("image_size: 6 here, 8 there", "--image-size=6")
-    self.assertFalse(list(self.out.glob("train/*.array_record")))
-    message = "compute_dtype: 'bfloat16' here, 'float32' there"
-    self.assert_refused(message, "--split=val", "--dtype=bfloat16")
-
-  def test_bad_image_is_one_line_or_skipped(self):
-    file = self.images / "val" / "cat" / "2.png"
-    file.write_bytes(file.read_bytes()[:60])
-    status, _, err = self.call("--split=val")
-    self.assertEqual((status, len(err.splitlines())), (2, 1))
-    self.assertStartsWith(err, f"error: {file}: damaged")
-    message = "; --bad-images skip leaves out what cannot be used"
-    self.assertIn(message, err)
-    out = self.done("--split=val", "--bad-images=skip")
-    told = (
-      f"9 images as latents of 4 x 4 x 2; 1 skipped, see {self.out / 'val'}"
+    shared = "--data", packed, "--out", self.root / "shared"
+    told = self.done(*shared, "--process=0/2")
+    self.assertIn("others are not yet", told)
+    self.assertIn("10 images", self.done(*shared, "--process=1/2"))
+    written, expected = (
+      {x.relative_to(out): x.read_bytes() for x in out.rglob("*.array_record")}
+      for out in (self.root / "shared", self.out)
     )
-    self.assertIn(told, out)
+    self.assertEqual(written, expected)
+    self.assertFalse(list((self.root / "shared").rglob("unfinished")))
 
 
 class TokenizeTest(tiny_checkpoint.CommandTest):
@@ -171,11 +126,7 @@ class TokenizeTest(tiny_checkpoint.CommandTest):
     train, val = (TokenSet(self.out / s).metadata for s in sources.SPLITS)
     self.assertEqual(train["documents"] + val["documents"], 100)
     self.assertBetween(val["documents"], 10, 30)
-    self.assertEqual(
-      out[0],
-      f"train: {train['documents']} documents, {train['tokens']:,} tokens of "
-      f"{train['text_bytes']:,} bytes of text in {self.out}/train",
-    )
+    self.assertStartsWith(out[0], f"train: {train['documents']} documents, ")
     self.assertStartsWith(out[1], "val: ")
 
   def test_one_split_takes_all_and_broken_lines_are_skipped_on_request(self):

@@ -1,14 +1,12 @@
-import dataclasses
 import math
 import pathlib
 import sys
 import tempfile
-import types
 from unittest import mock
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.evaluation import harness
@@ -185,60 +183,34 @@ class TasksTest(parameterized.TestCase):
     self.assertEqual(main_metric(wanted, metrics), expected)
 
 
-@dataclasses.dataclass
-class _Uniform:
-  """Finds every one of 256 tokens as likely; windows of two tokens."""
-
-  def __post_init__(self):
-    self.sizes = []
-
-  def log_likelihoods(self, pairs, progress):
-    del progress
-    self.sizes.append(len(pairs))
-    return [
-      types.SimpleNamespace(log_likelihood=-math.log(256) * len(scored))
-      for _, scored in pairs
-    ]
-
-  def rolling(self, tokens, prefix_id):
-    assert prefix_id == 256
-    return [
-      (tokens[i - 1 : i], tokens[i : i + 2]) for i in range(0, len(tokens), 2)
-    ]
-
-
 class DocumentsTest(parameterized.TestCase):
+  """A scorer that finds every one of 256 tokens as likely."""
+
+  def _score(self, texts, tokenizer=None):
+    self.scorer = tiny_harness.CountingScorer(math.log(256))
+    tokenizer = tokenizer or BytesTokenizer()
+    return harness.score_documents(self.scorer, tokenizer, texts)
+
   def test_counts_and_metrics_are_those_of_all_documents(self):
-    texts = ["one two\n", "caf\u00e9", ""]
-    metrics = harness.score_documents(_Uniform(), BytesTokenizer(), texts)
-    nats = 13 * math.log(256)
-    self.assertAlmostEqual(metrics.pop("nats"), nats)
-    self.assertAlmostEqual(metrics.pop("perplexity"), 256)
-    self.assertAlmostEqual(metrics.pop("bits_per_byte"), 8)
-    self.assertAlmostEqual(
-      metrics.pop("word_perplexity") ** 3, 256**13, delta=1e25
-    )
-    counts = {"tokens": 13, "bytes": 13, "words": 3, "documents": 3}
-    self.assertEqual(metrics, counts)
+    metrics = self._score(["one two\n", "caf\u00e9", ""])
+    for name, value in (
+      *(("nats", 13 * math.log(256)), ("perplexity", 256)),
+      *(("bits_per_byte", 8), ("word_perplexity", 256 ** (13 / 3))),
+      *(("tokens", 13), ("bytes", 13), ("words", 3), ("documents", 3)),
+    ):
+      self.assertAlmostEqual(metrics.pop(name) / value, 1, msg=name)
+    self.assertEmpty(metrics)
 
   def test_long_text_is_scored_in_parts(self):
-    scorer = _Uniform()
-    texts = ["ab" * 5000, "gh", "ij"]
-    metrics = harness.score_documents(scorer, BytesTokenizer(), texts)
-    self.assertEqual(scorer.sizes, [5000, 2])
+    metrics = self._score(["ab" * 5000, "gh", "ij"])
+    self.assertEqual([len(call) for call in self.scorer.calls], [5000, 2])
     self.assertAlmostEqual(metrics["nats"], 10004 * math.log(256), places=3)
 
-  @parameterized.parameters(([],), ([""],), ([" \n"],))
-  def test_nothing_to_score_is_refused(self, texts):
-    with self.assertRaisesRegex(ValueError, "the text to score is empty"):
-      harness.score_documents(_Uniform(), BytesTokenizer(), texts)
-
-  def test_tokenizer_without_begin_and_end_is_refused(self):
+  def test_what_has_no_score_is_refused(self):
+    for texts in ([], [""], [" \n"]):
+      with self.assertRaisesRegex(ValueError, "the text to score is empty"):
+        self._score(texts)
     tokenizer = BytesTokenizer()
     tokenizer.bos_id = tokenizer.eos_id = None
     with self.assertRaisesRegex(ValueError, "neither begin nor end of text"):
-      harness.score_documents(_Uniform(), tokenizer, ["a"])
-
-
-if __name__ == "__main__":
-  absltest.main()
+      self._score(["a"], tokenizer)

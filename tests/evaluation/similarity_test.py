@@ -117,7 +117,3 @@ class CosinesTest(absltest.TestCase):
     np.testing.assert_allclose(
       feature_cosines(heads, kernel)[0, 0], np.eye(2), atol=1e-6
     )
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import types
 
 _HOME = tempfile.mkdtemp(prefix="moh_jax_tests_hf_")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
@@ -79,6 +80,31 @@ task: [tiny_choice, tiny_second]
 aggregate_metric_list:
   - {metric: acc, weight_by_size: true}
 """
+
+
+class CountingScorer:
+  """Scores by the number of tokens, in windows of two; keeps what it scores."""
+
+  max_length = 40
+
+  def __init__(self, nats=1.0):
+    self.nats, self.calls = nats, []
+
+  def log_likelihoods(self, pairs, progress):
+    del progress
+    self.calls.append(list(pairs))
+    return [
+      types.SimpleNamespace(
+        log_likelihood=-self.nats * len(scored), greedy=True
+      )
+      for _, scored in self.calls[-1]
+    ]
+
+  def rolling(self, tokens, prefix_id):
+    every = [prefix_id, *tokens]
+    return [
+      (every[i : i + 1], every[i + 1 : i + 3]) for i in range(0, len(tokens), 2)
+    ]
 
 
 def write_tasks(folder):

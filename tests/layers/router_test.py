@@ -60,7 +60,7 @@ class HeadRouterTest(parameterized.TestCase):
     np.testing.assert_allclose(gates, expected.gates, atol=1e-6)
     np.testing.assert_allclose(
       aux.balance_loss,
-      routing.balance_loss(expected.probs, expected.selected, form=form),
+      routing.router_aux(expected, small.BUDGET, form=form).balance_loss,
       rtol=1e-6,
     )
 

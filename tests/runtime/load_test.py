@@ -63,10 +63,6 @@ class LoadConfigTest(parameterized.TestCase):
       found = getattr(found, part)
     self.assertEqual((type(found), found), (type(value), value))
 
-  def test_later_overrides_win(self):
-    config = load_config(_DIGITS, ["model.top_k=(1,2)", "model.top_k=0,3"])
-    self.assertEqual(config.model.top_k, (0, 3))
-
   @parameterized.parameters(
     ("model.num_head=1", "num_head; did you mean 'num_heads'?; known: ["),
     ("nope.x=1", "unknown config section 'nope'"),
@@ -96,6 +92,11 @@ class LoadConfigTest(parameterized.TestCase):
       "def get_config(): return {'model': LLMConfig(num_heads=4)}\n",
       "model.num_heads=4 must be a tuple",
     ),
+    (
+      _gives("{'model': {}, 'train': {'init_from': 2024}}"),
+      "init_from=2024 must be of type",
+    ),
+    (_gives("{'model': {}, 'train': 5}"), "section train=5 must have fields"),
   )
   def test_error_names_file_and_line(self, content, text):
     with self.assertRaisesRegex(ValueError, text) as caught:
@@ -222,13 +223,3 @@ class ModelOfACheckpointTest(parameterized.TestCase):
   def test_bad_start_is_named(self, override, message):
     with self.assertRaisesRegex((ValueError, OSError), message):
       self._load(self.vit, override)
-
-  @parameterized.parameters(
-    ("{'init_from': 2024}", "init_from=2024 must be of type"),
-    ("5", "section train=5 must have fields"),
-  )
-  def test_bad_section_of_the_file_is_named(self, section, message):
-    file = self.root / "number.py"
-    file.write_text(_gives(f"{{'model': {{}}, 'train': {section}}}"))
-    with self.assertRaisesRegex(ValueError, message):
-      load_config(str(file))

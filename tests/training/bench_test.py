@@ -44,25 +44,27 @@ _ROW = Row(
 
 class TableTest(parameterized.TestCase):
   def test_table_shows_every_figure_and_no_empty_column(self):
-    text = command.table(*bench.table_cells([_ROW]))
-    head, last = (" ".join(line.split()) for line in text.splitlines())
+    # As it is read from a file, which another version wrote.
+    stored = dataclasses.asdict(_ROW) | {"removed": 1}
+    (row,) = bench.read_rows({"rows": [stored]})
+    self.assertEqual(row, _ROW)
+    lines = command.table(*bench.table_cells([row])).splitlines()
     self.assertEqual(
-      head,
-      "mode length share implementation form computed ms spread to MHA MB "
-      "compile s max error",
-    )
-    self.assertEqual(
-      last,
-      "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 12.3 1.3 "
-      "1.5e-07",
+      [" ".join(line.split()) for line in lines],
+      [
+        "mode length share implementation form computed ms spread to MHA MB "
+        "compile s max error",
+        "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 12.3 1.3 "
+        "1.5e-07",
+      ],
     )
     row = Row("cpu", "model", "forward", None, 0.625, "packed")
     timed = dataclasses.replace(row, units_per_second=1e5, ratio_to_mha=0.7)
     cells, header = bench.table_cells([timed, row])
-    expected = ["mode", "share", "implementation", "to MHA", "units/s"]
-    self.assertEqual(header, expected)
-    self.assertEqual(cells[0][3:], ("0.70", "100,000.00"))
-    self.assertEqual(cells[1][3:], ("", ""))
+    self.assertEqual(header[3:], ["to MHA", "units/s"])
+    self.assertEqual(
+      [row[3:] for row in cells], [("0.70", "100,000.00"), ("", "")]
+    )
 
   @parameterized.parameters(
     (0.6789, 0.04, "0.68 ± 0.01"), (0.6789, 0.002, "0.6789 ± 0.0007"),
@@ -73,10 +75,6 @@ class TableTest(parameterized.TestCase):
   ):
     row = dataclasses.replace(_ROW, ratio_to_mha=ratio, ratio_spread=spread)
     self.assertEqual(row.to_mha, expected)
-
-  def test_rows_of_other_versions_are_read(self):
-    stored = dataclasses.asdict(_ROW) | {"removed": 1}
-    self.assertEqual(bench.read_rows({"rows": [stored]}), [_ROW])
 
 
 class ProgramTest(parameterized.TestCase):

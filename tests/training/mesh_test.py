@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import shutil
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -167,18 +166,6 @@ class ChecksTest(parameterized.TestCase):
     check(optim=alone, classifier=off)
     with self.assertRaisesRegex(ValueError, "data.batch_size=32 .* it is 1: "):
       check(optim=alone)
-
-  def test_devices_without_memory_of_a_host_are_refused_in_one_line(self):
-    device = SimpleNamespace(
-      device_kind="Abacus",
-      addressable_memories=lambda: [SimpleNamespace(kind="beads")],
-    )
-    mesh = SimpleNamespace(devices=np.array([device]))
-    config = tiny.llm_config(optim={"state_memory": "host"})
-    with self.assertRaisesRegex(
-      ValueError, r"^optim.state.* of the kind pinned_host; Abacus has .'beads'"
-    ):
-      entrance.check_host_memory(config, mesh)
 
 
 class HostMemoryTest(absltest.TestCase):
