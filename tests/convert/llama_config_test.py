@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import (
   RotaryConfig,
@@ -362,7 +362,3 @@ class ReleasedTest(parameterized.TestCase):
     for regex in found:
       with self.assertRaisesRegex(ValueError, f"--to released: .*{regex}"):
         llama_config.to_released(model)
-
-
-if __name__ == "__main__":
-  absltest.main()

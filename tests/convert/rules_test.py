@@ -189,7 +189,3 @@ class ErrorsTest(absltest.TestCase):
     params = {**_params("vit"), "decoder": {"kernel": np.zeros(3)}}
     with self.assertRaisesRegex(ValueError, "decoder/kernel"):
       rules.dump_params(model_rules(_VIT), params)
-
-
-if __name__ == "__main__":
-  absltest.main()

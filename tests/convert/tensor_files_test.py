@@ -10,7 +10,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.convert import tensor_files
 from moh_jax.convert.tensor_files import Planned
@@ -245,7 +245,3 @@ class WriteTest(_Case):
     with self.assertRaisesRegex(ValueError, "weights holds 'a'; choose a new"):
       with tensor_files.new_folder(self.path):
         self.fail("entered")
-
-
-if __name__ == "__main__":
-  absltest.main()

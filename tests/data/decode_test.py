@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image, PngImagePlugin
 
 from moh_jax.data import decode, transforms
@@ -329,7 +329,3 @@ class LaterTest(parameterized.TestCase):
     self.assertBetween(pixels.shape[0], box[3] / factor, 600 // factor)
     self.assertEqual(inside, tuple(edge / factor for edge in box))
     self.assertEqual(later.region((side, side), box)[0].shape[1], 800)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pyarrow as pa
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, apply_overrides
@@ -400,7 +400,3 @@ class TablesTest(_ImagesTest):
     path.write_bytes(b"PAR1 and no more")
     with self.assertRaisesRegex(ValueError, f"0.{suffix}: damaged or "):
       self._tables()
-
-
-if __name__ == "__main__":
-  absltest.main()

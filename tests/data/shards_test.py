@@ -6,7 +6,7 @@ import pickle
 import resource
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.data import identity, shards, token_sets, tokenizers
 from moh_jax.data.shard_writer import ShardSetWriter
@@ -308,7 +308,3 @@ class TokensTest(_SetTest):
     )
     told = ["data 'a' is new", "data 'b': examples 3 here, 2 there"]
     self.assertEqual(found, [*told, "data 'c' is gone"])
-
-
-if __name__ == "__main__":
-  absltest.main()

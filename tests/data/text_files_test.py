@@ -12,7 +12,7 @@ from unittest import mock
 import datasets
 import fsspec
 import pyarrow
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from pyarrow import ipc, parquet
 
 from moh_jax.data import text_files
@@ -363,7 +363,3 @@ class PiecesTest(_FilesTest):
   )
   def test_suffix_says_the_format(self, name, expected):
     self.assertEqual(text_files.file_format(name), expected)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -10,7 +10,7 @@ import textwrap
 import time
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.data import shard_writer, stdlib, tokenize
 from moh_jax.data.token_sets import TokenSet
@@ -326,7 +326,3 @@ class StdlibTest(FolderTest):
     (line,) = logs.output
     made_by = platform.python_version()
     self.assertIn(f"sources of Python {made_by}, this is Python 3.99.1", line)
-
-
-if __name__ == "__main__":
-  absltest.main()
