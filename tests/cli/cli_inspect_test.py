@@ -181,14 +181,6 @@ class BatchTest(tiny_checkpoint.CommandTest):
         self.assertEqual(sum(shares), 100)
     self.assertGreater(mixed, 0)
 
-  @parameterized.parameters(
-    ("--config.data.batch_size=1", 1),
-    ("--config.data.batch_size=5", 4),
-    ("--num=3", 3),
-  )
-  def test_number_is_what_the_batch_has(self, argument, expected):
-    self.assertLen(self._drawn(argument)[1], expected)
-
 
 class LatentsTest(tiny_checkpoint.CommandTest):
   COMMAND = "inspect"
