@@ -37,7 +37,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertNotEmpty(links)
     return out, page, text, error
 
-  def _save(self, names=tuple("0123456789"), zeroed="", **model):
+  def _save(self, names=tiny_checkpoint.DIGITS, zeroed="", **model):
     """A tiny classifier; parameters whose name is `zeroed` are zero."""
     config = tiny.deterministic_config(model=model)
     params = jax.tree_util.tree_map_with_path(
@@ -47,7 +47,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     checkpoint.save_params(str(self.root / "run"), params, metadata)
 
   def test_classifier(self):
-    tiny_checkpoint.save(self.root / "run")
+    tiny_checkpoint.SAVED["vit"](self.root / "run")
     rows = (
       {"step": 0, "split": "heads", "stage1.0": [0.25, 0.75]},
       {"step": 0, "split": "train", "loss": 3.0},
@@ -130,7 +130,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertIn("caf?", page)
 
   def test_diffusion_model_and_another_step_of_it(self):
-    tiny_checkpoint.save_dit(self.root / "run")
+    tiny_checkpoint.SAVED["dit"](self.root / "run")
     out, page, _, _ = self._heads(*self.run_of, "--batches=2")
     self.assertTrue((out / "load_by_timestep.svg").exists())
     self.assertIn("generated samples", page)
