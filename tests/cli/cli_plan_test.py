@@ -23,7 +23,6 @@ class PlanTest(tiny_checkpoint.CommandTest):
     )
     self.assertTrue(plan["fits"])
     self.assertEqual(plan["assumed"], {"vocab_size": 65536})
-    self.assertEqual(plan["mesh"]["fsdp"], 4)
     self.assertEqual(plan["topology"]["name"], "v5e:4x4")
     self.assertEqual((plan["unit"], plan["units_per_step"]), ("tokens", 16384))
     rows = {row["name"]: row for row in plan["layouts"]}

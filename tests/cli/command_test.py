@@ -12,20 +12,11 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.cli import command, flags
-from moh_jax.cli.command import (
-  Checkpoint,
-  Distributed,
-  InPath,
-  OutPath,
-  Output,
-  RunConfig,
-  option,
-)
 from moh_jax.config.base import Count, Decay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options(Output):
+class _Options(command.Output):
   """Say something.
 
   More of it.
@@ -44,20 +35,22 @@ class _Options(Output):
     seed: of the draws.
   """
 
-  files: tuple[InPath, ...] = option("positional")
+  files: tuple[command.InPath, ...] = command.option("positional")
   kind: Literal["x", "y"] = "x"
   sizes: tuple[Count, ...] = (1, 2)
-  several: tuple[tuple[Count, ...], ...] = option("repeated", default=())
-  words: tuple[str, ...] = option("listed", default=())
+  several: tuple[tuple[Count, ...], ...] = command.option(
+    "repeated", default=()
+  )
+  words: tuple[str, ...] = command.option("listed", default=())
   share: Decay | None = None
   from_: str
-  out: OutPath | None = None
+  out: command.OutPath | None = None
   quick: bool = False
   seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Served(Checkpoint, Distributed, Output):
+class _Served(command.Checkpoint, command.Distributed, command.Output):
   """Serve a model."""
 
 
@@ -107,7 +100,7 @@ class ParseTest(parameterized.TestCase):
 
   def test_hint_where_the_prefix_of_a_change_lacks(self):
     for argv in ("train.steps=5", "--train.steps=5", "config.train.steps=5"):
-      said = _parse("--config=x.py", argv, cls=RunConfig)
+      said = _parse("--config=x.py", argv, cls=command.RunConfig)
       self.assertIn("did you mean --config.train.steps=5?", said)
 
   def test_help_is_that_of_the_docstring(self):
@@ -132,16 +125,16 @@ class ParseTest(parameterized.TestCase):
     given = _parse(
       *("--config=x.py", "--config.a.b=1", "--config.a.b", "-2"),
       *("--config.data.path=a=b", "--traceback"),
-      cls=RunConfig,
+      cls=command.RunConfig,
     )
     self.assertEqual((given.config, given.traceback), ("x.py", True))
     self.assertEqual(given.changes, ("a.b=1", "a.b=-2", "data.path=a=b"))
     with self.assertRaisesRegex(ValueError, "--config.optim.lr needs a value"):
-      _parse("--config.optim.lr", "--traceback", cls=RunConfig)
+      _parse("--config.optim.lr", "--traceback", cls=command.RunConfig)
 
   def test_the_last_change_of_a_key_holds(self):
     changes = "model.top_k=1", "model.top_k=2"
-    given = Checkpoint(checkpoint="x", changes=changes)
+    given = command.Checkpoint(checkpoint="x", changes=changes)
     self.assertEqual(given.change("model.top_k"), "2")
     self.assertIsNone(given.change("model.dtype"))
 
@@ -173,15 +166,15 @@ class GiveTest(parameterized.TestCase):
 
   def test_lines_are_for_people_and_minus_for_programs(self):
     value = {"a": [1, 2], "b": {"c": 0.5}}
-    self.assertEqual(self._give(value, Output()), "a line\nanother\n")
+    self.assertEqual(self._give(value, command.Output()), "a line\nanother\n")
     told = '{"a": [1, 2], "b": {"c": 0.5}}\n'
-    self.assertEqual(self._give(value, Output(json="-")), told)
+    self.assertEqual(self._give(value, command.Output(json="-")), told)
 
   def test_file_has_null_where_a_number_is_not_finite(self):
     path = pathlib.Path(self.create_tempdir().full_path) / "new/metrics.json"
     nan, inf = float("nan"), np.float64("inf")
     value = {"loss": nan, "rows": [{"a": (inf, -inf, 1.5)}], "name": "NaN"}
-    out = self._give(value, Output(json=str(path)))
+    out = self._give(value, command.Output(json=str(path)))
     self.assertEqual(out, "a line\nanother\n")
     self.assertEqual(
       json.loads(path.read_text(), parse_constant=self.fail),

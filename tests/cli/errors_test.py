@@ -48,20 +48,16 @@ _REFUSED = {
   },
   "export --out {here}/x --checkpoint": {
     "nope": "nope holds no checkpoint",
-    "{vit} --to onnx": "--to='onnx' must be one of",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema can be changed",
   },
   "train --workdir {here}/x --config": {
-    "configs/dit_digits.py --config.optim.lr=-1": "optim.lr=-1.0 must be at le",
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
     "configs/images.py --config.data.path=/nope/images": "/nope/images",
   },
   "evaluate --checkpoint {vit}": {
     "--top-k 1 --top-k 2 --per-class {here}/x.csv": "x.csv' takes one --top-k",
-    "--top-k 4": "top_k=4 must be in [0, 3]",
     "--top-k=1 --config.model.router.top_p=0.5": "top_p=0.5 selects heads by",
     "--config.eval.batch_size=9": "eval.batch_size=9 must be a multiple of",
-    "--step 7": "no checkpoint of step 7; it has [0]",
     "--data /nope": "data.path='/nope'",
     "--data a b": "--data=('a', 'b') must be one direct",
     "--tasks piqa": "--tasks: ",
@@ -72,10 +68,8 @@ _REFUSED = {
   "evaluate --checkpoint": {
     "{dit} --per-class {here}/x.csv": "needs 'vit'",
     "{text} --data /nope/*.txt": "/nope/*.txt: no such file",
-    "{llm} --data {here}/one.txt --top-k=1": "model.router.kind='none'",
   },
   "evaluate --checkpoint {text} --data {here}/one.txt": {
-    "--config.eval.batch_size=7": "batch_size=7 must be a multiple",
     "--top-k=1 --top-k=2 --plot={here}/x.svg": "must be of a data set",
   },
   "fid --samples {here}/samples.npz --batch-size 8": {
@@ -99,7 +93,6 @@ _REFUSED = {
   "generate --checkpoint {llm} --prompt=a": {
     "--interactive": "--interactive must not be given with",
     "--out={here}/b": "--prompt and --messages have --json",
-    "--top-k=9,9": "top_k=(9, 9): the model has no routed",
     "--system a": "--system='a' needs --chat",
     "--chat-template a": "--chat-template='a' needs",
     "--chat --no-bos": "must be of plain prompts",
@@ -133,7 +126,6 @@ _REFUSED = {
   },
   "prepare encode-latents --data {here}/images --out {here}/new --vae": {
     "{here}/vae --process=2/2": "'2/2' must be I/N",
-    "{here}/vae --process=a/b": "'a/b' must be I/N",
   },
   "prepare tokenize --workers=1 --out {here}/new --data {here}/a.jsonl": {
     "--tokenizer=bytes --held-out=1": "--held-out=1.0 must be in (0, 1)",
@@ -147,7 +139,6 @@ _REFUSED = {
   "sample --checkpoint {dit} --out {here}/x.png": {
     "--strength=0.5": "--strength=0.5 needs --start",
     "--start={here}/good.png": "must be above 0 and below 1",
-    "--labels=3,10": "label 10 must be in [0, 9], or none",
     "--labels=--5": "'--5' must be a number, none, or one of the",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
     "--out={here}/no/x.png": "no directory",

@@ -25,12 +25,6 @@ _DIGITS = "--config=configs/vit_digits.py"
 
 
 class HelpTest(parameterized.TestCase):
-  @parameterized.parameters(*COMMANDS)
-  def test_every_command_has_help(self, *command):
-    out = done(*command, "--help")
-    self.assertIn(f"python -m moh_jax {' '.join(command)} [-h]", out)
-    self.assertIn("--traceback", out)
-
   def test_lists_name_commands_kinds_and_formats(self):
     lists = {"": main.COMMANDS}
     lists |= {name: main.kinds(name) for name in ("bench", "prepare")}

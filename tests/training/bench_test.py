@@ -13,16 +13,9 @@ from absl.testing import parameterized
 
 from moh_jax.cli import command
 from moh_jax.training import bench
-from moh_jax.training.bench import (
-  Program,
-  Row,
-  Timing,
-  check_exact,
-  compile_program,
-)
 from tests.ops.devices import traced_for
 
-_ROW = Row(
+_ROW = bench.Row(
   device="cpu",
   op="attention",
   mode="forward",
@@ -58,7 +51,7 @@ class TableTest(parameterized.TestCase):
         "1.5e-07",
       ],
     )
-    row = Row("cpu", "model", "forward", None, 0.625, "packed")
+    row = bench.Row("cpu", "model", "forward", None, 0.625, "packed")
     timed = dataclasses.replace(row, units_per_second=1e5, ratio_to_mha=0.7)
     cells, header = bench.table_cells([timed, row])
     self.assertEqual(header[3:], ["to MHA", "units/s"])
@@ -92,7 +85,7 @@ class ProgramTest(parameterized.TestCase):
       return {"y": x + 1, "z": ()}
 
     with traced_for(platform), mock.patch.object(bench, "_SHORT", short):
-      program = compile_program(function, x, None, loops=asked)
+      program = bench.compile_program(function, x, None, loops=asked)
     self.assertEqual(program.loops, loops)
     self.assertEqual(program.bytes, 2 * 4 * 256 * 256)
     self.assertGreater(program.compile_seconds, 0)
@@ -125,7 +118,7 @@ class ExactTest(parameterized.TestCase):
     self, outputs, gradients, dtype, expected
   ):
     found = [1 + jnp.full(1, error) for error in (outputs, gradients)]
-    _, fault = check_exact(found, [jnp.ones(1)] * 2, dtype)
+    _, fault = bench.check_exact(found, [jnp.ones(1)] * 2, dtype)
     if expected is None:
       self.assertIsNone(fault)
     else:
@@ -140,7 +133,7 @@ class ExactTest(parameterized.TestCase):
       ((half, ()), (jnp.zeros(3), ()), 0.5),
       ((tree, off), (tree, tree), 0.25),
     ):
-      error, _ = check_exact(found, expected, "float32")
+      error, _ = bench.check_exact(found, expected, "float32")
       self.assertAlmostEqual(error, largest)
 
 
@@ -156,16 +149,16 @@ class TurnsTest(parameterized.TestCase):
       order.append(name)
 
     programs = {
-      name: Program(functools.partial(call, name, iter(lasts)), loops, 7)
+      name: bench.Program(functools.partial(call, name, iter(lasts)), loops, 7)
       for name, lasts in seconds.items()
     }
     with mock.patch.object(bench.time, "perf_counter", lambda: now[0]):
       return time(programs, *args, **options), "".join(order)
 
   @parameterized.parameters(
-    ([9, 1, 2, 3, 4, 5], 1, Timing(3.0, (4.5 - 1.5) / 3.0)),
-    ([9, 2], 1, Timing(2.0, 0.0)),
-    ([9, 2, 4, 6], 4, Timing(1.0, 1.0)),
+    ([9, 1, 2, 3, 4, 5], 1, bench.Timing(3.0, (4.5 - 1.5) / 3.0)),
+    ([9, 2], 1, bench.Timing(2.0, 0.0)),
+    ([9, 2, 4, 6], 4, bench.Timing(1.0, 1.0)),
   )
   def test_median_and_spread_of_an_evaluation_after_one_to_warm_up(
     self, seconds, loops, expected
@@ -180,7 +173,7 @@ class TurnsTest(parameterized.TestCase):
     seconds = {"a": [9, 1, 3, 1], "b": [9, 2, 6, 2]}
     times, order = self._timed(bench.interleaved, seconds, 3)
     self.assertEqual(order, "ab" + "ababab")
-    self.assertEqual(times["a"].over(times["b"]), Timing(0.5, 0.0))
+    self.assertEqual(times["a"].over(times["b"]), bench.Timing(0.5, 0.0))
     self.assertGreater(times["a"].spread, 1)
 
   def test_short_calls_are_repeated_in_a_turn_after_one_to_warm_up(self):
@@ -200,7 +193,7 @@ class TurnsTest(parameterized.TestCase):
       )
 
     known = [_ROW] * 3
-    known += [Row("cpu", "attention", "forward", 1, 1.0, "x", fault="no")]
+    known += [bench.Row("cpu", "attention", "forward", 1, 1.0, "x", fault="no")]
     seconds = {n: itertools.repeat(s) for n, s in zip("abc", (4.0, 2.0, 1.0))}
     found, _ = self._timed(rows, seconds, (0, 1, 3), loops=2)
     measured = {"spread": 0.0, "ratio_spread": 0.0, "compile_seconds": None}

@@ -94,17 +94,10 @@ class LoopTest(parameterized.TestCase):
     for layer in ("blocks0.0", "blocks0.1"):  # two of three routed heads
       self.assertAlmostEqual(sum(heads[layer]), 2.0, delta=0.002)
     count = sum(x.size for x in jax.tree.leaves(self.result.state.params))
-    for start, line in zip(
-      (
-        *("data: fake, train: ", "data: fake, val: "),
-        "devices: 1 x cpu, processes: 1, mesh: data=1, ",
-        "model: llm, 2 layers of width ",
-        *("compiling the training step", "compiled in "),
-      ),
-      self.said,
-      strict=True,
-    ):
-      self.assertStartsWith(line, start)
+    self.assertEqual(
+      [line.partition(":")[0].partition(" ")[0] for line in self.said],
+      ["data", "data", "devices", "model", "compiling", "compiled"],
+    )
     self.assertEndsWith(self.said[3], f"heads active, {count:,} parameters")
 
   def test_keeps_last_and_every_and_another_seed_is_another_run(self):
