@@ -33,6 +33,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert.stored import save_tensors
+from tests.data.folder import FolderTest
 from tests.models import small
 from tests.training import tiny
 
@@ -136,12 +137,10 @@ class CheckpointTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "--from 'dit' makes a.* of 'vit'"):
       convert("dit", exported, self.target())
 
-  def test_exported_file_of_another_version_is_refused(self):
-    source = f"{self.target()}/other.safetensors"
     text = '{"config": {"model": {"family": "mlp"}}, "class_names": []}'
-    save_tensors(source, _made("moh-vit")[1], {"moh_jax": text})
+    save_tensors(exported, _made("moh-vit")[1], {"moh_jax": text})
     with self.assertRaisesRegex(ValueError, "metadata: model.family='mlp'"):
-      convert("moh-vit", source, self.target())
+      convert("moh-vit", exported, self.target())
 
 
 class ReleasedRunTest(parameterized.TestCase):
@@ -213,7 +212,9 @@ def _export_tiny(out: str) -> None:
     export(folder, out, to="diffusers")
 
 
-class DiffusersTest(parameterized.TestCase):
+class DiffusersTest(FolderTest):
+  """Plain DiT in diffusers' layout and back; diffusers itself was recorded."""
+
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
@@ -224,10 +225,6 @@ class DiffusersTest(parameterized.TestCase):
     cls.tensors = safetensors.numpy.load_file(cls.out / _FILE)
     with np.load(_GOLDEN) as stored:
       cls.golden = dict(stored)
-
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
   def test_tensors_are_those_that_diffusers_asks_for(self):
     found = {name: str(tensor.shape) for name, tensor in self.tensors.items()}
@@ -265,10 +262,6 @@ class DiffusersTest(parameterized.TestCase):
     restored = restore(out)
     chex.assert_trees_all_equal(restored.params, self.params)
     self.assertEqual(restored.config.model, _MODEL)
-
-  def test_a_router_that_is_off_may_have_any_options(self):
-    _save(self.root / "ours", _config(router=RouterConfig("none", "paper")))
-    export(str(self.root / "ours"), str(self.root / "out"), to="diffusers")
 
   @parameterized.parameters(
     ({"router": RouterConfig(), "top_k": (1, 1), "shared_heads": (1, 1)},

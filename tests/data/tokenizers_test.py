@@ -344,8 +344,6 @@ class TemplatesTest(parameterized.TestCase):
 class TemplateErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     "{{ messages.append(1) }}",
-    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-    "{{ ''.__class__.__base__ | attr('__subclasses__')() }}",
     "{{ raise_exception.__globals__['__builtins__'] }}",
     "{{ cycler.__init__.__globals__.os.system('true') }}",
   )
@@ -355,11 +353,9 @@ class TemplateErrorsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("{{ raise_exception('no\nway') }}", "refuses the messages: no way"),
-    ("{{ messages[0].content + 1 }}", "fails: TypeError: "),
     ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
     ("{{ nobody.is.here }}", "fails: UndefinedError: "),
     ("a\n{% if %}", "line 2: "),
-    ("{% end %}", "line 1: "),
     ("{% include 'x' %}", "fails: "),
   )
   def test_errors_are_one_line_that_names_the_file(self, source, message):
