@@ -128,19 +128,14 @@ class HeadRouter(nn.Module):
       decided, units.budget, token_mask=token_mask, form=config.gate_form
     )
     if units.size > 1:
-      decided = decided.of_heads(units.size)
-      load, score = (
-        jnp.repeat(x, units.size) for x in (aux.load, aux.mean_score)
-      )
-      score = score / units.size
-      aux = dataclasses.replace(aux, load=load, mean_score=score)
+      decided, aux = (x.of_heads(units.size) for x in (decided, aux))
     self.sow("intermediates", "routing", decided)
     gates = decided.gates
     if order is not None:
       own = jnp.argsort(order)
-      values = gates, aux.load, aux.mean_score
-      gates, load, score = (jnp.take(x, own, axis=-1) for x in values)
-      aux = dataclasses.replace(aux, load=load, mean_score=score)
+      values = gates, aux.counts, aux.scores, aux.balance
+      gates, *sums = (jnp.take(x, own, axis=-1) for x in values)
+      aux = RouterAux(aux.tokens, *sums, routed=aux.routed)
     if choice.scale is not None:
       gates = gates * jax.lax.broadcast_to_rank(choice.scale, gates.ndim)
     return gates, aux

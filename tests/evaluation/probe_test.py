@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import HeadBudget, RouterConfig
 from moh_jax.evaluation.probe import (
@@ -101,7 +101,3 @@ class ImportanceTest(parameterized.TestCase):
     run = dataclasses.replace(tiny.llm_config(), model=config)
     probe = text_probe(LLM(config), run)
     self.assertIsNone(probe.importance)  # `heads` goes on without it
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -1,6 +1,7 @@
 """Variants of a run, and the runs of a comparison."""
 
 import dataclasses
+import itertools
 
 import jax
 from absl.testing import parameterized
@@ -65,18 +66,17 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual((model.shared_heads, model.top_k), (shared, top_k))
     self.assertEqual(model.router.two_stage, "onestage" not in name)
 
-  @parameterized.parameters(
+  def test_of_two_nearest_numbers_the_larger_one(self):
     # Halves, for which floats are a little too small: 0.58 * 25 < 14.5.
-    ("moh58", 25, 15), ("moh70", 45, 32), ("moh29", 50, 15),
-    ("moh57", 50, 29), ("moh34", 25, 9), ("moh100-shared58", 25, 15),
-  )  # fmt: skip
-  def test_of_two_nearest_numbers_the_larger_one(self, name, heads, count):
-    config = _with_model(
-      num_heads=(heads,), shared_heads=(1,), top_k=(heads - 1,)
-    )
-    made = make_variant(config, name).model
-    routed = 0 if "shared" in name else made.top_k[0]
-    self.assertEqual(made.shared_heads[0] + routed, count)
+    for name, heads, count in (
+      *(("moh58", 25, 15), ("moh70", 45, 32), ("moh29", 50, 15)),
+      *(("moh57", 50, 29), ("moh34", 25, 9), ("moh100-shared58", 25, 15)),
+    ):
+      fields = {"num_heads": (heads,), "shared_heads": (1,)}
+      config = _with_model(top_k=(heads - 1,), **fields)
+      made = make_variant(config, name).model
+      routed = 0 if "shared" in name else made.top_k[0]
+      self.assertEqual(made.shared_heads[0] + routed, count)
 
   @parameterized.parameters(
     ("free", "moh50", (3, 3)),
@@ -141,10 +141,9 @@ class VariantsTest(parameterized.TestCase):
     ("config-onestage", "kind='two_stage', not 'query_no", "query_norm"),
   )
   def test_what_there_is_not_is_refused(self, name, message, kind="two_stage"):
-    config = _CONFIG
     if kind == "none":
       config = make_variant(_CONFIG, "mha")
-    elif kind != "two_stage":
+    else:
       config = _with_model(router=config_lib.RouterConfig(kind))
     with self.assertRaisesRegex(ValueError, message):
       make_variant(config, name)
@@ -163,19 +162,16 @@ class ComparedRunsTest(parameterized.TestCase):
     runs = compared_runs(config, _BOTH, f"{key}={','.join(values)}", 2)
     mha = values if baselines == 2 else [""]
     rows = [*(("mha", x) for x in mha), *(("config", x) for x in values)]
-    self.assertEqual(
-      [
-        (run.seed, run.variant, run.setting.removeprefix(f"{key}="))
-        for run in runs
-      ],
-      [(seed, *row) for seed in (5, 6) for row in rows],
-    )
+    for run, (seed, (variant, value)) in zip(
+      runs, itertools.product((5, 6), rows), strict=True
+    ):
+      setting = value and f"{key}={value}"
+      found = run.config.train.seed, run.seed, run.variant, run.setting
+      self.assertEqual(found, (seed, seed, variant, setting))
+      is_mha = run.config.model.router.kind == "none"
+      self.assertEqual(variant == "mha", is_mha)
     self.assertEqual(runs[-1].row, f"config {key}={values[-1]}")
     self.assertLen({repr(run.config) for run in runs}, len(runs))
-    for run in runs:
-      is_mha = run.config.model.router.kind == "none"
-      self.assertEqual(run.variant == "mha", is_mha)
-      self.assertEqual(run.config.train.seed, run.seed)
 
   def test_swept_sizes_keep_the_share_of_a_variant(self):
     sweep = "model.num_heads=(8,8,4),(16,12,4)"
@@ -185,14 +181,13 @@ class ComparedRunsTest(parameterized.TestCase):
       self.assertEqual([2 * count for count in active], list(heads))
 
   def test_names_are_those_of_files(self):
-    sweeps = (
-      "train.init_from=/a/b,_a_b,../x,a b,é,a\\b",
-      "optim.no_decay=*bias,?bias,('a','b'),('a,b',),(*/a,*/b),(*/a,*/c)",
-      f"train.init_from={'x' * 300},{'x' * 301}",
-    )
     names = [
       run.name
-      for sweep in sweeps
+      for sweep in (
+        "train.init_from=/a/b,_a_b,../x,a b,é,a\\b",
+        "optim.no_decay=*bias,?bias,('a','b'),('a,b',),(*/a,*/b),(*/a,*/c)",
+        f"train.init_from={'x' * 300},{'x' * 301}",
+      )
       for run in compared_runs(_CONFIG, ["config"], sweep, 1)
     ]
     self.assertLen(set(names), 6 + 6 + 2)
