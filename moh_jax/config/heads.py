@@ -1,10 +1,10 @@
 """How the heads of a layer are split, and which router chooses among them."""
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Literal
-
-import numpy as np
 
 from moh_jax.config import base
 from moh_jax.config.registry import ROUTERS, get_router
@@ -182,31 +182,32 @@ class Units:
       return cls(dataclasses.replace(budget, parts=groups))
     return cls(HeadBudget(groups, **counts, head_dim=budget.head_dim), size)
 
-  def order(self, chosen: Sequence[int] = ()) -> tuple[int, ...]:
+  @property
+  def step(self) -> int:
+    """Heads that a budget of the layer counts together."""
+    return self.size * self.budget.parts
+
+  def order(self, preferred: Sequence[int] = ()) -> tuple[int, ...]:
     """The heads as the router lists them: the shared ones, then the others.
 
     Both run from part to part, and the heads of a unit are side by side.
 
     Args:
-      chosen: the heads in the order in which the first are shared; () shares
-        the first ones of each part.
-
-    Raises:
-      ValueError: the first are not as many of each part, or not whole units.
+      preferred: the heads in the order in which the first of each part are
+        shared; () is their own. Units of several heads are ordered by the mean
+        place of these.
     """
-    shared, parts = self.budget.shared * self.size, self.budget.parts
-    part = self.budget.num_heads * self.size // parts
-    own = range(parts * part)
-    chosen = chosen or sorted(own, key=lambda head: head % part)
-    shares, routes = (
-      sorted(heads, key=lambda head: head // part)
-      for heads in (chosen[:shared], chosen[shared:])
-    )
-    order = *shares, *routes
-    of_part = [head // part for head in shares]
-    if of_part != [i * parts // shared for i in range(shared)]:
-      raise ValueError(f"must share as many heads of each of {parts} groups")
-    units = [head // self.size for head in order]
-    if units != np.repeat(units[:: self.size], self.size).tolist():
-      raise ValueError(f"must have the {self.size} heads of a group together")
-    return order
+    heads = list(preferred or range(self.budget.num_heads * self.size))
+    if self.size > 1:
+      places: dict[int, int] = collections.Counter()
+      for place, head in enumerate(heads):
+        places[head // self.size] += place
+      heads.sort(key=lambda x: (places[x // self.size], x))
+    part = len(heads) // self.budget.parts
+    shared = self.budget.shared * self.size // self.budget.parts
+    by_part = [
+      [head for head in heads if head // part == index]
+      for index in range(self.budget.parts)
+    ]
+    lists = [x[:shared] for x in by_part] + [x[shared:] for x in by_part]
+    return tuple(itertools.chain.from_iterable(lists))

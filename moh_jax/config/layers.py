@@ -45,6 +45,10 @@ class LayerGroup:
   orders: tuple[tuple[int, ...], ...] = ()
   parts: int = 1
 
+  def units(self, router: RouterConfig) -> Units:
+    """What tokens choose among in these layers."""
+    return Units.of(self.budget, router, self.kv_heads)
+
   @property
   def attended(self) -> int:
     """Heads whose queries attention gets."""

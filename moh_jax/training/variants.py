@@ -110,8 +110,7 @@ def _with_budgets(
     if not budget.top_k:
       splits.append((budget.shared, 0))
       continue
-    units = Units.of(budget, model.router, model.num_kv_heads)
-    step = units.size * units.budget.parts  # heads that are counted as one
+    step = Units.of(budget, model.router, model.num_kv_heads).step
     count = budget.active // step
     if active is not None:
       count = max(1, _nearest(active * (budget.num_heads // step)))

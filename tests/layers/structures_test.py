@@ -256,15 +256,17 @@ class StructuresTest(parameterized.TestCase):
     np.testing.assert_allclose(load.sum(-1), 2, rtol=1e-6)
 
   @parameterized.parameters(
-    ("per_group", (0, 1, 5, 7), "as many heads of each of 4 groups"),
-    ("whole_group", (0, 1, 3), "the 3 heads of a group together"),
+    ("free", (5, 4, 3), (5, 4, 3, 0, 1, 2, 6, 7, 8, 9, 10, 11)),
+    ("per_group", (5, 4, 3), (0, 5, 6, 9, 1, 2, 4, 3, 7, 8, 10, 11)),
+    ("whole_group", (9, 10, 11, 7), (9, 10, 11, 6, 7, 8, 0, 1, 2, 3, 4, 5)),
   )
-  def test_heads_that_cannot_be_shared(self, structure, first, said):
+  def test_the_first_heads_are_shared(self, structure, first, order):
     rest = [head for head in range(_HEADS) if head not in first]
     layer = _layer(structure, RouterConfig())
     units = Units.of(layer.budget, layer.router, _GROUPS)
-    with self.assertRaisesRegex(ValueError, said):
-      units.order((*first, *rest))
+    found = units.order((*first, *rest))
+    self.assertEqual(found, order)
+    self.assertEqual(units.order(found), order)
 
   @parameterized.parameters(
     ("per_group", (12, 3, 4), 4, "shared=3 must be a multiple of the 4 key"),
