@@ -37,6 +37,9 @@ class ActiveHeads:
     expected: active heads that tokens have on average, static; None is
       `max_per_token`. On a mesh a device's heads are picked by some tokens more
       often than by others.
+    parts: key/value heads of each of which a token has at most
+      max_per_token / parts query heads, static, see `ops.picked_heads`; 1
+      where it may have any.
   """
 
   mask: jax.Array
@@ -44,6 +47,7 @@ class ActiveHeads:
   expected: float | None = dataclasses.field(
     default=None, metadata={"static": True}
   )
+  parts: int = dataclasses.field(default=1, metadata={"static": True})
 
   @property
   def share(self) -> float:

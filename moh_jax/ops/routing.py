@@ -16,6 +16,10 @@ Two published forms of the gates exist:
 In both forms there is no a1 and a2 where one of the two groups is empty, and a
 single shared head has S = 1. Scores and gates are float32.
 
+Where a budget has parts (`RouterConfig.structure`), routed heads stand part by
+part, and a token selects as many of each. Scores and gates are as without: of
+all routed heads.
+
 The router "query_norm" has no parameters; it turns pre-trained models into MoH.
 Heads are selected by the norms of their queries, the gates of shared and
 selected heads are 1, and gradients pass straight through to the scores.
@@ -24,9 +28,10 @@ Shapes: B batch, N tokens, H heads, R routed heads, S shared heads.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,25 +65,77 @@ class Routing:
   shared_scores: jax.Array
   groups: jax.Array
 
+  def of_heads(self, size: int) -> "Routing":
+    """The same decisions by head, where these are about units of heads.
+
+    Args:
+      size: heads of a unit. They have its gate, and share its scores.
+    """
+    if size == 1:
+      return self
+    by_head = functools.partial(jnp.repeat, repeats=size, axis=-1)
+    return Routing(
+      by_head(self.gates),
+      by_head(self.probs) / size,
+      by_head(self.selected),
+      by_head(self.shared_scores) / size,
+      self.groups,
+    )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterAux:
-  """Side values of one layer's router, float32.
+  """Side values of one layer's router, float32: sums over tokens.
+
+  Sums of several devices or batches can be added; the means follow from them.
+  A scanned stack of equal layers has a leading layer axis.
 
   Attributes:
-    balance_loss: [] load-balance loss, 0 where nothing is routed.
-    load: [H] share of tokens that use each head; its mean is the layer's
-      activated share.
-    mean_score: [H] mean softmax score of each head within its group.
+    tokens: [] tokens that count.
+    counts: [H] those of them that use each head.
+    scores: [H] sums of each head's softmax score within its group.
+    balance: [H] factor of each head's term of the balance loss, 0 for shared
+      heads.
     routed: whether tokens choose heads in this layer. Other layers have no
       balance loss that a model's mean should count.
   """
 
-  balance_loss: jax.Array
-  load: jax.Array
-  mean_score: jax.Array
+  tokens: jax.Array
+  counts: jax.Array
+  scores: jax.Array
+  balance: jax.Array
   routed: bool = dataclasses.field(metadata={"static": True})
+
+  @property
+  def balance_loss(self) -> jax.Array:
+    """[] load-balance loss (arXiv:2410.11842, eq. 7), 0 if nothing is routed.
+
+    It is the sum over routed heads of f_i P_i, with f_i the share of tokens
+    that select head i (without gradient) and P_i the head's mean softmax score.
+    The released form multiplies by the number of routed heads, so that perfect
+    balance gives top_k. Means are over the whole batch, of all devices.
+    """
+    return (self.balance * self.load * self._mean(self.scores)).sum(-1)
+
+  @property
+  def load(self) -> jax.Array:
+    """[H] share of tokens that use each head; its mean is the activated one."""
+    return jax.lax.stop_gradient(self._mean(self.counts))
+
+  @property
+  def mean_score(self) -> jax.Array:
+    """[H] mean score of each head, without gradient."""
+    return jax.lax.stop_gradient(self._mean(self.scores))
+
+  def of_heads(self, size: int) -> "RouterAux":
+    """The same by head, see `Routing.of_heads`; the balance loss stays."""
+    sums = self.counts, self.scores / size, self.balance
+    sums = (jnp.repeat(x, size) for x in sums)
+    return RouterAux(self.tokens, *sums, routed=self.routed)
+
+  def _mean(self, sums: jax.Array) -> jax.Array:
+    return sums / jnp.maximum(self.tokens, 1.0)[..., None]
 
 
 def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
@@ -155,10 +212,21 @@ def select_heads(
   Returns:
     [B, N, R] bool.
   """
+  shape = scores.shape
+  if budget.parts > 1:
+    split = *shape[:-1], budget.parts, budget.routed // budget.parts
+    scores, probs = scores.reshape(split), probs.reshape(split)
   if top_p and budget.top_k and top_k is None:
-    return top_p_mask(probs, top_p)
-  own = top_k is None or not budget.top_k
-  return top_k_mask(scores, budget.top_k if own else top_k)
+    if budget.parts > 1:
+      # A part whose scores all underflow counts them as equal.
+      total = probs.sum(-1, keepdims=True)
+      probs = jnp.where(total > 0, probs / total, 1 / probs.shape[-1])
+    selected = top_p_mask(probs, top_p)
+  else:
+    own = top_k is None or not budget.top_k
+    kept = budget.top_k if own else top_k
+    selected = top_k_mask(scores, kept // budget.parts)
+  return selected.reshape(shape)
 
 
 def beside_shared(
@@ -296,45 +364,6 @@ def query_norm_gates(
   return beside_shared(budget, selected + passed, probs, selected)
 
 
-def balance_loss(
-  probs: jax.Array,
-  selected: jax.Array,
-  *,
-  token_mask: jax.Array | None = None,
-  form: str = "released",
-) -> jax.Array:
-  """Load-balance loss of one layer (arXiv:2410.11842, eq. 7).
-
-  It is the sum over routed heads of f_i P_i, with f_i the share of tokens that
-  select head i (without gradient) and P_i the head's mean softmax score. The
-  released form multiplies by the number of routed heads, so that perfect
-  balance gives top_k. Means are over the whole batch; under jit that is the
-  global batch of all devices.
-
-  Args:
-    probs: [B, N, R] float32.
-    selected: [B, N, R] bool.
-    token_mask: [B, N] bool, True for the tokens that count; None counts all.
-    form: "released" or "paper".
-
-  Returns:
-    [] float32.
-  """
-  chex.assert_equal_shape((probs, selected))
-  frequency = token_mean(selected, token_mask)
-  loss = jnp.sum(frequency * token_mean(probs, token_mask))
-  return loss * probs.shape[-1] if form == "released" else loss
-
-
-def token_mean(x: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
-  """Mean of [B, N, X] over tokens, [X] float32; masked tokens do not count."""
-  x = x.astype(jnp.float32)
-  if token_mask is None:
-    return x.mean((0, 1))
-  weight = token_mask.astype(jnp.float32)[..., None]
-  return (x * weight).sum((0, 1)) / jnp.maximum(weight.sum(), 1.0)
-
-
 def router_aux(
   routing: Routing,
   budget: HeadBudget,
@@ -342,36 +371,43 @@ def router_aux(
   token_mask: jax.Array | None = None,
   form: str = "released",
 ) -> RouterAux:
-  """Balance loss and routing statistics of one layer.
+  """What the balance loss and the statistics of one layer need.
 
   Args:
     routing: the router's decisions.
     budget: the layer's head split.
     token_mask: [B, N] bool, True for the tokens that count; None counts all.
-    form: form of the balance loss.
-
-  Returns:
-    A `RouterAux`; only `balance_loss` carries gradients.
+    form: form of the balance loss, "released" or "paper".
   """
-  loss = jnp.zeros((), jnp.float32)
-  if budget.top_k:
-    loss = balance_loss(
-      routing.probs, routing.selected, token_mask=token_mask, form=form
-    )
-  routed_load = token_mean(routing.selected, token_mask)
-  shared_load = jnp.ones(budget.shared, jnp.float32)
-  load = jnp.concatenate([shared_load, routed_load])
+  batch = routing.selected.shape[:2]
+  weight, tokens = None, jnp.float32(math.prod(batch))
+  if token_mask is not None:
+    weight = token_mask.astype(jnp.float32)[..., None]
+    tokens = weight.sum()
+
+  def total(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return (x if weight is None else x * weight).sum((0, 1))
+
+  factor = jnp.float32(budget.routed if form == "released" else 1)
+  shared = jnp.broadcast_to(tokens, budget.shared)
   scores = jnp.concatenate([routing.shared_scores, routing.probs], axis=-1)
-  mean_score = jax.lax.stop_gradient(token_mean(scores, token_mask))
-  return RouterAux(loss, load, mean_score, routed=budget.top_k > 0)
+  return RouterAux(
+    tokens,
+    jnp.concatenate([shared, total(routing.selected)]),
+    total(scores),
+    jnp.where(jnp.arange(budget.num_heads) < budget.shared, 0.0, factor),
+    routed=budget.top_k > 0,
+  )
 
 
 def all_heads_aux(num_heads: int) -> RouterAux:
   """Side values of a layer without a router (multi-head attention)."""
   return RouterAux(
-    balance_loss=jnp.zeros((), jnp.float32),
-    load=jnp.ones(num_heads, jnp.float32),
-    mean_score=jnp.full(num_heads, 1 / num_heads, jnp.float32),
+    tokens=jnp.ones((), jnp.float32),
+    counts=jnp.ones(num_heads, jnp.float32),
+    scores=jnp.full(num_heads, 1 / num_heads, jnp.float32),
+    balance=jnp.zeros(num_heads, jnp.float32),
     routed=False,
   )
 

@@ -164,7 +164,3 @@ class BlockShapeTest(parameterized.TestCase):
   )
   def test_float32(self, shape, block):
     self.assertEqual(stream.block_shape(shape, 4), block)
-
-
-if __name__ == "__main__":
-  absltest.main()

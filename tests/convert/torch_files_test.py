@@ -9,7 +9,7 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.convert import tensor_files
 
@@ -226,7 +226,3 @@ class HostileTest(_Case):
       for name, content in records.items():
         archive.writestr(name, content)
     self.assert_rejected(found)
-
-
-if __name__ == "__main__":
-  absltest.main()

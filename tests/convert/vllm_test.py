@@ -9,7 +9,7 @@ import pathlib
 import tempfile
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from tests.convert import transformers_cases
 
@@ -59,7 +59,3 @@ class VllmTest(parameterized.TestCase):
     found = self._serve(_UNEQUAL)
     self.assertIsInstance(found, str)
     self.assertIn("config.heads_per_layer is [6, 9, 3]: vLLM serves", found)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -2,7 +2,7 @@ import collections
 import dataclasses
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.data import TextDataConfig
 from moh_jax.data import sequences, tokenizers
@@ -172,7 +172,3 @@ class PackedSourceTest(FolderTest):
       for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, name)
         self.assertEqual(found[name].dtype, values.dtype)
-
-
-if __name__ == "__main__":
-  absltest.main()

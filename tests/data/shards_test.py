@@ -6,7 +6,7 @@ import pickle
 import resource
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.data import identity, shards, token_sets, tokenizers
 from moh_jax.data.shard_writer import ShardSetWriter
@@ -75,18 +75,11 @@ class ReadTest(_SetTest):
   @parameterized.parameters(
     ("metadata.json", "{", "metadata.json: not valid JSON"),
     ("metadata.json", "[]", "metadata.json: must be 'object', not array"),
-    (
-      "metadata.json",
-      '{"format": "latents", "version": 1}',
-      "'latents' of version 1, expected",
-    ),
-    (
-      "metadata.json",
-      '{"format": "images", "version": 9}',
-      "'images' of version 9, expected",
-    ),
+    *(("metadata.json", json.dumps({"format": name, "version": version}),
+       f"'{name}' of version {version}, expected")
+      for name, version in (("latents", 1), ("images", 9))),
     (_SHARD, "x" * 1000, rf"truncated .*: {_SHARD} \(1000 bytes\)"),
-  )
+  )  # fmt: skip
   def test_what_is_damaged_is_named(self, name, text, reason):
     self._whole()
     (self.folder / name).write_text(text)
@@ -159,11 +152,10 @@ class WriteTest(_SetTest):
     if whole:
       writer.finish()
     for name, ours, theirs in (
-      *(("size", 16, 8), ("shard_size", 5, 4), ("items", 11, 10)),
-    ):
-      with self.assertRaisesRegex(
-        ValueError, f"{name}: {ours} here, {theirs} there"
-      ):
+      ("size", 16, 8), ("shard_size", 5, 4), ("items", 11, 10)
+    ):  # fmt: skip
+      message = f"{name}: {ours} here, {theirs} there"
+      with self.assertRaisesRegex(ValueError, message):
         self._writer(**{name: ours})
 
   def test_skipped_items_are_listed(self):
@@ -308,7 +300,3 @@ class TokensTest(_SetTest):
     )
     told = ["data 'a' is new", "data 'b': examples 3 here, 2 there"]
     self.assertEqual(found, [*told, "data 'c' is gone"])
-
-
-if __name__ == "__main__":
-  absltest.main()

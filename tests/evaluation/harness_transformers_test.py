@@ -4,7 +4,6 @@
 PyTorch, transformers and lm-eval.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -16,6 +15,7 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax import Generator, Sampling
+from moh_jax.config import apply_overrides
 from moh_jax.convert.checkpoints import export
 from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
 from moh_jax.runtime import checkpoint
@@ -35,17 +35,14 @@ class HarnessTest(parameterized.TestCase):
   def setUpClass(cls):
     """Exports a model with a tokenizer, and writes the tasks."""
     super().setUpClass()
-    temporary = tempfile.TemporaryDirectory()
-    cls.addClassCleanup(temporary.cleanup)
-    cls.root = pathlib.Path(temporary.name)
+    root = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.root = pathlib.Path(root)
     texts = [json.dumps(row) for row in tiny_harness.CHOICES]
     content = train_bpe(texts * 3, _VOCABULARY)
     tokenizer = JsonTokenizer(content)
-    small = tiny_text_model.CONFIG
-    model = dataclasses.replace(
-      small.model, vocab_size=_VOCABULARY, max_length=128
+    config = apply_overrides(
+      tiny_text_model.CONFIG, "model", vocab_size=_VOCABULARY, max_length=128
     )
-    config = dataclasses.replace(small, model=model)
     checkpoint.save_params(
       cls.root / "run",
       tiny_text_model.params(config),
@@ -94,11 +91,10 @@ class HarnessTest(parameterized.TestCase):
     return json.loads(file.read_text())["results"]
 
   def _ours(self, tasks, *argv):
-    status, out, err = tiny_checkpoint.call(
+    out = tiny_checkpoint.done(
       *("evaluate", "--checkpoint", self.root / "run", "--json=-"),
       *("--include-path", self.root / "tasks", "--tasks", tasks, *argv),
     )
-    self.assertEqual(status, 0, err)
     return json.loads(out)["runs"][0]["tasks"]
 
   @parameterized.parameters(

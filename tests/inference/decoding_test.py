@@ -1,22 +1,16 @@
 """Which tokens are chosen, how often, and the two jitted halves around it."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.llm import Sampling
 from moh_jax.inference.decoding import (
-  NO_TOKEN,
   choose_tokens,
-  make_decode,
-  make_prefill,
   span_numbers,
 )
-from moh_jax.models.llm import LLM, unroll
 from tests.inference import tiny_writer
 
 _SAMPLES = 4000
@@ -122,62 +116,3 @@ class ChooseTokensTest(parameterized.TestCase):
     again, _ = _choose(logits[2:4], keys[2:4], temperature=1.0)
     np.testing.assert_array_equal(again, tokens[2:4])
     self.assertLen(set(tokens.tolist()), 5)
-
-
-@functools.cache
-def _halves():
-  model = LLM(_CONFIG, unrolled=True)
-  params = unroll(tiny_writer.alphabet_params(), _CONFIG)
-  prefill = make_prefill(model, "float32")
-  decode = make_decode(model, (9, tiny_writer.WORDS.eos_id), _SPAN)
-  return functools.partial(prefill, params), functools.partial(decode, params)
-
-
-def _start(finished=(False, False)):
-  """Two prompts: "aA" after padding, and "wW" to "zZ"."""
-  tokens = np.int32([[0, 0, 0, 1], [23, 24, 25, 26]])
-  padding, rows = np.int32([3, 0]), np.int32([0, 1])
-  return _halves()[0](tokens, padding, rows, np.array(finished), _SLOTS)
-
-
-def _decode(state, first=0, count=_SPAN):
-  numbers = span_numbers(Sampling(), first, count)
-  return _halves()[1](state, numbers, True, False)
-
-
-class HalvesTest(absltest.TestCase):
-  def test_prefill_predicts_the_next_token_and_fills_the_slots(self):
-    state = _start()
-    self.assertEqual(int(state.slot), _P)
-    np.testing.assert_array_equal(state.logits.argmax(-1), [2, 28])
-    chex.assert_type(state.logits, jnp.float32)
-    keys = state.cache[0][0].k  # of the first stack, its first layer
-    chex.assert_shape(keys, (2, _CONFIG.num_kv_heads, _SLOTS, 8))
-
-  def test_decode_writes_until_an_end_of_text(self):
-    state, written = _start(), []
-    for first in (0, 3, 6):
-      state, tokens, log_probs = _decode(state, first=first)
-      np.testing.assert_array_equal(state.finished, [first == 6, True])
-      written.append(tokens)
-    self.assertEqual(int(state.slot), _P + 8)
-    chex.assert_shape(log_probs, (2, _SPAN))
-    first, second = np.concatenate(written, axis=1).tolist()
-    self.assertEqual(first, [*range(2, 10), NO_TOKEN])
-    self.assertEqual(second, [28, *[NO_TOKEN] * 8])
-
-  def test_decode_goes_on_where_it_was(self):
-    state, tokens, _ = _decode(_start(), count=2)
-    self.assertEqual(tokens[0].tolist(), [2, 3, NO_TOKEN])
-    self.assertEqual(int(state.slot), _P + 2)
-    _, tokens, _ = _decode(state, first=2, count=2)
-    self.assertEqual(tokens.tolist(), [[4, 5, NO_TOKEN], [NO_TOKEN] * 3])
-
-  def test_finished_rows_take_no_step(self):
-    state, tokens, _ = _decode(_start(finished=(True, True)))
-    np.testing.assert_array_equal(tokens, np.full((2, _SPAN), NO_TOKEN))
-    self.assertEqual(int(state.slot), _P)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax import traverse_util
 
 from moh_jax import config as config_lib
@@ -319,7 +319,3 @@ class LoadTokenizerTest(parameterized.TestCase):
     _save(self.root)
     with self.assertRaisesRegex(ValueError, r"family 'vit'; .* needs 'llm'"):
       restore_lib.load_checkpoint_tokenizer(str(self.root))
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -5,12 +5,11 @@ import errno
 import functools
 import os
 import pathlib
-import tempfile
 from unittest import mock
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import Config
 from moh_jax.inference import sample as sample_lib
@@ -18,6 +17,7 @@ from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import devices, sharding
+from tests.data.folder import FolderTest
 from tests.training import tiny
 
 _NUM, _SIZE = 29, 8  # four batches, the last one of five images
@@ -124,52 +124,42 @@ class SamplerTest(parameterized.TestCase):
       Sampler(restored, mesh=_mesh(), **options)
 
   @parameterized.parameters(5, 8, 13)
-  def test_few_images_come_in_full_batches(self, num):
-    with mock.patch.object(
-      Sampler, "batch", autospec=True, side_effect=Sampler.batch
-    ) as batch:
-      images = sample_lib.sample_images(_sampler(), num, _SIZE)
+  def test_any_number_of_images_is_sampled(self, num):
+    images = sample_lib.sample_images(_sampler(), num, _SIZE)
     np.testing.assert_array_equal(images, _images()[:num])
-    self.assertEqual({call.args[2] for call in batch.call_args_list}, {_SIZE})
 
 
-class FolderTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.out = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class FilesTest(FolderTest):
   def _run(self, names=()):
     restored = dataclasses.replace(_restored(), class_names=names)
     sampler = Sampler(restored, labels=(9, None), mesh=_mesh())
     return sample_lib.sample_files(
-      sampler, 4, self.out, batch_size=2, settings=_SETTINGS
+      sampler, 4, self.root, batch_size=2, settings=_SETTINGS
     )
 
   @parameterized.parameters(
     ((), "9"), (tuple(f"class {i}" for i in range(10)), "class 9")
   )
   def test_what_is_missing_is_sampled_and_other_files_stay(self, names, folder):
-    np.save(self.out / "mine.npy", np.zeros(3))
+    np.save(self.root / "mine.npy", np.zeros(3))
     self.assertEqual(self._run(names), 4)
-    found = {str(f.relative_to(self.out)) for f in self.out.rglob("*.*")}
+    found = {str(f.relative_to(self.root)) for f in self.root.rglob("*.*")}
     first = {f"{folder}/000000.png", f"{folder}/000002.png"}
     others = {"none/000001.png", "none/000003.png"}
     self.assertEqual(found - {"settings.json", "mine.npy"}, first | others)
-    file = self.out / "none" / "000003.png"
+    file = self.root / "none" / "000003.png"
     content = file.read_bytes()
     file.unlink()
     self.assertEqual(self._run(names), 2)
     self.assertEqual(file.read_bytes(), content)
-    self.assertTrue((self.out / "mine.npy").exists())
-    (self.out / "settings.json").unlink()
+    (self.root / "settings.json").unlink()
     with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
       self._run(names)
 
 
-class NpzTest(parameterized.TestCase):
+class NpzTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     self.out = self.root / "images.npz"
     self.parts = self.root / "images.npz.parts"
     self.sampled = []  # starts of the batches that were sampled to their end
@@ -332,7 +322,3 @@ class NpzTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "exists and was made with other"):
       self._run()
     self.assertEqual(self.out.read_bytes(), written)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 from unittest import mock
 
 import flax.linen as nn
@@ -9,7 +11,6 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
@@ -38,6 +39,7 @@ class ActiveHeadsTest(parameterized.TestCase):
   @parameterized.parameters(
     (RouterConfig(), None, 2),
     (RouterConfig(), HeadChoice(top_k=np.int32(1)), 4),  # may change
+    (RouterConfig(top_p=0.7), None, 4),  # some tokens select more
     (RouterConfig("none"), None, None),
     (RouterConfig("query_norm", straight_through="all"), None, None),
   )
@@ -117,80 +119,29 @@ class MeshTest(parameterized.TestCase):
       self.assertNotIn(word, text)
 
 
-class HeadOrderTest(parameterized.TestCase):
-  """Orders of heads in which the shared ones lie unevenly on a mesh."""
-
-  @parameterized.parameters(11, 67, 115)  # crowded devices of each axis
-  def test_an_order_on_a_mesh_equals_one_device(self, seed):
-    self._check(seed, orders=1)
-
-  @pytest.mark.slow
-  def test_200_orders_on_meshes_equal_one_device(self):
-    for seed in range(50):
-      self._check(seed, orders=4)
-      jax.clear_caches()
-
-  def _check(self, seed, orders):
-    rng = np.random.default_rng(seed)
-    while True:  # a head split and a mesh that can hold its heads
-      kv_heads, group = rng.choice([2, 4, 8, 8]), rng.integers(1, 4)
-      heads = int(kv_heads * group)
-      tensor, sequence = rng.choice([1, 2, 4, 8], 2).tolist()
-      placement = place_heads(heads, int(kv_heads), tensor, sequence)
-      if heads > 1 and 1 < tensor * sequence <= 8 and placement:
-        break
-    shared = int(rng.integers(0, heads))
-    top_k = int(rng.integers(0, min(3, heads - shared)))
-    layer = MoHAttention(
-      HeadBudget(heads, shared, max(top_k, 1 - shared), head_dim=4),
-      RouterConfig(str(rng.choice(["two_stage", "query_norm"]))),
-      num_kv_heads=int(kv_heads),
-      causal=bool(rng.integers(2)),
-      implementation="packed",
-    )
-    x = jnp.asarray(rng.normal(size=(2, 256, 8)), jnp.float32)
-    params = unbox(layer.init(jax.random.key(seed), x))
-    params = jax.tree.map(lambda leaf: 20 * leaf, params)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(layer, params, x, order):
-      def loss(params, x):
-        out, aux = layer.apply(params, x, choice=HeadChoice(order=order))
-        return jnp.square(out).mean() + aux.balance_loss, out
-
-      grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, x)
-      return out, grads
-
-    dense = dataclasses.replace(layer, implementation="dense")
-    config = MeshConfig(data=1, tensor=tensor, sequence=sequence)
-    mesh = sharding.make_mesh(config, jax.devices()[: tensor * sequence])
-    for i in range(orders):
-      # Any order, or shared heads as close together as they can lie.
-      order = np.roll(placement.order(heads), rng.integers(heads))
-      order = order if (seed + i) % 2 else rng.permutation(heads)
-      want = run(dense, params, x, order)
-      with sharding.use_mesh(mesh):
-        got = run(layer, params, x, order)
-      if layer.router.kind == "query_norm":
-        # Gradients of nearly equal norms are divided by their deviation: the
-        # order of the channels in a product alone moves them by 1e-4.
-        got, want = got[0], want[0]
-      for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        size = max(1.0, float(jnp.abs(b).max()))
-        np.testing.assert_allclose(
-          a, b, atol=2e-6 * size, err_msg=f"{seed} {order} {layer}"
-        )
-
-
 class LayerTest(parameterized.TestCase):
-  @parameterized.product(
-    kinds=(("two_stage", None), ("query_norm", 4), ("none", 4), ("none", 1)),
-    implementation=("dense", "packed", "kernel"),
+  @parameterized.parameters(
+    *itertools.product(
+      ("two_stage:8", "query_norm:4", "none:4", "none:1"),
+      ("dense", "packed", "kernel"),
+      ({"data": 2, "fsdp": 2, "tensor": 2},),
+    ),
+    ("query_norm:8", "dense", {"sequence": 2, "tensor": 2}),
+    ("query_norm:2", "packed", {"sequence": 2, "tensor": 2}),  # repeated
+    ("query_norm:2", "packed", {"sequence": 4}),
+    # Orders of the heads: the shared ones lie on one device, or anywhere.
+    ("two_stage:8", "packed", {"tensor": 2}, "crowded"),
+    ("two_stage:4", "packed", {"sequence": 2}, "crowded"),
+    ("two_stage:4", "kernel", {"tensor": 4}, "random"),
+    ("two_stage:2", "packed", {"sequence": 4, "tensor": 2}, "random"),
   )
-  def test_a_mesh_gives_what_one_device_gives(self, kinds, implementation):
-    router, kv_heads = kinds
+  def test_a_mesh_gives_what_one_device_gives(
+    self, kinds, implementation, axes, order=None
+  ):
+    router, kv_heads = kinds.split(":")
+    kv_heads = int(kv_heads)
     layer = MoHAttention(
-      HeadBudget(num_heads=8, shared=4, top_k=2, head_dim=16),
+      HeadBudget(num_heads=8, shared=4, top_k=1, head_dim=16),
       RouterConfig(router),
       num_kv_heads=kv_heads,
       causal=kv_heads != 1,
@@ -206,67 +157,39 @@ class LayerTest(parameterized.TestCase):
       params,
     )
 
+    choice = None
+    if order == "crowded":
+      sizes = axes.get("tensor", 1), axes.get("sequence", 1)
+      dealt = place_heads(8, kv_heads, *sizes).order(8)
+      choice = HeadChoice(order=jnp.array(dealt))
+    elif order == "random":
+      choice = HeadChoice(order=jax.random.permutation(jax.random.key(0), 8))
+
     def loss(params, x, implementation):
       same = dataclasses.replace(layer, implementation=implementation)
-      out, aux = same.apply(params, x, mask, places=places)
+      out, aux = same.apply(params, x, mask, places=places, choice=choice)
       return jnp.square(out).sum() + aux.balance_loss, out
 
     grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
     (_, want), grads = jax.jit(grad, static_argnums=2)(params, x, "dense")
-    devices = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    with sharding.use_mesh(devices):
+    devices = jax.devices()[: math.prod(axes.values())]
+    mesh = sharding.make_mesh(MeshConfig(**{"data": 1} | axes), devices)
+    with sharding.use_mesh(mesh):
       run = jax.jit(grad, static_argnums=2)
-      (_, got), others = run(params, x, implementation)
-      text = run.lower(params, x, implementation).as_text()
-    self.assertEqual("all_to_all" in text, router != "none")
+      lowered = run.lower(params, x, implementation)
+      compiled = lowered.compile()
+    (_, got), others = compiled(params, x)
+    if "sequence" not in axes:
+      self.assertEqual("all_to_all" in lowered.as_text(), router != "none")
+    else:
+      found = read_collectives(compiled.as_text(), dict(mesh.shape))
+      kinds = {one.kind for one in found if one.axes == ("sequence",)}
+      self.assertIn("all-to-all", kinds)
+      self.assertNotIn("collective-permute", kinds)
     np.testing.assert_allclose(got, want, atol=2e-6)
     for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(grads)):
       scale = max(1.0, float(jnp.abs(b).max()))
       np.testing.assert_allclose(a, b, atol=1e-5 * scale)
-
-
-_EIGHT = HeadBudget(num_heads=8, shared=2, top_k=3, head_dim=4)
-_SEGMENTS = jnp.asarray([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16])
-
-
-def _grad(layer):
-  def loss(params, x):
-    out, aux = layer.apply(params, x, places=Places(segments=_SEGMENTS))
-    return jnp.square(out).sum() + aux.balance_loss
-
-  return jax.jit(jax.value_and_grad(loss, (0, 1)))
-
-
-class SequenceTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ({"sequence": 2, "tensor": 2}, 8, "dense"),
-    ({"sequence": 2, "tensor": 2}, 2, "packed"),  # key/value heads repeated
-    ({"sequence": 4}, 2, "packed"),
-  )
-  def test_causal_layer_equals_that_of_one_device(self, axes, kv_heads, form):
-    layer = MoHAttention(
-      _EIGHT,
-      RouterConfig("query_norm"),
-      num_kv_heads=kv_heads,
-      causal=True,
-      implementation=form,
-    )
-    x = jax.random.normal(jax.random.key(0), (2, 16, 12))
-    params = unbox(layer.init(jax.random.key(1), x))
-    params = jax.tree.map(lambda leaf: 20 * leaf, params)
-    want = _grad(dataclasses.replace(layer, implementation="dense"))(params, x)
-    count = int(np.prod(list(axes.values())))
-    config = MeshConfig(data=1, **axes)
-    mesh = sharding.make_mesh(config, jax.devices()[:count])
-    with sharding.use_mesh(mesh):
-      compiled = _grad(layer).lower(params, x).compile()
-      got = compiled(params, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-      np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * abs(b).max())
-    found = read_collectives(compiled.as_text(), dict(mesh.shape))
-    kinds = {one.kind for one in found if one.axes == ("sequence",)}
-    self.assertIn("all-to-all", kinds)
-    self.assertNotIn("collective-permute", kinds)
 
 
 class CheckTest(parameterized.TestCase):

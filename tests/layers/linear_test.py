@@ -44,39 +44,39 @@ class OutputMajorTest(parameterized.TestCase):
     chex.assert_trees_all_close(out, again, atol=tolerance)
 
 
-class KernelInitTest(parameterized.TestCase):
-  @parameterized.parameters(None, 2)
-  def test_xavier_counts_the_fans_of_the_whole_matrix(self, kv_heads):
-    budget = HeadBudget(num_heads=6, shared=3, top_k=1, head_dim=8)
-    module = MoHAttention(
-      budget, num_kv_heads=kv_heads, kernel_init=xavier_init
-    )
+_BUDGET = HeadBudget(num_heads=6, shared=3, top_k=1, head_dim=8)
+_ROUTER = {"routed": (32, 3), "shared": (32, 3), "group": (32, 2)}
+
+
+class InitTest(parameterized.TestCase):
+  """Kernels by the fans of the whole matrix, or with one deviation."""
+
+  @parameterized.parameters(
+    (MoHAttention(_BUDGET, kernel_init=xavier_init),
+     _ROUTER | {"qkv": (32, 144), "out": (48, 32)}),
+    (MoHAttention(_BUDGET, num_kv_heads=2, kernel_init=xavier_init),
+     _ROUTER | {"q": (32, 48), "kv": (32, 32), "out": (48, 32)}),
+    (MoHAttention(_BUDGET), dict.fromkeys(("qkv", "out", *_ROUTER))),
+    (MLP(200), {"up": (32, 200), "down": (200, 32)}),
+    (SwiGLU(200, use_bias=True), dict.fromkeys(("gate", "up", "down"))),
+  )  # fmt: skip
+  def test_kernels_have_their_deviation_and_biases_are_zero(self, module, fans):
     x = jnp.zeros((1, 1, 32))
     params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
-    fans = {
-      "out": (48, 32),
-      **({"q": (32, 48), "kv": (32, 32)} if kv_heads else {"qkv": (32, 144)}),
-    }
-    kernels = {name: params[name]["kernel"] for name in fans}
-    fans |= {"routed": (32, 3), "shared": (32, 3), "group": (32, 2)}
-    kernels |= params["router"]
+    kernels = dict(params.pop("router", {}))
+    for name, layer in params.items():
+      kernels[name] = layer["kernel"]
+      np.testing.assert_array_equal(layer["bias"], 0.0)
     self.assertCountEqual(kernels, fans)
     for name, kernel in kernels.items():
-      bound = np.sqrt(6 / sum(fans[name]))
-      self.assertBetween(float(jnp.abs(kernel).max()), 0.9 * bound, bound, name)
+      deviation = 0.02
+      if fans[name]:
+        bound = np.sqrt(6 / sum(fans[name]))
+        largest = float(jnp.abs(kernel).max())
+        self.assertBetween(largest, 0.95 * bound, bound, name)
+        deviation = bound / 3**0.5
       spread = 2 / np.sqrt(kernel.size)
-      np.testing.assert_allclose(kernel.std(), bound / 3**0.5, rtol=spread)
-
-  def test_default_is_the_same_deviation_everywhere(self):
-    budget = HeadBudget(num_heads=6, shared=3, top_k=1, head_dim=8)
-    module, x = MoHAttention(budget), jnp.zeros((1, 1, 32))
-    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
-    kernels = [params[name]["kernel"] for name in ("qkv", "out")]
-    for name in ("qkv", "out"):
-      np.testing.assert_array_equal(params[name]["bias"], 0.0)
-    for kernel in (*kernels, *params["router"].values()):
-      spread = 3 / np.sqrt(kernel.size)
-      np.testing.assert_allclose(kernel.std(), 0.02, rtol=spread)
+      np.testing.assert_allclose(kernel.std(), deviation, rtol=spread)
 
 
 class HeadsTest(parameterized.TestCase):
@@ -175,22 +175,8 @@ class FeedForwardTest(parameterized.TestCase):
     chex.assert_type(jax.eval_shape(half.apply, variables, x), jnp.bfloat16)
 
 
-class InitTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (MLP(200), math.sqrt(6 / 240) / math.sqrt(3), math.sqrt(6 / 240)),
-    (SwiGLU(200, use_bias=True), 0.02, None),
-  )
-  def test_kernels_start_with_their_deviation(self, module, deviation, most):
-    x = jnp.zeros((1, 1, 40))
-    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
-    for layer in params.values():
-      np.testing.assert_array_equal(layer["bias"], 0.0)
-      np.testing.assert_allclose(layer["kernel"].std(), deviation, rtol=0.05)
-      if most:
-        largest = float(jnp.abs(layer["kernel"]).max())
-        self.assertBetween(largest, 0.98 * most, most)
-
-  def test_gradients_transpose_no_activations(self):
+class GradientsTest(parameterized.TestCase):
+  def test_no_activations_are_transposed(self):
     """On a CPU such a copy takes a large part of the product's time."""
     module, x = MLP(56), jnp.ones((2, 24, 40))
     params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))

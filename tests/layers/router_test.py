@@ -1,6 +1,7 @@
 """The router: gates, statistics, runtime overrides of the budget."""
 
 import functools
+from contextlib import nullcontext
 
 import chex
 import flax.linen as nn
@@ -59,27 +60,26 @@ class HeadRouterTest(parameterized.TestCase):
     np.testing.assert_allclose(gates, expected.gates, atol=1e-6)
     np.testing.assert_allclose(
       aux.balance_loss,
-      routing.balance_loss(expected.probs, expected.selected, form=form),
+      routing.router_aux(expected, small.BUDGET, form=form).balance_loss,
       rtol=1e-6,
     )
 
-  def test_token_mask_leaves_gates_and_narrows_the_statistics(self):
+  @parameterized.parameters(
+    ([3, 0], None, np.s_[:1, :3]), (None, [1.0, 0.0], np.s_[:1])
+  )
+  def test_what_does_not_count_leaves_gates_and_narrows_the_statistics(
+    self, lengths, weights, counted
+  ):
     module, x = HeadRouter(small.BUDGET), small.tokens()
-    params = small.params(module, x)
-    mask = jnp.arange(small.N)[None] < jnp.array([[3], [0]])
-    gates, aux = module.apply(params, x, mask)
-    expected_gates, _ = module.apply(params, x)
-    _, expected_aux = module.apply(params, x[:1, :3])
-    chex.assert_trees_all_equal(gates, expected_gates)
-    chex.assert_trees_all_close(aux, expected_aux, rtol=1e-6)
-
-  def test_examples_that_do_not_count_are_left_out_of_the_statistics(self):
-    module, x = HeadRouter(small.BUDGET), small.tokens()
-    params = small.params(module, x)
-    with count_examples(jnp.array([1.0, 0.0])):
-      gates, aux = module.apply(params, x)
-    _, expected = module.apply(params, x[:1])
+    params, mask, of_batch = small.params(module, x), None, nullcontext()
+    if lengths:
+      mask = jnp.arange(small.N)[None] < jnp.array(lengths)[:, None]
+    else:
+      of_batch = count_examples(jnp.array(weights))
+    with of_batch:
+      gates, aux = module.apply(params, x, mask)
     chex.assert_trees_all_equal(gates, module.apply(params, x)[0])
+    _, expected = module.apply(params, x[counted])
     chex.assert_trees_all_close(aux, expected, rtol=1e-6)
 
   def test_single_routed_head_learns_from_the_balance_loss_only(self):
@@ -117,10 +117,6 @@ class QueryNormRouterTest(parameterized.TestCase):
     expected = routing.query_norm_gates(_norms(), small.BUDGET)
     chex.assert_trees_all_equal(gates, expected.gates)
     chex.assert_trees_all_equal(aux, routing.router_aux(expected, small.BUDGET))
-
-  def test_needs_norms(self):
-    with self.assertRaisesRegex(ValueError, "norms=None must be .*query_norm"):
-      HeadRouter(small.BUDGET, _QUERY_NORM).apply({}, small.tokens())
 
   def test_estimator_is_the_configs(self):
     def gradient(straight_through):
@@ -173,13 +169,6 @@ class HeadChoiceTest(parameterized.TestCase):
     # The first of the order are shared.
     self.assertTrue(bool((gates[..., list(small.ORDER[:2])] > 0).all()))
 
-  def test_order_of_norms_is_that_of_the_heads(self):
-    choice = HeadChoice(order=jnp.array(small.ORDER))
-    gates, _, _ = self._route("query_norm", choice=choice)
-    ordered = _norms()[..., jnp.array(small.ORDER)]
-    expected = routing.query_norm_gates(ordered, small.BUDGET).gates
-    np.testing.assert_array_equal(gates[..., jnp.array(small.ORDER)], expected)
-
 
 class Threshold(Router):
   """Every head above half of the mean score, so some tokens select more."""
@@ -191,23 +180,6 @@ class Threshold(Router):
     if top_k is not None:
       selected = self.select(probs, probs, top_k)
     return self.routing(jnp.where(selected, 1.0, 0.0), probs, selected)
-
-
-class Noisy(Router):
-  """Noisy top-k (arXiv:1701.06538), with one deviation for all heads."""
-
-  noise: float = 0.0
-
-  @nn.compact
-  def __call__(self, x, *, norms=None, top_k=None):
-    logits = self.logits(x, routed=self.budget.routed)["routed"]
-    scores = logits
-    if self.has_rng("dropout"):
-      noise = jax.random.normal(self.make_rng("dropout"), logits.shape)
-      scores = scores + self.noise * noise
-    probs = nn.softmax(logits)
-    selected = self.select(scores, probs, top_k)
-    return self.routing(jnp.where(selected, probs, 0.0), probs, selected)
 
 
 class Short(Router):
@@ -229,46 +201,24 @@ class Norms(Router):
 
 register_router("threshold", Threshold, varies=True)
 register_router("undeclared", Threshold)
-register_router("noisy", functools.partial(Noisy, noise=5.0))
 register_router("short", Short)
 register_router("norms", Norms, reads_norms=True)
 
 
 class RegisteredTest(parameterized.TestCase):
   def test_tokens_may_select_more_heads_than_the_budget_says(self):
-    x = jax.random.normal(jax.random.key(0), (1, 1024, small.C))
-    layers = {}
-    for form in ("dense", "packed"):
-      layers[form] = MoHAttention(
-        HeadBudget(6, 2, 1, 3), RouterConfig("threshold"), implementation=form
+    x, found = jax.random.normal(jax.random.key(0), (1, 1024, small.C)), []
+    for kind, form in (
+      ("threshold", "dense"), ("threshold", "packed"), ("undeclared", "packed")
+    ):  # fmt: skip
+      layer = MoHAttention(
+        HeadBudget(6, 2, 1, 3), RouterConfig(kind), implementation=form
       )
-    variables = small.params(layers["dense"], x)
-    (dense, aux), packed = (
-      jax.jit(layers["dense"].apply)(variables, x),
-      jax.jit(layers["packed"].apply)(variables, x)[0],
-    )
+      found.append(jax.jit(layer.apply)(small.params(layer, x), x))
+    (dense, aux), (packed, _), (undeclared, _) = found
     self.assertGreater(float(aux.load[2:].sum()), 2)  # top_k is 1
     np.testing.assert_allclose(packed, dense, atol=1e-5)
-
-  def test_more_heads_than_the_budget_says_are_nan_if_undeclared(self):
-    x = jax.random.normal(jax.random.key(0), (1, 1024, small.C))
-    layer = MoHAttention(
-      HeadBudget(6, 2, 1, 3), RouterConfig("undeclared"),
-      implementation="packed",
-    )  # fmt: skip
-    out, _ = layer.apply(small.params(layer, x), x)
-    self.assertTrue(np.isnan(out).any())
-
-  def test_noise_is_of_training_alone(self):
-    layer, x = HeadRouter(small.BUDGET, RouterConfig("noisy")), small.tokens()
-    variables = small.params(layer, x)
-    still, _ = layer.apply(variables, x)
-    np.testing.assert_array_equal(still, layer.apply(variables, x)[0])
-    one, two = (
-      layer.apply(variables, x, rngs={"dropout": jax.random.key(seed)})[0]
-      for seed in (0, 1)
-    )
-    self.assertTrue((one != still).any() and (one != two).any())
+    self.assertTrue(np.isnan(undeclared).any())
 
   def test_queries_are_read_where_the_kind_says_so(self):
     layer = MoHAttention(small.BUDGET, RouterConfig("norms"))
@@ -277,18 +227,21 @@ class RegisteredTest(parameterized.TestCase):
     self.assertNotIn("router", variables["params"])
     _, aux = layer.apply(variables, x)
     np.testing.assert_allclose(aux.load.sum(), small.BUDGET.active, rtol=1e-6)
-    with self.assertRaisesRegex(ValueError, "kind is 'norms'"):
-      HeadRouter(small.BUDGET, RouterConfig("norms")).apply({}, x)
 
-  def test_other_shapes_are_refused(self):
-    layer = HeadRouter(small.BUDGET, RouterConfig("short"))
-    with self.assertRaisesRegex(ValueError, "'short' returned gates of shape"):
+  @parameterized.parameters(
+    ("norms", "kind is 'norms'"),
+    ("query_norm", "norms=None must be .*query_norm"),
+    ("short", "'short' returned gates of shape"),
+  )
+  def test_missing_norms_and_other_shapes_are_refused(self, kind, message):
+    layer = HeadRouter(small.BUDGET, RouterConfig(kind))
+    with self.assertRaisesRegex(ValueError, message):
       layer.init(jax.random.key(0), small.tokens())
 
 
 class TableTest(absltest.TestCase):
   def test_a_name_is_taken_once(self):
-    for name in ("noisy", "two_stage", "none"):
+    for name in ("norms", "two_stage", "none"):
       with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):
         register_router(name, Threshold)
     again = register_router("threshold", Threshold, varies=True)

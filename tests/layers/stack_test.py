@@ -161,8 +161,10 @@ class DropPathTest(parameterized.TestCase):
 def _side(losses, load, *, routed=True) -> RouterAux:
   """Side values of a scanned stack with the given losses and one load."""
   load = jnp.tile(jnp.asarray(load, jnp.float32), (len(losses), 1))
-  losses = jnp.asarray(losses, jnp.float32)
-  return RouterAux(losses, load, load, routed=routed)
+  losses = jnp.asarray(losses, jnp.float32)[:, None]
+  ones = jnp.ones_like(load)
+  scores = ones * losses / load.sum(-1, keepdims=True)
+  return RouterAux(ones[:, 0], load, scores, ones, routed=routed)
 
 
 def _layers(stack: RouterAux) -> list[RouterAux]:

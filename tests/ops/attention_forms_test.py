@@ -366,14 +366,9 @@ class TileFileTest(parameterized.TestCase):
         self.assertNotEqual(ours, other)
         self.assertEqual(block_sizes("triton", 128, jnp.bfloat16), default)
 
-  @parameterized.parameters('[{"device": "GPU X"}]', "[{", '["GPU X"]', "1")
-  def test_other_files_are_named(self, content):
-    path = self.create_tempfile(content=content).full_path
-    text = f"{path} is not a file of block sizes, for MOH_JAX_BLOCK_SIZES: "
-    with self.assertRaisesRegex(ValueError, text):
-      kernels.read(path)
-
   @parameterized.parameters(
+    *((text, "is not a file of block sizes, for MOH_JAX_BLOCK_SIZES: ")
+      for text in ('[{"device": "GPU X"}]', "[{", '["GPU X"]', "1")),
     ({"head_dim": 0}, r"head_dim=0 must be in \[1, 256\]"),
     ({"head_dim": 320}, r"head_dim=320 must be in \[1, 256\]"),
     ({"dtype": "float23"}, "float23"),
@@ -384,8 +379,11 @@ class TileFileTest(parameterized.TestCase):
     ({"dq": {"rows": 16, "keys": 16, "stages": -1}}, "dq: stages=-1 must be"),
     ({"forward": {"rows": 32, "keys": 1.5}}, "forward: keys=1.5 must be an"),
     ({"forward": {"rows": 32}}, "forward: .*'keys'"),
-  )
-  def test_wrong_entries_are_named(self, changes, text):
-    path = self._file(**changes)
+  )  # fmt: skip
+  def test_other_files_and_entries_are_named(self, stored, text):
+    if isinstance(stored, str):
+      path = self.create_tempfile(content=stored).full_path
+    else:
+      path = self._file(**stored)
     with self.assertRaisesRegex(ValueError, f"{path} .*{text}"):
       kernels.read(path)

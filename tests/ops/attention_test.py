@@ -172,20 +172,16 @@ class AttentionTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(got, want)
     chex.assert_trees_all_close(got, want, atol=1e-6)
 
-  @parameterized.parameters(
-    ({"implementation": "flush"}, r"implementation='flush' .*'auto', 'dense'"),
-    ({"kv_heads": 3}, r"4 query heads .* 3 key/value"),
-  )
-  def test_what_is_wrong_is_named(self, changes, message):
-    changes = dict(changes)
-    options = {k: changes.pop(k) for k in ("implementation",) if k in changes}
-    with self.assertRaisesRegex(ValueError, message):
-      attention(*Case(**changes).arrays()[:3], **options)
-
-    q, k, v, _ = Case().arrays()
+  def test_what_is_wrong_is_named(self):
+    q, k, v, _ = Case(kv_heads=2).arrays()
     nothing = ActiveHeads(jnp.zeros(q.shape[:3], bool), 0)
-    with self.assertRaisesRegex(ValueError, "max_per_token=0 must be at least"):
-      attention(q, k, v, active=nothing)
+    for keys, options, message in (
+      (k, {"implementation": "flush"}, "implementation='flush' .*'auto', 'den"),
+      (q[:, :, :3], {}, r"4 query heads .* 3 key/value"),
+      (k, {"active": nothing}, "max_per_token=0 must be at least"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        attention(q, keys, keys, **options)
     with self.assertRaises(AssertionError):
       attention(q, k, v[:, :4])
 

@@ -17,11 +17,9 @@ from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels import hopper_program, tpu_plan
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
-from moh_jax.ops.kernels.hopper import KeyLaunch, RowLaunch
 from moh_jax.ops.kernels.hopper_program import Ring
 from moh_jax.ops.kernels.problem import (
   BlockSizes,
-  Tile,
   keys_of_rows,
   rows_of_keys,
 )
@@ -235,18 +233,10 @@ def _tpu_case(**options) -> Case:
   return Case(**shape | options)
 
 
-_MASKS = {
-  "everything": {},
-  "causal": {"causal": True},
-  "fewer_queries": {"causal": True, "queries": 40},
-  "segments": {"segments": True},
-  "packed_texts": {"causal": True, "segments": True},
-  "all_masks": {"causal": True, "segments": True, "key_mask": True},
-}
+_ALL_MASKS = {"causal": True, "segments": True, "key_mask": True}
 _CUTS = {
   "heads_together": Cut(16, 5, chunk=5, window=4, heads=2),
   "chunks": Cut(16, 5, chunk=2, window=3, heads=1),
-  "two_cores": Cut(16, 5, chunk=5, window=2, heads=1, cores=2),
   "chunks_on_two_cores": Cut(16, 5, chunk=3, window=3, heads=1, cores=2),
 }
 
@@ -266,34 +256,6 @@ def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
 
 
 class VisitsTest(parameterized.TestCase):
-  @parameterized.product(
-    options=(
-      {"share": 0.0},
-      {"share": 0.01, "heads": 2},  # a pair or two
-      {"heads": 2, "kv_heads": 1, "batch": 1, "causal": True},
-      _MASKS["all_masks"],
-    ),
-    keys_first=(False, True),
-  )
-  def test_every_core_has_a_visit_to_what_no_other_one_writes(
-    self, options, keys_first
-  ):
-    case, cut = _tpu_case(**options), Cut(16, 5, 2, 2, heads=1, cores=2)
-    lists, _ = _visit_tables(case, cut, keys_first)
-    names = ("unit", "chunk") if keys_first else ("window",)
-    written = [{tuple(x[n] for n in names) for x in c} for c in _visits(lists)]
-    self.assertLen(written, 2)
-    self.assertTrue(all(written))
-    self.assertLen(set().union(*written), sum(map(len, written)))
-    runs = [
-      place
-      for core in _visits(lists)
-      for place, _ in itertools.groupby(
-        tuple(x[n] for n in names) for x in core
-      )
-    ]
-    self.assertLen(set(runs), len(runs))  # no place is left and taken again
-
   def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
     case = _tpu_case(queries=16, keys=64, kv_heads=4)
     mask = np.zeros((2, 16, 4), bool)
@@ -376,7 +338,7 @@ def _check_tpu(case: Case) -> None:
 class CutsTest(parameterized.TestCase):
   @parameterized.parameters(
     ("heads_together", {"causal": True, "head_dim": 128, "share": 0.2}),
-    ("chunks", _MASKS["all_masks"]),
+    ("chunks", _ALL_MASKS),
     ("chunks_on_two_cores", {"causal": True, "head_dim": 128, "queries": 40}),
   )
   def test_any_cut_gives_the_same(self, name, options):
@@ -393,9 +355,9 @@ class SimulatedTest(parameterized.TestCase):
     (2, {"heads": 3, "share": 0.02, "kv_heads": 3, "batch": 1}),
     (2, {"share": 0.0, "causal": True}),  # no head at all
     (2, {"queries": 16, "keys": 16, "heads": 2, "kv_heads": 1, "batch": 1}),
-    (2, {"queries": 51, "keys": 51, "kv_heads": 4, **_MASKS["all_masks"]}),
+    (2, {"queries": 51, "keys": 51, "kv_heads": 4, **_ALL_MASKS}),
     (2, {"causal": True, "queries": 20, "keys": 37, "head_dim": 64}),
-    (1, {"queries": 51, "keys": 51, **_MASKS["all_masks"]}),
+    (1, {"queries": 51, "keys": 51, **_ALL_MASKS}),
   )
   @pytest.mark.slow
   def test_equals_float64_without_races(self, cores, options):
@@ -469,19 +431,3 @@ class HopperTest(parameterized.TestCase):
       mock.patch.object(Ring, "release", committed),
     ):
       _check_hopper(name, queries=128, keys=128)
-
-
-class HopperTablesTest(parameterized.TestCase):
-  @parameterized.parameters("bidirectional", "causal")
-  def test_every_tile_is_visited_once(self, name):
-    problem = _hopper(900, batch=3, causal=name == "causal").problem(64)
-    table, used = RowLaunch(problem, Tile(64, 64), 1).table()
-    tiles = np.asarray(table)[:, 0]
-    np.testing.assert_array_equal(np.sort(tiles), np.arange(len(tiles)))
-    self.assertLess(int(used[0]), len(tiles))
-    self.assertTrue((tiles[: int(used[0])] < int(used[0])).all())
-
-    case = _hopper(900, batch=3, causal=name == "causal")
-    table = KeyLaunch(case.problem(128), Tile(64, 128), 2).table()
-    expected = np.ndindex(8, case.batch, case.kv_heads)
-    self.assertCountEqual(map(tuple, np.asarray(table).tolist()), expected)

@@ -1,5 +1,6 @@
 """Routing: gates of both routers, top-k and top-p masks, side values."""
 
+import dataclasses
 import functools
 
 import chex
@@ -252,18 +253,38 @@ class BalanceLossTest(parameterized.TestCase):
     selected = routing.top_k_mask(probs, 2)
     mask = np.arange(6)[None] < np.array([[4], [2]]) if masked else None
     counted = np.ones((2, 6), bool) if mask is None else mask
-    loss, grad = jax.value_and_grad(routing.balance_loss)(
-      probs, selected, token_mask=mask, form=form
-    )
+    budget = HeadBudget(5, shared=1, top_k=2, head_dim=4)
+
+    def loss_of(probs, mask):
+      zeros = jnp.zeros_like(probs)
+      routed = routing.beside_shared(budget, zeros, probs, selected)
+      how = {"token_mask": mask, "form": form}
+      return routing.router_aux(routed, budget, **how).balance_loss
+
+    loss, grad = jax.value_and_grad(loss_of)(probs, mask)
     factor = 4.0 if form == "released" else 1.0
     share = np.asarray(selected)[counted].mean(0)
     mean = np.asarray(probs, np.float64)[counted].mean(0)
     np.testing.assert_allclose(loss, factor * share @ mean, rtol=1e-6)
     expected = factor * share / counted.sum() * counted[..., None]
     np.testing.assert_allclose(grad, expected, rtol=1e-6)
-    none = np.zeros((2, 6), bool)
-    loss = routing.balance_loss(probs, selected, token_mask=none, form=form)
-    self.assertEqual(float(loss), 0.0)
+    self.assertEqual(float(loss_of(probs, np.zeros((2, 6), bool))), 0.0)
+
+  def test_sums_of_parts_of_a_batch_add_up(self):
+    budget, logits = _budget("some_of_each"), _logits(_budget("some_of_each"))
+    routed = _route(budget, logits)
+    whole, first, second = (
+      routing.router_aux(part, budget)
+      for part in (
+        routed,
+        jax.tree.map(lambda x: x[:1], routed),
+        jax.tree.map(lambda x: x[1:], routed),
+      )
+    )
+    sums = jax.tree.map(jnp.add, first, second)
+    sums = dataclasses.replace(sums, balance=whole.balance)
+    chex.assert_trees_all_close(sums, whole, rtol=1e-6)
+    np.testing.assert_allclose(sums.balance_loss, whole.balance_loss, rtol=1e-6)
 
 
 @functools.partial(jax.jit, static_argnames=("shared", "top_k", "kind"))
