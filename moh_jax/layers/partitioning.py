@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -19,7 +20,13 @@ class LogicalAxes(nn.LogicallyPartitioned):
   As Linen's own box, but for NNX (`nnx.bridge.ToNNX`): NNX would shard the
   parameter when it is created, which fails without a mesh. With this box the
   variable keeps the names as its metadata `out_sharding` and is left whole.
+
+  Attributes:
+    dtype: to which its layer rounds the parameter before any use; None if it
+      does not.
   """
+
+  dtype: Any = flax.struct.field(default=None, pytree_node=False)
 
   def to_nnx_metadata(self) -> dict[str, Any]:
     """Metadata of the `nnx.Variable` that stands for this parameter."""
@@ -33,15 +40,18 @@ class LogicalAxes(nn.LogicallyPartitioned):
 
 
 def with_axes(
-  init: nn.initializers.Initializer, names: Sequence[str | None]
+  init: nn.initializers.Initializer,
+  names: Sequence[str | None],
+  dtype: jnp.dtype | None = None,
 ) -> Callable[..., LogicalAxes]:
   """Wraps an initializer so that it boxes its result with logical names.
 
   Args:
     init: (key, shape, dtype) -> array.
     names: one logical name, or None, per dimension.
+    dtype: see `LogicalAxes`.
   """
-  return lambda *args: LogicalAxes(init(*args), tuple(names))
+  return lambda *args: LogicalAxes(init(*args), tuple(names), dtype=dtype)
 
 
 def declare(
@@ -50,6 +60,7 @@ def declare(
   init: nn.initializers.Initializer,
   shape: Sequence[int],
   axes: Sequence[str | None],
+  dtype: jnp.dtype | None = None,
 ) -> jax.Array:
   """Declares a float32 parameter of a module, with its logical names.
 
@@ -59,8 +70,10 @@ def declare(
     init: (key, shape, dtype) -> array.
     shape: of the parameter.
     axes: one logical name, or None, per dimension.
+    dtype: see `LogicalAxes`.
   """
-  return module.param(name, with_axes(init, axes), tuple(shape), jnp.float32)
+  boxed = with_axes(init, axes, dtype)
+  return module.param(name, boxed, tuple(shape), jnp.float32)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

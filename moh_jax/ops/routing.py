@@ -73,8 +73,8 @@ class RouterAux:
     tokens: [] tokens that count.
     counts: [H] those of them that use each head.
     scores: [H] sums of each head's softmax score within its group.
-    balance: [H] these sums with gradient, times the head's factor in the balance
-      loss, which is 0 for shared heads.
+    balance: [H] these sums with gradient, times each head's factor in the
+      balance loss, which is 0 for shared heads.
     routed: whether tokens choose heads in this layer. Other layers have no
       balance loss that a model's mean should count.
   """

@@ -195,7 +195,7 @@ def mix_images(
 
 
 def _reversed(x: jax.Array, parts: int | None) -> jax.Array:
-  """x [B, ...] in reverse order, or each of its equal parts."""
+  """X [B, ...] in reverse order, or each of its equal parts."""
   if parts is None:
     return reverse_examples(x)
   return x.reshape(parts, -1, *x.shape[1:])[:, ::-1].reshape(x.shape)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from moh_jax.config import MeshConfig
-from moh_jax.runtime.sharding import axes_of_entry
+from moh_jax.runtime.sharding import axes_of_entry, is_box
 
 _FSDP = "fsdp"
 
@@ -35,6 +35,7 @@ def exchange_axes(config: MeshConfig, sizes: dict[str, int]) -> tuple[str, ...]:
 def exchange_once(
   gradients: Callable[..., tuple[Any, Any]],
   params: Any,
+  boxed: Any,
   config: MeshConfig,
   mesh: Mesh | AbstractMesh,
 ) -> Callable[..., tuple[Any, Any]]:
@@ -44,6 +45,7 @@ def exchange_once(
     gradients: (params, batch, rng, step) -> (gradients, metrics), the means
       over the examples of a batch.
     params: abstract parameters with shardings.
+    boxed: the same in their boxes of logical axes.
     config: section `mesh`.
     mesh: the devices.
 
@@ -55,50 +57,57 @@ def exchange_once(
   axes = exchange_axes(config, sizes)
   if not axes:
     return gradients
+  parts = math.prod(sizes[axis] for axis in axes)
   dtype = jnp.dtype(config.exchange)
   split, whole = PartitionSpec(axes), PartitionSpec()
-  specs = jax.tree.map(lambda x: x.sharding.spec, params)
+  leaves, tree = jax.tree.flatten(params)
+  specs = [leaf.sharding.spec for leaf in leaves]
+  boxes = jax.tree.leaves(boxed, is_leaf=is_box)
 
-  def partial(*args: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], gradients(*args))
+  def rounded(box: Any, param: jax.Array) -> jax.Array:
+    # As its layer would, so that half is gathered, and that the gradients of a
+    # microbatch take half the memory.
+    return param.astype(getattr(box, "dtype", None) or param.dtype)
 
-  def without(spec: PartitionSpec) -> PartitionSpec:
-    kept = (
-      tuple(axis for axis in axes_of_entry(entry) if axis not in axes)
-      for entry in spec
-    )
+  def partial_sums(params: list, *args: Any) -> tuple[list, Any]:
+    grads, metrics = gradients(jax.tree.unflatten(tree, params), *args)
+    return jax.tree.map(lambda x: x[None], (jax.tree.leaves(grads), metrics))
+
+  def partial_spec(spec: PartitionSpec) -> PartitionSpec:
+    entries = (axes_of_entry(entry) for entry in spec)
+    kept = (tuple(a for a in entry if a not in axes) for entry in entries)
     return PartitionSpec(axes, *kept)
 
-  def total(spec: PartitionSpec, grad: jax.Array) -> jax.Array:
-    grad, rest = (grad[0] / parts).astype(dtype), set(axes)
+  def exchange(spec: PartitionSpec, grad: jax.Array) -> jax.Array:
+    grad, rest = (grad[0].astype(jnp.float32) / parts).astype(dtype), axes
     for dim, entry in enumerate(spec):
-      if _FSDP in axes_of_entry(entry) and _FSDP in axes:
+      if _FSDP in axes and _FSDP in axes_of_entry(entry):
         how = {"scatter_dimension": dim, "tiled": True}
         grad = jax.lax.psum_scatter(grad, _FSDP, **how)
-        rest.remove(_FSDP)
-    return jax.lax.psum(grad, tuple(rest)) if rest else grad
+        rest = tuple(axis for axis in axes if axis != _FSDP)
+    grad = jax.lax.psum(grad, rest) if rest else grad
+    return grad.astype(jnp.float32)
 
-  parts = math.prod(sizes[axis] for axis in axes)
-  is_spec = {"is_leaf": lambda x: isinstance(x, PartitionSpec)}
   # Axes of one device are put under manual control too: with all of them so,
   # kernels need no further `shard_map`.
-  partial = jax.shard_map(
-    partial,
+  compute = jax.shard_map(
+    partial_sums,
     in_specs=(whole, split, whole, whole),
     out_specs=split,
     axis_names=set(axes) | {axis for axis, n in sizes.items() if n == 1},
     check_vma=False,
   )
-  exchange = jax.shard_map(
-    lambda grads: jax.tree.map(total, specs, grads, **is_spec),
-    in_specs=(jax.tree.map(without, specs, **is_spec),),
+  # Under control of all axes, so that no axis is gathered on the way.
+  join = jax.shard_map(
+    lambda grads: list(map(exchange, specs, grads)),
+    in_specs=([partial_spec(spec) for spec in specs],),
     out_specs=specs,
     check_vma=False,
   )
 
-  def exchanged(*args: Any) -> tuple[Any, Any]:
-    grads, metrics = partial(*args)
-    grads = exchange(grads)
-    return jax.tree.map(lambda x, p: x.astype(p.dtype), grads, params), metrics
+  def exchanged(params: Any, *args: Any) -> tuple[Any, Any]:
+    params = list(map(rounded, boxes, jax.tree.leaves(params)))
+    grads, metrics = compute(params, *args)
+    return jax.tree.unflatten(tree, join(grads)), metrics
 
   return exchanged

@@ -247,7 +247,7 @@ def _gradients(
   inputs = (jax.tree.map(split, batch), jnp.arange(parts))
   first = jax.tree.map(lambda x: x[0], inputs)
   shapes, _ = jax.eval_shape(gradients, first[0], rng)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
   total, metrics = jax.lax.scan(add, zeros, inputs)
   return jax.tree.map(lambda x: x / parts, total), metrics
 
@@ -329,7 +329,11 @@ def make_program(
       ema_decay=section.ema_decay,
       ema_every=section.ema_every,
       exchange=functools.partial(
-        exchange_once, params=params, config=config.mesh, mesh=mesh
+        exchange_once,
+        params=params,
+        boxed=boxed,
+        config=config.mesh,
+        mesh=mesh,
       ),
     )
 
