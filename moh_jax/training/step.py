@@ -159,7 +159,8 @@ def train_step(
     state: state before the step.
     batch: tree of arrays [B, ...].
     loss_fn: (params, batch, rng, step) -> ([] loss, metrics). The loss must be
-      a mean over examples of equal weight, which microbatches do not change.
+      a mean over examples of equal weight, which neither microbatches nor the
+      examples' devices change (`layers.partitioning` has what concerns all).
     optimizer: gradient transformation.
     schedule: step -> learning rate, which is logged.
     accumulation: number of microbatches that the batch is cut into; gradients
@@ -220,7 +221,7 @@ def _gradients(
     params: parameter tree.
     batch: tree of arrays [B, ...].
     rng: key of the step.
-    step: number of earlier steps.
+    step: number of earlier steps, which the loss may need.
 
   Returns:
     The gradients; and the metrics, of several microbatches with a leading axis
