@@ -154,6 +154,6 @@ def collect_aux(
   values = list(layers.values() if isinstance(layers, Mapping) else layers)
   losses = [jnp.atleast_1d(aux.balance_loss) for aux in values if aux.routed]
   loss = jnp.concatenate(losses or [jnp.zeros(1, jnp.float32)]).mean()
-  used = sum(aux.load.sum() for aux in values)
-  present = sum(aux.load.size for aux in values)
+  used = sum(aux.heads_used.sum() for aux in values)
+  present = sum(aux.counts.size for aux in values)
   return ModelAux(loss, used / present, layers)

@@ -102,6 +102,11 @@ class RouterAux:
     return self._mean(self.counts)
 
   @property
+  def heads_used(self) -> jax.Array:
+    """[] heads that a token uses, on average."""
+    return self.counts.sum(-1) / jnp.maximum(self.tokens, 1.0)
+
+  @property
   def mean_score(self) -> jax.Array:
     """[H] mean score of each head, without gradient."""
     return self._mean(self.scores)
