@@ -2,6 +2,7 @@ import json
 import pathlib
 from unittest import mock
 
+import chex
 import numpy as np
 from absl.testing import absltest
 from PIL import Image
@@ -34,9 +35,7 @@ class TrainTest(tiny_checkpoint.CommandTest):
     self.assertEqual((metrics["step"], metrics["examples"]), (2, 20))
     argv = ("--checkpoint", self.root / "run", "--json=-")
     again = json.loads(tiny_checkpoint.done("evaluate", *argv))
-    self.assertEqual(again.keys(), metrics.keys())
-    for name, value in metrics.items():
-      self.assertAlmostEqual(again[name], value, places=5, msg=name)
+    chex.assert_trees_all_close(again, metrics, atol=5e-6, rtol=0)
     out = self.done("--no-verify")
     self.assertRegex(out, r"(?m)^held-out: .*accuracy 0\.\d{4}.*, step 2$")
     self.assertIn(f"checkpoint: {self.root / 'run'}\n", out)
