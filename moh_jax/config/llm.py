@@ -127,7 +127,9 @@ class LLMConfig(LayerStack):
       `head_order`.
     top_k: heads of each layer that a token chooses among the others.
     head_order: for each layer its heads in the order in which the first are
-      shared; () is their own order. It moves no weights.
+      shared, where `router.structure` says so the first of each key/value group
+      or the first groups, by the mean place of their heads; () is their own
+      order. It moves no weights.
     norm_eps: added to the mean square of RMSNorm.
     rope: section of the rotary position embedding.
     tie_embeddings: whether the output layer uses the weights of the embedding.
@@ -168,18 +170,19 @@ class LLMConfig(LayerStack):
   READS_TEXT = True
   SERVED_IN_DTYPE = True
   sees = "before"
+  MLP_MATRICES = 3  # between the width and that of the MLP
 
   def check(self) -> None:
     """Heads come in pairs, in groups and in an order."""
     if self.head_dim % 2:
       self.fail("head_dim", "must be even: RoPE turns pairs")
-    super().check()
     for layer, heads in enumerate(self.num_heads):
       if heads % self.num_kv_heads:
         raise ValueError(
           f"model.num_kv_heads={self.num_kv_heads} must divide "
           f"model.num_heads[{layer}]={heads}"
         )
+    super().check()
     self._check_order()
 
   def _check_order(self) -> None:
@@ -206,6 +209,10 @@ class LLMConfig(LayerStack):
   def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Tokens [1, 1] int32."""
     return (((1, 1), "int32"),)
+
+  def with_mlp_dim(self, dim: int) -> "LLMConfig":
+    """The section with another width of the MLP."""
+    return dataclasses.replace(self, mlp_dim=dim)
 
   def check_run(self, run: Config) -> None:
     """Sequences fit the positions; a schedule of top_k ends as the model is."""

@@ -3,13 +3,18 @@
 import dataclasses
 import itertools
 
+import jax
 from absl.testing import parameterized
 
 from moh_jax import config as config_lib
+from moh_jax.runtime.sharding import abstract_params
+from moh_jax.training.task import task_builder
 from moh_jax.training.variants import compared_runs, make_variant
 from tests.training import tiny
 
 _MODEL = config_lib.DiTConfig(
+  channels=1,
+  num_classes=10,
   input_size=(8, 8),
   width=32,
   num_heads=(8, 8, 4),
@@ -19,6 +24,24 @@ _MODEL = config_lib.DiTConfig(
 )
 _CONFIG = dataclasses.replace(tiny.dit_config(), model=_MODEL)
 _BOTH = ("mha", "config")
+
+
+def _grouped(structure):
+  model = dataclasses.replace(
+    tiny.LLM,
+    num_heads=(12, 12),
+    num_kv_heads=4,
+    shared_heads=(4, 4) if structure == "per_group" else (3, 3),
+    top_k=(4, 4) if structure == "per_group" else (3, 3),
+    router=config_lib.RouterConfig(structure=structure),
+  )
+  return dataclasses.replace(tiny.llm_config(), model=model)
+
+
+def _num_params(config):
+  objective = task_builder(config).make_objective(config)
+  params = abstract_params(objective.model, objective.inputs)
+  return sum(x.size for x in jax.tree.leaves(params))
 
 
 def _with_model(**fields):
@@ -56,6 +79,39 @@ class VariantsTest(parameterized.TestCase):
       self.assertEqual(made.shared_heads[0] + routed, count)
 
   @parameterized.parameters(
+    ("free", "moh50", (3, 3)),
+    ("per_group", "moh50", (4, 4)),
+    ("per_group", "moh100", (8, 4)),
+    ("whole_group", "moh50", (3, 3)),
+    ("whole_group", "moh100", (6, 6)),
+    ("per_group", "gate", (12, 0)),
+  )
+  def test_budgets_of_structures(self, structure, name, split):
+    config = _grouped(structure)
+    [budget] = set(make_variant(config, name).model.budgets())
+    self.assertEqual((budget.shared, budget.top_k), split)
+
+  @parameterized.parameters(
+    ("dit", "mha50", (4, 4, 2), 0),
+    ("dit", "mha50-wide", (4, 4, 2), 0),
+    ("llm", "mha50", (6, 6), 3),
+    ("llm", "mha75-wide", (9, 9), 3),
+    ("llm", "mha100-wide", (12, 12), 4),
+  )
+  def test_fewer_heads(self, family, name, heads, kv_heads):
+    config = _CONFIG if family == "dit" else _grouped("per_group")
+    made = make_variant(config, name).model
+    self.assertEqual((made.num_heads, made.num_kv_heads), (heads, kv_heads))
+    self.assertEqual({b.top_k for b in made.budgets()}, {0})
+    before, after = (
+      _num_params(make_variant(config, x)) for x in ("mha", name)
+    )  # fmt: skip
+    if "wide" in name:
+      self.assertAlmostEqual(after / before, 1, delta=0.005)
+    else:
+      self.assertLess(after, before)
+
+  @parameterized.parameters(
     ("config", (4, 3, 2)),
     ("mha", ()),
     ("moh50", (5, 3, 1)),  # the shared ones become 3, the others 5
@@ -75,8 +131,9 @@ class VariantsTest(parameterized.TestCase):
     self.assertLen(made.tune.top_k_steps, len(values))
 
   @parameterized.parameters(
-    ("moh", "must be config, mha or mohNN"),
-    ("mha-onestage", "must be config, mha or mohNN"),
+    ("moh", "must be config, mha, gate, mhaNN or mhaNN-wide"),
+    ("mha-onestage", "must be config, mha, gate, mhaNN"),
+    ("mha0", "0 % must be from 1 to 100"),
     ("moh0", "0 % must be from 1 to 100"),
     ("moh101", "101 % must be from 1 to 100"),
     ("moh50-shared100", "100 % must be from 0 to 99"),
