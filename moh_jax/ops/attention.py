@@ -127,6 +127,7 @@ def attend(call: Call, implementation: str) -> jax.Array:
     causal=visible.causal,
     masked=visible.segments is not None or (visible.causal and hides),
     biased=bias is not None,
+    group=heads // k.shape[2],
     dtype=jnp.result_type(q, k, call.v).name,
     one_device=on_one_device(),
     has_cudnn=has_cudnn(),

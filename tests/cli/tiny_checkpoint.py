@@ -59,6 +59,14 @@ def stored(name):
   return folder
 
 
+def write_config(folder, config, module="moh_jax"):
+  """Writes a config file that imports a module first; its path."""
+  values, file = config_lib.to_dict(config), folder / "config.py"
+  text = f"import {module}\n\ndef get_config():\n  return {values!r}\n"
+  file.write_text(text)
+  return file
+
+
 def call(*argv, main=main.main):
   """Runs a command, or another program; its exit status, stdout and stderr."""
   out, err = io.StringIO(), io.StringIO()

@@ -63,6 +63,10 @@ class LoadConfigTest(parameterized.TestCase):
       found = getattr(found, part)
     self.assertEqual((type(found), found), (type(value), value))
 
+  def test_later_overrides_win(self):
+    config = load_config(_DIGITS, ["model.top_k=(1,2)", "model.top_k=0,3"])
+    self.assertEqual(config.model.top_k, (0, 3))
+
   @parameterized.parameters(
     ("model.num_head=1", "num_head; did you mean 'num_heads'?; known: ["),
     ("nope.x=1", "unknown config section 'nope'"),
