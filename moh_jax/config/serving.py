@@ -52,7 +52,8 @@ def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
   router = config.model.router
   if values and not router.selects:
     raise ValueError(
-      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
+      f"top_k={values}: the model has no routed heads, "
+      f"model.router.kind={router.kind!r}"
     )
   if values and router.top_p:
     raise ValueError(
