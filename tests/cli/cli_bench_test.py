@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from moh_jax.cli import bench_attention, run_speed
 from moh_jax.cli.bench import HeadOptions, bench_run
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.config.parse import changed
 from moh_jax.ops import attention as ops
 from tests.cli import tiny_checkpoint
@@ -98,7 +98,7 @@ class HeadOptionsTest(parameterized.TestCase):
     self.assertEqual(given.budgets(), [HeadBudget(heads, *split, 64)])
 
   def test_every_token_has_its_number_of_heads(self):
-    active = bench_attention.random_active(HeadBudget(8, 2, 3, 4), 2, 5)
+    active = bench_attention.random_active(Units(HeadBudget(8, 2, 3, 4)), 2, 5)
     chex.assert_trees_all_equal(active.mask.sum(-1), jnp.full((2, 5), 5))
     self.assertTrue(active.mask[..., :2].all())
     self.assertFalse((active.mask == active.mask[:1, :1]).all())
