@@ -55,6 +55,18 @@ class AttentionTest(tiny_checkpoint.CommandTest):
       for name in ("compile_seconds", "peak_bytes", "ratio_to_mha"):
         self.assertGreater(row[name], 0)
 
+  @parameterized.parameters("free", "per_group", "whole_group")
+  def test_structures_are_exact(self, structure):
+    argv = "--kv-heads=2", "--shared=2", "--structure", structure
+    more = "--heads=4", "--modes=causal_forward_backward", "--shares=50"
+    if structure == "per_group":  # 1 of 4 heads of each group is shared
+      more = *more, "--heads=8"
+    rows = self.report(*argv, *more)["rows"]
+    packed = next(x for x in rows if x["implementation"] == "packed")
+    self.assertEqual(packed["computed_share"], 0.5)
+    for row in rows:
+      self.assertLess(row["max_error"], 2e-6)
+
   def test_bfloat16_has_its_own_limits_and_idle_heads_do_not_matter(self):
     def wrong(*args, active, **options):
       out = ops.attention(*args, active=active, **options)
