@@ -90,7 +90,6 @@ def gradients(model, stored) -> dict[str, float]:
   for name, kwargs in {
     "gradients": None,
     "gradients_again": {"use_reentrant": False},
-    "gradients_again_reentrant": {"use_reentrant": True},
   }.items():
     model.train().zero_grad()
     model.gradient_checkpointing_disable()

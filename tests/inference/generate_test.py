@@ -289,28 +289,16 @@ class ErrorsTest(parameterized.TestCase):
     ([(1,), ()], 4, "prompt 1 is empty"),
     ([(1, 60)], 4, r"prompt 0: token 60 must be in \[0, 60\)"),
     ([(-1,)], 4, r"prompt 0: token -1 must be in \[0, 60\)"),
-    (
-      [(1,), (1,) * 30],
-      *(3, "prompt 1 has 30 tokens; with max_new_tokens=3 .*max_length=32"),
-    ),
-    (["aA"], 31, "prompt 0 has 2 tokens; with max_new"),
+    ([(1,), (1,) * 30], 3, "prompt 1 has 30 tokens; with .*max_length=32"),
+    ({"cache_dtype": "float16"}, 4, "cache_dtype='float16' must be .*'int8'"),
+    ({"batch_size": 0}, 4, "batch_size=0 must be at least 1"),
+    ({"tokenizer": tiny_writer.BYTES}, 4, "257 ids, more than .*vocab_size=60"),
+    ({"config": tiny.config()}, 4, r"family 'vit'; `generate` needs 'llm'"),
   )
-  def test_bad_prompt_is_named(self, prompts, count, message):
+  def test_bad_prompts_and_options_are_named(self, given, count, message):
+    options, prompts = (given, []) if isinstance(given, dict) else ({}, given)
     with self.assertRaisesRegex(ValueError, message):
-      _alphabet().generate(prompts, Sampling(max_new_tokens=count))
-
-  @parameterized.parameters(
-    ({"cache_dtype": "float16"}, r"cache_dtype='float16' must be .*'int8'"),
-    ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-    (
-      {"tokenizer": tiny_writer.BYTES},
-      r"257 ids, more than model\.vocab_size=60",
-    ),
-    ({"config": tiny.config()}, r"family 'vit'; `generate` needs 'llm'"),
-  )
-  def test_bad_option_is_named(self, options, message):
-    with self.assertRaisesRegex(ValueError, message):
-      _alphabet(**options)
+      _alphabet(**options).generate(prompts, Sampling(max_new_tokens=count))
 
 
 _TEXTS = [
