@@ -62,16 +62,13 @@ class TransformersTest(parameterized.TestCase):
     self.assertEmpty({(name, key) for key in wrong} - _OTHERS)
 
   @parameterized.parameters(*_CASES)
-  def test_bfloat16_new_models_and_trainer(self, name):
+  def test_bfloat16_and_trainer(self, name):
     found = self.measured[name]
     half, losses = found["bfloat16"], found["trainer"]
     self.assertTrue(np.isfinite(half["logits"]))
     self.assertEqual(half["projections"], "torch.bfloat16")
     learned = transformers_cases.model(name).router.kind == "two_stage"
     self.assertEqual(half["routers"], ["torch.float32"] * learned)
-    # Over the config's range.
-    self.assertBetween(min(found["drawn"]), 0.7, 1)
-    self.assertBetween(max(found["drawn"]), 1, 1.3)
     self.assertLen(losses, 5)
     self.assertLess(losses[-1], losses[0] - 0.5)
 

@@ -208,14 +208,6 @@ class RepeatedImagesTest(parameterized.TestCase):
     for size, length in lengths.items():
       self.assertLen(RepeatedImages(_images(size), 3), length)
 
-  @parameterized.parameters(2, 3, 5)
-  def test_order_is_the_shuffled_one_of_each_epoch(self, copies):
-    images = _images(300)
-    repeated = RepeatedImages(images, copies)
-    for index in (0, 1, 2, 100, 255, 256, 300, 511, 512, 5 * 256 + 7):
-      epoch, place = divmod(index, 256)
-      self.assertEqual(repeated[index], images[epoch * 300 + place // copies])
-
   def test_threads_read_an_image_once_for_its_copies(self):
     # Four threads read four images at a time, or the barrier breaks.
     source = _Slow(12, together=4)

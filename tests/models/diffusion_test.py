@@ -237,6 +237,22 @@ class SquaredErrorTest(parameterized.TestCase):
 class BoundTest(absltest.TestCase):
   """The variational bound, and in it 8-bit pixels at the first step."""
 
+  def test_costs_what_two_gaussians_differ_by(self):
+    variance = _PROCESS.posterior_variance[_STEPS]
+    ratio = variance / _PROCESS.betas[_STEPS]
+    moved = _PROCESS.posterior_mean_x0[_STEPS] ** 2
+    moved *= np.square(0.1 * np.asarray(_normal(2))).mean((1, 2, 3))
+    for out, nats in (
+      (_out("x0", spread=1.0), 0.5 * (ratio - 1 - np.log(ratio))),
+      (_out("x0", spread=-1.0, error=0.1), moved / (2 * variance)),
+    ):
+      losses = _losses("x0", out, vb_weight=3.0)
+      bound = losses["vb"]
+      np.testing.assert_allclose(
+        bound, nats / math.log(2), rtol=1e-3, atol=1e-6
+      )
+      np.testing.assert_allclose(losses["loss"], losses["mse"] + 3 * bound)
+
   def test_first_step_is_the_exact_likelihood_of_the_bins(self):
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, size=(2, 4, 4, 1))
