@@ -160,10 +160,3 @@ class InputTest(tiny_checkpoint.CommandTest):
     slowest = min(("input", "to device", "step"), key=rates.get)
     self.assertStartsWith(measured["bottleneck"], slowest)
     self.assertIn(f"bottleneck: {measured['bottleneck']}", out)
-
-  def test_text_has_no_images_to_decode(self):
-    config = tiny.llm_config(data={"batch_size": 8}, mesh={"data": -1})
-    rates = run_speed.measure_input(config, 1, 1)["examples_per_second"]
-    self.assertEqual(
-      list(rates), ["read", "batch", "input", "to device", "step"]
-    )

@@ -37,7 +37,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertNotEmpty(links)
     return out, page, text, error
 
-  def _save(self, names=tuple("0123456789"), zeroed="", **model):
+  def _save(self, names=tiny_checkpoint.DIGITS, zeroed="", **model):
     """A tiny classifier; parameters whose name is `zeroed` are zero."""
     config = tiny.deterministic_config(model=model)
     params = jax.tree_util.tree_map_with_path(
@@ -47,7 +47,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     checkpoint.save_params(str(self.root / "run"), params, metadata)
 
   def test_classifier(self):
-    tiny_checkpoint.save(self.root / "run")
+    tiny_checkpoint.SAVED["vit"](self.root / "run")
     rows = (
       {"step": 0, "split": "heads", "stage1.0": [0.25, 0.75]},
       {"step": 0, "split": "train", "loss": 3.0},
@@ -61,6 +61,13 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     )
     for folder in (self.root / "run", stored("vit")):
       self.assertIn(f"features, {folder}, step 0", text)
+    steps = self.root / "run/checkpoints"
+    shutil.copytree(steps / "0", steps / "1")  # another step is another model
+    argv = *self.run_of, "--batches=1", "--against", self.root / "run"
+    text = self.done(*argv, "--step=0")
+    for step in (0, 1):
+      self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
+    self.assert_refused("must be another checkpoint", *argv)
     for name in ("load_by_class", "routing_maps", "load_over_steps", "curves"):
       for form, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         content = (out / f"{name}.{form}").read_bytes()
@@ -129,15 +136,8 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertIn(b"caf\xe9", (out / "heads.csv").read_bytes())
     self.assertIn("caf?", page)
 
-  def test_diffusion_model_and_another_step_of_it(self):
-    tiny_checkpoint.save_dit(self.root / "run")
-    out, page, _, _ = self._heads(*self.run_of, "--batches=2")
+  def test_diffusion_model(self):
+    tiny_checkpoint.SAVED["dit"](self.root / "run")
+    out, page, _, _ = self._heads(*self.run_of, "--batches=1")
     self.assertTrue((out / "load_by_timestep.svg").exists())
     self.assertIn("generated samples", page)
-    steps = self.root / "run/checkpoints"
-    shutil.copytree(steps / "0", steps / "1")
-    argv = *self.run_of, "--batches=1", "--against", self.root / "run"
-    text = self.done(*argv, "--step=0")
-    for step in (0, 1):
-      self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
-    self.assert_refused("must be another checkpoint", *argv)

@@ -57,14 +57,6 @@ class PlanTest(tiny_checkpoint.CommandTest):
     told = [copies in plan["assumptions"] for plan in plans]
     self.assertEqual(told, [False, True])
 
-  def test_figures_of_a_schedule_are_said_to_be_of_its_end(self):
-    argv = "--topology=v5e-8", "--config.model.vocab_size=512", "--config"
-    out = self.done(*argv, f"{_LLM}:schedule")
-    self.assertRegex(out, r"75.0% of the heads active in the end, .*tune\.")
-    self.assertIn("attention of 100.0%", out)
-    out = self.done(*argv, f"{_LLM}:tune")
-    self.assertRegex(out, "(?m)75.0% of the heads active$")
-
   @parameterized.parameters(
     ("a100:8", "", "kernel"), ("a100:8", "Triton", "dense"),
     ("v5e-16", "Triton", "splash"),

@@ -56,7 +56,8 @@ def _core(
       if backend == "splash":
         return splash.attend(call, Form(backend))
       rows = block_sizes(backend, dim, dtype, per_head).rows
-      blocks = head_blocks(ActiveHeads(chosen, heads // 2), rows)
+      active = ActiveHeads(chosen, heads // 2)
+      blocks = head_blocks(active, rows, heads // kv_heads)
       return kernel_attention(call, blocks, backend=backend)
 
     out, pull = jax.vjp(attend, q, k, v)

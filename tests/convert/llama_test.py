@@ -204,7 +204,7 @@ class BadOptionsTest(_Case):
   )
   def test_are_named(self, options, regex):
     if "'vit'" in regex:
-      tiny_checkpoint.save(self.out)
+      tiny_checkpoint.SAVED["vit"](self.out)
     else:
       self.save(tiny_llm.MOH)
     scores = self.folder / "scores.json"

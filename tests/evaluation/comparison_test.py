@@ -35,14 +35,12 @@ class ComparisonTest(absltest.TestCase):
     }
     (first, second), _ = _compare(results, 3)
     self.assertEqual(first.difference.mean, 0)
-    self.assertAlmostEqual(second.metrics["loss"].mean, 1.7 / 3)
-    self.assertAlmostEqual(
-      second.metrics["loss"].deviation, statistics.stdev([0.4, 0.65, 0.65])
-    )
-    self.assertAlmostEqual(second.difference.mean, -0.1 / 3)
-    self.assertAlmostEqual(
-      second.difference.deviation, statistics.stdev([-0.1, -0.05, 0.05])
-    )
+    for spread, values in (
+      (second.metrics["loss"], [0.4, 0.65, 0.65]),
+      (second.difference, [-0.1, -0.05, 0.05]),
+    ):
+      self.assertAlmostEqual(spread.mean, statistics.mean(values))
+      self.assertAlmostEqual(spread.deviation, statistics.stdev(values))
     self.assertEqual((second.better, second.activated_share), (2, 0.5))
     (_, second), _ = _compare(results, 3, ["accuracy"])
     self.assertEqual(second.better, 2)  # higher is better here
@@ -63,10 +61,6 @@ class ComparisonTest(absltest.TestCase):
     self.assertIn("| **2** | 0.5500 ± 0.0707 |  |  | 100.0% | 1,000", lines[3])
     self.assertIn("| **1** |", lines[4])
     self.assertIn("| -0.1000 ± 0.0000 | 2 of 2 | 50.0% |", lines[4])
-    (axis,) = comparison.plot(rows).axes
-    labels = [text.get_text() for text in axis.get_legend().get_texts()]
-    self.assertEqual(labels, ["mha optim.lr=2", "moh50 optim.lr=1"])
-    self.assertEqual(axis.get_ylabel(), "loss")
 
   def test_one_seed_has_no_spread_and_costs_are_ratios(self):
     half = {"step_flops": 1e9, "step_spread": 0.04}
@@ -94,13 +88,13 @@ class ComparisonTest(absltest.TestCase):
     self.assertEqual([row.failed for row in rows], [0, 2, 1, 2, 3])
     self.assertEqual(rows[2].metrics["loss"].values, (0.4, 0.9))
     self.assertTrue(math.isnan(rows[4].metrics["loss"].mean))
-    for word in ("nan", "inf"):
-      self.assertNotIn(word, "".join(lines))
-    # Of the seeds that both have: a missing one is neither won nor lost.
-    for line, wins in zip(lines[3:], ("1 of 1", "1 of 2", "1 of 1", "-")):
-      self.assertIn(f"| {wins} |", line)
+    self.assertNotRegex("".join(lines), "nan|inf")
     self.assertNotIn("diverged", lines[2])
-    for line, failed in zip(lines[3:], (2, 1, 2, 3)):
+    # Of the seeds that both have: a missing one is neither won nor lost.
+    for line, wins, failed in zip(
+      lines[3:], ("1 of 1", "1 of 2", "1 of 1", "-"), (2, 1, 2, 3)
+    ):
+      self.assertIn(f"| {wins} |", line)
       self.assertIn(f"({failed} of 3 diverged)", line)
     (axis,) = comparison.plot(rows).axes
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
@@ -111,7 +105,9 @@ class ComparisonTest(absltest.TestCase):
     choose = comparison.choose_metrics
     self.assertEqual(choose(found, []), ["accuracy", "loss"])
     self.assertEqual(choose(found, ["loss"]), ["loss"])
-    with self.assertRaisesRegex(ValueError, "'fid' .* every run has: accuracy"):
-      choose(found, ["fid"])
-    with self.assertRaisesRegex(ValueError, "there is none"):
-      choose([{}], [])
+    for rows, names, message in (
+      (found, ["fid"], "'fid' .* every run has: accuracy"),
+      ([{}], [], "there is none"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        choose(rows, names)

@@ -1,6 +1,5 @@
 """Statistics of heads against counting tokens one by one."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,7 +7,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.evaluation.head_stats import head_stats, routed_layers
+from moh_jax.evaluation.head_stats import head_stats
 from moh_jax.evaluation.probe import make_probe, recorded_layers
 from moh_jax.models.registry import make_model
 from moh_jax.ops.routing import load_entropy
@@ -129,25 +128,6 @@ class HeadStatsTest(parameterized.TestCase):
         np.testing.assert_array_equal(
           best[real], np.array(orders[layer])[places]
         )
-
-  def test_a_family_may_order_heads_without_a_field_of_that_name(self):
-    config = tiny.dit_config()
-
-    class Turned(type(config.model)):
-      def layer_groups(self):
-        return tuple(
-          dataclasses.replace(
-            group, orders=tuple(x[::-1] for x in group.order_of_each)
-          )
-          for group in super().layer_groups()
-        )
-
-    model = Turned(**vars(config.model))
-    config = dataclasses.replace(config, model=model)
-    probe = make_probe(make_model(config)[0], config)
-    for layer in routed_layers(config, probe):
-      heads = layer.budget.num_heads
-      self.assertEqual(layer.order, tuple(range(heads))[::-1])
 
   def test_entropy_is_between_one_choice_and_all(self):
     loads = [[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0], [0.0] * 4]

@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from moh_jax.config import HeadBudget
+from moh_jax.config.heads import Units
 from moh_jax.evaluation import pictures, report
 from moh_jax.evaluation.head_stats import (
   GroupStats,
@@ -40,7 +41,8 @@ def _stats(grid=None, top_k=1, best=((1, 2, -1, 1),) * 2, counted=True):
     inputs=np.array([[7, 8, 9, 0]] * 2, np.int32),
     counted=np.broadcast_to(counted, (2, np.size(counted))),
   )
-  layers = (Layer("blocks0.0", HeadBudget(3, 1, top_k, 4), (2, 0, 1), grid),)
+  budget = HeadBudget(3, 1, top_k, 4)
+  layers = (Layer("blocks0.0", budget, Units(budget), (2, 0, 1), grid),)
   return HeadStats(layers, {"all": groups, "class": groups}, maps)
 
 

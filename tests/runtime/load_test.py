@@ -3,7 +3,6 @@ import dataclasses
 import pathlib
 import re
 import sys
-import tempfile
 
 from absl.testing import parameterized
 
@@ -42,7 +41,7 @@ def _gives(value):
 
 class LoadConfigTest(parameterized.TestCase):
   def _folder(self, **files):
-    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    folder = pathlib.Path(self.create_tempdir().full_path)
     for name, content in files.items():
       path = folder / name.replace("__", "/")
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +62,10 @@ class LoadConfigTest(parameterized.TestCase):
     for part in key.split("."):
       found = getattr(found, part)
     self.assertEqual((type(found), found), (type(value), value))
+
+  def test_later_overrides_win(self):
+    config = load_config(_DIGITS, ["model.top_k=(1,2)", "model.top_k=0,3"])
+    self.assertEqual(config.model.top_k, (0, 3))
 
   @parameterized.parameters(
     ("model.num_head=1", "num_head; did you mean 'num_heads'?; known: ["),
@@ -150,39 +153,30 @@ class LoadConfigTest(parameterized.TestCase):
 class ModelOfACheckpointTest(parameterized.TestCase):
   """A file whose section `model` names no family."""
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    root = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.root = pathlib.Path(root)
-    cls.dit = str(cls.root / "dit")
-    tiny_checkpoint.save_dit(cls.dit)
-    cls.vit = str(cls.root / "vit")
-    tiny_checkpoint.save(cls.vit)
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.create_tempdir().full_path)
+    self.vit = tiny_checkpoint.stored("vit")
 
   def _load(self, source, *overrides, model="{}"):
     file = self.root / "finetune.py"
-    sections = f"{{'model': {model}, 'optim': {{'lr': 0.25}}}}"
-    file.write_text(_gives(sections))
+    file.write_text(_gives(f"{{'model': {model}, 'optim': {{'lr': 0.25}}}}"))
     start = f"train.init_from={source}"
     return load_config(str(file), [start, *overrides])
 
   def test_model_and_normalization_are_the_checkpoints(self):
     trained = tiny_checkpoint.CONFIG
     config = self._load(self.vit)
-    self.assertEqual(
-      dataclasses.replace(config.model, num_classes=6), trained.model
-    )
-    self.assertIsNone(config.model.num_classes)  # left to the data
-    self.assertEqual(
-      (config.data.mean, config.data.std), (trained.data.mean, trained.data.std)
-    )
+    left = dataclasses.replace(trained.model, num_classes=None)  # to the data
+    self.assertEqual(config.model, left)
+    for name in ("mean", "std"):
+      mine, theirs = (getattr(x.data, name) for x in (config, trained))
+      self.assertEqual(mine, theirs)
     self.assertEqual(config.optim.lr, 0.25)
-    config = self._load(self.dit, "diffusion.vb_weight=0.5")
+    dit = tiny_checkpoint.stored("dit")
+    found = self._load(dit, "diffusion.vb_weight=0.5").diffusion
     diffusion = tiny_checkpoint.DIT_CONFIG.diffusion
-    self.assertEqual(
-      config.diffusion, dataclasses.replace(diffusion, vb_weight=0.5)
-    )
+    self.assertEqual(found, dataclasses.replace(diffusion, vb_weight=0.5))
 
   def test_what_is_stated_stays(self):
     config = self._load(

@@ -4,6 +4,7 @@ What holds for every family is tested with the one that compiles fastest.
 """
 
 import errno
+import functools
 import os
 import pathlib
 import shutil
@@ -32,19 +33,16 @@ _OTHERS = {"vit": tiny.config, "dit": tiny.dit_config}
 _KILLED = """
 import os, pathlib, signal, sys, time
 from moh_jax.training import feed
-from tests.training import loop_test
-
-take = feed.Feed.__next__
+from tests.training import loop_test, tiny
 
 def die(batches):
   if batches.position == 3:  # step 2 is being saved in the background
     while not pathlib.Path(sys.argv[1], "checkpoints/2").exists():
       time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
-  return take(batches)
 
-feed.Feed.__next__ = die
-loop_test.run(sys.argv[1])
+with tiny.before(feed.Feed, "__next__", die):
+  loop_test.run(sys.argv[1])
 """
 
 
@@ -170,14 +168,13 @@ class LoopTest(parameterized.TestCase):
       self._check_goes_on(self._copy())
 
   def test_run_stopped_by_sigterm_resumes_bit_identically(self):
-    workdir, take = self._dir(), feed.Feed.__next__
+    workdir = self._dir()
 
     def stop_at_three(batches):
       if batches.position == 2:
         os.kill(os.getpid(), signal.SIGTERM)
-      return take(batches)
 
-    with mock.patch.object(feed.Feed, "__next__", stop_at_three):
+    with tiny.before(feed.Feed, "__next__", stop_at_three):
       self.assertFalse(run(workdir).finished)
     self.assertEqual(steps.find_step(workdir, None), 3)
     self._check_goes_on(workdir)
@@ -204,13 +201,9 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(tiny.rows(resumed), tiny.rows(workdir))
 
   def test_stop_ends_an_evaluation_which_the_resumed_run_does(self):
-    workdir, evaluate = self._dir(), Log._scores
-
-    def stop(log, state):
-      os.kill(os.getpid(), signal.SIGTERM)
-      return evaluate(log, state)
-
-    with mock.patch.object(Log, "_scores", stop):
+    workdir = self._dir()
+    stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    with tiny.before(Log, "_scores", lambda *_: stop()):
       self.assertFalse(run(workdir).finished)
     self.assertEqual(steps.list_steps(workdir), [2])
     self.assertEmpty(tiny.rows(workdir, "val"))
@@ -248,15 +241,12 @@ class LoopTest(parameterized.TestCase):
 
   def _failing_save(self, step):
     """Saves of a step find no space."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "d/0")
-    write = steps.write_manifest
 
     def fail(folder):
       if folder.name.startswith(str(step)):
-        raise full
-      write(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "d/0")
 
-    return mock.patch.object(steps, "write_manifest", fail)
+    return tiny.before(steps, "write_manifest", fail)
 
   @parameterized.parameters(True, False)
   def test_failed_save_stops_the_run_at_the_next_step(self, in_background):
@@ -292,16 +282,13 @@ class LoopTest(parameterized.TestCase):
       run(self._copy(), train={"steps": 5})
 
   def test_bad_data_end_a_run_that_names_its_last_checkpoint(self):
-    read = pipeline.TrainBatches.__next__
-
     def fail(batches):
       if batches.position == 3:
         raise ValueError("a/b.png is damaged")
-      return read(batches)
 
     pattern = r"^a/b.png is damaged; the last whole checkpoint .* is step 2$"
     with (
-      mock.patch.object(pipeline.TrainBatches, "__next__", fail),
+      tiny.before(pipeline.TrainBatches, "__next__", fail),
       self.assertRaisesRegex(ValueError, pattern),
     ):
       run(self._dir())

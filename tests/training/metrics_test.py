@@ -143,49 +143,40 @@ class _Bucket(type(epath.Path("/"))):
     return f"fake://{super().__str__().lstrip('/')}"
 
 
-def _local(path=""):
-  return pathlib.Path(os.fspath(path).replace("fake://", "/"))
-
-
 class BucketTest(_WriterTest):
   def setUp(self):
     super().setUp()
-    self.writes, write = 0, metrics.write_whole
-
-    def counted(path, content):
-      self.writes += 1
-      write(epath.Path(_local(path)), content)
-
-    self.enterContext(mock.patch.object(metrics, "write_whole", counted))
-    self.enterContext(mock.patch.dict(record_writer.REGISTERED_FACTORIES))
+    self.write = self.enterContext(mock.patch.object(metrics, "write_whole"))
 
   def test_file_is_written_before_checkpoints_not_for_each_row(self):
     writer = self._writer(path=_Bucket)
     for step in range(1, 6):
       writer.write(step, "train", {"loss": 0.5})
-    self.assertEqual(self.writes, 0)
+    self.write.assert_not_called()
     writer.flush()
     writer.flush()
-    self.assertEqual((len(self._rows()), self.writes), (5, 1))
+    self.write.assert_called_once()
     writer.write(6, "train", {"loss": 0.5})
     writer.close()
+    self.file.write_bytes(self.write.call_args.args[1])
     self.assertLen(self._rows(), 6)
     writer = self._writer(start=3, path=_Bucket)
     with mock.patch.object(metrics.time, "monotonic", lambda: 1e9):  # later
       writer.write(4, "train", {"loss": 0.5})
+    self.file.write_bytes(self.write.call_args.args[1])
     self.assertEqual([row["step"] for row in self._rows()], [1, 2, 3, 4])
 
   def test_events_need_no_package_of_the_cloud(self):
-    (self.dir / "tensorboard").mkdir()
     with (
       mock.patch.object(record_writer, "GCS_ENABLED", False),
-      mock.patch.object(metrics.epath, "Path", _local),
+      mock.patch.dict(record_writer.REGISTERED_FACTORIES),
+      mock.patch.object(metrics.epath, "Path") as path,
     ):
       writer = self._writer(path=_Bucket, tensorboard=True)
       writer.write(2, "train", {"loss": 0.5})
       writer.close()
-    (file,) = (self.dir / "tensorboard").iterdir()
-    self.assertIn(b"train/loss", file.read_bytes())
+    (content,) = path.return_value.write_bytes.call_args.args
+    self.assertIn(b"train/loss", content)
 
 
 class HeadWatchTest(absltest.TestCase):

@@ -45,9 +45,6 @@ _OTHER_ORDER = ((1, 2, 3, 0),) * 2
 _REFUSED = (
   (tiny.dit_config, "diffusion", {"prediction": "v"},
    r"diffusion\.prediction: 'v' here, 'epsilon' there"),
-  (tiny.dit_config, "diffusion", {"schedule": "cosine"},
-   r"diffusion\.schedule: 'cosine' here, 'linear' there"),
-  (tiny.config, "model", {"window": 5}, r"model\.window: 5 here, 3 there"),
   (tiny.config, "model", {"sr_ratios": (4, 1)},
    r"model\.sr_ratios: \(4, 1\) here, \(2, 1\) there"),
   *((tiny.llm_config, "model", model, message) for model, message in (
@@ -57,8 +54,6 @@ _REFUSED = (
     ({"head_order": _OTHER_ORDER}, r"head_order: \(\(1, .* here, \(\) t"),
     ({"mlp_dim": 20},
      r"blocks0/mlp/gate/kernel \(2, 32, 24\), \(2, 32, 20\) needed"),
-    ({"qkv_bias": True},
-     r"blocks0/attn/q/bias missing, \(2, 1, 4, 8\) needed"),
     ({"tie_embeddings": True}, "does not fit .*: head/kernel not used"),
     ({"num_kv_heads": 4}, r"blocks0/attn/qkv/kernel missing"),
     ({"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)},
