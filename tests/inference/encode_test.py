@@ -66,9 +66,6 @@ class EncodeTest(FolderTest):
   def test_holds_the_posteriors_of_image_and_mirror_and_says_how(self):
     metadata = self._encode()
     expected = {
-      "format": "latents",
-      "examples": 10,
-      "skipped": 0,
       "class_names": ["ant", "cat"],
       "image_size": 8,
       "latent_shape": [4, 4, 2],

@@ -23,6 +23,7 @@ from moh_jax.runtime import sharding
 from moh_jax.training import denoising
 from moh_jax.training.denoising import make_fid
 from moh_jax.training.step import make_program, metric_values
+from tests.data.tiny_images import put
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -155,9 +156,7 @@ class StepsTest(absltest.TestCase):
 class HeldOutTest(absltest.TestCase):
   def test_split_that_lacks_gives_no_figures_and_an_empty_one_is_refused(self):
     root = pathlib.Path(self.create_tempdir().full_path)
-    file = root / "train" / "0" / "1.png"
-    file.parent.mkdir(parents=True)
-    Image.fromarray(np.zeros((8, 8), np.uint8)).save(file)
+    put(root, "train/0/1.png")
     data = {"source": "image_folder", "path": str(root), "batch_size": 1}
     config = tiny.dit_config(data=data, model={"num_classes": 1})
     with self.assertLogs("moh_jax", "WARNING") as logged:
