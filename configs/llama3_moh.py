@@ -9,7 +9,10 @@
 Arguments: stage1 (300 billion tokens, multi-head, the vocabulary grows to
 160,896), stage2 (100 billion tokens, the first 16 heads of a layer shared, 8 of
 the other 16 routed). Beyond the paper: stage2_schedule starts stage 2 with all
-heads on and lowers the routed ones step by step; stage2:FILE shares the heads
+heads on and lowers the routed ones step by step; stage2_per_group and
+stage2_whole_group choose heads by key/value group (2 of 4 shared and 1 of the
+others in each; 4 of 8 groups shared and 2 of the others), so that stock
+attention and smaller caches serve the model; stage2:FILE shares the heads
 that `python -m moh_jax heads --json FILE` found most important in place of the
 first; 70b_stage2 makes LLaMA3-70B an MoH as stage 2 does 8B, with its own
 vocabulary and no stage 1.
@@ -36,6 +39,8 @@ _STAGES = {
   "stage1": ("llama3-8b-expanded", 300, 6e-5, 6e-6),
   "stage2": ("moh-llama3-8b", 100, 2e-5, 1e-6),
   "stage2_schedule": ("moh-llama3-8b", 100, 2e-5, 1e-6),
+  "stage2_per_group": ("moh-llama3-8b", 100, 2e-5, 1e-6),
+  "stage2_whole_group": ("moh-llama3-8b", 100, 2e-5, 1e-6),
   "70b_stage2": ("llama3-70b", 100, 2e-5, 1e-6),
 }
 ARGUMENTS = tuple(_STAGES)
@@ -56,6 +61,10 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
       shared_heads=(32,) * model.depth,
       top_k=(16,) * model.depth,
     )
+  structure = stage.removeprefix("stage2_")
+  if structure in ("per_group", "whole_group"):
+    router = dataclasses.replace(model.router, structure=structure)
+    model = dataclasses.replace(model, router=router)
   if order:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
     model = dataclasses.replace(model, head_order=orders)

@@ -6,8 +6,14 @@
     --config.data.path=TOKENS --config.mesh.fsdp=16
 
 Arguments: s75, s50, b75, b50 (MoH) and s, b (multi-head baseline), 100 billion
-tokens each; s75_200, b_200 and so on train on 200 billion.
+tokens each; s75_200, b_200 and so on train on 200 billion. Beyond the paper, of
+equal parameters but with 4 key/value heads: sg, bg (baselines), sg75, sg67,
+sg50, bg75 and bg50, also as sg67_per_group, bg75_per_group and bg50_per_group
+(a token chooses as many heads of each key/value group) and sg75_whole_group,
+sg50_whole_group, bg75_whole_group and bg50_whole_group (it chooses groups).
 """
+
+import dataclasses
 
 import ml_collections
 
@@ -33,15 +39,28 @@ _MODELS = {
 }
 # Both rates and the warm-up, by the size of the model.
 _RATES = {"s": (3e-4, 3e-5, 2000), "b": (5e-4, 5e-5, 500)}
-ARGUMENTS = (*_MODELS, *(f"{name}_200" for name in _MODELS))
+_STRUCTURES = {
+  "per_group": ("sg67", "bg75", "bg50"),
+  "whole_group": ("sg75", "sg50", "bg75", "bg50"),
+}
+ARGUMENTS = (
+  *_MODELS,
+  *(f"{name}_200" for name in _MODELS),
+  *(f"{name}_{x}" for x, names in _STRUCTURES.items() for name in names),
+)
 
 
 def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
-  name, _, billions = arg.partition("_")
+  name, _, option = arg.partition("_")
+  billions = 200 if option == "200" else 100
   lr, final_lr, warmup_steps = _RATES[name[0]]
-  steps = int(billions or 100) * 10**9 // (_BATCH * _SEQUENCE)
+  steps = billions * 10**9 // (_BATCH * _SEQUENCE)
+  model = lib.released_model(_MODELS[name], dtype="bfloat16")
+  if option in _STRUCTURES:
+    router = dataclasses.replace(model.router, structure=option)
+    model = dataclasses.replace(model, router=router)
   config = lib.Config(
-    lib.released_model(_MODELS[name], dtype="bfloat16"),
+    model,
     data=lib.TextDataConfig(
       source="tokens",
       path="data/tokens",

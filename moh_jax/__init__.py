@@ -156,6 +156,7 @@ register_router(
   reads_norms=True,
   straight_through=True,
 )
+register_router("gate", "moh_jax.layers.router:GateRouter", selects=False)
 register_router("none", None)
 
 

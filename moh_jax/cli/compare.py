@@ -22,7 +22,8 @@ class Options(command.Workdir, command.Distributed, command.Output):
   Attributes:
     workdir: directory of the runs' checkpoints and metrics; run again with the
       same arguments, the command resumes.
-    variants: each is config, mha or mohNN (NN % of the heads active); config
+    variants: each is config, mha, gate (all heads, weighed by sigmoids), mhaNN
+      or mhaNN-wide (NN % of the heads present) or mohNN (NN % active); config
       and mohNN also with -onestage (the groups of heads weigh the same) or
       -sharedNN (NN % of the active heads are shared), as in moh50-shared0;
       differences are to the first one.

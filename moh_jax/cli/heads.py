@@ -169,9 +169,9 @@ def _top_k(stats: HeadStats, importance: np.ndarray) -> tuple[int, ...]:
 
   from moh_jax.evaluation.probe import top_k_by_importance
 
-  budgets = [layer.budget for layer in stats.layers]
+  units = [layer.units for layer in stats.layers]
   orders = np.array([layer.order for layer in stats.layers])
-  return top_k_by_importance(importance, budgets, orders)
+  return top_k_by_importance(importance, units, orders)
 
 
 def _values(stats: HeadStats, importance: np.ndarray | None) -> dict[str, Any]:

@@ -203,13 +203,13 @@ def _on_devices(
 
   None where the axes tensor and sequence cannot split the heads.
   """
-  from moh_jax.ops.head_layout import computes_all_heads, head_placement
+  from moh_jax.ops.head_layout import head_placement, works_equally
 
   placement, budget = head_placement(group, *mesh), group.budget
   if placement is None:
     return {"per_device": None, "imbalance": None}
-  if computes_all_heads(config.model, group):
-    return {"per_device": budget.num_heads / math.prod(mesh), "imbalance": 1.0}
+  if works_equally(config.model, group):
+    return {"per_device": group.attended / math.prod(mesh), "imbalance": 1.0}
   most = max(placement.expected_active(budget, order))
   return {
     "per_device": round(most, 2),
@@ -261,7 +261,7 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
   if report["step"] is not None:
     yield f"step: {report['step']}"
   router = config.model.router
-  form = f" ({router.gate_form})" * (router.kind != "none")
+  form = f" ({router.gate_form}, {router.structure})" * router.selects
   yield f"router: {router.kind}{form}"
   yield f"activated share: {report['activated_share']:.4f}"
   yield f"parameters: {report['parameters']:,}"

@@ -326,6 +326,7 @@ class DiTConfig(LayerStack, ImageModel):
   SECTIONS = {"diffusion": DiffusionConfig, "sample": SampleConfig}
   INPUTS = frozenset({"patch", "embed"})
   CLASS_AXES = {("embed", "label", "embedding"): 0}  # then, the null label
+  MLP_MATRICES = 2  # between the width and that of the MLP
 
   def check(self) -> None:
     """Widths, patches and head splits add up."""
@@ -363,6 +364,10 @@ class DiTConfig(LayerStack, ImageModel):
   def mlp_dim(self) -> int:
     """F."""
     return int(self.width * self.mlp_ratio)
+
+  def with_mlp_dim(self, dim: int) -> "DiTConfig":
+    """The section with another width of the MLP."""
+    return dataclasses.replace(self, mlp_ratio=(dim + 0.5) / self.width)
 
   @property
   def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:

@@ -1,6 +1,9 @@
 """How the heads of a layer are split, and which router chooses among them."""
 
+import collections
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from moh_jax.config import base
@@ -14,8 +17,9 @@ class RouterConfig(base.Section):
   Attributes:
     kind: "two_stage", a learned router; "query_norm", one without parameters
       that takes the heads with the largest queries and gates of 0 or 1;
-      "none", all heads for every token (multi-head attention); or the name of a
-      registered router.
+      "none", all heads for every token (multi-head attention); "gate", all
+      heads, each weighed by a learned sigmoid (arXiv:2505.06708); or the name
+      of a registered router.
     gate_form: weights of the heads as in the "released" checkpoints or as in
       the "paper", see `moh_jax.ops.routing`. "query_norm" uses it for the
       balance loss alone.
@@ -27,6 +31,12 @@ class RouterConfig(base.Section):
       the constant 0 in eq. 5, or "all", which needs every head's output.
     top_p: to serve a trained model: where above 0, a token selects its best
       routed heads until their scores add up to so much, in place of `top_k`.
+    structure: which choices tokens have where several query heads share keys
+      and values. "free": any `top_k` of the routed heads (MoH). "per_group":
+      shared and routed heads are counted within each key/value group, and a
+      token selects as many of each group (as in arXiv:2606.20945).
+      "whole_group": a group with all of its query heads is shared, or selected
+      as one, and has one gate. Budgets count heads in all of them.
   """
 
   NAME = "router"
@@ -36,11 +46,19 @@ class RouterConfig(base.Section):
   two_stage: bool = True
   straight_through: Literal["selected", "all"] = "selected"
   top_p: base.Share = 0.0
+  structure: Literal["free", "per_group", "whole_group"] = "free"
 
   def check(self) -> None:
     """There are heads to select."""
-    if self.top_p and self.kind == "none":
-      self.fail("top_p", "must be 0 for router.kind='none', which routes none")
+    if self.top_p and not self.selects:
+      routes = f"for router.kind={self.kind!r}, which routes none"
+      self.fail("top_p", f"must be 0 {routes}")
+
+  @property
+  def selects(self) -> bool:
+    """Whether tokens select heads; else every head is on for all of them."""
+    kind = get_router(self.kind)
+    return kind.selects and kind.module is not None
 
   @property
   def needs_all_heads(self) -> bool:
@@ -51,7 +69,7 @@ class RouterConfig(base.Section):
     """
     if get_router(self.kind).straight_through:
       return self.straight_through == "all"
-    return self.kind == "none"
+    return not self.selects
 
   @property
   def reads_norms(self) -> bool:
@@ -76,6 +94,7 @@ class HeadBudget(base.Section):
     shared: the first heads, on for every token.
     top_k: routed heads that each token activates.
     head_dim: width of one head.
+    parts: equal parts of the heads; of each as many are shared and selected.
   """
 
   NAME = ""
@@ -84,6 +103,7 @@ class HeadBudget(base.Section):
   shared: base.Heads
   top_k: base.Heads
   head_dim: base.Width
+  parts: base.Count = 1
 
   def check(self) -> None:
     """The parts are no more than the whole, and some head is active."""
@@ -109,3 +129,85 @@ class HeadBudget(base.Section):
   def share(self) -> float:
     """Activated share of the heads, in (0, 1]."""
     return self.active / self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+  """What the router of a layer chooses among, see `RouterConfig.structure`.
+
+  Attributes:
+    budget: the layer's head split, counted in units.
+    size: heads of a unit.
+  """
+
+  budget: HeadBudget
+  size: int = 1
+
+  @classmethod
+  def of(
+    cls, budget: HeadBudget, router: RouterConfig, kv_heads: int | None
+  ) -> "Units":
+    """The units of a layer.
+
+    Args:
+      budget: the layer's head split.
+      router: the kind and structure of the router.
+      kv_heads: K; None or 0 is one per query head.
+
+    Raises:
+      ValueError: the structure is impossible with these numbers.
+    """
+    groups = kv_heads or budget.num_heads
+    size = budget.num_heads // groups
+    if not router.selects:
+      return cls(dataclasses.replace(budget, shared=budget.num_heads, top_k=0))
+    if router.structure == "free":
+      return cls(budget)
+    if router.structure == "whole_group":
+      divisor, what = size, f"the {size} heads of a key/value group"
+    elif size > 1:
+      divisor, what = groups, f"the {groups} key/value groups"
+    else:
+      router.fail("structure", "needs several query heads per key/value head")
+    counts = {}
+    for name in ("shared", "top_k"):
+      counts[name], rest = divmod(getattr(budget, name), divisor)
+      if rest:
+        budget.fail(
+          name,
+          f"must be a multiple of {what} for router.structure="
+          f"{router.structure!r}",
+        )
+    if router.structure == "per_group":
+      return cls(dataclasses.replace(budget, parts=groups))
+    return cls(HeadBudget(groups, **counts, head_dim=budget.head_dim), size)
+
+  @property
+  def step(self) -> int:
+    """Heads that a budget of the layer counts together."""
+    return self.size * self.budget.parts
+
+  def order(self, preferred: Sequence[int] = ()) -> tuple[int, ...]:
+    """The heads as the router lists them: the shared ones, then the others.
+
+    Both run from part to part, and the heads of a unit are side by side.
+
+    Args:
+      preferred: the heads in the order in which the first of each part are
+        shared; () is their own. Units of several heads are ordered by the mean
+        place of these.
+    """
+    heads = list(preferred or range(self.budget.num_heads * self.size))
+    if self.size > 1:
+      places: dict[int, int] = collections.Counter()
+      for place, head in enumerate(heads):
+        places[head // self.size] += place
+      heads.sort(key=lambda x: (places[x // self.size], x))
+    part = len(heads) // self.budget.parts
+    shared = self.budget.shared * self.size // self.budget.parts
+    by_part = [
+      [head for head in heads if head // part == index]
+      for index in range(self.budget.parts)
+    ]
+    lists = [x[:shared] for x in by_part] + [x[shared:] for x in by_part]
+    return tuple(itertools.chain.from_iterable(lists))

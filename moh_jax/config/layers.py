@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from moh_jax.config.base import MOST_LAYERS, Dtype, Section, shown
 from moh_jax.config.data import ClassifierConfig, DataConfig
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.registry import get_source
 from moh_jax.config.run import Config, Fields
 
@@ -31,6 +31,8 @@ class LayerGroup:
     pairs: entries of the table of relative positions, 0 where there is none.
     orders: for each layer its heads in the order in which the first are shared;
       () is their own order.
+    parts: key/value groups of which a token uses as many heads each, so that
+      attention has queries of no others; else 1.
   """
 
   budget: HeadBudget
@@ -41,6 +43,16 @@ class LayerGroup:
   kv_heads: int = 0
   pairs: int = 0
   orders: tuple[tuple[int, ...], ...] = ()
+  parts: int = 1
+
+  def units(self, router: RouterConfig) -> Units:
+    """What tokens choose among in these layers."""
+    return Units.of(self.budget, router, self.kv_heads)
+
+  @property
+  def attended(self) -> int:
+    """Heads whose queries attention gets."""
+    return self.budget.num_heads if self.parts == 1 else self.budget.active
 
   @property
   def order_of_each(self) -> tuple[tuple[int, ...], ...]:
@@ -281,15 +293,17 @@ class LayerStack(RoutedLayers):
     Raises:
       ValueError: a split that does not add up, with its place.
     """
-    found, routes = [], self.router.kind != "none"
+    found, routes = [], self.router.selects
     splits = zip(self.num_heads, self.shared_heads, self.top_k)
     for (heads, *split), head_dim in zip(splits, self.head_dims()):
       split = split if routes else (heads, 0)
       try:
-        found.append(HeadBudget(heads, *split, head_dim))
+        budget = HeadBudget(heads, *split, head_dim)
+        Units.of(budget, self.router, self.num_kv_heads)
       except ValueError as error:
         place = f"{self.PART} {len(found) + self.FIRST}"
         raise ValueError(f"model, {place}: {error}") from error
+      found.append(budget)
     return tuple(found)
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -306,6 +320,13 @@ class LayerStack(RoutedLayers):
       budgets = [budget for _, budget in equal]
       depth = len(budgets)
       orders = self.head_order[first : first + depth]
-      groups.append(LayerGroup(budgets[0], depth, *shape, orders=orders))
+      units = Units.of(budgets[0], self.router, self.num_kv_heads)
+      parts = units.budget.parts
+      if orders or parts > 1:
+        orders = tuple(units.order(x) for x in orders or ((),) * depth)
+      if self.router.needs_all_heads:
+        parts = 1
+      group = LayerGroup(budgets[0], depth, *shape, orders=orders, parts=parts)
+      groups.append(group)
       first += depth
     return tuple(groups)

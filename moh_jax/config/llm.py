@@ -1,6 +1,7 @@
 """The sections of MoH-LLM: its network and rotary position embedding."""
 
 import dataclasses
+import math
 from typing import Annotated, Literal
 
 from moh_jax.config import base
@@ -127,7 +128,9 @@ class LLMConfig(LayerStack):
       `head_order`.
     top_k: heads of each layer that a token chooses among the others.
     head_order: for each layer its heads in the order in which the first are
-      shared; () is their own order. It moves no weights.
+      shared, where `router.structure` says so the first of each key/value group
+      or the first groups, by the mean place of their heads; () is their own
+      order. It moves no weights.
     norm_eps: added to the mean square of RMSNorm.
     rope: section of the rotary position embedding.
     tie_embeddings: whether the output layer uses the weights of the embedding.
@@ -168,18 +171,19 @@ class LLMConfig(LayerStack):
   READS_TEXT = True
   SERVED_IN_DTYPE = True
   sees = "before"
+  MLP_MATRICES = 3  # between the width and that of the MLP
 
   def check(self) -> None:
     """Heads come in pairs, in groups and in an order."""
     if self.head_dim % 2:
       self.fail("head_dim", "must be even: RoPE turns pairs")
-    super().check()
     for layer, heads in enumerate(self.num_heads):
       if heads % self.num_kv_heads:
         raise ValueError(
           f"model.num_kv_heads={self.num_kv_heads} must divide "
           f"model.num_heads[{layer}]={heads}"
         )
+    super().check()
     self._check_order()
 
   def _check_order(self) -> None:
@@ -207,6 +211,10 @@ class LLMConfig(LayerStack):
     """Tokens [1, 1] int32."""
     return (((1, 1), "int32"),)
 
+  def with_mlp_dim(self, dim: int) -> "LLMConfig":
+    """The section with another width of the MLP."""
+    return dataclasses.replace(self, mlp_dim=dim)
+
   def check_run(self, run: Config) -> None:
     """Sequences fit the positions; a schedule of top_k ends as the model is."""
     if run.data.sequence_length > self.max_length:
@@ -227,19 +235,30 @@ class LLMConfig(LayerStack):
       tune.fail(
         "top_k_values", f"must be at most {least}, a layer's routed heads"
       )
+    step = self._step
+    if any(value % step for value in tune.top_k_values):
+      structure = f"model.router.structure={self.router.structure!r}"
+      tune.fail("top_k_values", f"must be multiples of {step} for {structure}")
+
+  @property
+  def _step(self) -> int:
+    """Heads that budgets of all layers count together."""
+    groups = self.layer_groups()
+    return math.lcm(*(group.units(self.router).step for group in groups))
 
   def in_run(self, run: Config) -> Config:
     """A schedule of top_k keeps its steps and ends as this model is."""
     tune = run.tune
-    if self.router.kind == "none":
+    if not self.router.selects:
       tune = TuneConfig()
     elif values := tune.top_k_values:
       # They lie between the last one and all routed heads as before.
       last, new_last = values[-1], max(self.top_k)
       room = max(1, _least_routed(run.model) - last)
       scale = (_least_routed(self) - new_last) / room
-      moved = (new_last + round((value - last) * scale) for value in values)
-      values = tuple(max(1, value) for value in moved)
+      step = self._step
+      moved = (round((value - last) * scale / step) * step for value in values)
+      values = tuple(max(step, new_last + value) for value in moved)
       tune = dataclasses.replace(tune, top_k_values=values)
     return dataclasses.replace(run, model=self, tune=tune)
 

@@ -246,6 +246,7 @@ class RouterKind:
       Attention then allows for all of them.
     straight_through: whether `RouterConfig.straight_through` says which heads'
       scores get a gradient from its gates.
+    selects: whether tokens select heads. Else all are on, whatever the budget.
   """
 
   name: str
@@ -253,6 +254,7 @@ class RouterKind:
   reads_norms: bool = False
   varies: bool = False
   straight_through: bool = False
+  selects: bool = True
 
 
 ROUTERS: Registry[RouterKind] = Registry("router.kind", "router", "module")
@@ -269,10 +271,11 @@ def register_router(
     module: subclass of `moh_jax.Router`, or a function of the same arguments
       that makes one, such as a `functools.partial` with further fields.
     **properties: `reads_norms`, `varies` and `straight_through`, False unless
-      given. `reads_norms`: the router needs the norms of the queries. `varies`:
-      a token may select more heads than the budget's `top_k`; to leave it out
-      for such a router gives wrong outputs. `straight_through`: the gates obey
-      `RouterConfig.straight_through`.
+      given, and `selects`, True. `reads_norms`: the router needs the norms of
+      the queries. `varies`: a token may select more heads than the budget's
+      `top_k`; to leave it out for such a router gives wrong outputs.
+      `straight_through`: the gates obey `RouterConfig.straight_through`.
+      `selects`: tokens select heads; without, all heads of a layer are shared.
 
   Returns:
     Its record. Registering a class of the same name again replaces it.

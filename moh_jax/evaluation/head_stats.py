@@ -9,6 +9,7 @@ are listed as the router does, the shared ones first.
 
 import dataclasses
 import io
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.evaluation.probe import (
   Batch,
   Grouping,
@@ -43,13 +44,15 @@ class Layer:
   Attributes:
     name: of its stack and its place in it, such as "stage1.0".
     budget: its head split.
+    units: what its tokens choose among.
     order: [H] number of each listed head, not 0, 1, ... where
-      `model.head_order` chooses the shared heads.
+      `model.head_order` or `router.structure` chooses the shared heads.
     grid: rows and columns of its tokens, None for text.
   """
 
   name: str
   budget: HeadBudget
+  units: Units
   order: tuple[int, ...]
   grid: tuple[int, int] | None = None
 
@@ -144,17 +147,14 @@ class HeadStats:
 def routed_layers(config: Config, probe: Probe) -> tuple[Layer, ...]:
   """The layers of a model that have a router, in order; () without any."""
   model = config.model
-  if model.router.kind == "none":
+  if not model.router.selects:
     return ()
-  budgets = model.layer_budgets()
+  names = iter(model.layer_budgets())
   groups = model.layer_groups()
-  orders = (order for group in groups for order in group.order_of_each)
-  grids = [g for g, x in zip(probe.grids, groups) for _ in range(x.depth)]
   return tuple(
-    Layer(name, budget, order, grid)
-    for (name, budget), order, grid in zip(
-      budgets.items(), orders, grids or [None] * len(budgets)
-    )
+    Layer(next(names), group.budget, group.units(model.router), order, grid)
+    for group, grid in itertools.zip_longest(groups, probe.grids)
+    for order in group.order_of_each
   )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import traverse_util
 
 from moh_jax.config import Config, LLMConfig, get_family, imported
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import Units
 from moh_jax.evaluation.metrics import noise_of_index
 from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.diffusion import make_process, q_sample
@@ -248,30 +248,33 @@ def order_by_importance(importance: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 
 def top_k_by_importance(
-  importance: np.ndarray, budgets: Sequence[HeadBudget], order: np.ndarray
+  importance: np.ndarray, units: Sequence[Units], order: np.ndarray
 ) -> tuple[int, ...]:
   """Shares the routed heads that a token uses among layers by importance.
 
   Layers begin with one routed head; the others go, one after the other, to the
-  layer whose next most important routed head is worth most.
+  layer whose next most important routed head is worth most. Where tokens choose
+  by key/value group, a group or a head of each group counts as one.
 
   Args:
     importance: [layers, H], comparable between layers.
-    budgets: of the layers; the sum of their `top_k` is what is shared.
+    units: what tokens choose among in the layers; the sum of their `top_k` is
+      what is shared.
     order: [layers, H] heads of each layer, the shared ones first.
 
   Returns:
     A top_k for each layer with the same sum, a value of `model.top_k`; layers
     that route no head keep 0.
   """
-  top_k = [min(1, budget.top_k) for budget in budgets]
+  top_k = [min(1, of.budget.top_k) for of in units]
   worth = []
-  for layer, budget in enumerate(budgets):
-    if budget.top_k:
-      routed = importance[layer][np.asarray(order[layer])[budget.shared :]]
-      values = np.sort(routed)[::-1][1:]
+  for layer, of in enumerate(units):
+    if of.budget.top_k:
+      routed = np.asarray(order[layer])[of.budget.shared * of.size :]
+      values = importance[layer][routed].reshape(of.budget.parts, -1, of.size)
+      values = -np.sort(-values.sum(-1), axis=-1).sum(0)[1:]
       worth += [(-value, layer) for value in values.tolist()]
-  left = sum(budget.top_k for budget in budgets) - sum(top_k)
+  left = sum(of.budget.top_k // of.budget.parts for of in units) - sum(top_k)
   for _, layer in sorted(worth)[:left]:
     top_k[layer] += 1
-  return tuple(top_k)
+  return tuple(k * of.step for k, of in zip(top_k, units))

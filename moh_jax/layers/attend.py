@@ -16,6 +16,7 @@ from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import HeadLayout, kv_repeats
+from moh_jax.ops.picked_heads import PickedHeads
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
@@ -30,6 +31,7 @@ def active_heads(
   router: RouterConfig,
   choice: HeadChoice | None = None,
   layout: HeadLayout | None = None,
+  parts: int = 1,
 ) -> ActiveHeads | None:
   """Finds the heads that attention must compute for each token.
 
@@ -40,6 +42,7 @@ def active_heads(
     choice: runtime overrides of the budget, whose values are not known when the
       program is compiled.
     layout: where the heads lie; the gates are in its order.
+    parts: of the heads, see `HeadBudget`.
 
   Returns:
     The heads whose gate is not 0, or None where all must be computed: without a
@@ -50,6 +53,8 @@ def active_heads(
   choice = choice or HeadChoice()
   if choice.top_k is not None or router.varies:
     return ActiveHeads(gates != 0, budget.num_heads)
+  if parts > 1:
+    return ActiveHeads(gates != 0, budget.active, parts=parts)
   placement = layout and layout.placement
   if placement is None:
     return ActiveHeads(gates != 0, budget.active)
@@ -99,6 +104,18 @@ def attend(
     ValueError: the implementation is unknown or cannot do this.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
+  if active is not None and active.parts > 1:
+    picked = PickedHeads.of(active)
+    out = attend(
+      picked.queries(q),
+      k,
+      v,
+      active=None,
+      implementation=implementation,
+      visible=visible,
+      scale=scale,
+    )
+    return picked.spread(out)
 
   def local(q, k, v, visible, bias, active):
     call = Call(q, k, v, visible, scale, bias, active)
@@ -141,6 +158,11 @@ def attend_to_cache(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
+  if active is not None and active.parts > 1:
+    picked = PickedHeads.of(active)
+    q = picked.queries(q)
+    how = {"active": None, "implementation": implementation}
+    return picked.spread(attend_to_cache(q, cache, slots, **how))
   form = ops.choose_cached_form(
     implementation, target(), new=q.shape[1], head_dim=q.shape[-1]
   )

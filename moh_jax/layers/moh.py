@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.heads import HeadMix, HeadProjection, layer_layout
 from moh_jax.layers.linear import KernelInit, normal_init
@@ -155,19 +155,25 @@ class MoHAttention(nn.Module):
     q, k, v = self.project(x, layout)
     reads = self.router.reads_norms
     norms = layout.undealt(routing.query_norms(q)) if reads else None
-    gates, aux = HeadRouter(
-      self.budget, self.router, self.kernel_init, name="router"
-    )(x, token_mask, norms=norms, choice=choice)
+    router = HeadRouter(
+      self.budget,
+      self.router,
+      self.kernel_init,
+      self.num_kv_heads,
+      name="router",
+    )
+    gates, aux = router(x, token_mask, norms=norms, choice=choice)
     q, k = self.rotate(q, k, places.rotation, layout)
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
     gates = layout.dealt(gates)
+    kinds = self.budget, self.router, choice, layout, router.units.budget.parts
     heads = self.attend(
       q,
       k,
       v,
       layout,
-      active=active_heads(gates, self.budget, self.router, choice, layout),
+      active=active_heads(gates, *kinds),
       visible=Visible(token_mask, places.segments, self.causal),
       cache=cache,
       slots=slots,
@@ -230,6 +236,7 @@ class MoHAttention(nn.Module):
     heads, kv_heads = self.budget.num_heads, self.num_kv_heads
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
       raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={heads}")
+    Units.of(self.budget, self.router, kv_heads)
     if x.ndim != 3:
       raise ValueError(f"x has shape {x.shape}, must be [B, N, C]")
     if token_mask is None:
@@ -251,7 +258,11 @@ class MoHAttention(nn.Module):
     kv_heads = self.num_kv_heads or heads
     tensor, both = axes_of("heads"), axes_of("attended_heads")
     placement = None
-    if both and not cached and not self.router.needs_all_heads:
+    parts = Units.of(self.budget, self.router, kv_heads).budget.parts
+    # Where attention gets as many queries of all key/value heads, devices work
+    # equally in any order.
+    deals = parts == 1 and not self.router.needs_all_heads
+    if both and not cached and deals:
       devices = math.prod(tensor.values())
       sequence = math.prod(both.values()) // devices
       placement = place_heads(heads, kv_heads, devices, sequence, *tensor)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.registry import get_router, imported
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import declare, examples_key
@@ -35,7 +35,8 @@ class HeadChoice:
     top_k: [] int32 routed heads per token, in place of the budget's.
     order: [H] int32, the heads in the order in which the first are shared, for
       instance (4, 0, 5, 2, 1, 3) shares heads 4 and 0 where the budget shares
-      two. None is 0, 1, 2, ... The recorded `Routing` lists heads in this
+      two; for a structure as `Units.order` lists them. None is its default: 0,
+      1, 2, ... if heads are "free". The recorded `Routing` lists heads in this
       order; gates and side values are in the heads' own.
     scale: [H] or [B, 1, H] float32 that multiplies the gates, to measure what a
       head contributes.
@@ -59,11 +60,13 @@ class HeadRouter(nn.Module):
     budget: the layer's head split.
     config: the kind and form of the router.
     kernel_init: initializer of the matrices.
+    kv_heads: K, which `config.structure` reads; None is one per query head.
   """
 
   budget: HeadBudget
   config: RouterConfig = RouterConfig()
   kernel_init: KernelInit = normal_init
+  kv_heads: int | None = None
 
   @nn.compact
   def __call__(
@@ -106,20 +109,30 @@ class HeadRouter(nn.Module):
         "norms=None must be the norms [B, N, H] of the queries where the "
         f"router's kind is {config.kind!r}"
       )
-    if norms is not None and choice.order is not None:
-      norms = jnp.take(norms, choice.order, axis=-1)
+    units, order, top_k = self.units, choice.order, choice.top_k
+    if order is None and units.budget.parts > 1:
+      order = jnp.asarray(units.order())
+    if norms is not None and order is not None:
+      norms = jnp.take(norms, order, axis=-1)
+    if units.size > 1:
+      top_k = None if top_k is None else top_k // units.size
+      if norms is not None:
+        squares = jnp.square(norms.reshape(*norms.shape[:-1], -1, units.size))
+        norms = jnp.sqrt(squares.sum(-1))
     module = imported(get_router(config.kind).module)
-    router = module(budget, config, self.kernel_init)
+    router = module(units.budget, config, self.kernel_init)
     nn.share_scope(self, router)  # parameters lie directly under this layer
-    decided = router(x, norms=norms, top_k=choice.top_k)
+    decided = router(x, norms=norms, top_k=top_k)
     self._check(decided, x)
-    self.sow("intermediates", "routing", decided)
     aux = routing.router_aux(
-      decided, budget, token_mask=token_mask, form=config.gate_form
+      decided, units.budget, token_mask=token_mask, form=config.gate_form
     )
+    if units.size > 1:
+      decided, aux = (x.of_heads(units.size) for x in (decided, aux))
+    self.sow("intermediates", "routing", decided)
     gates = decided.gates
-    if choice.order is not None:
-      own = jnp.argsort(choice.order)
+    if order is not None:
+      own = jnp.argsort(order)
       values = gates, aux.counts, aux.scores, aux.balance
       gates, *sums = (jnp.take(x, own, axis=-1) for x in values)
       aux = RouterAux(aux.tokens, *sums, routed=aux.routed)
@@ -127,10 +140,15 @@ class HeadRouter(nn.Module):
       gates = gates * jax.lax.broadcast_to_rank(choice.scale, gates.ndim)
     return gates, aux
 
+  @property
+  def units(self) -> Units:
+    """What tokens choose among."""
+    return Units.of(self.budget, self.config, self.kv_heads)
+
   @nn.nowrap
   def _check(self, decided: Routing, x: jax.Array) -> None:
     """Refuses shapes that later sums would broadcast."""
-    budget = self.budget
+    budget = self.units.budget
     sizes = {
       "gates": budget.num_heads,
       "probs": budget.routed,
@@ -178,7 +196,9 @@ class Router(nn.Module):
   `self.has_rng("dropout")` tells whether there is one.
 
   Attributes:
-    budget: the layer's head split.
+    budget: the layer's head split; its heads are groups of them where
+      `config.structure` is "whole_group". Where it has parts, `select` heeds
+      them: the routed heads of a part are side by side.
     config: section `model.router`.
     kernel_init: the family's initializer of matrices.
   """
@@ -307,6 +327,22 @@ class TwoStageRouter(Router):
       top_k=top_k,
       top_p=self.config.top_p,
     )
+
+
+class GateRouter(Router):
+  """A sigmoid per head and no selection (arXiv:2505.06708).
+
+  Its matrix `gate` is [C, H]; every head is on, with a gate in (0, 1).
+  """
+
+  @nn.compact
+  def __call__(self, x, *, norms=None, top_k=None):
+    """See `Router`."""
+    gates = jax.nn.sigmoid(self.logits(x, gate=self.budget.num_heads)["gate"])
+    none = jnp.zeros((*x.shape[:2], 0), jnp.float32)
+    decided = self.routing(none, none, none.astype(bool))
+    share = gates / gates.sum(-1, keepdims=True)
+    return dataclasses.replace(decided, gates=gates, shared_scores=share)
 
 
 class QueryNormRouter(Router):

@@ -185,7 +185,8 @@ class LLM(nn.Module):
     )
     order = None
     if cfg.head_order:
-      order = jnp.asarray(cfg.head_order, jnp.int32)
+      order = [x for group in cfg.layer_groups() for x in group.orders]
+      order = jnp.asarray(order, jnp.int32)
     choices = HeadChoice(top_k, order, head_scale)  # with a layer axis
 
     axes = ("vocab", "embed")

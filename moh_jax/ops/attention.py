@@ -30,6 +30,7 @@ from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import attention as kernel
 from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
+from moh_jax.ops.picked_heads import PickedHeads
 from moh_jax.ops.target import Target, has_cudnn, on_one_device, target
 
 # All forms, equal up to rounding. "auto" takes the first one that suits a call.
@@ -88,6 +89,10 @@ def attention(
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   visible = Visible(key_mask, segments, causal)
+  if active is not None and active.parts > 1:
+    picked = PickedHeads.of(active)
+    call = Call(picked.queries(q), k, v, visible, scale, bias)
+    return picked.spread(attend(call, implementation))
   return attend(Call(q, k, v, visible, scale, bias, active), implementation)
 
 
@@ -122,6 +127,7 @@ def attend(call: Call, implementation: str) -> jax.Array:
     causal=visible.causal,
     masked=visible.segments is not None or (visible.causal and hides),
     biased=bias is not None,
+    group=heads // k.shape[2],
     dtype=jnp.result_type(q, k, call.v).name,
     one_device=on_one_device(),
     has_cudnn=has_cudnn(),

@@ -129,6 +129,7 @@ class AttentionCase:
     masked: whether cuDNN would read what is hidden as an array: segments, and
       where attention is causal a key mask, or fewer or more queries than keys.
     biased: whether a bias is added to the logits.
+    group: query heads that read one key/value head, H / K.
     dtype: name of the widest dtype of queries, keys and values.
     one_device: whether the arrays are one device's own. Else the compiler
       splits them over a mesh, which it can do to plain XLA alone.
@@ -145,6 +146,7 @@ class AttentionCase:
   causal: bool = False
   masked: bool = False
   biased: bool = False
+  group: int = 1
   dtype: str = "float32"
   one_device: bool = True
   has_cudnn: bool = True
@@ -169,7 +171,8 @@ class Form:
     name: a key of `attention.BACKENDS`.
     packs: whether only the active heads are computed.
     rows: rows of a block; 0 for forms without blocks.
-    blocks_per_step: blocks of a head computed in one step of the loop, at most.
+    blocks_per_step: blocks of a key/value head that one step of the loop
+      computes, at most.
     one_by_one: whether "dense" computes one sequence of the batch after
       another.
     backend: what computes it, as `crossovers.Crossover` names it.

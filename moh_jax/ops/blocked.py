@@ -1,4 +1,4 @@
-"""Attention in blocks: some rows of one head at a time.
+"""Attention in blocks: some rows of one key/value head at a time.
 
 Only the logits of the current blocks, [r, M], are ever in memory, in the
 forward and the backward pass, so memory grows linearly with the sequence. A
@@ -77,7 +77,8 @@ def attend(call: Call, form: Form) -> jax.Array:
   if bias is not None:
     sizes = call.q.shape[1], call.k.shape[1]
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], *sizes))
-  blocks = blocks_of(call.active, call.q.shape[:3], form.rows)
+  group = call.q.shape[2] // call.k.shape[2]
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows, group)
   arrays = call.q, call.k, call.v
   if target().platform == "cpu":
     # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
@@ -95,8 +96,8 @@ def blocked_attention(
 
   Args:
     call: arrays; a bias is [B or 1, H or 1, N, M].
-    blocks: the active pairs.
-    blocks_per_step: blocks of a head computed in one step, at most.
+    blocks: the active pairs, in blocks of the key/value heads.
+    blocks_per_step: blocks computed in one step, at most.
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for inactive pairs and for queries that
@@ -229,15 +230,14 @@ class _Problem:
     Returns:
       The results and sums after the loop.
     """
-    heads = self.call.q.shape[2] // self.call.k.shape[2]
-    first, table = self.blocks.first, self.blocks
-    end = first[(group + 1) * heads]
+    table = self.blocks
+    end = table.first[group + 1]
     lengths = self._lengths()
     width = table.token.shape[1]
 
     def program(count: int, length: int, t: jax.Array, sums: tuple) -> tuple:
       token = lax.dynamic_slice_in_dim(table.token, t, count).reshape(-1)
-      rows = _Rows(t * width, table.head[t], token)
+      rows = _Rows(t * width, group // self.call.k.shape[2], token)
       values, sums = work(rows, length, sums)
       # Every branch returns the same shape. Rows of padding are written too,
       # and overwritten by the next step.
@@ -252,7 +252,7 @@ class _Problem:
 
     def step(state: tuple) -> tuple:
       t, results, sums = state
-      left = first[table.head[t] + 1] - t
+      left = end - t
       # Steps of nearly equal size: 9 blocks, at most 8 per step, are 5 and 4.
       count = -(-left // -(-left // self.max_count))
       index = (count - 1) * len(lengths)
@@ -269,7 +269,7 @@ class _Problem:
       )
       return t + count, results, sums
 
-    state = (first[group * heads], results, sums)
+    state = (table.first[group], results, sums)
     return lax.while_loop(lambda state: state[0] < end, step, state)[1:]
 
   def _lengths(self) -> list[int]:
@@ -296,7 +296,7 @@ class _Problem:
       logits = logits + self.call.bias[self._bias_rows(rows)][:, :length]
     if self.call.visible.everything:
       return logits
-    row = rows.head // self.call.q.shape[2]
+    row = rows.batch
     seen = jnp.ones((1, length), bool)
     if self.call.visible.key_mask is not None:
       seen = seen & self.call.visible.key_mask[row, None, :length]
@@ -322,18 +322,20 @@ class _Problem:
   def _bias_rows(self, rows: "_Rows") -> tuple:
     """Index of the rows' part of the bias, [r, M]."""
     batch, heads = self.call.bias.shape[:2]
-    row = rows.head // self.call.q.shape[2] if batch > 1 else 0
-    head = rows.head % self.call.q.shape[2] if heads > 1 else 0
+    row = rows.batch if batch > 1 else 0
+    head = 0
+    if heads > 1:
+      head = jnp.maximum(rows.of(self.blocks.pair), 0) % heads
     # Empty rows read the last token's bias; their gradients are 0.
     return row, head, jnp.minimum(rows.token, self.call.q.shape[1] - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-  """The rows of one step, all of one head."""
+  """The rows of one step, all of one key/value head."""
 
   start: jax.Array  # [] int32, the first row
-  head: jax.Array  # [] int32, b * H + h
+  batch: jax.Array  # [] int32, b
   token: jax.Array  # [r] int32, N in empty rows
 
   def of(self, x: jax.Array) -> jax.Array:

@@ -1,17 +1,20 @@
-"""The active (token, head) pairs as rows of a matrix, in blocks of one head.
+"""The active (token, head) pairs as rows of a matrix, in blocks.
 
 A layer that activates k of its heads per token has exactly B * N * k active
-(token, head) pairs. They become rows of a matrix, sorted by head, then by
-token; each head is filled up with empty rows to whole blocks. The number of
-blocks has a static bound, so no pair is dropped and shapes never depend on the
-router. How many blocks are used is an array value at which loops stop. The
-bound holds because `ActiveHeads.bounded` cuts tokens that have more heads than
-they may, and makes their output NaN.
+(token, head) pairs. They become rows of a matrix, sorted by the key/value head
+that they read, then by token, then by head; the rows of a key/value head are
+filled up with empty ones to whole blocks. The number of blocks has a static
+bound, so no pair is dropped and shapes never depend on the router. How many
+blocks are used is an array value at which loops stop. The bound holds because
+`ActiveHeads.bounded` cuts tokens that have more heads than they may, and makes
+their output NaN.
 
 For instance, with blocks of 2 rows, tokens 0, 1 and 3 on head 0 and token 2 on
-head 1 are the blocks [0, 1], [3, empty] and [2, empty].
+head 1 are the blocks [0, 1], [3, empty] and [2, empty]; if both heads read one
+key/value head, the blocks [0, 1] and [2, 3].
 
-Shapes: B batch, N tokens, H heads, T blocks, R rows of a block, X rows.
+Shapes: B batch, N tokens, H query heads, K key/value heads, G query heads of a
+key/value head, T blocks, R rows of a block, X rows.
 """
 
 import dataclasses
@@ -34,6 +37,9 @@ class ActiveHeads:
     expected: active heads that tokens have on average, static; None is
       `max_per_token`. On a mesh a device's heads are picked by some tokens more
       often than by others.
+    parts: key/value heads of each of which a token has at most
+      max_per_token / parts query heads, static, see `ops.picked_heads`; 1
+      where it may have any.
   """
 
   mask: jax.Array
@@ -41,6 +47,7 @@ class ActiveHeads:
   expected: float | None = dataclasses.field(
     default=None, metadata={"static": True}
   )
+  parts: int = dataclasses.field(default=1, metadata={"static": True})
 
   @property
   def share(self) -> float:
@@ -85,15 +92,17 @@ class PairRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadBlocks(PairRows):
-  """A table of (token, head) pairs in blocks of one head each; X is T * R.
+  """A table of pairs in blocks of one key/value head each; X is T * R.
 
   Attributes:
-    token: [T, R] int32 token of each row, ascending within a head; N in empty
-      rows, which stand at the end of a head's last block.
-    head: [T] int32 head of each block, b * H + h; B * H - 1 for unused blocks.
-    first: [B * H + 1] int32 first block of each head; the last entry is the
-      number of used blocks.
-    rank: [B, N, H] int32 pairs of a head up to and including a token's own.
+    token: [T, R] int32 token of each row, ascending within a key/value head; N
+      in empty rows, which stand at the end of its last block.
+    head: [T] int32 key/value head of each block, b * K + k; B * K - 1 for
+      unused blocks.
+    first: [B * K + 1] int32 first block of each key/value head; the last entry
+      is the number of used blocks.
+    rank: [B, N, K] int32 pairs of a key/value head up to and including those of
+      a token.
   """
 
   token: jax.Array
@@ -101,9 +110,18 @@ class HeadBlocks(PairRows):
   first: jax.Array
   rank: jax.Array
 
+  def batches(self) -> jax.Array:
+    """Example of the batch that each block is of, [T] int32."""
+    return lax.div(self.head, np.int32(self.rank.shape[2]))
+
 
 def max_blocks(
-  batch: int, tokens: int, heads: int, max_per_token: int, rows: int
+  batch: int,
+  tokens: int,
+  heads: int,
+  max_per_token: int,
+  rows: int,
+  group: int = 1,
 ) -> int:
   """Number of blocks that is enough for any choice of heads.
 
@@ -113,28 +131,33 @@ def max_blocks(
     heads: H.
     max_per_token: active heads of a token at most.
     rows: R.
+    group: G.
   """
+  kv_heads = heads // group
   pairs = tokens * min(max_per_token, heads)
-  # At most one block per head has empty rows; no head has more than N pairs.
-  blocks = min(pairs // rows + heads, heads * -(-tokens // rows))
+  most = tokens * min(max_per_token, group)  # of a key/value head
+  # At most one block per key/value head has empty rows.
+  blocks = min(pairs // rows + kv_heads, kv_heads * -(-most // rows))
   return batch * blocks
 
 
-def head_blocks(active: ActiveHeads, rows: int) -> HeadBlocks:
+def head_blocks(active: ActiveHeads, rows: int, group: int = 1) -> HeadBlocks:
   """Makes the table of the active pairs, by a counting sort.
 
   Args:
     active: the heads that each token uses.
     rows: R.
+    group: G, neighbouring query heads that read one key/value head.
   """
   chex.assert_rank(active.mask, 3)
   batch, tokens, heads = active.mask.shape
-  blocks = max_blocks(batch, tokens, heads, active.max_per_token, rows)
-  rank = _rank(active.mask)
+  kv_heads, most = heads // group, active.max_per_token
+  blocks = max_blocks(batch, tokens, heads, most, rows, group)
+  rank, place = _ranks(active.mask, group)
   used = -(-rank[:, -1].reshape(-1) // rows)
   first = _settled(jnp.cumsum(jnp.pad(used, (1, 0)), dtype=jnp.int32))
-  start = first[:-1].reshape(batch, 1, heads) * rows
-  pairs = _pair_rows(active.mask, start + rank - 1, blocks * rows)
+  place = place + _each(first[:-1].reshape(batch, 1, kv_heads) * rows, group)
+  pairs = _pair_rows(active.mask, place, blocks * rows)
   # A pair tells its token and its head: cheaper than to sort tokens and to
   # search for the head of each block.
   pair = pairs.pair.reshape(blocks, rows)
@@ -143,15 +166,19 @@ def head_blocks(active: ActiveHeads, rows: int) -> HeadBlocks:
   each, span = np.int32(heads), np.int32(tokens * heads)
   token = lax.rem(lax.div(pair, each), np.int32(tokens))
   token = jnp.where(empty, tokens, token)
-  head = lax.div(pair, span) * each + lax.rem(pair, each)
-  head = jnp.where(empty, batch * heads - 1, head).min(-1)
+  head = lax.div(lax.rem(pair, each), np.int32(group))
+  head = lax.div(pair, span) * np.int32(kv_heads) + head
+  head = jnp.where(empty, batch * kv_heads - 1, head).min(-1)
   return HeadBlocks(
     **vars(pairs), token=token, head=head, first=first, rank=rank
   )
 
 
 def blocks_of(
-  active: ActiveHeads | None, shape: tuple[int, int, int], rows: int
+  active: ActiveHeads | None,
+  shape: tuple[int, int, int],
+  rows: int,
+  group: int = 1,
 ) -> HeadBlocks:
   """The table of the active pairs, or of all.
 
@@ -159,20 +186,24 @@ def blocks_of(
     active: the heads that each token uses; None is every head.
     shape: (B, N, H).
     rows: R.
+    group: G, neighbouring query heads that read one key/value head.
   """
   if active is not None:
-    return head_blocks(active, rows)
+    return head_blocks(active, rows, group)
   batch, tokens, heads = shape
-  each = -(-tokens // rows)
-  count = batch * heads
+  kv_heads = heads // group
+  each = -(-tokens * group // rows)
+  count = batch * kv_heads
   head = jnp.arange(count, dtype=jnp.int32)
-  token = jnp.arange(each * rows, dtype=jnp.int32)
-  inside = token < tokens
-  pair = head // heads * (tokens * heads) + head % heads
-  pair = pair[:, None] + token[None] * heads
+  place = jnp.arange(each * rows, dtype=jnp.int32)
+  token, inside = lax.div(place, np.int32(group)), place < tokens * group
+  pair = head // kv_heads * (tokens * heads) + head % kv_heads * group
+  pair = pair[:, None] + (token * heads + place % group)[None]
   pair = jnp.where(inside[None], pair, -1)
   position = jnp.arange(tokens, dtype=jnp.int32)[None, :, None]
-  row = head.reshape(batch, 1, heads) * (each * rows) + position
+  row = _each(head.reshape(batch, 1, kv_heads) * (each * rows), group)
+  own = jnp.arange(heads, dtype=jnp.int32) % group
+  row = row + position * group + own[None, None]
   token = jnp.where(inside, token, tokens).reshape(each, rows)
   return HeadBlocks(
     pair=pair.reshape(-1),
@@ -181,7 +212,7 @@ def blocks_of(
     token=jnp.tile(token, (count, 1)),
     head=jnp.repeat(head, each),
     first=jnp.arange(count + 1, dtype=jnp.int32) * each,
-    rank=jnp.broadcast_to(position + 1, row.shape),
+    rank=jnp.broadcast_to((position + 1) * group, (batch, tokens, kv_heads)),
   )
 
 
@@ -204,22 +235,37 @@ def sequence_rows(
   batch, tokens, heads = active.mask.shape
   groups = heads // group
   span = tokens * min(group, active.max_per_token)
-
-  def swapped(x: jax.Array, *shape: int) -> jax.Array:
-    return x.reshape(batch, tokens, *shape).swapaxes(2, 3)
-
-  mask = swapped(active.mask, groups, group).reshape(batch, -1, groups)
-  rank = _rank(mask)
+  rank, place = _ranks(active.mask, group)
   start = jnp.arange(batch * groups, dtype=jnp.int32) * span
-  row = start.reshape(batch, 1, groups) + rank - 1
-  row = swapped(row, group, groups).reshape(active.mask.shape)
+  row = place + _each(start.reshape(batch, 1, groups), group)
   table = _pair_rows(active.mask, row, batch * groups * span)
   return table, rank[:, -1].reshape(-1)
 
 
-def _rank(active: jax.Array) -> jax.Array:
-  """Counts active pairs along axis 1, up to and including each, as int32."""
-  return _settled(jnp.cumsum(active, axis=1, dtype=jnp.int32))
+def _ranks(active: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+  """Counts the active pairs of groups of heads in the order of their rows.
+
+  Args:
+    active: [B, N, H] bool.
+    group: G.
+
+  Returns:
+    The pairs of a group up to and including those of a token, [B, N, H / G]
+    int32; and the pairs before each one, [B, N, H] int32, anything for inactive
+    ones.
+  """
+  each = active.reshape(*active.shape[:2], -1, group)
+  count = each.sum(-1, dtype=jnp.int32)
+  rank = _settled(jnp.cumsum(count, axis=1, dtype=jnp.int32))
+  # What comes after a pair of the same token, instead of before: 0 if G = 1.
+  up_to = jnp.cumsum(each, axis=3, dtype=jnp.int32)
+  later = (up_to[..., -1:] - up_to).reshape(active.shape)
+  return rank, _each(rank, group) - 1 - later
+
+
+def _each(x: jax.Array, group: int) -> jax.Array:
+  """Repeats numbers of groups [..., H / G] for each of their heads."""
+  return jnp.repeat(x, group, axis=-1)
 
 
 def _settled(sums: jax.Array) -> jax.Array:

@@ -269,7 +269,7 @@ def check_heads(
         f"{place} {group.budget.num_heads} heads on {kv_heads} key/value "
         f"heads, which {tensor * sequence} devices cannot share evenly"
       )
-    if computes_all_heads(model, group):
+    if works_equally(model, group):
       continue
     orders = set(group.order_of_each)
     ratio = max(placement.imbalance(group.budget, order) for order in orders)
@@ -306,11 +306,12 @@ def check_tokens(
       )
 
 
-def computes_all_heads(model: RoutedLayers, group: LayerGroup) -> bool:
-  """Whether a layer computes every head for all tokens, in training too."""
+def works_equally(model: RoutedLayers, group: LayerGroup) -> bool:
+  """Whether devices work equally, whatever heads tokens choose."""
   return (
     model.POSITION_BIAS
     or group.sees == "window"
+    or group.parts > 1  # as many heads of every key/value head
     or model.router.needs_all_heads
   )
 
@@ -319,8 +320,8 @@ def head_placement(
   group: LayerGroup, tensor: int, sequence: int = 1
 ) -> HeadPlacement | None:
   """How a mesh holds a layer's heads; None if it cannot split them."""
-  heads = group.budget.num_heads
-  return place_heads(heads, group.kv_heads or heads, tensor, sequence)
+  kv_heads = group.kv_heads or group.budget.num_heads
+  return place_heads(group.attended, kv_heads, tensor, sequence)
 
 
 def heads_in_lanes(heads: int, dim: int) -> int:

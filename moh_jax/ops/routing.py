@@ -16,6 +16,10 @@ Two published forms of the gates exist:
 In both forms there is no a1 and a2 where one of the two groups is empty, and a
 single shared head has S = 1. Scores and gates are float32.
 
+Where a budget has parts (`RouterConfig.structure`), routed heads stand part by
+part, and a token selects as many of each. Scores and gates are as without: of
+all routed heads.
+
 The router "query_norm" has no parameters; it turns pre-trained models into MoH.
 Heads are selected by the norms of their queries, the gates of shared and
 selected heads are 1, and gradients pass straight through to the scores.
@@ -24,6 +28,7 @@ Shapes: B batch, N tokens, H heads, R routed heads, S shared heads.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -59,6 +64,23 @@ class Routing:
   selected: jax.Array
   shared_scores: jax.Array
   groups: jax.Array
+
+  def of_heads(self, size: int) -> "Routing":
+    """The same decisions by head, where these are about units of heads.
+
+    Args:
+      size: heads of a unit. They have its gate, and share its scores.
+    """
+    if size == 1:
+      return self
+    by_head = functools.partial(jnp.repeat, repeats=size, axis=-1)
+    return Routing(
+      by_head(self.gates),
+      by_head(self.probs) / size,
+      by_head(self.selected),
+      by_head(self.shared_scores) / size,
+      self.groups,
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +132,12 @@ class RouterAux:
   def mean_score(self) -> jax.Array:
     """[H] mean score of each head, without gradient."""
     return self._mean(self.scores)
+
+  def of_heads(self, size: int) -> "RouterAux":
+    """The same by head, see `Routing.of_heads`; the balance loss stays."""
+    sums = self.counts, self.scores / size, self.balance
+    sums = (jnp.repeat(x, size) for x in sums)
+    return RouterAux(self.tokens, *sums, routed=self.routed)
 
   def _mean(self, sums: jax.Array) -> jax.Array:
     return sums / jnp.maximum(self.tokens, 1.0)[..., None]
@@ -189,10 +217,21 @@ def select_heads(
   Returns:
     [B, N, R] bool.
   """
+  shape = scores.shape
+  if budget.parts > 1:
+    split = *shape[:-1], budget.parts, budget.routed // budget.parts
+    scores, probs = scores.reshape(split), probs.reshape(split)
   if top_p and budget.top_k and top_k is None:
-    return top_p_mask(probs, top_p)
-  own = top_k is None or not budget.top_k
-  return top_k_mask(scores, budget.top_k if own else top_k)
+    if budget.parts > 1:
+      # A part whose scores all underflow counts them as equal.
+      total = probs.sum(-1, keepdims=True)
+      probs = jnp.where(total > 0, probs / total, 1 / probs.shape[-1])
+    selected = top_p_mask(probs, top_p)
+  else:
+    own = top_k is None or not budget.top_k
+    kept = budget.top_k if own else top_k
+    selected = top_k_mask(scores, kept // budget.parts)
+  return selected.reshape(shape)
 
 
 def beside_shared(

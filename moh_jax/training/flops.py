@@ -126,7 +126,9 @@ def attention_form(
   model, budget, tokens = config.model, group.budget, tokens or group.tokens
   every = model.router.needs_all_heads or model.router.varies
   every = every or changes_heads(config)
-  share = 1.0 if every else budget.share
+  gathers = group.parts > 1 and not every
+  share = 1.0 if every or gathers else budget.share
+  heads = group.attended if gathers else budget.num_heads
   devices = math.prod(mesh)
   if (placement := head_placement(group, *mesh)) is None:
     devices = 1
@@ -138,7 +140,7 @@ def attention_form(
     batch=examples,
     queries=tokens,
     keys=tokens,
-    num_heads=budget.num_heads // devices,
+    num_heads=heads // devices,
     head_dim=budget.head_dim,
     share=share,
     causal=causal,
@@ -151,7 +153,7 @@ def attention_form(
   hidden = causal and form.name == "dense"
   return LayerForm(
     form.name,
-    share if form.packs else 1.0,
+    (share if form.packs else 1.0) * heads / budget.num_heads,
     2 * tokens / (tokens + 1) if hidden else 1.0,
   )
 

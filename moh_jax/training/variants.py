@@ -9,12 +9,13 @@ from fractions import Fraction
 from typing import Any
 
 from moh_jax.config.base import split_items
+from moh_jax.config.heads import Units
 from moh_jax.config.layers import without_router
 from moh_jax.config.parse import from_config_dict, override, to_dict
 from moh_jax.config.run import Config
 
 _NAME = re.compile(
-  r"mha|(config|moh(?P<active>\d{1,3}))(?P<onestage>-onestage)?"
+  r"mha((?P<kept>\d{1,3})(?P<wide>-wide)?)?|gate|(config|moh(?P<active>\d{1,3}))(?P<onestage>-onestage)?"
   r"(-shared(?P<shared>\d{1,3}))?"
 )
 
@@ -23,12 +24,16 @@ def make_variant(config: Config, name: str) -> Config:
   """The same run with another router or other budgets of heads.
 
   Layers that route no heads in `config` are left as they are. The others get
-  the nearest whole numbers of heads, at least one of them routed, and keep the
+  the nearest whole numbers of heads that the structure of their choice allows,
+  at least one of them routed, and keep the
   share of shared heads among the active ones unless the name says otherwise.
 
   Args:
     config: the run.
-    name: "config" (the run itself), "mha" (multi-head attention) or "mohNN"
+    name: "config" (the run itself), "mha" (multi-head attention), "gate" (every
+      head, weighed by a sigmoid), "mhaNN" (a smaller network: multi-head
+      attention that has NN % of the query heads, arXiv:2510.01817, and
+      "mhaNN-wide" with an MLP that is wider by as many parameters) or "mohNN"
       (NN % of the heads active). After "config" and "mohNN": "-onestage" (both
       groups of heads weigh the same) and "-sharedNN" (NN % of the active heads
       are shared), the ablations and the sweep of the paper's Tables 5 and 7;
@@ -40,16 +45,27 @@ def make_variant(config: Config, name: str) -> Config:
   found = _NAME.fullmatch(name)
   if not found:
     raise ValueError(
-      f"variant {name!r} must be config, mha or mohNN (NN % of the heads "
-      "active), the first and the last also with -onestage or -sharedNN"
+      f"variant {name!r} must be config, mha, gate, mhaNN or mhaNN-wide (NN % "
+      "of the heads present) or mohNN (NN % active), the first and the last "
+      "also with -onestage or -sharedNN"
     )
   model = config.model
+  active, shared, kept = found["active"], found["shared"], found["kept"]
+  for percent in (active, kept):
+    if percent and not 1 <= int(percent) <= 100:
+      raise ValueError(f"variant {name!r}: {percent} % must be from 1 to 100")
+  if kept:
+    model = _with_fewer_heads(model, _part(kept), widens=bool(found["wide"]))
+    return without_router(model).in_run(config)
   if name == "mha":
     return without_router(model).in_run(config)
-  if name != "config" and model.router.kind == "none":
+  if name == "gate":
+    gate = dataclasses.replace(model.router, kind="gate", top_p=0.0)
+    return dataclasses.replace(model, router=gate).in_run(config)
+  if name != "config" and not model.router.selects:
     raise ValueError(
       f"variant {name!r} needs a config that routes heads, and "
-      "model.router.kind is 'none'"
+      f"model.router.kind is {model.router.kind!r}"
     )
   if found["onestage"]:
     if model.router.kind != "two_stage":
@@ -59,9 +75,6 @@ def make_variant(config: Config, name: str) -> Config:
       )
     router = dataclasses.replace(model.router, two_stage=False)
     model = dataclasses.replace(model, router=router)
-  active, shared = found["active"], found["shared"]
-  if active and not 1 <= int(active) <= 100:
-    raise ValueError(f"variant {name!r}: {active} % must be from 1 to 100")
   if shared and int(shared) > 99:
     raise ValueError(f"variant {name!r}: {shared} % must be from 0 to 99")
   try:
@@ -93,19 +106,57 @@ def _with_budgets(
       "for each layer"
     )
   splits = []
-  for heads, old_shared, top_k in zip(
-    model.num_heads, model.shared_heads, model.top_k
-  ):
-    if not top_k:
-      splits.append((old_shared, top_k))
+  for budget in model.budgets():
+    if not budget.top_k:
+      splits.append((budget.shared, 0))
       continue
-    old_active = old_shared + top_k
-    count = old_active if active is None else max(1, _nearest(active * heads))
-    share = Fraction(old_shared, old_active) if shared is None else shared
+    step = Units.of(budget, model.router, model.num_kv_heads).step
+    count = budget.active // step
+    if active is not None:
+      count = max(1, _nearest(active * (budget.num_heads // step)))
+    share = Fraction(budget.shared, budget.active) if shared is None else shared
     fixed = min(count - 1, _nearest(share * count))
-    splits.append((fixed, count - fixed))
+    splits.append((fixed * step, (count - fixed) * step))
   shared_heads, top_k = zip(*splits)
   return dataclasses.replace(model, shared_heads=shared_heads, top_k=top_k)
+
+
+def _with_fewer_heads(model: Any, share: Fraction, *, widens: bool) -> Any:
+  """A model with a share of the query heads of every layer.
+
+  Of key/value heads it has the most, up to those of the model, that divide the
+  query heads of all layers.
+
+  Args:
+    model: the section; its heads have a width of their own.
+    share: of the heads.
+    widens: whether the MLP gets as many parameters as attention loses.
+  """
+  if not hasattr(model, "with_mlp_dim"):
+    raise ValueError(
+      f"model.family={model.family!r} has no head_dim: fewer heads of a layer "
+      "would be wider ones"
+    )
+  heads = tuple(max(1, _nearest(share * n)) for n in model.num_heads)
+  lost = sum(model.num_heads) - sum(heads)
+  changes, kv_lost = {"num_heads": heads, "shared_heads": heads}, lost
+  if old := model.num_kv_heads:
+    kv_heads = max(
+      n for n in range(1, old + 1) if all(x % n == 0 for x in heads)
+    )
+    kv_lost = (old - kv_heads) * model.depth
+    changes |= {"num_kv_heads": kv_heads, "head_order": ()}
+  smaller = dataclasses.replace(
+    model,
+    router=dataclasses.replace(model.router, structure="free"),
+    top_k=(0,) * model.depth,
+    **changes,
+  )
+  if not widens:
+    return smaller
+  columns = Fraction(2 * (lost + kv_lost) * model.head_dim, model.depth)
+  wider = _nearest(columns / model.MLP_MATRICES)
+  return smaller.with_mlp_dim(model.mlp_dim + wider)
 
 
 def _nearest(x: Fraction) -> int:
@@ -206,9 +257,10 @@ def _decisive(config: Config) -> str:
   sections = to_dict(config)
   del sections["log"]
   sections["train"] |= {"seed": 0, "compilation_cache": ""}
-  if config.model.router.kind == "none":
-    for name in ("router", "shared_heads", "top_k"):
+  if not config.model.router.selects:
+    for name in ("shared_heads", "top_k"):
       sections["model"].pop(name, None)
+    sections["model"]["router"] = config.model.router.kind
     del sections["train"]["balance_weight"]
   return repr(sections)
 

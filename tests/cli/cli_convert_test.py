@@ -21,18 +21,16 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     convert.assert_called_once_with("moh-vit", source, out, **given)
 
   def test_tokenizer_of_a_language_model_is_described(self):
-    out, argv = self.root / "out", ("--from=llama", "--source", self.root)
-    with mock.patch.object(checkpoints, "convert", return_value=("it", 1)):
-      tiny_writer.save_alphabet(out)
-      told = [self.done("convert", *argv, "--out", out)]
-      (out / "tokenizer.json").unlink()
-      told += [self.done("convert", *argv, "--out", out)]
-    self.assertRegex(
-      told[0],
-      r"\ntokenizer: tokenizer.json, \d+ ids; texts begin with begin of text; "
-      r"generated texts stop at \S+ \(\d+\); chat templates: none\n$",
-    )
-    self.assertEndsWith(told[1], "\ntokenizer: none that can be read\n")
+    out = self.root / "out"
+    tiny_writer.save_alphabet(out)
+    argv = "convert", "--from=llama", "--source", self.root, "--out", out
+    for told in (
+      "tokenizer.json, .*; chat templates: none",
+      "none that can be",
+    ):
+      with mock.patch.object(checkpoints, "convert", return_value=("it", 1)):
+        self.assertRegex(self.done(*argv), rf"\ntokenizer: {told}")
+      (out / "tokenizer.json").unlink(missing_ok=True)
 
   def test_options_reach_the_export(self):
     checkpoint, out = tiny_checkpoint.stored("llm"), str(self.root / "out")

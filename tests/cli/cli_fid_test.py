@@ -50,15 +50,15 @@ class FidTest(tiny_checkpoint.CommandTest):
 
   def test_json_has_all_metrics(self):
     metrics = self.metrics
-    self.assertGreater(metrics["fid"], 1.0)
-    self.assertGreater(metrics["sfid"], 1.0)
+    self.assertGreater(min(metrics["fid"], metrics["sfid"]), 1.0)
     self.assertBetween(metrics["inception_score"], 1.0, 5.0)
     for name in ("precision", "recall"):
       self.assertBetween(metrics[name], 0.0, 1.0)
-    self.assertEqual(metrics["samples"], str(self.samples))
-    self.assertEqual(metrics["reference"], str(self.folder))
-    self.assertEqual((metrics["num_samples"], metrics["num_reference"]), (5, 6))
-    self.assertEqual(metrics["resize"], "tf1")
+    for name, value in (
+      *(("samples", str(self.samples)), ("reference", str(self.folder))),
+      *(("num_samples", 5), ("num_reference", 6), ("resize", "tf1")),
+    ):
+      self.assertEqual(metrics[name], value)
     self.assertRegex(
       self.warned,
       f"warning: {self.samples}: 5 images .* fid and sfid .* least 2049",
@@ -83,11 +83,3 @@ class FidTest(tiny_checkpoint.CommandTest):
     self.assertEqual(metrics["inception_score"], f"{score:.4f}")
     self.assertNotIn("sfid", metrics)
     self.assert_refused("resize", *argv, "--resize=ptfid")
-
-  def test_without_reference_scores_what_needs_none(self):
-    for size in (8, 12):  # made equal
-      Image.new("RGB", (size, size)).save(self.root / f"{size}.png")
-    argv = ("--samples", self.root, "--image-size=8", *self.network)
-    metrics = self.report(*argv)
-    self.assertBetween(metrics["inception_score"], 1.0, 5.0)
-    self.assertIsNone(metrics["fid"])

@@ -33,18 +33,7 @@ class PromptsTest(_GenerateTest):
     expected = "aAbBcCdDeE\n[length]\n\nxXyYzZ\n[end]\n\ncCdDeEf\n[stop]\n\n"
     self.assertEqual(out, expected)
 
-  def test_json_holds_texts_tokens_and_log_probabilities(self):
-    report = self.report("--prompt=aA", "--prompt=xX")
-    self.assertEqual(report["step"], 0)
-    first, second = report["completions"]
-    self.assertEqual(first["prompt"], "aA")
-    self.assertEqual(first["text"], "bBcCdD")
-    self.assertEqual(first["tokens"], [2, 3, 4])
-    self.assertEqual(first["finish_reason"], "length")
-    self.assertLen(first["log_probs"], 3)
-    self.assertEqual((second["text"], second["finish_reason"]), ("yYzZ", "end"))
-
-  def test_options_reach_the_generator(self):
+  def test_json_has_all_of_a_text_that_the_options_ask_for(self):
     # The begin of text after another text is followed by "aA".
     argv = (
       *("--prompt=zZ<|begin_of_text|>", "--parse-special", "--no-bos"),
@@ -59,8 +48,19 @@ class PromptsTest(_GenerateTest):
         *(Generator, "generate"), autospec=True, side_effect=Generator.generate
       ) as generate,
     ):
-      (completion,) = self.report(*argv)["completions"]
-    self.assertEqual(completion["text"], "aAbBcC")
+      report = self.report(*argv)
+    self.assertEqual(report["step"], 0)
+    (completion,) = report["completions"]
+    self.assertLen(completion.pop("log_probs"), 3)
+    self.assertEqual(
+      completion,
+      {
+        "prompt": "zZ<|begin_of_text|>",
+        "text": "aAbBcC",
+        "tokens": [1, 2, 3],
+        "finish_reason": "length",
+      },
+    )
     del init.call_args.kwargs["mesh"]
     self.assertEqual(
       init.call_args.kwargs,
@@ -74,12 +74,6 @@ class PromptsTest(_GenerateTest):
     generator = Generator.from_checkpoint(tiny_checkpoint.stored("llm"))
     (completion,) = generator.generate(["aA"], Sampling(max_new_tokens=2))
     self.assertEqual(completion.text, "bBcC")
-
-  def test_checkpoint_without_a_tokenizer_is_refused(self):
-    tiny_writer.save_alphabet(self.root)
-    (self.root / "tokenizer.json").unlink()
-    argv = "--prompt=aA", "--checkpoint", self.root
-    self.assert_refused("holds no tokenizer.json", *argv)
 
 
 class FilesTest(_GenerateTest):
@@ -170,25 +164,18 @@ class ChatTest(_GenerateTest):
     (self.root / "chat_template.jinja").write_text(source)
     return "--checkpoint", self.root
 
-  def test_prints_the_answers_alone(self):
-    argv = *self._with_template(_TEMPLATE), "--chat", "--prompt=aA"
-    self.assertEqual(self.done(*argv), "bBcCdD\n")
-    out = self.done(*argv, "--prompt=xX")
-    self.assertEqual(out, "bBcCdD\n[length]\n\nyYzZ\n[end]\n\n")
+  def test_answers_are_printed_alone_or_go_to_a_file(self):
+    argv = *self._with_template(f"{_TEMPLATE}aA"), "--chat"
+    self.assertEqual(self.done(*argv, "--prompt=xX"), "bBcCdD\n")
+    (self.root / "in.jsonl").write_text(_TWO)
+    out = self.root / "out.jsonl"
+    self.done(*argv, "--prompt-file", self.root / "in.jsonl", "--out", out)
+    self.assertEqual(out.read_text().count('"bBcCdD"'), 2)
 
   def test_a_conversation_goes_on_line_by_line(self):
     argv = *self._with_template("{{ messages[0].content }}"), "--chat"
     out = self._interact("aA", "xX", argv=argv)
     self.assertEqual(out, "bBcCdD\nbBcCdD\n\n")  # the first message is read
-
-  def test_prompts_of_a_file_go_through_the_template(self):
-    argv = self._with_template(f"{_TEMPLATE}aA")
-    (self.root / "in.jsonl").write_text(_TWO)
-    out = self.root / "out.jsonl"
-    argv += "--prompt-file", self.root / "in.jsonl", "--out", out
-    self.done(*argv, "--chat")
-    self.assertEqual(out.read_text().count('"bBcCdD"'), 2)
-    self.assert_refused("chat: False here", *argv)
 
   def test_system_and_messages_reach_the_template(self):
     every = "{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}"

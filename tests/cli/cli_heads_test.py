@@ -1,26 +1,19 @@
 """`heads`: what it prints and writes, and its report."""
 
 import csv
-import dataclasses
 import json
 import re
 import shutil
 
+import jax
 import numpy as np
-from flax import traverse_util
-from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import stored
+from tests.data.tiny_images import put
 from tests.training import tiny
-
-_ROWS = [
-  {"step": 1, "split": "train", "loss": 2.5},
-  {"step": 0, "split": "heads", "stage1.0": [0.25, 0.75]},
-  {"step": 0, "split": "train", "loss": 3.0},
-]
 
 
 class HeadsTest(tiny_checkpoint.CommandTest):
@@ -44,30 +37,37 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertNotEmpty(links)
     return out, page, text, error
 
-  def _save(self, names=tuple("0123456789"), zeroed="", **model):
+  def _save(self, names=tiny_checkpoint.DIGITS, zeroed="", **model):
     """A tiny classifier; parameters whose name is `zeroed` are zero."""
-    config = tiny.deterministic_config()
-    changed = dataclasses.replace(config.model, **model)
-    config = dataclasses.replace(config, model=changed)
-    flat = traverse_util.flatten_dict(tiny.random_params(config))
-    flat = {p: x * (p[-1] != zeroed) for p, x in flat.items()}
-    params = traverse_util.unflatten_dict(flat)
+    config = tiny.deterministic_config(model=model)
+    params = jax.tree_util.tree_map_with_path(
+      lambda path, x: x * (path[-1].key != zeroed), tiny.random_params(config)
+    )
     metadata = checkpoint.Metadata(config, names)
     checkpoint.save_params(str(self.root / "run"), params, metadata)
 
   def test_classifier(self):
-    tiny_checkpoint.save(self.root / "run")
-    lines = [json.dumps(row) for row in _ROWS]
-    file = self.root / "run/metrics.jsonl"
-    file.write_text("\n".join([*lines, "{damaged"]))
+    tiny_checkpoint.SAVED["vit"](self.root / "run")
+    rows = (
+      {"step": 0, "split": "heads", "stage1.0": [0.25, 0.75]},
+      {"step": 0, "split": "train", "loss": 3.0},
+    )
+    (self.root / "run/metrics.jsonl").write_text(
+      "\n".join([*map(json.dumps, rows), "{damaged"])
+    )
     numbers = self.root / "heads.json"
     out, page, text, _ = self._heads(
       *self.run_of, "--json", numbers, "--against", stored("vit")
     )
-    self.assertIn("similarity of heads", text)
-    self.assertIn(f"features, {self.root / 'run'}, step 0", text)
-    self.assertIn(f"features, {stored('vit')}, step 0", text)
-    self.assertIn("stage1.0", text)
+    for folder in (self.root / "run", stored("vit")):
+      self.assertIn(f"features, {folder}, step 0", text)
+    steps = self.root / "run/checkpoints"
+    shutil.copytree(steps / "0", steps / "1")  # another step is another model
+    argv = *self.run_of, "--batches=1", "--against", self.root / "run"
+    text = self.done(*argv, "--step=0")
+    for step in (0, 1):
+      self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
+    self.assert_refused("must be another checkpoint", *argv)
     for name in ("load_by_class", "routing_maps", "load_over_steps", "curves"):
       for form, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         content = (out / f"{name}.{form}").read_bytes()
@@ -76,23 +76,22 @@ class HeadsTest(tiny_checkpoint.CommandTest):
       rows = list(csv.DictReader(stream))
     with np.load(out / "heads.npz") as arrays:
       names, counts = arrays["class/names"], arrays["class/tokens"][0]
-      top_k = arrays["top_k"].tolist()
     for name, count in zip(names, counts):
-      group = ("class", "stage1.0", name)
-      of = [r for r in rows if (r["grouping"], r["layer"], r["group"]) == group]
-      self.assertTrue(all(int(row["tokens"]) == count for row in of))
-      loads = [float(r["load"] or "nan") for r in of if r["kind"] == "routed"]
-      if count:
-        self.assertAlmostEqual(sum(loads), top_k[0], places=4)
+      of = [
+        row
+        for row in rows
+        if (row["grouping"], row["group"]) == ("class", name)
+      ]
+      self.assertEqual({int(row["tokens"]) for row in of}, {count})
+      loads = [float(row["load"] or 0) for row in of if row["kind"] == "routed"]
+      self.assertAlmostEqual(sum(loads), min(count, 1), places=4)
     report = json.loads(numbers.read_text())
     self.assertEqual(report["layers"][0]["layer"], "stage1.0")
     self.assertIn("taken for", page)
 
   def test_text_files_are_tasks_and_tokens_are_coloured(self):
-    texts = {
-      "python.jsonl": json.dumps({"code": "def f(x): return x < 3\n" * 4}),
-      "prose.txt": "It </script> rained. " * 5,
-    }
+    code = json.dumps({"code": "def f(x): return x < 3\n" * 4})
+    texts = {"python.jsonl": code, "prose.txt": "It </script> rained. " * 5}
     for name, text in texts.items():
       (self.root / name).write_text(text)
     out, page, text, _ = self._heads(
@@ -108,48 +107,35 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     )
     self.assertNotIn("</script>", page)
 
-  def test_multi_head_attention_has_no_loads(self):
+  def test_models_and_layers_without_routed_heads_say_so(self):
     plain = config_lib.without_router(tiny.deterministic_config().model)
     self._save(router=plain.router, top_k=plain.top_k)
-    out, page, text, _ = self._heads(*self.run_of, "--batches=1")
+    argv = *self.run_of, "--batches=1"
+    out, page, text, _ = self._heads(*argv)
     self.assertIn("it has no router", text)
     self.assertIn("it has no router", page)
     self.assertIn("taken for", page)  # images with their classes all the same
     self.assertFalse((out / "load_by_class.png").exists())
-
-  def test_layers_without_routed_heads_say_so(self):
+    shutil.rmtree(self.root / "run")
     # The first stage has no routed heads; then none of the second are selected.
     self._save(shared_heads=(2, 2), top_k=(0, 1), depths=(1, 1))
-    argv = *self.run_of, "--batches=1"
-    out, _, text, _ = self._heads(*argv, "--maps=2")
-    self.assertRegex(text, r"stage1\.0 .* none routed")
-    self.assertTrue((out / "load_by_class.png").exists())
+    self.assertRegex(self.done(*argv), r"stage1\.0 .* none routed")
     self.assertRegex(self.done(*argv, "--top-k=0"), r"stage2\.0 .* none routed")
 
   def test_collapsed_routers_and_names_of_any_bytes(self):
     names = ("a$b_{$c", "caf\udce9", *"23456789")
     self._save(names, zeroed="routed")
     data = self.root / "data"
-    for number, name in enumerate(names[:9]):
-      (data / name).mkdir(parents=True)
-      Image.new("L", (8, 8), 20 * number).save(data / name / "0.png")
+    put(data, *(f"{name}/0.png" for name in names[:9]))
     argv = *self.run_of, "--data", data, "--maps=10"
     out, page, _, error = self._heads(*argv)
-    line = "the router of layer stage2.1 has collapsed"
-    self.assertIn(line, error)
-    self.assertIn(line, page)
+    for said in (page, error):
+      self.assertIn("the router of layer stage2.1 has collapsed", said)
     self.assertIn(b"caf\xe9", (out / "heads.csv").read_bytes())
     self.assertIn("caf?", page)
 
-  def test_diffusion_model_and_another_step_of_it(self):
-    tiny_checkpoint.save_dit(self.root / "run")
-    out, page, _, _ = self._heads(*self.run_of, "--batches=2")
+  def test_diffusion_model(self):
+    tiny_checkpoint.SAVED["dit"](self.root / "run")
+    out, page, _, _ = self._heads(*self.run_of, "--batches=1")
     self.assertTrue((out / "load_by_timestep.svg").exists())
     self.assertIn("generated samples", page)
-    steps = self.root / "run/checkpoints"
-    shutil.copytree(steps / "0", steps / "1")
-    argv = *self.run_of, "--batches=1", "--against", self.root / "run"
-    text = self.done(*argv, "--step=0")
-    for step in (0, 1):
-      self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
-    self.assert_refused("must be another checkpoint", *argv)

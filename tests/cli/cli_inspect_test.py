@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 from etils import epath
@@ -13,14 +14,13 @@ from moh_jax.data import pipeline
 from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.sources import make_source
 from moh_jax.models.generation import to_pixels
-from moh_jax.models.registry import make_model
 from moh_jax.models.vae import VAE
 from moh_jax.runtime import steps
-from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.runtime.steps import load_config
 from tests.cli import tiny_checkpoint
 from tests.data import tiny_text
 from tests.inference import tiny_vae
+from tests.training import tiny
 
 _NO_CUDNN = (
   "impossible here: implementation='cudnn' needs an NVIDIA GPU, this is a cpu "
@@ -47,14 +47,14 @@ class ModelsTest(tiny_checkpoint.CommandTest):
       "attention": "dense",
     }  # fmt: skip
     self.assertEqual(report["layers"], [layer])
-    params = unbox(abstract_params(*make_model(tiny_checkpoint.CONFIG)))
+    params = tiny.random_params(tiny_checkpoint.CONFIG)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     self.assertEqual(report["parameters"], count)
     self.assertEqual(sum(report["parameters_by_module"].values()), count)
     changed = self.report(*argv, "--config.model.top_k=2")
     self.assertEqual(changed["activated_share"], 0.75)
     out = self.done(*argv)
-    self.assertRegex(out, r"(?m)^layers +count +stage +tokens +num_heads")
+    self.assertRegex(out, r"(?m)^0 +1 +1 +4 +4 .* dense$")
     self.assertRegex(out, r"(?m)^classes: 6 \(ant, bee, cat, dog, eel, fox\)$")
     self.assertRegex(out, r"(?m)^activated share: 0\.5000$")
 
@@ -64,15 +64,10 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     ("llama3_moh.py", 16, None, None),  # 8 key/value heads
     ("vit.py:b75", 4, 1.0, 1.0),  # its form computes every head
   )
-  def test_heads_on_the_devices_of_a_tensor_axis(
-    self, name, devices, expected, imbalance
-  ):
-    report = self.report(
-      "--config", _CONFIGS / name, f"--config.mesh.tensor={devices}"
-    )
-    layer = report["layers"][0]
-    self.assertEqual(layer["per_device"], expected)
-    self.assertEqual(layer["imbalance"], imbalance)
+  def test_heads_on_the_devices_of_a_tensor_axis(self, name, devices, *heads):
+    mesh = f"--config.mesh.tensor={devices}"
+    layer = self.report("--config", _CONFIGS / name, mesh)["layers"][0]
+    self.assertEqual([layer["per_device"], layer["imbalance"]], [*heads])
 
   @parameterized.parameters(
     ("vit_digits.py:moh", ["window", "window", "dense", "dense"]),
@@ -90,12 +85,6 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     self.assertEqual([row["attention"] for row in report["layers"]], forms)
     self.assertEqual(report["config"]["model"]["attention_impl"], form)
 
-  def test_equal_layers_share_a_row(self):
-    out = self.done("--config", f"{_CONFIGS / 'vit_digits.py'}:moh")
-    self.assertRegex(out, r"(?m)^0-1 +2 +1 +64 +4 .* window$")
-    self.assertRegex(out, r"(?m)^2-3 +2 +2 +16 +8 .* dense$")
-    self.assertIn("router: two_stage (released)\n", out)
-
 
 class ChecksumsTest(tiny_checkpoint.CommandTest):
   COMMAND = "inspect --checksums"
@@ -110,16 +99,13 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
     whole = "step 2: whole\n"
     self.assertEqual(self.done(*argv), f"{whole}step 4: whole\n")
     (self.root / "checkpoints/4/params/d").write_bytes(b"Values")
-    damaged = (
-      "step 4: damaged, item params, file d: its content is not what was "
-      "written\n"
-    )
+    what = "its content is not what was written"
+    damaged = f"step 4: damaged, item params, file d: {what}\n"
     self.assertEqual(self.call(*argv), (1, whole + damaged, ""))
     self.assertEqual(self.call(*argv, "--step=4"), (1, damaged, ""))
     self.assertEqual(self.call(*argv, "--step=2"), (0, whole, ""))
-    what = [{"file": "params/d", "what": "its content is not what was written"}]
-    told = [{"step": 2, "damage": []}, {"step": 4, "damage": what}]
-    status, out, _ = self.call(*argv, "--json=-")
+    told = [{"step": 4, "damage": [{"file": "params/d", "what": what}]}]
+    status, out, _ = self.call(*argv, "--json=-", "--step=4")
     self.assertEqual((status, json.loads(out)), (1, told))
     self.assert_refused("no checkpoint of step 3", *argv, "--step=3")
     (self.root / "checkpoints/2" / steps.MANIFEST).unlink()
@@ -131,14 +117,7 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
     for folder in (train, val):
       tiny_text.write(folder, [[[1, 2, 3]]])
     whole, argv = f"{val}: whole\n", ("--data", self.root)
-    self.assertEqual(self.done("--data", val), whole)
     self.assertEqual(self.done(*argv), f"{train}: whole\n{whole}")
-    file = next(train.glob("*.array_record"))
-    content = bytearray(file.read_bytes())
-    content[-30] ^= 1
-    file.write_bytes(content)
-    damaged = f"{file}: its content is not what was written\n"
-    self.assertEqual(self.call(*argv), (1, damaged + whole, ""))
     (train / "metadata.json").write_text('{"format": "sounds", "version": 1}')
     status, out, _ = self.call(*argv)
     self.assertEqual(status, 1)
@@ -196,20 +175,6 @@ class BatchTest(tiny_checkpoint.CommandTest):
         self.assertEqual(sum(shares), 100)
     self.assertGreater(mixed, 0)
 
-  @parameterized.parameters(
-    ("--config.data.batch_size=1", 1),
-    ("--config.data.batch_size=5", 4),
-    ("--num=3", 3),
-  )
-  def test_number_is_what_the_batch_has(self, argument, expected):
-    self.assertLen(self._drawn(argument)[1], expected)
-
-  @parameterized.parameters(f"{_RUN}:llm", "configs/dit.py:s2_90")
-  def test_text_and_latents_have_no_pixels(self, run):
-    message = "--batch shows pixels, not text or latents"
-    argv = "--config", run, "--batch", self.root / "x.png"
-    self.assert_refused(message, *argv)
-
 
 class LatentsTest(tiny_checkpoint.CommandTest):
   COMMAND = "inspect"
@@ -226,19 +191,15 @@ class LatentsTest(tiny_checkpoint.CommandTest):
     out = self.done(*argv, "--vae", vae, "--num=4")
     self.assertEqual(out, "row 1: ant, ant\nrow 2: cat, cat\n")
     source = LatentSource(str(latents), "val")
-    means = np.stack([source[i]["image"][0, 0] for i in (0, 2, 5, 7)])
-    images = jax.jit(
-      lambda x: VAE(tiny_vae.CONFIG).apply(
-        {"params": tiny_vae.params()}, x, method="decode"
-      )
-    )(means.astype(np.float32))
-    expected = np.asarray(to_pixels(images))
+    mean = jnp.asarray(source[7]["image"][:1, 0], "float32")
+    image = VAE(tiny_vae.CONFIG).apply(
+      {"params": tiny_vae.params()}, mean, method="decode"
+    )
     with Image.open(self.root / "x.png") as picture:
       grid = np.asarray(picture)
     self.assertEqual(grid.shape, (18, 18, 3))
-    for tile, (row, column) in zip(expected, np.ndindex(2, 2)):
-      found = grid[10 * row :, 10 * column :][:8, :8]
-      self.assertLessEqual(np.abs(found.astype(int) - tile).max(), 1)
+    gap = grid[10:, 10:].astype(int) - to_pixels(image)[0]
+    self.assertLessEqual(np.abs(gap).max(), 1)
     tiny_vae.save(self.root / "other", seed=1)
     with self.assertLogs("moh_jax", "WARNING") as logs:
       self.done(*argv, "--vae", self.root / "other", "--num=1")

@@ -19,7 +19,12 @@ from tests.inference import tiny_vae
 _REFUSED = {
   "bench": {
     "": "KIND",
-    "attention --shares 90": "--shares 90 must be a whole number of",
+    "attention --shares 90": "heads: a multiple of 3.125",
+    "attention --shares nan": "--shares[0]='nan' must be of type float",
+    "attention --shares 0": "--shares 0 must be a whole number",
+    "attention --shares 150": "--shares 150 must be",
+    "attention --shares 25 --shared 9": "is 8 of the 32 heads and must",
+    "attention --shared 33": "--shared=33 must be in [0, 32]",
     "attention --kv-heads 3": "--kv-heads=3 must divide --heads 32",
     "attention --implementations kernel": "kernel needs an accelerator",
     "model --model nope": "model 'nope' must be one of",
@@ -29,6 +34,9 @@ _REFUSED = {
   "classify --checkpoint": {
     "{vit} {here}/cut.png": "cut.png: damaged",
     "{vit} {here}/empty": "empty holds no image",
+    "{vit} nope": "nope: no such file or",
+    "{vit} {here}/good.png --json /proc/x": "--json /proc/x: ",
+    "{vit} {here}/good.png --step newer": "a number, newest or whole",
     "{dit} {here}": "`classify` needs 'vit'",
   },
   "compare --config configs/llm_stdlib.py --workdir {here}/new": {
@@ -40,20 +48,16 @@ _REFUSED = {
   },
   "export --out {here}/x --checkpoint": {
     "nope": "nope holds no checkpoint",
-    "{vit} --to onnx": "--to='onnx' must be one of",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema can be changed",
   },
   "train --workdir {here}/x --config": {
-    "configs/dit_digits.py --config.optim.lr=-1": "optim.lr=-1.0 must be at le",
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
     "configs/images.py --config.data.path=/nope/images": "/nope/images",
   },
   "evaluate --checkpoint {vit}": {
     "--top-k 1 --top-k 2 --per-class {here}/x.csv": "x.csv' takes one --top-k",
-    "--top-k 4": "top_k=4 must be in [0, 3]",
     "--top-k=1 --config.model.router.top_p=0.5": "top_p=0.5 selects heads by",
     "--config.eval.batch_size=9": "eval.batch_size=9 must be a multiple of",
-    "--step 7": "no checkpoint of step 7; it has [0]",
     "--data /nope": "data.path='/nope'",
     "--data a b": "--data=('a', 'b') must be one direct",
     "--tasks piqa": "--tasks: ",
@@ -64,11 +68,8 @@ _REFUSED = {
   "evaluate --checkpoint": {
     "{dit} --per-class {here}/x.csv": "needs 'vit'",
     "{text} --data /nope/*.txt": "/nope/*.txt: no such file",
-    "{text} --tasks a,,b": "task 'a' is none of the harness's",
-    "{llm} --data {here}/one.txt --top-k=1": "model.router.kind='none'",
   },
   "evaluate --checkpoint {text} --data {here}/one.txt": {
-    "--config.eval.batch_size=7": "batch_size=7 must be a multiple",
     "--top-k=1 --top-k=2 --plot={here}/x.svg": "must be of a data set",
   },
   "fid --samples {here}/samples.npz --batch-size 8": {
@@ -76,7 +77,6 @@ _REFUSED = {
     "--batch-size 9": "--batch-size=9 must be a multiple of 8",
     "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
-    "--reference {here}/one.npz": "at least 4 samples",
     "--reference {here}/one.npz --metrics fid": "at least 2",
     "--save-stats {here}": "is a directory",
     "--inception no.pth": "pt_inception-2015-12-05-6726825d",
@@ -88,13 +88,11 @@ _REFUSED = {
     "{llm} --prompt-file {here}/one.txt": "must be given together",
     "{llm} --interactive --json=-": "needs --prompt or --messages",
     "{llm} --interactive --distributed": "needs prompts",
-    "{llm} --prompt-file={here}/one.txt --out=/no/b": "no directory /no",
     "{llm} --messages {here}/one.txt": "Expecting value",
   },
   "generate --checkpoint {llm} --prompt=a": {
     "--interactive": "--interactive must not be given with",
     "--out={here}/b": "--prompt and --messages have --json",
-    "--top-k=9,9": "top_k=(9, 9): the model has no routed",
     "--system a": "--system='a' needs --chat",
     "--chat-template a": "--chat-template='a' needs",
     "--chat --no-bos": "must be of plain prompts",
@@ -108,8 +106,9 @@ _REFUSED = {
   },
   "inspect": {
     "": "one of --checkpoint, --config and --data must be given",
-    "--data x --config y": "one of --checkpoint, --config and",
     "--data x": "--data='x' needs --checksums or --batch",
+    "--config tests/faults/tiny_run.py:llm --batch {here}/y.png": "not text or",
+    "--config configs/dit.py:s2_90 --batch {here}/y.png": "shows pixels, not",
     "--data x --batch {here}/y.png": "needs --vae",
     "--config x --vae x": "--vae='x' needs --data and",
     "--config x --checksums": "needs --checkpoint or --data al",
@@ -124,11 +123,9 @@ _REFUSED = {
   "prepare pack-images --data {here}/images --out {here}/new": {
     "--label-column=x": "--label-column='x' must be '': ",
     "--data={here}/empty": "holds no image",
-    "--data=nope": "no such dir",
   },
   "prepare encode-latents --data {here}/images --out {here}/new --vae": {
     "{here}/vae --process=2/2": "'2/2' must be I/N",
-    "{here}/vae --process=a/b": "'a/b' must be I/N",
   },
   "prepare tokenize --workers=1 --out {here}/new --data {here}/a.jsonl": {
     "--tokenizer=bytes --held-out=1": "--held-out=1.0 must be in (0, 1)",
@@ -137,13 +134,11 @@ _REFUSED = {
   "prepare train-tokenizer --data {here}/a.jsonl --out": {
     "{here}/new.json --vocab-size=100": "vocab_size=100 must be at least 258",
     "{here}/a.model --vocab-size=400": "must end in .json",
-    "{here}/no/a.json --vocab-size=400": "no directory",
   },
   "sample --checkpoint {vit}": {"--out {here}/x.npz": "`sample` needs 'dit'"},
   "sample --checkpoint {dit} --out {here}/x.png": {
     "--strength=0.5": "--strength=0.5 needs --start",
     "--start={here}/good.png": "must be above 0 and below 1",
-    "--labels=3,10": "label 10 must be in [0, 9], or none",
     "--labels=--5": "'--5' must be a number, none, or one of the",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
     "--out={here}/no/x.png": "no directory",

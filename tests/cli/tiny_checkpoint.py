@@ -28,8 +28,8 @@ CONFIG = resolve(
     log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
   )
 )
-# Of handwritten digits, classes "0" to "9".
 DIT_CONFIG = tiny.dit_config(mesh={"data": -1})
+DIGITS = tuple("0123456789")  # its classes
 # Of two runs of layers: one at an equal top_k.
 TEXT_CONFIG = config_lib.apply_overrides(
   tiny_text_model.CONFIG, "model", top_k=(1, 2)
@@ -43,19 +43,9 @@ def save_random(directory, config, names=()):
   checkpoint.save_params(directory, params, checkpoint.Metadata(config, names))
 
 
-def save(directory):
-  """Writes a checkpoint of `CONFIG` with random parameters."""
-  save_random(directory, CONFIG, CLASS_NAMES)
-
-
-def save_dit(directory):
-  """Writes a checkpoint of `DIT_CONFIG` with random parameters."""
-  save_random(directory, DIT_CONFIG, tuple("0123456789"))
-
-
 SAVED = {
-  "vit": save,
-  "dit": save_dit,
+  "vit": functools.partial(save_random, config=CONFIG, names=CLASS_NAMES),
+  "dit": functools.partial(save_random, config=DIT_CONFIG, names=DIGITS),
   "text": functools.partial(tiny_text_model.save, config=TEXT_CONFIG),
   "llm": tiny_writer.save_alphabet,  # writes the alphabet, "bB" after "aA"
 }
@@ -67,6 +57,14 @@ def stored(name):
   folder = pathlib.Path(_FOLDER.name, name)
   SAVED[name](folder)
   return folder
+
+
+def write_config(folder, config, module="moh_jax"):
+  """Writes a config file that imports a module first; its path."""
+  values, file = config_lib.to_dict(config), folder / "config.py"
+  text = f"import {module}\n\ndef get_config():\n  return {values!r}\n"
+  file.write_text(text)
+  return file
 
 
 def call(*argv, main=main.main):

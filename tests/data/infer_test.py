@@ -3,7 +3,7 @@ import json
 import re
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
 from moh_jax import config as config_lib
@@ -137,7 +137,3 @@ class RunTest(parameterized.TestCase):
     unset = re.findall(r'"(\w+)": null', text)
     self.assertCountEqual(unset, ["workers", "decay_steps"])
     self.assertEqual(config_lib.from_config_dict(json.loads(text)), config)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-import io
+import itertools
 import json
 import pathlib
 import pickle
@@ -12,12 +12,11 @@ from unittest import mock
 
 import pytest
 import tokenizers as hf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.data import chat, tokenizers
 from moh_jax.data.chat import render_chat
 from moh_jax.data.tokenizers import (
-  copy_tokenizer_files,
   load_tokenizer,
   read_files_beside,
 )
@@ -54,26 +53,11 @@ def _metaspace(scheme):
   return tokenizers.JsonTokenizer(trained.to_str().encode())
 
 
-@functools.cache
-def _sentencepiece_model():
-  import sentencepiece
-
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(_CORPUS),
-    model_writer=model,
-    vocab_size=300,
-    model_type="bpe",
-    byte_fallback=True,
-    hard_vocab_limit=False,
-    minloglevel=2,
-  )
-  return model.getvalue()
-
-
 def _sentencepiece(**files):
   named = {f"{name}.json": json.dumps(v).encode() for name, v in files.items()}
-  return tokenizers.SentencePieceTokenizer(_sentencepiece_model(), named)
+  return tokenizers.SentencePieceTokenizer(
+    tiny_words.sentencepiece_model(), named
+  )
 
 
 class RoundTripTest(parameterized.TestCase):
@@ -116,35 +100,33 @@ class StreamTest(parameterized.TestCase):
         text = before + "".join(parts) + stream.flush()
         self.assertEqual(text, tokenizer.decode(written), written)
 
-  def test_half_a_character_waits_and_is_marked_at_the_end(self):
+  @parameterized.parameters(
+    ("é🤷".encode()[:-1], ["", "é", "", "", ""], "\ufffd"),
+    (b"\xff" * 99, None, "\ufffd" * 99),  # which is no text waits not forever
+  )
+  def test_half_a_character_waits_and_is_marked(self, ids, pieces, text):
     stream = StreamDecoder(tokenizers.BytesTokenizer())
-    parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
-    self.assertEqual(parts, ["", "é", "", "", ""])
-    self.assertEqual(stream.flush(), "\ufffd")
-
-  def test_bytes_that_are_no_text_do_not_wait_forever(self):
-    stream = StreamDecoder(tokenizers.BytesTokenizer())
-    parts = [stream.feed(0xFF) for _ in range(100)]
-    self.assertGreater(len("".join(parts)), 80)
-    self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
+    parts = [stream.feed(token) for token in ids]
+    if pieces:
+      self.assertEqual(parts, pieces)
+    else:
+      self.assertGreater(len("".join(parts)), 79)
+    self.assertEndsWith("".join(parts) + stream.flush(), text)
     self.assertEqual(stream.feed(ord("a")), "a")
 
 
 class WithSentencePieceTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("legacy", False, "'legacy' is false, which needs a tokenizer.json"),
-    ("added_tokens_decoder", {"400": {"content": "<x>"}}, "adds tokens"),
-    (
-      "added_tokens_decoder",
-      {"1": {"content": "<s>", "rstrip": True}},
-      "adds tokens to it, .*AutoTokenizer.*save_pretrained",
-    ),
-  )
-  def test_what_a_model_alone_does_not_do_is_refused(self, key, value, message):
+    ({"tokenizer_config": {"legacy": False}}, "'legacy' is false, .*json"),
+    ({"tokenizer_config": {"added_tokens_decoder":
+      {"400": {"content": "<x>"}}}}, "adds tokens"),
+    ({"tokenizer_config": {"added_tokens_decoder":
+      {"1": {"content": "<s>", "rstrip": True}}}}, "adds tokens"),
+    ({"added_tokens": {"<x>": 400}}, "adds tokens"),
+  )  # fmt: skip
+  def test_what_a_model_alone_does_not_do_is_refused(self, files, message):
     with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
-      _sentencepiece(tokenizer_config={key: value})
-    with self.assertRaisesRegex(tokenizers.TokenizerFileError, "adds tokens"):
-      _sentencepiece(added_tokens={"<x>": 400})
+      _sentencepiece(**files)
 
   def test_own_tokens_may_be_listed(self):
     listed = {str(i): {"content": c} for i, c in ((1, "<s>"), (2, "</s>"))}
@@ -173,13 +155,18 @@ class LoadTest(FolderTest):
     with self.assertRaisesRegex(error, message):
       tokenizers.load_tokenizer(self.root / name)
 
-  def test_missing_library_says_how_to_install_it(self):
+  @parameterized.parameters("sentencepiece", "jinja2", "transformers")
+  def test_missing_library_says_how_to_install_it(self, name):
     (self.root / "a.model").write_bytes(b"")
+    missing = {n: None for n in sys.modules if n.partition(".")[0] == name}
     with (
-      mock.patch.dict(sys.modules, {"sentencepiece": None}),
+      mock.patch.dict(sys.modules, {**missing, name: None}),
       self.assertRaisesRegex(ValueError, r"pip install 'moh_jax\[llm\]'"),
     ):
-      tokenizers.load_tokenizer(self.root / "a.model")
+      if name == "sentencepiece":
+        tokenizers.load_tokenizer(self.root / "a.model")
+      else:
+        _render("x")
 
 
 def _content(template=None, specials=("<s>", "</s>", "<e>"), word=0):
@@ -273,37 +260,18 @@ class SpecialIdsTest(parameterized.TestCase):
 
 
 class FilesBesideTest(FolderTest):
-  def setUp(self):
-    super().setUp()
-    self.source, self.target = self.root / "source", self.root / "target"
-    self.source.mkdir()
-
-  def _write(self, **files):
-    for name, value in files.items():
-      (self.source / f"{name}.json").write_text(json.dumps(value))
-
-  def test_everything_that_belongs_to_a_tokenizer_is_copied(self):
-    (self.source / "tokenizer.json").write_bytes(_content())
-    self._write(tokenizer_config={}, added_tokens={}, unrelated={})
-    (self.source / "chat_template.jinja").write_text("x")
-    (self.source / "additional_chat_templates").mkdir()
-    (self.source / "additional_chat_templates" / "rag.jinja").write_text("y")
-    sha256 = copy_tokenizer_files(self.source, self.target)
-    found = tokenizers.load_tokenizer(self.target)
-    self.assertEqual(sha256, found.sha256)
-    names = ["added_tokens.json", "additional_chat_templates/rag.jinja"]
-    names += ["chat_template.jinja", "tokenizer_config.json"]
-    self.assertEqual(sorted(found.files), names)
-    self.assertFalse((self.target / "unrelated.json").exists())
-
   @parameterized.parameters(
     (None, [1, 2], [1, 2]), ({"top_p": 0.5}, 7, 7), ({"eos_token_id": 3}, 7, 3)
   )
   def test_stops_of_the_model_stand_in(self, generation, stops, expected):
-    if generation is not None:
-      self._write(generation_config=generation)
-    self._write(config={"eos_token_id": stops})
-    files = read_files_beside(self.source)
+    stored = {
+      "generation_config": generation,
+      "config": {"eos_token_id": stops},
+    }
+    for name, value in stored.items():
+      if value is not None:
+        (self.root / f"{name}.json").write_text(json.dumps(value))
+    files = read_files_beside(self.root)
     made = json.loads(files["generation_config.json"])
     self.assertEqual(made, {**(generation or {}), "eos_token_id": expected})
 
@@ -356,21 +324,10 @@ class TemplatesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "tokenizer_config.json: chat_temp"):
       render_chat(tokenizer, _USER)
 
-  @parameterized.parameters("jinja2", "transformers")
-  def test_missing_library_says_how_to_install_it(self, name):
-    missing = {n: None for n in sys.modules if n.partition(".")[0] == name}
-    with (
-      mock.patch.dict(sys.modules, {**missing, name: None}),
-      self.assertRaisesRegex(ValueError, rf"'{name}': pip install 'moh_jax"),
-    ):
-      _render("x")
-
 
 class TemplateErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     "{{ messages.append(1) }}",
-    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-    "{{ ''.__class__.__base__ | attr('__subclasses__')() }}",
     "{{ raise_exception.__globals__['__builtins__'] }}",
     "{{ cycler.__init__.__globals__.os.system('true') }}",
   )
@@ -380,11 +337,9 @@ class TemplateErrorsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("{{ raise_exception('no\nway') }}", "refuses the messages: no way"),
-    ("{{ messages[0].content + 1 }}", "fails: TypeError: "),
     ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
     ("{{ nobody.is.here }}", "fails: UndefinedError: "),
     ("a\n{% if %}", "line 2: "),
-    ("{% end %}", "line 1: "),
     ("{% include 'x' %}", "fails: "),
   )
   def test_errors_are_one_line_that_names_the_file(self, source, message):
@@ -439,19 +394,16 @@ def _recorded(folder, version):
 
 
 class TokensTest(parameterized.TestCase):
-  @parameterized.product(name=_NAMES, version=_VERSIONS)
+  @parameterized.parameters(
+    *itertools.product(_NAMES, _VERSIONS),
+    ("llama2_legacy", "4.57.6"),  # version 5 has none
+  )
   def test_a_thousand_texts_have_the_same_tokens(self, name, version):
     for how, recorded in _recorded("tokenizers", version)[name].items():
       ours = _encoded(name)[how]
       self.assertEqual(ours[:3], recorded["first"], how)
       digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
       self.assertEqual(digest, recorded["sha256"], how)
-
-  def test_legacy_model_is_that_of_version_4(self):  # version 5 has none
-    recorded = _recorded("tokenizers", "4.57.6")["llama2_legacy"]
-    for how, ours in _encoded("llama2_legacy").items():
-      digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
-      self.assertEqual(digest, recorded[how]["sha256"], how)
 
 
 class ChatTest(parameterized.TestCase):
@@ -486,7 +438,3 @@ class ChatTest(parameterized.TestCase):
       ids = tokenizer.encode(text, parse_special=True)
       self.assertEqual(ids, expected["ids"], key)
     self.assertEqual(cases, 14)
-
-
-if __name__ == "__main__":
-  absltest.main()

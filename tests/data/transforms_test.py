@@ -1,19 +1,27 @@
 """Pixels that are normalized on the device."""
 
+import collections
 import dataclasses
+import math
+import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
+from scipy import stats
 
 from moh_jax.config import DataConfig, TextDataConfig
 from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.config.dit import LatentScaling
 from moh_jax.data import augment, image_shards, transforms
+from moh_jax.data.augment import INCREASING, PLAIN, slide_rows
+from moh_jax.data.decode import to_array, to_picture
 from moh_jax.data.transforms import Normalize, normalizer
 from tests.data import tiny_sets
+from tests.data.tiny_images import photo
 
 _MODEL = dataclasses.replace(tiny_sets.VIT, image_size=(8, 8))
 
@@ -70,44 +78,6 @@ class CenterCropTest(parameterized.TestCase):
     np.testing.assert_array_equal(out, _adm(image, size))
 
 
-class RandomShiftTest(absltest.TestCase):
-  def test_result_is_the_image_moved_by_at_most_an_eighth(self):
-    image = _image((16, 8, 1)) // 2 + 1  # no zero, so that padding shows
-    padded = np.pad(image, ((2, 2), (1, 1), (0, 0)))
-    windows = {
-      padded[top : top + 16, left : left + 8].tobytes(): (top, left)
-      for top in range(5)
-      for left in range(3)
-    }
-    shift, seen = transforms.RandomShift(), set()
-    for rng in map(np.random.default_rng, range(150)):
-      moved = shift.random_map({"image": image}, rng)["image"]
-      seen.add(windows[moved.tobytes()])
-    self.assertEqual(seen, set(windows.values()))
-
-
-class ChoiceTest(parameterized.TestCase):
-  def test_further_changes_follow_crop_and_flip_in_timms_order(self):
-    data = DataConfig(
-      augment="crop_flip",
-      auto_augment="rand-m9-mstd0.5-inc1",
-      color_jitter=0.3,
-      random_erasing=0.25,
-      mean=(0.485, 0.456, 0.406),
-      std=(0.229, 0.224, 0.225),
-    )
-    policy = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)
-    self.assertEqual(
-      transforms.train_transforms(data, _MODEL),
-      [
-        transforms.RandomCropFlip((8, 8)),
-        augment.RandAugment(policy, (124, 116, 104)),
-        augment.ColorJitter(0.3),
-        augment.RandomErasing(0.25, data.mean, data.std),
-      ],
-    )
-
-
 class PixelsTest(parameterized.TestCase):
   @parameterized.parameters(
     ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -133,19 +103,6 @@ class PixelsTest(parameterized.TestCase):
 
 
 class LatentsTest(parameterized.TestCase):
-  def test_samples_have_the_posteriors_mean_and_variance(self):
-    element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
-    transform = transforms.SampleLatent(LatentScaling(0.5))
-    rngs = map(np.random.default_rng, range(2000))
-    samples = [transform.random_map(element, r)["image"] for r in rngs]
-    samples = np.stack(samples)
-    noise = samples - np.sign(samples) * 30 * 0.5
-    std = 0.5 * np.exp(-2)
-    self.assertEqual(samples.dtype, np.float32)
-    np.testing.assert_allclose(noise.mean(0), 0, atol=5 * std / 2000**0.5)
-    np.testing.assert_allclose(noise.std(0), std, rtol=0.1)
-    self.assertAlmostEqual(noise.std(), std, delta=0.01 * std)
-
   def test_shift_and_statistics_of_channels(self):
     moments = np.zeros((2, 2, 1, 1, 2), np.float16)
     moments[0, 0] = (5.0, -1.0)
@@ -162,5 +119,137 @@ class LatentsTest(parameterized.TestCase):
       image_shards.encode_moments(moments)
 
 
-if __name__ == "__main__":
-  absltest.main()
+_PAPER = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_LEVEL = 1e-6  # of significance: how often a right sampler would fail
+
+
+class CommonTest(parameterized.TestCase):
+  @parameterized.product(number=[*range(4)], channels=(1, 3))
+  def test_bytes_stay_bytes_and_the_input_as_it_was(self, number, channels):
+    fill, mean, std = (x[:channels] for x in ((124, 116, 104), _MEAN, _STD))
+    transform = (
+      augment.RandAugment(_PAPER, fill),
+      augment.ThreeAugment(),
+      augment.ColorJitter(0.4),
+      augment.RandomErasing(0.9, mean, std),
+    )[number]
+    image, _ = recorded("rgb" if channels == 3 else "grey")
+    before = image.copy()
+    for rng in map(np.random.default_rng, range(20)):
+      out = transform.random_map({"image": image, "label": np.int32(3)}, rng)
+      self.assertEqual(out["image"].shape, image.shape)
+      self.assertEqual(out["image"].dtype, np.uint8)
+      self.assertEqual(out["label"], 3)
+      np.testing.assert_array_equal(image, before)
+
+
+class ThreeAugmentTest(parameterized.TestCase):
+  @parameterized.parameters(1, 3)
+  def test_each_is_timms_and_equally_often(self, channels):
+    image, made = recorded("rgb" if channels == 3 else "grey")
+    names = ("3a_solarize", "3a_grey", "3a_blur")
+    expected = {made[name].tobytes(): name for name in names}
+    found = collections.Counter()
+    rng = np.random.default_rng(0)
+    fixed = mock.Mock(integers=rng.integers, uniform=lambda low, high: 1.3)
+    for _ in range(300):
+      out = augment.ThreeAugment().change(image, fixed)
+      found[expected[out.tobytes()]] += 1
+    self.assertEqual(set(found), set(names))
+    self.assertGreater(stats.chisquare(list(found.values())).pvalue, _LEVEL)
+
+
+class RandomErasingTest(parameterized.TestCase):
+  def _boxes(self, count, shape=(48, 64)):
+    """[count, 2]: rows and columns of the boxes, 0 where none is."""
+    transform = augment.RandomErasing(0.25, (1.0,), (1e-9,))  # to white
+    rng, found = np.random.default_rng(0), []
+    image = np.zeros((*shape, 1), np.uint8)
+    for _ in range(count):
+      erased = transform.change(image, rng)[..., 0] > 0
+      found.append((erased.any(1).sum(), erased.any(0).sum()))
+      self.assertEqual(erased.sum(), math.prod(found[-1]))  # one whole box
+    return np.array(found)
+
+  def test_probability_area_and_aspect_are_timms(self):
+    with np.load(FILE) as file:
+      timm = file["erased"].astype(int)
+    ours = self._boxes(10_000)
+    share = np.mean(ours[:, 0] > 0)
+    test = stats.binomtest(int(np.sum(ours[:, 0] > 0)), len(ours), 0.25)
+    self.assertGreater(test.pvalue, _LEVEL, share)
+    ours, timm = (boxes[boxes[:, 0] > 0] for boxes in (ours, timm))
+    for measure in (lambda b: b[:, 0] * b[:, 1], lambda b: b[:, 0] / b[:, 1]):
+      test = stats.ks_2samp(measure(ours), measure(timm))
+      self.assertGreater(test.pvalue, _LEVEL)
+    area = ours[:, 0] * ours[:, 1] / (48 * 64)
+    # Sides are rounded, so the area is not exactly in its range.
+    self.assertBetween(area.min(), 0.015, 0.03)
+    self.assertBetween(area.max(), 0.3, 0.345)
+
+
+FILE = pathlib.Path(__file__).parents[1] / "goldens" / "timm_1.0.31.npz"
+_FILLS = {"rgb": (124, 116, 104), "grey": 77}
+_OPERATIONS = INCREASING | PLAIN
+
+
+def recorded(mode):
+  """The photograph [X, Y, channels], and timm's results by case."""
+  with np.load(FILE) as file:
+    suffix = "" if mode == "rgb" else "_grey"
+    photograph = file[f"photograph{suffix}"].reshape(24, 32, -1)
+    images, places = file[f"images_{mode}"], file[f"places_{mode}"]
+    names = file[f"names_{mode}"].tolist()
+  made = {
+    name.partition("/")[0]: images[place].reshape(photograph.shape)
+    for name, place in zip(names, places, strict=True)
+  }
+  return photograph, made
+
+
+class OperationsTest(parameterized.TestCase):
+  @parameterized.parameters("rgb", "grey")
+  def test_pixels_are_timms_at_every_level_and_sign(self, mode):
+    photograph, made = recorded(mode)
+    seen = set()
+    for case, expected in made.items():
+      if case.startswith("3a"):
+        continue
+      sign = "+" if "+" in case else "-"
+      name, _, magnitude = case.partition(sign)
+      operation = _OPERATIONS[name]
+      level = int(magnitude) / 10
+      if operation.signed and sign == "-":
+        level = -level
+      picture = operation.apply(to_picture(photograph), level, _FILLS[mode])
+      np.testing.assert_array_equal(to_array(picture), expected, err_msg=case)
+      seen.add((name, sign, magnitude))
+    self.assertLen(seen, len(_OPERATIONS) * 2 * 4)
+
+
+_FILLS_BY_MODE = {"RGB": _FILLS["rgb"], "L": _FILLS["grey"]}
+
+
+def _pillow(picture, slope, offset):
+  return picture.transform(
+    picture.size,
+    Image.Transform.AFFINE,
+    (1, slope, offset, 0, 1, 0),
+    resample=Image.Resampling.BICUBIC,
+    fillcolor=_FILLS_BY_MODE[picture.mode],
+  )
+
+
+class SlideRowsTest(parameterized.TestCase):
+  @parameterized.product(
+    mode=("RGB", "L"),
+    size=((97, 64), (40, 90), (1, 7), (5, 1)),
+    slope=(0.0, 0.3, -0.27, 0.123456789, -1.7),
+    offset=(0, 3.0, -41.4, 25.6543, 200.5),
+  )
+  def test_pixels_are_pillows(self, mode, size, slope, offset):
+    picture = photo(size, mode)
+    ours = slide_rows(picture, slope, offset, _FILLS_BY_MODE[mode])
+    self.assertEqual((ours.mode, ours.size), (mode, size))
+    np.testing.assert_array_equal(ours, _pillow(picture, slope, offset))

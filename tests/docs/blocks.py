@@ -8,6 +8,7 @@ import dataclasses
 import pathlib
 import re
 import shlex
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 # The pages that make runs come first; others use these runs.
@@ -47,19 +48,12 @@ class Block:
     return f"{self.page}:{self.line}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-  """A command line of Python.
-
-  Attributes:
-    module: "moh_jax", "benchmarks.digits", ...
-    arguments: of the module.
-    environment: variables that are set for it.
-  """
+class Command(NamedTuple):
+  """A module such as "benchmarks.digits", its arguments, and its variables."""
 
   module: str
-  arguments: tuple[str, ...]
-  environment: tuple[tuple[str, str], ...] = ()
+  arguments: list[str]
+  environment: dict[str, str]
 
 
 def pages() -> list[str]:
@@ -121,13 +115,13 @@ def _command(words: list[str]) -> Command | None:
     return None
   if words[0].endswith("pip") and words[1] == "install":
     return None
-  environment = []
+  environment = {}
   while _ASSIGNMENT.match(words[0]):
     name, _, value = words.pop(0).partition("=")
-    environment.append((name, value))
-  program, *rest = words
-  if program.endswith("python") and rest[0] == "-m":
-    return Command(rest[1], tuple(rest[2:]), tuple(environment))
-  if program.endswith("python") and rest[0] == "train.py":
-    return Command("moh_jax", ("train", *rest[1:]), tuple(environment))
+    environment[name] = value
+  match words:
+    case [_, "-m", module, *arguments]:
+      return Command(module, arguments, environment)
+    case [_, "train.py", *arguments]:
+      return Command("moh_jax", ["train", *arguments], environment)
   raise ValueError(f"{words} is no command that the tests know")

@@ -68,7 +68,7 @@ def test_runs_with_stand_ins(block, small, monkeypatch):
     _run_python(block)
     return
   for command in blocks.commands(block.code):
-    for name, value in command.environment:
+    for name, value in command.environment.items():
       monkeypatch.setenv(name, value)
     assert command.module == "moh_jax", f"{block}: mark it as slow"
     status, out, err = tiny_checkpoint.call(*command.arguments)

@@ -1,8 +1,7 @@
-import dataclasses
-import types
+from unittest import mock
 
 import tokenizers as hf
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -10,36 +9,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from moh_jax.data import tokenizers
 from moh_jax.evaluation.harness import generation_options
 from moh_jax.evaluation.harness_model import HarnessModel
-
-
-@dataclasses.dataclass
-class _Scorer:
-  """Remembers what it is asked; a score is the number of tokens."""
-
-  max_length: int = 40
-
-  def log_likelihoods(self, pairs, progress):
-    del progress
-    self.pairs = list(pairs)
-    return [
-      types.SimpleNamespace(log_likelihood=-len(pair[1]), greedy=True)
-      for pair in pairs
-    ]
-
-  def rolling(self, tokens, prefix_id):
-    return [([prefix_id], tokens[:3]), (tokens[2:3], tokens[3:])]
-
-
-@dataclasses.dataclass
-class _Generate:
-  """Remembers its calls; writes "ab" and, for each prompt, its length."""
-
-  def __post_init__(self):
-    self.calls = []
-
-  def __call__(self, prompts, **options):
-    self.calls.append((prompts, options))
-    return [f"ab {len(prompt)}\nQ: more" for prompt in prompts]
+from moh_jax.inference.score import Scorer
+from tests.evaluation import tiny_harness
 
 
 def _requests(kind, *arguments):
@@ -57,7 +28,10 @@ def _bpe():
 class HarnessModelTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    self.scorer, self.generate = _Scorer(), _Generate()
+    self.scorer = tiny_harness.CountingScorer()
+    self.generate = mock.Mock(
+      side_effect=lambda prompts, **_: [f"ab {len(p)}\nQ: +" for p in prompts]
+    )
 
   def _model(self, tokenizer=None, **options):
     tokenizer = tokenizer or tokenizers.BytesTokenizer()
@@ -66,21 +40,23 @@ class HarnessModelTest(parameterized.TestCase):
   def _pairs(self, *arguments, **options):
     model = self._model(**options)
     scores = model.loglikelihood(_requests("loglikelihood", *arguments))
-    self.assertEqual(scores, [(-len(p[1]), True) for p in self.scorer.pairs])
-    return self.scorer.pairs
+    self.assertEqual(
+      scores, [(-len(p[1]), True) for p in self.scorer.calls[-1]]
+    )
+    return self.scorer.calls[-1]
 
-  @parameterized.parameters(("",), (" ",))
-  def test_empty_context_is_the_begin_of_text(self, context):
-    for add_bos in (True, False):
-      pairs = self._pairs((context, "cd"), add_bos=add_bos)
-      self.assertEqual(pairs, [([256], list(f"{context}cd".encode()))])
-
-  def test_tokenizer_without_begin_of_text_puts_none_before(self):
-    tokenizer = tokenizers.BytesTokenizer()
-    tokenizer.add_bos = False
-    pairs = self._pairs(("ab", " cd"), ("", "cd"), tokenizer=tokenizer)
-    expected = [(list(b"ab"), list(b" cd")), ([256], list(b"cd"))]
-    self.assertEqual(pairs, expected)
+  def test_begin_of_text_is_an_empty_context(self):
+    plain = tokenizers.BytesTokenizer()
+    plain.add_bos = False
+    bare, whole = ([256], list(b"cd")), ([256], list(b" cd"))
+    for options in (
+      {"add_bos": True},
+      {"add_bos": False},
+      {"tokenizer": plain},
+    ):
+      pairs = self._pairs(("", "cd"), (" ", "cd"), ("ab", " cd"), **options)
+      begin = [256] if options.get("add_bos") else []
+      self.assertEqual(pairs, [bare, whole, ([*begin, *b"ab"], [*b" cd"])])
 
   @parameterized.parameters(True, False)
   def test_pairs_are_encoded_as_the_harness_does(self, add_bos):
@@ -132,19 +108,25 @@ class HarnessModelTest(parameterized.TestCase):
       self.assertEqual(pairs[0], (before + the, tokenizer.encode(" the")))
       self.assertEqual(pairs[1][1], [])  # nothing was asked
 
-  def test_an_answer_without_tokens_is_named(self):
+  def test_what_a_task_asks_in_vain_is_named(self):
     made = hf.Tokenizer(hf.models.BPE({"a": 0}, []))  # knows nothing else
     made.add_special_tokens(["<s>"])
-    content = made.to_str().encode()
+    tokenizer = tokenizers.JsonTokenizer(made.to_str().encode())
     with self.assertRaisesRegex(
       ValueError, "task 'a_task', document 0: no token stands for .* '---'"
     ):
-      self._pairs(("", "---"), tokenizer=tokenizers.JsonTokenizer(content))
+      self._pairs(("", "---"), tokenizer=tokenizer)
+    requests = _requests("generate_until", ("a", {"max_gen_toks": 40}))
+    with self.assertRaisesRegex(
+      ValueError, "max_gen_toks=40 of task 'a_task' must be less than .*=40"
+    ):
+      self._model().generate_until(requests)
+    for name, value in (("num_beams", 4), ("typical_p", 0.5)):
+      with self.assertRaisesRegex(ValueError, f"{name}={value} must be one of"):
+        generation_options({name: value})
 
   @parameterized.parameters(1, 7, 8, 9, 16, 17, 40)
   def test_windows_of_the_scorer_are_the_harness_s(self, length):
-    from moh_jax.inference.score import Scorer
-
     scorer = Scorer.__new__(Scorer)  # the rule needs nothing but the range
     scorer.max_length = 8
     tokens = list(range(100, 100 + length))
@@ -157,7 +139,7 @@ class HarnessModelTest(parameterized.TestCase):
     model = self._model()
     requests = _requests("loglikelihood_rolling", ("abcdef",), ("gh",))
     self.assertEqual(model.loglikelihood_rolling(requests), [-6, -2])
-    self.assertEqual(self.scorer.pairs[0], ([256], list(b"abc")))
+    self.assertEqual(self.scorer.calls[-1][0], ([256], list(b"ab")))
 
   def test_texts_end_at_the_first_stop_string(self):
     requests = _requests(
@@ -173,26 +155,22 @@ class HarnessModelTest(parameterized.TestCase):
       "generate_until", ("a", one), ("b" * 50, other), ("c" * 50, one)
     )
     made = self._model(seed=7).generate_until(requests)
+    first = [text.splitlines()[0] for text in made]
+    self.assertEqual(first, ["ab 2", "ab 10", "ab 10"])
     self.assertEqual(
-      [t.splitlines()[0] for t in made], ["ab 2", "ab 10", "ab 10"]
+      [
+        (*call.args, call.kwargs["temperature"], call.kwargs["seed"])
+        for call in self.generate.call_args_list
+      ],
+      [
+        ([[ord("c")] * 10, [256, ord("a")]], 0.0, 7),
+        ([[ord("b")] * 10], 0.5, 8),
+      ],
     )
-    (first, options), (second, sampled) = self.generate.calls
-    self.assertEqual(first, [[ord("c")] * 10, [256, ord("a")]])
-    self.assertEqual(second, [[ord("b")] * 10])
-    self.assertEqual((options["temperature"], options["seed"]), (0.0, 7))
-    self.assertEqual((sampled["temperature"], sampled["seed"]), (0.5, 8))
-
-  def test_task_that_leaves_no_room_is_named(self):
-    requests = _requests("generate_until", ("a", {"max_gen_toks": 40}))
-    with self.assertRaisesRegex(
-      ValueError, "max_gen_toks=40 of task 'a_task' must be less than .*=40"
-    ):
-      self._model().generate_until(requests)
 
 
 class GenerationOptionsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({"num_beams": 1}, {}),
     ({"temperature": 0.7}, {"temperature": 0.7}),
     ({"do_sample": False, "temperature": 0.7}, {}),
     ({"do_sample": True}, {"temperature": 1.0}),
@@ -202,19 +180,9 @@ class GenerationOptionsTest(parameterized.TestCase):
       {"stop": ("a",), "max_new_tokens": 9},
     ),
     ({"until": "ab", "top_k": 5}, {"stop": ("ab",), "top_k": 5}),
-    ({"max_tokens": 9}, {"max_new_tokens": 9}),
     ({"max_gen_toks": 3, "top_p": 0.5}, {"max_new_tokens": 3, "top_p": 0.5}),
   )
   def test_options_have_our_names(self, given, expected):
     plain = {"stop": (), "max_new_tokens": 256, "temperature": 0.0}
     plain |= {"top_k": 0, "top_p": 1.0}
     self.assertEqual(generation_options(given), plain | expected)
-
-  @parameterized.parameters(("num_beams", 4), ("typical_p", 0.5))
-  def test_option_that_we_do_not_have_is_refused(self, name, value):
-    with self.assertRaisesRegex(ValueError, f"{name}={value} must be one of"):
-      generation_options({name: value})
-
-
-if __name__ == "__main__":
-  absltest.main()

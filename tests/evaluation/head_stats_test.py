@@ -1,14 +1,13 @@
 """Statistics of heads against counting tokens one by one."""
 
-import dataclasses
 import functools
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.evaluation.head_stats import head_stats, routed_layers
+from moh_jax.evaluation.head_stats import head_stats
 from moh_jax.evaluation.probe import make_probe, recorded_layers
 from moh_jax.models.registry import make_model
 from moh_jax.ops.routing import load_entropy
@@ -80,26 +79,32 @@ class HeadStatsTest(parameterized.TestCase):
           found.weights[layer, group], weights, atol=1e-6
         )
 
-  def test_loads_of_a_layer_add_up_to_its_top_k(self):
+  def test_loads_add_up_and_groups_are_those_of_the_labels(self):
     for family in ("vit", "dit", "llm"):
       stats = _measured(family)
       for layer, load in zip(stats.layers, stats.groups["all"].load):
         shared = layer.budget.shared
         np.testing.assert_array_equal(load[0, :shared], 1.0)
         np.testing.assert_allclose(load[0, shared:].sum(), layer.budget.top_k)
-
-  def test_a_class_without_examples_has_no_load(self):
-    found = _measured("vit").groups["class"]
+    found = _measured("vit").groups["class"]  # one without examples
     np.testing.assert_array_equal(found.tokens[:, 3], 0)
     self.assertTrue(np.isnan(found.load[0][3]).all())
-
-  def test_timesteps_split_the_examples(self):
     groups = _measured("dit").groups
     self.assertLen(groups["timestep"].names, 10)
     self.assertEqual(groups["timestep"].names[-1], "45-49")
     np.testing.assert_array_equal(
       groups["timestep"].tokens.sum(1), groups["all"].tokens.sum(1)
     )
+    stats = _measured("llm", names=_NAMES[:2])  # others are in no group
+    self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
+    counts = [stats.groups[kind].tokens.sum(1) for kind in ("task", "all")]
+    self.assertTrue((counts[0] < counts[1]).all())
+    with self.assertRaisesRegex(ValueError, "no example"):
+      labelled.measure(head_stats, _config("llm"), {}, [], _NAMES)
+    stats = _measured("mha")  # no layer has a router
+    self.assertEqual(stats.layers, ())
+    self.assertEqual(stats.entropy("class").shape, (0, 4))
+    self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
 
   def test_maps_hold_the_choice_of_each_token(self):
     stats = _measured("llm")
@@ -124,39 +129,6 @@ class HeadStatsTest(parameterized.TestCase):
           best[real], np.array(orders[layer])[places]
         )
 
-  def test_a_family_may_order_heads_without_a_field_of_that_name(self):
-    config = tiny.dit_config()
-
-    class Turned(type(config.model)):
-      def layer_groups(self):
-        return tuple(
-          dataclasses.replace(
-            group, orders=tuple(x[::-1] for x in group.order_of_each)
-          )
-          for group in super().layer_groups()
-        )
-
-    model = Turned(**vars(config.model))
-    config = dataclasses.replace(config, model=model)
-    probe = make_probe(make_model(config)[0], config)
-    for layer in routed_layers(config, probe):
-      heads = layer.budget.num_heads
-      self.assertEqual(layer.order, tuple(range(heads))[::-1])
-
-  def test_multi_head_attention_has_no_layer_with_a_router(self):
-    stats = _measured("mha")
-    self.assertEqual(stats.layers, ())
-    self.assertEqual(stats.entropy("class").shape, (0, 4))
-    self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
-
-  def test_labels_without_a_name_are_in_no_group(self):
-    stats = _measured("llm", names=_NAMES[:2])
-    self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
-    counts = [stats.groups[kind].tokens.sum(1) for kind in ("task", "all")]
-    self.assertTrue((counts[0] < counts[1]).all())
-    with self.assertRaisesRegex(ValueError, "no example"):
-      labelled.measure(head_stats, _config("llm"), {}, [], _NAMES)
-
   def test_entropy_is_between_one_choice_and_all(self):
     loads = [[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0], [0.0] * 4]
     found = load_entropy(loads)
@@ -164,7 +136,3 @@ class HeadStatsTest(parameterized.TestCase):
     self.assertBetween(found[2], 0.1, 0.9)
     self.assertTrue(np.isnan(found[3]))
     self.assertEqual(load_entropy([1.0, 1.0]), 1.0)  # nothing to choose
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -4,7 +4,7 @@ import pathlib
 import re
 
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import ExifTags, Image
 
 from moh_jax.evaluation import fid, image_metrics
@@ -20,10 +20,6 @@ def _read(images, batch_size=3):
   return np.concatenate(list(images.batches(batch_size)))
 
 
-def _sorted(images):
-  return sorted(image.tobytes() for image in images)
-
-
 class ImageSetTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -33,7 +29,7 @@ class ImageSetTest(parameterized.TestCase):
   def _refused(self, pattern, path=None, error=ValueError):
     path = path or self.file
     with self.assertRaisesRegex(error, f"{re.escape(str(path))}.*{pattern}"):
-      open_images(path)
+      _read(open_images(path))
 
   def _save(self, name, image):
     file = self.root / name
@@ -73,22 +69,21 @@ class NpzTest(ImageSetTest):
     np.savez(self.file, np.array(array))
     self._refused(pattern)
 
-  def test_other_files_are_refused(self):
+  def test_other_and_damaged_files_are_refused(self):
     self._refused("no such file", error=FileNotFoundError)
     np.savez(self.file, images=_IMAGES)
     self._refused("holds .'images',.; images must be arr_0 of dtype uint8")
-    self.file.write_bytes(b"text")
-    self._refused("not an npz file")
-
-  def test_damaged_files_are_refused(self):
     np.savez(self.file, _IMAGES)
-    content = bytearray(self.file.read_bytes())
-    self.file.write_bytes(content[: len(content) // 2])
-    self._refused("truncated")
-    content[len(content) // 2] ^= 255
-    self.file.write_bytes(content)
-    with self.assertRaisesRegex(ValueError, "damaged npz file: Bad CRC"):
-      _read(open_images(self.file))
+    content = self.file.read_bytes()
+    half = len(content) // 2
+    flipped = bytes([content[half] ^ 255])
+    for damaged, message in (
+      (b"text", "not an npz file"),
+      (content[:half], "truncated"),
+      (content[:half] + flipped + content[half + 1 :], "damaged .*Bad CRC"),
+    ):
+      self.file.write_bytes(damaged)
+      self._refused(message)
 
 
 class FolderTest(ImageSetTest):
@@ -99,11 +94,13 @@ class FolderTest(ImageSetTest):
       self._save(name, image)
     (self.root / "notes.txt").write_text("not an image")
     self._save(".thumbnails/0.png", _IMAGES[-1])
-    np.savez(self.file, _IMAGES[:6])
-    images, stored = open_images(self.root), open_images(self.file)
-    self.assertEqual((images.count, images.size), (6, stored.size))
+    images = open_images(self.root)
+    self.assertEqual((images.count, images.size), (6, (6, 5)))
     pixels = _read(images, 4)
-    self.assertEqual(_sorted(pixels), _sorted(_read(stored, 5)))
+    self.assertEqual(
+      sorted(image.tobytes() for image in pixels),
+      sorted(image.tobytes() for image in _IMAGES[:6]),
+    )
     np.testing.assert_array_equal(pixels, _read(open_images(self.root), 6))
 
   def test_classes_are_mixed(self):
@@ -143,41 +140,46 @@ class FolderTest(ImageSetTest):
     with self.assertRaisesRegex(ValueError, "1.png has 4 rows.*--image-size 5"):
       open_images(self.root, image_size=5)
 
-  def test_what_holds_no_image_is_refused(self):
+  def test_what_holds_no_whole_image_is_refused(self):
     self._refused("no image file", self.root, FileNotFoundError)
-    (self.root / "0.png").write_text("text")
-    self._refused("not an image", self.root)
-
-  def test_a_truncated_image_is_named_when_read(self):
+    file = self.root / "0.png"
     self._save("0.png", _IMAGES[0])
-    content = (self.root / "0.png").read_bytes()
-    (self.root / "0.png").write_bytes(content[:60])
-    with self.assertRaisesRegex(ValueError, r"0\.png: damaged"):
-      _read(open_images(self.root))
-
-
-def _extract(images):
-  x = images.astype(np.float32) / 255
-  pool3 = x.reshape(len(x), -1)[:, :10]
-  return Features(pool3, x[:, :2, :2] ** 2, 3 * pool3[:, :5])
+    file.write_bytes(file.read_bytes()[:60])
+    self._refused("0.png: damaged", self.root)
+    file.write_text("text")
+    self._refused("not an image", self.root)
 
 
 class SummarizeTest(ImageSetTest):
   def setUp(self):
     super().setUp()
     np.savez(self.file, _MANY)
+    self.sizes = []
 
-  def _summary(self, batch_size, extract=_extract, **options):
+  def _extract(self, images):
+    self.sizes.append(len(images))
+    x = images.astype(np.float32) / 255
+    pool3 = x.reshape(len(x), -1)[:, :10]
+    return Features(pool3, x[:, :2, :2] ** 2, 3 * pool3[:, :5])
+
+  def _summary(self, batch_size, **options):
     images = open_images(self.file)
-    return image_metrics.summarize(extract, images, batch_size, **options)
+    return image_metrics.summarize(self._extract, images, batch_size, **options)
 
   @parameterized.product(batch_size=(1, 8, 20, 64), block=(15, 5000))
   def test_any_batch_size_equals_one_pass(self, batch_size, block):
+    done = []
     summary = self._summary(
-      batch_size, score=True, keep_features=True, block_size=block
+      batch_size,
+      score=True,
+      keep_features=True,
+      block_size=block,
+      progress=done.append,
     )
-    pool3, spatial, logits = _extract(_MANY)
-    self.assertEqual(summary.count, _COUNT)
+    # All batches have one size, and progress counts images.
+    self.assertEqual(set(self.sizes), {batch_size})
+    self.assertEqual((sum(done), summary.count), (_COUNT, _COUNT))
+    pool3, spatial, logits = self._extract(_MANY)
     for got, features in (
       (summary.pool3, pool3),
       (summary.spatial, spatial.reshape(_COUNT, -1)),
@@ -192,27 +194,12 @@ class SummarizeTest(ImageSetTest):
     np.testing.assert_array_equal(summary.features, pool3)
     self.assertEqual(summary.features.dtype, np.float32)
 
-  def test_all_batches_have_one_size_and_progress_counts_images(self):
-    seen, done = [], []
-
-    def extract(images):
-      seen.append(len(images))
-      return _extract(images)
-
-    self._summary(8, extract, progress=done.append)
-    self.assertEqual(seen, [8] * 7)
-    self.assertEqual(done, [8] * 6 + [5])
-
   def test_one_image_has_no_covariance(self):
     np.savez(self.file, _MANY[:1])
     with self.assertRaisesRegex(ValueError, "at least 2 samples, there are 1"):
       self._summary(8)
     summary = self._summary(8, distributions=False, score=True)
     self.assertAlmostEqual(summary.inception_score, 1.0)
-    self.assertIsNone(summary.pool3)
-    self.assertIsNone(summary.spatial)
-    self.assertIsNone(summary.features)
-
-
-if __name__ == "__main__":
-  absltest.main()
+    self.assertEqual(
+      (summary.pool3, summary.spatial, summary.features), (None,) * 3
+    )

@@ -6,9 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import HeadBudget, RouterConfig
+from moh_jax.config.heads import Units
 from moh_jax.evaluation.probe import (
   head_importance,
   order_by_importance,
@@ -93,15 +94,22 @@ class ImportanceTest(parameterized.TestCase):
     budgets = [HeadBudget(4, 1, 2, 8)] * 2 + [HeadBudget(4, 4, 0, 8)]
     order = np.array([[0, 1, 2, 3], [2, 0, 1, 3], [0, 1, 2, 3]])
     # The second layer's best head is shared, so its others are worth little.
-    found = top_k_by_importance(importance, budgets, order)
+    units = [Units(budget) for budget in budgets]
+    found = top_k_by_importance(importance, units, order)
     self.assertEqual(found, (3, 1, 0))
+    # Two heads a group and two groups: a routed head of each, or a group.
+    importance = np.array([[0.9, 0.1, 0.2, 0.3], [0.8, 0.6, 0.4, 0.7]])
+    for size, parts, top_k in ((1, 2, (2, 2)), (2, 1, (2, 2))):
+      budget = HeadBudget(4 // size, 0, 2 // size, 8, parts)
+      units = [Units(budget, size)] * 2
+      found = top_k_by_importance(importance, units, [range(4)] * 2)
+      self.assertEqual(found, top_k)
+    more = [Units(HeadBudget(4, 0, 2, 8, 2)), Units(HeadBudget(4, 0, 4, 8, 2))]
+    found = top_k_by_importance(importance, more, [range(4)] * 2)
+    self.assertEqual(found, (2, 4))  # 0.6 + 0.4 is more than 0.1 + 0.2
 
   def test_layers_of_different_numbers_of_heads(self):
     config = dataclasses.replace(tiny.LLM, num_heads=(4, 2), top_k=(2, 1))
     run = dataclasses.replace(tiny.llm_config(), model=config)
     probe = text_probe(LLM(config), run)
     self.assertIsNone(probe.importance)  # `heads` goes on without it
-
-
-if __name__ == "__main__":
-  absltest.main()

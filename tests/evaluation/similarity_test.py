@@ -3,18 +3,14 @@
 import dataclasses
 import functools
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
 from moh_jax import config as config_lib
-from moh_jax.evaluation.similarity import (
-  feature_cosines,
-  head_similarity,
-  mean_similarity,
-  pattern_cosines,
-)
+from moh_jax.evaluation import similarity
 from moh_jax.ops.attention_forms import Visible
 from tests.evaluation import labelled
 from tests.training import tiny
@@ -55,7 +51,9 @@ def _measured(family="dit", router=True, data=1, tensor=1):
     config = dataclasses.replace(config, model=model)
   parts = labelled.batches(family, count=1, padded=2)
   axes = {"data": data, "tensor": tensor}
-  return labelled.measure(head_similarity, config, params, parts, **axes)
+  return labelled.measure(
+    similarity.head_similarity, config, params, parts, **axes
+  )
 
 
 class SimilarityTest(parameterized.TestCase):
@@ -82,15 +80,13 @@ class SimilarityTest(parameterized.TestCase):
     # Devices that share heads compute them in another order.
     one, eight = _measured(), _measured(data=4, tensor=2)
     for name in ("patterns", "features"):
-      for layer, values in getattr(one, name).items():
-        np.testing.assert_allclose(
-          values, getattr(eight, name)[layer], atol=1e-5
-        )
+      ours, theirs = getattr(one, name), getattr(eight, name)
+      chex.assert_trees_all_close(ours, theirs, atol=1e-5)
 
   def test_mean_is_over_pairs_of_different_heads(self):
     cosines = np.array([[1, 0.5, 0], [0.5, 1, 0.1], [0, 0.1, 1]])
-    self.assertAlmostEqual(mean_similarity(cosines), 0.2)
-    self.assertTrue(np.isnan(mean_similarity(np.ones((1, 1)))))
+    self.assertAlmostEqual(similarity.mean_similarity(cosines), 0.2)
+    self.assertTrue(np.isnan(similarity.mean_similarity(np.ones((1, 1)))))
 
 
 class CosinesTest(absltest.TestCase):
@@ -98,7 +94,7 @@ class CosinesTest(absltest.TestCase):
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 5, 2, 3))
     bias = rng.normal(size=(2, 5, 5))
-    found = pattern_cosines(
+    found = similarity.pattern_cosines(
       *map(jnp.asarray, (q, k)),
       visible=Visible(causal=True),
       scale=0.5,
@@ -115,9 +111,5 @@ class CosinesTest(absltest.TestCase):
     heads = jnp.asarray([[[[1.0, 0.0], [1.0, 0.0]]]])
     kernel = jnp.asarray([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]])
     np.testing.assert_allclose(
-      feature_cosines(heads, kernel)[0, 0], np.eye(2), atol=1e-6
+      similarity.feature_cosines(heads, kernel)[0, 0], np.eye(2), atol=1e-6
     )
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import types
 
 _HOME = tempfile.mkdtemp(prefix="moh_jax_tests_hf_")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
@@ -37,48 +38,70 @@ TEXTS = [
   {"text": "caf\u00e9 au lait"},
 ]
 
-_SPLITS = """
-test_split: test
-fewshot_split: shots
-fewshot_config: {sampler: first_n}
-"""
+
+def _metric(name, aggregation="mean", higher_is_better=True):
+  return {
+    "metric": name,
+    "aggregation": aggregation,
+    "higher_is_better": higher_is_better,
+  }
+
+
 _TASKS = {
-  "tiny_choice": """
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
-""",
-  "tiny_write": """
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[answer]}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 5}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-""",
-  "tiny_text": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list:
-  - metric: bits_per_byte
-    aggregation: bits_per_byte
-    higher_is_better: false
-  - metric: word_perplexity
-    aggregation: weighted_perplexity
-    higher_is_better: false
-""",
+  "tiny_choice": {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [_metric("acc"), _metric("acc_norm")],
+  },
+  "tiny_write": {
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5},
+    "metric_list": [_metric("exact_match")],
+  },
+  "tiny_text": {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [
+      _metric("bits_per_byte", "bits_per_byte", False),
+      _metric("word_perplexity", "weighted_perplexity", False),
+    ],
+  },
 }
-_GROUP = """
-group: tiny_group
-task: [tiny_choice, tiny_second]
-aggregate_metric_list:
-  - {metric: acc, weight_by_size: true}
-"""
+_GROUP = {
+  "group": "tiny_group",
+  "task": ["tiny_choice", "tiny_second"],
+  "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+}
+
+
+class CountingScorer:
+  """Scores by the number of tokens, in windows of two; keeps what it scores."""
+
+  max_length = 40
+
+  def __init__(self, nats=1.0):
+    self.nats, self.calls = nats, []
+
+  def log_likelihoods(self, pairs, progress):
+    del progress
+    self.calls.append(list(pairs))
+    return [
+      types.SimpleNamespace(
+        log_likelihood=-self.nats * len(scored), greedy=True
+      )
+      for _, scored in self.calls[-1]
+    ]
+
+  def rolling(self, tokens, prefix_id):
+    every = [prefix_id, *tokens]
+    return [
+      (every[i : i + 1], every[i + 1 : i + 3]) for i in range(0, len(tokens), 2)
+    ]
 
 
 def write_tasks(folder):
@@ -91,27 +114,25 @@ def write_tasks(folder):
     folder: of the YAML files and the data.
   """
   folder = pathlib.Path(folder)
-  files = {"choices": CHOICES, "shots": SHOTS, "texts": TEXTS}
-  for name, rows in files.items():
+  for name, rows in (("choices", CHOICES), ("shots", SHOTS), ("texts", TEXTS)):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / f"{name}.jsonl").write_text(lines)
-  tasks = {name: _task(folder, name, text) for name, text in _TASKS.items()}
-  choice = tasks["tiny_choice"]
-  tasks["tiny_second"] = f"{choice}num_fewshot: 0\n"
-  beams = tasks["tiny_write"].replace("max_gen_toks: 5", "num_beams: 4")
-  tasks["tiny_beams"] = beams
-  tasks["tiny_lost"] = choice.replace("choices.jsonl", "nope.jsonl")
-  for name, text in tasks.items():
-    (folder / f"{name}.yaml").write_text(f"task: {name}\n{text}")
-  (folder / "tiny_group.yaml").write_text(_GROUP)
 
+  def write(name, of="", data="choices", **changes):
+    files = {"test": str(folder / f"{data}.jsonl")}
+    task = _TASKS[of or name] | {"task": name, "test_split": "test"}
+    if data != "texts":
+      files["shots"] = str(folder / "shots.jsonl")
+      task["fewshot_split"] = "shots"
+      task["fewshot_config"] = {"sampler": "first_n"}
+    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": files}}
+    task |= {"metadata": {"version": 1.0}, **changes}
+    (folder / f"{name}.yaml").write_text(json.dumps(task))
 
-def _task(folder, name, text):
-  is_text = name == "tiny_text"
-  files = {"test": str(folder / f"{'texts' if is_text else 'choices'}.jsonl")}
-  if not is_text:
-    files["shots"] = str(folder / "shots.jsonl")
-  splits = "\ntest_split: test\n" if is_text else _SPLITS
-  files = json.dumps(files)
-  data = f"dataset_path: json\ndataset_kwargs: {{data_files: {files}}}"
-  return f"{data}{splits}{text}metadata: {{version: 1.0}}\n"
+  write("tiny_choice")
+  write("tiny_write")
+  write("tiny_text", data="texts")
+  write("tiny_second", "tiny_choice", num_fewshot=0)
+  write("tiny_beams", "tiny_write", generation_kwargs={"num_beams": 4})
+  write("tiny_lost", "tiny_choice", data="nope")
+  (folder / "tiny_group.yaml").write_text(json.dumps(_GROUP))

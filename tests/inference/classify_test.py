@@ -1,18 +1,18 @@
 import dataclasses
 import pathlib
 import pickle
-import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig
 from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
+from tests.data.folder import FolderTest
 from tests.models import small
 from tests.training import tiny
 
@@ -30,11 +30,7 @@ def _restored(names=_NAMES, channels=3, **data):
   return Restored(config, make_model(config)[0], params, 0, names)
 
 
-class ClassifyTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class ClassifyTest(FolderTest):
   def _write(self, picture, name="x.png"):
     path = self.root / name
     picture.save(path)
@@ -108,18 +104,6 @@ class ClassifyTest(parameterized.TestCase):
     with self.assertRaisesRegex(FileNotFoundError, "nope.png"):
       broken.predict([good, str(self.root / "nope.png")])
 
-  @parameterized.parameters("top", "batch_size")
-  def test_options_are_at_least_one(self, name):
-    with self.assertRaisesRegex(ValueError, f"{name}=0 must be at least 1"):
-      _restored().predict([], **{name: 0})
-
-  @parameterized.product(channels=(1, 3), shape=((8, 8), (8, 8, 1), (8, 8, 3)))
-  def test_arrays_are_taken_as_pictures(self, channels, shape):
-    pixels = np.resize(_RGB, shape)
-    picture = Image.fromarray(pixels[..., 0] if shape[-1] == 1 else pixels)
-    first, second = _restored(channels=channels).predict([pixels, picture])
-    self.assertEqual(first, second)
-
   def test_can_be_pickled_after_its_use(self):
     restored = _restored()
     (expected,) = restored.predict([_RGB])
@@ -127,27 +111,23 @@ class ClassifyTest(parameterized.TestCase):
     self.assertEqual(copied.predict([_RGB]), [expected])
 
   @parameterized.parameters(
-    (np.float32, (8, 8, 3), "has dtype float32, must be uint8"),
-    (np.uint8, (8, 8, 2), r"has shape \(8, 8, 2\), must be \[X, Y, 3\]"),
-    (np.uint8, (8,), r"has shape \(8,\), must be \[X, Y, 3\]"),
-  )
-  def test_array_of_other_values_is_refused(self, dtype, shape, message):
-    with self.assertRaisesRegex(ValueError, f"image 1 {message}"):
-      _restored().predict([_RGB, np.zeros(shape, dtype)])
-
-  @parameterized.parameters("3.png", (_RGB,), (Image.fromarray(_RGB),))
-  def test_one_image_is_no_list(self, image):
-    with self.assertRaisesRegex(ValueError, "must be a list of images"):
-      _restored().predict(image)
+    ([_RGB, np.zeros((8, 8, 3), np.float32)], {},
+     "image 1 has dtype float32, must be uint8"),
+    ([_RGB, np.zeros((8, 8, 2), np.uint8)], {},
+     r"image 1 has shape \(8, 8, 2\), must be \[X, Y, 3\]"),
+    ([_RGB, np.zeros(8, np.uint8)], {}, r"image 1 has shape \(8,\), must be"),
+    *((image, {}, "must be a list of images")
+      for image in ("3.png", _RGB, Image.fromarray(_RGB))),
+    *(([], {name: 0}, f"{name}=0 must be at least 1")
+      for name in ("top", "batch_size")),
+  )  # fmt: skip
+  def test_other_images_and_options_are_refused(self, images, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      _restored().predict(images, **options)
 
   def test_other_models_are_refused_by_family(self):
-    config = tiny.dit_config()
-    restored = Restored(config, None, None, 0, ())
+    restored = Restored(tiny.dit_config(), None, None, 0, ())
     with self.assertRaisesRegex(
-      ValueError, f"of family '{config.model.family}'; `classify` needs 'vit'"
+      ValueError, "of family 'dit'; `classify` needs 'vit'"
     ):
       restored.predict([_RGB])
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -1,11 +1,9 @@
 import dataclasses
 import functools
-import pathlib
-import tempfile
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.dit import LatentScaling
 from moh_jax.data.image_shards import LatentSource, open_splits
@@ -13,6 +11,7 @@ from moh_jax.data.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime.json_files import plain
+from tests.data.folder import FolderTest
 from tests.inference import tiny_vae
 
 _OPTIONS = encode.EncodeOptions(
@@ -23,10 +22,9 @@ _OPTIONS = encode.EncodeOptions(
 _params = functools.cache(tiny_vae.params)
 
 
-class EncodeTest(parameterized.TestCase):
+class EncodeTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     self.images = self.root / "images"
     tiny_vae.save_images(self.images)
 
@@ -68,9 +66,6 @@ class EncodeTest(parameterized.TestCase):
   def test_holds_the_posteriors_of_image_and_mirror_and_says_how(self):
     metadata = self._encode()
     expected = {
-      "format": "latents",
-      "examples": 10,
-      "skipped": 0,
       "class_names": ["ant", "cat"],
       "image_size": 8,
       "latent_shape": [4, 4, 2],
@@ -189,7 +184,3 @@ class EncodeTest(parameterized.TestCase):
     source = LatentSource(str(self.root), "scaled")
     self.assertEqual(source.scaling, scaling)
     self.assertEqual(source.encoder_sha256, encoder_sha256(config, _params()))
-
-
-if __name__ == "__main__":
-  absltest.main()

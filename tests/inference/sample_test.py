@@ -5,12 +5,11 @@ import errno
 import functools
 import os
 import pathlib
-import tempfile
 from unittest import mock
 
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import Config
 from moh_jax.inference import sample as sample_lib
@@ -18,6 +17,7 @@ from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import devices, sharding
+from tests.data.folder import FolderTest
 from tests.training import tiny
 
 _NUM, _SIZE = 29, 8  # four batches, the last one of five images
@@ -106,9 +106,7 @@ class SamplerTest(parameterized.TestCase):
     ({"strength": 0.5}, "strength=0.5 is of `start`"),
     ({"start": np.zeros((1, 8, 8, 1)), "strength": 0.0}, "strength=0.0 must"),
     ({"labels": (3, 10)}, r"label 10 must be in \[0, 9\]"),
-    ({"labels": (-1,)}, r"label -1 must be in \[0, 9\]"),
     ({"seed": -1}, r"seed=-1 must be in \[0, 2147483647\]"),
-    ({"seed": 2**31}, "seed=2147483648 must be in"),
     (tiny.config(), r"family 'vit'; `sample` needs 'dit'"),
     (
       tiny.dit_config(data={"source": "fake"}, diffusion={"space": "latent"}),
@@ -124,52 +122,42 @@ class SamplerTest(parameterized.TestCase):
       Sampler(restored, mesh=_mesh(), **options)
 
   @parameterized.parameters(5, 8, 13)
-  def test_few_images_come_in_full_batches(self, num):
-    with mock.patch.object(
-      Sampler, "batch", autospec=True, side_effect=Sampler.batch
-    ) as batch:
-      images = sample_lib.sample_images(_sampler(), num, _SIZE)
+  def test_any_number_of_images_is_sampled(self, num):
+    images = sample_lib.sample_images(_sampler(), num, _SIZE)
     np.testing.assert_array_equal(images, _images()[:num])
-    self.assertEqual({call.args[2] for call in batch.call_args_list}, {_SIZE})
 
 
-class FolderTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.out = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class FilesTest(FolderTest):
   def _run(self, names=()):
     restored = dataclasses.replace(_restored(), class_names=names)
     sampler = Sampler(restored, labels=(9, None), mesh=_mesh())
     return sample_lib.sample_files(
-      sampler, 4, self.out, batch_size=2, settings=_SETTINGS
+      sampler, 4, self.root, batch_size=2, settings=_SETTINGS
     )
 
   @parameterized.parameters(
     ((), "9"), (tuple(f"class {i}" for i in range(10)), "class 9")
   )
   def test_what_is_missing_is_sampled_and_other_files_stay(self, names, folder):
-    np.save(self.out / "mine.npy", np.zeros(3))
+    np.save(self.root / "mine.npy", np.zeros(3))
     self.assertEqual(self._run(names), 4)
-    found = {str(f.relative_to(self.out)) for f in self.out.rglob("*.*")}
+    found = {str(f.relative_to(self.root)) for f in self.root.rglob("*.*")}
     first = {f"{folder}/000000.png", f"{folder}/000002.png"}
     others = {"none/000001.png", "none/000003.png"}
     self.assertEqual(found - {"settings.json", "mine.npy"}, first | others)
-    file = self.out / "none" / "000003.png"
+    file = self.root / "none" / "000003.png"
     content = file.read_bytes()
     file.unlink()
     self.assertEqual(self._run(names), 2)
     self.assertEqual(file.read_bytes(), content)
-    self.assertTrue((self.out / "mine.npy").exists())
-    (self.out / "settings.json").unlink()
+    (self.root / "settings.json").unlink()
     with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
       self._run(names)
 
 
-class NpzTest(parameterized.TestCase):
+class NpzTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     self.out = self.root / "images.npz"
     self.parts = self.root / "images.npz.parts"
     self.sampled = []  # starts of the batches that were sampled to their end
@@ -196,17 +184,6 @@ class NpzTest(parameterized.TestCase):
       self._run(**options)
     self.assertFalse(self.out.exists())
 
-  def _failing(self, name, error):
-    """Fails the first replacement of a file of that name."""
-    replace, left = os.replace, [error]
-
-    def fail(source, target):
-      if left and pathlib.Path(target).name == name:
-        raise left.pop()
-      replace(source, target)
-
-    return mock.patch.object(os, "replace", fail)
-
   def _assert_whole(self, *others):
     with np.load(self.out, allow_pickle=False) as stored:
       self.assertEqual(stored.files, ["arr_0", "arr_1"])
@@ -227,28 +204,6 @@ class NpzTest(parameterized.TestCase):
     self.assertEqual(self._run(), 0)
     self.assertEqual(self.sampled, list(_STARTS))
     self.assertEqual(self.out.read_bytes(), written)
-
-  @parameterized.parameters(range(6))
-  def test_killed_while_the_parts_are_removed_keeps_the_file(self, removed):
-    # Four parts, the settings and the folder.
-    left, removals = [removed], []
-    for name in ("unlink", "rmdir"):
-      call = getattr(os, name)
-
-      def remove(path, *args, call=call, **options):
-        if "images.npz.parts" in str(path) and str(path)[-4:] != ".tmp":
-          removals.append(path)
-          if len(removals) > left[0]:
-            raise KeyboardInterrupt
-        call(path, *args, **options)
-
-      self.enterContext(mock.patch.object(os, name, remove))
-    with self.assertRaises(KeyboardInterrupt):
-      self._run()
-    self.assertTrue(self.out.exists())
-    left[0] = 100
-    self.assertEqual(self._run(), 0)
-    self._assert_whole()
 
   def test_other_files_among_the_parts_stay(self):
     self.parts.mkdir()
@@ -286,18 +241,19 @@ class NpzTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f"11 images.*{text}"):
         sample_lib.check_size(config, 11, out)
 
-  @parameterized.product(
-    name=("000000016.npy", "images.npz"),
-    error=(KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")),
-  )
-  def test_failure_keeps_whole_parts_and_continues(self, name, error):
-    message = ""
-    if isinstance(error, OSError):
-      message = f"{name} cannot be written: .*No space left.* make space"
-    with self._failing(name, error):
-      with self.assertRaisesRegex(type(error), message):
+  @parameterized.parameters(("000000016.npy", 2), ("images.npz", 4))
+  def test_full_disk_keeps_whole_parts_and_is_continued(self, name, whole):
+    replace = os.replace
+
+    def fail(source, target):
+      if pathlib.Path(target).name == name:
+        raise OSError(errno.ENOSPC, "No space left")
+      replace(source, target)
+
+    message = f"{name} cannot be written: .*No space left.* make space"
+    with mock.patch.object(os, "replace", fail):
+      with self.assertRaisesRegex(OSError, message):
         self._run()
-    whole = 2 if name == "000000016.npy" else 4
     expected = {f"{start:09d}.npy" for start in _STARTS[:whole]}
     names = {path.name for path in self.parts.iterdir()}
     self.assertEqual(names, expected | {"settings.json"})
@@ -307,11 +263,6 @@ class NpzTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"settings": {**_SETTINGS, "seed": 1}}, "seed: 1 here, 0 there"),
-    (
-      {"settings": {"seed": 0, "tuple": [1, 2]}},
-      "checkpoint: None here, 'here' there",
-    ),
-    ({"settings": {**_SETTINGS, "cfg": (0, 9)}}, r"cfg: \[0, 9\] here, None"),
     ({"num": 30}, "num: 30 here, 29 there"),
     ({"size": 16}, "batch_size: 16 here, 8 there"),
   )
@@ -332,7 +283,3 @@ class NpzTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "exists and was made with other"):
       self._run()
     self.assertEqual(self.out.read_bytes(), written)
-
-
-if __name__ == "__main__":
-  absltest.main()

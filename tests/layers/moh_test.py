@@ -1,6 +1,10 @@
-"""The whole layer of Mixture-of-Head attention."""
+"""The whole layer of Mixture-of-Head attention; and TransNeXt's two.
+
+Numbers of the latter are held against the public release in tests/parity.
+"""
 
 import functools
+import math
 
 import chex
 import flax.linen as nn
@@ -12,55 +16,53 @@ from flax import nnx
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.llm import RotaryConfig
+from moh_jax.layers import aggregated
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import routing
 from moh_jax.ops.attention import attention
-from moh_jax.ops.cache import Slots, make_cache
-from moh_jax.ops.position import rotate, rotation
+from moh_jax.ops.position import relative_coordinates, rotate, rotation
 from tests.layers import small
 
 _QUERY_NORM = RouterConfig("query_norm")
 
 
-def _expected(params, x, budget, kv_heads, mask, causal):
-  """Projections, gates, dense attention and the mix, one after another."""
-  names = ("qkv",) if kv_heads == budget.num_heads else ("q", "kv")
-  q, k, v = (
-    jnp.einsum("bnc,chd->bnhd", x, params[n]["kernel"][:, p])
-    + params[n]["bias"][p][None, None]
-    for n in names
-    for p in range(params[n]["bias"].shape[0])
-  )
-  logits = {f"{n}_logits": x @ w for n, w in params["router"].items()}
-  gates = routing.two_stage_gates(
-    budget=budget, batch_shape=x.shape[:2], **logits
-  ).gates
-  heads = attention(
-    q, k, v, key_mask=mask, causal=causal, implementation="dense"
-  )
-  out = params["out"]
-  mixed = jnp.einsum("bnhd,bnh,hdc->bnc", heads, gates, out["kernel"])
-  return mixed + out["bias"][None, None]
-
-
 class MoHAttentionTest(parameterized.TestCase):
   @parameterized.parameters(
-    (None, False, False),
-    (None, True, True),
-    (6, True, False),
-    (3, False, True),
-    (1, True, True),
+    (6, False, False, False),
+    (6, True, True, True),
+    (3, False, True, True),
+    (1, True, True, False),
   )
-  def test_is_made_of_its_parts(self, kv_heads, masked, causal):
-    module = MoHAttention(small.BUDGET, num_kv_heads=kv_heads, causal=causal)
-    x = small.tokens()
+  def test_is_made_of_its_parts(self, kv_heads, masked, causal, rotated):
+    """Projections, gates, dense attention and the mix, one after another."""
+    budget, x = HeadBudget(6, shared=2, top_k=2, head_dim=4), small.tokens()
+    module = MoHAttention(budget, num_kv_heads=kv_heads, causal=causal)
     mask = jnp.arange(small.N)[None] < jnp.array([[small.N], [3]])
     mask = mask if masked else None
+    by = rotation(jnp.arange(small.N)[None], RotaryConfig(theta=10.0), 4)
+    places = Places(rotation=by) if rotated else None
     variables = small.params(module, x)
-    out, _ = module.apply(variables, x, mask)
+    out, _ = module.apply(variables, x, mask, places=places)
     params = variables["params"]
-    expected = _expected(params, x, small.BUDGET, kv_heads or 6, mask, causal)
+    q, k, v = (
+      jnp.einsum("bnc,chd->bnhd", x, params[n]["kernel"][:, p])
+      + params[n]["bias"][p][None, None]
+      for n in (("qkv",) if kv_heads == 6 else ("q", "kv"))
+      for p in range(params[n]["bias"].shape[0])
+    )
+    if rotated:
+      q, k = rotate(q, by), rotate(k, by)
+    logits = {f"{n}_logits": x @ w for n, w in params["router"].items()}
+    gates = routing.two_stage_gates(
+      budget=budget, batch_shape=x.shape[:2], **logits
+    ).gates
+    heads = attention(
+      q, k, v, key_mask=mask, causal=causal, implementation="dense"
+    )
+    mix = params["out"]
+    expected = jnp.einsum("bnhd,bnh,hdc->bnc", heads, gates, mix["kernel"])
+    expected += mix["bias"][None, None]
     np.testing.assert_allclose(out, expected, atol=5e-5)
 
   @parameterized.parameters(
@@ -148,74 +150,6 @@ class QueryNormAttentionTest(parameterized.TestCase):
     self.assertGreater(float(gap), 0.1)
 
 
-class TopPTest(absltest.TestCase):
-  def test_packed_attention_keeps_every_head_that_a_token_selects(self):
-    # Some tokens select more heads than the budget's top_k, some fewer.
-    budget, router = HeadBudget(8, 2, 2, 4), RouterConfig(top_p=0.7)
-    x = jax.random.normal(jax.random.key(0), (2, 24, 16))
-    found = {}
-    for form in ("dense", "packed"):
-      layer = MoHAttention(budget, router, implementation=form)
-      params = nn.unbox(layer.init(jax.random.key(1), x))["params"]
-      params["router"] = jax.tree.map(lambda p: 40 * p, params["router"])
-      found[form], aux = jax.jit(layer.apply)({"params": params}, x)
-    np.testing.assert_allclose(found["packed"], found["dense"], atol=1e-5)
-    self.assertNotAlmostEqual(float(aux.load.sum()), budget.active, places=2)
-
-
-class PlacesTest(parameterized.TestCase):
-  """Rotations, segments and caches of a whole layer."""
-
-  def setUp(self):
-    super().setUp()
-    budget = HeadBudget(num_heads=6, shared=2, top_k=2, head_dim=4)
-    self.module = MoHAttention(budget, num_kv_heads=2, causal=True)
-    self.variables = small.params(self.module, small.tokens())
-    positions = jnp.broadcast_to(jnp.arange(small.N), (small.B, small.N))
-    self.rotation = rotation(positions, RotaryConfig(theta=10.0), 4)
-
-  def test_segments_are_attended_alone(self):
-    segments = jnp.array([[1, 1, 2, 2, 2]] * small.B)
-    out = _attend(self.module, self.variables, places=Places(segments=segments))
-    for part in (slice(0, 2), slice(2, 5)):
-      alone = _attend(self.module, self.variables, small.tokens()[:, part])
-      np.testing.assert_allclose(out[:, part], alone, atol=2e-5)
-
-  def test_keys_written_are_turned_and_read_back(self):
-    whole = Places(rotation=self.rotation)
-    expected = _attend(self.module, self.variables, places=whole)
-    cache = make_cache(small.B, 2, 8, 4, "float32")
-    outs = []
-    for start, stop in ((0, 3), (3, 5)):
-      out, cache = self._extend(cache, start, stop)
-      outs.append(out)
-    np.testing.assert_allclose(
-      jnp.concatenate(outs, axis=1), expected, atol=2e-5
-    )
-    stored = jax.tree.map(np.asarray, self.variables["params"]["kv"])
-    keys = np.einsum("bnc,chd->bnhd", small.tokens(), stored["kernel"][:, 0])
-    keys = jnp.asarray(keys + stored["bias"][0])
-    np.testing.assert_allclose(
-      cache.k[:, :, : small.N].swapaxes(1, 2),
-      rotate(keys, self.rotation),
-      atol=1e-5,
-    )
-
-  def _extend(self, cache, start, stop):
-    """The layer on tokens `start` to `stop`: outputs and the new cache."""
-    first = None if start == 0 else jnp.zeros(small.B, jnp.int32)
-    part = jax.tree.map(lambda x: x[:, start:stop], self.rotation)
-    extend = functools.partial(self.module.apply, method="extend")
-    out, _, cache = jax.jit(extend)(
-      self.variables,
-      small.tokens()[:, start:stop],
-      cache,
-      Slots(jnp.int32(start), first),
-      places=Places(rotation=part),
-    )
-    return out, cache
-
-
 class FlaxTest(absltest.TestCase):
   def test_boxed_and_plain_parameters_and_nnx_give_the_same(self):
     module, x = MoHAttention(small.BUDGET, num_kv_heads=3), small.tokens()
@@ -237,4 +171,67 @@ class FlaxTest(absltest.TestCase):
     want = jax.jit(jax.grad(lambda v: loss(module.apply(v, x))))(variables)
     chex.assert_trees_all_close(
       {"params": nnx.to_pure_dict(ours)}, want, rtol=1e-5, atol=1e-6
+    )
+
+
+_B, _C, _GRID, _POOL = 2, 12, (4, 6), (2, 3)
+_N = math.prod(_GRID)
+_BUDGET = HeadBudget(num_heads=4, shared=1, top_k=2, head_dim=3)
+
+
+def _random(*shape, dtype=jnp.float32):
+  return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def _module(kind: str, **options) -> tuple[nn.Module, tuple]:
+  """An attention layer and its inputs."""
+  if kind == "moh":
+    return MoHAttention(_BUDGET, **options), (_random(_B, _N, _C), None)
+  if kind == "full":
+    module = aggregated.FullAttention(_BUDGET, **options)
+    return module, (_random(_B, _N, _C), relative_coordinates(_GRID, _GRID))
+  module = aggregated.AggregatedAttention(
+    _BUDGET, grid=_GRID, pool_grid=_POOL, **options
+  )
+  return module, (_random(_B, _N, _C), relative_coordinates(_GRID, _POOL))
+
+
+@functools.cache
+def _applied(kind: str, dtype=jnp.float32):
+  """Variables, outputs and gradients of a layer, compiled once."""
+  module, inputs = _module(kind, dtype=dtype)
+  variables = small.params(module, *inputs)
+
+  def loss(variables, x):
+    out, aux = module.apply(variables, x, inputs[1])
+    return jnp.sum(jnp.sin(out.astype(jnp.float32))), (out, aux)
+
+  call = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+  (_, outputs), grads = call(variables, inputs[0])
+  return variables, outputs, grads
+
+
+class RefusalsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"window": 2}, "window=2 must be odd"),
+    ({"pool_grid": (0, 2)}, r"pool_grid=\(0, 2\) must be in"),
+    ({"pool_grid": (64, 2)}, r"pool_grid=\(64, 2\) must be in"),
+  )
+  def test_what_is_wrong_is_named(self, fields, message):
+    module, inputs = _module("pooled")
+    with self.assertRaisesRegex(ValueError, message):
+      module.clone(**fields).init(jax.random.key(0), *inputs)
+
+
+@parameterized.parameters("full", "pooled", "moh")
+class AttentionLayersTest(parameterized.TestCase):
+  def test_bfloat16_is_close_to_float32(self, kind):
+    variables, (out, aux), grads = _applied(kind, jnp.bfloat16)
+    chex.assert_type(out, jnp.bfloat16)
+    chex.assert_type(jax.tree.leaves((variables, aux, grads)), jnp.float32)
+    _, (expected, expected_aux), _ = _applied(kind)
+    chex.assert_trees_all_close(aux, expected_aux, rtol=1e-6)
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(
+      np.asarray(out, np.float32), expected, atol=0.03 * scale
     )

@@ -82,22 +82,6 @@ class HeadRouterTest(parameterized.TestCase):
     _, expected = module.apply(params, x[counted])
     chex.assert_trees_all_close(aux, expected, rtol=1e-6)
 
-  def test_single_routed_head_learns_from_the_balance_loss_only(self):
-    # The released form renormalizes the one selected score to one.
-    module, x = HeadRouter(HeadBudget(6, 2, 1, 3)), small.tokens()
-    variables = small.params(module, x)
-
-    def gradient(objective):
-      call = jax.jit(jax.grad(lambda v: objective(*module.apply(v, x))))
-      return call(variables)["params"]
-
-    task = gradient(lambda gates, aux: jnp.sum(jnp.sin(3 * gates)))
-    balance = gradient(lambda gates, aux: aux.balance_loss)
-    np.testing.assert_allclose(task["routed"], 0.0, atol=2e-6)
-    self.assertGreater(float(jnp.abs(task["group"]).max()), 1e-2)
-    self.assertGreater(float(jnp.abs(balance["routed"]).max()), 1e-3)
-    np.testing.assert_array_equal(balance["group"], 0.0)
-
 
 _QUERY_NORM = RouterConfig("query_norm")
 
@@ -169,13 +153,6 @@ class HeadChoiceTest(parameterized.TestCase):
     # The first of the order are shared.
     self.assertTrue(bool((gates[..., list(small.ORDER[:2])] > 0).all()))
 
-  def test_order_of_norms_is_that_of_the_heads(self):
-    choice = HeadChoice(order=jnp.array(small.ORDER))
-    gates, _, _ = self._route("query_norm", choice=choice)
-    ordered = _norms()[..., jnp.array(small.ORDER)]
-    expected = routing.query_norm_gates(ordered, small.BUDGET).gates
-    np.testing.assert_array_equal(gates[..., jnp.array(small.ORDER)], expected)
-
 
 class Threshold(Router):
   """Every head above half of the mean score, so some tokens select more."""
@@ -187,23 +164,6 @@ class Threshold(Router):
     if top_k is not None:
       selected = self.select(probs, probs, top_k)
     return self.routing(jnp.where(selected, 1.0, 0.0), probs, selected)
-
-
-class Noisy(Router):
-  """Noisy top-k (arXiv:1701.06538), with one deviation for all heads."""
-
-  noise: float = 0.0
-
-  @nn.compact
-  def __call__(self, x, *, norms=None, top_k=None):
-    logits = self.logits(x, routed=self.budget.routed)["routed"]
-    scores = logits
-    if self.has_rng("dropout"):
-      noise = jax.random.normal(self.make_rng("dropout"), logits.shape)
-      scores = scores + self.noise * noise
-    probs = nn.softmax(logits)
-    selected = self.select(scores, probs, top_k)
-    return self.routing(jnp.where(selected, probs, 0.0), probs, selected)
 
 
 class Short(Router):
@@ -225,7 +185,6 @@ class Norms(Router):
 
 register_router("threshold", Threshold, varies=True)
 register_router("undeclared", Threshold)
-register_router("noisy", functools.partial(Noisy, noise=5.0))
 register_router("short", Short)
 register_router("norms", Norms, reads_norms=True)
 
@@ -244,17 +203,6 @@ class RegisteredTest(parameterized.TestCase):
     self.assertGreater(float(aux.load[2:].sum()), 2)  # top_k is 1
     np.testing.assert_allclose(packed, dense, atol=1e-5)
     self.assertTrue(np.isnan(undeclared).any())
-
-  def test_noise_is_of_training_alone(self):
-    layer, x = HeadRouter(small.BUDGET, RouterConfig("noisy")), small.tokens()
-    variables = small.params(layer, x)
-    still, _ = layer.apply(variables, x)
-    np.testing.assert_array_equal(still, layer.apply(variables, x)[0])
-    one, two = (
-      layer.apply(variables, x, rngs={"dropout": jax.random.key(seed)})[0]
-      for seed in (0, 1)
-    )
-    self.assertTrue((one != still).any() and (one != two).any())
 
   def test_queries_are_read_where_the_kind_says_so(self):
     layer = MoHAttention(small.BUDGET, RouterConfig("norms"))
@@ -277,7 +225,7 @@ class RegisteredTest(parameterized.TestCase):
 
 class TableTest(absltest.TestCase):
   def test_a_name_is_taken_once(self):
-    for name in ("noisy", "two_stage", "none"):
+    for name in ("norms", "two_stage", "none"):
       with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):
         register_router(name, Threshold)
     again = register_router("threshold", Threshold, varies=True)

@@ -1,7 +1,12 @@
-"""The autoencoder, whole and in tiles; its numbers are in tests/parity."""
+"""The autoencoder, whole and in tiles, and Inception's size.
+
+Their numbers are in tests/parity.
+"""
 
 import dataclasses
 import functools
+import json
+import pathlib
 
 import chex
 import jax
@@ -11,6 +16,7 @@ from absl.testing import parameterized
 
 from moh_jax.config.dit import VAEConfig
 from moh_jax.convert.vae import abstract_vae
+from moh_jax.models.inception import prepare
 from moh_jax.models.vae import VAE, apply_tiled
 
 _CONFIG = VAEConfig(
@@ -166,17 +172,6 @@ class TilingTest(parameterized.TestCase):
     want = np.broadcast_to(row[None, None, :, None], out.shape)
     np.testing.assert_allclose(out, want, atol=1e-5)
 
-  @parameterized.parameters(2, 6, 9)
-  def test_steps_are_bounded_by_the_overlap(self, overlap):
-    x = np.broadcast_to(np.arange(50.0)[None, :, None, None], (1, 50, 50, 1))
-    out = apply_tiled(_level, x, 12, overlap)
-    steps = np.diff(out[0, :, 0, 0])
-    # Neighbours differ by at most 12 - overlap, over at least `overlap`; where
-    # they share more than half, over as much as they differ.
-    self.assertLessEqual(steps.max(), max(1, (12 - overlap) / overlap) + 1e-4)
-    self.assertGreaterEqual(steps.min(), -1e-4)
-    np.testing.assert_allclose(out[:, :, :1], out[:, :, -1:], atol=1e-4)
-
   @parameterized.parameters(
     (16, 12, 12, "overlap=12 must be in"), (16, 12, -1, "overlap=-1 must be"),
     (16, 0, 0, "overlap=0 must be in"), (21, 12, 4, "must be multiples of 2"),
@@ -185,3 +180,21 @@ class TilingTest(parameterized.TestCase):
   def test_sizes_that_do_not_fit_are_refused(self, side, tile, overlap, words):
     with self.assertRaisesRegex(ValueError, words):
       apply_tiled(_halve, _array(16, side), tile, overlap)
+
+
+_CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
+
+
+class PrepareTest(parameterized.TestCase):
+  # As `fid` runs it; tests/parity runs one operation after the other.
+  @parameterized.product(letter=("a", "b", "c"), resize=("tf1", "ptfid"))
+  def test_compiled_equals_the_record(self, letter, resize):
+    tolerances = json.loads((_CASE / "meta.json").read_text())["tolerance"]
+    name = f"{letter}_{resize}_input_grid"
+    with np.load(_CASE / "io.npz") as stored:
+      images, want = stored[f"images_{letter}"], stored[name]
+      grid = stored["input_grid_index"]
+    compiled = jax.jit(functools.partial(prepare, resize=resize))
+    got = np.asarray(compiled(images))[:, grid][:, :, grid]
+    atol = tolerances["outputs_atol"][name]
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)

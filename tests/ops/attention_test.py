@@ -135,9 +135,11 @@ class AttentionTest(parameterized.TestCase):
     arrays = [*case.arrays()[:4], whole]
     cases.check([out], cases.reference(case, arrays)[:1])
 
-  @parameterized.parameters("packed", "kernel")
-  def test_a_token_with_more_heads_than_its_bound_gives_nan(self, form):
-    case = Case(queries=96, keys=96, share=1.0)
+  @parameterized.product(form=("packed", "kernel"), kv_heads=(4, 2))
+  def test_a_token_with_more_heads_than_its_bound_gives_nan(
+    self, form, kv_heads
+  ):
+    case = Case(queries=96, keys=96, kv_heads=kv_heads, share=1.0)
     q, k, v, _ = case.arrays()
     few = np.arange(4) == np.arange(96)[:, None] % 4
     active = ActiveHeads(jnp.asarray([np.ones((96, 4), bool), few]), 1)

@@ -21,7 +21,7 @@ from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import BlockSizes, Problem
 from tests.ops import devices
 
-_table = jax.jit(head_blocks, static_argnums=1)
+_table = jax.jit(head_blocks, static_argnums=(1, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Case:
 
   def blocks(self, rows: int = 16) -> HeadBlocks:
     active = ActiveHeads(jnp.asarray(self.active()), self.heads)
-    return _table(active, rows)
+    return _table(active, rows, self.heads // self.kv_heads)
 
   def problem(self, rows: int = 16) -> Problem:
     shape = self.batch, self.keys, self.kv_heads, self.head_dim
@@ -121,7 +121,7 @@ LANES = {
 BIASED = {
   "bias": Case(bias=(1, 4), kv_heads=2, causal=True, key_mask=True),
   "bias_of_examples": Case(bias=(2, 1), segments=True),
-  "hiding_bias": Case(bias=(2, 4), hides=True, key_mask=True),
+  "hiding_bias": Case(bias=(2, 4), hides=True, key_mask=True, kv_heads=2),
   "hiding_bias_of_all": Case(bias=(1, 1), hides=True, causal=True),
 }
 
@@ -178,7 +178,7 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   elif form == "splash":
     out = splash.attend(call, Form(form), interpret=True)
   elif form == "blocked":
-    every = blocks_of(None, q.shape[:3], 8)
+    every = blocks_of(None, q.shape[:3], 8, case.heads // case.kv_heads)
     out = blocked_attention(call, every)
   elif form == "one_by_one":
     out = dense.attend(call, Form("dense", one_by_one=True))

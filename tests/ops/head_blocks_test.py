@@ -1,4 +1,4 @@
-"""The table of active heads: every pair once, blocks of one head, in order."""
+"""The table of active heads: every pair once, in order, in few blocks."""
 
 import chex
 import jax
@@ -19,37 +19,50 @@ from moh_jax.ops.head_blocks import (
 )
 
 
-def _check_table(test, mask, most, rows):
+def _check_table(test, mask, most, rows, group=1):
   """Every invariant of a table."""
   batch, tokens, heads = mask.shape
-  table = jax.jit(head_blocks, static_argnums=1)(
-    ActiveHeads(jnp.asarray(mask), most), rows
+  table = jax.jit(head_blocks, static_argnums=(1, 2))(
+    ActiveHeads(jnp.asarray(mask), most), rows, group
   )
   token, head, first = (
     np.asarray(x) for x in (table.token, table.head, table.first)
   )
-  blocks = max_blocks(batch, tokens, heads, most, rows)
+  blocks = max_blocks(batch, tokens, heads, most, rows, group)
   chex.assert_shape((table.token, table.head), [(blocks, rows), (blocks,)])
   used = int(first[-1])
   test.assertLessEqual(used, blocks)
+  by_head = mask.reshape(batch, tokens, -1, group)  # key/value heads
+  test.assertLen(first, batch * heads // group + 1)
+  np.testing.assert_array_equal(table.rank, by_head.sum(-1).cumsum(1))
 
   pairs = []
   for t in range(used):
     test.assertTrue(first[head[t]] <= t < first[head[t] + 1])
     here = token[t][token[t] < tokens]
     test.assertNotEmpty(here)
-    test.assertTrue((np.diff(here) > 0).all())
+    test.assertTrue((np.diff(here) >= 0).all())
     np.testing.assert_array_equal(token[t][len(here) :], tokens)
     last = t + 1 == first[head[t] + 1]
     test.assertTrue(last or len(here) == rows, "only a last block has gaps")
     pairs += [(head[t], n) for n in here]
-  expected = mask.swapaxes(1, 2).reshape(-1, tokens)
-  test.assertEqual(sorted(pairs), sorted(zip(*np.nonzero(expected))))
+  expected = np.repeat(
+    np.argwhere(by_head.any(-1)), by_head.sum(-1)[by_head.any(-1)], axis=0
+  )
+  expected = [(b * heads // group + k, n) for b, n, k in expected]
+  test.assertEqual(pairs, sorted(expected))
   np.testing.assert_array_equal(token[used:], tokens)
 
   _check_pair_rows(test, mask, table)
   held = np.asarray(table.pair) >= 0
   np.testing.assert_array_equal(token.reshape(-1) < tokens, held)
+  head = np.repeat(head, rows)[held]
+  pair = np.asarray(table.pair)[held]
+  b, n, h = np.unravel_index(pair, mask.shape)
+  np.testing.assert_array_equal(b * heads // group + h // group, head)
+  np.testing.assert_array_equal(n, token.reshape(-1)[held])
+  same = (np.diff(head) == 0) & (np.diff(n) == 0)
+  test.assertTrue((np.diff(pair)[same] > 0).all())
 
 
 def _check_pair_rows(test, mask, table):
@@ -68,11 +81,13 @@ class TableTest(parameterized.TestCase):
     st.integers(1, 3),
     st.integers(1, 20),
     st.integers(1, 5),
+    st.integers(1, 3),
     st.integers(1, 9),
     st.data(),
   )
   @settings(max_examples=20)
-  def test_any_choice_of_heads(self, batch, tokens, heads, rows, data):
+  def test_any_choice_of_heads(self, batch, tokens, heads, group, rows, data):
+    heads *= group
     most = data.draw(st.integers(1, heads))
     seed = data.draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
@@ -80,20 +95,27 @@ class TableTest(parameterized.TestCase):
     for b, n in np.ndindex(batch, tokens):
       count = rng.integers(0, most + 1)
       mask[b, n, rng.permutation(heads)[:count]] = True
-    _check_table(self, mask, most, rows)
+    _check_table(self, mask, most, rows, group)
 
-  @parameterized.parameters(1, 3, 8, 16)
-  def test_every_pair(self, rows):
-    mask = np.ones((2, 8, 3), bool)
-    _check_table(self, mask, 3, rows)
-    ours = blocks_of(None, (2, 8, 3), rows)
-    theirs = head_blocks(ActiveHeads(jnp.asarray(mask), 3), rows)
+  @parameterized.product(rows=(1, 3, 8, 16), group=(1, 2, 4))
+  def test_every_pair(self, rows, group):
+    mask = np.ones((2, 8, 4), bool)
+    _check_table(self, mask, 4, rows, group)
+    ours = blocks_of(None, (2, 8, 4), rows, group)
+    theirs = head_blocks(ActiveHeads(jnp.asarray(mask), 4), rows, group)
     used = int(theirs.first[-1])
     for name, x in vars(theirs).items():
       if name in ("token", "head"):
         x = x[:used]
       x = x[: used * rows] if name == "pair" else x
       np.testing.assert_array_equal(getattr(ours, name), x, name)
+
+  def test_pairs_that_read_the_same_keys_fill_blocks_together(self):
+    mask = np.random.default_rng(0).random((1, 64, 8)) < 0.5
+    for group, empty in (1, 8), (4, 2):
+      active = ActiveHeads(jnp.asarray(mask), 8)
+      used = int(head_blocks(active, 16, group).first[-1])
+      self.assertLess(used * 16 - mask.sum(), empty * 16)
 
 
 class BoundTest(parameterized.TestCase):

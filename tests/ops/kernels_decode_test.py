@@ -18,7 +18,7 @@ from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.attention import kernel_decode
-from moh_jax.ops.kernels.problem import DecodeProblem, Tile
+from moh_jax.ops.kernels.problem import Tile
 from tests.ops import devices
 
 _BACKENDS = ("triton", "mosaic_tpu")
@@ -237,56 +237,3 @@ class LoweringTest(parameterized.TestCase):
       # Another order of the dimensions is one that a TPU stores them in.
       kept |= {"transpose", "with_memory_space_constraint"}
     self.assertEqual(large - kept, set())
-
-
-def _problem(case: _Case) -> DecodeProblem:
-  """The call as `kernel_decode` makes it, and nothing is run."""
-  found = []
-
-  def spy(problem, q):
-    found.append(problem)
-    return jnp.zeros(q.shape, jnp.float32)
-
-  with mock.patch.object(tpu_decode, "attend", spy):
-    _decode(case, *case.arrays(), "mosaic_tpu")
-  return found[0]
-
-
-def _expected_tiles(case: _Case, keys: int) -> list[tuple[int, int, int]]:
-  """Text, head and tile of all that must be read, found slot by slot."""
-  visible = case.visible()
-  return [
-    (int(text), int(head), tile)
-    for text, head in np.argwhere(case.is_read())
-    for tile in range(-(-case.slots // keys))
-    if visible[text, tile * keys : (tile + 1) * keys].any()
-  ]
-
-
-_READ = ("padding", "many_splits", "hidden_text", "first_text_chose_nothing",
-         "grouped", "one_head", "all_heads", "no_table")  # fmt: skip
-
-
-class ReadTest(parameterized.TestCase):
-  """Which parts of the cache the kernels read, counted one by one."""
-
-  @parameterized.parameters(*_READ)
-  def test_a_tpu_fetches_the_visible_tiles_of_chosen_heads_once(self, name):
-    case = _CASES[name]
-    plan = tpu_decode.Plan(_problem(case), 16)
-    with _small_tiles():
-      tables = [np.asarray(x) for x in plan.tables()]
-      fetched, before = [], None
-      for step in np.ndindex(plan.grid):
-        place = tuple(map(int, plan.place(*step, tables)))
-        if place != before:  # else the tile is there already
-          fetched.append((*divmod(place[0], case.kv_heads), place[1]))
-        before = place
-      self.assertEqual(fetched, _expected_tiles(case, plan.keys))
-
-  @parameterized.parameters(
-    (16, 4096, 16), (128, 4096, 4),
-    (257, 4096, 1), (6, 448, 1), (6, 4099, 16),
-  )  # fmt: skip
-  def test_splits_fill_a_gpu(self, programs, slots, expected):
-    self.assertEqual(triton_decode.split_count(programs, slots), expected)

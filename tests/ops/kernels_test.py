@@ -17,11 +17,9 @@ from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels import hopper_program, tpu_plan
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
-from moh_jax.ops.kernels.hopper import KeyLaunch, RowLaunch
 from moh_jax.ops.kernels.hopper_program import Ring
 from moh_jax.ops.kernels.problem import (
   BlockSizes,
-  Tile,
   keys_of_rows,
   rows_of_keys,
 )
@@ -186,7 +184,7 @@ class TablesTest(parameterized.TestCase):
     seen = visible.mask(queries, keys)
     seen = np.ones((1, 1, 1, 1), bool) if seen is None else np.asarray(seen)
     seen = np.broadcast_to(seen[:, 0], (case.batch, queries, keys))
-    batch = np.repeat(np.asarray(table.head) // case.heads, 16 // rows)
+    batch = np.repeat(np.asarray(table.head) // case.kv_heads, 16 // rows)
     seen = seen[batch[:, None], np.minimum(token, queries - 1)] & active
     first = np.asarray(table.first) * (16 // rows)
     for head, j in np.ndindex(*by_keys.begin.shape):
@@ -197,7 +195,9 @@ class TablesTest(parameterized.TestCase):
       some = [i for i in parts if seen[i, :, span].any()]
       whole = [i for i in some if (seen | ~active)[i, :, span].all()]
       begin, *whole_rows, end = (int(x[head, j]) for x in by_keys)
-      self.assertEqual(some, list(range(begin, end)))
+      # Rows that see no key at all may be among those that are visited.
+      visited = [i for i in range(begin, end) if seen[i].any()]
+      self.assertEqual(some, visited)
       self.assertEqual(whole, list(range(*whole_rows)))
       begin, whole_begin, whole_end, end = map(np.asarray, by_rows)
       visited = [i for i in parts if begin[i] <= j < end[i]]
@@ -241,11 +241,6 @@ _CUTS = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _visit_tables(case, cut, keys_first):
-  return tpu_plan.tables(case.problem(), cut, keys_first=keys_first)
-
-
 def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
   """The visits of every core, one after another."""
   names = "window", "unit", "chunk", "low", "high"
@@ -255,57 +250,30 @@ def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
   return [visits[a:b] for a, b in itertools.pairwise(first)]
 
 
-class VisitsTest(parameterized.TestCase):
-  @parameterized.product(
-    options=(
-      {"share": 0.0},
-      {"share": 0.01, "heads": 2},  # a pair or two
-      {"heads": 2, "kv_heads": 1, "batch": 1, "causal": True},
-      _ALL_MASKS,
-    ),
-    keys_first=(False, True),
-  )
-  def test_every_core_has_a_visit_to_what_no_other_one_writes(
-    self, options, keys_first
-  ):
-    case, cut = _tpu_case(**options), Cut(16, 5, 2, 2, heads=1, cores=2)
-    lists, _ = _visit_tables(case, cut, keys_first)
-    names = ("unit", "chunk") if keys_first else ("window",)
-    written = [{tuple(x[n] for n in names) for x in c} for c in _visits(lists)]
-    self.assertLen(written, 2)
-    self.assertTrue(all(written))
-    self.assertLen(set().union(*written), sum(map(len, written)))
-    runs = [
-      place
-      for core in _visits(lists)
-      for place, _ in itertools.groupby(
-        tuple(x[n] for n in names) for x in core
-      )
-    ]
-    self.assertLen(set(runs), len(runs))  # no place is left and taken again
-
-  def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
-    case = _tpu_case(queries=16, keys=64, kv_heads=4)
-    mask = np.zeros((2, 16, 4), bool)
-    mask[0, :, 1] = mask[1, :, 2] = True
-    table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), _ROWS)
-    problem = dataclasses.replace(case.problem(), blocks=table)
-    plan = tpu_plan.Plan(problem, 16, keys_first=False)
-    lists, _ = jax.jit(
-      lambda: tpu_plan.tables(problem, plan.cut, keys_first=False)
-    )()
-    index = plan.keys_or_values(jnp.zeros(problem.k_shape)).spec.index_map
-    places = [
-      tuple(map(int, index(0, step, *lists)))
-      for step in range(int(lists.first[-1]))
-    ]
-    fetched = [place for place, _ in itertools.groupby(places)]
-    self.assertLen(set(fetched), len(fetched))
-    self.assertEqual({place[0] for place in fetched}, {1, 6})
-
-
 class PlanTest(parameterized.TestCase):
   """Sizes for real devices; nothing is computed."""
+
+  @parameterized.parameters(
+    ("mosaic_gpu", 32, 1.15), ("mosaic_gpu", 8, 1.06), ("triton", 8, 1.04)
+  )
+  def test_tiles_hold_few_pairs_that_are_not_needed(
+    self, backend, kv_heads, most
+  ):
+    tile = block_sizes(backend, 64, "bfloat16").forward
+    order = np.tile(np.arange(32), (1, 4096, 1))
+    mask = np.random.default_rng(0).permuted(order, axis=-1) < 16
+    active = ActiveHeads(jnp.asarray(mask), 16)
+    case = Case(1, 4096, 4096, 32, kv_heads, 64, causal=True)
+    problem = dataclasses.replace(
+      case.problem(), blocks=head_blocks(active, tile.rows, 32 // kv_heads)
+    )
+    bounds = jax.jit(keys_of_rows, static_argnums=(1, 2))(
+      problem, tile.rows, tile.keys
+    )
+    tiles = np.asarray(bounds.end - bounds.begin).sum()
+    needed = (np.argwhere(mask)[:, 1] + 1).sum()
+    computed = tiles * tile.rows * tile.keys
+    self.assertBetween(computed / needed, 1, most)
 
   @parameterized.product(causal=(False, True), keys_first=(False, True))
   def test_two_cores_share_the_work_of_one_head(self, causal, keys_first):
@@ -331,7 +299,7 @@ class PlanTest(parameterized.TestCase):
           tiles += max(0, min(end, begin + cut.chunk) - max(start, begin))
       done.append(int(tiles))
     self.assertLen(done, 2)
-    self.assertGreater(min(done), 0.3 * sum(done))
+    self.assertGreaterEqual(min(done), 0.4 * sum(done))
 
 
 def _check_tpu(case: Case) -> None:
@@ -437,19 +405,3 @@ class HopperTest(parameterized.TestCase):
       mock.patch.object(Ring, "release", committed),
     ):
       _check_hopper(name, queries=128, keys=128)
-
-
-class HopperTablesTest(parameterized.TestCase):
-  @parameterized.parameters("bidirectional", "causal")
-  def test_every_tile_is_visited_once(self, name):
-    problem = _hopper(900, batch=3, causal=name == "causal").problem(64)
-    table, used = RowLaunch(problem, Tile(64, 64), 1).table()
-    tiles = np.asarray(table)[:, 0]
-    np.testing.assert_array_equal(np.sort(tiles), np.arange(len(tiles)))
-    self.assertLess(int(used[0]), len(tiles))
-    self.assertTrue((tiles[: int(used[0])] < int(used[0])).all())
-
-    case = _hopper(900, batch=3, causal=name == "causal")
-    table = KeyLaunch(case.problem(128), Tile(64, 128), 2).table()
-    expected = np.ndindex(8, case.batch, case.kv_heads)
-    self.assertCountEqual(map(tuple, np.asarray(table).tolist()), expected)

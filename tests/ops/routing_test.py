@@ -123,7 +123,8 @@ class TwoStageGatesTest(parameterized.TestCase):
     np.testing.assert_allclose(gates, 1 / 6, rtol=1e-6)
 
   @parameterized.product(
-    corner=("some_of_each", "no_shared", "all_shared"), form=GATE_FORMS
+    corner=("some_of_each", "no_shared_one_selected", "all_shared"),
+    form=GATE_FORMS,
   )
   def test_gradient_equals_finite_differences(self, corner, form):
     budget = _budget(corner)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.convert.tensor_files import read_tensors
 from tests.convert.stored import save_tensors
@@ -80,15 +80,10 @@ class RecordedCasesTest(parameterized.TestCase):
 
 def _add_to(name, index, amount):
   def edit(arrays):
+    arrays[name] = arrays[name].copy()
     arrays[name][index] += amount
 
   return edit
-
-
-def _describe_another(meta):
-  entry = {"role": "output", "shape": [2], "dtype": "float32"}
-  meta["arrays"]["unknown"] = entry
-  meta["tolerance"]["outputs_atol"]["unknown"] = 1.0
 
 
 class DamagedCaseTest(parameterized.TestCase):
@@ -102,26 +97,33 @@ class DamagedCaseTest(parameterized.TestCase):
     for file in (_GOLDENS / _SMALL).iterdir():
       shutil.copyfile(file, self.case / file.name)
 
-  def _edit_meta(self, edit):
-    path = self.case / "meta.json"
-    meta = json.loads(path.read_text())
-    edit(meta)
-    path.write_text(json.dumps(meta))
+  def _edit(self, name, edit):
+    """Changes the values of a file, or removes it."""
+    path = self.case / name
+    if edit is None:
+      path.unlink()
+    elif path.suffix == ".json":
+      values = json.loads(path.read_text())
+      edit(values)
+      path.write_text(json.dumps(values))
+    elif path.suffix == ".npz":
+      with np.load(path) as stored:
+        values = dict(stored)
+      edit(values)
+      np.savez(path, **values)
+    else:
+      values = dict(read_tensors(path))
+      edit(values)
+      save_tensors(path, values)
 
-  def _edit_arrays(self, edit):
-    with np.load(self.case / "io.npz") as stored:
-      arrays = dict(stored)
-    edit(arrays)
-    np.savez(self.case / "io.npz", **arrays)
-
-  def _failed(self) -> set[str]:
-    return {row.array for row in command.run_case(self.case) if not row.ok}
+  def _failed(self):
+    status, out, _ = _call(self.case, "--json", "-")
+    failed = {row["array"]: row for row in json.loads(out) if not row["ok"]}
+    self.assertEqual(status, 1)
+    return failed
 
   def test_perturbed_weight_fails(self):
-    path = self.case / "weights.safetensors"
-    weights = {k: v.copy() for k, v in read_tensors(path).items()}
-    weights["proj.weight"][3, 5] += 1e-2
-    save_tensors(path, weights)
+    self._edit("weights.safetensors", _add_to("proj.weight", (3, 5), 1e-2))
     failed = self._failed()
     self.assertContainsSubset({"y", "grad_x"}, failed)
     self.assertNotIn("gates", failed)
@@ -132,71 +134,51 @@ class DamagedCaseTest(parameterized.TestCase):
     ("y", (0, 0, 0), np.nan),
   )
   def test_perturbed_record_fails_alone(self, *change):
-    self._edit_arrays(_add_to(*change))
-    self.assertEqual(self._failed(), {change[0]})
-
-  def test_failures_are_listed_alone(self):
-    self._edit_arrays(_add_to("y", (0, 0, 0), 1e-3))
-    status, out, _ = _call(self.case, "--failures")
-    self.assertEqual(status, 1)
-    self.assertRegex(
-      out, r"\A.*\ncopy +y .*FAILED\n1 case\(s\), 18 arrays, 1 failed\n\Z"
-    )
+    self._edit("io.npz", _add_to(*change))
+    self.assertCountEqual(self._failed(), change[:1])
+    _, out, _ = _call(self.case, "--failures")
+    row = rf"copy +{change[0]} .*FAILED\n"
+    self.assertRegex(out, rf"\A.*\n{row}1 case\(s\), 18 arrays, 1 failed\n\Z")
 
   def test_output_that_is_not_compared_fails(self):
-    self._edit_meta(_describe_another)
-    self._edit_arrays(lambda arrays: arrays.update(unknown=np.zeros(2)))
-    status, out, _ = _call(self.case, "--json", "-")
-    (row,) = (row for row in json.loads(out) if not row["ok"])
-    self.assertEqual(status, 1)
+    def describe(meta):
+      entry = {"role": "output", "shape": [2], "dtype": "float32"}
+      meta["arrays"]["unknown"] = entry
+      meta["tolerance"]["outputs_atol"]["unknown"] = 1.0
+
+    self._edit("meta.json", describe)
+    self._edit("io.npz", lambda arrays: arrays.update(unknown=np.zeros(2)))
+    (row,) = self._failed().values()
     self.assertEqual((row["array"], row["max_abs"]), ("unknown", None))
 
-  def _check_refused(self, message):
+  @parameterized.parameters(
+    ("io.npz", lambda x: x.pop("gates"), r"io\.npz: gates is missing"),
+    ("io.npz", lambda x: x.update(r=x["r"][:, :-1]), r"r is \(2, 34, "),
+    ("meta.json", lambda x: x["tolerance"]["outputs_atol"].pop("y"), "for 'y'"),
+    ("meta.json", lambda x: x.update(kind="x"), "'x' must be .*vit_full"),
+    ("meta.json", lambda x: x.pop("arrays"), "lacks 'arrays'"),
+    ("weights.safetensors", lambda x: x.update(wg_9=np.zeros(3)),
+     "1 not expected: wg_9"),
+    ("meta.json", None, "meta.json"),
+    ("grads.safetensors", None, "grads.safetensors"),
+  )  # fmt: skip
+  def test_what_does_not_fit_or_is_missing_is_named(self, name, edit, message):
+    self._edit(name, edit)
     status, out, err = _call(self.case)
     self.assertEqual((status, out), (2, ""))
     self.assertLen(err.splitlines(), 1)
     self.assertRegex(err, message)
 
   @parameterized.parameters(
-    (lambda arrays: arrays.pop("gates"), r"io\.npz: gates is missing"),
-    (
-      lambda arrays: arrays.update(r=arrays["r"][:, :-1]),
-      r"io\.npz: r is \(2, 34, ",
-    ),
-  )
-  def test_arrays_that_do_not_fit_are_named(self, edit, message):
-    self._edit_arrays(edit)
-    self._check_refused(message)
-
-  @parameterized.parameters(
-    (lambda meta: meta["tolerance"]["outputs_atol"].pop("y"), "for 'y'"),
-    (lambda meta: meta.update(kind="x"), "'x' must be one of .*vit_full"),
-    (lambda meta: meta["hyper_parameters"].pop("head_dim"), "lacks 'head_dim'"),
-    (lambda meta: meta.pop("arrays"), "lacks 'arrays'"),
-  )
-  def test_meta_that_does_not_fit_is_named(self, edit, message):
-    self._edit_meta(edit)
-    self._check_refused(message)
-
-  @parameterized.parameters(
-    "meta.json", "io.npz", "weights.safetensors", "grads.safetensors"
-  )
-  def test_missing_files_are_named(self, name):
-    (self.case / name).unlink()
-    self._check_refused(name)
-
-  def test_weight_that_fits_no_parameter_is_named(self):
-    path = self.case / "weights.safetensors"
-    save_tensors(path, read_tensors(path) | {"wg_9": np.zeros(3)})
-    self._check_refused("1 not expected: wg_9")
-
-
-class TableToleranceTest(parameterized.TestCase):
-  """A case of one recorded table for which meta.json states no tolerance."""
-
-  def _row(self, recorded: np.ndarray, computed: np.ndarray) -> command.Row:
-    case = pathlib.Path(self.create_tempdir().full_path)
-    np.savez(case / "io.npz", table=recorded)
+    (np.float64, 450e-9, True), (np.float64, 550e-9, False),
+    (np.int64, 0, True), (np.int64, 1, False),
+    (np.bool_, 0, True), (np.bool_, 1, False), (np.float32, 0, None),
+  )  # fmt: skip
+  def test_without_a_tolerance_float64_gets_a_billionth_of_its_scale(
+    self, dtype, error, ok
+  ):
+    recorded = np.array([0, -500, 0]).astype(dtype)
+    np.savez(self.case / "io.npz", table=recorded)
     meta = {
       "kind": "table",
       "hyper_parameters": {},
@@ -204,30 +186,14 @@ class TableToleranceTest(parameterized.TestCase):
       "tolerance": {},
       "files": {"io.npz": "the table"},
     }
-    (case / "meta.json").write_text(json.dumps(meta))
+    (self.case / "meta.json").write_text(json.dumps(meta))
+    computed = recorded + np.array([0, 0, error]).astype(dtype)
     kinds = {"table": lambda *_: {"table": computed}}
     with mock.patch.dict(command.KINDS, kinds):
-      (row,) = command.run_case(case)
-    return row
-
-  @parameterized.parameters((0.9, True), (1.1, False))
-  def test_float64_gets_a_billionth_of_its_scale(self, billionths, ok):
-    recorded = np.array([1e-6, -500.0, 3.0])
-    row = self._row(recorded, recorded + np.eye(3)[2] * billionths * 500e-9)
-    np.testing.assert_allclose(row.tolerance, 500e-9)
+      if ok is None:
+        with self.assertRaisesRegex(ValueError, "no tolerance for 'table'"):
+          command.run_case(self.case)
+        return
+      (row,) = command.run_case(self.case)
     self.assertEqual(row.ok, ok)
-
-  @parameterized.parameters(np.int64, np.bool_)
-  def test_integers_and_masks_must_be_equal(self, dtype):
-    recorded = np.array([0, 1, 1], dtype)
-    self.assertEqual(self._row(recorded, recorded).tolerance, 0.0)
-    self.assertFalse(self._row(recorded, recorded[::-1]).ok)
-
-  def test_float32_needs_a_tolerance(self):
-    recorded = np.ones(2, np.float32)
-    with self.assertRaisesRegex(ValueError, "no tolerance for 'table'"):
-      self._row(recorded, recorded)
-
-
-if __name__ == "__main__":
-  absltest.main()
+    np.testing.assert_allclose(row.tolerance, 500e-9 * (dtype == np.float64))

@@ -1,8 +1,8 @@
 import contextlib
 import dataclasses
 import pathlib
+import re
 import sys
-import tempfile
 
 from absl.testing import parameterized
 
@@ -41,7 +41,7 @@ def _gives(value):
 
 class LoadConfigTest(parameterized.TestCase):
   def _folder(self, **files):
-    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    folder = pathlib.Path(self.create_tempdir().full_path)
     for name, content in files.items():
       path = folder / name.replace("__", "/")
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,14 +74,11 @@ class LoadConfigTest(parameterized.TestCase):
     ("optim.lr.x=1", "unknown config key optim.lr.x"),
     ("optim.lr", "'optim.lr' must be FIELD=VALUE"),
     ("model.mlp_ratios=2,-1e999", "model.mlp_ratios[1]=-inf must be"),
-    ("optim.lr=fast", "optim.lr='fast' must be of type float"),
     ("train.steps=1.5", "train.steps=1.5 must be of type int"),
-    ("optim=3", "config key 'optim' must be SECTION.FIELD"),
   )
   def test_bad_override_is_named(self, override, message):
-    with self.assertRaises(ValueError) as caught:
+    with self.assertRaisesRegex(ValueError, re.escape(message)):
       load_config(_DIGITS, [override])
-    self.assertIn(message, str(caught.exception))
 
   @parameterized.parameters(
     ("hello", "mine.py, line 1: NameError"),
@@ -96,6 +93,11 @@ class LoadConfigTest(parameterized.TestCase):
       "def get_config(): return {'model': LLMConfig(num_heads=4)}\n",
       "model.num_heads=4 must be a tuple",
     ),
+    (
+      _gives("{'model': {}, 'train': {'init_from': 2024}}"),
+      "init_from=2024 must be of type",
+    ),
+    (_gives("{'model': {}, 'train': 5}"), "section train=5 must have fields"),
   )
   def test_error_names_file_and_line(self, content, text):
     with self.assertRaisesRegex(ValueError, text) as caught:
@@ -151,39 +153,30 @@ class LoadConfigTest(parameterized.TestCase):
 class ModelOfACheckpointTest(parameterized.TestCase):
   """A file whose section `model` names no family."""
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    root = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.root = pathlib.Path(root)
-    cls.dit = str(cls.root / "dit")
-    tiny_checkpoint.save_dit(cls.dit)
-    cls.vit = str(cls.root / "vit")
-    tiny_checkpoint.save(cls.vit)
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.create_tempdir().full_path)
+    self.vit = tiny_checkpoint.stored("vit")
 
   def _load(self, source, *overrides, model="{}"):
     file = self.root / "finetune.py"
-    sections = f"{{'model': {model}, 'optim': {{'lr': 0.25}}}}"
-    file.write_text(_gives(sections))
+    file.write_text(_gives(f"{{'model': {model}, 'optim': {{'lr': 0.25}}}}"))
     start = f"train.init_from={source}"
     return load_config(str(file), [start, *overrides])
 
   def test_model_and_normalization_are_the_checkpoints(self):
     trained = tiny_checkpoint.CONFIG
     config = self._load(self.vit)
-    self.assertEqual(
-      dataclasses.replace(config.model, num_classes=6), trained.model
-    )
-    self.assertIsNone(config.model.num_classes)  # left to the data
-    self.assertEqual(
-      (config.data.mean, config.data.std), (trained.data.mean, trained.data.std)
-    )
+    left = dataclasses.replace(trained.model, num_classes=None)  # to the data
+    self.assertEqual(config.model, left)
+    for name in ("mean", "std"):
+      mine, theirs = (getattr(x.data, name) for x in (config, trained))
+      self.assertEqual(mine, theirs)
     self.assertEqual(config.optim.lr, 0.25)
-    config = self._load(self.dit, "diffusion.vb_weight=0.5")
+    dit = tiny_checkpoint.stored("dit")
+    found = self._load(dit, "diffusion.vb_weight=0.5").diffusion
     diffusion = tiny_checkpoint.DIT_CONFIG.diffusion
-    self.assertEqual(
-      config.diffusion, dataclasses.replace(diffusion, vb_weight=0.5)
-    )
+    self.assertEqual(found, dataclasses.replace(diffusion, vb_weight=0.5))
 
   def test_what_is_stated_stays(self):
     config = self._load(
@@ -222,13 +215,3 @@ class ModelOfACheckpointTest(parameterized.TestCase):
   def test_bad_start_is_named(self, override, message):
     with self.assertRaisesRegex((ValueError, OSError), message):
       self._load(self.vit, override)
-
-  @parameterized.parameters(
-    ("{'init_from': 2024}", "init_from=2024 must be of type"),
-    ("5", "section train=5 must have fields"),
-  )
-  def test_bad_section_of_the_file_is_named(self, section, message):
-    file = self.root / "number.py"
-    file.write_text(_gives(f"{{'model': {{}}, 'train': {section}}}"))
-    with self.assertRaisesRegex(ValueError, message):
-      load_config(str(file))

@@ -51,24 +51,12 @@ class AgreementTest(absltest.TestCase):
     )
 
 
-class _Store:
-  """JAX's key-value store, in this process."""
-
-  def __init__(self):
-    self.values = {}
-
-  def key_value_set(self, key, value, allow_overwrite=False):
-    del allow_overwrite
-    self.values[key] = value
-
-  def key_value_dir_get(self, prefix):
-    return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
-
-
 class PeersTest(absltest.TestCase):
-  def _watch(self, beats):
-    """Watches as process 0 of 3, of which two beat at given steps."""
-    store, left = _Store(), threading.Event()
+  def test_late_process_is_named_and_a_silent_one_ends_the_run(self):
+    values, left = {}, threading.Event()
+    store = mock.Mock()  # JAX's key-value store, in this process
+    store.key_value_set = lambda key, value, **_: values.update({key: value})
+    store.key_value_dir_get = lambda _: list(values.items())
     with (
       mock.patch.object(peers, "_BEAT_SECONDS", 0.02),
       mock.patch.object(peers, "SILENT_SECONDS", 0.5),
@@ -79,26 +67,22 @@ class PeersTest(absltest.TestCase):
       ),
       mock.patch.object(peers.os, "_exit", lambda _: left.set()),
       mock.patch.object(peers, "_start_witness"),
+      mock.patch("builtins.print") as said,
+      self.assertLogs("moh_jax", "WARNING") as logs,
       peers.Peers(self.create_tempdir().full_path, lambda: "step 5") as watch,
     ):
       watch.at(8)
-      for beat in range(50):
-        for process, step in beats.items():
-          store.key_value_set(f"{watch._keys}{process}", f"{step} {beat}")
+      for beat in range(75):
+        for process, step in ((1, 8), (2, 7)):
+          if process == 1 or beat < 35:  # the other one becomes silent
+            store.key_value_set(f"{watch._keys}{process}", f"{step} {beat}")
         time.sleep(0.02)
-    return left.is_set()
-
-  def test_late_process_is_named_and_the_run_goes_on(self):
-    with self.assertLogs("moh_jax", "WARNING") as logs:
-      left = self._watch({1: 8, 2: 7})
+        if beat == 34:
+          self.assertFalse(left.is_set())
     (line,) = logs.output
-    self.assertIn("process 2 is late: it is at step 7 for more than", line)
-    self.assertIn("at step 8", line)
-    self.assertFalse(left)
-
-  def test_silent_process_ends_the_run(self):
-    with mock.patch("builtins.print") as said:
-      self.assertTrue(self._watch({1: 8}))
-    line = said.call_args_list[0].args[0]
-    self.assertIn("process 2 of the 3 processes of the run has given no", line)
-    self.assertIn("step 5", line)
+    self.assertRegex(line, "process 2 is late: it is at step 7 for .* step 8")
+    self.assertTrue(left.is_set())
+    self.assertRegex(
+      said.call_args_list[0].args[0],
+      "process 2 of the 3 processes of the run has given no.*step 5",
+    )

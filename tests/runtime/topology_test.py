@@ -16,13 +16,11 @@ class ParseTest(parameterized.TestCase):
   @parameterized.parameters(
     ("v5p-64", "v5p:2x4x4", 32, 8),
     ("v5p:2x4x4", "v5p:2x4x4", 32, 8),
-    ("v5p:32", "v5p:2x4x4", 32, 8),
     ("v5p-8", "v5p:2x2x1", 4, 1),
     ("v5p-16", "v5p:2x2x2", 8, 2),
     ("v5p-1024", "v5p:8x8x8", 512, 128),
     ("v5litepod-16", "v5e:4x4", 16, 4),
     ("v5e-8", "v5e:2x4", 8, 2),
-    ("v5e-64", "v5e:8x8", 64, 16),
     ("v6e-8", "v6e:2x4", 8, 2),
     ("tpu7x:2x2x1", "tpu7x:2x2x1", 8, 1),
     ("h100", "h100:1", 1, 1),
@@ -36,17 +34,14 @@ class ParseTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(
-    ("", "one of a100, h100"),
     ("v9-8", "one of a100, h100.*v5e, v5p"),
     ("h100:", "one of a100"),
-    ("h100:2x2", "one of a100"),
     ("v5p:2x2", "one of a100"),
     ("v5p-6", "6 cores name no slice.*2x2x2"),
     ("v5e-12", "12 chips name no slice"),
     ("h100:12", "multiple of 8"),
     ("h100:0", "must have 1 to"),
     ("v5p:-2x2x2", "one of a100"),
-    ("h100:99999999999", "one of a100"),
   )
   def test_bad_names_are_told_what_is_allowed(self, name, message):
     with self.assertRaisesRegex(ValueError, message) as caught:

@@ -1,9 +1,9 @@
 """Records what diffusers makes of a DiT that `export --to diffusers` wrote.
 
 Needs torch and diffusers, and nothing of this project. FOLDER is what
-tests/convert/dit_diffusers_test.py writes:
+tests/convert/checkpoints_test.py writes:
 
-  python -m tests.convert.dit_diffusers_test FOLDER
+  python -m tests.convert.checkpoints_test FOLDER
   python tests/tools/record_diffusers.py FOLDER tests/goldens
 """
 

@@ -11,18 +11,10 @@ import jax
 import jax.numpy as jnp
 from absl.testing import parameterized
 
-from moh_jax.cli import command
 from moh_jax.training import bench
-from moh_jax.training.bench import (
-  Program,
-  Row,
-  Timing,
-  check_exact,
-  compile_program,
-)
 from tests.ops.devices import traced_for
 
-_ROW = Row(
+_ROW = bench.Row(
   device="cpu",
   op="attention",
   mode="forward",
@@ -43,49 +35,32 @@ _ROW = Row(
 
 
 class TableTest(parameterized.TestCase):
-  def test_table_shows_every_figure_and_no_empty_column(self):
-    text = command.table(*bench.table_cells([_ROW]))
-    head, last = (" ".join(line.split()) for line in text.splitlines())
-    self.assertEqual(
-      head,
-      "mode length share implementation form computed ms spread to MHA MB "
-      "compile s max error",
-    )
-    self.assertEqual(
-      last,
-      "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 12.3 1.3 "
-      "1.5e-07",
-    )
-    row = Row("cpu", "model", "forward", None, 0.625, "packed")
+  def test_rows_of_other_versions_have_no_empty_column(self):
+    stored = dataclasses.asdict(_ROW) | {"removed": 1}
+    rows = bench.read_rows({"rows": [stored]})
+    self.assertEqual(rows, [_ROW])
+    (cells,), header = bench.table_cells(rows)
+    told = "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 12.3 1.3"
+    self.assertEqual(" ".join(map(str, cells)), f"{told} 1.5e-07")
+    self.assertLen(header, len(cells))
+    row = bench.Row("cpu", "model", "forward", None, 0.625, "packed")
     timed = dataclasses.replace(row, units_per_second=1e5, ratio_to_mha=0.7)
     cells, header = bench.table_cells([timed, row])
-    expected = ["mode", "share", "implementation", "to MHA", "units/s"]
-    self.assertEqual(header, expected)
-    self.assertEqual(cells[0][3:], ("0.70", "100,000.00"))
-    self.assertEqual(cells[1][3:], ("", ""))
-
-  @parameterized.parameters(
-    (0.6789, 0.04, "0.68 ± 0.01"), (0.6789, 0.002, "0.6789 ± 0.0007"),
-    (0.6789, 0.6, "0.7 ± 0.2"), (12.0, 0.4, "12 ± 2"), (0.6789, None, "0.68"),
-  )  # fmt: skip
-  def test_a_ratio_has_the_decimals_that_its_spread_allows(
-    self, ratio, spread, expected
-  ):
-    row = dataclasses.replace(_ROW, ratio_to_mha=ratio, ratio_spread=spread)
-    self.assertEqual(row.to_mha, expected)
-
-  def test_rows_of_other_versions_are_read(self):
-    stored = dataclasses.asdict(_ROW) | {"removed": 1}
-    self.assertEqual(bench.read_rows({"rows": [stored]}), [_ROW])
+    self.assertEqual(header[3:], ["to MHA", "units/s"])
+    last = [cell[3:] for cell in cells]
+    self.assertEqual(last, [("0.70", "100,000.00"), ("", "")])
+    # A ratio has the decimals that its spread allows.
+    for spread, expected in ((0.002, "0.6789 ± 0.0007"), (0.6, "0.7 ± 0.2")):
+      row = dataclasses.replace(_ROW, ratio_spread=spread)
+      self.assertEqual(row.to_mha, expected)
 
 
 class ProgramTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("cpu", True, 9.0, 1), ("gpu", True, 9.0, 16), ("gpu", True, 0.0, 1),
-    ("gpu", False, 9.0, 1),
-  )  # fmt: skip
+    ("cpu", True, 1), ("gpu", True, 16), ("gpu", False, 1)
+  )
   def test_accelerators_evaluate_short_functions_several_times_a_call(
-    self, platform, asked, short, loops
+    self, platform, asked, loops
   ):
     x, seen = jnp.ones((256, 256)), []
 
@@ -93,24 +68,23 @@ class ProgramTest(parameterized.TestCase):
       jax.debug.callback(lambda: seen.append(0))
       return {"y": x + 1, "z": ()}
 
-    with traced_for(platform), mock.patch.object(bench, "_SHORT", short):
-      program = compile_program(function, x, None, loops=asked)
+    with traced_for(platform), mock.patch.object(bench, "_SHORT", 9.0):
+      program = bench.compile_program(function, x, None, loops=asked)
     self.assertEqual(program.loops, loops)
     self.assertEqual(program.bytes, 2 * 4 * 256 * 256)
-    self.assertGreater(program.compile_seconds, 0)
     jax.effects_barrier()
     seen.clear()
     chex.assert_trees_all_equal(program.run()["y"], x + 1)
     jax.effects_barrier()
     self.assertLen(seen, loops)
 
-  @parameterized.parameters(
-    ("cpu", "float32", None), ("gpu", "float32", "highest"),
-    ("tpu", "bfloat16", None),
-  )  # fmt: skip
-  def test_accelerators_round_no_float32(self, platform, dtype, precision):
-    with traced_for(platform), bench.exact_products(dtype):
-      self.assertEqual(jax.config.jax_default_matmul_precision, precision)
+  def test_accelerators_round_no_float32(self):
+    for platform, dtype, precision in (
+      *(("cpu", "float32", None), ("gpu", "float32", "highest")),
+      ("tpu", "bfloat16", None),
+    ):
+      with traced_for(platform), bench.exact_products(dtype):
+        self.assertEqual(jax.config.jax_default_matmul_precision, precision)
 
 
 class ExactTest(parameterized.TestCase):
@@ -119,15 +93,13 @@ class ExactTest(parameterized.TestCase):
     (3e-6, 0.0, "float32", "outputs 3.*e-06 is above 2e-06"),
     (1e-6, 2e-5, "float32", "gradients 2.0e-05 is above 1e-05"),
     (1e-2, 1e-2, "bfloat16", None),
-    (3e-2, 0.0, "bfloat16", "outputs 3.0e-02 is above 2e-02"),
-    (math.nan, 0.0, "float32", "outputs nan is above 2e-06"),
     (0.0, math.nan, "bfloat16", "gradients nan is above 2e-02"),
   )
   def test_fault_names_what_is_above_its_limit(
     self, outputs, gradients, dtype, expected
   ):
     found = [1 + jnp.full(1, error) for error in (outputs, gradients)]
-    _, fault = check_exact(found, [jnp.ones(1)] * 2, dtype)
+    _, fault = bench.check_exact(found, [jnp.ones(1)] * 2, dtype)
     if expected is None:
       self.assertIsNone(fault)
     else:
@@ -142,7 +114,7 @@ class ExactTest(parameterized.TestCase):
       ((half, ()), (jnp.zeros(3), ()), 0.5),
       ((tree, off), (tree, tree), 0.25),
     ):
-      error, _ = check_exact(found, expected, "float32")
+      error, _ = bench.check_exact(found, expected, "float32")
       self.assertAlmostEqual(error, largest)
 
 
@@ -158,31 +130,27 @@ class TurnsTest(parameterized.TestCase):
       order.append(name)
 
     programs = {
-      name: Program(functools.partial(call, name, iter(lasts)), loops, 7)
+      name: bench.Program(functools.partial(call, name, iter(lasts)), loops, 7)
       for name, lasts in seconds.items()
     }
     with mock.patch.object(bench.time, "perf_counter", lambda: now[0]):
       return time(programs, *args, **options), "".join(order)
 
-  @parameterized.parameters(
-    ([9, 1, 2, 3, 4, 5], 1, Timing(3.0, (4.5 - 1.5) / 3.0)),
-    ([9, 2], 1, Timing(2.0, 0.0)),
-    ([9, 2, 4, 6], 4, Timing(1.0, 1.0)),
-  )
-  def test_median_and_spread_of_an_evaluation_after_one_to_warm_up(
-    self, seconds, loops, expected
-  ):
-    times, _ = self._timed(
-      bench.interleaved, {"a": seconds}, len(seconds) - 1, loops=loops
-    )
-    self.assertEqual(times, {"a": expected})
-
-  def test_ratios_are_between_calls_of_one_turn(self):
+  def test_median_and_ratios_are_those_of_turns_after_one_to_warm_up(self):
+    for seconds, loops, median, spread in (
+      ([9, 1, 2, 3, 4, 5], 1, 3.0, (4.5 - 1.5) / 3.0),
+      *(([9, 2], 1, 2.0, 0.0), ([9, 2, 4, 6], 4, 1.0, 1.0)),
+    ):
+      count = len(seconds) - 1
+      times, _ = self._timed(
+        bench.interleaved, {"a": seconds}, count, loops=loops
+      )
+      self.assertEqual(times, {"a": bench.Timing(median, spread)})
     # The machine is three times as slow in the second turn.
     seconds = {"a": [9, 1, 3, 1], "b": [9, 2, 6, 2]}
     times, order = self._timed(bench.interleaved, seconds, 3)
     self.assertEqual(order, "ab" + "ababab")
-    self.assertEqual(times["a"].over(times["b"]), Timing(0.5, 0.0))
+    self.assertEqual(times["a"].over(times["b"]), bench.Timing(0.5, 0.0))
     self.assertGreater(times["a"].spread, 1)
 
   def test_short_calls_are_repeated_in_a_turn_after_one_to_warm_up(self):
@@ -202,7 +170,7 @@ class TurnsTest(parameterized.TestCase):
       )
 
     known = [_ROW] * 3
-    known += [Row("cpu", "attention", "forward", 1, 1.0, "x", fault="no")]
+    known += [bench.Row("cpu", "attention", "forward", 1, 1.0, "x", fault="no")]
     seconds = {n: itertools.repeat(s) for n, s in zip("abc", (4.0, 2.0, 1.0))}
     found, _ = self._timed(rows, seconds, (0, 1, 3), loops=2)
     measured = {"spread": 0.0, "ratio_spread": 0.0, "compile_seconds": None}

@@ -4,6 +4,7 @@ What holds for every family is tested with the one that compiles fastest.
 """
 
 import errno
+import functools
 import os
 import pathlib
 import shutil
@@ -21,7 +22,7 @@ from absl.testing import parameterized
 from moh_jax.config import RouterConfig
 from moh_jax.data import pipeline
 from moh_jax.runtime import run_lock, steps
-from moh_jax.training import feed, language_modeling
+from moh_jax.training import feed
 from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.train import Log, train
 from tests.training import tiny
@@ -32,19 +33,16 @@ _OTHERS = {"vit": tiny.config, "dit": tiny.dit_config}
 _KILLED = """
 import os, pathlib, signal, sys, time
 from moh_jax.training import feed
-from tests.training import loop_test
-
-take = feed.Feed.__next__
+from tests.training import loop_test, tiny
 
 def die(batches):
   if batches.position == 3:  # step 2 is being saved in the background
     while not pathlib.Path(sys.argv[1], "checkpoints/2").exists():
       time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
-  return take(batches)
 
-feed.Feed.__next__ = die
-loop_test.run(sys.argv[1])
+with tiny.before(feed.Feed, "__next__", die):
+  loop_test.run(sys.argv[1])
 """
 
 
@@ -94,17 +92,10 @@ class LoopTest(parameterized.TestCase):
     for layer in ("blocks0.0", "blocks0.1"):  # two of three routed heads
       self.assertAlmostEqual(sum(heads[layer]), 2.0, delta=0.002)
     count = sum(x.size for x in jax.tree.leaves(self.result.state.params))
-    for start, line in zip(
-      (
-        *("data: fake, train: ", "data: fake, val: "),
-        "devices: 1 x cpu, processes: 1, mesh: data=1, ",
-        "model: llm, 2 layers of width ",
-        *("compiling the training step", "compiled in "),
-      ),
-      self.said,
-      strict=True,
-    ):
-      self.assertStartsWith(line, start)
+    self.assertEqual(
+      [line.partition(":")[0].partition(" ")[0] for line in self.said],
+      ["data", "data", "devices", "model", "compiling", "compiled"],
+    )
     self.assertEndsWith(self.said[3], f"heads active, {count:,} parameters")
 
   def test_keeps_last_and_every_and_another_seed_is_another_run(self):
@@ -155,23 +146,12 @@ class LoopTest(parameterized.TestCase):
       r"train\.seed: 1 here, 0 there; data\.batch_size: 16 here",
     ),
     ({"data": {"sequence_length": 8}}, "data.sequence_length: 8 here, 16"),
+    ({"data": {"fake_examples": 21}}, "'fake': examples 21 here, 20 there"),
     ({"train": {"steps": 2}}, r"step 4, beyond train\.steps=2"),
   )
   def test_another_run_cannot_continue(self, sections, message):
     with self.assertRaisesRegex(ValueError, message):
       run(self._copy(), **sections)
-
-  def test_other_data_are_refused_by_what_differs(self):
-    other = {"fake": {"examples": 21}}
-    with (
-      mock.patch.object(
-        language_modeling.sequences.Text, "identity", return_value=other
-      ),
-      self.assertRaisesRegex(
-        ValueError, "data 'fake': examples 21 here, 20 there"
-      ),
-    ):
-      run(self._copy(), train={"steps": 6})
 
   def test_what_may_change_in_a_continued_run_is_said(self):
     with self.assertLogs("moh_jax", "INFO") as logs:
@@ -188,14 +168,13 @@ class LoopTest(parameterized.TestCase):
       self._check_goes_on(self._copy())
 
   def test_run_stopped_by_sigterm_resumes_bit_identically(self):
-    workdir, take = self._dir(), feed.Feed.__next__
+    workdir = self._dir()
 
     def stop_at_three(batches):
       if batches.position == 2:
         os.kill(os.getpid(), signal.SIGTERM)
-      return take(batches)
 
-    with mock.patch.object(feed.Feed, "__next__", stop_at_three):
+    with tiny.before(feed.Feed, "__next__", stop_at_three):
       self.assertFalse(run(workdir).finished)
     self.assertEqual(steps.find_step(workdir, None), 3)
     self._check_goes_on(workdir)
@@ -222,13 +201,9 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(tiny.rows(resumed), tiny.rows(workdir))
 
   def test_stop_ends_an_evaluation_which_the_resumed_run_does(self):
-    workdir, evaluate = self._dir(), Log._scores
-
-    def stop(log, state):
-      os.kill(os.getpid(), signal.SIGTERM)
-      return evaluate(log, state)
-
-    with mock.patch.object(Log, "_scores", stop):
+    workdir = self._dir()
+    stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    with tiny.before(Log, "_scores", lambda *_: stop()):
       self.assertFalse(run(workdir).finished)
     self.assertEqual(steps.list_steps(workdir), [2])
     self.assertEmpty(tiny.rows(workdir, "val"))
@@ -266,15 +241,12 @@ class LoopTest(parameterized.TestCase):
 
   def _failing_save(self, step):
     """Saves of a step find no space."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "d/0")
-    write = steps.write_manifest
 
     def fail(folder):
       if folder.name.startswith(str(step)):
-        raise full
-      write(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "d/0")
 
-    return mock.patch.object(steps, "write_manifest", fail)
+    return tiny.before(steps, "write_manifest", fail)
 
   @parameterized.parameters(True, False)
   def test_failed_save_stops_the_run_at_the_next_step(self, in_background):
@@ -310,16 +282,13 @@ class LoopTest(parameterized.TestCase):
       run(self._copy(), train={"steps": 5})
 
   def test_bad_data_end_a_run_that_names_its_last_checkpoint(self):
-    read = pipeline.TrainBatches.__next__
-
     def fail(batches):
       if batches.position == 3:
         raise ValueError("a/b.png is damaged")
-      return read(batches)
 
     pattern = r"^a/b.png is damaged; the last whole checkpoint .* is step 2$"
     with (
-      mock.patch.object(pipeline.TrainBatches, "__next__", fail),
+      tiny.before(pipeline.TrainBatches, "__next__", fail),
       self.assertRaisesRegex(ValueError, pattern),
     ):
       run(self._dir())

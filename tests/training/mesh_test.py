@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import shutil
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -19,7 +18,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 
-from moh_jax.config import Config, MeshConfig
+from moh_jax.config import MeshConfig
 from moh_jax.config.base import choices
 from moh_jax.config.run import OptimConfig
 from moh_jax.inference.restore import restore
@@ -33,8 +32,6 @@ from moh_jax.training.train import train
 from tests.runtime.sharding_test import two_slices
 from tests.training import meshes, tiny
 from tests.training.tiny import make_task
-
-_MAKE = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
 
 
 class RunTest(absltest.TestCase):
@@ -86,9 +83,9 @@ class RunTest(absltest.TestCase):
 
 
 class ProgramTest(parameterized.TestCase):
-  @parameterized.parameters(*_MAKE)
+  @parameterized.parameters(*meshes.MODELS)
   def test_is_what_abstract_devices_and_the_data_say(self, family):
-    run = _MAKE[family](mesh=tiny.MESH)
+    run = meshes.config_of(family, mesh=tiny.MESH)
     mesh, task = sharding.make_mesh(run.mesh), make_task(run)
     real = make_program(run, task, mesh)
     planned = make_program(run, task, mesh.abstract_mesh)
@@ -168,18 +165,6 @@ class ChecksTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "data.batch_size=32 .* it is 1: "):
       check(optim=alone)
 
-  def test_devices_without_memory_of_a_host_are_refused_in_one_line(self):
-    device = SimpleNamespace(
-      device_kind="Abacus",
-      addressable_memories=lambda: [SimpleNamespace(kind="beads")],
-    )
-    mesh = SimpleNamespace(devices=np.array([device]))
-    config = tiny.llm_config(optim={"state_memory": "host"})
-    with self.assertRaisesRegex(
-      ValueError, r"^optim.state.* of the kind pinned_host; Abacus has .'beads'"
-    ):
-      entrance.check_host_memory(config, mesh)
-
 
 class HostMemoryTest(absltest.TestCase):
   @pytest.mark.slow
@@ -207,22 +192,10 @@ class HostMemoryTest(absltest.TestCase):
 
 OPTIMIZERS = choices(OptimConfig, "name")
 
-_ONE = {"data": 1, "max_imbalance": 2.0}
-# Sizes of at least 32, so that Adafactor has means of rows and columns.
-_WIDE = {
-  "llm": (tiny.llm_config, {"mlp_dim": 32}),
-  "dit": (tiny.dit_config, {**tiny.ALIKE["dit"], "width": 32}),
-  "vit": (
-    tiny.deterministic_config,
-    {**tiny.ALIKE["vit"], "embed_dims": (32,)},
-  ),
-}
 
-
-def _config(family: str, name: str, mesh: dict, **optim) -> Config:
+def _config(family, name, mesh, **optim):
   fields = {"name": name, "lr": 3e-4, "warmup_steps": 1, **optim}
-  make, model = _WIDE[family]
-  return make(model=model, optim=fields, mesh=mesh)
+  return meshes.config_of(family, mesh=mesh, optim=fields)
 
 
 class LossesTest(parameterized.TestCase):
@@ -236,12 +209,12 @@ class LossesTest(parameterized.TestCase):
 
   @parameterized.parameters("adafactor", "muon")
   def test_of_optimizers(self, name):
-    self._check(*(_config("llm", name, mesh) for mesh in (_ONE, tiny.MESH)))
+    self._check(*(_config("llm", name, mesh) for mesh in ({}, tiny.MESH)))
 
   @parameterized.product(family=("dit", "vit"), name=OPTIMIZERS)
   @pytest.mark.slow
   def test_of_other_families(self, family, name):
-    axes = _ONE, {**_ONE, "fsdp": 4, "tensor": 2}, tiny.MESH
+    axes = {}, {"fsdp": 4, "tensor": 2}, tiny.MESH
     self._check(*(_config(family, name, mesh) for mesh in axes))
 
   @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
@@ -275,22 +248,21 @@ class StateShardingTest(parameterized.TestCase):
       for leaf in jax.tree.leaves(state.opt_state)
       if leaf.shape == kernel.shape
     }
-    # The down projection has the same shape and the other axes.
-    self.assertIn(kernel.sharding.spec, specs)
-    self.assertNotIn(P(), specs)
+    self.assertEqual(specs, {kernel.sharding.spec})
 
   def test_means_over_rows_and_columns_lose_one_dimension(self):
     second = self._abstract("adafactor").opt_state[1][0][0]
     row, column = (
       tree["embed"]["embedding"] for tree in (second.v_row, second.v_col)
     )
-    self.assertEqual((row.shape, column.shape), ((32,), (60,)))
+    width, vocab = meshes.WIDTH, meshes.VOCAB
+    self.assertEqual((row.shape, column.shape), ((width,), (vocab,)))
     self.assertEqual(row.sharding.spec, P(None))
     self.assertEqual(column.sharding.spec, P(("tensor", "fsdp")))
     self.assertEqual(second.v["embed"]["embedding"].sharding.spec, P())
-    # Of two dimensions of 32 the row's means lack the last one.
     row = second.v_row["blocks0"]["mlp"]["up"]["kernel"]
-    self.assertEqual((row.shape, row.sharding.spec), ((2, 32), P(None, "fsdp")))
+    found = row.shape, row.sharding.spec
+    self.assertEqual(found, ((2, width), P(None, "fsdp")))
 
   @parameterized.parameters(*OPTIMIZERS)
   def test_first_moments_in_bfloat16_take_half_the_memory(self, name):
@@ -308,7 +280,7 @@ class StateShardingTest(parameterized.TestCase):
 
   @parameterized.parameters("muon", "adafactor")
   def test_a_saved_state_continues_exactly(self, name):
-    config = _config("llm", name, _ONE, moment_dtype="bfloat16")
+    config = _config("llm", name, {}, moment_dtype="bfloat16")
     folder = self.create_tempdir().full_path
     whole = tiny.train(config, folder)
     shutil.rmtree(os.path.join(folder, "checkpoints", "4"))

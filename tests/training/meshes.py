@@ -9,11 +9,7 @@ import re
 import jax
 
 from moh_jax.runtime import sharding
-from moh_jax.training.compiling import (
-  computations,
-  count_runs,
-  read_collectives,
-)
+from moh_jax.training import compiling
 from moh_jax.training.step import make_program
 from tests.runtime.sharding_test import two_slices
 from tests.training import tiny
@@ -127,7 +123,7 @@ def exchanges(text, mesh):
     {"kind axes dtype": [how often in a step, bytes of all]}, as in `GOLDEN`.
   """
   rows = {}
-  for one in read_collectives(text, dict(mesh.shape)):
+  for one in compiling.read_collectives(text, dict(mesh.shape)):
     row = rows.setdefault(
       f"{one.kind} {'+'.join(one.axes)} {one.dtype}", [0, 0]
     )
@@ -156,8 +152,8 @@ def dot_flops(text: str) -> int:
   Args:
     text: of the compiled program.
   """
-  bodies = computations(text)
-  runs = count_runs(bodies)
+  bodies = compiling.computations(text)
+  runs = compiling.count_runs(bodies)
   return sum(
     runs[name] * _flops_of(line, lines)
     for name, lines in bodies.items()

@@ -10,13 +10,8 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import MeshConfig, without_router
 from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import parse_topology
+from moh_jax.training import compiling
 from moh_jax.training import plan as plan_lib
-from moh_jax.training.compiling import (
-  Collective,
-  Compiled,
-  read_collectives,
-  refused_sizes,
-)
 from moh_jax.training.plan import assumptions, make_plan, seconds
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
@@ -29,27 +24,17 @@ def _plan(run, name="v5e-4", compiles=False):
   return make_plan(run, parse_topology(name), compiles)
 
 
-class MemoryTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ("llm", tiny.llm_config, tiny.MESH),
-    ("dit", tiny.dit_config, {"data": 2, "fsdp": 4}),
-  )
-  def test_state_is_that_of_the_compiled_step(self, family, make, mesh):
-    run = make(
-      mesh=mesh,
-      model=tiny.ALIKE.get(family, {}),
-      data={"batch_size": 64},
-      optim={"accumulation": 2},
-    )
+class MemoryTest(absltest.TestCase):
+  def test_state_is_that_of_the_compiled_step(self):
+    sections = {"data": {"batch_size": 64}, "optim": {"accumulation": 2}}
+    run = tiny.llm_config(mesh=tiny.MESH, **sections)
     mesh = sharding.make_mesh(run.mesh)
-    objective = task_builder(run).make_objective(run)
-    program = make_program(run, objective, mesh)
+    program = make_program(run, task_builder(run).make_objective(run), mesh)
     with sharding.use_mesh(mesh):
       compiled = program.step.lower(program.state, program.batch).compile()
-    found = compiled.memory_analysis()
+    found = compiled.memory_analysis().argument_size_in_bytes
     memory = _plan(run, "v5e-8").memory
-    self.assertEqual(memory.arguments, found.argument_size_in_bytes)
-    self.assertEqual(memory.total, memory.arguments)
+    self.assertEqual((memory.arguments, memory.total), (found, found))
 
 
 class TimeTest(parameterized.TestCase):
@@ -127,7 +112,7 @@ class SlicesTest(parameterized.TestCase):
     two = dataclasses.replace(parse_topology("v5e:2x2"), slices=2)
     self.assertEqual((two.devices, two.hosts), (8, 2))
     data, fsdp = (
-      Collective("all-reduce", "f32", (axis,), devices, 1, 1e6)
+      compiling.Collective("all-reduce", "f32", (axis,), devices, 1, 1e6)
       for axis, devices in (("data", (0, 4)), ("fsdp", (0, 1, 2, 3)))
     )
     self.assertEqual(seconds(fsdp, one), seconds(fsdp, two))
@@ -142,28 +127,28 @@ class SlicesTest(parameterized.TestCase):
 
 
 class CompilerTest(absltest.TestCase):
-  def _plan(self, missing=(), **compiler):
-    with (
-      mock.patch.object(devices, "missing_packages", lambda name: missing),
-      mock.patch.object(plan_lib, "compile_step", **compiler),
-    ):
-      return _plan(tiny.llm_config(mesh={"data": -1}), compiles=True)
-
   def test_decides_and_its_collectives_take_time(self):
-    one = Collective("all-reduce", "f32", ("data",), (0, 1), 1, 1e12)
-    full = Compiled("libtpu 0.0", 1.0, False, 1e9, 2e9)
+    one = compiling.Collective("all-reduce", "f32", ("data",), (0, 1), 1, 1e12)
+    full = compiling.Compiled("libtpu 0.0", 1.0, False, 1e9, 2e9)
     fits = dataclasses.replace(full, fits=True, collectives=(one,))
-    refused, plan = (self._plan(return_value=one) for one in (full, fits))
+    broken = ValueError("libtpu 0.0: broken")
+    run = tiny.llm_config(mesh={"data": -1})
+    with (
+      mock.patch.object(
+        devices, "missing_packages", side_effect=[(), (), (), ("libtpu",)]
+      ),
+      mock.patch.object(
+        plan_lib, "compile_step", side_effect=[full, fits, broken]
+      ),
+    ):
+      refused, plan, *failed = (_plan(run, compiles=True) for _ in range(4))
     self.assertFalse(refused.fits)
     self.assertTrue(plan.fits)
     self.assertGreater(plan.step_time.seconds, 2 * refused.step_time.seconds)
     self.assertIn("collectives reach 70% of ", assumptions(plan)[2])
     self.assertIn("collectives are not counted", assumptions(refused)[2])
-
-  def test_one_that_fails_or_lacks_leaves_the_state(self):
-    broken = self._plan(side_effect=ValueError("libtpu 0.0: broken"))
-    missing = self._plan(missing=("libtpu",))
-    for plan, reason in ((broken, "libtpu 0.0: broken"), (missing, "libtpu")):
+    # Without what the compiler says, the state alone decides.
+    for plan, reason in zip(failed, ("libtpu 0.0: broken", "libtpu")):
       self.assertTrue(plan.fits)
       self.assertIsNone(plan.compiled)
       self.assertIn(reason, plan.not_compiled)
@@ -199,7 +184,7 @@ class RefusedSizesTest(parameterized.TestCase):
     ("RESOURCE_EXHAUSTED: no sizes", None),
   )
   def test_are_those_of_the_message(self, error, sizes):
-    self.assertEqual(refused_sizes(error), sizes)
+    self.assertEqual(compiling.refused_sizes(error), sizes)
 
 
 class ReadCollectivesTest(parameterized.TestCase):
@@ -224,7 +209,7 @@ class ReadCollectivesTest(parameterized.TestCase):
     text = jax.jit(total).lower(x).compile().as_text()
     (gather,) = (
       one
-      for one in read_collectives(text, dict(mesh.shape))
+      for one in compiling.read_collectives(text, dict(mesh.shape))
       if one.kind == "all-gather"
     )
     self.assertEqual(gather.axes, ("fsdp",))
@@ -247,7 +232,9 @@ class ReadCollectivesTest(parameterized.TestCase):
   def test_groups_of_every_notation(self, groups, axes):
     kind = "collective-permute" if "pairs" in groups else "all-reduce"
     text = _program(f"f32[4]{{0}} {kind}(%p)", groups)
-    found = [(one.axes, one.bytes) for one in read_collectives(text, _AXES)]
+    found = [
+      (one.axes, one.bytes) for one in compiling.read_collectives(text, _AXES)
+    ]
     self.assertEqual(found, [(axes, 16)] if axes else [])
 
   @parameterized.parameters(
@@ -260,7 +247,7 @@ class ReadCollectivesTest(parameterized.TestCase):
   )
   def test_bytes_are_those_of_the_whole_array(self, instruction, size):
     groups = "replica_groups={{0,1,2,3},{4,5,6,7}}"
-    (found,) = read_collectives(_program(instruction, groups), _AXES)
+    (found,) = compiling.read_collectives(_program(instruction, groups), _AXES)
     self.assertAlmostEqual(found.bytes, size)
 
   def test_parts_of_a_chain_are_one_collective_and_a_channel_is_several(self):
@@ -276,7 +263,7 @@ class ReadCollectivesTest(parameterized.TestCase):
       2, "  %k = f32[4] custom-call(%p), kernel={{\n}}, metadata={}\n"
     )
     text = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n{''.join(lines)}}}\n"
-    (found,) = read_collectives(text, _AXES)
+    (found,) = compiling.read_collectives(text, _AXES)
     self.assertEqual(found.count, 4)
 
   def test_what_crosses_slices_is_sent_to_the_hosts(self):
@@ -290,7 +277,7 @@ class ReadCollectivesTest(parameterized.TestCase):
       f"channel_id=2, {attributes}\n"
       "  %sum = f32[4] all-reduce(%p), replica_groups={{0,1,2,3}}\n}\n"
     )
-    inside, crossing = read_collectives(text, _AXES, 2)[::-1]
+    inside, crossing = compiling.read_collectives(text, _AXES, 2)[::-1]
     self.assertEqual((inside.axes, inside.devices), (("fsdp",), (0, 1, 2, 3)))
     self.assertEqual((crossing.kind, crossing.bytes), ("all-reduce", 32))
     self.assertEqual((crossing.axes, crossing.devices), (("data",), (0, 4)))

@@ -52,17 +52,6 @@ def _batches(*bad: int, skip: tuple[int, int] | None = None):
     yield
 
 
-def _before_rewinds(do):
-  """Patch: does something when a run asks whether it may go back."""
-  may_rewind = Watch.may_rewind
-
-  def asked(self):
-    do()
-    return may_rewind(self)
-
-  return mock.patch.object(Watch, "may_rewind", asked)
-
-
 def _damage(workdir, step):
   file = pathlib.Path(workdir, f"checkpoints/{step}/data/metadata")
   file.write_bytes(file.read_bytes().replace(b"position", b"positioN", 1))
@@ -110,7 +99,7 @@ class RewindTest(parameterized.TestCase):
     workdir = self._dir()
     with (
       _batches(6),
-      _before_rewinds(lambda: _damage(workdir, 4)),
+      tiny.before(Watch, "may_rewind", lambda _: _damage(workdir, 4)),
       self.assertLogs("moh_jax", "WARNING") as logs,
     ):
       result = tiny.train(_config(keep_last=3, back=3), workdir)
@@ -123,15 +112,15 @@ class RewindTest(parameterized.TestCase):
 
   def _stopping_at(self, step, times):
     """Patch: SIGTERM when the metrics of a step are read so many times."""
-    check, seen = Watch.check, []
+    seen = []
 
-    def check_and_stop(self, number, position, values):
+    def stop(watch, number, *_):
+      del watch
       seen.append(number)
       if number == step and seen.count(step) == times:
         os.kill(os.getpid(), signal.SIGTERM)
-      return check(self, number, position, values)
 
-    return mock.patch.object(Watch, "check", check_and_stop)
+    return tiny.before(Watch, "check", stop)
 
   def test_pictures_are_those_of_the_steps_that_count(self):
     """Also of a run that is stopped before it shows a step again."""
@@ -184,13 +173,13 @@ class RewindTest(parameterized.TestCase):
   def test_the_limit_ends_the_run_and_names_a_whole_checkpoint(self):
     workdir, asked = self._dir(), []
 
-    def damage():
+    def damage(_):
       asked.append(_damage(workdir, 4) if asked else None)
 
     pattern = r"loss=nan at step 5; the last whole checkpoint .* is step 2$"
     with (
       _batches(4, 5),
-      _before_rewinds(damage),
+      tiny.before(Watch, "may_rewind", damage),
       self.assertRaisesRegex(NonFiniteLossError, pattern),
     ):
       tiny.train(_config(limit=1), workdir)

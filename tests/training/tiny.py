@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -156,6 +158,17 @@ def train(config: Config, workdir: str | os.PathLike, **options: Any) -> Result:
   """Trains on one device."""
   devices = jax.devices()[:1]
   return train_on(config, os.fspath(workdir), devices=devices, **options)
+
+
+def before(owner: Any, name: str, do: Callable[..., Any]) -> Any:
+  """Patch: does something with the arguments of a function before each call."""
+  function = getattr(owner, name)
+
+  def call(*args):
+    do(*args)
+    return function(*args)
+
+  return mock.patch.object(owner, name, call)
 
 
 def rows(

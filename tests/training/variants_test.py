@@ -1,14 +1,20 @@
 """Variants of a run, and the runs of a comparison."""
 
 import dataclasses
+import itertools
 
+import jax
 from absl.testing import parameterized
 
 from moh_jax import config as config_lib
+from moh_jax.runtime.sharding import abstract_params
+from moh_jax.training.task import task_builder
 from moh_jax.training.variants import compared_runs, make_variant
 from tests.training import tiny
 
 _MODEL = config_lib.DiTConfig(
+  channels=1,
+  num_classes=10,
   input_size=(8, 8),
   width=32,
   num_heads=(8, 8, 4),
@@ -18,6 +24,24 @@ _MODEL = config_lib.DiTConfig(
 )
 _CONFIG = dataclasses.replace(tiny.dit_config(), model=_MODEL)
 _BOTH = ("mha", "config")
+
+
+def _grouped(structure):
+  model = dataclasses.replace(
+    tiny.LLM,
+    num_heads=(12, 12),
+    num_kv_heads=4,
+    shared_heads=(4, 4) if structure == "per_group" else (3, 3),
+    top_k=(4, 4) if structure == "per_group" else (3, 3),
+    router=config_lib.RouterConfig(structure=structure),
+  )
+  return dataclasses.replace(tiny.llm_config(), model=model)
+
+
+def _num_params(config):
+  objective = task_builder(config).make_objective(config)
+  params = abstract_params(objective.model, objective.inputs)
+  return sum(x.size for x in jax.tree.leaves(params))
 
 
 def _with_model(**fields):
@@ -42,18 +66,59 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual((model.shared_heads, model.top_k), (shared, top_k))
     self.assertEqual(model.router.two_stage, "onestage" not in name)
 
-  @parameterized.parameters(
+  def test_of_two_nearest_numbers_the_larger_one(self):
     # Halves, for which floats are a little too small: 0.58 * 25 < 14.5.
-    ("moh58", 25, 15), ("moh70", 45, 32), ("moh29", 50, 15),
-    ("moh57", 50, 29), ("moh34", 25, 9), ("moh100-shared58", 25, 15),
-  )  # fmt: skip
-  def test_of_two_nearest_numbers_the_larger_one(self, name, heads, count):
-    config = _with_model(
-      num_heads=(heads,), shared_heads=(1,), top_k=(heads - 1,)
-    )
+    for name, heads, count in (
+      *(("moh58", 25, 15), ("moh70", 45, 32), ("moh29", 50, 15)),
+      *(("moh57", 50, 29), ("moh34", 25, 9), ("moh100-shared58", 25, 15)),
+    ):
+      fields = {"num_heads": (heads,), "shared_heads": (1,)}
+      config = _with_model(top_k=(heads - 1,), **fields)
+      made = make_variant(config, name).model
+      routed = 0 if "shared" in name else made.top_k[0]
+      self.assertEqual(made.shared_heads[0] + routed, count)
+
+  @parameterized.parameters(
+    ("free", "moh50", (3, 3)),
+    ("per_group", "moh50", (4, 4)),
+    ("per_group", "moh100", (8, 4)),
+    ("whole_group", "moh50", (3, 3)),
+    ("whole_group", "moh100", (6, 6)),
+    ("per_group", "gate", (12, 0)),
+  )
+  def test_budgets_of_structures(self, structure, name, split):
+    config = _grouped(structure)
+    [budget] = set(make_variant(config, name).model.budgets())
+    self.assertEqual((budget.shared, budget.top_k), split)
+
+  def test_schedule_of_structures(self):
+    config = _grouped("per_group")
+    tune = config_lib.TuneConfig((0, 1), (8, 4))
+    config = dataclasses.replace(config, tune=tune)
+    made = make_variant(config, "moh100")
+    self.assertEqual(made.tune.top_k_values, (4, 4))
+    with self.assertRaisesRegex(ValueError, "must be multiples of 4 for model"):
+      dataclasses.replace(config, tune=config_lib.TuneConfig((0, 1), (6, 4)))
+
+  @parameterized.parameters(
+    ("dit", "mha50", (4, 4, 2), 0),
+    ("dit", "mha50-wide", (4, 4, 2), 0),
+    ("llm", "mha50", (6, 6), 3),
+    ("llm", "mha75-wide", (9, 9), 3),
+    ("llm", "mha100-wide", (12, 12), 4),
+  )
+  def test_fewer_heads(self, family, name, heads, kv_heads):
+    config = _CONFIG if family == "dit" else _grouped("per_group")
     made = make_variant(config, name).model
-    routed = 0 if "shared" in name else made.top_k[0]
-    self.assertEqual(made.shared_heads[0] + routed, count)
+    self.assertEqual((made.num_heads, made.num_kv_heads), (heads, kv_heads))
+    self.assertEqual({b.top_k for b in made.budgets()}, {0})
+    before, after = (
+      _num_params(make_variant(config, x)) for x in ("mha", name)
+    )  # fmt: skip
+    if "wide" in name:
+      self.assertAlmostEqual(after / before, 1, delta=0.005)
+    else:
+      self.assertLess(after, before)
 
   @parameterized.parameters(
     ("config", (4, 3, 2)),
@@ -62,6 +127,7 @@ class VariantsTest(parameterized.TestCase):
     ("moh100", (3, 3, 3)),
     ("moh50-shared0", (8, 6, 4)),
     ("config-shared99", (3, 2, 1)),
+    ("gate", ()),
   )
   def test_schedule_goes_from_all_heads_to_the_budget(self, name, values):
     model = dataclasses.replace(
@@ -75,8 +141,9 @@ class VariantsTest(parameterized.TestCase):
     self.assertLen(made.tune.top_k_steps, len(values))
 
   @parameterized.parameters(
-    ("moh", "must be config, mha or mohNN"),
-    ("mha-onestage", "must be config, mha or mohNN"),
+    ("moh", "must be config, mha, gate, mhaNN or mhaNN-wide"),
+    ("mha-onestage", "must be config, mha, gate, mhaNN"),
+    ("mha0", "0 % must be from 1 to 100"),
     ("moh0", "0 % must be from 1 to 100"),
     ("moh101", "101 % must be from 1 to 100"),
     ("moh50-shared100", "100 % must be from 0 to 99"),
@@ -84,10 +151,9 @@ class VariantsTest(parameterized.TestCase):
     ("config-onestage", "kind='two_stage', not 'query_no", "query_norm"),
   )
   def test_what_there_is_not_is_refused(self, name, message, kind="two_stage"):
-    config = _CONFIG
     if kind == "none":
       config = make_variant(_CONFIG, "mha")
-    elif kind != "two_stage":
+    else:
       config = _with_model(router=config_lib.RouterConfig(kind))
     with self.assertRaisesRegex(ValueError, message):
       make_variant(config, name)
@@ -106,19 +172,16 @@ class ComparedRunsTest(parameterized.TestCase):
     runs = compared_runs(config, _BOTH, f"{key}={','.join(values)}", 2)
     mha = values if baselines == 2 else [""]
     rows = [*(("mha", x) for x in mha), *(("config", x) for x in values)]
-    self.assertEqual(
-      [
-        (run.seed, run.variant, run.setting.removeprefix(f"{key}="))
-        for run in runs
-      ],
-      [(seed, *row) for seed in (5, 6) for row in rows],
-    )
+    for run, (seed, (variant, value)) in zip(
+      runs, itertools.product((5, 6), rows), strict=True
+    ):
+      setting = value and f"{key}={value}"
+      found = run.config.train.seed, run.seed, run.variant, run.setting
+      self.assertEqual(found, (seed, seed, variant, setting))
+      is_mha = run.config.model.router.kind == "none"
+      self.assertEqual(variant == "mha", is_mha)
     self.assertEqual(runs[-1].row, f"config {key}={values[-1]}")
     self.assertLen({repr(run.config) for run in runs}, len(runs))
-    for run in runs:
-      is_mha = run.config.model.router.kind == "none"
-      self.assertEqual(run.variant == "mha", is_mha)
-      self.assertEqual(run.config.train.seed, run.seed)
 
   def test_swept_sizes_keep_the_share_of_a_variant(self):
     sweep = "model.num_heads=(8,8,4),(16,12,4)"
@@ -128,14 +191,13 @@ class ComparedRunsTest(parameterized.TestCase):
       self.assertEqual([2 * count for count in active], list(heads))
 
   def test_names_are_those_of_files(self):
-    sweeps = (
-      "train.init_from=/a/b,_a_b,../x,a b,é,a\\b",
-      "optim.no_decay=*bias,?bias,('a','b'),('a,b',),(*/a,*/b),(*/a,*/c)",
-      f"train.init_from={'x' * 300},{'x' * 301}",
-    )
     names = [
       run.name
-      for sweep in sweeps
+      for sweep in (
+        "train.init_from=/a/b,_a_b,../x,a b,é,a\\b",
+        "optim.no_decay=*bias,?bias,('a','b'),('a,b',),(*/a,*/b),(*/a,*/c)",
+        f"train.init_from={'x' * 300},{'x' * 301}",
+      )
       for run in compared_runs(_CONFIG, ["config"], sweep, 1)
     ]
     self.assertLen(set(names), 6 + 6 + 2)

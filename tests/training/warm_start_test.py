@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 import tempfile
-from unittest import mock
 
 import chex
 import jax
@@ -21,7 +21,6 @@ from moh_jax.config import (
 )
 from moh_jax.convert.checkpoints import export
 from moh_jax.data import sequences
-from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
 from moh_jax.inference.restore import load_checkpoint_tokenizer
 from moh_jax.models.registry import grow_vocabulary, make_model, restack
@@ -30,7 +29,6 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
-from moh_jax.training.train import Log
 from moh_jax.training.warm_start import warm_start
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm
@@ -47,9 +45,6 @@ _OTHER_ORDER = ((1, 2, 3, 0),) * 2
 _REFUSED = (
   (tiny.dit_config, "diffusion", {"prediction": "v"},
    r"diffusion\.prediction: 'v' here, 'epsilon' there"),
-  (tiny.dit_config, "diffusion", {"schedule": "cosine"},
-   r"diffusion\.schedule: 'cosine' here, 'linear' there"),
-  (tiny.config, "model", {"window": 5}, r"model\.window: 5 here, 3 there"),
   (tiny.config, "model", {"sr_ratios": (4, 1)},
    r"model\.sr_ratios: \(4, 1\) here, \(2, 1\) there"),
   *((tiny.llm_config, "model", model, message) for model, message in (
@@ -59,8 +54,6 @@ _REFUSED = (
     ({"head_order": _OTHER_ORDER}, r"head_order: \(\(1, .* here, \(\) t"),
     ({"mlp_dim": 20},
      r"blocks0/mlp/gate/kernel \(2, 32, 24\), \(2, 32, 20\) needed"),
-    ({"qkv_bias": True},
-     r"blocks0/attn/q/bias missing, \(2, 1, 4, 8\) needed"),
     ({"tie_embeddings": True}, "does not fit .*: head/kernel not used"),
     ({"num_kv_heads": 4}, r"blocks0/attn/qkv/kernel missing"),
     ({"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)},
@@ -232,25 +225,15 @@ class RunTest(absltest.TestCase):
   def test_a_run_starts_from_another_and_is_resumed_without_it(self):
     root = pathlib.Path(self.create_tempdir().full_path)
     stored = tiny.random_params(tiny.llm_config())
-    source = str(root / "source")
-    checkpoint.save_params(source, stored, Metadata(tiny.llm_config()))
-    started, begin = [], Log.begin
-
-    def keep(log, step, state, stop):
-      started.append(jax.device_get((state.step, state.params, state.ema)))
-      return begin(log, step, state, stop)
-
-    def run(init_from, steps):
-      config = tiny.llm_config(train={"init_from": init_from, "steps": steps})
-      return tiny.train(config, root / "run")
-
-    with mock.patch.object(Log, "begin", keep):
-      run(source, 2)
-    ((step, params, ema),) = started
-    self.assertEqual(int(step), 0)
-    chex.assert_trees_all_equal(params, stored)
-    chex.assert_trees_all_equal(ema, stored)
-    self.assertEqual(int(run("/nowhere", 3).state.step), 3)
+    checkpoint.save_params(root / "source", stored, Metadata(tiny.llm_config()))
+    for init_from, steps in ((root / "source", 2), ("/nowhere", 3)):
+      config = tiny.llm_config(
+        train={"init_from": str(init_from), "steps": steps}, optim={"lr": 0.0}
+      )
+      state = jax.device_get(tiny.train(config, root / "run").state)
+      self.assertEqual(state.step, steps)
+      chex.assert_trees_all_equal(state.params, stored)
+      chex.assert_trees_all_close(state.ema, stored, rtol=1e-6)
 
 
 _TOKENIZERS = pathlib.Path(__file__).parents[1] / "data/recorded/tokenizers"
@@ -272,11 +255,10 @@ class SurvivalTest(absltest.TestCase):
     config = cls.source / "config.json"
     stops = {"eos_token_id": [340, 342]}
     config.write_text(json.dumps(json.loads(config.read_text()) | stops))
-    status, _, err = tiny_checkpoint.call(
+    tiny_checkpoint.done(
       *("convert", "--from", "llama", "--source", cls.source),
       *("--out", cls.ours),
     )
-    assert status == 0, err
 
   def _train(self, name, tokenizer, **options):
     """A run on two splits of a set made with the tokenizer."""
@@ -295,14 +277,12 @@ class SurvivalTest(absltest.TestCase):
     # The tokenizer's own file alone, without what lies beside it.
     plain, options = self.root / "plain", {"init_from": str(self.ours)}
     plain.mkdir()
-    content = (self.source / "tokenizer.json").read_bytes()
-    (plain / "tokenizer.json").write_bytes(content)
+    shutil.copy(self.source / "tokenizer.json", plain)
     kept = self._train("tuned", load_tokenizer(plain), **options)
     self.assertEqual(kept.stop_ids, (340, 342))
     self.assertFalse(kept.add_bos)
-    folder = self.root / "exported"
-    export(str(self.root / "tuned"), str(folder))
-    exported = load_tokenizer(folder)
+    export(str(self.root / "tuned"), str(self.root / "exported"))
+    exported = load_tokenizer(self.root / "exported")
     self.assertEqual(exported.stop_ids, kept.stop_ids)
     self.assertIn(_TEMPLATE, exported.files)
     # A run that is started again needs the model no more.
@@ -314,9 +294,6 @@ class SurvivalTest(absltest.TestCase):
   def test_set_carries_the_files_into_a_new_run(self):
     kept = self._train("new", load_tokenizer(self.ours))
     self.assertEqual(kept.stop_ids, (340, 342))
-    tokens = TokenSet(self.root / "new_tokens" / "train")
-    # Without a begin of text, the end stands before a document.
-    np.testing.assert_array_equal(tokens.tokens(0, 2), [342, 5])
 
   def test_another_tokenizer_takes_no_files(self):
     other = load_tokenizer(_TOKENIZERS / "llama3" / "tokenizer.json")

@@ -62,14 +62,16 @@ def suits(case: AttentionCase, *, packs: bool) -> bool:
 def form(case: AttentionCase, *, packs: bool) -> Form:
   """See `Backend.form`."""
   backend, _ = pallas_backend(case.target, case.dtype, case.head_dim)
-  per_head = int(case.queries * case.share) if packs else case.queries
+  per_head = case.queries * case.group
+  per_head = int(per_head * case.share) if packs else per_head
   sizes = block_sizes(backend, case.head_dim, case.dtype, per_head)
   return Form("kernel", packs, sizes.rows, backend=backend)
 
 
 def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  blocks = blocks_of(call.active, call.q.shape[:3], form.rows)
+  group = call.q.shape[2] // call.k.shape[2]
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows, group)
   interpret = target().platform == "cpu"
   return kernel_attention(
     call, blocks, backend=form.backend, interpret=interpret
@@ -92,9 +94,9 @@ def kernel_attention(
 
   Args:
     call: arrays, bfloat16, float16 or float32, without a bias.
-    blocks: the active pairs. The rows of a block, R, are a power of two of at
-      least 16 for "triton", 64 or 128 for "mosaic_gpu" and a multiple of 8 for
-      "mosaic_tpu".
+    blocks: the active pairs, in blocks of the key/value heads. The rows of a
+      block, R, are a power of two of at least 16 for "triton", 64 or 128 for
+      "mosaic_gpu" and a multiple of 8 for "mosaic_tpu".
     backend: of Pallas, "triton" (NVIDIA GPUs), "mosaic_gpu" (NVIDIA Hopper,
       where it is able) or "mosaic_tpu".
     sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
@@ -114,6 +116,7 @@ def kernel_attention(
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
   chex.assert_shape(blocks.row, q.shape[:3])
+  chex.assert_shape(blocks.rank, (*q.shape[:2], k.shape[2]))
   dtype = product_dtype(backend, q.shape[-1], q=q, k=k, v=v)
   if sizes is None:
     sizes = block_sizes(backend, q.shape[-1], dtype)
@@ -263,8 +266,8 @@ def block_sizes(
     backend: of Pallas, one of `BACKENDS`.
     head_dim: D, at most 256.
     dtype: dtype of the queries.
-    per_head: tokens that a head has on average (N * active heads / H): blocks
-      get smaller where these are few. None keeps the blocks as they are.
+    per_head: rows that a key/value head has on average, N * active heads / K:
+      blocks get smaller where these are few. None keeps the blocks as they are.
 
   Returns:
     Measured sizes if the file of the environment has them, else the defaults.
@@ -276,7 +279,7 @@ def block_sizes(
   sizes = measured().get(Key(backend, target().kind, head_dim, dtype.name))
   if sizes is None:
     sizes = fitting(kernels.tiles, head_dim, dtype)
-  # A head's last block is half empty on average, which costs more the fewer
+  # The last block of each is half empty on average, which costs more the fewer
   # blocks there are.
   if per_head is not None and per_head < kernels.few_rows:
     least = min(kernels.least_rows, sizes.rows)

@@ -4,13 +4,13 @@ The matrix of logits is cut into tiles of r rows and L keys. Work of the first
 two kernels (forward, gradient of the queries) is a tile of rows and a loop over
 the tiles of keys that it reads. Work of the third (gradients of keys and
 values) is a tile of keys of one key/value head and a loop over the tiles of
-rows, of all query heads of its group, that read it. Two warpgroups compute, a
-third one copies tiles ahead of them. The softmax is in base 2, which the
-hardware computes directly.
+rows, of all query heads, that read it. Two warpgroups compute, a third one
+copies tiles ahead of them. The softmax is in base 2, which the hardware
+computes directly.
 
-Shapes: B batch, N queries, M keys, H query heads, K key/value heads, G query
-heads of a key/value head, D head dim, T blocks, R rows of a block, r rows of a
-tile, L keys of a tile, P tiles of rows in all blocks, J tiles of keys.
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim, T blocks, R rows of a block, r rows of a tile, L keys of a tile, P tiles of
+rows in all blocks, J tiles of keys.
 """
 
 import functools
@@ -113,8 +113,7 @@ class RowLaunch(Launch):
     if self.run == 2:
       first, end = (blocks.first[x] * per_block for x in (head, head + 1))
       tile = jnp.where(tile < end, alternating(first, tile, end), tile)
-    kv_head = head // problem.group
-    place = kv_head // problem.kv_heads, kv_head % problem.kv_heads
+    place = head // problem.kv_heads, head % problem.kv_heads
     bounds = (x[tile] for x in keys_of_rows(problem, self.rows, self.keys))
     table = jnp.stack([tile, *place, *bounds], -1)
     return table, blocks.first[-1:] * per_block
@@ -286,7 +285,7 @@ class KeyLaunch(Launch):
   def over_tiles(
     self, work: Work, bounds: Ranges, done: Any, visit: Callable, carry: Any
   ) -> tuple[jax.Array, Any]:
-    """Loops over the tiles of rows of the query heads that read a tile of keys.
+    """Loops over the tiles of rows that read a tile of keys.
 
     Args:
       work: the tile of keys.
@@ -299,21 +298,18 @@ class KeyLaunch(Launch):
     Returns:
       The steps that are done, and the last carry.
     """
-    head = (work.batch * self.problem.kv_heads + work.head) * self.problem.group
+    head = work.batch * self.problem.kv_heads + work.head
+    own = Ranges(*(x[head, work.tile] for x in bounds))
+    offset = done - own.begin
 
-    def over_query_head(g: jax.Array, carry: tuple) -> tuple:
-      own = Ranges(*(x[head + g, work.tile] for x in bounds))
+    def one(i: jax.Array, carry: Any) -> Any:
+      whole = i >= own.whole_begin
+      if self.problem.masks_by_value:  # else the last rows see all keys
+        whole &= i < own.whole_end
+      return visit(offset + i, i, whole, carry)
 
-      def one(i: jax.Array, carry: tuple) -> tuple:
-        turn, carry = carry
-        whole = i >= own.whole_begin
-        if self.problem.masks_by_value:  # else the last rows see all keys
-          whole &= i < own.whole_end
-        return turn + 1, visit(turn, i, whole, carry)
-
-      return loop(own.begin, own.end, one, carry)
-
-    return loop(0, self.problem.group, over_query_head, (done, carry))
+    carry = loop(own.begin, own.end, one, carry)
+    return done + own.end - own.begin, carry
 
   def hidden(self, part: Part) -> Callable:
     """The function that hides a part's keys from the rows of a tile."""

@@ -28,7 +28,7 @@ class Tile:
   """How much of the attention matrix a kernel works on at a time.
 
   Attributes:
-    rows: rows of a tile: (token, head) pairs of one head.
+    rows: rows of a tile: (token, head) pairs of one key/value head.
     keys: columns of a tile: keys.
     warps: warps of a program; Triton only.
     stages: stages of the software pipeline that loads tiles; GPUs only.
@@ -231,9 +231,9 @@ class Problem(_Shapes):
     return self.blocks.row.shape[2] // self.kv_heads
 
   @property
-  def num_heads(self) -> int:
-    """Query heads of the whole batch, B * H."""
-    return len(self.blocks.first) - 1
+  def together(self) -> int:
+    """Key/value heads of the table that are one here, m; 1 on GPUs."""
+    return self.blocks.rank.shape[2] // self.kv_heads
 
   @property
   def rows(self) -> int:
@@ -297,9 +297,8 @@ class Problem(_Shapes):
     if self.visible.causal:
       last = self.blocks.token.reshape(-1) + (self.keys - self.queries)
     if segments is not None:
-      heads = self.group * self.kv_heads
       token = jnp.minimum(self.blocks.token, self.queries - 1)
-      segments = segments[self.blocks.head[:, None] // heads, token].reshape(-1)
+      segments = segments[self.blocks.batches()[:, None], token].reshape(-1)
     return last, segments
 
 
@@ -317,7 +316,7 @@ def keys_of_rows(problem: Problem, rows: int, keys: int) -> Ranges:
   # By blocks, and with M in empty rows, so that XLA makes the ranges of row
   # tiles of all sizes in one pass.
   token = problem.blocks.token
-  batch = problem.blocks.head[:, None] // (problem.group * problem.kv_heads)
+  batch = problem.blocks.batches()[:, None]
   ranges = problem.ranges(batch, jnp.minimum(token, problem.queries - 1))
   empty = (token == problem.queries).reshape(-1, rows)
   begin, whole_begin, whole_end, end = (
@@ -335,10 +334,10 @@ def keys_of_rows(problem: Problem, rows: int, keys: int) -> Ranges:
 
 
 def rows_of_keys(problem: Problem, rows: int, keys: int) -> Ranges:
-  """Ordered ranges of each key tile's loop over row tiles, [B * H, J].
+  """Ordered ranges of each key tile's loop over row tiles, [B * K, J].
 
-  Rows of a query head ascend by token, so the row tiles that read a tile of
-  keys follow one another.
+  Rows of a key/value head ascend by token, so the row tiles that read a tile of
+  keys follow one another. One head of the problem is one of the table.
 
   Args:
     problem: the call.
@@ -357,8 +356,8 @@ def rows_of_keys(problem: Problem, rows: int, keys: int) -> Ranges:
   tokens = tokens.sum(-1, dtype=jnp.int32)
   rank = problem.blocks.rank
   batch = jnp.arange(problem.batch)[None, :, None]
-  below = rank[batch, jnp.maximum(tokens - 1, 0)]  # rows of each head
-  below = jnp.where((tokens > 0)[..., None], below, 0)  # [4, B, J, H]
+  below = rank[batch, jnp.maximum(tokens - 1, 0)]  # rows of each one
+  below = jnp.where((tokens > 0)[..., None], below, 0)  # [4, B, J, K]
   count = rank[None, :, -1:]
   next_tile = pl.cdiv(below, rows)
   # The tile of the next row; after the last tile if there is no such row.
@@ -471,7 +470,8 @@ class Kernels(Protocol):
 
   Attributes:
     tiles: default `BlockSizes`, see `fitting`.
-    few_rows: heads with fewer tokens than this get blocks of half the rows,
+    few_rows: key/value heads with fewer rows than this get blocks of half the
+      rows,
     least_rows: or of so many rows.
     cuts_blocks: whether gradients cut the rows of a block into tiles.
     picks_rows: whether the forward kernel picks its rows out of [B, N, H, D]

@@ -77,18 +77,19 @@ class Tpu(Kernels):
       problem: the call, with keys [B, M, K / m, W].
       x: of the pairs.
     """
-    tokens, dim = x.shape[1], x.shape[3]
+    tokens, heads, dim = x.shape[1:]
     count = problem.head_dim // dim
     blocks = problem.blocks
-    head, token = blocks.head[:, None], blocks.token
-    index = head // count * tokens + jnp.minimum(token, tokens - 1)
+    pair = blocks.pair.reshape(blocks.token.shape)
+    inside = (pair >= 0)[..., None]
+    place, head = jnp.divmod(jnp.maximum(pair, 0), heads)
+    batch, token = jnp.divmod(place, tokens)
+    index = (batch * (heads // count) + head // count) * tokens + token
     sets = fill_lanes(x, count).swapaxes(1, 2).reshape(-1, problem.head_dim)
     rows = jnp.take(sets, index, axis=0, mode="clip")  # [T, R, W]
-    inside = (token < tokens)[..., None]
     if count > 1:
-      held = head % count
-      wanted = head // (problem.group // count) % count
-      rows = _moved(rows, (wanted - held)[..., None], problem, dim)
+      wanted = (blocks.head % count)[:, None]
+      rows = _moved(rows, (wanted - head % count)[..., None], problem, dim)
       inside = inside & in_place(wanted, count, dim)
     rows = jnp.where(inside, rows, jnp.zeros((), x.dtype))
     return rows.reshape(-1, problem.head_dim)

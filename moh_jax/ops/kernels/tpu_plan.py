@@ -496,7 +496,7 @@ def tables(
   """
   start, _, whole, end = keys_of_rows(problem, problem.rows, cut.keys)
   bounds = start, start if problem.masks_by_value else whole, end
-  first = problem.blocks.first[:: problem.group * cut.heads]
+  first = problem.blocks.first[:: problem.together * cut.heads]
   visits, count = _visits_of_rows(first, problem.num_blocks, cut.window)
   visited = (first[1:] > first[:-1])[:, None]
   chunk = jnp.zeros_like(visits[0])
@@ -523,7 +523,8 @@ def tables(
     place, places = window, pl.cdiv(problem.num_blocks, cut.window)
     if keys_first:
       place, places = unit * cut.chunks + chunk, visited.size
-    place, starts = _halves(place, count, places)
+    work = _work(visits, chunk, bounds, cut)
+    place, starts = _halves(place, work, count, places)
     window, unit, chunk, low, high = (
       jnp.pad(x, (0, 1)) for x in (window, unit, chunk, low, high)
     )
@@ -532,7 +533,7 @@ def tables(
       unit, chunk = jnp.divmod(place, cut.chunks)
     else:
       window = place
-  head = problem.blocks.head // problem.group
+  head = problem.blocks.head // problem.together
   lists = Tables(starts, window, unit, chunk, low, high, head, *bounds)
   return lists, visited
 
@@ -567,8 +568,14 @@ def _visits_of_rows(
   return [place, unit, low, high], ended[-1]
 
 
-def _chunks_seen(visits: list, bounds: tuple, cut: Cut) -> jax.Array:
-  """Which chunks the rows of each visit see, [X, chunks] bool."""
+def _tiles_seen(
+  visits: list, bounds: tuple, cut: Cut
+) -> tuple[jax.Array, jax.Array]:
+  """First tile of keys and their end for each block of a visit, [X, window].
+
+  Blocks that are not the visit's, or see no key, begin at the last tile's end
+  and end at 0.
+  """
   window, _, low, high = visits
   place = jnp.arange(cut.window)[None]
   here = (place >= low[:, None]) & (place < high[:, None])
@@ -576,16 +583,30 @@ def _chunks_seen(visits: list, bounds: tuple, cut: Cut) -> jax.Array:
   block = jnp.minimum(block, len(bounds[0]) - 1)
   start, _, end = (x[block] for x in bounds)
   here = here & (end > start)
-  start = jnp.where(here, start, cut.tiles).min(-1, keepdims=True)
-  end = jnp.where(here, end, 0).max(-1, keepdims=True)
+  return jnp.where(here, start, cut.tiles), jnp.where(here, end, 0)
+
+
+def _chunks_seen(visits: list, bounds: tuple, cut: Cut) -> jax.Array:
+  """Which chunks the rows of each visit see, [X, chunks] bool."""
+  start, end = _tiles_seen(visits, bounds, cut)
+  start = start.min(-1, keepdims=True)
+  end = end.max(-1, keepdims=True)
   chunk = jnp.arange(cut.chunks)[None]
   return (start < (chunk + 1) * cut.chunk) & (end > chunk * cut.chunk)
 
 
+def _work(visits: list, chunk: jax.Array, bounds: tuple, cut: Cut) -> jax.Array:
+  """Pairs of a block and a tile in each visit, [X] int32."""
+  start, end = _tiles_seen(visits, bounds, cut)
+  first = chunk[:, None] * cut.chunk
+  tiles = jnp.minimum(end, first + cut.chunk) - jnp.maximum(start, first)
+  return jnp.maximum(tiles, 0).sum(-1, dtype=jnp.int32)
+
+
 def _halves(
-  place: jax.Array, count: jax.Array, places: int
+  place: jax.Array, work: jax.Array, count: jax.Array, places: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Splits the visits into two nearly equal ranges, neither of them empty.
+  """Splits the visits into two ranges of nearly equal work, none of them empty.
 
   A core without a visit would write what is in its memory over what the other
   one wrote. So where all visits add to one place, an idle visit of another one
@@ -593,6 +614,7 @@ def _halves(
 
   Args:
     place: [X] what each visit adds to; visits of one place stay together.
+    work: [X] int32 work of each visit.
     count: number of visits.
     places: number of places, at least 2.
 
@@ -606,7 +628,9 @@ def _halves(
   place = jnp.pad(place, (0, 1)).at[count].set(free)
   end = count + (added_to.sum() == 1).astype(jnp.int32)
   new = (place != jnp.roll(place, 1)) & (index > 0) & (index < end)
-  far = jnp.where(new, jnp.abs(2 * index - count), 2 * len(index))
+  done = jnp.cumsum(jnp.where(index[:-1] < count, work, 0), dtype=jnp.int32)
+  done = jnp.pad(done, (1, 0))
+  far = jnp.where(new, jnp.abs(2 * done - done[-1]), 2 * done[-1] + 1)
   half = jnp.argmin(far).astype(jnp.int32)
   return place, jnp.stack([jnp.zeros_like(count), half, end])
 

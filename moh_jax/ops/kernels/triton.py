@@ -4,7 +4,7 @@ The matrix of logits is cut into tiles of r rows and L keys. A program of the
 first two kernels (forward, gradient of the queries) holds one tile's rows and
 loops over the tiles of keys. A program of the third (gradients of keys and
 values) holds the keys of one tile of one key/value head and loops over the
-tiles of rows of the query heads that read it, as many as the table has. Every
+tiles of rows that read it, of all query heads, as many as the table has. Every
 loop is split in two: tiles whose rows all see all keys skip the masks. The
 softmax is in base 2, which the hardware computes directly.
 
@@ -16,10 +16,9 @@ place, without padded copies; loads and stores beyond their ends are masked.
 JAX is going to remove Pallas' back end Triton. Without it these kernels do not
 run, and everything else does.
 
-Shapes: B batch, N queries, M keys, H query heads, K key/value heads, G query
-heads of a key/value head, D head dim, T blocks, R rows of a block, r rows of a
-tile, L keys of a tile, P tiles of rows in all blocks, J tiles of keys, W
-columns of a slice of the head dim.
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim, T blocks, R rows of a block, r rows of a tile, L keys of a tile, P tiles of
+rows in all blocks, J tiles of keys, W columns of a slice of the head dim.
 """
 
 import concurrent.futures
@@ -278,9 +277,9 @@ class Program:
     t = lax.div(index, self.tiles_per_block)
 
     def decorate(work: Callable) -> None:
-      @pl.when(t < first[self.problem.num_heads])
+      @pl.when(t < first[first.shape[0] - 1])
       def _() -> None:
-        place = self.place(lax.div(heads[t], self.problem.group))
+        place = self.place(heads[t])
         own = jax.tree.map(lambda x: x[...], masks[0])
         seen = functools.partial(self.seen, own, masks[1], place[0])
         work(index, place, functools.partial(seen, rows_axis=0))
@@ -405,20 +404,13 @@ class Program:
       The last carry.
     """
     first, bounds = table
-    group = self.problem.group
     if bounds is None:
-      begin, end = (
-        first[x * group] * self.tiles_per_block for x in (head, head + 1)
-      )
+      begin, end = (first[x] * self.tiles_per_block for x in (head, head + 1))
       return loop(begin, end, functools.partial(step, masked=False), carry)
-
-    def over_query_head(g: jax.Array, carry: Any) -> Any:
-      own = Ranges(*(x[head * group + g, j] for x in bounds))
-      if not self.problem.masks_by_value:  # the last rows see all keys
-        own = own._replace(end=own.whole_end)
-      return self._in_parts(own, step, carry)
-
-    return loop(0, group, over_query_head, carry)
+    own = Ranges(*(x[head, j] for x in bounds))
+    if not self.problem.masks_by_value:  # the last rows see all keys
+      own = own._replace(end=own.whole_end)
+    return self._in_parts(own, step, carry)
 
   def _in_parts(self, bounds: Ranges, step: Callable, carry: Any) -> Any:
     """Loops over tiles with a mask, without, and with a mask."""
@@ -468,8 +460,8 @@ class Program:
 
     Args:
       kernel: gets the table, then the inputs, the masks and the outputs. The
-        table has each block's head, each head's first block, and the loops'
-        bounds of `keys_of_rows`, None if nothing is hidden.
+        table has each block's key/value head, their first blocks, and the
+        loops' bounds of `keys_of_rows`, None if nothing is hidden.
       rows: arrays [T * R, D] or [T * R], of which a program gets its tile, or
         arguments.
       keys: keys and values.
@@ -485,7 +477,7 @@ class Program:
 
     Args:
       kernel: gets the table, then the inputs, the masks and the outputs. The
-        table has the first block of each head [B * H + 1] and the loops' bounds
+        table has the first block of each head [B * K + 1] and the loops' bounds
         of `rows_of_keys`, None if nothing is hidden.
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values.

@@ -1,0 +1,325 @@
+"""Structures of head choice against a mask by brute force, in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+
+from moh_jax.config import MeshConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig, Units
+from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.layers.router import HeadChoice
+from moh_jax.ops import attention as ops
+from moh_jax.ops.cache import Slots, make_cache
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.runtime import sharding
+from moh_jax.runtime.sharding import unbox
+
+_GROUPS, _SIZE = 4, 3
+_HEADS, _DIM, _TOKENS = _GROUPS * _SIZE, 8, 20
+_BUDGETS = {
+  "free": (4, 4),
+  "per_group": (4, 4),
+  "whole_group": (3, 3),
+}
+
+
+def _softmax(x):
+  x = np.exp(x - x.max(-1, keepdims=True))
+  return x / x.sum(-1, keepdims=True)
+
+
+def _best(scores, count):
+  """Marks the best of each row of [..., R]."""
+  order = np.argsort(-scores, axis=-1, kind="stable")
+  mask = np.zeros(scores.shape, bool)
+  np.put_along_axis(mask, order[..., :count], True, -1)
+  return mask
+
+
+def _groups_of(structure, shared):
+  """Shared and routed units, each [parts, n] of lists of heads."""
+  heads = np.arange(_HEADS)
+  if structure == "free":
+    units = heads.reshape(1, -1, 1)
+  elif structure == "per_group":
+    units = heads.reshape(_GROUPS, _SIZE, 1)
+  else:
+    units = heads.reshape(1, _GROUPS, _SIZE)
+  count = shared // (units.shape[0] * units.shape[2])
+  return units[:, :count], units[:, count:]
+
+
+def _gates(structure, router, budget, params, x, q):
+  """Gates [B, N, H], balance loss and the heads' selection, in float64."""
+  shares, routes = _groups_of(structure, budget.shared)
+  parts, size = routes.shape[0], routes.shape[2]
+  k = budget.top_k // (parts * size)
+  routed = routes.reshape(-1, size)
+  if router.kind == "two_stage":
+    logits = x @ params["routed"]
+    count = shares.reshape(-1, size).shape[0]
+    shared = np.ones((*x.shape[:2], count))
+    if "shared" in params:
+      shared = _softmax(x @ params["shared"])
+    first, second = np.moveaxis(_softmax(x @ params["group"]), -1, 0)
+  else:
+    squares = np.square(q).sum(-1)  # [B, N, H]
+    norms = np.sqrt(squares[..., routed].sum(-1))
+    logits = norms / norms.std(-1, ddof=1, keepdims=True)
+  probs = _softmax(logits)
+  by_part = logits.reshape(*logits.shape[:2], parts, -1)
+  selected = _best(by_part, k).reshape(logits.shape)
+  if router.kind == "two_stage":
+    weights = np.where(selected, probs, 0)
+    if router.gate_form == "released":
+      weights = weights / weights.sum(-1, keepdims=True) * k * parts
+      weights, shared = weights * 2, shared * 2 * count
+    weights = weights * second[..., None]
+    shared = shared * first[..., None]
+  else:
+    weights, shared = (
+      selected * 1.0,
+      np.ones((*x.shape[:2], shares[..., 0].size)),
+    )
+  gates = np.zeros((*x.shape[:2], _HEADS))
+  for values, units in ((shared, shares), (weights, routes)):
+    for i, heads in enumerate(units.reshape(-1, size)):
+      gates[..., heads] = values[..., i, None]
+  loss = (selected.mean((0, 1)) * probs.mean((0, 1))).sum()
+  if router.gate_form == "released":
+    loss *= probs.shape[-1]
+  return gates, loss
+
+
+def _layer(structure, router, **options):
+  budget = HeadBudget(_HEADS, *_BUDGETS[structure], _DIM)
+  router = dataclasses.replace(router, structure=structure)
+  return MoHAttention(budget, router, num_kv_heads=_GROUPS, **options)
+
+
+def _inputs(layer, batch=2):
+  x = jax.random.normal(jax.random.key(1), (batch, _TOKENS, 32))
+  params = unbox(layer.init(jax.random.key(2), x))
+  # Gates far from uniform.
+  return x, jax.tree.map(lambda p: p * 3, params)
+
+
+def _brute_force(layer, params, x, segments=None, token_mask=None):
+  params = jax.tree.map(lambda p: np.asarray(p, np.float64), params["params"])
+  x = np.asarray(x, np.float64)
+
+  def project(name):
+    made = params[name]
+    out = np.einsum("bnc,cphd->pbnhd", x, made["kernel"])
+    return out + made["bias"][:, None, None]
+
+  [q], (k, v) = project("q"), project("kv")
+  router = params.get("router")
+  gates, loss = _gates(
+    layer.router.structure, layer.router, layer.budget, router, x, q
+  )
+  k, v = (np.repeat(y, _SIZE, axis=2) for y in (k, v))
+  logits = np.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(_DIM)
+  sees = np.ones(logits.shape[-2:], bool)[None]
+  if layer.causal:
+    sees = np.tril(sees[0])[None]
+  if segments is not None:
+    sees = sees & (segments[:, :, None] == segments[:, None])
+  weights = _softmax(np.where(sees[:, None], logits, -np.inf))
+  heads = np.einsum("bhnm,bmhd->bnhd", weights, v) * gates[..., None]
+  out = np.einsum("bnhd,hdc->bnc", heads, params["out"]["kernel"])
+  return out + params["out"]["bias"], gates, loss
+
+
+class StructuresTest(parameterized.TestCase):
+  @parameterized.product(
+    structure=tuple(_BUDGETS),
+    router=(
+      RouterConfig(),
+      RouterConfig(gate_form="paper"),
+      RouterConfig("query_norm"),
+    ),
+    causal=(False, True),
+    implementation=("dense", "packed"),
+  )
+  def test_equals_a_mask_by_brute_force(
+    self, structure, router, causal, implementation
+  ):
+    layer = _layer(
+      structure, router, causal=causal, implementation=implementation
+    )
+    x, params = _inputs(layer)
+    segments = np.repeat([[0] * 7 + [1] * 13], 2, axis=0)
+    places = Places(segments=jnp.asarray(segments)) if causal else None
+    segments = segments if causal else None
+    out, aux = layer.apply(params, x, places=places)
+    expected, gates, loss = _brute_force(layer, params, x, segments)
+    np.testing.assert_allclose(out, expected, atol=2e-6 * abs(expected).max())
+    np.testing.assert_allclose(aux.balance_loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(aux.load, (gates > 0).mean((0, 1)), atol=1e-6)
+    active = layer.budget.active
+    np.testing.assert_array_equal((gates > 0).sum(-1), active)
+
+  @parameterized.product(
+    structure=tuple(_BUDGETS),
+    kind=("two_stage", "query_norm"),
+    implementation=("dense", "packed"),
+  )
+  def test_gradients_are_those_of_all_heads(
+    self, structure, kind, implementation
+  ):
+    layer = _layer(
+      structure, RouterConfig(kind), causal=True, implementation=implementation
+    )
+    x, params = _inputs(layer)
+    # A number of heads that programs do not know makes them compute all.
+    every = HeadChoice(top_k=jnp.int32(layer.budget.top_k))
+
+    def gradients(choice, implementation):
+      made = layer.clone(implementation=implementation)
+
+      def loss(params, x):
+        out, aux = made.apply(params, x, choice=choice)
+        return jnp.square(out).sum() + aux.balance_loss
+
+      return jax.jit(jax.grad(loss, (0, 1)))(params, x)
+
+    ours, all_heads = (
+      gradients(None, implementation), gradients(every, "dense")
+    )  # fmt: skip
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(all_heads)):
+      np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
+
+  @parameterized.product(structure=tuple(_BUDGETS), tensor=(2, 4))
+  def test_a_mesh_gives_what_one_device_gives(self, structure, tensor):
+    layer = _layer(structure, RouterConfig(), causal=True)
+    x, params = _inputs(layer)
+
+    def run(params, x):
+      def loss(params):
+        out, aux = layer.apply(params, x)
+        return jnp.square(out).sum() + aux.balance_loss, out
+
+      return jax.grad(loss, has_aux=True)(params)
+
+    gradients, out = jax.jit(run)(params, x)
+    mesh = sharding.make_mesh(
+      MeshConfig(data=2, tensor=tensor), jax.devices()[: 2 * tensor]
+    )
+    with sharding.use_mesh(mesh):
+      theirs, their_out = jax.jit(run)(params, x)
+    np.testing.assert_allclose(their_out, out, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(theirs), jax.tree.leaves(gradients)):
+      np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
+
+  @parameterized.product(
+    structure=tuple(_BUDGETS), dtype=("float32", "int8"), single=(True, False)
+  )
+  def test_a_cache_gives_what_whole_texts_give(self, structure, dtype, single):
+    layer = _layer(structure, RouterConfig("query_norm"), causal=True)
+    x, params = _inputs(layer)
+    expected, _ = layer.apply(params, x)
+    cache = make_cache(2, _GROUPS, _TOKENS + 3, _DIM, dtype)
+    split = _TOKENS - (1 if single else 4)
+    _, _, cache = layer.apply(
+      params, x[:, :split], cache, Slots(jnp.int32(2)), method="extend"
+    )
+    slots = Slots(jnp.int32(2 + split), jnp.full(2, 2))
+    out, *_ = layer.apply(params, x[:, split:], cache, slots, method="extend")
+    tolerance = 2e-6 if dtype == "float32" else 2e-2
+    error = abs(out - expected[:, split:]).max() / abs(expected).max()
+    self.assertLess(error, tolerance)
+
+  def test_one_query_head_per_group_is_free(self):
+    outs = []
+    for structure in ("free", "whole_group"):
+      router = RouterConfig(structure=structure)
+      layer = MoHAttention(HeadBudget(8, 2, 3, 8), router)
+      x, params = _inputs(layer)
+      outs.append(layer.apply(params, x))
+    jax.tree.map(np.testing.assert_array_equal, *outs)
+
+  def test_other_heads_may_be_shared(self):
+    order = (2, 5, 7, 10, 0, 1, 3, 4, 6, 8, 9, 11)
+    layer = _layer("per_group", RouterConfig("query_norm"))
+    x, params = _inputs(layer)
+    units = Units.of(layer.budget, layer.router, _GROUPS)
+    self.assertEqual(units.order(order), order)
+    _, aux = layer.apply(
+      params, x, choice=HeadChoice(order=jnp.asarray(order))
+    )  # fmt: skip
+    load = np.asarray(aux.load).reshape(_GROUPS, _SIZE)
+    np.testing.assert_array_equal(load.reshape(-1)[list(order[:4])], 1)
+    np.testing.assert_allclose(load.sum(-1), 2, rtol=1e-6)
+
+  @parameterized.parameters(
+    ("free", (5, 4, 3), (5, 4, 3, 0, 1, 2, 6, 7, 8, 9, 10, 11)),
+    ("per_group", (5, 4, 3), (0, 5, 6, 9, 1, 2, 4, 3, 7, 8, 10, 11)),
+    (
+      "whole_group",
+      (9, 10, 11, 7, 8, 6),
+      (9, 10, 11, 6, 7, 8, 0, 1, 2, 3, 4, 5),
+    ),
+  )
+  def test_the_first_heads_are_shared(self, structure, first, order):
+    rest = [head for head in range(_HEADS) if head not in first]
+    layer = _layer(structure, RouterConfig())
+    units = Units.of(layer.budget, layer.router, _GROUPS)
+    found = units.order((*first, *rest))
+    self.assertEqual(found, order)
+    self.assertEqual(units.order(found), order)
+
+  @parameterized.parameters(
+    ("per_group", (12, 3, 4), 4, "shared=3 must be a multiple of the 4 key"),
+    ("per_group", (12, 4, 6), 4, "top_k=6 must be a multiple of the 4 key"),
+    ("per_group", (12, 4, 4), None, "structure='per_group' needs several"),
+    ("whole_group", (12, 3, 4), 4, "top_k=4 must be a multiple of the 3 heads"),
+  )
+  def test_numbers_that_groups_cannot_have(self, structure, split, kv, said):
+    layer = MoHAttention(
+      HeadBudget(*split, 8), RouterConfig(structure=structure), kv
+    )
+    with self.assertRaisesRegex(ValueError, said):
+      layer.init(jax.random.key(0), jnp.zeros((1, 4, 8)))
+
+  @parameterized.parameters("per_group", "whole_group")
+  def test_top_p_and_a_number_at_run_time(self, structure):
+    layer = _layer(structure, RouterConfig())
+    x, params = _inputs(layer)
+    size = 4 if structure == "per_group" else 3
+    for k in (1, 2):
+      choice = HeadChoice(top_k=jnp.int32(k * size))
+      _, aux = layer.apply(params, x, choice=choice)
+      shared = layer.budget.shared
+      np.testing.assert_allclose(aux.load.sum(), shared + k * size, rtol=1e-6)
+    serves = dataclasses.replace(layer.router, top_p=0.6)
+    _, aux = layer.clone(router=serves).apply(params, x)
+    by_group = np.asarray(aux.load).reshape(_GROUPS, _SIZE)
+    if structure == "per_group":
+      self.assertTrue((by_group.sum(-1) > 2).all())  # some tokens take both
+      self.assertTrue((by_group.sum(-1) < 3).all())
+    else:
+      np.testing.assert_array_equal(by_group, by_group[:, :1].repeat(3, 1))
+
+
+class PickedHeadsTest(parameterized.TestCase):
+  @parameterized.parameters(False, True)
+  def test_tokens_with_fewer_and_more_heads(self, causal):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (3, 5, _HEADS, _DIM))
+    k, v = jax.random.normal(keys[1], (2, 3, 5, _GROUPS, _DIM))
+    mask = np.zeros((3, 5, _GROUPS, _SIZE), bool)
+    mask[..., 1:] = True
+    mask[0, :, :, 1] = False
+    mask[2, 3, 2, 0] = True  # a third one
+    mask = mask.reshape(3, 5, _HEADS)
+    active = ActiveHeads(jnp.asarray(mask), 2 * _GROUPS, parts=_GROUPS)
+    out = ops.attention(q, k, v, causal=causal, active=active)
+    expected = ops.attention(q, k, v, causal=causal, implementation="dense")
+    expected = np.where(mask[..., None], expected, 0)
+    np.testing.assert_allclose(out[:2], expected[:2], atol=2e-6)
+    wrong = np.isnan(np.asarray(out[2])).all((-1, -2))
+    np.testing.assert_array_equal(wrong, [False] * 3 + [True, False])
