@@ -73,7 +73,7 @@ class ExchangesTest(parameterized.TestCase):
     step, other = _plan(run, "v5e-8").exchanges
     self.assertEqual((step.gather, other.gather), ("step", "microbatch"))
     text, devices = meshes.compiled_step(run)
-    found = read_collectives(text, dict(devices.shape))
+    found = compiling.read_collectives(text, dict(devices.shape))
     ratio = step.bytes / sum(one.bytes for one in found)
     self.assertBetween(ratio, 0.95, 1.05)
     self.assertGreater(step.memory, other.memory)
@@ -95,7 +95,7 @@ class ExchangesTest(parameterized.TestCase):
     fixed = plan.exchanges[0].memory
     for limit, fewer in ((300, 4), (501, 2), (10_000, 1), (299, None)):
       limit = limit + fixed
-      found = Compiled(
+      found = compiling.Compiled(
         "c", 1.0, True, limit, fixed + 200, 100, int(fixed) + 100
       )
       plan = dataclasses.replace(plan, compiled=found)
