@@ -62,15 +62,13 @@ class TransformersTest(parameterized.TestCase):
     self.assertEmpty({(name, key) for key in wrong} - _OTHERS)
 
   @parameterized.parameters(*_CASES)
-  def test_bfloat16_and_trainer(self, name):
+  def test_routers_stay_float32_in_bfloat16(self, name):
     found = self.measured[name]
-    half, losses = found["bfloat16"], found["trainer"]
+    half = found["bfloat16"]
     self.assertTrue(np.isfinite(half["logits"]))
     self.assertEqual(half["projections"], "torch.bfloat16")
     learned = transformers_cases.model(name).router.kind == "two_stage"
     self.assertEqual(half["routers"], ["torch.float32"] * learned)
-    self.assertLen(losses, 5)
-    self.assertLess(losses[-1], losses[0] - 0.5)
 
   @parameterized.product(name=_CASES, which=("hf", "again"))
   def test_comes_back_bit_for_bit(self, name, which):
