@@ -14,13 +14,12 @@ allowed. RECORD.npz gets results of three cases, for tests without transformers:
 import json
 import pathlib
 import sys
+import tempfile
 
 import numpy as np
 import torch
 import transformers
-from transformers import (
-  AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 PROMPT = 8
 RECORDED = ("released_gates", "paper_gates", "head_order")
@@ -52,6 +51,7 @@ def measure(case: pathlib.Path) -> dict:
     }
   found["bfloat16"] = bfloat16(case / "hf", stored)
   found["again"] = again(case, stored)
+  found["trainer"] = trainer(case / "hf", stored)
   return found
 
 
@@ -84,6 +84,7 @@ def gradients(model, stored) -> dict[str, float]:
   for name, kwargs in {
     "gradients": None,
     "gradients_again": {"use_reentrant": False},
+    "gradients_again_reentrant": {"use_reentrant": True},
   }.items():
     model.train().zero_grad()
     model.gradient_checkpointing_disable()
@@ -154,6 +155,32 @@ def again(case: pathlib.Path, stored) -> float:
   model = _load(case / "again")
   with torch.no_grad():
     return _error(model(_tensor(stored["tokens"])).logits, stored["logits"])
+
+
+def trainer(folder: pathlib.Path, stored) -> list[float]:
+  """Losses of steps of transformers' Trainer, which must fall."""
+  model = _load(folder)
+  if _router(model):
+    model.config.output_router_logits = True
+  tokens = stored["tokens"].astype(np.int64)
+  rows = [{"input_ids": row, "labels": row} for row in tokens]
+  with tempfile.TemporaryDirectory() as out:
+    arguments = TrainingArguments(
+      output_dir=out,
+      max_steps=5,
+      learning_rate=1e-2,
+      lr_scheduler_type="constant",
+      per_device_train_batch_size=2,
+      gradient_checkpointing=True,
+      logging_steps=1,
+      save_strategy="no",
+      report_to=[],
+      use_cpu=True,
+      disable_tqdm=True,
+    )
+    run = Trainer(model=model, args=arguments, train_dataset=rows)
+    run.train()
+  return [row["loss"] for row in run.state.log_history if "loss" in row]
 
 
 def record(folder: pathlib.Path, path: str) -> None:
