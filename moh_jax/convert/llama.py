@@ -253,7 +253,8 @@ def _model_card(exported: Exported, *, has_code: bool) -> str:
   router = "none, all heads are active"
   if routed:
     form = model.router.gate_form
-    router = f"{model.router.kind}, gates as in the {form} form"
+    structure = model.router.structure.replace("_", " ")
+    router = f"{model.router.kind}, gates as in the {form} form, {structure}"
   header = "---\n"
   if license:
     header += f"license: {license}\n"

@@ -7,12 +7,12 @@ import shutil
 
 import jax
 import numpy as np
-from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import stored
+from tests.data.tiny_images import put
 from tests.training import tiny
 
 
@@ -126,9 +126,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     names = ("a$b_{$c", "caf\udce9", *"23456789")
     self._save(names, zeroed="routed")
     data = self.root / "data"
-    for number, name in enumerate(names[:9]):
-      (data / name).mkdir(parents=True)
-      Image.new("L", (8, 8), 20 * number).save(data / name / "0.png")
+    put(data, *(f"{name}/0.png" for name in names[:9]))
     argv = *self.run_of, "--data", data, "--maps=10"
     out, page, _, error = self._heads(*argv)
     for said in (page, error):
