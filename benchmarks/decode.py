@@ -77,7 +77,7 @@ def splits(options: DecodeOptions, _: str, length: int) -> Iterable[Split]:
   for budget in (None, *options.budgets()):
     active = None
     if budget is not None:
-      active = random_active(budget, batch, 1)
+      active = random_active(options.units(budget), batch, 1)
     yield Split(
       budget,
       evaluation=_evaluation,

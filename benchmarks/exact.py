@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from benchmarks.common import attempt, finish, make_parser
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.config.base import DTYPES
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.ops.attention import attention
 from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.dense import dense_attention
@@ -110,7 +110,9 @@ def _arrays(tokens: int, dtype: str, head_dim: int, case: str) -> tuple:
       (_HEADS, kv_heads, kv_heads, _HEADS),
     )
   )
-  active = random_active(HeadBudget(_HEADS, 2, 2, head_dim), _BATCH, tokens)
+  active = random_active(
+    Units(HeadBudget(_HEADS, 2, 2, head_dim)), _BATCH, tokens
+  )
   cotangent = jnp.where(active.mask[..., None], cotangent, 0)
   third = jnp.arange(tokens, dtype=jnp.int32) * 3 // tokens
   segments = jnp.tile(third, (_BATCH, 1)) if documents else None

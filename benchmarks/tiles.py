@@ -23,7 +23,7 @@ from benchmarks.common import attempt, finish, make_parser
 from moh_jax.cli import command
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.cli.main import report_errors
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_blocks import head_blocks
 from moh_jax.ops.kernels.attention import (
@@ -209,7 +209,7 @@ def _compiler(
   kernels = BACKENDS[backend]
   shape = workload.batch, workload.tokens, workload.heads
   budget = HeadBudget(workload.heads, 0, workload.active, workload.head_dim)
-  blocks = head_blocks(random_active(budget, *shape[:2]), rows)
+  blocks = head_blocks(random_active(Units(budget), *shape[:2]), rows)
   q, k, v, grad = (
     jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
     for key in jax.random.split(jax.random.key(0), 4)

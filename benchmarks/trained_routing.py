@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.common import finish, make_parser
 from moh_jax.cli import main as cli
 from moh_jax.cli.bench_attention import random_active
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.ops.attention import attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.runtime import checkpoint
@@ -79,7 +79,9 @@ def measure(
   pairs = list(zip(masks, budgets))
   routings = {
     "every head": [None] * len(masks),
-    "uniformly random": [random_active(b, batch, tokens) for _, b in pairs],
+    "uniformly random": [
+      random_active(Units(b), batch, tokens) for _, b in pairs
+    ],
     "trained": [ActiveHeads(mask, b.active) for mask, b in pairs],
   }
 

@@ -12,7 +12,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import command
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Dtype, Natural
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.layers import Implementation
 from moh_jax.config.parse import changed
 
@@ -39,6 +39,8 @@ class HeadOptions(command.Output):
     heads: query heads, H.
     head_dim: head dim, D.
     kv_heads: key/value heads, K; without it one per query head.
+    structure: what tokens choose among: heads, as many heads of each key/value
+      group, or whole groups.
     shared: heads that are always active; without it a quarter of them.
     batch: sequences per batch, B.
     dtype: compute dtype.
@@ -53,6 +55,7 @@ class HeadOptions(command.Output):
   heads: Count = 32
   head_dim: Count = 64
   kv_heads: Count | None = None
+  structure: Literal["free", "per_group", "whole_group"] = "free"
   shared: Natural | None = None
   batch: Count = 1
   dtype: Dtype = "float32"
@@ -96,7 +99,14 @@ class HeadOptions(command.Output):
         f"--shares {share:g} is {active} of the {self.heads} heads and must be "
         f"at least the {shared} shared ones (--shared)"
       )
-    return HeadBudget(self.heads, shared, active - shared, self.head_dim)
+    budget = HeadBudget(self.heads, shared, active - shared, self.head_dim)
+    self.units(budget)
+    return budget
+
+  def units(self, budget: HeadBudget) -> Units:
+    """What tokens choose among."""
+    router = RouterConfig(structure=self.structure)
+    return Units.of(budget, router, self.num_kv_heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.ops.attention import attention, choose_form
 from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.routing import top_k_mask
+from moh_jax.ops.routing import select_heads
 from moh_jax.ops.target import target
 from moh_jax.training.bench import (
   Program,
@@ -46,6 +47,7 @@ class Split:
     args: arrays that every form evaluates.
     expected: returns what all forms should.
     mask: [B, N, H] bool, whose outputs are defined; None is all.
+    picks: whether attention gets the queries of active heads alone.
   """
 
   budget: HeadBudget | None
@@ -53,6 +55,7 @@ class Split:
   args: Sequence[Any]
   expected: Callable[[], Any]
   mask: jax.Array | None = None
+  picks: bool = False
 
   @property
   def share(self) -> float:
@@ -115,7 +118,7 @@ def compare_forms(
         row = Row(
           *(target().kind, op, mode, length, split.share, name),
           form=form.name,
-          computed_share=split.share if form.packs else 1.0,
+          computed_share=split.share if form.packs or split.picks else 1.0,
         )
         row, program = _compiled(row, split, options.dtype)
         found.append(row)
@@ -154,12 +157,15 @@ def chosen_form(
   options: Any, mode: str, length: int, share: float, name: str
 ) -> Form:
   """The form that `attention` chooses for a benchmark's arrays."""
+  heads = options.heads
+  if options.structure == "per_group":  # attention to fewer heads, all active
+    heads, share = round(share * heads), 1.0
   case = AttentionCase(
     target=target(),
     batch=options.batch,
     queries=length,
     keys=length,
-    num_heads=options.heads,
+    num_heads=heads,
     head_dim=options.head_dim,
     share=share,
     causal="causal" in mode,
@@ -168,12 +174,16 @@ def chosen_form(
   return choose_form(name, case)
 
 
-def random_active(budget: HeadBudget, batch: int, tokens: int) -> ActiveHeads:
-  """Samples active heads [B, N, H]: each routed head is equally likely."""
+def random_active(units: Units, batch: int, tokens: int) -> ActiveHeads:
+  """Samples active heads [B, N, H]: each routed unit is equally likely."""
+  budget = units.budget
   scores = jax.random.normal(jax.random.key(3), (batch, tokens, budget.routed))
   shared = jnp.ones((batch, tokens, budget.shared), bool)
-  mask = jnp.concatenate([shared, top_k_mask(scores, budget.top_k)], axis=-1)
-  return ActiveHeads(mask, budget.active)
+  selected = select_heads(scores, scores, budget)
+  mask = jnp.concatenate([shared, selected], axis=-1)
+  mask = jnp.repeat(mask, units.size, axis=-1)
+  mask = mask[..., np.argsort(units.order())]
+  return ActiveHeads(mask, budget.active * units.size, parts=budget.parts)
 
 
 def splits(options: Any, mode: str, length: int) -> Iterable[Split]:
@@ -191,7 +201,7 @@ def splits(options: Any, mode: str, length: int) -> Iterable[Split]:
     active = mask = None
     arrays = *qkv, cotangent
     if budget is not None:
-      active = random_active(budget, batch, length)
+      active = random_active(options.units(budget), batch, length)
       mask = active.mask
       # Inactive heads have a gate of 0, so they receive no gradient.
       arrays = *qkv, jnp.where(mask[..., None], cotangent, 0)
@@ -201,6 +211,7 @@ def splits(options: Any, mode: str, length: int) -> Iterable[Split]:
       args=(*arrays, active),
       expected=functools.cache(functools.partial(reference, *arrays)),
       mask=mask,
+      picks=options.structure == "per_group",
     )
 
 

@@ -1,6 +1,7 @@
 """The sections of MoH-LLM: its network and rotary position embedding."""
 
 import dataclasses
+import math
 from typing import Annotated, Literal
 
 from moh_jax.config import base
@@ -234,19 +235,30 @@ class LLMConfig(LayerStack):
       tune.fail(
         "top_k_values", f"must be at most {least}, a layer's routed heads"
       )
+    step = self._step
+    if any(value % step for value in tune.top_k_values):
+      structure = f"model.router.structure={self.router.structure!r}"
+      tune.fail("top_k_values", f"must be multiples of {step} for {structure}")
+
+  @property
+  def _step(self) -> int:
+    """Heads that budgets of all layers count together."""
+    groups = self.layer_groups()
+    return math.lcm(*(group.units(self.router).step for group in groups))
 
   def in_run(self, run: Config) -> Config:
     """A schedule of top_k keeps its steps and ends as this model is."""
     tune = run.tune
-    if self.router.kind == "none":
+    if not self.router.selects:
       tune = TuneConfig()
     elif values := tune.top_k_values:
       # They lie between the last one and all routed heads as before.
       last, new_last = values[-1], max(self.top_k)
       room = max(1, _least_routed(run.model) - last)
       scale = (_least_routed(self) - new_last) / room
-      moved = (new_last + round((value - last) * scale) for value in values)
-      values = tuple(max(1, value) for value in moved)
+      step = self._step
+      moved = (round((value - last) * scale / step) * step for value in values)
+      values = tuple(max(step, new_last + value) for value in moved)
       tune = dataclasses.replace(tune, top_k_values=values)
     return dataclasses.replace(run, model=self, tune=tune)
 

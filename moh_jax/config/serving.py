@@ -50,9 +50,10 @@ def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
   """
   values = (top_k,) if isinstance(top_k, int) else top_k
   router = config.model.router
-  if values and router.kind == "none":
+  if values and not router.selects:
     raise ValueError(
-      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
+      f"top_k={values}: the model has no routed heads, "
+      f"model.router.kind={router.kind!r}"
     )
   if values and router.top_p:
     raise ValueError(

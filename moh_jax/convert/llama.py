@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers as hf
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.convert import llama_config, rules
 from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
 from moh_jax.data import tokenizers
@@ -76,7 +76,8 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
       *project(("k_proj", "v_proj"), "kv", kv_heads),
     ]
   attention += rules.mix_rules("o_proj", "out", heads, dim, config.out_bias)
-  attention += rules.router_rules(budget, config.router, _ROUTER_NAMES)
+  units = Units.of(budget, config.router, kv_heads)
+  attention += rules.router_rules(units.budget, config.router, _ROUTER_NAMES)
   if config.qk_norm:
     for name in ("q_norm", "k_norm"):
       attention.append(rules.one(f"{name}.weight", f"{name}/scale"))
@@ -252,7 +253,8 @@ def _model_card(exported: Exported, *, has_code: bool) -> str:
   router = "none, all heads are active"
   if routed:
     form = model.router.gate_form
-    router = f"{model.router.kind}, gates as in the {form} form"
+    structure = model.router.structure.replace("_", " ")
+    router = f"{model.router.kind}, gates as in the {form} form, {structure}"
   header = "---\n"
   if license:
     header += f"license: {license}\n"

@@ -37,7 +37,11 @@ _NUMERIC_FIELDS = (
   "model.window:",
 )
 # Those of models that choose heads; of "two_stage", or own kinds made from it.
-_ROUTING_FIELDS = ("model.router.gate_form", "model.head_order")
+_ROUTING_FIELDS = (
+  "model.router.gate_form",
+  "model.router.structure",
+  "model.head_order",
+)
 _TWO_STAGE_FIELDS = ("model.router.two_stage",)
 
 

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 from moh_jax.cli import bench_attention, run_speed
 from moh_jax.cli.bench import HeadOptions, bench_run
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.config.parse import changed
 from moh_jax.ops import attention as ops
 from tests.cli import tiny_checkpoint
@@ -54,6 +54,18 @@ class AttentionTest(tiny_checkpoint.CommandTest):
       self.assertLess(row["max_error"], 2e-6)
       for name in ("compile_seconds", "peak_bytes", "ratio_to_mha"):
         self.assertGreater(row[name], 0)
+
+  @parameterized.parameters("free", "per_group", "whole_group")
+  def test_structures_are_exact(self, structure):
+    argv = "--kv-heads=2", "--shared=2", "--structure", structure
+    more = "--heads=4", "--modes=causal_forward_backward", "--shares=50"
+    if structure == "per_group":  # 1 of 4 heads of each group is shared
+      more = *more, "--heads=8"
+    rows = self.report(*argv, *more)["rows"]
+    packed = next(x for x in rows if x["implementation"] == "packed")
+    self.assertEqual(packed["computed_share"], 0.5)
+    for row in rows:
+      self.assertLess(row["max_error"], 2e-6)
 
   def test_bfloat16_has_its_own_limits_and_idle_heads_do_not_matter(self):
     def wrong(*args, active, **options):
@@ -98,7 +110,7 @@ class HeadOptionsTest(parameterized.TestCase):
     self.assertEqual(given.budgets(), [HeadBudget(heads, *split, 64)])
 
   def test_every_token_has_its_number_of_heads(self):
-    active = bench_attention.random_active(HeadBudget(8, 2, 3, 4), 2, 5)
+    active = bench_attention.random_active(Units(HeadBudget(8, 2, 3, 4)), 2, 5)
     chex.assert_trees_all_equal(active.mask.sum(-1), jnp.full((2, 5), 5))
     self.assertTrue(active.mask[..., :2].all())
     self.assertFalse((active.mask == active.mask[:1, :1]).all())
@@ -160,10 +172,3 @@ class InputTest(tiny_checkpoint.CommandTest):
     slowest = min(("input", "to device", "step"), key=rates.get)
     self.assertStartsWith(measured["bottleneck"], slowest)
     self.assertIn(f"bottleneck: {measured['bottleneck']}", out)
-
-  def test_text_has_no_images_to_decode(self):
-    config = tiny.llm_config(data={"batch_size": 8}, mesh={"data": -1})
-    rates = run_speed.measure_input(config, 1, 1)["examples_per_second"]
-    self.assertEqual(
-      list(rates), ["read", "batch", "input", "to device", "step"]
-    )

@@ -3,11 +3,11 @@ import json
 
 import chex
 import numpy as np
-from PIL import Image
 
 from moh_jax import config as config_lib
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import CLASS_NAMES, CONFIG
+from tests.data.tiny_images import put
 from tests.evaluation import tiny_harness
 
 _TEXTS = ("It was the best of times.\n", "caf\u00e9 au lait")
@@ -20,11 +20,7 @@ class ClassifierTest(tiny_checkpoint.CommandTest):
   def _folder(self):
     """Twelve images, of the first four classes."""
     root = self.root / "plain"
-    for i, name in enumerate(CLASS_NAMES[:4]):
-      (root / name).mkdir(parents=True)
-      for j in range(3):
-        pixels = np.full((9, 9, 3), 40 * i + j, np.uint8)
-        Image.fromarray(pixels).save(root / name / f"{name}{j}.png")
+    put(root, *(f"{n}/{n}{i}.png" for n in CLASS_NAMES[:4] for i in range(3)))
     return root
 
   def test_several_top_k_are_columns_and_a_plot(self):

@@ -1,20 +1,16 @@
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from unittest import mock
 
-import numpy as np
+import chex
 from absl.testing import absltest
-from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.steps import load_config
 from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
-from tests.cli.tiny_checkpoint import CONFIG
+from tests.inference import tiny_vae
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _QUICK = (
@@ -29,10 +25,8 @@ class TrainTest(tiny_checkpoint.CommandTest):
   COMMAND = "train"
 
   def call(self, *argv):
-    values = config_lib.to_config_dict(CONFIG).to_dict()
-    file = self.root / "config.py"
-    file.write_text(f"def get_config():\n  return {values!r}\n")
-    where = "--config", file, "--workdir", self.root / "run"
+    config = tiny_checkpoint.write_config(self.root, tiny_checkpoint.CONFIG)
+    where = "--config", config, "--workdir", self.root / "run"
     return super().call(*where, *argv)
 
   def test_trains_a_checkpoint_that_evaluates_to_the_same_metrics(self):
@@ -40,9 +34,7 @@ class TrainTest(tiny_checkpoint.CommandTest):
     self.assertEqual((metrics["step"], metrics["examples"]), (2, 20))
     argv = ("--checkpoint", self.root / "run", "--json=-")
     again = json.loads(tiny_checkpoint.done("evaluate", *argv))
-    self.assertEqual(again.keys(), metrics.keys())
-    for name, value in metrics.items():
-      self.assertAlmostEqual(again[name], value, places=5, msg=name)
+    chex.assert_trees_all_close(again, metrics, atol=5e-6, rtol=0)
     out = self.done("--no-verify")
     self.assertRegex(out, r"(?m)^held-out: .*accuracy 0\.\d{4}.*, step 2$")
     self.assertIn(f"checkpoint: {self.root / 'run'}\n", out)
@@ -59,12 +51,8 @@ class OwnImagesTest(tiny_checkpoint.CommandTest):
   COMMAND = f"train --config={_ROOT / 'configs/images.py'}:finetune"
 
   def test_from_a_folder_to_a_fine_tuned_model(self):
-    root, rng = self.root, np.random.default_rng(0)
-    for name in ("cat", "gnu"):
-      (root / "images" / name).mkdir(parents=True)
-      for i in range(10):
-        pixels = rng.integers(0, 256, (9, 12, 3), np.uint8)
-        Image.fromarray(pixels).save(root / f"images/{name}/{i}.png")
+    root = self.root
+    tiny_vae.save_images(root / "images", per_class=10)
     out = self.done(
       *(f"--workdir={root / 'run'}", "--json=-"),
       *(f"--config.data.path={root / 'images'}", "--config.train.steps=2"),
@@ -72,14 +60,14 @@ class OwnImagesTest(tiny_checkpoint.CommandTest):
       *_QUICK,
     )
     metadata, step = checkpoint.read_metadata(root / "run")
-    self.assertEqual((metadata.class_names, step), (("cat", "gnu"), 2))
+    self.assertEqual((metadata.class_names, step), (("ant", "cat"), 2))
     self.assertEqual(metadata.config.model.num_classes, 2)
     metrics = json.loads(out.splitlines()[-1])
     self.assertBetween(metrics["examples"], 1, 19)
     argv = (root / "images", "--checkpoint", root / "run")
     out = tiny_checkpoint.done("classify", *argv)
     self.assertLen(out.splitlines(), 20)
-    self.assertRegex(out, "(?m)0.png: (cat|gnu) .*%, (cat|gnu) ")
+    self.assertRegex(out, "(?m)0.png: (ant|cat) .*%, (ant|cat) ")
 
 
 class HelpTest(absltest.TestCase):
@@ -92,17 +80,3 @@ class HelpTest(absltest.TestCase):
     self.assertIn("\n  --config.optim.lr=0.25  (float)\n", out)
     for section in config_lib.to_config_dict(load_config(str(spec))):
       self.assertIn(f"\n  --config.{section}.", out)
-
-  def test_script_is_the_command(self):
-    folder = self.create_tempdir().full_path
-    config = ("--config=configs/vit_digits.py", "--config.model.nope=1")
-    done = subprocess.run(
-      [sys.executable, "train.py", f"--workdir={folder}", *config],
-      cwd=_ROOT,
-      capture_output=True,
-      text=True,
-    )
-    self.assertEqual((done.returncode, done.stdout), (2, ""))
-    self.assertStartsWith(done.stderr, "error: unknown config key model.nope; ")
-    self.assertLen(done.stderr.splitlines(), 1)
-    self.assertEmpty(os.listdir(folder))

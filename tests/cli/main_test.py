@@ -156,6 +156,14 @@ class ProcessTest(parameterized.TestCase):
     for row in rows:
       self.assertRegex(row, rf"-> {lines}$")
 
+  def test_script_is_the_command(self):
+    folder = self.create_tempdir().full_path
+    argv = f"--workdir={folder}", _DIGITS, "--config.model.nope=1"
+    status, out, err = _python("train.py", *argv)
+    self.assertEqual((status, out), (2, ""))
+    self.assertRegex(err, "^error: unknown config key model.nope; .*\n$")
+    self.assertEmpty(os.listdir(folder))
+
   def test_warnings_of_libraries_do_not_reach_the_terminal(self):
     folder = self.create_tempdir()
     folder.create_file(

@@ -7,12 +7,11 @@ import json
 import pathlib
 import tempfile
 
-from absl.testing import parameterized
-
 from moh_jax import config as config_lib
 from moh_jax.cli import main
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import checkpoint
+from tests import folders
 from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny
@@ -59,6 +58,14 @@ def stored(name):
   return folder
 
 
+def write_config(folder, config, module="moh_jax"):
+  """Writes a config file that imports a module first; its path."""
+  values, file = config_lib.to_dict(config), folder / "config.py"
+  text = f"import {module}\n\ndef get_config():\n  return {values!r}\n"
+  file.write_text(text)
+  return file
+
+
 def call(*argv, main=main.main):
   """Runs a command, or another program; its exit status, stdout and stderr."""
   out, err = io.StringIO(), io.StringIO()
@@ -78,8 +85,8 @@ def done(*argv):
   return out
 
 
-class CommandTest(parameterized.TestCase):
-  """Calls a command; `root` is a new folder for its files.
+class CommandTest(folders.FolderTest):
+  """Calls a command.
 
   Attributes:
     COMMAND: the command and its first options; later ones overrule them.
@@ -88,10 +95,6 @@ class CommandTest(parameterized.TestCase):
 
   COMMAND = ""
   STORED = ""
-
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
   def call(self, *argv):
     where = ("--checkpoint", stored(self.STORED)) if self.STORED else ()

@@ -220,23 +220,19 @@ def _large(programs):
 
 
 class GlueTest(parameterized.TestCase):
-  @parameterized.parameters(("h100", 9), ("a100", 10), ("rtx4090", 9))
-  def test_few_programs_around_the_forward_kernel(self, target, most):
-    found = programs(compile_for(target, _attend, _Q, _Q, _Q, _GATES))
-    kernels = [line for line, _ in found if _TRITON in line]
-    self.assertLen(kernels, 1)
-    self.assertLessEqual(len(found) - 1, most)
-    # Queries, keys and values are read in place; the gate multiplies where rows
-    # return to their tokens.
-    self.assertLen(_large(found), 1)
-
-  @parameterized.parameters(("h100", 14), ("a100", 17), ("rtx4090", 14))
-  def test_few_programs_around_all_kernels(self, target, most):
-    arrays = _Q, _Q, _Q, _GATES, _Q
-    found = programs(compile_for(target, _with_gradients, *arrays))
-    kernels = [line for line, _ in found if _TRITON in line]
-    self.assertLen(kernels, 3)
-    self.assertLessEqual(len(found) - 3, most)
-    # One makes the rows of queries and gradients, one takes rows back; the
-    # gates and their gradients need no pass of their own.
-    self.assertLen(_large(found), 2)
+  @parameterized.parameters(
+    ("h100", 9, 14), ("a100", 10, 17), ("rtx4090", 9, 14)
+  )
+  def test_few_programs_around_the_kernels(self, target, forward, both):
+    for function, arrays, count, most in (
+      (_attend, (_Q, _Q, _Q, _GATES), 1, forward),
+      (_with_gradients, (_Q, _Q, _Q, _GATES, _Q), 3, both),
+    ):
+      found = programs(compile_for(target, function, *arrays))
+      self.assertLen([line for line, _ in found if _TRITON in line], count)
+      self.assertLessEqual(len(found) - count, most)
+      # Queries, keys and values are read in place; the gate multiplies where
+      # rows return to their tokens. Backward one program makes the rows of
+      # queries and gradients, one takes rows back; the gates and their
+      # gradients need no pass of their own.
+      self.assertLen(_large(found), 1 if count == 1 else 2)

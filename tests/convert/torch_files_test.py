@@ -183,25 +183,6 @@ class HostileTest(_Case):
     self.assertFalse(name.exists())
 
   @parameterized.parameters(
-    ((7,), (1,), 0),
-    ((2,), (1,), -1),
-    ((2,), (-1,), 1),
-    ((-2,), (1,), 0),
-    ((2**70,), (2**70,), 0),
-    ((2,), ("1",), 0),
-  )
-  def test_tensors_outside_their_storage(self, shape, strides, offset):
-    storage = torch.storage.TypedStorage(
-      wrap_storage=torch.ones(6).untyped_storage(),
-      dtype=torch.float32,
-      _internal=True,
-    )
-    where = offset, shape, strides, False, collections.OrderedDict()
-    tensor = _Call(torch._utils._rebuild_tensor_v2, storage, *where)
-    torch.save({"w": tensor}, self.path)
-    self.assert_rejected("a zip that torch does not read as data")
-
-  @parameterized.parameters(
     (lambda content: content[: len(content) // 2], "truncated or damaged zip"),
     (lambda content: b"PK\x03\x04", "truncated or damaged zip"),
     (lambda content: content.replace(b"abcd", b"abce"), "bad CRC"),
@@ -213,14 +194,11 @@ class HostileTest(_Case):
 
   @parameterized.parameters(
     ({"a.npy": b""}, zipfile.ZIP_STORED, "does not read as data"),
-    ({"n/data.pkl": b"\x80\x02}"}, zipfile.ZIP_STORED, "does not read as data"),
-    (
-      {"n/data.pkl": b"", "n/version": b"3", "n/constants.pkl": b""},
-      *(zipfile.ZIP_STORED, "torchscript"),
-    ),
+    ({"n/data.pkl": b"", "n/version": b"3", "n/constants.pkl": b""},
+     zipfile.ZIP_STORED, "torchscript"),
     ({"n/data.pkl": b"ab"}, zipfile.ZIP_DEFLATED, "records are compressed"),
     ({"n/data/0": bytes(1 << 20)}, zipfile.ZIP_DEFLATED, "unpacks to"),
-  )
+  )  # fmt: skip
   def test_other_zips(self, records, compression, found):
     with zipfile.ZipFile(self.path, "w", compression) as archive:
       for name, content in records.items():

@@ -42,6 +42,7 @@ _BASE = {
   "top_k": (2, 1, 3),
 }
 _QUERY_NORM = {"shared_heads": (3,) * 3, "top_k": (1,) * 3}
+_GROUPS = {"num_heads": (9,) * 3, "shared_heads": (3,) * 3, "top_k": (3,) * 3}
 _ORDER = ((5, 0, 3, 2, 1, 4), (1, 2, 3, 4, 5, 0), (0, 1, 2, 3, 4, 5))
 _PLAIN = {"router": RouterConfig("none"), "shared_heads": (6,) * 3}
 _PLAIN |= {"top_k": (0,) * 3}
@@ -71,6 +72,23 @@ CASES = {
     "router": RouterConfig("query_norm"),
     "qk_norm": True,
     "rope": RotaryConfig(scaling="yarn", factor=4.0, original_length=16),
+  },
+  "per_group": {**_GROUPS, "router": RouterConfig(structure="per_group")},
+  "per_group_top_p": {
+    **_GROUPS,
+    "router": RouterConfig(structure="per_group", top_p=0.7),
+    "head_order": ((8, 4, 2, 3, 1, 6, 0, 5, 7),) * 3,
+  },
+  "per_group_norms": {
+    **_GROUPS,
+    "router": RouterConfig("query_norm", structure="per_group"),
+    "head_order": ((8, 4, 2, 3, 1, 6, 0, 5, 7),) * 3,
+  },
+  "whole_group": {**_GROUPS, "router": RouterConfig(structure="whole_group")},
+  "whole_group_norms": {
+    **_GROUPS,
+    "router": RouterConfig("query_norm", structure="whole_group"),
+    "head_order": ((8, 4, 2, 3, 1, 6, 0, 5, 7),) * 3,
   },
   "no_router": {**_PLAIN, "out_bias": True},  # no architecture of transformers
   "llama": {**_PLAIN, "tie_embeddings": True},

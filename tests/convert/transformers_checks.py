@@ -19,12 +19,7 @@ import tempfile
 import numpy as np
 import torch
 import transformers
-from transformers import (
-  AutoConfig,
-  AutoModelForCausalLM,
-  Trainer,
-  TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 PROMPT = 8
 RECORDED = ("released_gates", "paper_gates", "head_order")
@@ -56,7 +51,6 @@ def measure(case: pathlib.Path) -> dict:
     }
   found["bfloat16"] = bfloat16(case / "hf", stored)
   found["again"] = again(case, stored)
-  found["drawn"] = drawn(case / "hf")
   found["trainer"] = trainer(case / "hf", stored)
   return found
 
@@ -161,17 +155,6 @@ def again(case: pathlib.Path, stored) -> float:
   model = _load(case / "again")
   with torch.no_grad():
     return _error(model(_tensor(stored["tokens"])).logits, stored["logits"])
-
-
-def drawn(folder: pathlib.Path) -> list[float]:
-  """Deviations of a new model's matrices over the config's range."""
-  config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-  model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-  return [
-    float(x.std()) / config.initializer_range
-    for x in model.parameters()
-    if x.ndim == 2
-  ]
 
 
 def trainer(folder: pathlib.Path, stored) -> list[float]:

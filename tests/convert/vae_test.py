@@ -11,10 +11,9 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.dit import LatentScaling, VAEConfig
+from moh_jax.config.dit import LatentScaling
 from moh_jax.convert import INCEPTION_FILE, VAE_FILES, rules, vae
 from moh_jax.convert.inception import (
-  abstract_inception,
   convert_inception,
   inception_rules,
   load_inception,
@@ -65,10 +64,6 @@ class NamesTest(parameterized.TestCase):
       vae.convert_vae(
         _tensors() | _tensors(old=True), _CONFIG, source="some.file"
       )
-
-  def test_public_file_has_248_tensors(self):
-    table = vae.vae_rules(VAEConfig())
-    self.assertLen({name for rule in table for name in rule.theirs}, 248)
 
 
 class LoadTest(FolderTest):
@@ -121,27 +116,22 @@ class LoadTest(FolderTest):
       self.assertIn(part, str(caught.exception))
 
   @parameterized.parameters(
-    ({"latents_mean": [1.0]}, ValueError, "latents.mean=.* must have 2 values"),
-    ({"shift_factor": "0"}, ValueError, ".*shift_factor.*must be"),
-    (
-      {"_class_name": "AsymmetricAutoencoderKL"},
-      *(NotImplementedError, "_class_name='Asymmetric"),
-    ),
-    ({"out_channels": 4}, NotImplementedError, "out_channels=4"),
-    (
-      {"up_block_types": ["AttnUpDecoderBlock2D"] * 2},
-      *(NotImplementedError, "up_block_types="),
-    ),
-    ({"block_out_channels": "48"}, ValueError, "block_out_channels='48' must"),
-    ("{", ValueError, "not valid JSON"),
-    ("{}", ValueError, "has no entry 'block_out_channels'"),
+    ({"latents_mean": [1.0]}, "latents.mean=.* must have 2 values"),
+    ({"shift_factor": "0"}, ".*shift_factor.*must be"),
+    ({"_class_name": "AsymmetricAutoencoderKL"}, "_class_name='Asymmetric"),
+    ({"out_channels": 4}, "out_channels=4"),
+    ({"up_block_types": ["AttnUpDecoderBlock2D"] * 2}, "up_block_types="),
+    ({"block_out_channels": "48"}, "block_out_channels='48' must"),
+    ("{", "not valid JSON"),
+    ("{}", "has no entry 'block_out_channels'"),
   )
-  def test_other_configs_are_refused(self, entries, error, message):
+  def test_other_configs_are_refused(self, entries, message):
     if isinstance(entries, str):
       self.config.write_text(entries)
     else:
       self._change(**entries)
-    with self.assertRaisesRegex(error, rf"config\.json: {message}"):
+    errors = ValueError, NotImplementedError
+    with self.assertRaisesRegex(errors, rf"config\.json: {message}"):
       vae.load_vae(self.folder)
 
 
@@ -206,14 +196,6 @@ class InceptionCheckpointTest(absltest.TestCase):
     cls.meta = json.loads((_CASE / "meta.json").read_text())
     stored = read_tensors(_CASE / "weights.safetensors")
     cls.tensors = regenerate(cls.meta, stored)
-
-  def test_names_are_those_of_the_public_file(self):
-    table = inception_rules(abstract_inception(InceptionV3()))
-    names = [name for rule in table for name in rule.theirs]
-    public = [entry["name"] for entry in self.meta["state_dict"]]
-    counters = [n for n in public if n.endswith("num_batches_tracked")]
-    self.assertNotEmpty(counters)
-    self.assertCountEqual(names + counters, public)
 
   def test_file_there_and_back_is_exact(self):
     file = pathlib.Path(self.create_tempdir().full_path) / "inception.st"

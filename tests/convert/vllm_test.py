@@ -32,19 +32,17 @@ class VllmTest(parameterized.TestCase):
       "vllm_checks.py", "MOH_JAX_VLLM_PYTHON", folder, *options
     )
 
-  @parameterized.parameters(*sorted({*transformers_cases.CASES} - {_UNEQUAL}))
-  def test_tokens_of_prompts_served_together_are_ours(self, name):
-    found = self._serve(name)
+  @parameterized.parameters(
+    *((name,) for name in sorted({*transformers_cases.CASES} - {_UNEQUAL})),
+    *((name, "--compile") for name in ("released_gates", "head_order")),
+  )
+  def test_tokens_of_prompts_served_together_are_ours(self, name, *options):
+    found = self._serve(name, *options)
     self.assertIsInstance(found, dict, found)
     self.assertEqual(found["equal"], [found["count"]] * 6)
-    expected = _STOCK.get(name, "TransformersForCausalLM")
-    self.assertEqual(found["class"], expected)
-
-  @parameterized.parameters("released_gates", "head_order")
-  def test_compiled_model_writes_our_tokens(self, name):
-    found = self._serve(name, "--compile")
-    self.assertIsInstance(found, dict, found)
-    self.assertEqual(found["equal"], [found["count"]] * 6)
+    if not options:
+      expected = _STOCK.get(name, "TransformersForCausalLM")
+      self.assertEqual(found["class"], expected)
 
   def test_routers_stay_float32_in_bfloat16_models(self):
     found = self._serve("released_gates", "bfloat16")

@@ -185,23 +185,6 @@ class DecodersTest(parameterized.TestCase):
         fewer = used and "progressive" not in options
         self.assertEqual(len(ours) < len(whole), fewer)
 
-  @parameterized.product(subsampling=(0, 1, 2), rows=(None, 64))
-  def test_fast_repeats_the_colours_of_subsampled_files(
-    self, subsampling, rows
-  ):
-    content = encode(photo(), quality=92, subsampling=subsampling)
-    exact = decode.decode_image(content, 3, "x", 1, rows).astype(int)
-    fast = decode.decode_image(content, 3, "x", 1, rows, fast=True)
-    difference = np.abs(fast - exact[: len(fast)])
-    if subsampling:
-      self.assertBetween(difference.mean(), 0.01, 2)
-    else:
-      self.assertEqual(difference.max(), 0)
-    # Brightness, which has all its pixels, stays.
-    weights = (0.299, 0.587, 0.114)
-    brightness = np.abs((fast - exact[: len(fast)]) @ weights)
-    self.assertLess(brightness.mean(), 0.2)
-
   @parameterized.parameters(*range(1, 9))
   def test_turned_images_are_left_to_pillow(self, orientation):
     exif = Image.Exif()

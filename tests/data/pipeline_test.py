@@ -16,27 +16,20 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, DataConfig
+from moh_jax.config import Config
 from moh_jax.data import pipeline, sources
 from moh_jax.data.pipeline import RepeatedImages
 from tests.data import tiny_sets, transforms_test
 from tests.data.folder import FolderTest
 from tests.data.image_sources_test import MODEL as _MODEL
 from tests.data.tiny_images import encode, photo
+from tests.training import tiny
 
-CONFIG = config_lib.Config(
-  model=dataclasses.replace(
-    tiny_sets.VIT, image_size=(8, 8), channels=1, num_classes=40
-  ),
-  data=config_lib.DataConfig(
-    batch_size=4,
-    augment="shift",
-    mean=(0.5,),
-    std=(0.5,),
-    num_threads=2,
-    prefetch=2,
-  ),
-  eval=config_lib.EvalConfig(batch_size=4),
+_FEW = {"num_threads": 2, "prefetch": 2, "mean": (0.5,), "std": (0.5,)}
+CONFIG = tiny.config(
+  model={"num_classes": 40},
+  data={"batch_size": 4, **_FEW},
+  eval={"batch_size": 4},
 )
 
 
@@ -83,21 +76,17 @@ class TrainBatchesTest(parameterized.TestCase):
 
 def _print_digests(workers, count):
   """Of batches from 0 and from 3 on: those of an uninterrupted stream."""
-  data = DataConfig(
-    source="digits",
-    batch_size=4,
-    augment="crop_flip",
-    auto_augment="rand-m9-mstd0.5-inc1",
-    color_jitter=0.3,
-    random_erasing=0.5,
-    repeats=3,
-    mean=(0.3,),
-    std=(0.37,),
-    workers=workers,
-    num_threads=1,
+  config = tiny.config(
+    data={
+      "batch_size": 4,
+      "augment": "crop_flip",
+      "auto_augment": "rand-m9-mstd0.5-inc1",
+      "color_jitter": 0.3,
+      "random_erasing": 0.5,
+      "repeats": 3,
+      "workers": workers,
+    }
   )
-  model = dataclasses.replace(CONFIG.model, num_classes=10)
-  config = dataclasses.replace(CONFIG, model=model, data=data)
   source = sources.make_source(config, "train")
   stream = tiny_sets.train_stream(config, source, (2, 3))
   for start in (0, 3):
@@ -218,14 +207,6 @@ class RepeatedImagesTest(parameterized.TestCase):
     self.assertEqual(lengths[1_281_167], 1251 * 1024)
     for size, length in lengths.items():
       self.assertLen(RepeatedImages(_images(size), 3), length)
-
-  @parameterized.parameters(2, 3, 5)
-  def test_order_is_the_shuffled_one_of_each_epoch(self, copies):
-    images = _images(300)
-    repeated = RepeatedImages(images, copies)
-    for index in (0, 1, 2, 100, 255, 256, 300, 511, 512, 5 * 256 + 7):
-      epoch, place = divmod(index, 256)
-      self.assertEqual(repeated[index], images[epoch * 300 + place // copies])
 
   def test_threads_read_an_image_once_for_its_copies(self):
     # Four threads read four images at a time, or the barrier breaks.

@@ -4,13 +4,6 @@ import dataclasses
 
 import numpy as np
 
-from moh_jax.config import (
-  Config,
-  DataConfig,
-  DiffusionConfig,
-  EvalConfig,
-  SampleConfig,
-)
 from moh_jax.data import image_shards, pipeline
 from moh_jax.data.shard_writer import ShardSetWriter
 from tests.training import tiny
@@ -58,26 +51,14 @@ def dit_config(
 ):
   """A diffusion model of images or of the latents above."""
   halves = (0.5,) * (1 if space == "latent" else channels)
-  return Config(
-    model=dataclasses.replace(
-      tiny.DIT,
-      input_size=input_size,
-      channels=channels,
-      num_classes=len(CLASSES),
-    ),
-    data=DataConfig(
-      source=source,
-      path=str(path),
-      batch_size=4,
-      mean=halves,
-      std=halves,
-      num_threads=2,
-      prefetch=2,
-      **data,
-    ),
-    eval=EvalConfig(batch_size=4),
-    diffusion=DiffusionConfig(space=space, latent_scale=0.5),
-    sample=SampleConfig(),
+  usual = {"batch_size": 4, "mean": halves, "std": halves}
+  usual |= {"num_threads": 2, "prefetch": 2}
+  sizes = {"input_size": input_size, "channels": channels}
+  return tiny.dit_config(
+    model=sizes | {"num_classes": len(CLASSES)},
+    data={"source": source, "path": str(path), **usual, **data},
+    eval={"batch_size": 4},
+    diffusion={"space": space, "latent_scale": 0.5},
   )
 
 

@@ -1,5 +1,7 @@
 """A tokenizer.json of 26 words of two letters, "aA" to "zZ"."""
 
+import functools
+import io
 import string
 
 import tokenizers as hf
@@ -25,3 +27,21 @@ def tokenizer(extra=(), spaced=False):
     made.decoder = hf.decoders.Metaspace()
   made.add_special_tokens([BEGIN, END, *extra])
   return JsonTokenizer(made.to_str().encode())
+
+
+@functools.cache
+def sentencepiece_model() -> bytes:
+  """A SentencePiece model of English and Python."""
+  import sentencepiece
+
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(["def head(x): return x", "the heads of a layer"]),
+    model_writer=model,
+    vocab_size=300,
+    model_type="bpe",
+    byte_fallback=True,
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
+  return model.getvalue()

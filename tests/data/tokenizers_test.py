@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import io
 import itertools
 import json
 import pathlib
@@ -54,26 +53,11 @@ def _metaspace(scheme):
   return tokenizers.JsonTokenizer(trained.to_str().encode())
 
 
-@functools.cache
-def _sentencepiece_model():
-  import sentencepiece
-
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(_CORPUS),
-    model_writer=model,
-    vocab_size=300,
-    model_type="bpe",
-    byte_fallback=True,
-    hard_vocab_limit=False,
-    minloglevel=2,
-  )
-  return model.getvalue()
-
-
 def _sentencepiece(**files):
   named = {f"{name}.json": json.dumps(v).encode() for name, v in files.items()}
-  return tokenizers.SentencePieceTokenizer(_sentencepiece_model(), named)
+  return tokenizers.SentencePieceTokenizer(
+    tiny_words.sentencepiece_model(), named
+  )
 
 
 class RoundTripTest(parameterized.TestCase):

@@ -171,7 +171,6 @@ class HarnessModelTest(parameterized.TestCase):
 
 class GenerationOptionsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({"num_beams": 1}, {}),
     ({"temperature": 0.7}, {"temperature": 0.7}),
     ({"do_sample": False, "temperature": 0.7}, {}),
     ({"do_sample": True}, {"temperature": 1.0}),
@@ -181,7 +180,6 @@ class GenerationOptionsTest(parameterized.TestCase):
       {"stop": ("a",), "max_new_tokens": 9},
     ),
     ({"until": "ab", "top_k": 5}, {"stop": ("ab",), "top_k": 5}),
-    ({"max_tokens": 9}, {"max_new_tokens": 9}),
     ({"max_gen_toks": 3, "top_p": 0.5}, {"max_new_tokens": 3, "top_p": 0.5}),
   )
   def test_options_have_our_names(self, given, expected):

@@ -4,6 +4,7 @@ import functools
 import math
 import types
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -43,14 +44,9 @@ class MeanMetricsTest(parameterized.TestCase):
   def test_are_means_over_the_examples_in_any_batches(self, size, filler):
     batches = _value_batches(size, filler=filler)
     found = mean_metrics(_step, 2.0, batches)
-    expected = {
-      "value": 2 * _VALUES.mean(),
-      "square": 4 * np.square(_VALUES).mean(),
-      "examples": 7,
-    }
-    self.assertEqual(found.keys(), expected.keys())
-    for name, value in expected.items():
-      self.assertAlmostEqual(found[name], value, places=4, msg=name)
+    mean, square = _VALUES.mean(), np.square(_VALUES).mean()
+    expected = {"value": 2 * mean, "square": 4 * square, "examples": 7}
+    chex.assert_trees_all_close(found, expected, atol=5e-5, rtol=0)
     self.assertIsInstance(found["examples"], int)
     self.assertIsInstance(found["value"], float)
 
@@ -193,9 +189,7 @@ class DenoisingTest(parameterized.TestCase):
   )
   def test_batches_order_and_padding_change_no_figure(self, how):
     ours, theirs = _denoised(batches=_batches(**how)), _denoised()
-    self.assertEqual(ours.keys(), theirs.keys())
-    for name, value in ours.items():
-      np.testing.assert_allclose(value, theirs[name], rtol=2e-6, err_msg=name)
+    chex.assert_trees_all_close(ours, theirs, rtol=2e-6)
     self.assertEqual(ours["examples"], _EXAMPLES)
     self.assertEqual(ours["activated_share"], 0.75)
 

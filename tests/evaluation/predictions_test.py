@@ -2,6 +2,7 @@
 
 import types
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -59,9 +60,7 @@ class ScoresTest(parameterized.TestCase):
       "examples": 21,
     }
     ours = predictions.scores(found)
-    self.assertEqual(ours.keys(), expected.keys())
-    for name, value in expected.items():
-      self.assertAlmostEqual(ours[name], value, places=5, msg=name)
+    chex.assert_trees_all_close(ours, expected, atol=5e-6, rtol=0)
 
   @parameterized.product(classes=(2, 4, 5, 8), place=(0, 1, slice(None)))
   def test_model_that_gives_nan_scores_nothing(self, classes, place):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -79,10 +80,8 @@ class SimilarityTest(parameterized.TestCase):
     # Devices that share heads compute them in another order.
     one, eight = _measured(), _measured(data=4, tensor=2)
     for name in ("patterns", "features"):
-      for layer, values in getattr(one, name).items():
-        np.testing.assert_allclose(
-          values, getattr(eight, name)[layer], atol=1e-5
-        )
+      ours, theirs = getattr(one, name), getattr(eight, name)
+      chex.assert_trees_all_close(ours, theirs, atol=1e-5)
 
   def test_mean_is_over_pairs_of_different_heads(self):
     cosines = np.array([[1, 0.5, 0], [0.5, 1, 0.1], [0, 0.1, 1]])

@@ -38,11 +38,8 @@ class OwnFamilyTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    cls.workdir, file = folder / "run", folder / "patch.py"
-    file.write_text(
-      "import tests.families.patch_family\n\n\n"
-      f"def get_config():\n  return {config_lib.to_dict(_config())!r}\n"
-    )
+    cls.workdir, module = folder / "run", "tests.families.patch_family"
+    file = tiny_checkpoint.write_config(folder, _config(), module)
     train = ("train", f"--config={file}", f"--workdir={cls.workdir}")
     done(*train, "--config.train.steps=30")
     done(*train, "--json", folder / "metrics.json")

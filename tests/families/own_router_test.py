@@ -15,7 +15,6 @@ from flax import traverse_util
 
 import moh_jax
 from docs.examples import my_router  # registers "sigmoid"
-from moh_jax import config as config_lib
 from moh_jax.config import registry
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import done
@@ -40,11 +39,10 @@ class OwnRouterTest(parameterized.TestCase):
 
   def test_works_with_the_commands(self, family="llm"):
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-    (folder / "own.py").write_text(
-      "import docs.examples.my_router\n\n\n"
-      f"def get_config():\n  return {config_lib.to_dict(_config(family))!r}\n"
+    file = tiny_checkpoint.write_config(
+      folder, _config(family), "docs.examples.my_router"
     )
-    config, workdir = f"--config={folder / 'own.py'}", folder / "run"
+    config, workdir = f"--config={file}", folder / "run"
     for steps in (2, 4):  # from the start, and on from a checkpoint
       last = f"--config.train.steps={steps}"
       done("train", config, f"--workdir={workdir}", last)

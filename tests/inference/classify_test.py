@@ -104,13 +104,6 @@ class ClassifyTest(FolderTest):
     with self.assertRaisesRegex(FileNotFoundError, "nope.png"):
       broken.predict([good, str(self.root / "nope.png")])
 
-  @parameterized.product(channels=(1, 3), shape=((8, 8), (8, 8, 1), (8, 8, 3)))
-  def test_arrays_are_taken_as_pictures(self, channels, shape):
-    pixels = np.resize(_RGB, shape)
-    picture = Image.fromarray(pixels[..., 0] if shape[-1] == 1 else pixels)
-    first, second = _restored(channels=channels).predict([pixels, picture])
-    self.assertEqual(first, second)
-
   def test_can_be_pickled_after_its_use(self):
     restored = _restored()
     (expected,) = restored.predict([_RGB])

@@ -106,9 +106,7 @@ class SamplerTest(parameterized.TestCase):
     ({"strength": 0.5}, "strength=0.5 is of `start`"),
     ({"start": np.zeros((1, 8, 8, 1)), "strength": 0.0}, "strength=0.0 must"),
     ({"labels": (3, 10)}, r"label 10 must be in \[0, 9\]"),
-    ({"labels": (-1,)}, r"label -1 must be in \[0, 9\]"),
     ({"seed": -1}, r"seed=-1 must be in \[0, 2147483647\]"),
-    ({"seed": 2**31}, "seed=2147483648 must be in"),
     (tiny.config(), r"family 'vit'; `sample` needs 'dit'"),
     (
       tiny.dit_config(data={"source": "fake"}, diffusion={"space": "latent"}),
@@ -186,17 +184,6 @@ class NpzTest(FolderTest):
       self._run(**options)
     self.assertFalse(self.out.exists())
 
-  def _failing(self, name, error):
-    """Fails the first replacement of a file of that name."""
-    replace, left = os.replace, [error]
-
-    def fail(source, target):
-      if left and pathlib.Path(target).name == name:
-        raise left.pop()
-      replace(source, target)
-
-    return mock.patch.object(os, "replace", fail)
-
   def _assert_whole(self, *others):
     with np.load(self.out, allow_pickle=False) as stored:
       self.assertEqual(stored.files, ["arr_0", "arr_1"])
@@ -217,28 +204,6 @@ class NpzTest(FolderTest):
     self.assertEqual(self._run(), 0)
     self.assertEqual(self.sampled, list(_STARTS))
     self.assertEqual(self.out.read_bytes(), written)
-
-  @parameterized.parameters(range(6))
-  def test_killed_while_the_parts_are_removed_keeps_the_file(self, removed):
-    # Four parts, the settings and the folder.
-    left, removals = [removed], []
-    for name in ("unlink", "rmdir"):
-      call = getattr(os, name)
-
-      def remove(path, *args, call=call, **options):
-        if "images.npz.parts" in str(path) and str(path)[-4:] != ".tmp":
-          removals.append(path)
-          if len(removals) > left[0]:
-            raise KeyboardInterrupt
-        call(path, *args, **options)
-
-      self.enterContext(mock.patch.object(os, name, remove))
-    with self.assertRaises(KeyboardInterrupt):
-      self._run()
-    self.assertTrue(self.out.exists())
-    left[0] = 100
-    self.assertEqual(self._run(), 0)
-    self._assert_whole()
 
   def test_other_files_among_the_parts_stay(self):
     self.parts.mkdir()
@@ -276,18 +241,19 @@ class NpzTest(FolderTest):
       with self.assertRaisesRegex(ValueError, f"11 images.*{text}"):
         sample_lib.check_size(config, 11, out)
 
-  @parameterized.product(
-    name=("000000016.npy", "images.npz"),
-    error=(KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")),
-  )
-  def test_failure_keeps_whole_parts_and_continues(self, name, error):
-    message = ""
-    if isinstance(error, OSError):
-      message = f"{name} cannot be written: .*No space left.* make space"
-    with self._failing(name, error):
-      with self.assertRaisesRegex(type(error), message):
+  @parameterized.parameters(("000000016.npy", 2), ("images.npz", 4))
+  def test_full_disk_keeps_whole_parts_and_is_continued(self, name, whole):
+    replace = os.replace
+
+    def fail(source, target):
+      if pathlib.Path(target).name == name:
+        raise OSError(errno.ENOSPC, "No space left")
+      replace(source, target)
+
+    message = f"{name} cannot be written: .*No space left.* make space"
+    with mock.patch.object(os, "replace", fail):
+      with self.assertRaisesRegex(OSError, message):
         self._run()
-    whole = 2 if name == "000000016.npy" else 4
     expected = {f"{start:09d}.npy" for start in _STARTS[:whole]}
     names = {path.name for path in self.parts.iterdir()}
     self.assertEqual(names, expected | {"settings.json"})
@@ -297,11 +263,6 @@ class NpzTest(FolderTest):
 
   @parameterized.parameters(
     ({"settings": {**_SETTINGS, "seed": 1}}, "seed: 1 here, 0 there"),
-    (
-      {"settings": {"seed": 0, "tuple": [1, 2]}},
-      "checkpoint: None here, 'here' there",
-    ),
-    ({"settings": {**_SETTINGS, "cfg": (0, 9)}}, r"cfg: \[0, 9\] here, None"),
     ({"num": 30}, "num: 30 here, 29 there"),
     ({"size": 16}, "batch_size: 16 here, 8 there"),
   )

@@ -258,7 +258,11 @@ class StructuresTest(parameterized.TestCase):
   @parameterized.parameters(
     ("free", (5, 4, 3), (5, 4, 3, 0, 1, 2, 6, 7, 8, 9, 10, 11)),
     ("per_group", (5, 4, 3), (0, 5, 6, 9, 1, 2, 4, 3, 7, 8, 10, 11)),
-    ("whole_group", (9, 10, 11, 7), (9, 10, 11, 6, 7, 8, 0, 1, 2, 3, 4, 5)),
+    (
+      "whole_group",
+      (9, 10, 11, 7, 8, 6),
+      (9, 10, 11, 6, 7, 8, 0, 1, 2, 3, 4, 5),
+    ),
   )
   def test_the_first_heads_are_shared(self, structure, first, order):
     rest = [head for head in range(_HEADS) if head not in first]

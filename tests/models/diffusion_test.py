@@ -93,14 +93,10 @@ class ProcessTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("1", [0]),
-    ("2", [0, 19]),
     (4, [0, 6, 13, 19]),
-    ("ddim5", [0, 4, 8, 12, 16]),
     ("ddim7", [0, 3, 6, 9, 12, 15, 18]),
     ("2,3", [0, 9, 10, 14, 19]),
-    ("1,1,1", [0, 7, 14]),
     (" 2, 1", [0, 9, 10]),
-    ("20", list(range(20))),
     ("ddim20", list(range(20))),
   )
   def test_keeps_these_of_twenty(self, spacing, expected):

@@ -75,20 +75,6 @@ class LLMTest(parameterized.TestCase):
         spread = 4 / np.sqrt(leaf.size)
         np.testing.assert_allclose(leaf.std(), 0.02, rtol=spread, err_msg=name)
 
-  def test_parameters_name_their_logical_axes(self):
-    init = functools.partial(init_params, LLM(small.CONFIG), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    boxed = jax.eval_shape(init, [tokens])
-    block = boxed["blocks0"]
-    for leaf, *names in (
-      (boxed["embed"]["embedding"], "vocab", "embed"),
-      (boxed["head"]["kernel"], "embed", "vocab"),
-      (block["attn"]["q"]["kernel"], "layers", "embed", None, "heads",
-       "head_dim"),
-      (block["mlp"]["down"]["kernel"], "layers", "mlp", "embed"),
-    ):  # fmt: skip
-      self.assertSequenceEqual(leaf.names, names)
-
   def test_order_of_heads_is_as_if_the_weights_of_each_layer_were_moved(self):
     order = ((3, 0, 1, 2), (1, 2, 3, 0), (2, 3, 0, 1))
     layers = {"num_heads": (4,) * 3, "shared_heads": (1,) * 3}

@@ -157,22 +157,6 @@ class DiTTest(parameterized.TestCase):
     np.testing.assert_allclose(same, plain, rtol=1e-3, atol=1e-4)
     self.assertGreater(float(jnp.abs(between - plain).max()), 1e-3)
 
-  @parameterized.parameters(((1, 6), 1, True), ((9, 3), 3, False))
-  def test_sides_may_be_any_multiples_of_the_patch(self, size, patch, learns):
-    config = dataclasses.replace(
-      small.DIT, input_size=size, patch_size=patch, learn_sigma=learns
-    )
-    out, _ = jax.eval_shape(
-      DiT(config).apply, small.random_variables(config), *small.inputs(config)
-    )
-    chex.assert_shape(out, (small.B, *size, 6 if learns else 3))
-
-  @parameterized.parameters((0.1, 6), (0.0, 5))
-  def test_label_dropout_adds_a_row_for_no_label(self, rate, rows):
-    config = dataclasses.replace(small.DIT, label_dropout=rate)
-    params = small.random_variables(config)["params"]
-    chex.assert_shape(params["embed"]["label"]["embedding"], (rows, 8))
-
   def test_places_are_those_of_rows_and_columns(self):
     x, *others = small.inputs(small.DIT)
     _, recorded = small.record(small.DIT, 0 * x, *others)
@@ -184,13 +168,7 @@ class DiTTest(parameterized.TestCase):
   def test_tokens_go_row_by_row_and_within_rows_columns_channels(self):
     x = np.arange(4 * 6 * 3.0).reshape(1, 4, 6, 3)
     tokens = np.asarray(patchify(jnp.asarray(x), 2))
-    for row, column in np.ndindex(2, 3):
-      rows, columns = (
-        slice(2 * row, 2 * row + 2),
-        slice(2 * column, 2 * column + 2),
-      )
-      expected = x[0, rows, columns].ravel()
-      np.testing.assert_array_equal(tokens[0, row * 3 + column], expected)
+    np.testing.assert_array_equal(tokens[0, 5], x[0, 2:4, 4:6].ravel())
     back = unpatchify(jnp.asarray(tokens), (2, 3), 2)
     np.testing.assert_array_equal(back, x)
 
@@ -223,7 +201,6 @@ class DiTInitializationTest(parameterized.TestCase):
     ("blocks0/attn/qkv/kernel", 64, 3 * 128),
     ("blocks0/attn/out/kernel", 128, 64),
     ("blocks0/attn/router/routed", 64, 3),
-    ("blocks0/mlp/up/kernel", 64, 256),
     ("blocks0/mlp/down/kernel", 256, 64),
     ("patch/kernel", 2 * 2 * 4, 64),
   )

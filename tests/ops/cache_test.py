@@ -98,26 +98,23 @@ def _slots(new, seen, first=(0, 0)):
 
 
 class CachedAttentionTest(parameterized.TestCase):
-  @parameterized.parameters((2, 1, 8), (6, 3, 3), (6, 1, 3))
-  def test_equals_dense_attention_to_what_is_slots(self, heads, new, seen):
-    cache, k, v = filled()
-    q = vectors(new, heads)
+  @parameterized.parameters(
+    *((case, "float32", jnp.float32)
+      for case in ((2, 1, 8), (6, 3, 3), (6, 1, 3))),
+    *itertools.product(
+      ((4, 2, M),), ("bfloat16", "int8"), (jnp.float32, jnp.bfloat16)
+    ),
+  )  # fmt: skip
+  def test_equals_dense_attention_to_what_is_stored(self, case, dtype, q_dtype):
+    (heads, new, seen), (cache, *_) = case, filled(dtype)
+    q = vectors(new, heads, dtype=q_dtype)
+    k, v = (jnp.asarray(stored(cache, name)[:, :seen]) for name in "kv")
     out = _attend(q, cache, _slots(new, seen))
-    expected = _dense(q, k[:, :seen], v[:, :seen], causal=True)
     chex.assert_shape(out, q.shape)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-  @parameterized.product(
-    dtype=("bfloat16", "int8"), q_dtype=(jnp.float32, jnp.bfloat16)
-  )
-  def test_equals_dense_attention_to_what_is_stored(self, dtype, q_dtype):
-    cache, *_ = filled(dtype)
-    q = vectors(2, 4, dtype=q_dtype)
-    k, v = (jnp.asarray(stored(cache, name)) for name in "kv")
-    out = _attend(q, cache, _slots(2, M))
     chex.assert_type(out, q_dtype)
     expected = _dense(q.astype(jnp.float32), k, v, causal=True)
-    atol = 3e-6 if q_dtype == jnp.float32 else 0.05
+    atol = 2e-6 if dtype == "float32" else 3e-6
+    atol = atol if q_dtype == jnp.float32 else 0.05
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=atol)
 
   @parameterized.parameters(*DTYPES)

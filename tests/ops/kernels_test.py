@@ -241,11 +241,6 @@ _CUTS = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _visit_tables(case, cut, keys_first):
-  return tpu_plan.tables(case.problem(), cut, keys_first=keys_first)
-
-
 def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
   """The visits of every core, one after another."""
   names = "window", "unit", "chunk", "low", "high"
@@ -253,27 +248,6 @@ def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
   visits = [dict(zip(names, map(int, x))) for x in zip(*columns)]
   first = np.asarray(lists.first)
   return [visits[a:b] for a, b in itertools.pairwise(first)]
-
-
-class VisitsTest(parameterized.TestCase):
-  def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
-    case = _tpu_case(queries=16, keys=64, kv_heads=4)
-    mask = np.zeros((2, 16, 4), bool)
-    mask[0, :, 1] = mask[1, :, 2] = True
-    table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), _ROWS)
-    problem = dataclasses.replace(case.problem(), blocks=table)
-    plan = tpu_plan.Plan(problem, 16, keys_first=False)
-    lists, _ = jax.jit(
-      lambda: tpu_plan.tables(problem, plan.cut, keys_first=False)
-    )()
-    index = plan.keys_or_values(jnp.zeros(problem.k_shape)).spec.index_map
-    places = [
-      tuple(map(int, index(0, step, *lists)))
-      for step in range(int(lists.first[-1]))
-    ]
-    fetched = [place for place, _ in itertools.groupby(places)]
-    self.assertLen(set(fetched), len(fetched))
-    self.assertEqual({place[0] for place in fetched}, {1, 6})
 
 
 class PlanTest(parameterized.TestCase):

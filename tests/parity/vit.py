@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from moh_jax.config import ViTConfig
@@ -14,7 +13,7 @@ from moh_jax.config.heads import RouterConfig
 from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
-from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
+from moh_jax.ops.position import RelativeCoordinates
 from tests.parity.case import (
   Case,
   apply,
@@ -56,7 +55,6 @@ def attention(case: Case) -> dict[str, Any]:
 def classifier(case: Case) -> dict[str, Any]:
   """Results of a whole classifier: stages, logits, gates, losses, gradients."""
   config = _model_config(case.hyper)
-  _check_coordinates(config, case)
   model, table = ViT(config), model_rules(config)
   images = case.images("images")
   params = case.load(model, table, images)
@@ -134,25 +132,3 @@ def _model_config(hyper: Mapping[str, Any]) -> ViTConfig:
     router=RouterConfig("two_stage" if "shared_head" in hyper else "none"),
     qkv_bias=hyper.get("qkv_bias", False),
   )
-
-
-def _check_coordinates(config: ViTConfig, case: Case) -> None:
-  """Compares our relative coordinates with the recorded tables, pair by pair.
-
-  Raises:
-    ValueError: they differ by more than a rounding.
-  """
-  for index, shape in enumerate(config.stage_shapes()):
-    name = f"relative_coords_table{index + 1}"
-    if name not in case.arrays:
-      continue
-    ours = relative_coordinates(
-      shape.grid, shape.pool_grid or shape.grid, shape.pretrain_grid
-    )
-    pairs = case.arrays[f"relative_pos_index{index + 1}"]
-    recorded = case.arrays[name][pairs]
-    error = np.abs(ours.table[ours.index].reshape(recorded.shape) - recorded)
-    if error.max() > 1e-6:
-      raise ValueError(
-        f"{name}: coordinates differ by {error.max():.1e}, at most 1e-6 allowed"
-      )

@@ -79,9 +79,8 @@ class PeersTest(absltest.TestCase):
         time.sleep(0.02)
         if beat == 34:
           self.assertFalse(left.is_set())
-    self.assertRegex(
-      logs.output[0], "process 2 is late: it is at step 7 for .* at step 8"
-    )
+    (line,) = logs.output
+    self.assertRegex(line, "process 2 is late: it is at step 7 for .* step 8")
     self.assertTrue(left.is_set())
     self.assertRegex(
       said.call_args_list[0].args[0],

@@ -34,8 +34,7 @@ class PublishedPeakTest(parameterized.TestCase):
   def test_is_that_of_the_kind(self):
     for kind, expected in {
       "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
-      "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-PCIE-40GB": 312e12,
-      "A100-SXM-80GB": 312e12, "NVIDIA H100 96GB HBM3": 989e12,
+      "NVIDIA A100-SXM4-40GB": 312e12, "A100-SXM-80GB": 312e12,
       "NVIDIA H200": 989e12, "NVIDIA H200 NVL": 835e12,
       "NVIDIA GeForce RTX 4090": 165.2e12, "TPU v5 lite": 197e12,
       "TPU v5": 459e12, "TPU v5p": 459e12, "TPU v6 lite": 918e12,
@@ -85,14 +84,6 @@ class TrainFlopsTest(parameterized.TestCase):
     self.assertEqual(found["products"], 3 * tokens * (products + idle))
     computed = heads * 4 * (length if name == "dense" else seen) * keys
     self.assertEqual(found["attention"], 3 * tokens * computed)
-
-  def test_follow_the_batch_and_the_heads_not_the_form(self):
-    one = _flops(tiny.DIT)
-    self.assertEqual(_flops(tiny.DIT, 3), 3 * one)
-    more = dataclasses.replace(tiny.DIT, top_k=(1, 2))
-    self.assertGreater(_flops(more), one)
-    dense = dataclasses.replace(tiny.DIT, attention_impl="dense")
-    self.assertEqual(_flops(dense), one)
 
 
 def _traced(run):

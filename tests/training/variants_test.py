@@ -91,6 +91,15 @@ class VariantsTest(parameterized.TestCase):
     [budget] = set(make_variant(config, name).model.budgets())
     self.assertEqual((budget.shared, budget.top_k), split)
 
+  def test_schedule_of_structures(self):
+    config = _grouped("per_group")
+    tune = config_lib.TuneConfig((0, 1), (8, 4))
+    config = dataclasses.replace(config, tune=tune)
+    made = make_variant(config, "moh100")
+    self.assertEqual(made.tune.top_k_values, (4, 4))
+    with self.assertRaisesRegex(ValueError, "must be multiples of 4 for model"):
+      dataclasses.replace(config, tune=config_lib.TuneConfig((0, 1), (6, 4)))
+
   @parameterized.parameters(
     ("dit", "mha50", (4, 4, 2), 0),
     ("dit", "mha50-wide", (4, 4, 2), 0),
@@ -118,6 +127,7 @@ class VariantsTest(parameterized.TestCase):
     ("moh100", (3, 3, 3)),
     ("moh50-shared0", (8, 6, 4)),
     ("config-shared99", (3, 2, 1)),
+    ("gate", ()),
   )
   def test_schedule_goes_from_all_heads_to_the_budget(self, name, values):
     model = dataclasses.replace(

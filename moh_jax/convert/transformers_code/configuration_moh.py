@@ -13,14 +13,17 @@ class MoHLlamaConfig(LlamaConfig):
       "two_stage": whether the weights of the two groups of heads are learned,
       "straight_through": "selected" or "all",
       "top_p": where above 0, tokens select heads until their scores add up to
-      it, in place of `selected_heads`}.
+      it, in place of `selected_heads`,
+      "structure": "free", "per_group" (as many heads of each key/value group)
+      or "whole_group" (key/value groups with all of their heads)}.
     shared_heads: for each layer the number of heads that are always on.
     selected_heads: for each layer the number of the other heads that each
       token selects; positive numbers may be lowered after training.
     heads_per_layer: for each layer its number of heads; None is
       `num_attention_heads` in each.
     head_order: for each layer its heads in the order in which the first are
-      shared; None is their own order.
+      shared ("per_group": the first of each group; "whole_group": the first
+      groups, by the mean place of their heads); None is their own order.
     qkv_bias: biases of the query, key and value projections.
     out_bias: bias of the attention's output projection.
     qk_norm: RMSNorm over `head_dim` of queries and keys, before RoPE.
@@ -56,6 +59,7 @@ class MoHLlamaConfig(LlamaConfig):
       "two_stage": True,
       "straight_through": "selected",
       "top_p": 0.0,
+      "structure": "free",
       **(router or {}),
     }
     self.shared_heads = shared_heads

@@ -62,10 +62,19 @@ class MoHRouter(nn.Module):
   def __init__(self, config: MoHLlamaConfig, layer_idx: int):
     super().__init__()
     self.options = config.router
-    heads, self.num_shared, self.num_selected = config.heads(layer_idx)
-    self.num_routed = heads - self.num_shared
+    heads, shared, selected = config.heads(layer_idx)
+    groups, structure = config.num_key_value_heads, self.options["structure"]
+    # Heads of what tokens choose among, and parts of each of which they choose
+    # as many.
+    self.unit = heads // groups if structure == "whole_group" else 1
+    self.parts = groups if structure == "per_group" else 1
+    self.num_shared = shared // self.unit
+    self.num_selected = selected // self.unit
+    self.num_routed = heads // self.unit - self.num_shared
     order = (config.head_order or {layer_idx: None})[layer_idx]
-    self.order = list(order) if order else None
+    if order or self.parts > 1:
+      order = self._order(list(order or range(heads)), shared)
+    self.order = order
     # From the order of sharing to the heads' own.
     self.own = order and sorted(range(heads), key=self.order.__getitem__)
     self.indices = {}  # (device, order) -> tensor
@@ -92,9 +101,23 @@ class MoHRouter(nn.Module):
     """
     found = self._by_norm(query) if self.by_norm else self._two_stage(x)
     gates, *scores = found
+    gates = gates.repeat_interleave(self.unit, -1)
     if self.order:
       gates = self._reordered(gates, "own")
     return gates, tuple(scores) if self.num_selected else None
+
+  def _order(self, heads: list[int], shared: int) -> list[int]:
+    """The shared heads, then the others, both part by part, units together."""
+    if self.unit > 1:
+      places = {}
+      for place, head in enumerate(heads):
+        group = head // self.unit
+        places[group] = places.get(group, 0) + place
+      heads.sort(key=lambda head: (places[head // self.unit], head))
+    size, first = len(heads) // self.parts, shared // self.parts
+    parts = [[x for x in heads if x // size == i] for i in range(self.parts)]
+    lists = [x[:first] for x in parts] + [x[first:] for x in parts]
+    return [head for part in lists for head in part]
 
   def _reordered(self, values: torch.Tensor, order: str) -> torch.Tensor:
     """Heads in the order "order" or "own".
@@ -136,20 +159,27 @@ class MoHRouter(nn.Module):
   ) -> torch.Tensor:
     """Marks each token's best heads; of equal ones the first, unlike topk."""
     top_p = self.options["top_p"] if self.num_selected else 0.0
+    shape = scores.shape
+    scores, probs = (x.unflatten(-1, (self.parts, -1)) for x in (scores, probs))
+    if self.parts > 1:
+      total = probs.sum(-1, keepdim=True)
+      probs = torch.where(total > 0, probs / total, 1 / probs.shape[-1])
     best, order = (probs if top_p else scores).sort(
       dim=-1, descending=True, stable=True
     )
-    kept = torch.arange(self.num_routed, device=order.device)
-    kept = (kept < self.num_selected).expand_as(order)
+    kept = torch.arange(order.shape[-1], device=order.device)
+    kept = (kept < self.num_selected // self.parts).expand_as(order)
     if top_p:  # the better ones have less than top_p together
       kept = (best.cumsum(-1) - best < top_p) | (top_p == 1)
-    return torch.zeros_like(kept).scatter(-1, order, kept)
+    return torch.zeros_like(kept).scatter(-1, order, kept).view(shape)
 
   def _by_norm(self, query: torch.Tensor) -> tuple[torch.Tensor, ...]:
     squares = query.float().square().sum(-1)
     norms = squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
     if self.order:
       norms = self._reordered(norms, "order")
+    if self.unit > 1:
+      norms = norms.unflatten(-1, (-1, self.unit)).square().sum(-1).sqrt()
     shared = torch.ones_like(norms[..., : self.num_shared])
     norms = norms[..., self.num_shared :]
     if not self.num_selected:
