@@ -152,7 +152,7 @@ def _own_rows(part: Part) -> pl.Slice:
 
 def _forward_kernel(
   part: Part, tiles: tuple, others: tuple, outputs: tuple
-) -> jax.Array:
+) -> tuple[jax.Array, Callable]:
   launch, (out_ref, sum_ref) = part.launch, outputs
   keys, values = part.rings
   q, span = part.own(tiles[0]), _own_rows(part)
@@ -186,18 +186,21 @@ def _forward_kernel(
   pl.when(part.consumer == 1)(part.switch)
   done, (acc, highest, total) = part.over_tiles(step, start)
   pl.when(part.consumer == 0)(part.switch)  # as many switches for both
-  sees_keys = total > 0
-  total = jnp.where(sees_keys, total, 1.0)
-  _store(acc * row(1 / total, acc.shape), q, out_ref.at[span])
-  shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.exponent_scale
-  sum_ref[span] = shift + jnp.log(total) * LOG2_E
-  _wait_until_read()
-  return done
+
+  def store() -> None:
+    sees_keys = total > 0
+    norm = jnp.where(sees_keys, total, 1.0)
+    _store(acc * row(1 / norm, acc.shape), q, out_ref.at[span])
+    shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.exponent_scale
+    sum_ref[span] = shift + jnp.log(norm) * LOG2_E
+    _wait_until_read()
+
+  return done, store
 
 
 def _query_gradient_kernel(
   part: Part, tiles: tuple, others: tuple, outputs: tuple
-) -> jax.Array:
+) -> tuple[jax.Array, Callable]:
   launch, span = part.launch, _own_rows(part)
   (out_ref, sums_ref), (dq_ref, inner_ref) = others, outputs
   keys, values = part.rings
@@ -222,9 +225,12 @@ def _query_gradient_kernel(
     return dq
 
   done, dq = part.over_tiles(step, launch.full(0.0, launch.problem.head_dim))
-  _store(dq * launch.problem.scale, q, dq_ref.at[span])
-  _wait_until_read()
-  return done
+
+  def store() -> None:
+    _store(dq * launch.problem.scale, q, dq_ref.at[span])
+    _wait_until_read()
+
+  return done, store
 
 
 class KeyLaunch(Launch):
@@ -290,7 +296,7 @@ class KeyLaunch(Launch):
 
 def _key_gradients_kernel(
   part: Part, tiles: tuple, others: tuple, outputs: tuple
-) -> jax.Array:
+) -> tuple[jax.Array, Callable]:
   launch, [row_ring] = part.launch, part.rings
   scale, dim = launch.problem.scale, launch.problem.head_dim
   k, v = map(part.own, tiles)
@@ -336,24 +342,20 @@ def _key_gradients_kernel(
     return x.at[part.work.batch, pl.ds(first, PART), part.work.head]
 
   zeros, (dk_place, dv_place) = launch.full(0.0, dim), map(place, outputs)
-  if launch.shares_keys:
-    done, total = part.over_tiles(step, zeros)
-    part.switch()  # the other one may still read the keys
+  start = zeros if launch.shares_keys else (zeros, zeros)
+  done, sums = part.over_tiles(step, start)
 
-    @pl.when(part.consumer == 0)
-    def _() -> None:
-      _store(total * scale, k, dk_place)
+  def store() -> None:
+    if launch.shares_keys:
+      part.switch()  # the other one may still read the keys
+      pl.when(part.consumer == 0)(lambda: _store(sums * scale, k, dk_place))
+      pl.when(part.consumer == 1)(lambda: _store(sums, v, dv_place))
+    else:
+      _store(sums[0] * scale, k, dk_place)
+      _store(sums[1], v, dv_place)
+    _wait_until_read()
 
-    @pl.when(part.consumer == 1)
-    def _() -> None:
-      _store(total, v, dv_place)
-
-  else:
-    done, (dk, dv) = part.over_tiles(step, (zeros, zeros))
-    _store(dk * scale, k, dk_place)
-    _store(dv, v, dv_place)
-  _wait_until_read()
-  return done
+  return done, store
 
 
 def _store(values: jax.Array, tile: Any, place: Any) -> None:

@@ -383,8 +383,9 @@ class Launch:
     Args:
       table: reference to all work, [pieces, 7] int32.
       used: reference to the number of pieces, [1]; None is all.
-      step: (m, work, done) -> done for the m-th of its pieces, where done is
-        the number of steps that are done in the rings of a loop.
+      step: (m, work, done) -> (done, finish) for the m-th of its pieces, where
+        done is the number of steps that are done in the rings of a loop, and
+        `finish` is called afterwards.
     """
     pieces = table.shape[0] if used is None else used[0]
     program = lax.axis_index("program") * self.run
@@ -393,12 +394,21 @@ class Launch:
     count = lax.div(left, stride) * self.run
     count += jnp.minimum(lax.rem(left, stride), self.run)
 
-    def one(m: jax.Array, done: jax.Array) -> jax.Array:
+    def load(m: jax.Array) -> Work:
       place = program + lax.div(m, self.run) * stride + lax.rem(m, self.run)
-      numbers = (table[place, i] for i in range(table.shape[1]))
-      return step(m, Work(*numbers), done)
+      place = jnp.minimum(place, table.shape[0] - 1)
+      return Work(*(table[place, i] for i in range(table.shape[1])))
 
-    loop(0, count, one, jnp.int32(0))
+    def one(m: jax.Array, carry: tuple) -> tuple:
+      work, done = carry
+      done, finish = step(m, work, done)
+      # Read here, so that the next piece does not wait for global memory; not
+      # before the step, whose loop needs all registers.
+      work = load(m + 1)
+      finish()
+      return work, done
+
+    loop(0, count, one, (load(jnp.int32(0)), jnp.int32(0)))
 
   def _ring(self, slots: int, arrays: Arrays) -> tuple:
     """Types of the arguments of `Ring`; one copy fills each buffer of a slot.
@@ -443,7 +453,8 @@ class Launch:
     Args:
       kernel: called by each consumer for each piece of work with a `Part`,
         references to the tiles that the piece holds, the other arrays and the
-        outputs; it returns the steps that are done in the rings.
+        outputs; it returns the steps that are done in the rings, and a function
+        that stores the results.
       pieces: all work [pieces, 7] int32, a `Work` per row; and how much of it
         is used, [1], or None for all.
       held: rows, or keys and values, of which a piece holds one tile.
@@ -468,13 +479,17 @@ class Launch:
       tiles, *rings = (Ring(*x) for x in buffers)
       group = lax.axis_index("warpgroup")
 
-      def compute(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
+      def compute(m: jax.Array, work: Work, done: jax.Array) -> tuple:
         part = Part(self, work, group, done, masks, rings, barrier)
-        done = kernel(part, tiles.take(m), others, outputs)
-        tiles.release(m)
-        return done
+        done, store = kernel(part, tiles.take(m), others, outputs)
 
-      def copy(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
+        def finish() -> None:
+          store()
+          tiles.release(m)
+
+        return done, finish
+
+      def copy(m: jax.Array, work: Work, done: jax.Array) -> tuple:
         tiles.fill(m, *(self._tile(x, work, work.tile) for x in held))
 
         def copy_tile(turn: Any, i: Any, carry: tuple) -> tuple:
@@ -482,7 +497,7 @@ class Launch:
             ring.fill(turn, *(self._tile(x, work, i) for x in xs))
           return carry
 
-        return self.over_tiles(work, done, copy_tile, ())[0]
+        return self.over_tiles(work, done, copy_tile, ())[0], lambda: None
 
       @pl.when(group < self.consumers)
       def _() -> None:
