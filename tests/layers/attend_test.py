@@ -6,14 +6,12 @@ import itertools
 import math
 from unittest import mock
 
-import chex
 import flax.linen as nn
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest, parameterized
-from jax.sharding import PartitionSpec
+from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -21,7 +19,6 @@ from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import head_layout
 from moh_jax.ops.attention_forms import Visible
@@ -31,7 +28,7 @@ from moh_jax.ops.head_layout import place_heads
 from moh_jax.ops.position import rotate, rotation
 from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding
-from moh_jax.runtime.sharding import resolve_spec, unbox
+from moh_jax.runtime.sharding import unbox
 from moh_jax.training.compiling import read_collectives
 from tests.training import tiny
 
@@ -289,63 +286,3 @@ class TpuRotateTest(parameterized.TestCase):
     got, want = (np.asarray(x, np.float32) for x in (got, want))
     exact = dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=1e-6 if exact else 2e-2)
-
-
-_SIZES = {"data": 2, "fsdp": 2, "tensor": 4, "sequence": 1}
-_RULES = (
-  ("batch", ("data", "fsdp")),
-  ("embed", "fsdp"),
-  ("heads", "tensor"),
-  ("mlp", ("tensor",)),
-  ("tokens", "sequence"),
-  ("layers", None),
-)
-
-
-class ResolveSpecTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (("batch", None, "heads"), (8, 5, 4), (("data", "fsdp"), None, "tensor")),
-    (("embed", "mlp"), (6, 12), ("fsdp", "tensor")),
-    (("layers", "embed"), (4, 8), (None, "fsdp")),
-    ((), (), ()),
-    (("heads",), (6,), (None,)),  # four devices do not divide six
-    (("heads", "mlp"), (8, 8), ("tensor", None)),  # an axis is used once
-    (("heads", "mlp"), (3, 8), (None, "tensor")),
-    (("embed", "batch"), (8, 8), (None, ("data", "fsdp"))),  # the first rule
-    (("batch",), (6,), ("data",)),  # of several axes the first that divide
-    (("batch",), (3,), (None,)),
-    (("tokens",), (8,), (None,)),  # an axis of one device
-  )
-  def test_maps_each_dimension(self, names, shape, expected):
-    spec = resolve_spec(names, shape, _SIZES, _RULES)
-    self.assertEqual(tuple(spec), expected)
-
-  @parameterized.parameters(
-    (("batch", "head"), r"'head' .*'batch', 'embed'"), (("batch",), "zip")
-  )
-  def test_unknown_names_and_other_ranks_raise(self, names, message):
-    with self.assertRaisesRegex(ValueError, message):
-      resolve_spec(names, (8, 4), _SIZES, _RULES)
-
-
-class ConstrainTest(absltest.TestCase):
-  def _mesh(self):
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return jax.sharding.Mesh(devices, ("data", "tensor"))
-
-  def test_is_the_identity_without_a_mesh_or_rules(self):
-    x = jnp.ones((4, 3))
-    with nn.logical_axis_rules((("batch", "data"),)):
-      self.assertIs(constrain(x, "batch", None), x)
-    with jax.set_mesh(self._mesh()):
-      self.assertIs(constrain(x, "batch", None), x)
-
-  def test_shards_by_the_rules_under_a_mesh(self):
-    rules = (("batch", "data"), ("heads", "tensor"))
-    x = jnp.arange(24.0).reshape(4, 3, 2)
-    with jax.set_mesh(self._mesh()), nn.logical_axis_rules(rules):
-      out = jax.jit(lambda x: 2 * constrain(x, "batch", "heads", None))(x)
-    # Three heads do not divide over two devices.
-    expected = jax.sharding.NamedSharding(self._mesh(), PartitionSpec("data"))
-    self.assertTrue(out.sharding.is_equivalent_to(expected, out.ndim))
-    chex.assert_trees_all_equal(np.asarray(out), 2 * np.asarray(x))
