@@ -10,9 +10,9 @@ import tempfile
 
 import numpy as np
 from absl.testing import parameterized
-from PIL import Image
 
 from tests.cli import tiny_checkpoint
+from tests.data.tiny_images import put
 from tests.inference import tiny_vae
 
 # Commands, options that are added to them, and what is said of these.
@@ -22,7 +22,6 @@ _REFUSED = {
     "attention --shares 90": "heads: a multiple of 3.125",
     "attention --shares nan": "--shares[0]='nan' must be of type float",
     "attention --shares 0": "--shares 0 must be a whole number",
-    "attention --shares 150": "--shares 150 must be",
     "attention --shares 25 --shared 9": "is 8 of the 32 heads and must",
     "attention --shared 33": "--shared=33 must be in [0, 32]",
     "attention --kv-heads 3": "--kv-heads=3 must divide --heads 32",
@@ -67,7 +66,6 @@ _REFUSED = {
   },
   "evaluate --checkpoint": {
     "{dit} --per-class {here}/x.csv": "needs 'vit'",
-    "{text} --data /nope/*.txt": "/nope/*.txt: no such file",
   },
   "evaluate --checkpoint {text} --data {here}/one.txt": {
     "--top-k=1 --top-k=2 --plot={here}/x.svg": "must be of a data set",
@@ -77,7 +75,6 @@ _REFUSED = {
     "--batch-size 9": "--batch-size=9 must be a multiple of 8",
     "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
-    "--reference {here}/one.npz --metrics fid": "at least 2",
     "--save-stats {here}": "is a directory",
     "--inception no.pth": "pt_inception-2015-12-05-6726825d",
     "": "no --inception was given; ",
@@ -156,11 +153,9 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     (here / "empty").mkdir()
     tiny_vae.save_images(here / "images")
     tiny_vae.save(here / "vae")
-    pixels = np.random.RandomState(0).randint(0, 256, (5, 8, 8, 3), np.uint8)
-    Image.fromarray(pixels[0]).save(here / "good.png")
-    (here / "cut.png").write_bytes((here / "good.png").read_bytes()[:60])
-    np.savez(here / "samples.npz", pixels)
-    np.savez(here / "one.npz", pixels[:1])
+    (good,) = put(here, "good.png", size=(8, 8))
+    (here / "cut.png").write_bytes(good.read_bytes()[:60])
+    np.savez(here / "samples.npz", np.zeros((5, 8, 8, 3), np.uint8))
     stats = {"mu": np.zeros(2048), "sigma": np.eye(2048)}
     np.savez(here / "stats.npz", **stats)
     for name, text in (

@@ -7,12 +7,11 @@ import json
 import pathlib
 import tempfile
 
-from absl.testing import parameterized
-
 from moh_jax import config as config_lib
 from moh_jax.cli import main
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import checkpoint
+from tests import folders
 from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny
@@ -86,8 +85,8 @@ def done(*argv):
   return out
 
 
-class CommandTest(parameterized.TestCase):
-  """Calls a command; `root` is a new folder for its files.
+class CommandTest(folders.FolderTest):
+  """Calls a command.
 
   Attributes:
     COMMAND: the command and its first options; later ones overrule them.
@@ -96,10 +95,6 @@ class CommandTest(parameterized.TestCase):
 
   COMMAND = ""
   STORED = ""
-
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
   def call(self, *argv):
     where = ("--checkpoint", stored(self.STORED)) if self.STORED else ()

@@ -8,6 +8,7 @@ from absl.testing import parameterized
 
 from moh_jax.evaluation import fid
 from moh_jax.evaluation.fid import Gaussian, moments
+from tests import folders
 
 _RECORDED = (
   pathlib.Path(__file__).parents[1] / "goldens/fid_metrics/adm_reference.npz"
@@ -159,10 +160,10 @@ class PrecisionRecallTest(parameterized.TestCase):
       fid.knn_radii(np.full((9, 4), np.nan))
 
 
-class StatisticsFilesTest(parameterized.TestCase):
+class StatisticsFilesTest(folders.FolderTest):
   def setUp(self):
     super().setUp()
-    self.file = pathlib.Path(self.create_tempdir().full_path) / "stats.npz"
+    self.file = self.root / "stats.npz"
 
   def _read(self):
     return fid.read_statistics(self.file, *_DIMS)

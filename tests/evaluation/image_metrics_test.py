@@ -1,6 +1,5 @@
 """Sets of images, and their features from a small stand-in for the network."""
 
-import pathlib
 import re
 
 import numpy as np
@@ -10,6 +9,7 @@ from PIL import ExifTags, Image
 from moh_jax.evaluation import fid, image_metrics
 from moh_jax.evaluation.image_metrics import open_images
 from moh_jax.models.inception import Features
+from tests import folders
 
 _IMAGES = np.random.RandomState(0).randint(0, 256, (7, 6, 5, 3), np.uint8)
 _COUNT = 53
@@ -20,10 +20,9 @@ def _read(images, batch_size=3):
   return np.concatenate(list(images.batches(batch_size)))
 
 
-class ImageSetTest(parameterized.TestCase):
+class ImageSetTest(folders.FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.create_tempdir().full_path)
     self.file = self.root / "images.npz"
 
   def _refused(self, pattern, path=None, error=ValueError):

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import pathlib
 import re
 
 import numpy as np
@@ -20,6 +19,7 @@ from moh_jax.evaluation.head_stats import (
   Layer,
   RoutingMaps,
 )
+from tests import folders
 from tests.training import tiny
 
 # A formula that is none, and a name with bytes that are not UTF-8.
@@ -74,7 +74,7 @@ class PicturesTest(absltest.TestCase):
       self.assertEqual(colors, pictures.head_colors(3)[:2])
 
 
-class SamplesTest(absltest.TestCase):
+class SamplesTest(folders.FolderTest):
   def _samples(self, stats, config=None, **options):
     config = config or tiny.llm_config()
     return report.samples(config, {}, None, stats, None, None, **options)
@@ -94,14 +94,13 @@ class SamplesTest(absltest.TestCase):
     self.assertIn("<pre>7 8 9 0 </pre>", self._samples(stats))
 
   def test_a_large_preview_of_the_run_becomes_smaller(self):
-    run = pathlib.Path(self.create_tempdir().full_path)
-    self.assertIsNone(report.run_preview(str(run), 3))
-    (run / "samples").mkdir()
+    self.assertIsNone(report.run_preview(str(self.root), 3))
+    (self.root / "samples").mkdir()
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, (1024, 1024, 3), np.uint8)
-    Image.fromarray(noise).save(run / "samples" / "00000003.png")
-    (run / "samples" / "00000004.png").write_text("of a later step")
-    preview = report.run_preview(str(run), 3)
+    Image.fromarray(noise).save(self.root / "samples" / "00000003.png")
+    (self.root / "samples" / "00000004.png").write_text("of a later step")
+    preview = report.run_preview(str(self.root), 3)
     page = self._samples(_stats(), tiny.dit_config(), preview=preview)
     self.assertIn("samples of the run", page)
     self.assertLess(len(page), 600_000)
@@ -110,11 +109,10 @@ class SamplesTest(absltest.TestCase):
     self.assertEqual(picture.size, (256, 256))
 
 
-class RunMetricsTest(absltest.TestCase):
+class RunMetricsTest(folders.FolderTest):
   def _read(self, lines, last):
-    folder = pathlib.Path(self.create_tempdir().full_path)
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
-    return report.read_run_metrics(str(folder), last=last)
+    (self.root / "metrics.jsonl").write_text("\n".join(lines))
+    return report.read_run_metrics(str(self.root), last=last)
 
   def test_rows_that_are_no_metrics_are_left_out(self):
     rows = [

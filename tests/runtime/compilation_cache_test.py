@@ -1,16 +1,14 @@
 """Compiled programs on disk: kept, used again, damaged, and where."""
 
 import os
-import pathlib
 import subprocess
 import sys
-import tempfile
 from unittest import mock
 
 import jax
-from absl.testing import absltest
 
 from moh_jax.runtime import compilation_cache
+from tests import folders
 
 # Prints a result and how many programs came from the cache. Then the programs
 # of two runs follow, which sys.argv may name the folders of, and the limit.
@@ -32,11 +30,7 @@ print(jax.config.jax_compilation_cache_max_size)
 """
 
 
-class CompilationCacheTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class CompilationCacheTest(folders.FolderTest):
   def _run(self, folder, *argv):
     """The result, programs from the cache, the limit, and what was said."""
     environment = {

@@ -1,13 +1,12 @@
 import json
 import os
-import pathlib
-import tempfile
 
 import msgspec
 from absl.testing import parameterized
 
 from moh_jax.runtime import json_files
 from moh_jax.runtime.files import check_regular, check_writable, inside
+from tests import folders
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,30 +57,25 @@ class ParseTest(parameterized.TestCase):
     self.assertEqual(json_files.plain({"a": (1, (2,))}), {"a": [1, [2]]})
 
 
-class PathTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    root = self.enterContext(tempfile.TemporaryDirectory())
-    self.folder = pathlib.Path(root)
-
+class PathTest(folders.FolderTest):
   def test_pipe_is_refused_and_not_waited_for(self):
-    pipe = self.folder / "pipe"
+    pipe = self.root / "pipe"
     os.mkfifo(pipe)
     with self.assertRaisesRegex(ValueError, "is a pipe"):
       json_files.read_json(pipe)
     with self.assertRaisesRegex(ValueError, "is a folder"):
-      check_regular(self.folder)
+      check_regular(self.root)
     with self.assertRaisesRegex(FileNotFoundError, "none: no such file"):
-      check_regular(self.folder / "none")
+      check_regular(self.root / "none")
 
   @parameterized.parameters("", "..", "../x", "a/../../x", "/etc", "\0")
   def test_names_that_leave_the_folder(self, name):
     with self.assertRaisesRegex(ValueError, "must be a name inside"):
-      inside(self.folder, name, "--split")
-    self.assertEqual(inside(self.folder, "a/b", "x"), self.folder / "a/b")
+      inside(self.root, name, "--split")
+    self.assertEqual(inside(self.root, "a/b", "x"), self.root / "a/b")
 
   def test_output_under_a_folder_that_cannot_be_written(self):
-    check_writable(self.folder / "new" / "file.json", "--out")
+    check_writable(self.root / "new" / "file.json", "--out")
     with self.assertRaisesRegex(OSError, "--out /proc/x/y: .*cannot be writ"):
       check_writable("/proc/x/y", "--out")
-    self.assertEmpty(list(self.folder.iterdir()))
+    self.assertEmpty(list(self.root.iterdir()))

@@ -7,6 +7,7 @@ import sys
 from absl.testing import parameterized
 
 from moh_jax.runtime.steps import load_config
+from tests import folders
 from tests.cli import tiny_checkpoint
 
 _DIGITS = str(pathlib.Path(__file__).parents[2] / "configs" / "vit_digits.py")
@@ -150,12 +151,11 @@ class LoadConfigTest(parameterized.TestCase):
     self.assertIs(sys.modules["routing_of_mine"], module)
 
 
-class ModelOfACheckpointTest(parameterized.TestCase):
+class ModelOfACheckpointTest(folders.FolderTest):
   """A file whose section `model` names no family."""
 
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.create_tempdir().full_path)
     self.vit = tiny_checkpoint.stored("vit")
 
   def _load(self, source, *overrides, model="{}"):

@@ -12,6 +12,7 @@ from etils import epath
 from moh_jax.runtime import compilation_cache
 from moh_jax.training import clock, entrance, flops
 from moh_jax.training.clock import NAME, RunClock
+from tests import folders
 from tests.training import tiny
 
 
@@ -92,9 +93,8 @@ class RunClockTest(absltest.TestCase):
     self.assertEqual(found.metrics()["step_seconds_p99"], 3.0)
 
 
-class RunTest(absltest.TestCase):
+class RunTest(folders.FolderTest):
   def test_run_writes_times_goodput_mfu_and_a_trace(self):
-    workdir = pathlib.Path(self.create_tempdir().full_path)
     config = tiny.llm_config(
       log={"every": 2, "profile": "2:4"}, train={"compilation_cache": "/kept"}
     )
@@ -102,9 +102,9 @@ class RunTest(absltest.TestCase):
       mock.patch.object(flops, "published_peak", return_value=1e12),
       mock.patch.object(compilation_cache, "keep_in") as keep_in,
     ):
-      tiny.train(config, workdir, at_peak=flops.at_peak)
+      tiny.train(config, self.root, at_peak=flops.at_peak)
     keep_in.assert_called_once_with("/kept")
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    lines = (self.root / "metrics.jsonl").read_text().splitlines()
     rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
     self.assertLen(rows, 2)
     for row in rows:
@@ -112,12 +112,12 @@ class RunTest(absltest.TestCase):
       self.assertBetween(row["goodput"], 0, 1)
       self.assertBetween(row["mfu"], 0, row["mfu_every_head"])
       self.assertLess(row["mfu"], row["mfu_every_head"])
-    record = json.loads((workdir / "goodput.json").read_text())
+    record = json.loads((self.root / "goodput.json").read_text())
     self.assertEqual(record["restarts"], 0)
     self.assertIn("4", record["at"])
     for phase in ("restart", "compile", "step", "save", "evaluate"):
       self.assertGreater(record["seconds"][phase], 0, phase)
-    (trace,) = (workdir / "profile").rglob("*.xplane.pb")
+    (trace,) = (self.root / "profile").rglob("*.xplane.pb")
     self.assertIn(b"step_num", trace.read_bytes())
 
   def test_a_trace_ends_where_the_run_goes_back(self):

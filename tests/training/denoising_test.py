@@ -1,7 +1,6 @@
 """The diffusion task: its loss, held-out figures, previews and FID."""
 
 import dataclasses
-import pathlib
 from collections.abc import Callable
 from unittest import mock
 
@@ -23,6 +22,7 @@ from moh_jax.runtime import sharding
 from moh_jax.training import denoising
 from moh_jax.training.denoising import make_fid
 from moh_jax.training.step import make_program, metric_values
+from tests import folders
 from tests.data.tiny_images import put
 from tests.training import tiny
 from tests.training.tiny import make_task
@@ -153,16 +153,15 @@ class StepsTest(absltest.TestCase):
     self.assertGreater(min(jax.tree.leaves(moved)), 1e-5)
 
 
-class HeldOutTest(absltest.TestCase):
+class HeldOutTest(folders.FolderTest):
   def test_split_that_lacks_gives_no_figures_and_an_empty_one_is_refused(self):
-    root = pathlib.Path(self.create_tempdir().full_path)
-    put(root, "train/0/1.png")
-    data = {"source": "image_folder", "path": str(root), "batch_size": 1}
+    put(self.root, "train/0/1.png")
+    data = {"source": "image_folder", "path": str(self.root), "batch_size": 1}
     config = tiny.dit_config(data=data, model={"num_classes": 1})
     with self.assertLogs("moh_jax", "WARNING") as logged:
       self.assertEqual(make_task(config).evaluate(None, None), {})
     self.assertIn("has no val/", "".join(logged.output))
-    (root / "val").mkdir()
+    (self.root / "val").mkdir()
     with self.assertRaisesRegex(FileNotFoundError, "holds no image"):
       make_task(config)
 
@@ -232,7 +231,7 @@ def _config(**sections):
   return tiny.dit_config(sample=sample, eval={"batch_size": 8}, **sections)
 
 
-class SampledFidTest(absltest.TestCase):
+class SampledFidTest(folders.FolderTest):
   def test_is_that_of_the_sampler_s_images_on_any_devices(self):
     config = _config(mesh={"data": 1})
     model, _ = make_model(config)
@@ -257,19 +256,18 @@ class SampledFidTest(absltest.TestCase):
     self.assertEqual(sizes, [63, 63])  # 64, and each device as many
 
   def test_run_writes_it_with_every_evaluation_and_pictures_beside(self):
-    workdir = pathlib.Path(self.create_tempdir().full_path)
     config = _config(mesh={"data": 1}, train={"steps": 3})
     config = apply_overrides(config, "eval", every=1)
     config = apply_overrides(config, "sample", **_PREVIEW)
     found = _REFERENCE, _extract
     with mock.patch.object(denoising, "_inception", return_value=found):
-      tiny.train(config, workdir)
-    rows = tiny.rows(workdir, "val")
+      tiny.train(config, self.root)
+    rows = tiny.rows(self.root, "val")
     self.assertEqual([row["step"] for row in rows], [1, 2, 3])
     self.assertLen({row["fid"] for row in rows}, 3)
-    files = sorted(path.name for path in (workdir / "samples").iterdir())
+    files = sorted(path.name for path in (self.root / "samples").iterdir())
     self.assertEqual(files, ["00000002.png", "00000003.png"])
-    with Image.open(workdir / "samples" / files[0]) as picture:
+    with Image.open(self.root / "samples" / files[0]) as picture:
       self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
 
   def test_what_lacks_is_named_before_the_run(self):

@@ -30,6 +30,7 @@ from moh_jax.runtime.sharding import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
 from moh_jax.training.warm_start import warm_start
+from tests import folders
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm
 from tests.data import tiny_text
@@ -221,16 +222,17 @@ class WarmStartTest(parameterized.TestCase):
     chex.assert_trees_all_equal(started, stored)
 
 
-class RunTest(absltest.TestCase):
+class RunTest(folders.FolderTest):
   def test_a_run_starts_from_another_and_is_resumed_without_it(self):
-    root = pathlib.Path(self.create_tempdir().full_path)
     stored = tiny.random_params(tiny.llm_config())
-    checkpoint.save_params(root / "source", stored, Metadata(tiny.llm_config()))
-    for init_from, steps in ((root / "source", 2), ("/nowhere", 3)):
+    checkpoint.save_params(
+      self.root / "source", stored, Metadata(tiny.llm_config())
+    )
+    for init_from, steps in ((self.root / "source", 2), ("/nowhere", 3)):
       config = tiny.llm_config(
         train={"init_from": str(init_from), "steps": steps}, optim={"lr": 0.0}
       )
-      state = jax.device_get(tiny.train(config, root / "run").state)
+      state = jax.device_get(tiny.train(config, self.root / "run").state)
       self.assertEqual(state.step, steps)
       chex.assert_trees_all_equal(state.params, stored)
       chex.assert_trees_all_close(state.ema, stored, rtol=1e-6)
