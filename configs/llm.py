@@ -79,6 +79,7 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
       accumulation=32,  # four sequences a device at a time on 16 devices
     ),
     train=lib.TrainConfig(steps=steps),
+    mesh=lib.MeshConfig(gather="step"),  # each device can hold the gradients
     checkpoint=lib.CheckpointConfig(every=1000, keep_every=5000),
     eval=lib.EvalConfig(every=2000, batch_size=256),
     log=lib.LogConfig(every=20),

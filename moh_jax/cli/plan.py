@@ -85,6 +85,13 @@ def _lines(plan: Plan) -> Iterator[str]:
   rows = [(name, _gb(size)) for name, size in sizes.items() if size]
   yield command.table(rows, ("memory of a device", ""))
   yield f"\n{_verdict(plan)}"
+  if fewer := plan.fewer_microbatches():
+    yield (
+      f"fewer microbatches should fit too: optim.accumulation={fewer[0]} with "
+      f"about {_gb(fewer[1])}"
+    )
+  if plan.exchanges:
+    yield f"\n{_exchange_table(plan)}"
   if plan.compiled and plan.compiled.collectives:
     yield f"\n{_collective_table(plan)}\n"
   yield (
@@ -132,6 +139,20 @@ def _layout_table(plan: Plan) -> str:
     rows.append((count, "smaller ones", "not split", dtypes, size))
   header = ("count", "parameter", "shape and mesh axes", "dtype", "on a device")
   return command.table(rows, header)
+
+
+def _exchange_table(plan: Plan) -> str:
+  """What the values of `mesh.gather` cost, the run's own first."""
+  ours, found = plan.exchanges[0], plan.compiled
+  rows = []
+  for one in plan.exchanges:
+    row = (f"mesh.gather={one.gather}", _gb(one.memory), _gb(one.bytes))
+    row += (f"{one.seconds:.3g} s",)
+    if found:
+      row += (_gb(found.total - ours.memory + one.memory),)
+    rows.append(row)
+  header = ("gradients, gathered parameters", "on a device", "sent", "takes")
+  return command.table(rows, header + ("step",) * bool(found))
 
 
 def _collective_table(plan: Plan) -> str:

@@ -176,6 +176,12 @@ class MeshConfig(base.Section):
     max_whole: bytes of parameters that may be whole on every device although
       `fsdp` or `tensor` is above 1, since no axis divides a dimension of them.
       More are refused.
+    gather: how often the axis `fsdp` gathers parameters. "microbatch": a layer
+      at a time, in every microbatch, and gradients are reduced as often.
+      "step": all of them once, and gradients once too, for which each device
+      holds both whole, in float32.
+    exchange: dtype in which gradients are sent; they are added up over
+      microbatches in float32.
   """
 
   NAME = "mesh"
@@ -188,6 +194,8 @@ class MeshConfig(base.Section):
   dcn_data: base.Count = 1
   max_imbalance: Annotated[float, base.Range(1)] = 1.1
   max_whole: base.Natural = 1 << 30
+  gather: Literal["microbatch", "step"] = "microbatch"
+  exchange: Literal["float32", "bfloat16"] = "float32"
 
   def check(self) -> None:
     """Sizes are -1 or those of axes; one axis at most takes what is left."""

@@ -233,7 +233,7 @@ class AggregatedAttention(CosineAttention, kw_only=True):
   def _pool(self, x: jax.Array) -> jax.Array:
     """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""
     batch, _, channels = x.shape
-    init = with_axes(CONV_INIT, ("embed", "mlp"))
+    init = with_axes(CONV_INIT, ("embed", "mlp"), self.dtype)
     sr = nn.Dense(channels, kernel_init=init, dtype=self.dtype, name="sr")
     x = gelu(constrain(sr(x), "batch", "tokens", "mlp"))
     x = x.reshape(batch, *self.grid, channels)

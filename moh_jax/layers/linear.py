@@ -161,7 +161,8 @@ class KernelLayer(nn.Module, kw_only=True):
     count = len((inputs, outputs)[order][0])
     dims = tuple(range(len(shape)))
     init = self.kernel_init(*(dims[:count], dims[count:])[order])
-    kernel = self._deal(declare(self, "kernel", init, shape, names), names)
+    kernel = declare(self, "kernel", init, shape, names, self.dtype)
+    kernel = self._deal(kernel, names)
     if not self.use_bias:
       return kernel, None
     bias_axes = bias_axes or axes[1]

@@ -37,8 +37,8 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
-    up = with_axes(xavier_init(0, 1), ("embed", "mlp"))
-    down = with_axes(xavier_init(0, 1), ("mlp", "embed"))
+    up = with_axes(xavier_init(0, 1), ("embed", "mlp"), self.dtype)
+    down = with_axes(xavier_init(0, 1), ("mlp", "embed"), self.dtype)
     dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dot_rows)
     hidden = dense(self.hidden_dim, kernel_init=up, name="up")(x)
     hidden = constrain(nn.gelu(hidden), "batch", "tokens", "mlp")
@@ -96,8 +96,8 @@ class ConvGLU(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
     batch, tokens, channels = x.shape
-    up = with_axes(LINEAR_INIT, ("embed", "mlp"))
-    down = with_axes(LINEAR_INIT, ("mlp", "embed"))
+    up = with_axes(LINEAR_INIT, ("embed", "mlp"), self.dtype)
+    down = with_axes(LINEAR_INIT, ("mlp", "embed"), self.dtype)
     dense = functools.partial(nn.Dense, dtype=self.dtype)
     gate = dense(self.hidden_dim, kernel_init=up, name="gate")(x)
     value = dense(self.hidden_dim, kernel_init=up, name="value")(x)

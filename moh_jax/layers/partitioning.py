@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import flax.struct
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -18,7 +20,13 @@ class LogicalAxes(nn.LogicallyPartitioned):
   As Linen's own box, but for NNX (`nnx.bridge.ToNNX`): NNX would shard the
   parameter when it is created, which fails without a mesh. With this box the
   variable keeps the names as its metadata `out_sharding` and is left whole.
+
+  Attributes:
+    dtype: to which its layer rounds the parameter before any use; None if it
+      does not.
   """
+
+  dtype: Any = flax.struct.field(default=None, pytree_node=False)
 
   def to_nnx_metadata(self) -> dict[str, Any]:
     """Metadata of the `nnx.Variable` that stands for this parameter."""
@@ -32,15 +40,18 @@ class LogicalAxes(nn.LogicallyPartitioned):
 
 
 def with_axes(
-  init: nn.initializers.Initializer, names: Sequence[str | None]
+  init: nn.initializers.Initializer,
+  names: Sequence[str | None],
+  dtype: jnp.dtype | None = None,
 ) -> Callable[..., LogicalAxes]:
   """Wraps an initializer so that it boxes its result with logical names.
 
   Args:
     init: (key, shape, dtype) -> array.
     names: one logical name, or None, per dimension.
+    dtype: see `LogicalAxes`.
   """
-  return lambda *args: LogicalAxes(init(*args), tuple(names))
+  return lambda *args: LogicalAxes(init(*args), tuple(names), dtype=dtype)
 
 
 def declare(
@@ -49,6 +60,7 @@ def declare(
   init: nn.initializers.Initializer,
   shape: Sequence[int],
   axes: Sequence[str | None],
+  dtype: jnp.dtype | None = None,
 ) -> jax.Array:
   """Declares a float32 parameter of a module, with its logical names.
 
@@ -58,8 +70,10 @@ def declare(
     init: (key, shape, dtype) -> array.
     shape: of the parameter.
     axes: one logical name, or None, per dimension.
+    dtype: see `LogicalAxes`.
   """
-  return module.param(name, with_axes(init, axes), tuple(shape), jnp.float32)
+  boxed = with_axes(init, axes, dtype)
+  return module.param(name, boxed, tuple(shape), jnp.float32)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -80,10 +94,78 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def _mesh() -> dict[str, int]:
-  """Devices along each axis; empty outside a mesh and without rules."""
+  """Devices along each axis; empty outside a mesh and without rules.
+
+  Under `jax.shard_map` arrays are a device's own parts along some axes, which
+  have one device here.
+  """
   mesh = jax.sharding.get_abstract_mesh()
-  whole = not mesh.empty and nn.get_logical_axis_rules()
-  return dict(mesh.shape) if whole else {}
+  if mesh.empty or not nn.get_logical_axis_rules():
+    return {}
+  own = mesh.manual_axes
+  return {axis: 1 if axis in own else n for axis, n in mesh.shape.items()}
+
+
+def _example_axes() -> tuple[str, ...]:
+  """Axes of the batch along which a step's devices have their own examples."""
+  mesh, rules = jax.sharding.get_abstract_mesh(), nn.get_logical_axis_rules()
+  axes = axes_of_entry(dict(rules).get("batch"))
+  return tuple(axis for axis in axes if axis in mesh.manual_axes)
+
+
+def sum_examples(tree: Any) -> Any:
+  """Adds up sums over the examples of a batch, of which devices have parts.
+
+  In a training step a device sees only its own examples (`training.exchange`);
+  everywhere else arrays are those of all, and this is the identity. The
+  gradient is that of a mean over devices, each of which differentiates the
+  same value.
+
+  Args:
+    tree: float32 arrays, exchanged as one.
+  """
+  axes = _example_axes()
+  if not axes:
+    return tree
+  flat, restore = jax.flatten_util.ravel_pytree(tree)
+  fixed = jax.lax.stop_gradient(flat)
+  # Every device has the same cotangent, so that none is exchanged.
+  passed = jax.lax.axis_size(axes) * (flat - fixed)
+  return restore(jax.lax.psum(fixed, axes) + passed)
+
+
+def draw_examples(
+  draw: Callable[[tuple[int, ...]], jax.Array], shape: Sequence[int]
+) -> jax.Array:
+  """Random values of the examples [B, ...], whatever devices have them.
+
+  Args:
+    draw: maps a shape to random values.
+    shape: of the examples that are here.
+  """
+  axes = _example_axes()
+  if not axes:
+    return draw(tuple(shape))
+  size = shape[0]
+  whole = draw((size * jax.lax.axis_size(axes), *shape[1:]))
+  start = jax.lax.axis_index(axes) * size
+  return jax.lax.dynamic_slice_in_dim(whole, start, size)
+
+
+def examples_key(key: jax.Array) -> jax.Array:
+  """Another key for each device that has other examples of the batch."""
+  axes = _example_axes()
+  return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+
+
+def reverse_examples(x: jax.Array) -> jax.Array:
+  """The examples of a batch [B, ...] in reverse order, also of all devices."""
+  axes = _example_axes()
+  if not axes:
+    return x[::-1]
+  last = jax.lax.axis_size(axes) - 1
+  pairs = [(device, last - device) for device in range(last + 1)]
+  return jax.lax.ppermute(x[::-1], axes, pairs)
 
 
 def axes_of(name: str, *sizes: int) -> dict[str, int]:
@@ -154,7 +236,7 @@ def map_shards(
   specs = tuple(spec(axes) for axes in names)
   used = {a for s in specs for entry in s for a in axes_of_entry(entry)}
   if whole_mesh:
-    used = set(mesh)
+    used = set(mesh) - set(jax.sharding.get_abstract_mesh().manual_axes)
   if not used:
     return function(*arrays)
   # Loops inside start from zeros, which JAX takes to be equal on all devices

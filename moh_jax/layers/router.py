@@ -21,7 +21,7 @@ import numpy as np
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.registry import get_router, imported
 from moh_jax.layers.linear import KernelInit, normal_init
-from moh_jax.layers.partitioning import declare
+from moh_jax.layers.partitioning import declare, examples_key
 from moh_jax.ops import routing
 from moh_jax.ops.routing import RouterAux, Routing
 
@@ -257,6 +257,11 @@ class Router(nn.Module):
     )
     bounds = np.cumsum(list(sizes.values()))[:-1]
     return dict(zip(sizes, jnp.split(logits, bounds, axis=-1)))
+
+  @nn.nowrap
+  def make_rng(self, name: str = "params") -> jax.Array:
+    """A random key; in a training step each device of the batch has its own."""
+    return examples_key(super().make_rng(name))
 
   @nn.nowrap
   def select(

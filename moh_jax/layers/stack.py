@@ -1,6 +1,7 @@
 """Stacks of equal blocks, scanned so that they compile once; side values."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from moh_jax.layers.partitioning import draw_examples, sum_examples
 from moh_jax.ops.basics import ATTENTION
 from moh_jax.ops.routing import RouterAux
 
@@ -99,7 +101,10 @@ class DropPath(nn.Module):
       return x
     keep = 1.0 - rate
     shape = (x.shape[0],) + (1,) * (x.ndim - 1)
-    kept = jax.random.bernoulli(self.make_rng("dropout"), keep, shape)
+    draw = functools.partial(
+      jax.random.bernoulli, self.make_rng("dropout"), keep
+    )
+    kept = draw_examples(draw, shape)
     return x * (kept / keep).astype(x.dtype)
 
 
@@ -145,8 +150,10 @@ def collect_aux(
       f"layers holds {kinds}, must be a dict or list of RouterAux, the second "
       "results of layers"
     )
+  layers = sum_examples(layers)
+  values = list(layers.values() if isinstance(layers, Mapping) else layers)
   losses = [jnp.atleast_1d(aux.balance_loss) for aux in values if aux.routed]
   loss = jnp.concatenate(losses or [jnp.zeros(1, jnp.float32)]).mean()
-  used = sum(aux.load.sum() for aux in values)
-  present = sum(aux.load.size for aux in values)
+  used = sum(aux.heads_used.sum() for aux in values)
+  present = sum(aux.counts.size for aux in values)
   return ModelAux(loss, used / present, layers)

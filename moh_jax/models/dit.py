@@ -63,7 +63,7 @@ class Modulation(nn.Module):
   @nn.compact
   def __call__(self, c: jax.Array) -> list[jax.Array]:
     """Maps c [B, C] to `parts` arrays [B, 1, C]."""
-    zeros = with_axes(nn.initializers.zeros, ("embed", None))
+    zeros = with_axes(nn.initializers.zeros, ("embed", None), self.dtype)
     width = c.shape[-1]
     out = nn.Dense(
       self.parts * width,

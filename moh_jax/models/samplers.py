@@ -3,12 +3,14 @@
 With classifier-free guidance (arXiv:2207.12598) where it is asked for.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.layers.partitioning import draw_examples
 from moh_jax.models.diffusion import (
   AnyProcess,
   Flow,
@@ -186,9 +188,8 @@ def drop_labels(
   """Replaces labels [B] by `no_label` with probability `rate`."""
   if not rate:
     return labels
-  return jnp.where(
-    jax.random.bernoulli(rng, rate, labels.shape), no_label, labels
-  )
+  draw = functools.partial(jax.random.bernoulli, rng, rate)
+  return jnp.where(draw_examples(draw, labels.shape), no_label, labels)
 
 
 def guide(

@@ -95,8 +95,8 @@ class RouterAux:
     tokens: [] tokens that count.
     counts: [H] those of them that use each head.
     scores: [H] sums of each head's softmax score within its group.
-    balance: [H] factor of each head's term of the balance loss, 0 for shared
-      heads.
+    balance: [H] these sums with gradient, times each head's factor in the
+      balance loss, which is 0 for shared heads.
     routed: whether tokens choose heads in this layer. Other layers have no
       balance loss that a model's mean should count.
   """
@@ -116,17 +116,22 @@ class RouterAux:
     The released form multiplies by the number of routed heads, so that perfect
     balance gives top_k. Means are over the whole batch, of all devices.
     """
-    return (self.balance * self.load * self._mean(self.scores)).sum(-1)
+    return (self.load * self._mean(self.balance)).sum(-1)
 
   @property
   def load(self) -> jax.Array:
     """[H] share of tokens that use each head; its mean is the activated one."""
-    return jax.lax.stop_gradient(self._mean(self.counts))
+    return self._mean(self.counts)
+
+  @property
+  def heads_used(self) -> jax.Array:
+    """[] heads that a token uses, on average."""
+    return self.counts.sum(-1) / jnp.maximum(self.tokens, 1.0)
 
   @property
   def mean_score(self) -> jax.Array:
     """[H] mean score of each head, without gradient."""
-    return jax.lax.stop_gradient(self._mean(self.scores))
+    return self._mean(self.scores)
 
   def of_heads(self, size: int) -> "RouterAux":
     """The same by head, see `Routing.of_heads`; the balance loss stays."""
@@ -392,11 +397,13 @@ def router_aux(
   factor = jnp.float32(budget.routed if form == "released" else 1)
   shared = jnp.broadcast_to(tokens, budget.shared)
   scores = jnp.concatenate([routing.shared_scores, routing.probs], axis=-1)
+  scores = total(scores)
   return RouterAux(
     tokens,
     jnp.concatenate([shared, total(routing.selected)]),
-    total(scores),
-    jnp.where(jnp.arange(budget.num_heads) < budget.shared, 0.0, factor),
+    jax.lax.stop_gradient(scores),
+    jnp.where(jnp.arange(budget.num_heads) < budget.shared, 0.0, factor)
+    * scores,
     routed=budget.top_k > 0,
   )
 

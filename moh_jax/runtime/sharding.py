@@ -454,12 +454,12 @@ def param_shardings(boxed: Any, mesh: Mesh | AbstractMesh) -> Any:
   sizes = dict(mesh.shape)
 
   def one(leaf: Any) -> NamedSharding:
-    if not _is_box(leaf):
+    if not is_box(leaf):
       return replicated(mesh)
     spec = resolve_spec(leaf.names, leaf.value.shape, sizes, RULES)
     return NamedSharding(mesh, spec)
 
-  return jax.tree.map(one, boxed, is_leaf=_is_box)
+  return jax.tree.map(one, boxed, is_leaf=is_box)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -555,9 +555,9 @@ def _describe(one: Unsplit) -> str:
 
 def _specs(boxed: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:
   """Of each parameter name, shape, item size, logical names and axes used."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=_is_box):
+  for path, leaf in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
     names: tuple[str | None, ...] = ()
-    if _is_box(leaf):
+    if is_box(leaf):
       names, leaf = leaf.names, leaf.value
     spec = resolve_spec(names, leaf.shape[: len(names)], dict(sizes), RULES)
     used = {axis for entry in spec for axis in axes_of_entry(entry)}
@@ -565,5 +565,6 @@ def _specs(boxed: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:
     yield name, leaf.shape, leaf.dtype.itemsize, names, used
 
 
-def _is_box(leaf: Any) -> bool:
+def is_box(leaf: Any) -> bool:
+  """Whether it is a parameter in its box of logical axes."""
   return isinstance(leaf, nn.LogicallyPartitioned)

@@ -14,7 +14,7 @@ from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import ImageSource, make_source
 from moh_jax.evaluation import predictions
 from moh_jax.evaluation.predictions import Predict
-from moh_jax.layers.partitioning import axes_of
+from moh_jax.layers.partitioning import axes_of, reverse_examples
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
@@ -111,7 +111,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       batch["image"],
       targets,
       classifier,
-      math.prod(axes_of("batch", len(labels)).values()) if apart else 1,
+      math.prod(axes_of("batch", len(labels)).values()) if apart else None,
     )
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
@@ -146,13 +146,12 @@ def mix_images(
   images: jax.Array,
   targets: jax.Array,
   config: ClassifierConfig,
-  parts: int = 1,
+  parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899) of a whole batch.
 
   As in the DeiT recipe, the method, the weight and the box are sampled once for
-  the batch, and example i is mixed with example B - 1 - i; of several parts of
-  the batch each is mixed so by itself.
+  the batch, and example i is mixed with example B - 1 - i.
 
   Args:
     rng: key of this step.
@@ -160,8 +159,9 @@ def mix_images(
     targets: [B, K].
     config: section with `mixup`, `cutmix` and `cutmix_prob`; with both alphas 0
       nothing is mixed.
-    parts: parts of the batch, for instance those of the devices where no image
-      should move to another one.
+    parts: equal parts of the examples that are here, each of which is mixed so
+      by itself, where no image should move to another device; None is the batch
+      of all devices.
 
   Returns:
     Mixed images and targets.
@@ -171,7 +171,7 @@ def mix_images(
   """
   if not config.mixes:
     return images, targets
-  if parts > 1 and len(images) // parts < 2:
+  if parts and len(images) // parts < 2:
     raise ValueError(
       f"classifier.mixup={config.mixup} and classifier.cutmix={config.cutmix} "
       f"need two images on each device, a batch has {len(images)} on {parts}"
@@ -194,8 +194,10 @@ def mix_images(
   return images, targets * share + _reversed(targets, parts) * (1 - share)
 
 
-def _reversed(x: jax.Array, parts: int) -> jax.Array:
-  """The rows of each of several equal parts of x [B, ...] in reverse order."""
+def _reversed(x: jax.Array, parts: int | None) -> jax.Array:
+  """X [B, ...] in reverse order, or each of its equal parts."""
+  if parts is None:
+    return reverse_examples(x)
   return x.reshape(parts, -1, *x.shape[1:])[:, ::-1].reshape(x.shape)
 
 

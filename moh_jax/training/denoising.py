@@ -29,6 +29,7 @@ from moh_jax.evaluation.metrics import (
   denoising_step,
   mean_metrics,
 )
+from moh_jax.layers.partitioning import draw_examples
 from moh_jax.models import inception
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.registry import make_model, params_sha256
@@ -144,8 +145,13 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     del step
     time_rng, noise_rng, label_rng = jax.random.split(rng, 3)
     shape = batch["image"].shape
-    t = jax.random.randint(time_rng, shape[:1], 0, diffusion.steps)
-    noise = jax.random.normal(noise_rng, shape)
+    t = draw_examples(
+      lambda shape: jax.random.randint(time_rng, shape, 0, diffusion.steps),
+      shape[:1],
+    )
+    noise = draw_examples(
+      functools.partial(jax.random.normal, noise_rng), shape
+    )
     labels = drop_labels(
       label_rng, batch["label"], no_label, config.model.label_dropout
     )

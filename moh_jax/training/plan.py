@@ -6,28 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from moh_jax.config import Config, without_router
+from moh_jax.config import Config, MeshConfig, without_router
+from moh_jax.config.base import choices
 from moh_jax.data.infer import resolve_without_data
 from moh_jax.layers.stack import RUN_TWICE
 from moh_jax.ops.target import Target
 from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import USABLE, Topology
-from moh_jax.runtime.sharding import bytes_on_device
+from moh_jax.runtime.sharding import axes_of_entry, bytes_on_device, is_box
 from moh_jax.training.compiling import (
   Collective,
   Compiled,
   compile_step,
+  devices_along,
 )
 from moh_jax.training.entrance import check_run
+from moh_jax.training.exchange import exchange_axes
 from moh_jax.training.flops import (
   LayerForm,
   published_peak,
   step_flops,
   step_forms,
 )
-from moh_jax.training.step import make_program
+from moh_jax.training.step import Program, make_program
 from moh_jax.training.task import task_builder
 
 # What programs reach of published figures. These three are assumptions.
@@ -115,6 +119,24 @@ class StepTime:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+  """What a value of `mesh.gather` costs, by the parameters' sizes.
+
+  Attributes:
+    gather: the value.
+    memory: bytes of gradients and gathered parameters on a device, but for
+      those of one layer at a time.
+    bytes: of gathered parameters and exchanged gradients in a step.
+    seconds: that these take.
+  """
+
+  gather: str
+  memory: float
+  bytes: float
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
   """What a run needs on a topology.
 
@@ -132,6 +154,8 @@ class Plan:
     baseline_flops: of a step of the same model without its router.
     computed_flops: that a step computes, see `StepFlops.computed`.
     recomputed_flops: that `model.remat` computes again, beside these.
+    exchanges: what the values of `mesh.gather` cost, the run's first; empty
+      where no devices share the batch.
     step_time: with the collectives of the compiled program; without one nothing
       is known of them.
     unit: what throughput counts, "images" or "tokens".
@@ -152,6 +176,7 @@ class Plan:
   baseline_flops: float
   computed_flops: float
   recomputed_flops: float
+  exchanges: tuple[Exchange, ...]
   step_time: StepTime
   unit: str
   units_per_step: int
@@ -164,6 +189,23 @@ class Plan:
     if self.compiled:
       return self.compiled.fits
     return self.memory.total <= USABLE * self.topology.chip.memory
+
+  def fewer_microbatches(self) -> tuple[int, float] | None:
+    """The fewest microbatches that should fit, and the bytes that they need.
+
+    What is neither the state nor gradients and gathered parameters grows with
+    the microbatch. None where nothing is compiled or no fewer ones fit.
+    """
+    found, parts = self.compiled, self.config.optim.accumulation
+    if not found or not found.fits:
+      return None
+    fixed = self.exchanges[0].memory if self.exchanges else 0
+    grows = max(found.temporaries - fixed, 0)
+    for fewer in range(1, parts):
+      total = found.total + grows * (parts / fewer - 1)
+      if parts % fewer == 0 and total <= found.limit:
+        return fewer, total
+    return None
 
 
 def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
@@ -224,6 +266,7 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     baseline_flops=step_flops(baseline).active,
     computed_flops=sum(computed.values()),
     recomputed_flops=recomputed,
+    exchanges=_exchanges(config, program, sizes, topology),
     step_time=StepTime(
       products=(sum(computed.values()) + recomputed)
       / (topology.devices * published_peak(chip.kind) * PEAK_SHARE),
@@ -237,6 +280,58 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     compiled=compiled,
     not_compiled=reason,
   )
+
+
+def _exchanges(
+  config: Config, program: Program, sizes: dict[str, int], topology: Topology
+) -> tuple[Exchange, ...]:
+  """What the values of `mesh.gather` cost; without `fsdp` they are one."""
+  values = choices(MeshConfig, "gather") if sizes["fsdp"] > 1 else ()
+  ours = config.mesh.gather
+  if not exchange_axes(dataclasses.replace(config.mesh, gather="step"), sizes):
+    return ()
+  sent = jnp.dtype(config.mesh.exchange).itemsize / 4
+  parts, found = config.optim.accumulation, []
+  split = rounded = own = 0.0  # of the parameters, split by fsdp or not
+  for box, leaf in zip(
+    jax.tree.leaves(program.boxed, is_leaf=is_box),
+    jax.tree.leaves(program.state.params),
+  ):
+    size = bytes_on_device([leaf])
+    axes = {
+      axis for entry in leaf.sharding.spec for axis in axes_of_entry(entry)
+    }
+    own += size
+    if "fsdp" in axes:
+      split += size * sizes["fsdp"]
+      dtype = jnp.dtype(getattr(box, "dtype", None) or leaf.dtype)
+      rounded += size * sizes["fsdp"] * dtype.itemsize / 4
+  shared = own - split / sizes["fsdp"]
+
+  def cost(kind: str, axis: str, size: float) -> tuple[float, float]:
+    devices = devices_along([axis], sizes)
+    one = Collective(kind, "", (axis,), devices, 1, size)
+    return (size, seconds(one, topology)) if len(devices) > 1 else (0.0, 0.0)
+
+  for gather in dict.fromkeys((ours, *values)):
+    if gather == "step":
+      memory = split + (2 if parts > 1 else 1) * rounded + shared
+      costs = [
+        cost("all-gather", "fsdp", rounded),
+        cost("reduce-scatter", "fsdp", sent * split),
+        cost("all-reduce", "fsdp", sent * shared),
+      ]
+    else:
+      memory = own * (2 if parts > 1 else 1)
+      # In the forward pass and again in the backward pass.
+      costs = [
+        cost("all-gather", "fsdp", 2 * parts * rounded),
+        cost("reduce-scatter", "fsdp", parts * rounded),
+        cost("all-reduce", "fsdp", parts * shared),
+      ]
+    costs.append(cost("all-reduce", "data", sent * own))
+    found.append(Exchange(gather, memory, *map(sum, zip(*costs))))
+  return tuple(found)
 
 
 def _compile(config: Config, topology: Topology) -> tuple[Compiled | None, str]:

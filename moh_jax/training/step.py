@@ -1,6 +1,7 @@
 """The programs of a run: initialization, and one step on a global batch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from moh_jax.runtime.sharding import (
   with_shardings,
 )
 from moh_jax.training import optim
+from moh_jax.training.exchange import exchange_once
 
 
 @jax.tree_util.register_dataclass
@@ -149,6 +151,7 @@ def train_step(
   accumulation: int = 1,
   ema_decay: float = 0.0,
   ema_every: int = 1,
+  exchange: Callable[[Callable], Callable] = lambda gradients: gradients,
 ) -> tuple[TrainState, Metrics]:
   """Updates the state with one global batch.
 
@@ -156,7 +159,8 @@ def train_step(
     state: state before the step.
     batch: tree of arrays [B, ...].
     loss_fn: (params, batch, rng, step) -> ([] loss, metrics). The loss must be
-      a mean over examples of equal weight, which microbatches do not change.
+      a mean over examples of equal weight, which neither microbatches nor the
+      examples' devices change (`layers.partitioning` has what concerns all).
     optimizer: gradient transformation.
     schedule: step -> learning rate, which is logged.
     accumulation: number of microbatches that the batch is cut into; gradients
@@ -165,6 +169,7 @@ def train_step(
     ema_decay: decay per step of the averaged parameters; 0 leaves them
       unchanged.
     ema_every: steps between their updates.
+    exchange: wraps the gradients' function, see `training.exchange`.
 
   Returns:
     The state after the step, and metrics as float32 scalars, the loads of heads
@@ -172,14 +177,8 @@ def train_step(
   """
   rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
-  def gradients(batch: Any, rng: jax.Array) -> tuple[Any, Metrics]:
-    differentiate = jax.grad(loss_fn, has_aux=True)
-    return differentiate(state.params, batch, rng, state.step)
-
-  if accumulation == 1:
-    grads, metrics = gradients(batch, rng)
-  else:
-    grads, metrics = _mean_gradients(gradients, batch, rng, accumulation)
+  gradients = exchange(functools.partial(_gradients, loss_fn, accumulation))
+  grads, metrics = gradients(state.params, batch, rng, state.step)
   metrics = metric_values(metrics)
   metrics["grad_norm"] = optax.tree.norm(grads)
   metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
@@ -206,20 +205,34 @@ def _average(
   return jax.lax.cond(step % every == 0, update, lambda: ema)
 
 
-def _mean_gradients(
-  gradients: Callable, batch: Any, rng: jax.Array, parts: int
+def _gradients(
+  loss_fn: LossFn,
+  parts: int,
+  params: Any,
+  batch: Any,
+  rng: jax.Array,
+  step: jax.Array,
 ) -> tuple[Any, Metrics]:
   """Mean gradients over `parts` microbatches, and the metrics of each.
 
   Args:
-    gradients: (microbatch, rng) -> (gradients, metrics).
+    loss_fn: see `train_step`.
+    parts: number of microbatches.
+    params: parameter tree.
     batch: tree of arrays [B, ...].
     rng: key of the step.
-    parts: number of microbatches.
+    step: number of earlier steps, which the loss may need.
 
   Returns:
-    The gradients, and the metrics with a leading axis [parts].
+    The gradients; and the metrics, of several microbatches with a leading axis
+    [parts].
   """
+
+  def gradients(batch: Any, rng: jax.Array) -> tuple[Any, Metrics]:
+    return jax.grad(loss_fn, has_aux=True)(params, batch, rng, step)
+
+  if parts == 1:
+    return gradients(batch, rng)
 
   def split(x: jax.Array) -> jax.Array:
     # Example i goes to microbatch i % parts. So each microbatch is spread over
@@ -235,7 +248,7 @@ def _mean_gradients(
   inputs = (jax.tree.map(split, batch), jnp.arange(parts))
   first = jax.tree.map(lambda x: x[0], inputs)
   shapes, _ = jax.eval_shape(gradients, first[0], rng)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
   total, metrics = jax.lax.scan(add, zeros, inputs)
   return jax.tree.map(lambda x: x / parts, total), metrics
 
@@ -316,6 +329,13 @@ def make_program(
       accumulation=section.accumulation,
       ema_decay=section.ema_decay,
       ema_every=section.ema_every,
+      exchange=functools.partial(
+        exchange_once,
+        params=params,
+        boxed=boxed,
+        config=config.mesh,
+        mesh=mesh,
+      ),
     )
 
   def averaged(param: jax.Array) -> jax.Array:

@@ -19,11 +19,7 @@ import tempfile
 import numpy as np
 import torch
 import transformers
-from transformers import (
-  AutoModelForCausalLM,
-  Trainer,
-  TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 PROMPT = 8
 RECORDED = ("released_gates", "paper_gates", "head_order")
@@ -88,6 +84,7 @@ def gradients(model, stored) -> dict[str, float]:
   for name, kwargs in {
     "gradients": None,
     "gradients_again": {"use_reentrant": False},
+    "gradients_again_reentrant": {"use_reentrant": True},
   }.items():
     model.train().zero_grad()
     model.gradient_checkpointing_disable()

@@ -49,7 +49,11 @@ class TransformersTest(parameterized.TestCase):
     for key in ("balance", "balance_padded"):
       self.assertLess(found.get(f"{form}/{key}", 0), 1e-5, key)
     self.assertLess(found[f"{form}/accumulated"], 1e-5)
-    for key, calls in (("gradients", 1), ("gradients_again", 2)):
+    for key, calls in (
+      ("gradients", 1),
+      ("gradients_again", 2),
+      ("gradients_again_reentrant", 2),
+    ):
       self.assertLess(found[f"{form}/{key}"], 1e-4, key)
       self.assertEqual(found[f"{form}/{key}_calls"], calls, key)
 
@@ -62,7 +66,7 @@ class TransformersTest(parameterized.TestCase):
     self.assertEmpty({(name, key) for key in wrong} - _OTHERS)
 
   @parameterized.parameters(*_CASES)
-  def test_bfloat16_and_trainer(self, name):
+  def test_routers_stay_float32_and_trainer_lowers_the_loss(self, name):
     found = self.measured[name]
     half, losses = found["bfloat16"], found["trainer"]
     self.assertTrue(np.isfinite(half["logits"]))

@@ -116,27 +116,22 @@ class LoadTest(FolderTest):
       self.assertIn(part, str(caught.exception))
 
   @parameterized.parameters(
-    ({"latents_mean": [1.0]}, ValueError, "latents.mean=.* must have 2 values"),
-    ({"shift_factor": "0"}, ValueError, ".*shift_factor.*must be"),
-    (
-      {"_class_name": "AsymmetricAutoencoderKL"},
-      *(NotImplementedError, "_class_name='Asymmetric"),
-    ),
-    ({"out_channels": 4}, NotImplementedError, "out_channels=4"),
-    (
-      {"up_block_types": ["AttnUpDecoderBlock2D"] * 2},
-      *(NotImplementedError, "up_block_types="),
-    ),
-    ({"block_out_channels": "48"}, ValueError, "block_out_channels='48' must"),
-    ("{", ValueError, "not valid JSON"),
-    ("{}", ValueError, "has no entry 'block_out_channels'"),
+    ({"latents_mean": [1.0]}, "latents.mean=.* must have 2 values"),
+    ({"shift_factor": "0"}, ".*shift_factor.*must be"),
+    ({"_class_name": "AsymmetricAutoencoderKL"}, "_class_name='Asymmetric"),
+    ({"out_channels": 4}, "out_channels=4"),
+    ({"up_block_types": ["AttnUpDecoderBlock2D"] * 2}, "up_block_types="),
+    ({"block_out_channels": "48"}, "block_out_channels='48' must"),
+    ("{", "not valid JSON"),
+    ("{}", "has no entry 'block_out_channels'"),
   )
-  def test_other_configs_are_refused(self, entries, error, message):
+  def test_other_configs_are_refused(self, entries, message):
     if isinstance(entries, str):
       self.config.write_text(entries)
     else:
       self._change(**entries)
-    with self.assertRaisesRegex(error, rf"config\.json: {message}"):
+    errors = ValueError, NotImplementedError
+    with self.assertRaisesRegex(errors, rf"config\.json: {message}"):
       vae.load_vae(self.folder)
 
 

@@ -6,7 +6,6 @@ import platform
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from unittest import mock
 
@@ -20,20 +19,19 @@ from tests.data.folder import FolderTest
 
 # Every batch takes a while, so that a kill meets unfinished work.
 _SLOW_RUN = """
-import sys, time
+import sys
 from moh_jax.data.tokenize import tokenize
-from moh_jax.data.tokenizers import BytesTokenizer
+from tests.data.tokenize_test import Slow
+
+source, out = sys.argv[1:]
+tokenize([source], Slow(), out, "all", piece_bytes=2000, workers=2)
+"""
+
 
 class Slow(BytesTokenizer):
   def encode_batch(self, texts):
     time.sleep(0.1)
     return super().encode_batch(texts)
-
-if __name__ == "__main__":
-  source, out, workers = sys.argv[1:]
-  tokenize([source], Slow(), out, "all", piece_bytes=2000,
-           workers=int(workers))
-"""
 
 
 class _Dying(BytesTokenizer):
@@ -97,12 +95,9 @@ class ContinuedTest(_FilesTest):
 
   def test_killed_run_continues_to_the_same_bytes(self):
     self._run("whole")
-    script, out = self.root / "run.py", self.root / "killed"
-    script.write_text(textwrap.dedent(_SLOW_RUN))
+    source, out = self.root / "in.jsonl", self.root / "killed"
     process = subprocess.Popen(
-      [sys.executable, script, self.root / "in.jsonl", out, "2"],
-      env={**os.environ, "PYTHONPATH": os.getcwd()},
-      start_new_session=True,
+      [sys.executable, "-c", _SLOW_RUN, source, out], start_new_session=True
     )
     deadline = time.monotonic() + 60
 

@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import hashlib
-import pathlib
 import shutil
 import tempfile
 
@@ -23,6 +22,7 @@ from moh_jax.runtime import checkpoint, sharding
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
 from tests.data import tiny_words
+from tests.data.folder import FolderTest
 from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny
@@ -185,17 +185,12 @@ class ComputeDtypeTest(parameterized.TestCase):
     np.testing.assert_array_equal(stored, trained)
 
 
-class RestackTest(parameterized.TestCase):
+class RestackTest(FolderTest):
   """Runs of equal layers depend on top_k; what a layer computes does not."""
 
   def _config(self, top_k):
-    model = dataclasses.replace(
-      tiny.DIT,
-      num_heads=(4,) * 4,
-      shared_heads=(1,) * 4,
-      top_k=top_k,
-    )
-    return dataclasses.replace(tiny.dit_config(), model=model)
+    heads = {"num_heads": (4,) * 4, "shared_heads": (1,) * 4}
+    return tiny.dit_config(model=heads | {"top_k": top_k})
 
   @parameterized.parameters(
     ((1, 1, 2, 2), (1, 1, 1, 1)),  # two runs become one
@@ -203,10 +198,9 @@ class RestackTest(parameterized.TestCase):
     ((1, 2, 1, 2), (2, 2, 1, 1)),
   )
   def test_serves_other_shares_whatever_the_runs(self, trained, wanted):
-    root = self.enterContext(tempfile.TemporaryDirectory())
     config = self._config(trained)
-    _save(root, config)
-    restored = restore_lib.restore(root, top_k=wanted)
+    _save(self.root, config)
+    restored = restore_lib.restore(self.root, top_k=wanted)
     self.assertEqual(restored.config.model.top_k, wanted)
 
     public = dit_rules(config.model)
@@ -220,17 +214,14 @@ class RestackTest(parameterized.TestCase):
     self.assertAlmostEqual(float(aux.activated_share), share, places=6)
 
   def test_a_layer_without_a_trained_router_cannot_route(self):
-    root = self.enterContext(tempfile.TemporaryDirectory())
-    config = self._config((1, 0, 0, 1))
-    _save(root, config)
+    _save(self.root, self._config((1, 0, 0, 1)))
     with self.assertRaisesRegex(ValueError, "it has no blocks0/attn/router"):
-      restore_lib.restore(root, top_k=(1, 1, 1, 1))
+      restore_lib.restore(self.root, top_k=(1, 1, 1, 1))
 
 
-class LoadTokenizerTest(parameterized.TestCase):
+class LoadTokenizerTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.create_tempdir().full_path)
     self.other = tiny_words.tokenizer(("[NEW]",))
     self.file = self.root / "tokenizer.json"
     tiny_writer.save_alphabet(self.root)

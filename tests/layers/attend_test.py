@@ -286,28 +286,3 @@ class TpuRotateTest(parameterized.TestCase):
     got, want = (np.asarray(x, np.float32) for x in (got, want))
     exact = dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=1e-6 if exact else 2e-2)
-
-  def test_remat_keeps_no_result_of_its_product(self):
-    by = rotation(jnp.arange(5)[None], RotaryConfig(), 16)
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    with _as_on_a_tpu():
-      traced = jax.make_jaxpr(lambda x: rotate(x, by, 2))(
-        jnp.ones((2, 5, 4, 16))
-      )
-    products = [
-      eqn
-      for eqn in _equations(traced.jaxpr)
-      if eqn.primitive.name == "dot_general"
-    ]
-    self.assertLen(products, 1)
-    avals = [x.aval for x in products[0].invars]
-    kept = policy(products[0].primitive, *avals, **products[0].params)
-    self.assertFalse(kept)
-
-
-def _equations(jaxpr):
-  """Equations of a program, also those of the functions that it calls."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-      yield from _equations(inner)

@@ -8,7 +8,13 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec
 
-from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.partitioning import (
+  constrain,
+  draw_examples,
+  examples_key,
+  reverse_examples,
+  sum_examples,
+)
 from moh_jax.runtime.sharding import resolve_spec
 
 _SIZES = {"data": 2, "fsdp": 2, "tensor": 4, "sequence": 1}
@@ -69,3 +75,50 @@ class ConstrainTest(absltest.TestCase):
     expected = jax.sharding.NamedSharding(self._mesh(), PartitionSpec("data"))
     self.assertTrue(out.sharding.is_equivalent_to(expected, out.ndim))
     chex.assert_trees_all_equal(np.asarray(out), 2 * np.asarray(x))
+
+
+class ExamplesTest(absltest.TestCase):
+  """What a step does where devices compute with their own examples."""
+
+  def _on_devices(self, function, x):
+    """Calls it with the rows of each of four devices, and joins the results."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2, 1)
+    mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
+    spec = PartitionSpec(("data", "fsdp"))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(_RULES):
+      mapped = jax.shard_map(
+        function, in_specs=spec, out_specs=spec, check_vma=False
+      )
+      return np.asarray(jax.jit(mapped)(x))
+
+  def test_random_values_are_those_of_the_whole_batch(self):
+    key, x = jax.random.key(0), jnp.zeros((8, 3))
+    draw = lambda shape: jax.random.normal(key, shape)  # noqa: E731
+    found = self._on_devices(lambda x: draw_examples(draw, x.shape), x)
+    np.testing.assert_array_equal(found, draw((8, 3)))
+    np.testing.assert_array_equal(draw_examples(draw, (8, 3)), found)
+
+  def test_keys_of_devices_differ(self):
+    def draw(x):
+      return jax.random.uniform(examples_key(jax.random.key(0)), x.shape)
+
+    self.assertLen(np.unique(self._on_devices(draw, jnp.zeros(8))), 8)
+
+  def test_the_order_of_the_whole_batch_is_reversed(self):
+    x = jnp.arange(16).reshape(8, 2)
+    found = self._on_devices(reverse_examples, x)
+    np.testing.assert_array_equal(found, x[::-1])
+    np.testing.assert_array_equal(reverse_examples(x), x[::-1])
+
+  def test_a_loss_of_sums_has_the_gradient_of_the_mean_over_devices(self):
+    x = jnp.arange(8.0)
+
+    def loss(x):
+      sums = sum_examples({"sum": x.sum(), "squares": (x * x).sum()})
+      return sums["sum"] * sums["squares"]
+
+    value, grad = jax.value_and_grad(loss)(x)
+    values = self._on_devices(lambda x: loss(x)[None], x)
+    np.testing.assert_allclose(values, value, rtol=1e-6)
+    grads = self._on_devices(jax.grad(loss), x)
+    np.testing.assert_allclose(grads / 4, grad, rtol=1e-6)

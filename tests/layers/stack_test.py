@@ -164,7 +164,7 @@ def _side(losses, load, *, routed=True) -> RouterAux:
   losses = jnp.asarray(losses, jnp.float32)[:, None]
   ones = jnp.ones_like(load)
   scores = ones * losses / load.sum(-1, keepdims=True)
-  return RouterAux(ones[:, 0], load, scores, ones, routed=routed)
+  return RouterAux(ones[:, 0], load, scores, scores, routed=routed)
 
 
 def _layers(stack: RouterAux) -> list[RouterAux]:

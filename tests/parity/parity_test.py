@@ -8,7 +8,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -168,32 +167,3 @@ class DamagedCaseTest(parameterized.TestCase):
     self.assertEqual((status, out), (2, ""))
     self.assertLen(err.splitlines(), 1)
     self.assertRegex(err, message)
-
-  @parameterized.parameters(
-    (np.float64, 450e-9, True), (np.float64, 550e-9, False),
-    (np.int64, 0, True), (np.int64, 1, False),
-    (np.bool_, 0, True), (np.bool_, 1, False), (np.float32, 0, None),
-  )  # fmt: skip
-  def test_without_a_tolerance_float64_gets_a_billionth_of_its_scale(
-    self, dtype, error, ok
-  ):
-    recorded = np.array([0, -500, 0]).astype(dtype)
-    np.savez(self.case / "io.npz", table=recorded)
-    meta = {
-      "kind": "table",
-      "hyper_parameters": {},
-      "arrays": {"table": {"role": "output", "shape": recorded.shape}},
-      "tolerance": {},
-      "files": {"io.npz": "the table"},
-    }
-    (self.case / "meta.json").write_text(json.dumps(meta))
-    computed = recorded + np.array([0, 0, error]).astype(dtype)
-    kinds = {"table": lambda *_: {"table": computed}}
-    with mock.patch.dict(command.KINDS, kinds):
-      if ok is None:
-        with self.assertRaisesRegex(ValueError, "no tolerance for 'table'"):
-          command.run_case(self.case)
-        return
-      (row,) = command.run_case(self.case)
-    self.assertEqual(row.ok, ok)
-    np.testing.assert_allclose(row.tolerance, 500e-9 * (dtype == np.float64))

@@ -55,6 +55,7 @@ _CONFIGS = {
 MESHES = {
   "8": {"data": 8},
   "2,4": {"data": 2, "fsdp": 4},
+  "2,4 step": {"data": 2, "fsdp": 4, "gather": "step"},
   "2,2,2": {"data": 2, "fsdp": 2, "tensor": 2},
   "1,2,2,2": {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2},
   "2 slices": {"dcn_data": 2, "data": 1, "fsdp": 2, "tensor": 2},

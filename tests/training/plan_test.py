@@ -15,7 +15,7 @@ from moh_jax.training import plan as plan_lib
 from moh_jax.training.plan import assumptions, make_plan, seconds
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
-from tests.training import tiny
+from tests.training import meshes, tiny
 
 _MESH = {"data": -1, "max_imbalance": 2.0}
 
@@ -63,6 +63,47 @@ class TimeTest(parameterized.TestCase):
     comparison = self.assertGreater if length == 16 else self.assertLess
     comparison(moh.step_time.products, mha.step_time.products)
     self.assertEqual(moh.attention[0].heads, 1 if length == 16 else 0.75)
+
+
+class ExchangesTest(parameterized.TestCase):
+  def test_one_a_step_is_that_of_the_compiled_step(self):
+    mesh = {"data": 2, "fsdp": 4, "gather": "step", "max_imbalance": 2.0}
+    run = meshes.config_of("llm", mesh=mesh, optim={"accumulation": 2},
+                           data={"batch_size": 16})  # fmt: skip
+    step, other = _plan(run, "v5e-8").exchanges
+    self.assertEqual((step.gather, other.gather), ("step", "microbatch"))
+    text, devices = meshes.compiled_step(run)
+    found = compiling.read_collectives(text, dict(devices.shape))
+    ratio = step.bytes / sum(one.bytes for one in found)
+    self.assertBetween(ratio, 0.95, 1.05)
+    self.assertGreater(step.memory, other.memory)
+    self.assertGreater(other.bytes, 2 * step.bytes)
+    self.assertGreater(other.seconds, step.seconds)
+
+  def test_replicas_have_one_and_one_device_none(self):
+    def count(**mesh):
+      return len(_plan(tiny.llm_config(mesh={**_MESH, **mesh})).exchanges)
+
+    self.assertEqual(count(), 1)
+    self.assertEqual(count(data=1, tensor=2, sequence=2), 0)
+
+  def test_fewer_microbatches_are_those_that_leave_room(self):
+    run = tiny.llm_config(mesh=_MESH, data={"batch_size": 32},
+                          optim={"accumulation": 8})  # fmt: skip
+    plan = _plan(run)
+    self.assertIsNone(plan.fewer_microbatches())
+    fixed = plan.exchanges[0].memory
+    for limit, fewer in ((300, 4), (501, 2), (10_000, 1), (299, None)):
+      limit = limit + fixed
+      found = compiling.Compiled(
+        "c", 1.0, True, limit, fixed + 200, 100, int(fixed) + 100
+      )
+      plan = dataclasses.replace(plan, compiled=found)
+      if fewer is None:
+        self.assertIsNone(plan.fewer_microbatches())
+      else:
+        total = fixed + 100 + 100 * 8 / fewer
+        self.assertEqual(plan.fewer_microbatches(), (fewer, total))
 
 
 class SlicesTest(parameterized.TestCase):

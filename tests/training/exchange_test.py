@@ -1,0 +1,104 @@
+"""Gradients are exchanged once a step, and are those of one device."""
+
+import math
+import re
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from moh_jax.runtime import sharding
+from moh_jax.training.compiling import read_collectives
+from moh_jax.training.step import make_program
+from tests.training import meshes, tiny
+
+_MICROBATCHES = 4
+
+
+def _config(family, mesh=None, **sections):
+  """A run of some microbatches; of images that are dropped and mixed."""
+  mesh = {"data": 1, "max_imbalance": 2.0, **(mesh or {})}
+  sections = {"optim": {"accumulation": 2}, **sections}
+  if family == "llm":
+    return meshes.config_of(family, mesh=mesh, **sections)
+  model = {**meshes.MODELS[family], **sections.pop("model", {})}
+  if family == "dit":
+    return tiny.dit_config(model=model, mesh=mesh, **sections)
+  model["drop_path"] = 0.3
+  return tiny.config(model=model, mesh=mesh, **sections)
+
+
+def _params_bytes(config):
+  program = make_program(config, tiny.make_task(config), meshes.mesh_of(config))
+  return sum(x.size * 4 for x in jax.tree.leaves(program.state.params))
+
+
+class LossesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("llm", {"data": 2, "fsdp": 2, "tensor": 2, "gather": "step"}),
+    ("dit", {"data": 2, "fsdp": 2}),
+    ("vit", {"data": 2, "fsdp": 2, "gather": "step"}),
+  )
+  def test_random_choices_and_losses_are_those_of_one_device(self, name, mesh):
+    data = {"batch_size": 16}
+    ours = meshes.losses(_config(name, mesh, data=data))
+    theirs = meshes.losses(_config(name, data=data))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+
+  def test_in_bfloat16_parameters_are_gathered_as_layers_round_them(self):
+    model = {**meshes.MODELS["llm"], "dtype": "bfloat16"}
+    run = {"data": {"batch_size": 16}, "optim": {"accumulation": 2, "lr": 1e-3}}
+    found = []
+    for gather in ("microbatch", "step"):
+      mesh = {"data": 1, "fsdp": 4, "gather": gather, "max_imbalance": 2.0}
+      found.append(
+        meshes.losses(tiny.llm_config(model=model, mesh=mesh, **run))
+      )
+    np.testing.assert_allclose(*found, rtol=1e-3)
+    self.assertNotEqual(found[0][0], found[0][1])
+
+
+class ExchangeTest(parameterized.TestCase):
+  def _collectives(self, mesh):
+    config = _config(
+      "llm",
+      mesh,
+      data={"batch_size": 8 * _MICROBATCHES},
+      optim={"accumulation": _MICROBATCHES},
+    )
+    text, devices = meshes.compiled_step(config)
+    return config, read_collectives(text, dict(devices.shape))
+
+  def test_of_replicas_is_one_of_gradients_and_one_a_microbatch(self):
+    config, found = self._collectives({"data": 8})
+    self.assertEqual({one.kind for one in found}, {"all-reduce"})
+    # One of the routers' sums for each microbatch, and the gradients' few.
+    self.assertLessEqual(sum(one.count for one in found), _MICROBATCHES + 3)
+    total = sum(one.bytes for one in found)
+    self.assertLess(total, 1.01 * _params_bytes(config))
+
+  def test_of_split_parameters_gathers_and_scatters_each_once(self):
+    config, found = self._collectives({"fsdp": 8, "gather": "step"})
+    size = _params_bytes(config)
+    total = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    count = dict(total)
+    for one in found:
+      total[one.kind] += one.bytes
+      count[one.kind] += one.count
+    self.assertBetween(total["all-gather"], 0.95 * size, size)
+    self.assertEqual(total["all-gather"], total["reduce-scatter"])
+    self.assertLess(total["all-reduce"], 0.05 * size)
+    self.assertLessEqual(count["all-reduce"], _MICROBATCHES + 3)
+
+  @parameterized.parameters(("float32", "f32"), ("bfloat16", "bf16"))
+  def test_has_the_dtype_of_the_config(self, exchange, dtype):
+    config = _config("llm", {"data": 2, "fsdp": 2, "exchange": exchange})
+    mesh, task = meshes.mesh_of(config), tiny.make_task(config)
+    program = make_program(config, task, mesh)
+    with sharding.use_mesh(mesh):
+      text = program.step.lower(program.state, program.batch).as_text()
+    sums = re.findall(r"all_reduce.*?\}\) : \(tensor<(\S+)>\)", text, re.DOTALL)
+    sizes = {"f32": 0, "bf16": 0}
+    for *shape, kind in (one.split("x") for one in sums):
+      sizes[kind] += math.prod(map(int, shape))
+    self.assertGreater(sizes.pop(dtype), 10 * max(sizes.values()))
