@@ -167,13 +167,14 @@ class ChecksTest(parameterized.TestCase):
       check(optim=alone)
 
   def test_devices_without_memory_of_a_host_are_refused(self):
+    beads = [SimpleNamespace(kind="beads")]
     device = SimpleNamespace(
-      device_kind="Abacus", addressable_memories=lambda: []
+      device_kind="Abacus", addressable_memories=lambda: beads
     )
     mesh = SimpleNamespace(devices=np.array([device]))
     config = tiny.llm_config(optim={"state_memory": "host"})
     with self.assertRaisesRegex(
-      ValueError, "^optim.state.* of the kind pinned_host; Abacus has"
+      ValueError, "^optim.state.* of the kind pinned_host; Abacus has .'beads'"
     ):
       entrance.check_host_memory(config, mesh)
 
