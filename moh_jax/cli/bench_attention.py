@@ -166,6 +166,7 @@ def chosen_form(
     queries=length,
     keys=length,
     num_heads=heads,
+    group=heads // options.num_kv_heads,
     head_dim=options.head_dim,
     share=share,
     causal="causal" in mode,
