@@ -58,7 +58,8 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
     return large_blocks(case)
   rows, count = (128 if case.queries >= 2048 else 64), 4
   if not case.causal:
-    rows, count = 64, 8
+    # A step's logits of all keys take at most 4 MiB of the caches.
+    rows, count = 64, 8 if case.keys <= 2048 else 4
   rows = 32 if case.queries < SHORT else rows
   return Form("packed" if packs else "blocked", packs, rows, count)
 

@@ -67,6 +67,7 @@ _ONE_BY_ONE = Form("dense", one_by_one=True)
 class ChooseTest(_TestCase):
   @parameterized.parameters(
     ({}, Form("packed", True, 64, 8)),
+    ({"tokens": 4096}, Form("packed", True, 64, 4)),
     ({"tokens": 4096, "causal": True}, Form("packed", True, 128, 4)),
     ({"tokens": 256, "share": 0.75, "causal": True},
      Form("packed", True, 32, 4)),
