@@ -37,12 +37,15 @@ class DecodeOptions(HeadOptions):
   """
 
   lengths: tuple[Count, ...] = (1024, 4096)
-  # "dense" reads the cache for every head, "kernel" for active heads only.
-  implementations: tuple[Literal["dense", "kernel"], ...] | None = None
+  # "dense" reads the cache for every head, "groups" for active key/value heads
+  # (on CPUs, --structure whole_group), "kernel" for active heads only.
+  implementations: tuple[Literal["dense", "groups", "kernel"], ...] | None = (
+    None
+  )
   cache_dtype: Literal["bfloat16", "float32", "int8"] | None = None
   modes: tuple[Literal["decode"], ...] = option("hidden", default=("decode",))
 
-  FORMS = ("dense", "kernel")
+  FORMS = ("dense", "groups", "kernel")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +69,12 @@ def chosen_form(
         f"--head-dim {options.head_dim} is not for --implementations kernel: "
         f"must be at most {MAX_HEAD_DIM}"
       )
-  return Form(name, packs=name == "kernel" and share < 1)
+  is_whole = options.structure == "whole_group" and share < 1
+  if name == "groups" and not (is_whole and target().platform == "cpu"):
+    raise ValueError(
+      "--implementations groups needs a CPU and --structure whole_group"
+    )
+  return Form(name, packs=name != "dense" and share < 1)
 
 
 def splits(options: DecodeOptions, _: str, length: int) -> Iterable[Split]:
@@ -108,7 +116,8 @@ def _evaluation(name: str) -> Callable:
   """Makes the function (q, cache, slots, active) -> (outputs, ())."""
 
   def run(q, cache, slots, active):
-    out = cached_attention(q, cache, slots, active=active, implementation=name)
+    form = "auto" if name == "groups" else name
+    out = cached_attention(q, cache, slots, active=active, implementation=form)
     return _gated(out, active), ()
 
   return run

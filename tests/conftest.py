@@ -30,6 +30,9 @@ if importlib.metadata.version("jax").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join(
   [os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]
 )
+# On a CPU each collective that waits for other devices takes a thread: with no
+# more threads than devices all of them can wait.
+os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Arrays of unequal rank do not broadcast by chance: code says which axes meet.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

@@ -166,6 +166,7 @@ def chosen_form(
     queries=length,
     keys=length,
     num_heads=heads,
+    group=heads // options.num_kv_heads,
     head_dim=options.head_dim,
     share=share,
     causal="causal" in mode,
@@ -183,7 +184,8 @@ def random_active(units: Units, batch: int, tokens: int) -> ActiveHeads:
   mask = jnp.concatenate([shared, selected], axis=-1)
   mask = jnp.repeat(mask, units.size, axis=-1)
   mask = mask[..., np.argsort(units.order())]
-  return ActiveHeads(mask, budget.active * units.size, parts=budget.parts)
+  most = budget.active * units.size
+  return ActiveHeads(mask, most, parts=budget.parts, unit=units.size)
 
 
 def splits(options: Any, mode: str, length: int) -> Iterable[Split]:

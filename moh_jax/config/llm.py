@@ -128,9 +128,9 @@ class LLMConfig(LayerStack):
       `head_order`.
     top_k: heads of each layer that a token chooses among the others.
     head_order: for each layer its heads in the order in which the first are
-      shared, where `router.structure` says so the first of each key/value group
-      or the first groups, by the mean place of their heads; () is their own
-      order. It moves no weights.
+      shared, where `model.router.structure` says so the first of each key/value
+      group or the first groups, by the mean place of their heads; () is their
+      own order. It moves no weights.
     norm_eps: added to the mean square of RMSNorm.
     rope: section of the rotary position embedding.
     tie_embeddings: whether the output layer uses the weights of the embedding.

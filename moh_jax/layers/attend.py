@@ -3,12 +3,13 @@
 Shapes: B batch, N tokens, H query heads, D head dim.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import attention as ops
@@ -31,7 +32,7 @@ def active_heads(
   router: RouterConfig,
   choice: HeadChoice | None = None,
   layout: HeadLayout | None = None,
-  parts: int = 1,
+  kv_heads: int | None = None,
 ) -> ActiveHeads | None:
   """Finds the heads that attention must compute for each token.
 
@@ -42,7 +43,7 @@ def active_heads(
     choice: runtime overrides of the budget, whose values are not known when the
       program is compiled.
     layout: where the heads lie; the gates are in its order.
-    parts: of the heads, see `HeadBudget`.
+    kv_heads: K; None is one per query head.
 
   Returns:
     The heads whose gate is not 0, or None where all must be computed: without a
@@ -50,18 +51,20 @@ def active_heads(
   """
   if gates is None or router.needs_all_heads:
     return None
-  choice = choice or HeadChoice()
+  choice, units = choice or HeadChoice(), Units.of(budget, router, kv_heads)
+  mask, parts = gates != 0, units.budget.parts
+  make = functools.partial(ActiveHeads, mask, unit=units.size)
   if choice.top_k is not None or router.varies:
-    return ActiveHeads(gates != 0, budget.num_heads)
+    return make(budget.num_heads)
   if parts > 1:
-    return ActiveHeads(gates != 0, budget.active, parts=parts)
+    return make(budget.active, parts=parts)
   placement = layout and layout.placement
   if placement is None:
-    return ActiveHeads(gates != 0, budget.active)
+    return make(budget.active)
   if choice.order is not None:  # any heads may be shared, also all of a device
-    return ActiveHeads(gates != 0, budget.active, placement.mean_active(budget))
+    return make(budget.active, placement.mean_active(budget))
   expected = max(placement.expected_active(budget))
-  return ActiveHeads(gates != 0, placement.most_active(budget), expected)
+  return make(placement.most_active(budget), expected)
 
 
 def attend(
@@ -164,14 +167,18 @@ def attend_to_cache(
     how = {"active": None, "implementation": implementation}
     return picked.spread(attend_to_cache(q, cache, slots, **how))
   form = ops.choose_cached_form(
-    implementation, target(), new=q.shape[1], head_dim=q.shape[-1]
+    implementation,
+    target(),
+    new=q.shape[1],
+    head_dim=q.shape[-1],
+    active=active,
   )
   if form == "dense":
     return ops.cached_attention(q, cache, slots, implementation=form)
 
   def local(q, cache, slots, active):
     return ops.cached_attention(
-      q, cache, slots, active=active, implementation=form
+      q, cache, slots, active=active, implementation=implementation
     )
 
   slots = Slots(jnp.broadcast_to(slots.start, slots.first.shape), slots.first)

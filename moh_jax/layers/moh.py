@@ -167,7 +167,7 @@ class MoHAttention(nn.Module):
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
     gates = layout.dealt(gates)
-    kinds = self.budget, self.router, choice, layout, router.units.budget.parts
+    kinds = self.budget, self.router, choice, layout, self.num_kv_heads
     heads = self.attend(
       q,
       k,

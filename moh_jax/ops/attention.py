@@ -218,31 +218,40 @@ def cached_attention(
   batch, new, heads, dim = q.shape
   if active is not None:
     chex.assert_shape(active.mask, (batch, new, heads))
-  form = choose_cached_form(implementation, target(), new=new, head_dim=dim)
+  form = choose_cached_form(
+    implementation, target(), new=new, head_dim=dim, active=active
+  )
   if form == "dense":
     return dense.attend_to_cache(q, cache, slots)
+  if form == "groups":
+    return dense.attend_to_groups(q, cache, slots, active)
   return kernel.attend_to_cache(q, cache, slots, active)
 
 
 def choose_cached_form(
-  implementation: str, device: Target, *, new: int, head_dim: int
+  implementation: str,
+  device: Target,
+  *,
+  new: int,
+  head_dim: int,
+  active: ActiveHeads | None = None,
 ) -> str:
   """Chooses the form in which new tokens attend to a cache.
 
   "auto" is "kernel" on GPUs and TPUs, also where every head is active: a cache
-  has slots for tokens to come, which the dense form would read. On other
-  devices it is "dense": a CPU gains nothing from reading less, since XLA copies
-  the slice of a cache that a loop reads and runs the loop on one core.
+  has slots for tokens to come, which the dense form would read. On CPUs it is
+  "groups" where tokens choose whole key/value groups, else "dense".
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
     device: the device that it runs on.
     new: new tokens per text; the kernel takes one.
     head_dim: D; "auto" is "dense" for heads that are too wide for the kernel.
+    active: the heads that tokens use; None is every head.
 
   Returns:
-    "kernel", which reads the active heads and the visible slots, or "dense",
-    which reads all.
+    "kernel", which reads the active heads and the visible slots; "groups",
+    which reads the active key/value heads; or "dense", which reads all.
 
   Raises:
     ValueError: the implementation is unknown.
@@ -250,7 +259,11 @@ def choose_cached_form(
   _check_known(implementation)
   pays = head_dim <= MAX_HEAD_DIM and has_kernels(device)
   wanted = implementation == "kernel" or (implementation == "auto" and pays)
-  return "kernel" if wanted and new == 1 else "dense"
+  if wanted and new == 1:
+    return "kernel"
+  whole = active is not None and active.unit > 1
+  chosen = implementation in ("auto", "packed") and device.platform == "cpu"
+  return "groups" if whole and chosen and new == 1 else "dense"
 
 
 def _check_known(implementation: str) -> None:

@@ -12,10 +12,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
 from moh_jax.ops.cache import LayerCache, Slots
+from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.target import on_one_device
 
 # From so many tokens on, a CPU gains from leaving out hidden keys of causal
@@ -143,6 +145,53 @@ def attend_to_cache(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:
   out = (out / total).astype(q.dtype)
   out = out.reshape(batch, groups, new, -1, dim).transpose(0, 2, 1, 3, 4)
   return out.reshape(batch, new, heads, dim)
+
+
+def attend_to_groups(
+  q: jax.Array, cache: LayerCache, slots: Slots, active: ActiveHeads
+) -> jax.Array:
+  """`attend_to_cache` of one new token that reads the active groups alone.
+
+  A branch for each key/value head slices the cache only where it is taken; what
+  a loop over a list of heads slices, XLA copies first for CPUs.
+
+  Args:
+    q: [B, 1, H, D].
+    cache: as for `attend_to_cache`.
+    slots: as for `attend_to_cache`.
+    active: all query heads of a key/value head, or none.
+
+  Returns:
+    [B, 1, H, D]; 0 for inactive heads.
+  """
+  batch, _, heads, dim = q.shape
+  groups = cache.k.shape[1]
+  size = heads // groups
+  mask = active.mask.reshape(batch, groups, size)[..., 0]
+  start = jnp.broadcast_to(slots.start, slots.first.shape)
+  grouped = q.reshape(batch, groups, size, dim)
+
+  def attend_one(text: jax.Array, group: int) -> jax.Array:
+    def taken(q: jax.Array, cache: LayerCache) -> jax.Array:
+      def part(x: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(x, (text, group, 0, 0), (1, 1, *x.shape[2:]))
+
+      own = Slots(start[text], slots.first[text][None])
+      return attend_to_cache(part(q), jax.tree.map(part, cache), own)
+
+    def left_out(q: jax.Array, cache: LayerCache) -> jax.Array:
+      del cache
+      return jnp.zeros((1, 1, size, dim), q.dtype)
+
+    return lax.cond(mask[text, group], taken, left_out, grouped, cache)
+
+  def one_text(text: jax.Array, out: jax.Array) -> jax.Array:
+    found = [attend_one(text, group) for group in range(groups)]
+    found = jnp.concatenate(found, axis=1)
+    return lax.dynamic_update_slice(out, found, (text, 0, 0, 0))
+
+  out = lax.fori_loop(0, batch, one_text, jnp.zeros_like(grouped))
+  return out.reshape(q.shape)
 
 
 # Both products have float32 results, so their gradients arrive in float32. They

@@ -40,6 +40,8 @@ class ActiveHeads:
     parts: key/value heads of each of which a token has at most
       max_per_token / parts query heads, static, see `ops.picked_heads`; 1
       where it may have any.
+    unit: heads of a key/value head that are active together, static; 1 where
+      each may be alone.
   """
 
   mask: jax.Array
@@ -48,6 +50,7 @@ class ActiveHeads:
     default=None, metadata={"static": True}
   )
   parts: int = dataclasses.field(default=1, metadata={"static": True})
+  unit: int = dataclasses.field(default=1, metadata={"static": True})
 
   @property
   def share(self) -> float:

@@ -135,7 +135,7 @@ class RouterAux:
 
   def of_heads(self, size: int) -> "RouterAux":
     """The same by head, see `Routing.of_heads`; the balance loss stays."""
-    sums = self.counts, self.scores / size, self.balance
+    sums = self.counts, self.scores / size, self.balance / size
     sums = (jnp.repeat(x, size) for x in sums)
     return RouterAux(self.tokens, *sums, routed=self.routed)
 

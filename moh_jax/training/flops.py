@@ -141,6 +141,7 @@ def attention_form(
     queries=tokens,
     keys=tokens,
     num_heads=heads // devices,
+    group=heads // (group.kv_heads or heads),
     head_dim=budget.head_dim,
     share=share,
     causal=causal,

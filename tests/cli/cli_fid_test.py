@@ -83,3 +83,9 @@ class FidTest(tiny_checkpoint.CommandTest):
     self.assertEqual(metrics["inception_score"], f"{score:.4f}")
     self.assertNotIn("sfid", metrics)
     self.assert_refused("resize", *argv, "--resize=ptfid")
+
+  def test_without_reference_scores_what_needs_none(self):
+    metrics = self.report("--samples", self.samples, *self.network)
+    score = self.metrics["inception_score"]
+    self.assertAlmostEqual(metrics["inception_score"], score)
+    self.assertIsNone(metrics["fid"])

@@ -313,7 +313,6 @@ class ReleasedTest(parameterized.TestCase):
     read = llama_config.from_hf(written)
     self.assertEqual(llama_config.moh_llama3(read), model)
 
-  def test_scaling_has_the_keys_that_the_release_reads(self):
     rope = RotaryConfig(scaling="linear", factor=2.0)
     model = dataclasses.replace(tiny_llm.QUERY_NORM, rope=rope)
     written = llama_config.to_released(model)

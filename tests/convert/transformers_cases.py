@@ -42,7 +42,13 @@ _BASE = {
   "top_k": (2, 1, 3),
 }
 _QUERY_NORM = {"shared_heads": (3,) * 3, "top_k": (1,) * 3}
-_GROUPS = {"num_heads": (9,) * 3, "shared_heads": (3,) * 3, "top_k": (3,) * 3}
+_PER_GROUP = {"num_heads": (12,) * 3, "shared_heads": (3, 0, 6)}
+_PER_GROUP |= {"top_k": (3, 6, 3)}
+# Of two routed groups the scores by norm would be constant, with gradients that
+# are rounding errors.
+_WHOLE_GROUP = {"num_heads": (12,) * 3, "num_kv_heads": 4}
+_WHOLE_GROUP |= {"shared_heads": (3, 0, 3), "top_k": (3, 6, 3)}
+_MIXED = (8, 4, 2, 3, 11, 1, 6, 9, 0, 5, 10, 7)
 _ORDER = ((5, 0, 3, 2, 1, 4), (1, 2, 3, 4, 5, 0), (0, 1, 2, 3, 4, 5))
 _PLAIN = {"router": RouterConfig("none"), "shared_heads": (6,) * 3}
 _PLAIN |= {"top_k": (0,) * 3}
@@ -73,22 +79,25 @@ CASES = {
     "qk_norm": True,
     "rope": RotaryConfig(scaling="yarn", factor=4.0, original_length=16),
   },
-  "per_group": {**_GROUPS, "router": RouterConfig(structure="per_group")},
+  "per_group": {**_PER_GROUP, "router": RouterConfig(structure="per_group")},
   "per_group_top_p": {
-    **_GROUPS,
+    **_PER_GROUP,
     "router": RouterConfig(structure="per_group", top_p=0.7),
-    "head_order": ((8, 4, 2, 3, 1, 6, 0, 5, 7),) * 3,
+    "head_order": (_MIXED,) * 3,
   },
   "per_group_norms": {
-    **_GROUPS,
+    **_PER_GROUP,
     "router": RouterConfig("query_norm", structure="per_group"),
-    "head_order": ((8, 4, 2, 3, 1, 6, 0, 5, 7),) * 3,
+    "head_order": (_MIXED,) * 3,
   },
-  "whole_group": {**_GROUPS, "router": RouterConfig(structure="whole_group")},
+  "whole_group": {
+    **_WHOLE_GROUP,
+    "router": RouterConfig(structure="whole_group"),
+  },
   "whole_group_norms": {
-    **_GROUPS,
+    **_WHOLE_GROUP,
     "router": RouterConfig("query_norm", structure="whole_group"),
-    "head_order": ((8, 4, 2, 3, 1, 6, 0, 5, 7),) * 3,
+    "head_order": (_MIXED,) * 3,
   },
   "no_router": {**_PLAIN, "out_bias": True},  # no architecture of transformers
   "llama": {**_PLAIN, "tie_embeddings": True},

@@ -165,7 +165,7 @@ def test_keys_options_and_files_exist(page, options):
 def test_tables_of_values_are_whole():
   for page, header, names in (
     ("concepts", "form", base.choices(LLMConfig, "attention_impl")),
-    ("concepts", "kind", ("two_stage", "query_norm", "none")),
+    ("concepts", "kind", ("two_stage", "query_norm", "gate", "none")),
     ("concepts", "`gate_form`", base.choices(RouterConfig, "gate_form")),
     ("data", "`data.decode`", base.choices(DataConfig, "decode")),
     ("launching", "`optim.name`", base.choices(OptimConfig, "name")),

@@ -209,12 +209,6 @@ class TextTest(parameterized.TestCase):
     expected = 8 - np.log(np.exp(8) + 59)
     np.testing.assert_allclose(written.log_probs, expected, atol=1e-4)
 
-  def test_rows_that_ended_wait_for_the_others(self):
-    prompts = ["zZ", "aA", "xX"]
-    written = self.generator.generate(prompts, Sampling(max_new_tokens=5))
-    self.assertEqual([c.text for c in written], ["", "bBcCdDeEfF", "yYzZ"])
-    self.assertEqual([len(c.tokens) for c in written], [1, 5, 3])
-
   @parameterized.parameters(
     ("aA", (), " bB cC dD"),
     ("", (), "aA bB cC"),  # nothing is before the first space
@@ -253,7 +247,7 @@ class SpecialTokensTest(parameterized.TestCase):
     file = json.dumps({"eos_token_id": stops}).encode()
     generator = self._generator({"generation_config.json": file})
     sampling = Sampling(max_new_tokens=9)
-    ended, at_the_end = generator.generate(["aA", "yY"], sampling)
+    ended, at_the_end, _ = generator.generate(["aA", "yY", "zZ"], sampling)
     self.assertEqual(ended.tokens, tuple(range(2, last + 1)))
     self.assertEqual(ended.finish_reason, "end")
     self.assertEqual(at_the_end.tokens, (26, 28))

@@ -80,16 +80,11 @@ class ScorerTest(parameterized.TestCase):
     cls.scorer = _scorer(batch_size=4)  # its programs are those of many tests
 
   def _assert_close(self, ours, theirs):
-    self.assertEqual(
-      [(s.greedy, s.tokens) for s in ours],
-      [(s.greedy, s.tokens) for s in theirs],
-    )
-    np.testing.assert_allclose(
-      [s.log_likelihood for s in ours],
-      [s.log_likelihood for s in theirs],
-      rtol=1e-5,
-      atol=1e-5,
-    )
+    for our, their in zip(ours, theirs, strict=True):
+      self.assertEqual((our.greedy, our.tokens), (their.greedy, their.tokens))
+      np.testing.assert_allclose(
+        our.log_likelihood, their.log_likelihood, rtol=1e-5, atol=1e-5
+      )
 
   def test_scores_equal_those_of_whole_logits(self):
     pairs = _pairs(_LENGTHS)

@@ -78,6 +78,16 @@ class MoHAttentionTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       layer.init(jax.random.key(0), jnp.ones(shape), token_mask=mask)
 
+  @parameterized.parameters(
+    ({"window": 2}, "window=2 must be odd"),
+    *(({"pool_grid": grid}, rf"pool_grid=\({grid[0]}, 2\) must be in")
+      for grid in ((0, 2), (64, 2))),
+  )  # fmt: skip
+  def test_other_windows_and_pools_are_named(self, fields, message):
+    module, inputs = _module("pooled")
+    with self.assertRaisesRegex(ValueError, message):
+      module.clone(**fields).init(jax.random.key(0), *inputs)
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_jitted(module, variables, x, places, choice):
@@ -209,18 +219,6 @@ def _applied(kind: str, dtype=jnp.float32):
   call = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
   (_, outputs), grads = call(variables, inputs[0])
   return variables, outputs, grads
-
-
-class RefusalsTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ({"window": 2}, "window=2 must be odd"),
-    ({"pool_grid": (0, 2)}, r"pool_grid=\(0, 2\) must be in"),
-    ({"pool_grid": (64, 2)}, r"pool_grid=\(64, 2\) must be in"),
-  )
-  def test_what_is_wrong_is_named(self, fields, message):
-    module, inputs = _module("pooled")
-    with self.assertRaisesRegex(ValueError, message):
-      module.clone(**fields).init(jax.random.key(0), *inputs)
 
 
 @parameterized.parameters("full", "pooled", "moh")

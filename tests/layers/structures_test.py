@@ -12,7 +12,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import attention as ops
-from moh_jax.ops.cache import Slots, make_cache
+from moh_jax.ops.cache import Slots, make_cache, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import unbox
@@ -303,6 +303,33 @@ class StructuresTest(parameterized.TestCase):
       self.assertTrue((by_group.sum(-1) < 3).all())
     else:
       np.testing.assert_array_equal(by_group, by_group[:, :1].repeat(3, 1))
+
+
+class GroupCacheTest(parameterized.TestCase):
+  @parameterized.product(
+    dtype=("float32", "bfloat16", "int8"), starts=(False, True)
+  )
+  def test_reads_the_groups_that_texts_use(self, dtype, starts):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (3, 1, _HEADS, _DIM))
+    cache = make_cache(3, _GROUPS, 16, _DIM, dtype)
+    k, v = jax.random.normal(keys[1], (2, 3, 16, _GROUPS, _DIM))
+    cache = write_cache(cache, k, v, jnp.int32(0))
+    mask = jnp.array([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 1, 1]], bool)
+    # Nobody reads what is not finite in groups that no token uses.
+    if dtype != "int8":
+      hole = jnp.where(mask[..., None, None], 0, jnp.nan).astype(dtype)
+      cache = dataclasses.replace(cache, k=cache.k + hole)
+    active = ActiveHeads(
+      jnp.repeat(mask, _SIZE, axis=-1)[:, None], 12, unit=_SIZE
+    )
+    start = jnp.array([15, 9, 3]) if starts else jnp.int32(15)
+    slots = Slots(start, jnp.array([0, 4, 2]))
+    read = jax.jit(lambda *args: ops.cached_attention(*args, active=active))
+    out = read(q, cache, slots)
+    dense = ops.cached_attention(q, cache, slots, implementation="dense")
+    expected = jnp.where(active.mask[..., None], dense, 0)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 class PickedHeadsTest(parameterized.TestCase):

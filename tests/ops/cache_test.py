@@ -1,16 +1,27 @@
-"""Key/value caches: what is stored, and attention to it in both forms."""
+"""Key/value caches: what is stored, attention to it, and its kernels."""
 
+import contextlib
+import dataclasses
+import functools
 import itertools
+from collections.abc import Iterator
+from unittest import mock
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
+from moh_jax.ops import dense
 from moh_jax.ops.attention import attention, cached_attention
 from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.kernels import tpu_decode, triton_decode
+from moh_jax.ops.kernels.attention import kernel_decode
+from moh_jax.ops.kernels.problem import Tile
+from tests.ops import devices
 
 B, K, M, D = 2, 2, 8, 6
 DTYPES = ("float32", "bfloat16", "int8")
@@ -155,3 +166,221 @@ class KernelTest(parameterized.TestCase):
     self.assertTrue(np.isnan(out[0]).any())
     expected = jnp.where(mask[..., None], _attend(q, cache, slots), 0)
     np.testing.assert_allclose(out[1:], expected[1:], atol=2e-6)
+
+
+_BACKENDS = ("triton", "mosaic_tpu")
+_INT8 = "int8"
+
+
+@contextlib.contextmanager
+def _small_tiles() -> Iterator[None]:
+  """Context in which tiles have 16 slots, and splits at least as many."""
+  tiles = {size: {512: Tile(16, 16)} for size in (2, 4)}
+  with (
+    mock.patch.object(triton_decode, "TILES", tiles),
+    mock.patch.object(tpu_decode, "TILES", tiles),
+    mock.patch.object(triton_decode, "_MIN_SLOTS", 16),
+  ):
+    yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+  """Shapes, what is visible, and which heads are active."""
+
+  heads: int = 4
+  kv_heads: int = 4
+  slots: int = 40
+  head_dim: int = 24
+  choice: str = "random"  # of heads
+  seen: tuple[tuple[int, int], ...] = ((13, 37), (0, 31))  # first, end of texts
+
+  def arrays(self, dtype=jnp.float32, cache_dtype=None):
+    """Queries and the cache."""
+    rng, batch = np.random.default_rng(0), len(self.seen)
+    stored = batch, self.kv_heads, self.slots, self.head_dim
+    q = rng.normal(size=(batch, 1, self.heads, self.head_dim))
+    k, v = rng.normal(size=(2, *stored))
+    q = jnp.asarray(q, dtype)
+    if cache_dtype != _INT8:
+      k, v = (jnp.asarray(x, cache_dtype or dtype) for x in (k, v))
+      return q, LayerCache(k, v)
+    k, v = (jnp.asarray(np.clip(40 * x, -127, 127), jnp.int8) for x in (k, v))
+    scales = rng.uniform(0.01, 0.05, (2, *stored[:2], 1, self.slots))
+    return q, LayerCache(k, v, *jnp.asarray(scales, jnp.float32))
+
+  def bounds(self) -> tuple[jax.Array, jax.Array]:
+    return tuple(jnp.asarray(x, jnp.int32) for x in zip(*self.seen))
+
+  def visible(self) -> np.ndarray:
+    """[B, M]."""
+    first, end = (np.asarray(x)[:, None] for x in self.bounds())
+    slot = np.arange(self.slots)
+    return (slot >= first) & (slot < end)
+
+  def active(self) -> ActiveHeads | None:
+    mask = np.zeros((len(self.seen), 1, self.heads), bool)
+    most = {"one head": 1, "few": 2}.get(self.choice, self.heads)
+    if self.choice == "no table":
+      return None
+    if self.choice == "random":
+      mask = np.random.default_rng(2).random(mask.shape) < 0.5
+      mask[..., -1] = False  # one head that nobody chose
+    elif self.choice == "one head":
+      mask[..., 1] = True
+    elif self.choice == "few":
+      mask[0, :, :2] = mask[1, :, 4] = True
+    elif self.choice == "later text":
+      mask[1:, :, -1] = True
+    elif self.choice == "all":
+      mask[...] = True
+    return ActiveHeads(jnp.asarray(mask), most)
+
+  def is_read(self) -> np.ndarray:
+    """[B, K], the key/value heads that a text reads."""
+    active = self.active()
+    mask = np.ones((len(self.seen), self.heads), bool)
+    if active is not None:
+      mask = np.asarray(active.mask)[:, 0]
+    used = mask.reshape(len(mask), self.kv_heads, -1).any(-1)
+    return used & self.visible().any(-1)[:, None]
+
+
+_LONG = ((13, 161), (70, 75), (0, 200), (192, 193))
+_CASES = {
+  "padding": _Case(),
+  "many_splits": _Case(slots=200, head_dim=64, seen=_LONG),
+  "one_slot": _Case(slots=1, head_dim=16, seen=((0, 1), (0, 1))),
+  "hidden_text": _Case(seen=((5, 5), (0, 37))),
+  "text_that_begins_later": _Case(seen=((39, 2), (0, 37))),
+  "first_text_chose_nothing": _Case(choice="later text"),
+  "grouped": _Case(heads=6, kv_heads=2, head_dim=80),
+  "many_queries_of_a_head": _Case(70, 1, 16, seen=((2, 15),)),
+  "many_queries_of_a_wide_head": _Case(18, 1, 16, 136, seen=((2, 15),)),
+  "one_head": _Case(choice="one head", slots=37),
+  "no_head": _Case(choice="none"),
+  "all_heads": _Case(4, 2, 160, 128, "all", ((0, 160), (5, 96))),
+  "no_table": _Case(choice="no table"),
+  "few": _Case(heads=6, kv_heads=6, choice="few"),
+}
+
+
+def _reference(case: _Case, q, cache) -> jax.Array:
+  """The dense form in float32, 0 for heads that are not active."""
+  first, end = case.bounds()
+  q, cache = jax.tree.map(
+    lambda x: x if x.dtype == jnp.int8 else x.astype(jnp.float32), (q, cache)
+  )
+  out = dense.attend_to_cache(q, cache, Slots(end - 1, first))
+  active = case.active()
+  return out if active is None else out * active.mask[..., None]
+
+
+def _decode(case, q, cache, backend, interpret=True):
+  first, end = case.bounds()
+  return kernel_decode(
+    q, cache, Slots(end - 1, first), case.active(), backend=backend,
+    interpret=interpret,
+  )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _kernel(case, backend, q, cache):
+  devices.need(backend)
+  with _small_tiles():
+    return _decode(case, q, cache, backend)
+
+
+class InterpretedTest(parameterized.TestCase):
+  @parameterized.product(name=list(_CASES), backend=_BACKENDS)
+  def test_equals_the_dense_form(self, name, backend):
+    case = _CASES[name]
+    arrays = case.arrays()
+    out = _kernel(case, backend, *arrays)
+    np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
+
+  @parameterized.product(
+    dtypes=(
+      (jnp.bfloat16, jnp.bfloat16, 1e-2),
+      # The wider of both: nothing is rounded but the result.
+      (jnp.float32, jnp.float16, 2e-6),
+      (jnp.float16, jnp.bfloat16, 2e-3),
+      (jnp.float32, _INT8, 2e-6),
+      (jnp.bfloat16, _INT8, 1e-2),
+    ),
+    backend=_BACKENDS,
+  )
+  def test_dtypes(self, dtypes, backend):
+    case = _CASES["grouped"]
+    dtype, cache_dtype, atol = dtypes
+    arrays = case.arrays(dtype, cache_dtype)
+    out = _kernel(case, backend, *arrays)
+    chex.assert_type(out, dtype)
+    out = np.asarray(out, np.float64)
+    np.testing.assert_allclose(out, _reference(case, *arrays), atol=atol)
+
+  @parameterized.product(
+    case=(("many_splits", jnp.float32), ("hidden_text", _INT8),
+          ("few", jnp.float32), ("few", _INT8)),
+    backend=_BACKENDS,
+  )  # fmt: skip
+  def test_what_is_not_seen_may_be_anything(self, case, backend):
+    name, dtype = case
+    case = _CASES[name]
+    q, cache = case.arrays(cache_dtype=dtype)
+    read = case.is_read()[..., None] & case.visible()[:, None]  # [B, K, M]
+    self.assertFalse(read.all())
+
+    def spoil(x: jax.Array) -> jax.Array:
+      own = read[..., None] if x.shape[2] > 1 else read[:, :, None]
+      return jnp.where(own, x, -128 if x.dtype == jnp.int8 else jnp.nan)
+
+    out = _kernel(case, backend, q, jax.tree.map(spoil, cache))
+    chex.assert_trees_all_equal(out, _kernel(case, backend, q, cache))
+    np.testing.assert_allclose(out, _reference(case, q, cache), atol=2e-6)
+
+  # On two cores, whose memory holds NaN where nothing was written.
+  @parameterized.parameters(
+    "padding", "many_splits", "hidden_text", "first_text_chose_nothing",
+    "grouped", "no_head", "one_slot",
+  )  # fmt: skip
+  @pytest.mark.slow
+  def test_equals_the_dense_form_without_races(self, name):
+    case = _CASES[name]
+    arrays = case.arrays()
+    with devices.simulated_tpu(2):
+      call = functools.partial(_kernel.__wrapped__, case, "mosaic_tpu")
+      out = jax.block_until_ready(jax.jit(call)(*arrays))
+    np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
+
+
+class LoweringTest(parameterized.TestCase):
+  """What a machine without the device can check: that kernels lower."""
+
+  @parameterized.product(
+    options=(
+      (jnp.bfloat16, jnp.bfloat16, 5120, 128),
+      (jnp.float32, jnp.bfloat16, 1100, 80),
+      (jnp.bfloat16, _INT8, 1100, 80),
+      (jnp.bfloat16, _INT8, 20, 64),
+    ),
+    backend=_BACKENDS,
+  )
+  def test_lowers_and_copies_no_cache(self, options, backend):
+    *dtypes, slots, head_dim = options
+    case = _Case(16, 8, slots, head_dim, seen=((0, slots),) * 4)
+    call = functools.partial(_decode, case, backend=backend, interpret=False)
+    shapes = jax.eval_shape(lambda: case.arrays(*dtypes))
+    count, jaxpr = devices.lowered_kernels(backend, call, *shapes)
+    self.assertEqual(count, 1)
+    large = {
+      equation.primitive.name
+      for equation in jaxpr.eqns
+      for out in equation.outvars
+      if out.aval.size >= shapes[1].k.size
+    }
+    kept = {"reshape", "squeeze"}
+    if backend == "mosaic_tpu":
+      # Another order of the dimensions is one that a TPU stores them in.
+      kept |= {"transpose", "with_memory_space_constraint"}
+    self.assertEqual(large - kept, set())

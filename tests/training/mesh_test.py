@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -18,7 +19,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 
-from moh_jax.config import MeshConfig
+from moh_jax.config import MeshConfig, apply_overrides
 from moh_jax.config.base import choices
 from moh_jax.config.run import OptimConfig
 from moh_jax.inference.restore import restore
@@ -165,6 +166,18 @@ class ChecksTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "data.batch_size=32 .* it is 1: "):
       check(optim=alone)
 
+  def test_devices_without_memory_of_a_host_are_refused(self):
+    beads = [SimpleNamespace(kind="beads")]
+    device = SimpleNamespace(
+      device_kind="Abacus", addressable_memories=lambda: beads
+    )
+    mesh = SimpleNamespace(devices=np.array([device]))
+    config = tiny.llm_config(optim={"state_memory": "host"})
+    with self.assertRaisesRegex(
+      ValueError, "^optim.state.* of the kind pinned_host; Abacus has .'beads'"
+    ):
+      entrance.check_host_memory(config, mesh)
+
 
 class HostMemoryTest(absltest.TestCase):
   @pytest.mark.slow
@@ -234,6 +247,7 @@ class StateShardingTest(parameterized.TestCase):
   @functools.cache
   def _abstract(name, **optim):
     config = _config("llm", name, tiny.MESH, **optim)
+    config = apply_overrides(config, "model", mlp_dim=meshes.WIDTH)
     mesh = sharding.make_mesh(config.mesh)
     with sharding.use_mesh(mesh):
       return make_program(config, make_task(config), mesh).state
@@ -248,7 +262,9 @@ class StateShardingTest(parameterized.TestCase):
       for leaf in jax.tree.leaves(state.opt_state)
       if leaf.shape == kernel.shape
     }
-    self.assertEqual(specs, {kernel.sharding.spec})
+    # The down projection has the same shape and the other axes.
+    self.assertIn(kernel.sharding.spec, specs)
+    self.assertNotIn(P(), specs)
 
   def test_means_over_rows_and_columns_lose_one_dimension(self):
     second = self._abstract("adafactor").opt_state[1][0][0]
@@ -260,6 +276,7 @@ class StateShardingTest(parameterized.TestCase):
     self.assertEqual(row.sharding.spec, P(None))
     self.assertEqual(column.sharding.spec, P(("tensor", "fsdp")))
     self.assertEqual(second.v["embed"]["embedding"].sharding.spec, P())
+    # Of two dimensions of one size the row's means lack the last one.
     row = second.v_row["blocks0"]["mlp"]["up"]["kernel"]
     found = row.shape, row.sharding.spec
     self.assertEqual(found, ((2, width), P(None, "fsdp")))
