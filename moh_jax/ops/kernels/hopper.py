@@ -13,7 +13,6 @@ dim, T blocks, R rows of a block, r rows of a tile, L keys of a tile, P tiles of
 rows in all blocks, J tiles of keys.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -32,11 +31,9 @@ from moh_jax.ops.kernels.hopper_program import (
   Launch,
   Masks,
   Part,
-  Work,
   alternating,
   column,
   hide,
-  loop,
   row,
 )
 from moh_jax.ops.kernels.problem import (
@@ -45,7 +42,6 @@ from moh_jax.ops.kernels.problem import (
   BlockSizes,
   Kernels,
   Problem,
-  Ranges,
   Tile,
   keys_of_rows,
   rows_of_keys,
@@ -105,7 +101,7 @@ class RowLaunch(Launch):
   """Launch of a kernel whose pieces of work are tiles of rows."""
 
   def table(self) -> tuple[jax.Array, jax.Array]:
-    """All work [P, 7] int32, a `RowWork` per row, and how much is used, [1]."""
+    """All work [P, 7] int32, a `Work` per row, and how much is used, [1]."""
     problem = self.problem
     blocks, per_block = problem.blocks, problem.rows // self.rows
     tile = jnp.arange(problem.num_blocks * per_block, dtype=jnp.int32)
@@ -118,35 +114,11 @@ class RowLaunch(Launch):
     table = jnp.stack([tile, *place, *bounds], -1)
     return table, blocks.first[-1:] * per_block
 
-  def over_tiles(
-    self, work: Work, bounds: None, done: Any, visit: Callable, carry: Any
-  ) -> tuple[jax.Array, Any]:
-    """Loops over the tiles of keys that a tile of rows reads.
-
-    Args:
-      work: the tile of rows, with the bounds of the loop.
-      bounds: None.
-      done: steps done in the rings before.
-      visit: (turn, j, None, carry) -> carry for tile j of the keys, where turn
-        is the step in the rings.
-      carry: its first value.
-
-    Returns:
-      The steps that are done, and the last carry.
-    """
-    offset = done - work.begin
-
-    def one(j: jax.Array, carry: Any) -> Any:
-      return visit(offset + j, j, None, carry)
-
-    carry = loop(work.begin, work.end, one, carry)
-    return done + work.end - work.begin, carry
-
-  def hidden(self, part: Part) -> Callable:
-    """Loads the masks of a part's rows; gives the function that hides keys."""
+  def masked(self, part: Part) -> Callable | None:
+    """See `Launch.masked`; loads the masks of the part's rows."""
     problem = self.problem
     if problem.visible.everything and problem.keys % self.keys == 0:
-      return lambda j, whole, logits: logits
+      return None
     by_row = jax.tree.map(
       lambda x: self.load(x.at[_own_rows(part)], PER_ROW), part.masks[:2]
     )
@@ -159,24 +131,17 @@ class RowLaunch(Launch):
       own = Masks(*by_row, by_key)
       return hide(self, logits, own, j * self.keys, rows_axis=0)
 
-    def hidden(j: jax.Array, whole: None, logits: jax.Array) -> jax.Array:
-      whole = j < part.work.whole_end
-      if problem.masks_by_value:  # else all rows see the first keys
-        whole &= j >= part.work.whole_begin
-      return lax.cond(whole, lambda x: x, functools.partial(masked, j), logits)
-
-    return hidden
+    return masked
 
   def compute(self, kernel: Callable, rows: Arrays, keys: Arrays) -> Arrays:
     """Launches a kernel that adds to rows."""
     # A piece holds its tile of queries and of the output's gradient.
     held, others = rows[::3], rows[1:3]
-    pieces = *self.table(), None
     slots = 2 if self.problem.head_dim <= 128 else 1
     streams = [(x,) for x in keys]
     outputs = self.problem.row_outputs
     return self.run_kernel(
-      kernel, pieces, held, slots, streams, others, outputs
+      kernel, self.table(), held, slots, streams, others, outputs
     )
 
 
@@ -187,7 +152,7 @@ def _own_rows(part: Part) -> pl.Slice:
 
 def _forward_kernel(
   part: Part, tiles: tuple, others: tuple, outputs: tuple
-) -> jax.Array:
+) -> tuple[jax.Array, Callable]:
   launch, (out_ref, sum_ref) = part.launch, outputs
   keys, values = part.rings
   q, span = part.own(tiles[0]), _own_rows(part)
@@ -221,18 +186,21 @@ def _forward_kernel(
   pl.when(part.consumer == 1)(part.switch)
   done, (acc, highest, total) = part.over_tiles(step, start)
   pl.when(part.consumer == 0)(part.switch)  # as many switches for both
-  sees_keys = total > 0
-  total = jnp.where(sees_keys, total, 1.0)
-  _store(acc * row(1 / total, acc.shape), q, out_ref.at[span])
-  shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.exponent_scale
-  sum_ref[span] = shift + jnp.log(total) * LOG2_E
-  plgpu.wait_smem_to_gmem(0)
-  return done
+
+  def store() -> None:
+    sees_keys = total > 0
+    norm = jnp.where(sees_keys, total, 1.0)
+    _store(acc * row(1 / norm, acc.shape), q, out_ref.at[span])
+    shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.exponent_scale
+    sum_ref[span] = shift + jnp.log(norm) * LOG2_E
+    _wait_until_read()
+
+  return done, store
 
 
 def _query_gradient_kernel(
   part: Part, tiles: tuple, others: tuple, outputs: tuple
-) -> jax.Array:
+) -> tuple[jax.Array, Callable]:
   launch, span = part.launch, _own_rows(part)
   (out_ref, sums_ref), (dq_ref, inner_ref) = others, outputs
   keys, values = part.rings
@@ -257,9 +225,12 @@ def _query_gradient_kernel(
     return dq
 
   done, dq = part.over_tiles(step, launch.full(0.0, launch.problem.head_dim))
-  _store(dq * launch.problem.scale, q, dq_ref.at[span])
-  plgpu.wait_smem_to_gmem(0)
-  return done
+
+  def store() -> None:
+    _store(dq * launch.problem.scale, q, dq_ref.at[span])
+    _wait_until_read()
+
+  return done, store
 
 
 class KeyLaunch(Launch):
@@ -274,48 +245,23 @@ class KeyLaunch(Launch):
     return self.keys == PART
 
   def table(self) -> jax.Array:
-    """All work [B * K * J, 3] int32, a `KeyWork` per row."""
+    """All work [B * K * J, 7] int32, a `Work` per row."""
     problem = self.problem
     shape = problem.batch, problem.kv_heads, self.key_tiles
     batch, head, tile = jnp.indices(shape, jnp.int32)
     if self.run == 2:
       tile = alternating(0, tile, self.key_tiles)
-    return jnp.stack([tile, batch, head], -1).reshape(-1, 3)
+    bounds = (
+      x.reshape(shape)[batch, head, tile]
+      for x in rows_of_keys(problem, self.rows, self.keys)
+    )
+    return jnp.stack([tile, batch, head, *bounds], -1).reshape(-1, 7)
 
-  def over_tiles(
-    self, work: Work, bounds: Ranges, done: Any, visit: Callable, carry: Any
-  ) -> tuple[jax.Array, Any]:
-    """Loops over the tiles of rows that read a tile of keys.
-
-    Args:
-      work: the tile of keys.
-      bounds: references to those of `rows_of_keys`.
-      done: steps done in the rings before.
-      visit: (turn, i, whole, carry) -> carry for tile i of the rows, where turn
-        is the step in the rings; `whole` tells that all rows see all keys.
-      carry: its first value.
-
-    Returns:
-      The steps that are done, and the last carry.
-    """
-    head = work.batch * self.problem.kv_heads + work.head
-    own = Ranges(*(x[head, work.tile] for x in bounds))
-    offset = done - own.begin
-
-    def one(i: jax.Array, carry: Any) -> Any:
-      whole = i >= own.whole_begin
-      if self.problem.masks_by_value:  # else the last rows see all keys
-        whole &= i < own.whole_end
-      return visit(offset + i, i, whole, carry)
-
-    carry = loop(own.begin, own.end, one, carry)
-    return done + own.end - own.begin, carry
-
-  def hidden(self, part: Part) -> Callable:
-    """The function that hides a part's keys from the rows of a tile."""
+  def masked(self, part: Part) -> Callable | None:
+    """See `Launch.masked`."""
     # Gradients of keys beyond the last are not stored, so nothing hides them.
     if self.problem.visible.everything:
-      return lambda i, whole, logits: logits
+      return None
     work, masks = part.work, part.masks
 
     def masked(i: jax.Array, logits: jax.Array) -> jax.Array:
@@ -331,21 +277,17 @@ class KeyLaunch(Launch):
       own = Masks(*by_row, by_key)
       return hide(self, logits, own, first, rows_axis=1)
 
-    def hidden(i: jax.Array, whole: jax.Array, logits: jax.Array) -> jax.Array:
-      return lax.cond(whole, lambda x: x, functools.partial(masked, i), logits)
-
-    return hidden
+    return masked
 
   def compute(self, rows: Arrays, keys: Arrays) -> Arrays:
     """Launches the kernel; its outputs are like the keys and values."""
-    bounds = rows_of_keys(self.problem, self.rows, self.keys)
     # Copies leave out what is beyond an array's end; the interpreter's do not.
     more = self.key_tiles * self.keys - self.problem.keys
     pad = (0, more if self.problem.interpret else 0)
     outputs = jax.eval_shape(
       lambda: tuple(jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))) for x in keys)
     )
-    pieces = self.table(), None, bounds
+    pieces = self.table(), None
     results = self.run_kernel(
       _key_gradients_kernel, pieces, keys, 1, [rows], (), outputs
     )
@@ -354,7 +296,7 @@ class KeyLaunch(Launch):
 
 def _key_gradients_kernel(
   part: Part, tiles: tuple, others: tuple, outputs: tuple
-) -> jax.Array:
+) -> tuple[jax.Array, Callable]:
   launch, [row_ring] = part.launch, part.rings
   scale, dim = launch.problem.scale, launch.problem.head_dim
   k, v = map(part.own, tiles)
@@ -400,24 +342,20 @@ def _key_gradients_kernel(
     return x.at[part.work.batch, pl.ds(first, PART), part.work.head]
 
   zeros, (dk_place, dv_place) = launch.full(0.0, dim), map(place, outputs)
-  if launch.shares_keys:
-    done, total = part.over_tiles(step, zeros)
-    part.switch()  # the other one may still read the keys
+  start = zeros if launch.shares_keys else (zeros, zeros)
+  done, sums = part.over_tiles(step, start)
 
-    @pl.when(part.consumer == 0)
-    def _() -> None:
-      _store(total * scale, k, dk_place)
+  def store() -> None:
+    if launch.shares_keys:
+      part.switch()  # the other one may still read the keys
+      pl.when(part.consumer == 0)(lambda: _store(sums * scale, k, dk_place))
+      pl.when(part.consumer == 1)(lambda: _store(sums, v, dv_place))
+    else:
+      _store(sums[0] * scale, k, dk_place)
+      _store(sums[1], v, dv_place)
+    _wait_until_read()
 
-    @pl.when(part.consumer == 1)
-    def _() -> None:
-      _store(total, v, dv_place)
-
-  else:
-    done, (dk, dv) = part.over_tiles(step, (zeros, zeros))
-    _store(dk * scale, k, dk_place)
-    _store(dv, v, dv_place)
-  plgpu.wait_smem_to_gmem(0)
-  return done
+  return done, store
 
 
 def _store(values: jax.Array, tile: Any, place: Any) -> None:
@@ -425,3 +363,8 @@ def _store(values: jax.Array, tile: Any, place: Any) -> None:
   tile[...] = values.astype(tile.dtype)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(tile, place)
+
+
+def _wait_until_read() -> None:
+  """Waits until the tiles of `_store` may be filled anew; writes go on."""
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -121,7 +121,7 @@ class Work(NamedTuple):
     tile: the tile of rows, or of the keys of a key/value head.
     batch: of the keys.
     head: key/value head of the keys.
-    begin: of a tile of rows, the tiles of keys that it reads: as in `Ranges`.
+    begin: of the tiles of the other kind that it meets: as in `Ranges`.
     whole_begin: as in `Ranges`.
     whole_end: as in `Ranges`.
     end: as in `Ranges`.
@@ -130,10 +130,10 @@ class Work(NamedTuple):
   tile: Any
   batch: Any
   head: Any
-  begin: Any = None
-  whole_begin: Any = None
-  whole_end: Any = None
-  end: Any = None
+  begin: Any
+  whole_begin: Any
+  whole_end: Any
+  end: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,6 @@ class Part:
     work: the piece.
     consumer: number of the consumer.
     done: steps that were done in the rings before.
-    bounds: references to the bounds of the loops, where `work` has none.
     masks: references.
     rings: of what the piece loops over.
     barrier: at which all consumers arrive; None for a single one.
@@ -155,7 +154,6 @@ class Part:
   work: Work
   consumer: Any
   done: Any
-  bounds: Any
   masks: Masks
   rings: list[Ring]
   barrier: Any
@@ -189,10 +187,10 @@ class Part:
     """
     launch, hidden = self.launch, self.launch.hidden(self)
 
-    def visit(turn: Any, i: Any, whole: Any, carry: Any) -> Any:
-      return step(turn, functools.partial(hidden, i, whole), carry)
+    def visit(turn: Any, i: Any, carry: Any) -> Any:
+      return step(turn, functools.partial(hidden, i), carry)
 
-    return launch.over_tiles(self.work, self.bounds, self.done, visit, carry)
+    return launch.over_tiles(self.work, self.done, visit, carry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +198,7 @@ class Launch:
   """One kernel of one call: its launch, and the steps its programs share.
 
   What differs between tiles of rows and of keys is in the two classes below it:
-  `over_tiles`, the loop of a piece of work, and `hidden`, its masks.
+  the table of all work, and `masked`.
 
   Attributes:
     problem: the call.
@@ -317,6 +315,52 @@ class Launch:
       return x[...]
     return plgpu.load(x, *_WHOLE, layout=layout, optimized=False)
 
+  def over_tiles(
+    self, work: Work, done: Any, visit: Callable, carry: Any
+  ) -> tuple[jax.Array, Any]:
+    """Loops over the tiles that a piece of work meets.
+
+    Args:
+      work: the piece.
+      done: steps done in the rings before.
+      visit: (turn, i, carry) -> carry for the i-th of all tiles, where turn is
+        the step in the rings.
+      carry: its first value.
+
+    Returns:
+      The steps that are done, and the last carry.
+    """
+    offset = done - work.begin
+
+    def one(i: jax.Array, carry: Any) -> Any:
+      return visit(offset + i, i, carry)
+
+    carry = loop(work.begin, work.end, one, carry)
+    return done + work.end - work.begin, carry
+
+  def masked(self, part: Part) -> Callable | None:
+    """The function that hides keys from the rows of a tile; None if none are.
+
+    Args:
+      part: whose logits they are.
+
+    Returns:
+      (i, logits) -> logits, for the i-th of the tiles that are streamed.
+    """
+    raise NotImplementedError
+
+  def hidden(self, part: Part) -> Callable:
+    """As `masked`, for all tiles: those whose rows see all keys skip it."""
+    masked, work = self.masked(part), part.work
+    if masked is None:
+      return lambda i, logits: logits
+
+    def hidden(i: jax.Array, logits: jax.Array) -> jax.Array:
+      whole = (i >= work.whole_begin) & (i < work.whole_end)
+      return lax.cond(whole, lambda x: x, functools.partial(masked, i), logits)
+
+    return hidden
+
   # The launch.
 
   @property
@@ -337,10 +381,11 @@ class Launch:
     """Does this program's pieces of work, one after the other.
 
     Args:
-      table: reference to all work, [pieces, X] int32.
+      table: reference to all work, [pieces, 7] int32.
       used: reference to the number of pieces, [1]; None is all.
-      step: (m, work, done) -> done for the m-th of its pieces, where done is
-        the number of steps that are done in the rings of a loop.
+      step: (m, work, done) -> (done, finish) for the m-th of its pieces, where
+        done is the number of steps that are done in the rings of a loop, and
+        `finish` is called afterwards.
     """
     pieces = table.shape[0] if used is None else used[0]
     program = lax.axis_index("program") * self.run
@@ -349,12 +394,21 @@ class Launch:
     count = lax.div(left, stride) * self.run
     count += jnp.minimum(lax.rem(left, stride), self.run)
 
-    def one(m: jax.Array, done: jax.Array) -> jax.Array:
+    def load(m: jax.Array) -> Work:
       place = program + lax.div(m, self.run) * stride + lax.rem(m, self.run)
-      numbers = (table[place, i] for i in range(table.shape[1]))
-      return step(m, Work(*numbers), done)
+      place = jnp.minimum(place, table.shape[0] - 1)
+      return Work(*(table[place, i] for i in range(table.shape[1])))
 
-    loop(0, count, one, jnp.int32(0))
+    def one(m: jax.Array, carry: tuple) -> tuple:
+      work, done = carry
+      done, finish = step(m, work, done)
+      # Read here, so that the next piece does not wait for global memory; not
+      # before the step, whose loop needs all registers.
+      work = load(m + 1)
+      finish()
+      return work, done
+
+    loop(0, count, one, (load(jnp.int32(0)), jnp.int32(0)))
 
   def _ring(self, slots: int, arrays: Arrays) -> tuple:
     """Types of the arguments of `Ring`; one copy fills each buffer of a slot.
@@ -399,9 +453,10 @@ class Launch:
     Args:
       kernel: called by each consumer for each piece of work with a `Part`,
         references to the tiles that the piece holds, the other arrays and the
-        outputs; it returns the steps that are done in the rings.
-      pieces: all work [pieces, X] int32, a `Work` per row; how much of it is
-        used, [1]; and the bounds of the loops that are not in it.
+        outputs; it returns the steps that are done in the rings, and a function
+        that stores the results.
+      pieces: all work [pieces, 7] int32, a `Work` per row; and how much of it
+        is used, [1], or None for all.
       held: rows, or keys and values, of which a piece holds one tile.
       slots: tiles of these in shared memory: the next ones too.
       streams: for each ring, the arrays whose tiles a piece loops over.
@@ -417,28 +472,32 @@ class Launch:
 
     def body(*references: Any) -> None:
       *references, buffers, barrier = references
-      table, used, bounds, masks, held, streams, others = jax.tree.unflatten(
+      table, used, masks, held, streams, others = jax.tree.unflatten(
         tree, references[: len(arrays)]
       )
       outputs = references[len(arrays) :]
       tiles, *rings = (Ring(*x) for x in buffers)
       group = lax.axis_index("warpgroup")
 
-      def compute(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
-        part = Part(self, work, group, done, bounds, masks, rings, barrier)
-        done = kernel(part, tiles.take(m), others, outputs)
-        tiles.release(m)
-        return done
+      def compute(m: jax.Array, work: Work, done: jax.Array) -> tuple:
+        part = Part(self, work, group, done, masks, rings, barrier)
+        done, store = kernel(part, tiles.take(m), others, outputs)
 
-      def copy(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
+        def finish() -> None:
+          store()
+          tiles.release(m)
+
+        return done, finish
+
+      def copy(m: jax.Array, work: Work, done: jax.Array) -> tuple:
         tiles.fill(m, *(self._tile(x, work, work.tile) for x in held))
 
-        def copy_tile(turn: Any, i: Any, whole: Any, carry: tuple) -> tuple:
+        def copy_tile(turn: Any, i: Any, carry: tuple) -> tuple:
           for ring, xs in zip(rings, streams, strict=True):
             ring.fill(turn, *(self._tile(x, work, i) for x in xs))
           return carry
 
-        return self.over_tiles(work, bounds, done, copy_tile, ())[0]
+        return self.over_tiles(work, done, copy_tile, ())[0], lambda: None
 
       @pl.when(group < self.consumers)
       def _() -> None:
