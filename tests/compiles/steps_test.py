@@ -220,3 +220,22 @@ class BatchRowsTest(parameterized.TestCase):
         tried += 1
     self.assertGreater(tried, 10)
     self.assertFalse(contiguous)  # so that this test tests something
+
+
+class ExchangeTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("configs/llm.py:b75", "h100:4", 4e9),
+    ("configs/llm.py:b50", "v5e-64", 32e9, "mesh.data=1", "mesh.fsdp=64"),
+  )
+  def test_gradients_are_exchanged_once_a_step(
+    self, config, name, most, *overrides
+  ):
+    if missing := missing_packages(name):
+      self.skipTest(f"needs {', '.join(missing)}")
+    run = load_config(config, overrides)
+    plan = make_plan(run, parse_topology(name), compiles=True)
+    found = plan.compiled.collectives
+    self.assertLessEqual(sum(one.bytes for one in found), most)
+    # The routers' sums of each microbatch, and the gradients in some parts.
+    count = sum(one.count for one in found)
+    self.assertLessEqual(count, 2 * run.optim.accumulation)
