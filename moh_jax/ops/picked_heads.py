@@ -14,6 +14,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moh_jax.ops.head_blocks import ActiveHeads
 
@@ -24,24 +25,34 @@ class PickedHeads:
 
   Attributes:
     place: [B, N, K, G] int32 place of each head among the j of its key/value
-      head; j or more for those that the token does not use.
+      head; G for those that have none.
+    wrong: [B, N] bool, whether a token has more than j heads of a key/value
+      head.
     count: j.
   """
 
   place: jax.Array
+  wrong: jax.Array
   count: int
 
   @classmethod
   def of(cls, active: ActiveHeads) -> "PickedHeads":
-    """The places of active heads, which have `parts` above 1."""
+    """The places of active heads, which have `parts` above 1.
+
+    Where a token uses fewer than j of a key/value head, others have the rest of
+    the places. So of G heads, head i can have the places from i + j - G to i.
+    """
     *lead, heads = active.mask.shape
     mask = active.mask.reshape(*lead, active.parts, heads // active.parts)
-    places, before = [], jnp.zeros(mask.shape[:-1], jnp.int32)
-    for head in range(mask.shape[-1]):
-      places.append(jnp.where(mask[..., head], before, heads))
-      before += mask[..., head]
-    count = active.max_per_token // active.parts
-    return cls(jnp.stack(places, axis=-1), count)
+    size, count = mask.shape[-1], active.max_per_token // active.parts
+    used = mask.sum(-1, dtype=jnp.int32)
+    places, before, missing = [], jnp.zeros_like(used), count - used
+    for head in range(size):
+      fills = ~mask[..., head] & (missing > 0)
+      has = (mask[..., head] | fills) & (before < count)
+      places.append(jnp.where(has, before, size))
+      before, missing = before + has, missing - fills
+    return cls(jnp.stack(places, axis=-1), (used > count).any(-1), count)
 
   def queries(self, q: jax.Array) -> jax.Array:
     """Picks heads.
@@ -50,15 +61,20 @@ class PickedHeads:
       q: [B, N, H, D].
 
     Returns:
-      [B, N, K * j, D]; 0 where a token has fewer heads.
+      [B, N, K * j, D].
     """
     *lead, parts, size = self.place.shape
     q = q.reshape(*lead, parts, size, q.shape[-1])
     picked = [
-      sum(self._where(place, head, q[..., head, :]) for head in self._of(place))
+      sum(
+        self._where(head, place, q[..., head, :])
+        for head in range(place, place + size - self.count + 1)
+      )
       for place in range(self.count)
     ]
-    return jnp.stack(picked, axis=-2).reshape(*lead, -1, q.shape[-1])
+    picked = jnp.stack(picked, axis=-2).reshape(*lead, -1, q.shape[-1])
+    # Else XLA picks again wherever attention reads them.
+    return lax.optimization_barrier(picked)
 
   def spread(self, out: jax.Array) -> jax.Array:
     """Puts outputs where the heads were.
@@ -67,28 +83,24 @@ class PickedHeads:
       out: [B, N, K * j, D].
 
     Returns:
-      [B, N, H, D]; 0 for heads that a token does not use, and NaN for a token
-      with more heads of a key/value head than j.
+      [B, N, H, D]; 0 for heads without a place, and NaN for a token with more
+      heads of a key/value head than j.
     """
     *lead, parts, size = self.place.shape
+    out = lax.optimization_barrier(out)
     out = out.reshape(*lead, parts, self.count, out.shape[-1])
     heads = [
       sum(
-        self._where(place, head, out[..., place, :])
-        for place in range(self.count)
-        if head in self._of(place)
+        self._where(head, place, out[..., place, :])
+        for place in range(
+          max(0, head + self.count - size), min(head + 1, self.count)
+        )
       )
       for head in range(size)
     ]
-    used = self.place < parts * size
-    too_many = (used & (self.place >= self.count)).any((-1, -2))
     out = jnp.stack(heads, axis=-2).reshape(*lead, -1, out.shape[-1])
-    return jnp.where(too_many[..., None, None], jnp.nan, out)
+    return jnp.where(self.wrong[..., None, None], jnp.nan, out)
 
-  def _of(self, place: int) -> range:
-    """Heads that can be at a place."""
-    return range(place, self.place.shape[-1])
-
-  def _where(self, place: int, head: int, x: jax.Array) -> jax.Array:
-    """[B, N, K, D] where the head is at the place, else 0."""
+  def _where(self, head: int, place: int, x: jax.Array) -> jax.Array:
+    """[B, N, K, D] where the head has the place, else 0."""
     return jnp.where(self.place[..., head, None] == place, x, 0)
