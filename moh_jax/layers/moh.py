@@ -18,7 +18,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.heads import HeadMix, HeadProjection, layer_layout
 from moh_jax.layers.linear import KernelInit, normal_init
-from moh_jax.layers.partitioning import axes_of
+from moh_jax.layers.partitioning import axes_of, constrain
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.attention_forms import Visible
@@ -166,6 +166,10 @@ class MoHAttention(nn.Module):
     q, k = self.rotate(q, k, places.rotation, layout)
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
+    if gates is not None:
+      # The router is whole on each device: the heads of the mix must not split
+      # its small arrays.
+      gates = constrain(gates, "batch", "tokens", None)
     gates = layout.dealt(gates)
     kinds = self.budget, self.router, choice, layout, self.num_kv_heads
     heads = self.attend(
