@@ -82,6 +82,7 @@ def make_objective(config: Config) -> Objective:
     loss_fn=make_loss(model, config),
     unit="tokens",
     units_per_step=data.batch_size * length,
+    by_device=True,
   )
 
 

@@ -266,7 +266,9 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     baseline_flops=step_flops(baseline).active,
     computed_flops=sum(computed.values()),
     recomputed_flops=recomputed,
-    exchanges=_exchanges(config, program, sizes, topology),
+    exchanges=_exchanges(config, program, sizes, topology)
+    if objective.by_device
+    else (),
     step_time=StepTime(
       products=(sum(computed.values()) + recomputed)
       / (topology.devices * published_peak(chip.kind) * PEAK_SHARE),

@@ -96,6 +96,10 @@ class Objective:
     loss_fn: (params, batch, rng, step) -> (loss, metrics).
     unit: unit of throughput, "images" or "tokens".
     units_per_step: number of units in a global batch.
+    by_device: whether the loss may see the examples of one device alone, so
+      that gradients are exchanged once a step: it is their mean, draws what is
+      random by `layers.partitioning.draw_examples`, and adds up over the batch
+      by `sum_examples`.
   """
 
   model: nn.Module
@@ -104,6 +108,7 @@ class Objective:
   loss_fn: LossFn
   unit: str
   units_per_step: int
+  by_device: bool = False
 
 
 def add_balance_loss(
@@ -319,6 +324,11 @@ def make_program(
     objective.example,
   )
 
+  def exchange(gradients: Callable) -> Callable:
+    if not objective.by_device:  # the compiler does, in every microbatch
+      return gradients
+    return exchange_once(gradients, params, boxed, config.mesh, mesh)
+
   def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     return train_step(
       state,
@@ -329,13 +339,7 @@ def make_program(
       accumulation=section.accumulation,
       ema_decay=section.ema_decay,
       ema_every=section.ema_every,
-      exchange=functools.partial(
-        exchange_once,
-        params=params,
-        boxed=boxed,
-        config=config.mesh,
-        mesh=mesh,
-      ),
+      exchange=exchange,
     )
 
   def averaged(param: jax.Array) -> jax.Array:

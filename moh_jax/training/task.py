@@ -110,13 +110,17 @@ class Task(Objective):
 
 
 def image_objective(
-  config: Config, make_loss: Callable[[nn.Module, Config], LossFn]
+  config: Config,
+  make_loss: Callable[[nn.Module, Config], LossFn],
+  *,
+  by_device: bool = False,
 ) -> Objective:
   """The objective of a network that reads labelled images or latents.
 
   Args:
     config: of the run.
     make_loss: (network, config) -> its loss on float32 pixels.
+    by_device: see `Objective`.
   """
   model, inputs = make_model(config)
   # Pixels cross to the devices as bytes, see `_normalizing`.
@@ -131,6 +135,7 @@ def image_objective(
     loss_fn=_normalizing(config, make_loss(model, config)),
     unit="images",
     units_per_step=config.data.batch_size,
+    by_device=by_device,
   )
 
 
