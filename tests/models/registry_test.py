@@ -49,6 +49,14 @@ _SIZED = {
   "moh-llm-s-50": 185_617_152 + 12 * 768 * (9 + 3 + 2),
   "moh-llm-b-75": 880_879_104 + 24 * 1536 * (10 + 6 + 2),
   "moh-llm-b-50": 880_879_104 + 24 * 1536 * (12 + 4 + 2),
+  # With 2 C (H + K) D of the attention, and as much more of the MLP.
+  "llm-sg": 185_690_880,
+  "llm-bg": 880_879_104,
+  "moh-llm-sg-75": 185_690_880 + 12 * 768 * (9 + 3 + 2),
+  "moh-llm-sg-67": 185_690_880 + 12 * 768 * (8 + 4 + 2),
+  "moh-llm-sg-50": 185_690_880 + 12 * 768 * (9 + 3 + 2),
+  "moh-llm-bg-75": 880_879_104 + 24 * 1536 * (12 + 4 + 2),
+  "moh-llm-bg-50": 880_879_104 + 24 * 1536 * (12 + 4 + 2),
 }
 # Name -> the recorded table with the same parameters.
 _LLAMA = {
