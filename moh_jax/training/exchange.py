@@ -88,13 +88,18 @@ def exchange_once(
     grad = jax.lax.psum(grad, rest) if rest else grad
     return grad.astype(jnp.float32)
 
-  # Axes of one device are put under manual control too: with all of them so,
-  # kernels need no further `shard_map`.
+  # The axes before these have one device. They are put under manual control
+  # too, since XLA of jax 0.12 wants those of a nested `shard_map` to come after.
+  # With all axes so, kernels need no further one.
+  names = list(sizes)
+  manual = names[: max(map(names.index, axes)) + 1]
+  if all(sizes[axis] == 1 for axis in names if axis not in manual):
+    manual = names
   compute = jax.shard_map(
     partial_sums,
     in_specs=(whole, split, whole, whole),
     out_specs=split,
-    axis_names=set(axes) | {axis for axis, n in sizes.items() if n == 1},
+    axis_names=set(manual),
     check_vma=False,
   )
   # Under control of all axes, so that no axis is gathered on the way.
