@@ -89,7 +89,7 @@ def exchange_once(
     return grad.astype(jnp.float32)
 
   # The axes before these have one device. They are put under manual control
-  # too, since XLA of jax 0.12 wants those of a nested `shard_map` to come after.
+  # too, since XLA of jax 0.12 wants those of a nested `shard_map` to follow.
   # With all axes so, kernels need no further one.
   names = list(sizes)
   manual = names[: max(map(names.index, axes)) + 1]
