@@ -12,7 +12,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import command
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Dtype, Natural
-from moh_jax.config.heads import HeadBudget, RouterConfig, Units
+from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
 from moh_jax.config.layers import Implementation
 from moh_jax.config.parse import changed
 
@@ -55,7 +55,7 @@ class HeadOptions(command.Output):
   heads: Count = 32
   head_dim: Count = 64
   kv_heads: Count | None = None
-  structure: Literal["free", "per_group", "whole_group"] = "free"
+  structure: Structure = "free"
   shared: Natural | None = None
   batch: Count = 1
   dtype: Dtype = "float32"

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from moh_jax.config import base
 from moh_jax.config.registry import ROUTERS, get_router
 
+Structure = Literal["free", "per_group", "whole_group"]
+
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig(base.Section):
@@ -46,7 +48,7 @@ class RouterConfig(base.Section):
   two_stage: bool = True
   straight_through: Literal["selected", "all"] = "selected"
   top_p: base.Share = 0.0
-  structure: Literal["free", "per_group", "whole_group"] = "free"
+  structure: Structure = "free"
 
   def check(self) -> None:
     """There are heads to select."""

@@ -324,7 +324,7 @@ class LayerStack(RoutedLayers):
       parts = units.budget.parts
       if orders or parts > 1:
         orders = tuple(units.order(x) for x in orders or ((),) * depth)
-      if self.router.needs_all_heads:
+      if self.router.needs_all_heads or self.router.varies:
         parts = 1
       group = LayerGroup(budgets[0], depth, *shape, orders=orders, parts=parts)
       groups.append(group)

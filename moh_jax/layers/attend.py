@@ -17,7 +17,7 @@ from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import HeadLayout, kv_repeats
-from moh_jax.ops.picked_heads import PickedHeads
+from moh_jax.ops.picked_heads import attend_picked
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
@@ -52,8 +52,8 @@ def active_heads(
   if gates is None or router.needs_all_heads:
     return None
   choice, units = choice or HeadChoice(), Units.of(budget, router, kv_heads)
-  mask, parts = gates != 0, units.budget.parts
-  make = functools.partial(ActiveHeads, mask, unit=units.size)
+  parts = units.budget.parts
+  make = functools.partial(ActiveHeads, gates != 0, unit=units.size)
   if choice.top_k is not None or router.varies:
     return make(budget.num_heads)
   if parts > 1:
@@ -108,17 +108,16 @@ def attend(
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if active is not None and active.parts > 1:
-    picked = PickedHeads.of(active)
-    out = attend(
-      picked.queries(q),
-      k,
-      v,
+    every = functools.partial(
+      attend,
+      k=k,
+      v=v,
       active=None,
       implementation=implementation,
       visible=visible,
       scale=scale,
     )
-    return picked.spread(out)
+    return attend_picked(every, q, active, bias)
 
   def local(q, k, v, visible, bias, active):
     call = Call(q, k, v, visible, scale, bias, active)
@@ -162,10 +161,14 @@ def attend_to_cache(
     ValueError: the implementation is unknown or cannot do this.
   """
   if active is not None and active.parts > 1:
-    picked = PickedHeads.of(active)
-    q = picked.queries(q)
-    how = {"active": None, "implementation": implementation}
-    return picked.spread(attend_to_cache(q, cache, slots, **how))
+    every = functools.partial(
+      attend_to_cache,
+      cache=cache,
+      slots=slots,
+      active=None,
+      implementation=implementation,
+    )
+    return attend_picked(every, q, active)
   form = ops.choose_cached_form(
     implementation,
     target(),

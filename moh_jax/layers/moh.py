@@ -240,7 +240,6 @@ class MoHAttention(nn.Module):
     heads, kv_heads = self.budget.num_heads, self.num_kv_heads
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
       raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={heads}")
-    Units.of(self.budget, self.router, kv_heads)
     if x.ndim != 3:
       raise ValueError(f"x has shape {x.shape}, must be [B, N, C]")
     if token_mask is None:

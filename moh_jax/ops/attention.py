@@ -30,7 +30,7 @@ from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import attention as kernel
 from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
-from moh_jax.ops.picked_heads import PickedHeads
+from moh_jax.ops.picked_heads import attend_picked
 from moh_jax.ops.target import Target, has_cudnn, on_one_device, target
 
 # All forms, equal up to rounding. "auto" takes the first one that suits a call.
@@ -89,11 +89,14 @@ def attention(
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   visible = Visible(key_mask, segments, causal)
-  if active is not None and active.parts > 1:
-    picked = PickedHeads.of(active)
-    call = Call(picked.queries(q), k, v, visible, scale, bias)
-    return picked.spread(attend(call, implementation))
-  return attend(Call(q, k, v, visible, scale, bias, active), implementation)
+  call = Call(q, k, v, visible, scale, bias, active)
+  if active is None or active.parts == 1:
+    return attend(call, implementation)
+
+  def attend_to(q: jax.Array) -> jax.Array:
+    return attend(dataclasses.replace(call, q=q, active=None), implementation)
+
+  return attend_picked(attend_to, q, active, bias)
 
 
 def attend(call: Call, implementation: str) -> jax.Array:
@@ -206,8 +209,9 @@ def cached_attention(
       whose token has more than `active.max_per_token` gets NaN from "kernel".
     implementation: one of `IMPLEMENTATIONS`. "kernel" reads only the heads that
       tokens use and the slots that they see, for one new token per text and
-      without gradients; "auto" is the same on GPUs and TPUs. All others read
-      the whole cache.
+      without gradients; "auto" is the same on GPUs and TPUs. On CPUs "auto" and
+      "packed" read the key/value heads that tokens use, where these choose
+      whole groups (`active.unit`). All others read the whole cache.
 
   Returns:
     [B, n, H, D] in the dtype of q; 0 where no slot is visible.

@@ -11,12 +11,42 @@ Shapes: B batch, N tokens, H heads, K key/value heads, G = H / K, D head dim.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from moh_jax.ops.head_blocks import ActiveHeads
+
+
+def attend_picked(
+  attend: Callable[[jax.Array], jax.Array],
+  q: jax.Array,
+  active: ActiveHeads,
+  bias: jax.Array | None = None,
+) -> jax.Array:
+  """Attention to the queries of active heads alone.
+
+  Args:
+    attend: maps queries [B, N, K * j, D] to outputs of the same shape.
+    q: [B, N, H, D].
+    active: heads with `parts` above 1.
+    bias: of the logits; None is needed, since heads of tokens have no order.
+
+  Returns:
+    [B, N, H, D], see `PickedHeads.spread`.
+
+  Raises:
+    ValueError: there is a bias.
+  """
+  if bias is not None:
+    raise ValueError(
+      f"bias of shape {bias.shape} must be None where active.parts="
+      f"{active.parts} is above 1"
+    )
+  picked = PickedHeads.of(active)
+  return picked.spread(attend(picked.queries(q)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,8 +71,6 @@ class Routing:
     Args:
       size: heads of a unit. They have its gate, and share its scores.
     """
-    if size == 1:
-      return self
     by_head = functools.partial(jnp.repeat, repeats=size, axis=-1)
     return Routing(
       by_head(self.gates),

@@ -15,7 +15,8 @@ from moh_jax.config.parse import from_config_dict, override, to_dict
 from moh_jax.config.run import Config
 
 _NAME = re.compile(
-  r"mha((?P<kept>\d{1,3})(?P<wide>-wide)?)?|gate|(config|moh(?P<active>\d{1,3}))(?P<onestage>-onestage)?"
+  r"mha((?P<kept>\d{1,3})(?P<wide>-wide)?)?|gate|"
+  r"(config|moh(?P<active>\d{1,3}))(?P<onestage>-onestage)?"
   r"(-shared(?P<shared>\d{1,3}))?"
 )
 
@@ -24,9 +25,9 @@ def make_variant(config: Config, name: str) -> Config:
   """The same run with another router or other budgets of heads.
 
   Layers that route no heads in `config` are left as they are. The others get
-  the nearest whole numbers of heads that the structure of their choice allows,
-  at least one of them routed, and keep the
-  share of shared heads among the active ones unless the name says otherwise.
+  the nearest numbers of heads that the structure of their choice allows, some
+  of them routed, and keep the share of shared heads among the active ones
+  unless the name says otherwise.
 
   Args:
     config: the run.
@@ -54,15 +55,12 @@ def make_variant(config: Config, name: str) -> Config:
   for percent in (active, kept):
     if percent and not 1 <= int(percent) <= 100:
       raise ValueError(f"variant {name!r}: {percent} % must be from 1 to 100")
-  if kept:
-    model = _with_fewer_heads(model, _part(kept), widens=bool(found["wide"]))
-    return without_router(model).in_run(config)
   if name == "mha":
     return without_router(model).in_run(config)
   if name == "gate":
     gate = dataclasses.replace(model.router, kind="gate", top_p=0.0)
     return dataclasses.replace(model, router=gate).in_run(config)
-  if name != "config" and not model.router.selects:
+  if not kept and name != "config" and not model.router.selects:
     raise ValueError(
       f"variant {name!r} needs a config that routes heads, and "
       f"model.router.kind is {model.router.kind!r}"
@@ -78,7 +76,10 @@ def make_variant(config: Config, name: str) -> Config:
   if shared and int(shared) > 99:
     raise ValueError(f"variant {name!r}: {shared} % must be from 0 to 99")
   try:
-    if active or shared:
+    if kept:
+      wide = bool(found["wide"])
+      model = without_router(_with_fewer_heads(model, _part(kept), wide))
+    elif active or shared:
       model = _with_budgets(model, _part(active), _part(shared))
     return model.in_run(config)
   except ValueError as error:
@@ -121,7 +122,7 @@ def _with_budgets(
   return dataclasses.replace(model, shared_heads=shared_heads, top_k=top_k)
 
 
-def _with_fewer_heads(model: Any, share: Fraction, *, widens: bool) -> Any:
+def _with_fewer_heads(model: Any, share: Fraction, widens: bool) -> Any:
   """A model with a share of the query heads of every layer.
 
   Of key/value heads it has the most, up to those of the model, that divide the

@@ -304,6 +304,12 @@ class StructuresTest(parameterized.TestCase):
     else:
       np.testing.assert_array_equal(by_group, by_group[:, :1].repeat(3, 1))
 
+  def test_a_bias_has_no_order_of_heads(self):
+    q, kv = jnp.zeros((1, 2, 4, 8)), jnp.zeros((1, 2, 2, 8))
+    active = ActiveHeads(jnp.ones((1, 2, 4), bool), 4, parts=2)
+    with self.assertRaisesRegex(ValueError, "must be None where active.parts="):
+      ops.attention(q, kv, kv, bias=jnp.zeros((4, 2, 2)), active=active)
+
 
 class GroupCacheTest(parameterized.TestCase):
   @parameterized.product(

@@ -143,7 +143,7 @@ class VariantsTest(parameterized.TestCase):
   @parameterized.parameters(
     ("moh", "must be config, mha, gate, mhaNN or mhaNN-wide"),
     ("mha-onestage", "must be config, mha, gate, mhaNN"),
-    ("mha0", "0 % must be from 1 to 100"),
+    ("mha0", "variant 'mha0': 0 % must be from 1 to 100"),
     ("moh0", "0 % must be from 1 to 100"),
     ("moh101", "101 % must be from 1 to 100"),
     ("moh50-shared100", "100 % must be from 0 to 99"),
