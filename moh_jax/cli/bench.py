@@ -15,6 +15,7 @@ from moh_jax.config.base import Count, Dtype, Natural
 from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
 from moh_jax.config.layers import Implementation
 from moh_jax.config.parse import changed
+from moh_jax.runtime.devices import CHIPS
 
 if TYPE_CHECKING:
   from collections.abc import Sequence
@@ -113,7 +114,9 @@ class HeadOptions(command.Output):
 class ModelOptions(command.Stored, command.RunConfig, command.Output):
   """Time a whole model and its multi-head baseline, on random data.
 
-  --config.KEY=VALUE changes a key of what is timed, such as
+  Its times can also be predicted for GPUs and TPUs that are not here, beside
+  what Amdahl's law leaves. --config.KEY=VALUE changes a key of what is timed,
+  such as
   --config.data.batch_size=8 (of 4 examples), --config.model.dtype=bfloat16,
   --config.model.attention_impl=dense or --config.data.sequence_length=1024 (of
   512 tokens, or the longest sequence of the model).
@@ -123,17 +126,24 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
     config: config file of the run, as FILE or FILE:ARG; its data need not
       exist.
     checkpoint: workdir of `train` or output of `convert`.
-    rounds: measured turns.
+    lengths: tokens of a sequence, for language models; else rows and columns of
+      the images or latents; without it the model's own.
+    predict: kinds of devices to predict the times for, such as h100,v5p.
+    rounds: measured turns; 0 measures nothing.
   """
 
   model: str = "moh-vit-s80"
   config: command.Place | None = None
   checkpoint: command.Place | None = None
-  rounds: Count = 7
+  lengths: tuple[Count, ...] = ()
+  predict: tuple[str, ...] = ()
+  rounds: Natural = 7
 
   def check(self) -> None:
-    """The model is stated once."""
+    """The model is stated once; the devices are known."""
     super().check()
+    if set(self.predict) - set(CHIPS):
+      self.fail("predict", f"must be some of {', '.join(CHIPS)}")
     if self.config is not None and self.checkpoint is not None:
       self.fail("config", "and --checkpoint exclude each other")
     config_lib.released_model(self.model)
@@ -142,8 +152,8 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
     """A released model has keys too."""
     return True
 
-  def run(self) -> Config:
-    """The run on random data that is timed."""
+  def runs(self) -> dict[int | None, Config]:
+    """The runs on random data that are timed, by their lengths."""
     from moh_jax.data.infer import resolve
 
     model = config_lib.released_model(self.model)
@@ -151,18 +161,27 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
       model = resolve(self.loaded).model
     elif self.checkpoint is not None:
       model = self.stored()[0].config.model
-    return changed(resolve(bench_run(model, _BATCH)), self.changes)
+    return {
+      length: changed(resolve(bench_run(model, _BATCH, length)), self.changes)
+      for length in self.lengths or (None,)
+    }
 
 
-def bench_run(model: Any, batch: int) -> Config:
+def bench_run(model: Any, batch: int, length: int | None = None) -> Config:
   """A run of a model section on random data, `batch` examples per step.
 
-  Language models read 512 tokens, or their longest sequence if that is shorter;
-  diffusion models keep averaged parameters.
+  Args:
+    model: the section. Diffusion models keep averaged parameters.
+    batch: examples per step.
+    length: see `ModelOptions.lengths`; where it is None, language models read
+      512 tokens, or their longest sequence if that is shorter.
   """
   data, others = {"batch_size": batch}, {}
+  if length is not None:
+    size = length if model.READS_TEXT else (length, length)
+    model = dataclasses.replace(model, **{model.SIZE: size})
   if model.READS_TEXT:
-    data["sequence_length"] = min(_LENGTH, model.max_length)
+    data["sequence_length"] = length or min(_LENGTH, model.max_length)
   if "diffusion" in model.SECTIONS:
     others["optim"] = config_lib.OptimConfig(ema_decay=_EMA_DECAY)
   return Config(model=model, data=model.DATA(**data), **others)
@@ -209,12 +228,21 @@ def run_attention(options: HeadOptions) -> int:
 
 
 def run_model(options: ModelOptions) -> int:
-  """Prints a table of what was measured."""
-  from moh_jax.cli.run_speed import measure_model
+  """Prints a table of what was measured and predicted."""
+  from moh_jax.cli.run_speed import measure_model, predict_model
 
-  run = options.run()
+  rows, runs = [], options.runs()
+  for length, run in runs.items():
+    if run.model.READS_TEXT:
+      length = run.data.sequence_length
+    if options.predict:
+      rows += predict_model(run, length, options.predict)
+    if options.rounds:
+      rows += measure_model(run, length, options.rounds)
+  modes = list(dict.fromkeys(row.mode for row in rows))
+  rows.sort(key=lambda row: modes.index(row.mode))
   settings = {**options.values(), "config": config_lib.to_dict(run)}
-  return report(options, measure_model(run, options.rounds), settings)
+  return report(options, rows, settings)
 
 
 def run_input(options: InputOptions) -> int:

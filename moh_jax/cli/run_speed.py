@@ -4,10 +4,11 @@ Of the model "forward" computes the training loss of one batch of random data,
 "forward_backward" its gradients too. The baseline is the same network with the
 router off. Of language models the reading of prompts ("prefill_B", of B
 prompts) and the generating of tokens ("decode_B", a token for each) are timed
-too.
+too. The same can be predicted for devices that are not here.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,20 +18,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config import Config, get_family, without_router
-from moh_jax.config.llm import Sampling
+from moh_jax.config import Config, LayerGroup, get_family, without_router
+from moh_jax.config.llm import LLMConfig, Sampling
 from moh_jax.data.pipeline import TrainBatches, train_recipe
 from moh_jax.data.sources import make_source
 from moh_jax.inference import decoding, generate
 from moh_jax.models.llm import LLM
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention import choose_cached_form
-from moh_jax.ops.target import target
+from moh_jax.ops.target import Target, target
 from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import CHIPS, Topology
 from moh_jax.runtime.sharding import init_params, unbox
 from moh_jax.training.bench import Program, Row, compile_program, time_rows
 from moh_jax.training.entrance import check_memory
-from moh_jax.training.flops import form_summary, step_forms
+from moh_jax.training.flops import (
+  LayerForm,
+  form_summary,
+  published_peak,
+  step_flops,
+  step_forms,
+)
+from moh_jax.training.plan import MEMORY_SHARE, PEAK_SHARE, make_plan
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
@@ -43,23 +52,20 @@ _AT_ONCE = ("input", "to device", "step")
 _Made = tuple[Program, str, float]  # with its form and the heads it computes
 
 
-def measure_model(run: Config, rounds: int) -> list[Row]:
+def measure_model(run: Config, length: int | None, rounds: int) -> list[Row]:
   """Measures a model and its baseline in turns.
 
   Args:
     run: on random data.
+    length: what the rows say of it.
     rounds: measured turns.
 
   Raises:
     ValueError: it needs more memory than there is.
   """
-  form, length = run.model.attention_impl, None
-  baseline = dataclasses.replace(run, model=without_router(run.model))
-  runs, modes = {form: run, "mha": baseline}, [(_training, run.data.batch_size)]
-  if run.model.READS_TEXT:
-    length = run.data.sequence_length
-  if "generate" in get_family(run.model.family).commands:
-    modes += [(_writing, batch) for batch in _BATCHES]
+  form = run.model.attention_impl
+  runs, modes = _pair(run, form), [(_training, run.data.batch_size)]
+  modes += [(_writing, batch) for batch in _batches(run)]
   for one in runs.values():
     mesh = sharding.make_mesh(one.mesh, jax.devices()[:1])
     objective = task_builder(one).make_objective(one)
@@ -80,7 +86,9 @@ def measure_model(run: Config, rounds: int) -> list[Row]:
             computed_share=computed,
           )
         )
-      new = 1 if mode.startswith("decode") else length or 1
+      new = 1
+      if run.model.READS_TEXT and not mode.startswith("decode"):
+        new = run.data.sequence_length
       rows += time_rows(
         *(known, programs),
         mha=[1],
@@ -89,6 +97,112 @@ def measure_model(run: Config, rounds: int) -> list[Row]:
         min_seconds=0.0,
       )
   return rows
+
+
+def _pair(run: Config, name: str) -> dict[str, Config]:
+  """A run by a name, and its multi-head baseline."""
+  mha = dataclasses.replace(run, model=without_router(run.model))
+  return {name: run, "mha": mha}
+
+
+def _batches(run: Config) -> tuple[int, ...]:
+  """Numbers of texts that a model writes at a time; none for images."""
+  writes = "generate" in get_family(run.model.family).commands
+  return _BATCHES if writes else ()
+
+
+def predict_model(
+  run: Config, length: int | None, devices: Sequence[str]
+) -> list[Row]:
+  """Predicts the times of a model over those of its baseline.
+
+  The modes are those of `measure_model`, and "step" with the optimizer's
+  update. "limit" is what Amdahl's law leaves: all products and bytes of the
+  baseline, of attention and the cache the share of the active heads. On devices
+  models are bfloat16, products and memory reach what `plan` assumes, and a
+  token is written in the time of reading the weights and the cache.
+
+  Args:
+    run: on random data.
+    length: what the rows say of it.
+    devices: kinds, such as "h100".
+  """
+  model = dataclasses.replace(run.model, dtype="bfloat16")
+  runs = _pair(dataclasses.replace(run, model=model), "moh").values()
+  rows = []
+  for name in ("limit", *devices):
+    ours, mha = (_predicted(one, name) for one in runs)
+    for mode, cost in ours.items():
+      row = Row(name, "model", mode, length, model.activated_share, name)
+      ms = None if name == "limit" else cost * 1e3
+      rows.append(
+        dataclasses.replace(row, ms=ms, ratio_to_mha=cost / mha[mode])
+      )
+  return rows
+
+
+def _predicted(run: Config, name: str) -> dict[str, float]:
+  """Seconds by mode; of "limit" FLOPs, of its writing bytes."""
+  model, groups, flops = run.model, run.model.layer_groups(), step_flops(run)
+  if name == "limit":
+    rate = speed = 1.0
+    forms = [LayerForm(name, group.budget.share) for group in groups]
+  else:
+    chip = CHIPS[name]
+    topology = Topology(name, chip, (1,) * max(1, chip.dimensions))
+    plan = make_plan(run, topology, compiles=False)
+    rate = topology.devices * published_peak(chip.kind) * PEAK_SHARE
+    speed = chip.memory_speed * MEMORY_SHARE
+    forms, device = plan.attention, Target(chip.platform, chip.kind, chip.cores)
+  products = sum(flops.computed(forms).values())
+  found = {
+    "forward": products / 3 / rate,
+    "forward_backward": products / rate,
+    "step": products if name == "limit" else plan.step_time.seconds,
+  }
+  if not (batches := _batches(run)):
+    return found
+  length = run.data.sequence_length
+  # Only the last token has logits.
+  fewer = 2 * model.width * model.vocab_size * (length - 1)
+  one = products / 3 / run.data.batch_size - fewer
+  cache = 0.0  # bytes of one text's keys and values that a token reads
+  for group in groups:
+    if name == "limit":
+      share = group.budget.share
+    else:
+      share = read_share(group, model, device)
+    slot = 2 * 2 * model.num_kv_heads * model.head_dim
+    cache += group.depth * length * slot * share
+  network, inputs = make_model(run)
+  params = unbox(sharding.abstract_params(network, inputs))
+  if not model.tie_embeddings:  # of the embedding a token reads its row
+    params.pop("embed")
+  weights = 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+  for batch in batches:
+    found[f"prefill_{batch}"] = batch * one / rate
+    found[f"decode_{batch}"] = (weights + batch * cache) / speed
+  return found
+
+
+def read_share(group: LayerGroup, model: LLMConfig, device: Target) -> float:
+  """The share of key/value heads that a new token reads, any choice likely."""
+  form = choose_cached_form(
+    model.attention_impl, device, new=1, head_dim=model.head_dim
+  )
+  units = group.units(model.router)
+  budget = units.budget
+  if form != "kernel" or budget.parts > 1:
+    return 1.0
+  # Units of each key/value head; the first ones are shared.
+  size = budget.num_heads // model.num_kv_heads
+  reads = []
+  for first in range(0, budget.num_heads, size):
+    routed = min(first + size, budget.num_heads) - max(first, budget.shared)
+    others = math.comb(budget.routed - routed, budget.top_k)
+    idle = others / math.comb(budget.routed, budget.top_k)
+    reads.append(1 - idle if routed == size else 1.0)
+  return sum(reads) / len(reads)
 
 
 def random_params(run: Config) -> Any:
@@ -159,6 +273,10 @@ def _writing(run: Config, batch: int) -> Iterator[tuple[str, _Made]]:
       config.attention_impl, target(), new=new, head_dim=config.head_dim
     )
     computed = config.activated_share if form == "kernel" else 1.0
+    if mode == "prefill":  # an empty cache is not attended to
+      data = dataclasses.replace(run.data, batch_size=rows)
+      batched = dataclasses.replace(run, data=data)
+      form, computed = form_summary(batched, step_forms(batched, {}))
     yield f"{mode}_{batch}", (program, form, computed)
 
 

@@ -324,6 +324,7 @@ class DiTConfig(LayerStack, ImageModel):
   learn_sigma: bool = True
 
   SECTIONS = {"diffusion": DiffusionConfig, "sample": SampleConfig}
+  SIZE = "input_size"
   INPUTS = frozenset({"patch", "embed"})
   CLASS_AXES = {("embed", "label", "embedding"): 0}  # then, the null label
   MLP_MATRICES = 2  # between the width and that of the MLP

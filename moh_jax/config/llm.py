@@ -168,6 +168,7 @@ class LLMConfig(LayerStack):
   DATA = TextDataConfig
   SECTIONS = {"tune": TuneConfig}
   RUNTIME_FIELDS = (*LayerStack.RUNTIME_FIELDS, "loss_chunk")
+  SIZE = "max_length"
   READS_TEXT = True
   SERVED_IN_DTYPE = True
   sees = "before"

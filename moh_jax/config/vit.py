@@ -93,6 +93,7 @@ class ViTConfig(LayerStack, ImageClassifier):
   attention_impl: Literal["auto", "dense", "packed", "cudnn"] = "auto"
 
   RUNTIME_FIELDS = (*ImageClassifier.RUNTIME_FIELDS, "drop_path")
+  SIZE = "image_size"
   PART = "stage"
   FIRST = 1
   COUNTED_BY = "depths"
