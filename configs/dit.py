@@ -6,8 +6,9 @@
     --config.data.path=LATENTS
 
 Arguments: s2_90, s2_75, b2_90, b2_75, l2_90, l2_75, xl2_90, xl2_75 (MoH); s2,
-s4, s8, b2, ..., xl8 (DiT, plain multi-head attention). For 512 x 512 encode
-with --image-size 512 and add --config.model.input_size="(64, 64)".
+s4, s8, b2, ..., xl8 (DiT, plain multi-head attention). Of patch 2 also with
+_512 or _1024 behind the name: images have so many rows, 1,024 or 4,096 tokens;
+encode them with --image-size 512 or 1024.
 
 Two arguments make a model of your own classes from a trained one: finetune (for
 the released models, on latents of your images) and finetune_pixels (a model
@@ -44,21 +45,36 @@ _DATA = {
     "augment": "center_flip",
   },
 }
-ARGUMENTS = (*_MODELS, *_DATA)
+_SIDES = ("512", "1024")
+ARGUMENTS = (
+  *_MODELS,
+  *(f"{name}_{side}" for name in _MODELS for side in _SIDES if "2" in name),
+  *_DATA,
+)
 
 
 def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
   if arg in _DATA:
     return _finetune(_DATA[arg])
+  name, _, side = arg.rpartition("_")
+  name, pixels = (name, int(side)) if side in _SIDES else (arg, 256)
+  cells = pixels // 8
+  steps = 7_000_000 if pixels == 256 else 3_000_000  # 512 in arXiv:2212.09748
   config = lib.Config(
-    lib.released_model(_MODELS[arg], dtype="bfloat16"),
+    lib.released_model(
+      _MODELS[name], dtype="bfloat16", input_size=(cells, cells)
+    ),
     data=lib.DataConfig(
-      source="latents", path="data/imagenet256_latents", batch_size=256
+      source="latents", path=f"data/imagenet{pixels}_latents", batch_size=256
     ),
     optim=lib.OptimConfig(
-      **_OPTIM, warmup_steps=0, clip_norm=0.0, ema_decay=0.9999
+      **_OPTIM,
+      warmup_steps=0,
+      clip_norm=0.0,
+      ema_decay=0.9999,
+      accumulation=(pixels // 256) ** 2,  # as many tokens at a time
     ),
-    train=lib.TrainConfig(steps=7_000_000 if "xl" in arg else 400_000),
+    train=lib.TrainConfig(steps=steps if "xl" in arg else 400_000),
     checkpoint=lib.CheckpointConfig(every=5_000, keep_every=50_000),
     eval=lib.EvalConfig(every=50_000, batch_size=256),
     log=lib.LogConfig(every=100),

@@ -6,8 +6,9 @@
     --config.data.path=TOKENS --config.mesh.fsdp=16
 
 Arguments: s75, s50, b75, b50 (MoH) and s, b (multi-head baseline), 100 billion
-tokens each; s75_200, b_200 and so on train on 200 billion. Beyond the paper, of
-equal parameters but with 4 key/value heads: sg, bg (baselines), sg75, sg67,
+tokens each; s75_200, b_200 and so on train on 200 billion. Beyond the paper,
+s50_8k and so on read sequences of 8,192 tokens, as many in a step. Of equal
+parameters but with 4 key/value heads are sg, bg (baselines), sg75, sg67,
 sg50, bg75 and bg50, also as sg67_per_group, bg75_per_group and bg50_per_group
 (a token chooses as many heads of each key/value group) and sg75_whole_group,
 sg50_whole_group, bg75_whole_group and bg50_whole_group (it chooses groups).
@@ -45,7 +46,7 @@ _STRUCTURES = {
 }
 ARGUMENTS = (
   *_MODELS,
-  *(f"{name}_200" for name in _MODELS),
+  *(f"{name}_{x}" for name in _MODELS for x in ("200", "8k")),
   *(f"{name}_{x}" for x, names in _STRUCTURES.items() for name in names),
 )
 
@@ -56,6 +57,11 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
   lr, final_lr, warmup_steps = _RATES[name[0]]
   steps = billions * 10**9 // (_BATCH * _SEQUENCE)
   model = lib.released_model(_MODELS[name], dtype="bfloat16")
+  sequence, batch = _SEQUENCE, _BATCH
+  if option == "8k":
+    sequence, batch = 4 * sequence, batch // 4
+    rope = lib.RotaryConfig(theta=500_000.0)  # as in LLaMA 3 (arXiv:2407.21783)
+    model = dataclasses.replace(model, max_length=sequence, rope=rope)
   if option in _STRUCTURES:
     router = dataclasses.replace(model.router, structure=option)
     model = dataclasses.replace(model, router=router)
@@ -66,8 +72,8 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
       path="data/tokens",
       mix=tuple(MIX),
       ratios=tuple(MIX.values()),
-      sequence_length=_SEQUENCE,
-      batch_size=_BATCH,
+      sequence_length=sequence,
+      batch_size=batch,
     ),
     optim=lib.OptimConfig(
       lr=lr,
@@ -76,7 +82,7 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
       warmup_lr=1e-7,
       b2=0.95,  # ours, the paper does not say
       weight_decay=0.1,
-      accumulation=32,  # four sequences a device at a time on 16 devices
+      accumulation=32,  # 8192 tokens a device at a time on 16 devices
     ),
     train=lib.TrainConfig(steps=steps),
     mesh=lib.MeshConfig(gather="step"),  # each device can hold the gradients
