@@ -18,10 +18,13 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("results", metavar="JSON", help="what --json wrote")
   parser.add_argument("--out", required=True, metavar="FILE")
+  parser.add_argument("--modes", help="passes, without it all: forward,step")
   args = parser.parse_args()
   stored = json.loads(pathlib.Path(args.results).read_text())
-  rows = read_rows(stored)
-  draw([row for row in rows if row.share < 1], args.out)
+  rows = [row for row in read_rows(stored) if row.share < 1]
+  if args.modes:
+    rows = [row for row in rows if row.mode in args.modes.split(",")]
+  draw(rows, args.out)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:

@@ -122,7 +122,9 @@ def _models(_: str) -> str:
     for mode in dict.fromkeys(mode for mode, _ in rows):
       moh, mha = rows[mode, "auto"], rows[mode, "mha"]
       kind, _, batch = mode.partition("_")
-      text = f"{kind}, batch {batch}" if batch.isdigit() else _PASSES[mode]
+      text = _PASSES.get(mode, mode)
+      if batch.isdigit():
+        text = f"{kind}, batch {batch}"
       rates = [
         f"{rate:,.{2 if rate < 10 else 1 if rate < 100 else 0}f}"
         for rate in (moh.units_per_second, mha.units_per_second)
@@ -132,6 +134,29 @@ def _models(_: str) -> str:
   header = ("", "pass", "form, heads computed", "MoH/s", "MHA/s")
   table = markdown((*header, "time over MHA"), lines)
   return f"{_where(*_MODELS)}:\n\n{table}"
+
+
+def _pays(_: str) -> str:
+  """What Amdahl's law leaves of a model's time and, in brackets, measured."""
+  lines, columns = [], (256, 1024, 2048, 4096, 8192, 16384)
+  for name, model, tokens in (
+    ("pays_llm", "LLM S-50", lambda length: length),
+    ("pays_dit", "DiT S/2-75", lambda side: (side // 2) ** 2),
+  ):
+    cells: dict[str, dict[int, str]] = {}
+    for row in _rows(name):
+      here = cells.setdefault(row.mode, {})
+      if row.implementation == "limit":
+        here[tokens(row.length)] = row.to_mha
+      elif row.implementation == "auto":
+        here[tokens(row.length)] += f" ({row.to_mha})"
+    cells.pop("step")
+    for mode, found in cells.items():
+      text = _PASSES.get(mode, mode.replace("_", ", batch "))
+      lines.append((model, text, *(found.get(n, "") for n in columns)))
+      model = ""
+  header = ("", "tokens:", *(f"{n:,}" for n in columns))
+  return f"{_where('pays_llm', 'pays_dit')}:\n\n{markdown(header, lines)}"
 
 
 def _routing(_: str) -> str:
@@ -208,6 +233,7 @@ _TABLES: dict[str, Callable[[str], str]] = {
   "core": functools.partial(_heads, names=("attention", "attention_4096")),
   "layer": functools.partial(_heads, names=("layer",)),
   "models": _models,
+  "pays": _pays,
   "routing": _routing,
   "readme": _readme,
 }

@@ -2,9 +2,9 @@
 
 Of the model "forward" computes the training loss of one batch of random data,
 "forward_backward" its gradients too. The baseline is the same network with the
-router off. Of language models the reading of prompts ("prefill_B", of B
-prompts) and the generating of tokens ("decode_B", a token for each) are timed
-too. The same can be predicted for devices that are not here.
+router off. Of language models the reading of a prompt ("prefill") and the
+generating of tokens ("decode_B", a token for each of B prompts) are timed too.
+The same can be predicted for devices that are not here.
 """
 
 import dataclasses
@@ -179,8 +179,8 @@ def _predicted(run: Config, name: str) -> dict[str, float]:
   if not model.tie_embeddings:  # of the embedding a token reads its row
     params.pop("embed")
   weights = 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+  found["prefill"] = one / rate
   for batch in batches:
-    found[f"prefill_{batch}"] = batch * one / rate
     found[f"decode_{batch}"] = (weights + batch * cache) / speed
   return found
 
@@ -265,19 +265,15 @@ def _writing(run: Config, batch: int) -> Iterator[tuple[str, _Made]]:
     state[0], tokens, _ = write(params, again, numbers, True, False)
     return tokens
 
-  for mode, program, new in (
-    ("prefill", Program(prefill), length),
-    ("decode", Program(decode, _SPAN), 1),
-  ):
-    form = choose_cached_form(
-      config.attention_impl, target(), new=new, head_dim=config.head_dim
-    )
-    computed = config.activated_share if form == "kernel" else 1.0
-    if mode == "prefill":  # an empty cache is not attended to
-      data = dataclasses.replace(run.data, batch_size=rows)
-      batched = dataclasses.replace(run, data=data)
-      form, computed = form_summary(batched, step_forms(batched, {}))
-    yield f"{mode}_{batch}", (program, form, computed)
+  if batch == 1:  # in the form of training: there is no cache to attend to
+    data = dataclasses.replace(run.data, batch_size=rows)
+    one = dataclasses.replace(run, data=data)
+    yield "prefill", (Program(prefill), *form_summary(one, step_forms(one, {})))
+  form = choose_cached_form(
+    config.attention_impl, target(), new=1, head_dim=config.head_dim
+  )
+  computed = config.activated_share if form == "kernel" else 1.0
+  yield f"decode_{batch}", (Program(decode, _SPAN), form, computed)
 
 
 def measure_input(config: Config, batches: int, steps: int) -> dict[str, Any]:
