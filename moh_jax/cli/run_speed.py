@@ -171,7 +171,7 @@ def _predicted(run: Config, name: str) -> dict[str, float]:
     if name == "limit":
       share = group.budget.share
     else:
-      share = read_share(group, model, device)
+      share = cached_form(group, model, device).heads
     slot = 2 * 2 * model.num_kv_heads * model.head_dim
     cache += group.depth * length * slot * share
   network, inputs = make_model(run)
@@ -185,15 +185,24 @@ def _predicted(run: Config, name: str) -> dict[str, float]:
   return found
 
 
-def read_share(group: LayerGroup, model: LLMConfig, device: Target) -> float:
-  """The share of key/value heads that a new token reads, any choice likely."""
-  form = choose_cached_form(
-    model.attention_impl, device, new=1, head_dim=model.head_dim
-  )
+def cached_form(
+  group: LayerGroup, model: LLMConfig, device: Target
+) -> LayerForm:
+  """How a layer attends to its cache; heads are those of keys and values.
+
+  A token reads those of which some query head is active, any choice likely.
+  """
   units = group.units(model.router)
+  form = choose_cached_form(
+    model.attention_impl,
+    device,
+    new=1,
+    head_dim=model.head_dim,
+    unit=units.size,
+  )
   budget = units.budget
-  if form != "kernel" or budget.parts > 1:
-    return 1.0
+  if form == "dense" or budget.parts > 1:
+    return LayerForm(form)
   # Units of each key/value head; the first ones are shared.
   size = budget.num_heads // model.num_kv_heads
   reads = []
@@ -202,7 +211,7 @@ def read_share(group: LayerGroup, model: LLMConfig, device: Target) -> float:
     others = math.comb(budget.routed - routed, budget.top_k)
     idle = others / math.comb(budget.routed, budget.top_k)
     reads.append(1 - idle if routed == size else 1.0)
-  return sum(reads) / len(reads)
+  return LayerForm(form, sum(reads) / len(reads))
 
 
 def random_params(run: Config) -> Any:
@@ -269,11 +278,9 @@ def _writing(run: Config, batch: int) -> Iterator[tuple[str, _Made]]:
     data = dataclasses.replace(run.data, batch_size=rows)
     one = dataclasses.replace(run, data=data)
     yield "prefill", (Program(prefill), *form_summary(one, step_forms(one, {})))
-  form = choose_cached_form(
-    config.attention_impl, target(), new=1, head_dim=config.head_dim
-  )
-  computed = config.activated_share if form == "kernel" else 1.0
-  yield f"decode_{batch}", (Program(decode, _SPAN), form, computed)
+  forms = [cached_form(g, config, target()) for g in config.layer_groups()]
+  decoding_form = form_summary(run, forms)
+  yield f"decode_{batch}", (Program(decode, _SPAN), *decoding_form)
 
 
 def measure_input(config: Config, batches: int, steps: int) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def attend_to_cache(
     target(),
     new=q.shape[1],
     head_dim=q.shape[-1],
-    active=active,
+    unit=1 if active is None else active.unit,
   )
   if form == "dense":
     return ops.cached_attention(q, cache, slots, implementation=form)

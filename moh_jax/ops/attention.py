@@ -223,7 +223,11 @@ def cached_attention(
   if active is not None:
     chex.assert_shape(active.mask, (batch, new, heads))
   form = choose_cached_form(
-    implementation, target(), new=new, head_dim=dim, active=active
+    implementation,
+    target(),
+    new=new,
+    head_dim=dim,
+    unit=1 if active is None else active.unit,
   )
   if form == "dense":
     return dense.attend_to_cache(q, cache, slots)
@@ -238,7 +242,7 @@ def choose_cached_form(
   *,
   new: int,
   head_dim: int,
-  active: ActiveHeads | None = None,
+  unit: int = 1,
 ) -> str:
   """Chooses the form in which new tokens attend to a cache.
 
@@ -251,7 +255,7 @@ def choose_cached_form(
     device: the device that it runs on.
     new: new tokens per text; the kernel takes one.
     head_dim: D; "auto" is "dense" for heads that are too wide for the kernel.
-    active: the heads that tokens use; None is every head.
+    unit: see `ActiveHeads`.
 
   Returns:
     "kernel", which reads the active heads and the visible slots; "groups",
@@ -265,9 +269,8 @@ def choose_cached_form(
   wanted = implementation == "kernel" or (implementation == "auto" and pays)
   if wanted and new == 1:
     return "kernel"
-  whole = active is not None and active.unit > 1
   chosen = implementation in ("auto", "packed") and device.platform == "cpu"
-  return "groups" if whole and chosen and new == 1 else "dense"
+  return "groups" if unit > 1 and chosen and new == 1 else "dense"
 
 
 def _check_known(implementation: str) -> None:
