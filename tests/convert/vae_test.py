@@ -23,7 +23,7 @@ from moh_jax.models.inception import InceptionV3
 from moh_jax.models.vae import VAE, encoder_sha256
 from moh_jax.runtime import sharding
 from tests.convert.stored import save_tensors
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.inference import tiny_vae
 from tests.parity.images import regenerate
 from tests.training import tiny
