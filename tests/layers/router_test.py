@@ -19,24 +19,6 @@ from tests.layers import small
 
 
 class HeadRouterTest(parameterized.TestCase):
-  @parameterized.product(
-    split=tuple(small.MATRICES), dtype=(jnp.float32, jnp.bfloat16)
-  )
-  def test_shapes_are_float32_whatever_the_tokens(self, split, dtype):
-    module, x = HeadRouter(small.budget(split)), small.tokens(dtype)
-    params = small.params(module, x)
-    chex.assert_trees_all_equal(
-      {n: p.shape for n, p in params.get("params", {}).items()},
-      {name: (small.C, size) for name, size in small.MATRICES[split].items()},
-    )
-    gates, aux = module.apply(params, x)
-    same = module.apply(params, x.astype(jnp.float32))
-    chex.assert_trees_all_equal((gates, aux), same)
-    chex.assert_shape(gates, (small.B, small.N, 6))
-    chex.assert_shape([aux.load, aux.mean_score], (6,))
-    chex.assert_shape(aux.balance_loss, ())
-    chex.assert_type(jax.tree.leaves((params, gates, aux)), jnp.float32)
-
   @parameterized.parameters(
     ([3, 0], None, np.s_[:1, :3]), (None, [1.0, 0.0], np.s_[:1])
   )

@@ -29,7 +29,6 @@ class _Block(nn.Module):
   @nn.compact
   def __call__(self, x, rate, shift):
     y = nn.Dense(_C, name="fc")(x)
-    self.sow("intermediates", "hidden", y)
     x = x + rate * jnp.tanh(y + shift[None])
     return x, {"loss": jnp.mean(x**2)}
 
@@ -74,20 +73,6 @@ def _variables():
 
 
 class ScanBlocksTest(parameterized.TestCase):
-  def test_stack_equals_a_loop_over_the_layers(self):
-    variables, (x, rates, shift) = _variables(), _inputs()
-    carry, aux = _stack("none").apply(variables, x, rates, shift)
-    losses = []
-    for layer in range(_DEPTH):
-      params = jax.tree.map(lambda p, i=layer: p[i], variables)
-      x, layer_aux = _Block().apply(params, x, rates[layer], shift)
-      losses.append(layer_aux["loss"])
-    np.testing.assert_allclose(carry, x, rtol=1e-6)
-    chex.assert_shape(aux["loss"], (_DEPTH,))
-    np.testing.assert_allclose(aux["loss"], jnp.stack(losses), rtol=1e-6)
-    kernel = variables["params"]["fc"]["kernel"]
-    self.assertGreater(float(jnp.abs(kernel[0] - kernel[1]).max()), 1e-3)
-
   @parameterized.parameters(*REMAT_POLICIES)
   def test_remat_gives_equal_values_and_gradients(self, remat):
     def run(remat):

@@ -108,7 +108,7 @@ def _inputs(layer, batch=2):
   return x, jax.tree.map(lambda p: p * 3, params)
 
 
-def _brute_force(layer, params, x, segments=None, token_mask=None):
+def _brute_force(layer, params, x, segments=None):
   params = jax.tree.map(lambda p: np.asarray(p, np.float64), params["params"])
   x = np.asarray(x, np.float64)
 

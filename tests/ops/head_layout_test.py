@@ -7,7 +7,6 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.head_layout import (
   HeadPlacement,
   head_layout,
-  kv_repeats,
   place_heads,
 )
 from tests.ops import devices
@@ -30,20 +29,6 @@ class PlacementTest(parameterized.TestCase):
   @parameterized.parameters((8, 4, 8, 1), (8, 8, 2, 8), (6, 3, 1, 4))
   def test_heads_that_devices_cannot_share_evenly(self, *shape):
     self.assertIsNone(place_heads(*shape))
-
-  def test_repeated_key_value_heads_are_those_of_the_queries(self):
-    for heads, kv_heads, count, sequence in ((16, 2, 2, 4), (24, 6, 2, 2)):
-      placement = place_heads(heads, kv_heads, count, sequence)
-      total = count * sequence
-      repeats = kv_repeats(kv_heads, total)
-      self.assertGreater(repeats, 1)
-      stored = np.repeat(placement.order(kv_heads), repeats)
-      group = heads // kv_heads
-      # As attention reads them: head h of the order, and h // its group.
-      read = np.repeat(stored, heads // len(stored))
-      np.testing.assert_array_equal(
-        np.asarray(placement.order(heads)) // group, read
-      )
 
   def test_an_order_may_share_all_heads_of_a_device(self):
     placement = HeadPlacement(8, 8, 2)

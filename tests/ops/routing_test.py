@@ -262,21 +262,6 @@ class BalanceLossTest(parameterized.TestCase):
     np.testing.assert_allclose(grad, expected, rtol=1e-6)
     self.assertEqual(float(loss_of(probs, np.zeros((2, 6), bool))), 0.0)
 
-  def test_sums_of_parts_of_a_batch_add_up(self):
-    budget, logits = _budget("some_of_each"), _logits(_budget("some_of_each"))
-    routed = _route(budget, logits)
-    whole, first, second = (
-      routing.router_aux(part, budget)
-      for part in (
-        routed,
-        jax.tree.map(lambda x: x[:1], routed),
-        jax.tree.map(lambda x: x[1:], routed),
-      )
-    )
-    sums = jax.tree.map(jnp.add, first, second)
-    chex.assert_trees_all_close(sums, whole, rtol=1e-6)
-    np.testing.assert_allclose(sums.balance_loss, whole.balance_loss, rtol=1e-6)
-
 
 @functools.partial(jax.jit, static_argnames=("shared", "top_k", "kind"))
 def _norm_call(norms, weights, shared, top_k, kind):
@@ -301,35 +286,6 @@ def _by_norm(norms, weights=None, shared=0, top_k=1, kind="selected"):
 
 
 class QueryNormGatesTest(parameterized.TestCase):
-  @parameterized.parameters(5, 0)  # the norm of a shared head does not matter
-  def test_scores_are_the_softmax_of_norms_over_their_deviation(self, shared):
-    # Routed norms 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14,
-    # over 3 (Bessel) for the variance.
-    _, routed = _by_norm([shared, 1, 2, 3, 6], shared=1, top_k=2)
-    expected = special.softmax(np.array([1, 2, 3, 6]) / np.sqrt(14 / 3))
-    np.testing.assert_allclose(routed.probs, expected, rtol=1e-6)
-    np.testing.assert_array_equal(routed.selected, [False, False, True, True])
-    np.testing.assert_array_equal(routed.gates, [1, 0, 0, 1, 1])
-    np.testing.assert_array_equal(routed.shared_scores, [1])
-
-  @parameterized.parameters(
-    (0, 1, "all"), (2, 2, "all"), (2, 2, "selected"), (1, 5, "all"),
-    (6, 0, "selected"), (2, 0, "all"),
-  )  # fmt: skip
-  def test_gates_are_exactly_one_for_the_largest_norms_and_zero_else(
-    self, shared, top_k, kind
-  ):
-    norms = jax.random.uniform(jax.random.key(0), (*_BATCH, 6))
-    budget = HeadBudget(6, shared, top_k, head_dim=4)
-    route = functools.partial(routing.query_norm_gates, straight_through=kind)
-    routed = jax.jit(route, static_argnums=1)(norms, budget)
-    order = np.argsort(-np.asarray(norms[..., shared:]), -1)
-    expected = np.zeros((*_BATCH, 6), np.float32)
-    expected[..., :shared] = 1
-    np.put_along_axis(expected, shared + order[..., :top_k], 1, axis=-1)
-    np.testing.assert_array_equal(routed.gates, expected)
-    np.testing.assert_array_equal(routed.selected, expected[..., shared:] == 1)
-
   def test_straight_through_gradients_equal_a_hand_computed_case(self):
     # Routed norms n = 1, 2, 3: mean 2, deviation s = sqrt((1 + 0 + 1) / 2) = 1,
     # so the logits z = n / s are 1, 2, 3 and the scores P = exp(z) / sum.
