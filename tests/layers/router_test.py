@@ -19,6 +19,14 @@ from tests.layers import small
 
 
 class HeadRouterTest(parameterized.TestCase):
+  def test_tokens_of_16_bits_are_routed_in_float32(self):
+    module, x = HeadRouter(small.BUDGET), small.tokens().astype(jnp.bfloat16)
+    params = small.params(module, x)
+    found = module.apply(params, x)
+    exact = module.apply(params, x.astype(jnp.float32))
+    chex.assert_trees_all_equal(found, exact)
+    chex.assert_type(jax.tree.leaves((params, found)), jnp.float32)
+
   @parameterized.parameters(
     ([3, 0], None, np.s_[:1, :3]), (None, [1.0, 0.0], np.s_[:1])
   )
