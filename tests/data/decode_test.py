@@ -12,8 +12,8 @@ from absl.testing import parameterized
 from PIL import Image, PngImagePlugin
 
 from moh_jax.data import decode, transforms
-from tests.data.folder import FolderTest
 from tests.data.tiny_images import encode, photo
+from tests.folders import FolderTest
 
 _RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
 

@@ -20,9 +20,9 @@ from moh_jax.config import Config
 from moh_jax.data import pipeline, sources
 from moh_jax.data.pipeline import RepeatedImages
 from tests.data import tiny_sets, transforms_test
-from tests.data.folder import FolderTest
 from tests.data.image_sources_test import MODEL as _MODEL
 from tests.data.tiny_images import encode, photo
+from tests.folders import FolderTest
 from tests.training import tiny
 
 _FEW = {"num_threads": 2, "prefetch": 2, "mean": (0.5,), "std": (0.5,)}

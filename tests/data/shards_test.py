@@ -16,7 +16,7 @@ from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.token_sets import BLOCK, DOCUMENTS, TokenSet
 from moh_jax.data.tokenizers import train_bpe
 from tests.data import tiny_text
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 
 _SHARD = "00001-of-00003.array_record"
 

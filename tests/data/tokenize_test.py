@@ -15,7 +15,7 @@ from moh_jax.data import shard_writer, stdlib, tokenize
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizers import BytesTokenizer
 from tests.data import tiny_text
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 
 # Every batch takes a while, so that a kill meets unfinished work.
 _SLOW_RUN = """

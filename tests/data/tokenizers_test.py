@@ -22,7 +22,7 @@ from moh_jax.data.tokenizers import (
 )
 from moh_jax.inference.decoding import StreamDecoder, prompt_ids
 from tests.data import tiny_words
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 
 pytest.importorskip("transformers")
 

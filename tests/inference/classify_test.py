@@ -12,7 +12,7 @@ from moh_jax.config import Config, DataConfig
 from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.models import small
 from tests.training import tiny
 

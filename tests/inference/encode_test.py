@@ -11,7 +11,7 @@ from moh_jax.data.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime.json_files import plain
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.inference import tiny_vae
 
 _OPTIONS = encode.EncodeOptions(

@@ -27,7 +27,7 @@ from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import kernel_decode
 from moh_jax.runtime import sharding
 from tests.data import tiny_words
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.inference import tiny_writer
 from tests.training import tiny
 

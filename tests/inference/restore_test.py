@@ -22,7 +22,7 @@ from moh_jax.runtime import checkpoint, sharding
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
 from tests.data import tiny_words
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.inference import tiny_text_model, tiny_writer
 from tests.models import small
 from tests.training import tiny

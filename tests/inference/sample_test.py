@@ -17,7 +17,7 @@ from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import devices, sharding
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.training import tiny
 
 _NUM, _SIZE = 29, 8  # four batches, the last one of five images
