@@ -148,3 +148,14 @@ class OpenTest(FolderTest):
       ValueError, r"norm/scale has shape \(24,\), not \(25,\)"
     ):
       stream.open_params(self.root, 0, abstract, use_ema=True)
+
+
+class BlockShapeTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((), ()),
+    ((128257, 4096), (2048, 4096)),  # rows need not divide
+    ((2, 2**24), (1, 2**23)),  # one row is too large
+    ((1, 32, 128, 4096), (1, 16, 128, 4096)),
+  )
+  def test_float32(self, shape, block):
+    self.assertEqual(stream.block_shape(shape, 4), block)

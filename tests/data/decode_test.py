@@ -202,13 +202,14 @@ class DecodersTest(parameterized.TestCase):
   def test_damage_gives_the_same_error_or_the_same_pixels(self):
     whole = encode(photo())
     rng = np.random.default_rng(0)
-    cut = [whole[:length] for length in (3, 30, 400, 2000, len(whole) - 2)]
+    lengths = (3, 30, 400, 2000, len(whole) * 3 // 4, len(whole) - 2)
+    cut = [whole[:length] for length in lengths]
     altered = []
     for _ in range(40):
       content = bytearray(whole)
       content[rng.integers(len(whole))] = rng.integers(256)
       altered.append(bytes(content))
-    cases = itertools.product([*cut, *altered], (1, 4), (None, 100))
+    cases = itertools.product([*cut, *altered], (1, 4), (None, 20))
     for content, factor, rows in cases:
       results = []
       for read in (decode.decode_image, by_pillow):
@@ -219,11 +220,6 @@ class DecodersTest(parameterized.TestCase):
           results.append(str(error))
       self.assertIsInstance(results[0], type(results[1]))
       np.testing.assert_array_equal(*results)
-
-  def test_truncation_below_the_upper_rows_is_found(self):
-    content = encode(photo())
-    with self.assertRaisesRegex(ValueError, "damaged or truncated"):
-      decode.decode_image(content[: len(content) * 3 // 4], 3, "x.jpg", 1, 20)
 
 
 def _torchvision(picture, shorter, size):

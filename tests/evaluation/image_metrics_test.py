@@ -195,8 +195,6 @@ class SummarizeTest(ImageSetTest):
 
   def test_one_image_has_no_covariance(self):
     np.savez(self.file, _MANY[:1])
-    with self.assertRaisesRegex(ValueError, "at least 2 samples, there are 1"):
-      self._summary(8)
     summary = self._summary(8, distributions=False, score=True)
     self.assertAlmostEqual(summary.inception_score, 1.0)
     self.assertEqual(
