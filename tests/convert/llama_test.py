@@ -39,7 +39,7 @@ from tests.tools import record_transformers as recorder
 _TOKENIZER = train_bpe(["one text", "and another one"], 270)
 _IDS = json.loads(_TOKENIZER)["model"]["vocab"]
 _WITH_TEXT = dataclasses.replace(tiny_llm.MHA, vocab_size=270)
-_RECORDED = pathlib.Path(__file__).parents[1] / "goldens/transformers.npz"
+_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _CODE = ["configuration_moh.py", "modeling_moh.py"]
 
 
@@ -371,7 +371,7 @@ class RecordedTest(parameterized.TestCase):
 
   @parameterized.parameters("released_gates", "paper_gates", "head_order")
   def test_transformers_computed_our_numbers(self, name):
-    recorded = np.load(_RECORDED)
+    recorded = np.load(_GOLDENS / "transformers.npz")
     model = transformers_cases.model(name)
     params = transformers_cases.params(model)
     tokens, _ = transformers_cases.inputs()
@@ -387,7 +387,6 @@ class RecordedTest(parameterized.TestCase):
       np.testing.assert_allclose(ours, theirs, atol=atol, rtol=0)
 
 
-_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _VERSIONS = ("4.57.6", "5.23.0")
 
 

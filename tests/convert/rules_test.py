@@ -12,12 +12,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import (
-  Config,
-  RouterConfig,
-  SampleConfig,
-  without_router,
-)
+from moh_jax.config import Config, RouterConfig, SampleConfig, without_router
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules

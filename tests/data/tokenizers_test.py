@@ -16,10 +16,7 @@ from absl.testing import parameterized
 
 from moh_jax.data import chat, tokenizers
 from moh_jax.data.chat import render_chat
-from moh_jax.data.tokenizers import (
-  load_tokenizer,
-  read_files_beside,
-)
+from moh_jax.data.tokenizers import load_tokenizer, read_files_beside
 from moh_jax.inference.decoding import StreamDecoder, prompt_ids
 from tests.data import tiny_words
 from tests.folders import FolderTest
