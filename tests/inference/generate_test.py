@@ -61,10 +61,9 @@ def _generator(config=None, on_mesh=False, cache_dtype=None, size=4):
   )
 
 
-def _alphabet(tokenizer=tiny_writer.WORDS, config=None, **options):
-  config = config or tiny_writer.ALPHABET
+def _alphabet(tokenizer=tiny_writer.WORDS, **options):
   params = tiny_writer.alphabet_params()
-  restored = tiny_writer.restored(config, params)
+  restored = tiny_writer.restored(tiny_writer.ALPHABET, params)
   return Generator(restored, tokenizer, **options)
 
 
@@ -292,7 +291,6 @@ class ErrorsTest(parameterized.TestCase):
     ({"cache_dtype": "float16"}, 4, "cache_dtype='float16' must be .*'int8'"),
     ({"batch_size": 0}, 4, "batch_size=0 must be at least 1"),
     ({"tokenizer": tiny_writer.BYTES}, 4, "257 ids, more than .*vocab_size=60"),
-    ({"config": tiny.config()}, 4, r"family 'vit'; `generate` needs 'llm'"),
   )
   def test_bad_prompts_and_options_are_named(self, given, count, message):
     options, prompts = (given, []) if isinstance(given, dict) else ({}, given)

@@ -129,25 +129,25 @@ class TwoStageGatesTest(parameterized.TestCase):
   def test_gradient_equals_finite_differences(self, corner, form):
     budget = _budget(corner)
     logits = _logits(budget)
-    cotangent = np.random.default_rng(1).normal(size=(*_BATCH, 6))
+    rng = np.random.default_rng(1)
+    cotangent = rng.normal(size=(*_BATCH, 6))
 
     def objective(logits):
       return jnp.sum(_route(budget, logits, form).gates * cotangent)
 
+    # Along one direction through the logits of all tokens.
+    way = jax.tree.map(lambda x: rng.normal(size=x.shape), logits)
+    ends = []
+    for step in (-1e-5, 1e-5):
+      moved = {
+        name: None if x is None else np.float64(x) + step * way[name]
+        for name, x in logits.items()
+      }
+      ends.append(_reference(budget, moved, form))
+    expected = ((ends[1] - ends[0]) * cotangent).sum() / 2e-5
     grads = jax.grad(objective)(logits)
-    for name, values in logits.items():
-      if values is None:
-        continue
-      values = np.asarray(values, np.float64)
-      for element in [(0, 0, 0), (1, 3, 1), (1, 4, values.shape[-1] - 1)]:
-        ends = []
-        for step in (-1e-5, 1e-5):
-          moved = values.copy()
-          moved[element] += step
-          gates = _reference(budget, logits | {name: moved}, form)
-          ends.append((gates * cotangent).sum())
-        expected = (ends[1] - ends[0]) / 2e-5
-        np.testing.assert_allclose(grads[name][element], expected, atol=1e-5)
+    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads, way)))
+    np.testing.assert_allclose(slope, expected, atol=1e-5)
 
 
 class MasksTest(parameterized.TestCase):
@@ -220,16 +220,8 @@ class AtRunTimeTest(parameterized.TestCase):
 
 
 class AuxTest(parameterized.TestCase):
-  def test_statistics_count_only_unmasked_tokens_without_gradients(self):
+  def test_statistics_have_no_gradients(self):
     budget, logits = _budget("some_of_each"), _logits(_budget("some_of_each"))
-    mask = jnp.arange(5)[None] < jnp.array([[3], [1]])
-    routed = _route(budget, logits)
-    kept = jax.tree.map(lambda x: x[mask][None], routed)
-    chex.assert_trees_all_close(
-      routing.router_aux(routed, budget, token_mask=mask),
-      routing.router_aux(kept, budget),
-      rtol=1e-6,
-    )
 
     def statistics(logits):
       aux = routing.router_aux(_route(budget, logits), budget)
