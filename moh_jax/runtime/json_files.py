@@ -26,7 +26,6 @@ _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 # Numbers and texts that schemas share.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]  # of an array's axis
-Shape = Annotated[list[Count], msgspec.Meta(max_length=32)]
 Text = Annotated[str, msgspec.Meta(max_length=1 << 20)]
 # Hexadecimal, or empty where there is none.
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")]

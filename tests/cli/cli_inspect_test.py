@@ -10,7 +10,6 @@ from absl.testing import parameterized
 from etils import epath
 from PIL import Image
 
-from moh_jax.data import pipeline
 from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.sources import make_source
 from moh_jax.models.generation import to_pixels
@@ -18,7 +17,7 @@ from moh_jax.models.vae import VAE
 from moh_jax.runtime import steps
 from moh_jax.runtime.steps import load_config
 from tests.cli import tiny_checkpoint
-from tests.data import tiny_text
+from tests.data import tiny_sets, tiny_text
 from tests.inference import tiny_vae
 from tests.training import tiny
 
@@ -139,9 +138,7 @@ class BatchTest(tiny_checkpoint.CommandTest):
   def _batch(self, step):
     """The run's whole batch of a step, unmixed."""
     config = load_config(f"{_RUN}:vit")
-    dataset = pipeline.train_images(config, make_source(config, "train"))
-    rows = range(config.data.batch_size)
-    stream = pipeline.TrainBatches(dataset, config.data, rows)
+    stream = tiny_sets.train_stream(config, make_source(config, "train"))
     stream.seek(step - 1)
     batch = next(stream)
     stream.close()

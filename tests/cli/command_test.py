@@ -80,24 +80,6 @@ class ParseTest(parameterized.TestCase):
     self.assertEqual(given, wanted)
     self.assertEqual(_parse("a", "--from="), _Options(files=("a",), from_=""))
 
-  @parameterized.parameters(
-    ("--kind z", "--kind='z' must be one of ('x', 'y')"),
-    ("--sizes 1,,2", "--sizes[1]='' must be of type int"),
-    ("--sizes 0", "--sizes[0]=0 must be at least 1"),
-    ("--sizes 1.5", "--sizes[0]=1.5 must be of type int"),
-    ("--share 1", "--share=1.0 must be in [0, 1)"),
-    ("--out=", "--out='' must be the name of a file or folder"),
-    ("--nope", "unrecognized arguments: --nope"),
-    ("--qui", "unrecognized arguments: --qui"),
-    ("--config.a.b=1", "--config.a.b=1 needs --config FILE[:ARG]"),
-  )
-  def test_wrong_ones_are_one_line(self, argv, message):
-    said = _parse("--from=1", "a", *argv.split())
-    self.assertStartsWith(said, "error: ")
-    self.assertIn(message, said)
-    self.assertEndsWith(said, "; see command --help\n")
-    self.assertLen(said.splitlines(), 1)
-
   def test_hint_where_the_prefix_of_a_change_lacks(self):
     for argv in ("train.steps=5", "--train.steps=5", "config.train.steps=5"):
       said = _parse("--config=x.py", argv, cls=command.RunConfig)

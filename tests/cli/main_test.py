@@ -48,6 +48,13 @@ class MainTest(tiny_checkpoint.CommandTest):
     ("heads --checkpoint x --step -1", "--step='-1' must be"),
     ("heads --checkpoint x --config.optim.lr=1", "lr=1 has no effect on a"),
     ("convert --from onnx --source x --out y", "--from='on"),
+    ("bench attention --lengths 8,,9", "--lengths[1]='' must be of type int"),
+    ("bench attention --lengths 0", "--lengths[0]=0 must be at least 1"),
+    ("bench attention --lengths 1.5", "[0]=1.5 must be of type int"),
+    ("heads --checkpoint x --out=", "--out='' must be the name of a file or"),
+    ("inspect --nope", "unrecognized arguments: --nope"),
+    ("inspect --check x", "unrecognized arguments: --check"),  # not shortened
+    ("inspect --config.a.b=1", "--config.a.b=1 needs --config FILE[:ARG]"),
   )
   def test_wrong_use_is_one_line_that_says_where_help_is(self, argv, message):
     self.assert_refused(message, *argv.split())

@@ -309,17 +309,6 @@ class UpgradeTest(absltest.TestCase):
     self.assertEqual(config.train, config_lib.TrainConfig(steps=9))
     self.assertEqual(repr(_OLD), before)
 
-  def test_classifiers_keep_how_targets_are_made(self):
-    fields = {"mixup": 0.2, "cutmix": 0.3, "cutmix_prob": 0.25}
-    train = {**fields, "label_smoothing": 0.1}
-    old = {"model": {"family": "vit", "router": "none"}, "train": train}
-    config = config_lib.from_config_dict(config_lib.upgrade(old))
-    self.assertEqual(
-      config.classifier,
-      config_lib.ClassifierConfig(label_smoothing=0.1, **fields),
-    )
-    self.assertEqual(config.model.router, config_lib.RouterConfig("none"))
-
   def test_reduced_decoding_was_exact_in_evaluation(self):
     data = {"source": "image_folder", "path": "x", "augment": "crop_flip"}
     old = {"model": {"family": "vit"}, "data": {**data, "decode": "reduced"}}

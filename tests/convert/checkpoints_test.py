@@ -33,7 +33,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert.stored import save_tensors
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.models import small
 from tests.training import tiny
 

@@ -33,31 +33,31 @@ from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm, transformers_cases
 from tests.convert.stored import save_tensors
+from tests.folders import FolderTest
 from tests.tools import record_transformers as recorder
 
 _TOKENIZER = train_bpe(["one text", "and another one"], 270)
 _IDS = json.loads(_TOKENIZER)["model"]["vocab"]
 _WITH_TEXT = dataclasses.replace(tiny_llm.MHA, vocab_size=270)
-_RECORDED = pathlib.Path(__file__).parents[1] / "goldens/transformers.npz"
+_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _CODE = ["configuration_moh.py", "modeling_moh.py"]
 
 
-class _Case(parameterized.TestCase):
+class _Case(FolderTest):
   """A folder of transformers, and checkpoints made from it."""
 
   def setUp(self):
     super().setUp()
-    self.folder = pathlib.Path(self.create_tempdir().full_path)
-    self.source, self.out = self.folder / "hf", self.folder / "ours"
+    self.source, self.out = self.root / "hf", self.root / "ours"
 
   def convert(self, kind="llama", source="hf", out="ours", **options):
-    source, out = str(self.folder / source), str(self.folder / out)
+    source, out = str(self.root / source), str(self.root / out)
     convert(kind, source, out, **options)
     return restore(out)
 
   def export(self, name="again", **options) -> pathlib.Path:
-    export(str(self.out), str(self.folder / name), **options)
-    return self.folder / name
+    export(str(self.out), str(self.root / name), **options)
+    return self.root / name
 
   def save(self, model, **sections):
     """Writes a checkpoint of ours, with no folder that it was made from."""
@@ -205,15 +205,15 @@ class BadOptionsTest(_Case):
       tiny_checkpoint.SAVED["vit"](self.out)
     else:
       self.save(tiny_llm.MOH)
-    scores = self.folder / "scores.json"
+    scores = self.root / "scores.json"
     if isinstance(options, str):
       scores.write_text(options)
     if not isinstance(options, dict):
       options = {"scores": str(scores)}
-    before = _names(self.folder)
+    before = _names(self.root)
     with self.assertRaisesRegex((ValueError, FileNotFoundError), regex):
       self.export(**options)
-    self.assertEqual(_names(self.folder), before)
+    self.assertEqual(_names(self.root), before)
 
 
 class FilesTest(_Case):
@@ -336,7 +336,7 @@ class CardTest(_Case):
     )
     steps = self.out / "checkpoints"
     (steps / "0").rename(steps / "20")
-    scores = self.folder / "scores.json"
+    scores = self.root / "scores.json"
     found = {"runs": [{"text": {"bits": 1.25}}], "loss": 2, "step": 20}
     scores.write_text(json.dumps(found))
     options = {"scores": str(scores), "license": "apache-2.0"}
@@ -371,7 +371,7 @@ class RecordedTest(parameterized.TestCase):
 
   @parameterized.parameters("released_gates", "paper_gates", "head_order")
   def test_transformers_computed_our_numbers(self, name):
-    recorded = np.load(_RECORDED)
+    recorded = np.load(_GOLDENS / "transformers.npz")
     model = transformers_cases.model(name)
     params = transformers_cases.params(model)
     tokens, _ = transformers_cases.inputs()
@@ -387,7 +387,6 @@ class RecordedTest(parameterized.TestCase):
       np.testing.assert_allclose(ours, theirs, atol=atol, rtol=0)
 
 
-_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _VERSIONS = ("4.57.6", "5.23.0")
 
 

@@ -12,19 +12,13 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import (
-  Config,
-  RouterConfig,
-  SampleConfig,
-  without_router,
-)
+from moh_jax.config import Config, RouterConfig, SampleConfig, without_router
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
 from moh_jax.data.infer import resolve
 from moh_jax.ops.position import sincos_2d
 from tests.convert import tiny_llm
-from tests.layers import small as small_layers
 from tests.models import small
 from tests.training import tiny
 
@@ -96,15 +90,15 @@ class InverseTest(parameterized.TestCase):
 
 
 class NamesTest(parameterized.TestCase):
-  @parameterized.parameters(*small_layers.MATRICES.items())
-  def test_router_has_the_matrices_its_split_needs(self, split, matrices):
+  @parameterized.parameters(
+    ((2, 2), "wg", "wg_0", "wg_1"), ((1, 3), "wg", "wg_0"), ((0, 2), "wg"),
+    ((6, 0), "wg_1"), ((4, 0), "wg_1"), ((1, 0),),
+  )  # fmt: skip
+  def test_router_has_the_matrices_its_split_needs(self, split, *matrices):
     budget = HeadBudget(6, *split, 4)
     table = rules.router_rules(budget, RouterConfig())
     names = [name for rule in table for name in rule.theirs]
-    theirs = {"routed": "wg", "group": "wg_0", "shared": "wg_1"}
-    self.assertCountEqual(
-      names, [f"{theirs[name]}.weight" for name in matrices]
-    )
+    self.assertCountEqual(names, [f"{name}.weight" for name in matrices])
     self.assertEmpty(rules.router_rules(budget, RouterConfig(kind="none")))
 
   def test_routers_of_language_models_have_our_names(self):
@@ -116,24 +110,6 @@ class NamesTest(parameterized.TestCase):
       for name, size in zip(("routed", "shared", "group"), (*sizes, 2))
     }
     self.assertEqual(found, expected)
-
-
-class LayoutTest(parameterized.TestCase):
-  """Tests of recorded cases compare what networks compute."""
-
-  @parameterized.parameters(
-    ("vit", "block1.1.mlp.fc2.weight", "stage1/blocks/mlp/out", 1),
-    ("dit", "blocks.1.mlp.fc1.weight", "blocks0/mlp/up", 1),
-    ("dit", "blocks.2.mlp.fc1.weight", "blocks1/mlp/up", 0),
-    ("llm", "model.layers.2.mlp.down_proj.weight", "blocks1/mlp/down", 0),
-  )
-  def test_layer_is_in_the_run_that_holds_it(self, name, theirs, ours, place):
-    params = _params(name)
-    for part in ours.split("/"):
-      params = params[part]
-    np.testing.assert_array_equal(
-      _dump(name)[theirs], params["kernel"][place].T
-    )
 
 
 class PositionTableTest(parameterized.TestCase):

@@ -10,7 +10,7 @@ from unittest import mock
 import chex
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.convert import stream
@@ -19,6 +19,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.sharding import abstract_on, make_mesh
 from tests.convert import tiny_llm
+from tests.folders import FolderTest
 
 _RUN = released_run(tiny_llm.MOH, {})
 _MESHES = (
@@ -50,7 +51,7 @@ def _run_program(text):
   )
 
 
-class WriteTest(parameterized.TestCase):
+class WriteTest(FolderTest):
   """With blocks of a few rows, so that every leaf has several."""
 
   def setUp(self):
@@ -58,12 +59,12 @@ class WriteTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(stream, "BLOCK_BYTES", 300))
 
   def test_standard_restore_reads_it_onto_any_mesh(self):
-    out, dtype = self.create_tempdir().full_path, "bfloat16"
-    _save(out, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
+    dtype = "bfloat16"
+    _save(self.root, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
     expected = tiny_llm.random_params(tiny_llm.MOH, dtype)
     for mesh in (None, *map(make_mesh, _MESHES)):
       abstract = abstract_on(*make_model(_RUN), mesh)
-      params = checkpoint.restore_params(out, 0, abstract, use_ema=True)
+      params = checkpoint.restore_params(self.root, 0, abstract, use_ema=True)
       chex.assert_trees_all_equal(params, expected)
       chex.assert_type(jax.tree.leaves(params), np.float32)
       if mesh:
@@ -72,7 +73,6 @@ class WriteTest(parameterized.TestCase):
         self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
 
   def test_kill_in_the_middle_leaves_no_checkpoint(self):
-    out = self.create_tempdir().full_path
     done = _run_program(f"""
       import os
       from tests.convert import stream_test as t
@@ -83,34 +83,33 @@ class WriteTest(parameterized.TestCase):
           os.kill(os.getpid(), 9)
         return blocks(leaf)
       stream.SourceLeaf.blocks = killed
-      t._save({out!r})
+      t._save({str(self.root)!r})
     """)
     self.assertEqual(done.returncode, -9)
-    self.assertNotEmpty(list((pathlib.Path(out) / "checkpoints").iterdir()))
+    self.assertNotEmpty(list((self.root / "checkpoints").iterdir()))
     with self.assertRaises(FileNotFoundError):
-      steps.find_step(out, None)
-    _save(out)
-    self.assertEqual(steps.find_step(out, None), 0)
+      steps.find_step(self.root, None)
+    _save(self.root)
+    self.assertEqual(steps.find_step(self.root, None), 0)
 
 
-class MemoryTest(absltest.TestCase):
+class MemoryTest(FolderTest):
   def test_peak_is_far_below_a_stacked_leaf(self):
     # Three MLP leaves of 64 MiB in float32, their tensors of 4 MiB.
-    folder = pathlib.Path(self.create_tempdir().full_path)
     big = dataclasses.replace(
       tiny_llm.MHA,
       **{"width": 512, "mlp_dim": 4096, "num_heads": (6,) * 8},
       **{"shared_heads": (6,) * 8, "top_k": (0,) * 8},
     )
-    tiny_llm.write_folder(folder / "big", big, "bfloat16", shards=2)
-    tiny_llm.write_folder(folder / "tiny", tiny_llm.MHA, "bfloat16")
+    tiny_llm.write_folder(self.root / "big", big, "bfloat16", shards=2)
+    tiny_llm.write_folder(self.root / "tiny", tiny_llm.MHA, "bfloat16")
     done = _run_program(f"""
       import resource
       from moh_jax.convert import checkpoints, stream
       stream.BLOCK_BYTES = 2**21
       peaks = []
       for name in ("tiny", "big"):
-        folder = f"{folder}/{{name}}"
+        folder = f"{self.root}/{{name}}"
         checkpoints.convert("llama", folder, f"{{folder}}_ours")
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
       print(peaks[1] - peaks[0])
@@ -118,23 +117,22 @@ class MemoryTest(absltest.TestCase):
     self.assertLess(int(done.stdout), 32 * 1024)  # KiB
 
 
-class OpenTest(parameterized.TestCase):
+class OpenTest(FolderTest):
   @parameterized.parameters(
     (True, 1, 300), (False, 2, 300), (False, 1, stream.BLOCK_BYTES)
   )
   def test_layers_are_those_of_the_stack(self, streamed, part, blocks):
     # However the array is divided: by us, or whole by a training run.
-    out = self.create_tempdir().full_path
     params = tiny_llm.random_params(tiny_llm.MHA)
     run = released_run(tiny_llm.MHA, {})
     with mock.patch.object(stream, "BLOCK_BYTES", blocks):
       if streamed:
         source = _source(model=tiny_llm.MHA)
-        stream.save_params(out, source, checkpoint.Metadata(run))
+        stream.save_params(self.root, source, checkpoint.Metadata(run))
       else:
-        checkpoint.save_params(out, params, checkpoint.Metadata(run))
+        checkpoint.save_params(self.root, params, checkpoint.Metadata(run))
     opened = stream.open_params(
-      out, 0, tiny_llm.abstract(tiny_llm.MHA), use_ema=True
+      self.root, 0, tiny_llm.abstract(tiny_llm.MHA), use_ema=True
     )
     leaf, want = (t["blocks0"]["mlp"]["up"]["kernel"] for t in (opened, params))
     np.testing.assert_array_equal(leaf.read(part), want[part])
@@ -143,14 +141,13 @@ class OpenTest(parameterized.TestCase):
     np.testing.assert_array_equal(leaf.read(2), want[2])
 
   def test_another_shape_than_the_configs_is_named(self):
-    out = self.create_tempdir().full_path
-    _save(out)
+    _save(self.root)
     abstract = tiny_llm.abstract(tiny_llm.MOH)
     abstract["norm"]["scale"] = jax.ShapeDtypeStruct((25,), np.float32)
     with self.assertRaisesRegex(
       ValueError, r"norm/scale has shape \(24,\), not \(25,\)"
     ):
-      stream.open_params(out, 0, abstract, use_ema=True)
+      stream.open_params(self.root, 0, abstract, use_ema=True)
 
 
 class BlockShapeTest(parameterized.TestCase):

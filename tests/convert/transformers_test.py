@@ -30,9 +30,8 @@ class TransformersTest(parameterized.TestCase):
   def setUpClass(cls):
     """Runs transformers_checks.py on all cases."""
     super().setUpClass()
-    temporary = tempfile.TemporaryDirectory()
-    cls.addClassCleanup(temporary.cleanup)
-    cls.folder = pathlib.Path(temporary.name) / "cases"
+    root = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.folder = pathlib.Path(root, "cases")
     transformers_cases.write_all(cls.folder)
     cls.measured = transformers_cases.run_checks(
       "transformers_checks.py", "MOH_JAX_TRANSFORMERS_PYTHON", cls.folder

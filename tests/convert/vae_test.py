@@ -1,31 +1,22 @@
-"""Autoencoders and Inception: names, folders, errors, and in use.
+"""Autoencoders: names, folders, errors, and in use.
 
 The recorded cases go through the same rules in the parity tests.
 """
 
 import json
-import pathlib
 
 import chex
 import jax
 import numpy as np
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.dit import LatentScaling
-from moh_jax.convert import INCEPTION_FILE, VAE_FILES, rules, vae
-from moh_jax.convert.inception import (
-  convert_inception,
-  inception_rules,
-  load_inception,
-)
-from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.models.inception import InceptionV3
+from moh_jax.convert import VAE_FILES, rules, vae
 from moh_jax.models.vae import VAE, encoder_sha256
 from moh_jax.runtime import sharding
 from tests.convert.stored import save_tensors
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.inference import tiny_vae
-from tests.parity.images import regenerate
 from tests.training import tiny
 
 _CONFIG = tiny_vae.CONFIG
@@ -184,43 +175,3 @@ class AutoencoderTest(FolderTest):
       x = jax.device_put(x, target)
       with jax.transfer_guard_host_to_device("disallow"):
         np.testing.assert_array_equal(run(x), first)
-
-
-_CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
-
-
-class InceptionCheckpointTest(absltest.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.meta = json.loads((_CASE / "meta.json").read_text())
-    stored = read_tensors(_CASE / "weights.safetensors")
-    cls.tensors = regenerate(cls.meta, stored)
-
-  def test_file_there_and_back_is_exact(self):
-    file = pathlib.Path(self.create_tempdir().full_path) / "inception.st"
-    # Written by PyTorch the file has BatchNorm's counters too.
-    counter = {"Mixed_7c.branch1x1.bn.num_batches_tracked": np.int64(7)}
-    save_tensors(file, self.tensors | counter)
-    params = load_inception(file)
-    back = rules.dump_params(inception_rules(params), params)
-    chex.assert_trees_all_equal(back, self.tensors)
-
-  def test_missing_file_says_which_is_expected_and_how_to_pass_it(self):
-    with self.assertRaisesRegex(
-      FileNotFoundError,
-      f"no/file.pth: no such file;.*{INCEPTION_FILE}.*--inception PATH",
-    ):
-      load_inception("no/file.pth")
-
-  def test_another_network_is_refused(self):
-    # torchvision's: 1000 classes and an auxiliary head.
-    tensors = self.tensors | {"AuxLogits.fc.bias": np.zeros(1000)}
-    tensors["fc.bias"] = np.zeros(1000, np.float32)
-    del tensors["Mixed_6a.branch3x3.bn.running_var"]
-    with self.assertRaisesRegex(
-      ValueError,
-      r"here: .*1 missing: Mixed_6a\.branch3x3\.bn\.running_var; "
-      r"1 not expected: AuxLogits\.fc\.bias; 1 shape: fc\.bias \(1000,\)",
-    ):
-      convert_inception(tensors, InceptionV3(), source="here")

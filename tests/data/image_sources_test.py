@@ -21,7 +21,6 @@ from moh_jax.data.sources import (
   match_classes,
 )
 from tests.data import tiny_sets
-from tests.data.folder import FolderTest
 from tests.data.tiny_images import (
   CLASSES,
   IMAGE,
@@ -31,6 +30,7 @@ from tests.data.tiny_images import (
   put,
   write,
 )
+from tests.folders import FolderTest
 
 MODEL = dataclasses.replace(tiny_sets.VIT, image_size=(8, 12), num_classes=2)
 

@@ -14,8 +14,8 @@ from moh_jax.data import image_shards, infer
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data import tiny_sets, tiny_text
-from tests.data.folder import FolderTest
 from tests.data.tiny_images import put
+from tests.folders import FolderTest
 
 _VIT = config_lib.ViTConfig()
 _DIT = config_lib.DiTConfig(input_size=(8, 8))

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import itertools
 import subprocess
@@ -20,9 +21,9 @@ from moh_jax.config import Config
 from moh_jax.data import pipeline, sources
 from moh_jax.data.pipeline import RepeatedImages
 from tests.data import tiny_sets, transforms_test
-from tests.data.folder import FolderTest
 from tests.data.image_sources_test import MODEL as _MODEL
 from tests.data.tiny_images import encode, photo
+from tests.folders import FolderTest
 from tests.training import tiny
 
 _FEW = {"num_threads": 2, "prefetch": 2, "mean": (0.5,), "std": (0.5,)}
@@ -54,24 +55,6 @@ def _batches(rows=None):
 
 def _eval(config=CONFIG, examples=10, rows=None):
   return list(tiny_sets.eval_stream(config, _Numbered(examples), rows))
-
-
-def _assert_equal(ours, theirs, rows=slice(None)):
-  for a, b in zip(ours, theirs, strict=True):
-    np.testing.assert_equal(a, {name: x[rows] for name, x in b.items()})
-
-
-class TrainBatchesTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (((0, 1), (2, 3)),),
-    (((0, 3), (1, 2)),),  # as the chips of a TPU slice may lie
-    (((2,), (0,), (3,), (1,)),),
-    (((0, 1, 2, 3), (0, 1, 2, 3)),),  # both hold the whole batch
-  )
-  def test_every_row_has_its_example_on_any_process(self, processes):
-    whole = _batches()
-    for rows in processes:
-      _assert_equal(_batches(rows=rows), whole, list(rows))
 
 
 def _print_digests(workers, count):
@@ -124,6 +107,27 @@ class SharedMemoryTest(absltest.TestCase):
       self.assertIn("3 processes make batches, not 4:", logs.output[0])
 
 
+class RowsTest(parameterized.TestCase):
+  @parameterized.product(
+    batches=(
+      _batches,
+      *(functools.partial(_eval, examples=n) for n in (10, 1, 16)),
+    ),
+    processes=(
+      ((0, 1), (2, 3)),
+      ((0, 3), (1, 2)),  # as the chips of a TPU slice may lie
+      ((2,), (0,), (3,), (1,)),
+      ((0, 1, 2, 3), (0, 1, 2, 3)),  # both hold the whole batch
+    ),
+  )
+  def test_every_row_has_its_example_on_any_process(self, batches, processes):
+    whole = batches()
+    for rows in processes:
+      for ours, theirs in zip(batches(rows=rows), whole, strict=True):
+        own = {name: x[list(rows)] for name, x in theirs.items()}
+        np.testing.assert_equal(ours, own)
+
+
 class EvalBatchesTest(parameterized.TestCase):
   @parameterized.parameters(
     *((0, n, range(n)) for n in (10, 8, 3, 1)),
@@ -142,15 +146,6 @@ class EvalBatchesTest(parameterized.TestCase):
     for name in ("label", "index"):
       found = np.concatenate([batch[name] for batch in batches])
       np.testing.assert_array_equal(found[masks], places)
-
-  @parameterized.product(
-    processes=(((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))),
-    examples=(10, 1, 16),
-  )
-  def test_every_row_has_its_example_on_any_process(self, processes, examples):
-    whole = _eval(examples=examples)
-    for rows in processes:
-      _assert_equal(_eval(examples=examples, rows=rows), whole, list(rows))
 
 
 class DecodeTest(FolderTest):

@@ -16,7 +16,7 @@ from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.token_sets import BLOCK, DOCUMENTS, TokenSet
 from moh_jax.data.tokenizers import train_bpe
 from tests.data import tiny_text
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 
 _SHARD = "00001-of-00003.array_record"
 
@@ -246,9 +246,6 @@ class TokensTest(_SetTest):
     path.write_bytes(train_bpe(iter(["other"]), 260))
     with self.assertRaisesRegex(ValueError, "tokenizer.json has sha256"):
       token_sets.set_tokenizer(self.folder, metadata)
-    path.unlink()
-    with self.assertRaisesRegex(FileNotFoundError, "tokenizer.json: no such"):
-      token_sets.set_tokenizer(self.folder, metadata)
 
   def test_id_beyond_the_vocabulary_names_shard_and_place(self):
     documents = [[[1] * 5], [[2] * BLOCK, [3, 4, 99, 5]]]
@@ -320,8 +317,7 @@ class MixtureTest(parameterized.TestCase):
     ((0.01, 99.99),),
     ((33.3, 33.3, 33.4),),
   )
-  def test_turns_follow_the_ratios(self, *ratios):
-    (ratios,) = ratios
+  def test_turns_follow_the_ratios(self, ratios):
     mixture = sequences.Mixture(ratios)
     seen = [0] * len(ratios)
     for index in range(2000):
@@ -353,16 +349,8 @@ class _SetsTest(FolderTest):
 
 
 class TrainTest(_SetsTest):
-  def test_sources_come_by_their_ratios_and_are_a_function_of_the_seed(self):
+  def test_shares_of_the_sources_are_those_of_their_turns(self):
     data = self._mixed()
-    one, again, other = (
-      [stream[i]["inputs"].tobytes() for i in range(200)]
-      for stream in (
-        sequences.Text(data, _VOCAB, "train").stream(seed) for seed in (0, 0, 1)
-      )
-    )
-    self.assertEqual(one, again)
-    self.assertLess(sum(map(bytes.__eq__, one, other)), 50)
     for n in (4, 50, 333):
       a, b = sequences.Mixture(data.ratios).counts(n)
       shares = sequences.mixture_shares(data, n)

@@ -18,7 +18,7 @@ from pyarrow import ipc, parquet
 
 from moh_jax.data import text_files
 from moh_jax.data.text_files import list_pieces, read_documents
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
 _TEXTS = [f"text {i} é" for i in range(2500)]  # three batches of a stream

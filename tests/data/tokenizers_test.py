@@ -16,13 +16,10 @@ from absl.testing import parameterized
 
 from moh_jax.data import chat, tokenizers
 from moh_jax.data.chat import render_chat
-from moh_jax.data.tokenizers import (
-  load_tokenizer,
-  read_files_beside,
-)
+from moh_jax.data.tokenizers import load_tokenizer, read_files_beside
 from moh_jax.inference.decoding import StreamDecoder, prompt_ids
 from tests.data import tiny_words
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 
 pytest.importorskip("transformers")
 
@@ -327,20 +324,21 @@ class TemplatesTest(parameterized.TestCase):
 
 class TemplateErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
-    "{{ messages.append(1) }}",
-    "{{ raise_exception.__globals__['__builtins__'] }}",
-    "{{ cycler.__init__.__globals__.os.system('true') }}",
-  )
-  def test_templates_cannot_leave_the_sandbox(self, source):
-    with self.assertRaisesRegex(ValueError, "chat_template.jinja fails: Sec"):
-      _render(source)
-
-  @parameterized.parameters(
     ("{{ raise_exception('no\nway') }}", "refuses the messages: no way"),
     ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
     ("{{ nobody.is.here }}", "fails: UndefinedError: "),
     ("a\n{% if %}", "line 2: "),
     ("{% include 'x' %}", "fails: "),
+    # Nothing outside of the sandbox is within reach.
+    ("{{ messages.append(1) }}", "fails: SecurityError"),
+    (
+      "{{ raise_exception.__globals__['__builtins__'] }}",
+      "fails: SecurityError",
+    ),
+    (
+      "{{ cycler.__init__.__globals__.os.system('true') }}",
+      "fails: SecurityError",
+    ),
   )
   def test_errors_are_one_line_that_names_the_file(self, source, message):
     with self.assertRaises(ValueError) as caught:

@@ -30,27 +30,6 @@ def _image(shape, seed=0):
   return np.random.RandomState(seed).randint(0, 256, shape, np.uint8)
 
 
-class ResizeCenterCropTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ((8, 16), (8, 16)), ((16, 32), (8, 16)), ((16, 16), (8, 16)),
-    ((32, 16), (16, 8)), ((9, 30), (8, 16)), ((10, 10), (20, 20)),
-  )  # fmt: skip
-  def test_other_aspects_lose_no_more_than_they_must(self, shape, size):
-    rows, columns = np.indices(shape)
-    ramps = np.stack([rows, columns, rows], -1).astype(np.uint8) * 7
-    crop = transforms.ResizeCenterCrop(min(size), size)
-    out = crop.map({"image": ramps})["image"]
-    scale = max(np.array(size) / shape)
-    whole = transforms.resize(
-      ramps, tuple(max(int(n * scale), w) for n, w in zip(shape, size))
-    )
-    top, left = (
-      round((n - w) / 2) for n, w in zip(whole.shape[:2], size, strict=True)
-    )
-    expected = whole[top : top + size[0], left : left + size[1]]
-    np.testing.assert_allclose(out, expected.astype(int), atol=3)
-
-
 def _adm(image, size):
   """ADM's rule in Pillow's own terms: widths first."""
   picture = Image.fromarray(image)

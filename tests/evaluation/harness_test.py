@@ -16,6 +16,8 @@ from moh_jax.models.registry import make_model
 from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 
+_UNIFORM = math.log(256)  # nats of a token
+
 
 class HarnessTest(parameterized.TestCase):
   @classmethod
@@ -150,22 +152,23 @@ class TasksTest(parameterized.TestCase):
 class DocumentsTest(parameterized.TestCase):
   """A scorer that finds every one of 256 tokens as likely."""
 
-  def _score(self, texts, tokenizer=None):
-    self.scorer = tiny_harness.CountingScorer(math.log(256))
+  def _score(self, texts, tokenizer=None, nats=_UNIFORM):
+    self.scorer = tiny_harness.CountingScorer(nats)
     tokenizer = tokenizer or BytesTokenizer()
     return harness.score_documents(self.scorer, tokenizer, texts)
 
   def test_counts_and_metrics_are_those_of_all_documents(self):
     metrics = self._score(["one two\n", "caf\u00e9", ""])
-    expected = {"nats": 13 * math.log(256), "perplexity": 256}
+    expected = {"nats": 13 * _UNIFORM, "perplexity": 256}
     expected |= {"bits_per_byte": 8, "word_perplexity": 256 ** (13 / 3)}
     expected |= {"tokens": 13, "bytes": 13, "words": 3, "documents": 3}
     chex.assert_trees_all_close(metrics, expected, rtol=1e-7)
+    self.assertEqual(self._score(["a"], nats=1e6)["perplexity"], math.inf)
 
   def test_long_text_is_scored_in_parts(self):
     metrics = self._score(["ab" * 5000, "gh", "ij"])
     self.assertEqual([len(call) for call in self.scorer.calls], [5000, 2])
-    self.assertAlmostEqual(metrics["nats"], 10004 * math.log(256), places=3)
+    self.assertAlmostEqual(metrics["nats"], 10004 * _UNIFORM, places=3)
 
   def test_what_has_no_score_is_refused(self):
     for texts in ([], [""], [" \n"]):

@@ -20,15 +20,11 @@ from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import done
 from tests.training import tiny
 
-_CONFIGS = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
-
 
 def _config(family):
   router = moh_jax.RouterConfig(kind="sigmoid")
-  changes = tiny.ALIKE.get(family, {})
-  return _CONFIGS[family](
-    model={**changes, "router": router}, mesh={"data": -1}
-  )
+  model = {**tiny.ALIKE[family], "router": router}
+  return tiny.CONFIGS[family](model=model, mesh={"data": -1})
 
 
 class OwnRouterTest(parameterized.TestCase):

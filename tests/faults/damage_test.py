@@ -16,7 +16,6 @@ from tests.training import tiny
 pytestmark = pytest.mark.faults
 
 _FLIPS = 20
-_MAKE = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
 
 
 def _damages(content: bytes, seed: str):
@@ -33,10 +32,10 @@ def _damages(content: bytes, seed: str):
 
 
 class DamageTest(parameterized.TestCase):
-  @parameterized.parameters(*_MAKE)
+  @parameterized.parameters(*tiny.CONFIGS)
   def test_every_file_is_named_and_the_step_before_is_used(self, family):
     workdir = self.create_tempdir().full_path
-    config = _MAKE[family](model=tiny.ALIKE.get(family, {}))
+    config = tiny.CONFIGS[family](model=tiny.ALIKE[family])
     tiny.train(config, workdir)  # checkpoints of steps 2 and 4
     whole = jax.tree.map(np.asarray, restore(workdir).params)
     folder, cases = pathlib.Path(workdir, "checkpoints/4"), 0

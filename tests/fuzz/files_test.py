@@ -270,11 +270,18 @@ _STATE = {"_data_files": [{"filename": "data.arrow"}], "_split": None}
 _ROW = {"text": "a house", "n": 1}
 
 
+_FAMILIES = ("vit", "dit", "llm")
+
+
+def _sections(family):
+  config = config_lib.Config(section_types(family)["model"]())
+  return config_lib.to_dict(config)
+
+
 def _stored(family):
   """The item `config` of a family's checkpoint."""
-  config = config_lib.Config(section_types(family)["model"]())
   return {
-    "config": config_lib.to_dict(config),
+    "config": _sections(family),
     "class_names": ["ant"],
     "tokenizer_sha256": "0" * 64,
   }
@@ -302,7 +309,7 @@ _FILES = (
   ),
   *(
     ("checkpoints/2/config/metadata", _stored(family), _read_stored)
-    for family in ("vit", "dit", "llm")
+    for family in _FAMILIES
   ),
 )
 
@@ -393,17 +400,11 @@ class MetadataTest(hostile.ReaderTest):
     self.check(read, self._draw(data, name, value))
 
 
-_FAMILIES = ("vit", "dit", "llm")
 _TEXTS = (
   *("inf", "nan", "1e30", "(1,", "((((", "-" * 3000, "1,2", "", "None", "[]"),
   *("9" * 5000, "{}", "lambda: 0", "\\x00", "1j", "b'x'", "...", "()"),
 )
 _EXTREMES = (float("inf"), float("nan"), 1e30, 10**30, -1e30)
-
-
-def _sections(family):
-  config = config_lib.Config(section_types(family)["model"]())
-  return config_lib.to_dict(config)
 
 
 def _numbers(values):

@@ -12,7 +12,7 @@ from moh_jax.config import Config, DataConfig
 from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.models import small
 from tests.training import tiny
 
@@ -121,10 +121,3 @@ class ClassifyTest(FolderTest):
   def test_other_images_and_options_are_refused(self, images, options, message):
     with self.assertRaisesRegex(ValueError, message):
       _restored().predict(images, **options)
-
-  def test_other_models_are_refused_by_family(self):
-    restored = Restored(tiny.dit_config(), None, None, 0, ())
-    with self.assertRaisesRegex(
-      ValueError, "of family 'dit'; `classify` needs 'vit'"
-    ):
-      restored.predict([_RGB])

@@ -11,7 +11,7 @@ from moh_jax.data.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime.json_files import plain
-from tests.data.folder import FolderTest
+from tests.folders import FolderTest
 from tests.inference import tiny_vae
 
 _OPTIONS = encode.EncodeOptions(
@@ -41,7 +41,7 @@ class EncodeTest(FolderTest):
       notes={"vae": "tiny", "encoded_from": "here"},
     )
 
-  def _encode(self, name="out", source=None, devices=1, process=(0, 1), **kw):
+  def _encode(self, name="out", source=None, devices=1, **kw):
     config = kw.pop("config", tiny_vae.CONFIG)
     options = dataclasses.replace(_OPTIONS, **kw)
     return encode.encode_latents(
@@ -51,7 +51,7 @@ class EncodeTest(FolderTest):
       _params(),
       options,
       devices=jax.devices()[:devices],
-      process=process,
+      process=(0, 1),
     )
 
   def _read(self, name="out"):
@@ -96,14 +96,6 @@ class EncodeTest(FolderTest):
       np.testing.assert_allclose(
         ours["image"], theirs["image"], rtol=2e-3, atol=2e-3
       )
-
-  def test_processes_write_whole_shards_of_their_own(self):
-    self._encode("one")
-    self.assertIsNone(self._encode("two", process=(1, 2)))
-    shards = sorted(p.name for p in (self.root / "two").glob("*.array_record"))
-    self.assertEqual(shards, ["00001-of-00003.array_record"])
-    self.assertIsNotNone(self._encode("two", process=(0, 2)))
-    self.assertEqual(self._files("two"), self._files("one"))
 
   @parameterized.parameters(0, 9)
   def test_killed_and_continued_gives_the_same_bytes(self, reached):

@@ -25,7 +25,7 @@ from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import place_heads
-from moh_jax.ops.position import rotate, rotation
+from moh_jax.ops.position import rotation
 from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import unbox
@@ -272,17 +272,3 @@ class TpuOrderTest(parameterized.TestCase):
       self.assertEqual(layer_layout(64, heads).count(heads), heads // 4)
       got = _grads(layer, *inputs)
     self._check(got, want, 1e-5)
-
-
-class TpuRotateTest(parameterized.TestCase):
-  @parameterized.product(count=(1, 2, 4), dtype=(jnp.float32, jnp.bfloat16))
-  def test_equals_the_plain_order(self, count, dtype):
-    x = jax.random.normal(jax.random.key(0), (2, 5, 4, 16), dtype)
-    by = rotation(jnp.arange(5)[None] + 3, RotaryConfig(), 16)
-    want = rotate(x, by)
-    with _as_on_a_tpu():
-      got = rotate(x, by, count)
-    self.assertEqual(got.dtype, want.dtype)
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    exact = dtype == jnp.float32
-    np.testing.assert_allclose(got, want, atol=1e-6 if exact else 2e-2)

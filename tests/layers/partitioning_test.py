@@ -10,9 +10,7 @@ from jax.sharding import PartitionSpec
 
 from moh_jax.layers.partitioning import (
   constrain,
-  draw_examples,
   examples_key,
-  reverse_examples,
   sum_examples,
 )
 from moh_jax.runtime.sharding import resolve_spec
@@ -91,24 +89,11 @@ class ExamplesTest(absltest.TestCase):
       )
       return np.asarray(jax.jit(mapped)(x))
 
-  def test_random_values_are_those_of_the_whole_batch(self):
-    key, x = jax.random.key(0), jnp.zeros((8, 3))
-    draw = lambda shape: jax.random.normal(key, shape)  # noqa: E731
-    found = self._on_devices(lambda x: draw_examples(draw, x.shape), x)
-    np.testing.assert_array_equal(found, draw((8, 3)))
-    np.testing.assert_array_equal(draw_examples(draw, (8, 3)), found)
-
   def test_keys_of_devices_differ(self):
     def draw(x):
       return jax.random.uniform(examples_key(jax.random.key(0)), x.shape)
 
     self.assertLen(np.unique(self._on_devices(draw, jnp.zeros(8))), 8)
-
-  def test_the_order_of_the_whole_batch_is_reversed(self):
-    x = jnp.arange(16).reshape(8, 2)
-    found = self._on_devices(reverse_examples, x)
-    np.testing.assert_array_equal(found, x[::-1])
-    np.testing.assert_array_equal(reverse_examples(x), x[::-1])
 
   def test_a_loss_of_sums_has_the_gradient_of_the_mean_over_devices(self):
     x = jnp.arange(8.0)

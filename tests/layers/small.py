@@ -10,21 +10,11 @@ from moh_jax.config.heads import HeadBudget
 B, N, C = 2, 5, 8
 BUDGET = HeadBudget(num_heads=6, shared=2, top_k=2, head_dim=3)
 ORDER = (4, 0, 5, 2, 1, 3)  # of six heads
-# (shared, top_k) of six heads to the router's matrices.
-MATRICES = {
-  (2, 2): {"routed": 4, "shared": 2, "group": 2},
-  (1, 3): {"routed": 5, "group": 2},
-  (0, 2): {"routed": 6},
-  (6, 0): {"shared": 6},
-  (4, 0): {"shared": 4},
-  (1, 0): {},
-}
 
 
-def tokens(dtype=jnp.float32) -> jax.Array:
+def tokens() -> jax.Array:
   """Random tokens [B, N, C]."""
-  x = np.random.default_rng(0).normal(size=(B, N, C))
-  return jnp.asarray(x, dtype)
+  return jax.random.normal(jax.random.key(0), (B, N, C))
 
 
 def params(module: nn.Module, *args):
@@ -36,8 +26,3 @@ def params(module: nn.Module, *args):
   return jax.tree.map(
     lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), shapes
   )
-
-
-def budget(split) -> HeadBudget:
-  """Six heads, split as (shared, top_k) says."""
-  return HeadBudget(6, *split, head_dim=3)

@@ -64,7 +64,8 @@ def _gates(structure, router, budget, params, x, q):
     shared = np.ones((*x.shape[:2], count))
     if "shared" in params:
       shared = _softmax(x @ params["shared"])
-    first, second = np.moveaxis(_softmax(x @ params["group"]), -1, 0)
+    group = x @ params["group"] if router.two_stage else np.zeros(2)
+    first, second = np.moveaxis(_softmax(group), -1, 0)
   else:
     squares = np.square(q).sum(-1)  # [B, N, H]
     norms = np.sqrt(squares[..., routed].sum(-1))
@@ -107,7 +108,7 @@ def _inputs(layer, batch=2):
   return x, jax.tree.map(lambda p: p * 3, params)
 
 
-def _brute_force(layer, params, x, segments=None, token_mask=None):
+def _brute_force(layer, params, x, segments=None):
   params = jax.tree.map(lambda p: np.asarray(p, np.float64), params["params"])
   x = np.asarray(x, np.float64)
 
@@ -140,6 +141,7 @@ class StructuresTest(parameterized.TestCase):
     router=(
       RouterConfig(),
       RouterConfig(gate_form="paper"),
+      RouterConfig(two_stage=False),
       RouterConfig("query_norm"),
     ),
     causal=(False, True),

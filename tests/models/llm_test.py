@@ -13,7 +13,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.config import RotaryConfig
-from moh_jax.models.llm import LLM, output_kernel, output_logits, unroll
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import fit_params, restack
 from moh_jax.ops.cache import Slots
 from moh_jax.runtime.sharding import init_params, unbox
@@ -48,17 +48,6 @@ class LLMTest(parameterized.TestCase):
     _, counted = small.forward()
     gap = abs(float(aux.balance_loss) - float(counted.balance_loss))
     self.assertGreater(gap, 1e-4)
-
-  def test_output_layer_is_what_is_left_out(self):
-    # No positions and segments either: one document from its beginning.
-    variables = small.random_variables(small.CONFIG)
-    apply = functools.partial(LLM(small.CONFIG).apply, with_logits=False)
-    x, aux = jax.jit(apply)(variables, small.random_tokens())
-    kernel = output_kernel(variables["params"], small.CONFIG)
-    expected, expected_aux = small.forward()
-    logits = output_logits(x, kernel)
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(aux, expected_aux, rtol=1e-6)
 
   def test_matrices_start_with_one_deviation(self):
     config = dataclasses.replace(small.BIASED, width=64, vocab_size=200)

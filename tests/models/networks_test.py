@@ -201,6 +201,7 @@ class DiTInitializationTest(parameterized.TestCase):
     ("blocks0/attn/qkv/kernel", 64, 3 * 128),
     ("blocks0/attn/out/kernel", 128, 64),
     ("blocks0/attn/router/routed", 64, 3),
+    ("blocks0/mlp/up/kernel", 64, 256),
     ("blocks0/mlp/down/kernel", 256, 64),
     ("patch/kernel", 2 * 2 * 4, 64),
   )

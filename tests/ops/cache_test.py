@@ -113,7 +113,7 @@ class CachedAttentionTest(parameterized.TestCase):
     *((case, "float32", jnp.float32)
       for case in ((2, 1, 8), (6, 3, 3), (6, 1, 3))),
     *itertools.product(
-      ((4, 2, M),), ("bfloat16", "int8"), (jnp.float32, jnp.bfloat16)
+      ((4, 2, 5),), ("bfloat16", "int8"), (jnp.float32, jnp.bfloat16)
     ),
   )  # fmt: skip
   def test_equals_dense_attention_to_what_is_stored(self, case, dtype, q_dtype):
@@ -127,35 +127,6 @@ class CachedAttentionTest(parameterized.TestCase):
     atol = 2e-6 if dtype == "float32" else 3e-6
     atol = atol if q_dtype == jnp.float32 else 0.05
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=atol)
-
-  @parameterized.parameters(*DTYPES)
-  def test_invisible_slots_do_not_matter(self, dtype):
-    cache, *_ = filled(dtype)
-    other = write(
-      cache, 1e4 * vectors(3, seed=8), 1e4 * vectors(3, seed=9), jnp.int32(5)
-    )
-    q, slots = vectors(2, 4), _slots(2, 5)
-    chex.assert_trees_all_equal(
-      _attend(q, cache, slots), _attend(q, other, slots)
-    )
-
-
-class KernelTest(parameterized.TestCase):
-  @parameterized.parameters(
-    *itertools.product((2, 6), DTYPES, (5,), ((0, 0),)),
-    (4, "int8", (3, 7), (1, 0)),  # texts have lengths of their own
-  )
-  def test_equals_the_dense_form_for_active_heads(
-    self, heads, dtype, seen, first
-  ):
-    cache, *_ = filled(dtype)
-    q, slots = vectors(1, heads), _slots(1, seen, first)
-    mask = np.arange(heads) % 2 == np.arange(B)[:, None, None]
-    active = ActiveHeads(jnp.asarray(mask), heads // 2)
-    out = _attend(q, cache, slots, active=active, implementation="kernel")
-    expected = _attend(q, cache, slots, active=active)
-    expected = jnp.where(mask[..., None], expected, 0)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
 
   def test_more_heads_than_the_bound_give_nan_in_their_text(self):
     cache, *_ = filled()

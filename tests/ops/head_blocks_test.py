@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
   blocks_of,
-  gather_rows,
   head_blocks,
   max_blocks,
-  scatter_rows,
   sequence_rows,
 )
 
@@ -146,25 +144,3 @@ class SequencesTest(parameterized.TestCase):
       self.assertTrue((np.diff(pairs) > 0).all())
       np.testing.assert_array_equal(pairs // 20, i * group // 4)
       np.testing.assert_array_equal(pairs % 4 // group, i % (4 // group))
-
-
-class RowsTest(parameterized.TestCase):
-  def test_gradients_are_those_of_autodiff(self):
-    rng = np.random.default_rng(1)
-    mask = jnp.asarray(rng.random((2, 7, 3)) < 0.5)
-    x, y = (jnp.asarray(rng.normal(size=(2, 7, 3, 2))) for _ in range(2))
-    table = head_blocks(ActiveHeads(mask, 3), 4)
-
-    def loss(gather, scatter, x):
-      rows = gather(x, table)
-      return (scatter(jnp.sin(rows), table) * y).sum()
-
-    def gather(x, table):
-      return x.reshape(-1, 2).at[table.pair].get(mode="clip")
-
-    def scatter(x, table):
-      return x.at[table.row].get(mode="fill", fill_value=0)
-
-    got = jax.grad(lambda x: loss(gather_rows, scatter_rows, x))(x)
-    want = jax.grad(lambda x: loss(gather, scatter, x))(x)
-    np.testing.assert_allclose(got, want, atol=1e-6)

@@ -1,20 +1,14 @@
 """Where heads lie on devices and in vector lanes."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.head_layout import (
-  HeadLayout,
   HeadPlacement,
   head_layout,
-  kv_repeats,
   place_heads,
 )
-from moh_jax.runtime import sharding
 from tests.ops import devices
 
 
@@ -35,20 +29,6 @@ class PlacementTest(parameterized.TestCase):
   @parameterized.parameters((8, 4, 8, 1), (8, 8, 2, 8), (6, 3, 1, 4))
   def test_heads_that_devices_cannot_share_evenly(self, *shape):
     self.assertIsNone(place_heads(*shape))
-
-  def test_repeated_key_value_heads_are_those_of_the_queries(self):
-    for heads, kv_heads, count, sequence in ((16, 2, 2, 4), (24, 6, 2, 2)):
-      placement = place_heads(heads, kv_heads, count, sequence)
-      total = count * sequence
-      repeats = kv_repeats(kv_heads, total)
-      self.assertGreater(repeats, 1)
-      stored = np.repeat(placement.order(kv_heads), repeats)
-      group = heads // kv_heads
-      # As attention reads them: head h of the order, and h // its group.
-      read = np.repeat(stored, heads // len(stored))
-      np.testing.assert_array_equal(
-        np.asarray(placement.order(heads)) // group, read
-      )
 
   def test_an_order_may_share_all_heads_of_a_device(self):
     placement = HeadPlacement(8, 8, 2)
@@ -71,22 +51,6 @@ class PlacementTest(parameterized.TestCase):
         own.mean(0), placement.expected_active(budget), atol=0.05
       )
 
-  @parameterized.product(
-    shape=((8, 8, 2), (8, 4, 4), (12, 12, 4), (32, 8, 8)), dim=(0, 1, 2)
-  )
-  def test_heads_move_and_gradients_come_back(self, shape, dim):
-    heads, kv_heads, count = shape
-    placement = HeadPlacement(heads, kv_heads, count)
-    sizes = [2, 3, 5]
-    sizes[dim] = heads
-    x = np.random.default_rng(1).normal(size=sizes).astype(np.float32)
-    mesh = sharding.make_mesh(MeshConfig(tensor=count), jax.devices()[:count])
-    with sharding.use_mesh(mesh):
-      out, pull = jax.vjp(jax.jit(lambda x: placement.deal(x, dim)), x)
-      [back] = pull(out)
-    np.testing.assert_array_equal(out, x.take(placement.order(heads), dim))
-    np.testing.assert_array_equal(back, x)
-
 
 class LayoutTest(parameterized.TestCase):
   @parameterized.parameters(
@@ -102,10 +66,3 @@ class LayoutTest(parameterized.TestCase):
     self.assertEqual(layout.width, width)
     self.assertEqual(tuple(map(layout.count, devices_of)), counts)
     self.assertEqual(head_layout(dim, devices_of, pads=pads).width, dim)
-
-  def test_numbers_per_head_are_dealt_and_come_back(self):
-    x = jnp.arange(8.0)[None]
-    layout = HeadLayout(4, 4, placement=HeadPlacement(8, 8, 2))
-    np.testing.assert_array_equal(layout.dealt(x)[0], [0, 2, 4, 6, 1, 3, 5, 7])
-    np.testing.assert_array_equal(layout.undealt(layout.dealt(x)), x)
-    self.assertIs(HeadLayout(4, 4).dealt(x), x)

@@ -129,25 +129,25 @@ class TwoStageGatesTest(parameterized.TestCase):
   def test_gradient_equals_finite_differences(self, corner, form):
     budget = _budget(corner)
     logits = _logits(budget)
-    cotangent = np.random.default_rng(1).normal(size=(*_BATCH, 6))
+    rng = np.random.default_rng(1)
+    cotangent = rng.normal(size=(*_BATCH, 6))
 
     def objective(logits):
       return jnp.sum(_route(budget, logits, form).gates * cotangent)
 
+    # Along one direction through the logits of all tokens.
+    way = jax.tree.map(lambda x: rng.normal(size=x.shape), logits)
+    ends = []
+    for step in (-1e-5, 1e-5):
+      moved = {
+        name: None if x is None else np.float64(x) + step * way[name]
+        for name, x in logits.items()
+      }
+      ends.append(_reference(budget, moved, form))
+    expected = ((ends[1] - ends[0]) * cotangent).sum() / 2e-5
     grads = jax.grad(objective)(logits)
-    for name, values in logits.items():
-      if values is None:
-        continue
-      values = np.asarray(values, np.float64)
-      for element in [(0, 0, 0), (1, 3, 1), (1, 4, values.shape[-1] - 1)]:
-        ends = []
-        for step in (-1e-5, 1e-5):
-          moved = values.copy()
-          moved[element] += step
-          gates = _reference(budget, logits | {name: moved}, form)
-          ends.append((gates * cotangent).sum())
-        expected = (ends[1] - ends[0]) / 2e-5
-        np.testing.assert_allclose(grads[name][element], expected, atol=1e-5)
+    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads, way)))
+    np.testing.assert_allclose(slope, expected, atol=1e-5)
 
 
 class MasksTest(parameterized.TestCase):
@@ -220,16 +220,8 @@ class AtRunTimeTest(parameterized.TestCase):
 
 
 class AuxTest(parameterized.TestCase):
-  def test_statistics_count_only_unmasked_tokens_without_gradients(self):
+  def test_statistics_have_no_gradients(self):
     budget, logits = _budget("some_of_each"), _logits(_budget("some_of_each"))
-    mask = jnp.arange(5)[None] < jnp.array([[3], [1]])
-    routed = _route(budget, logits)
-    kept = jax.tree.map(lambda x: x[mask][None], routed)
-    chex.assert_trees_all_close(
-      routing.router_aux(routed, budget, token_mask=mask),
-      routing.router_aux(kept, budget),
-      rtol=1e-6,
-    )
 
     def statistics(logits):
       aux = routing.router_aux(_route(budget, logits), budget)
@@ -270,21 +262,6 @@ class BalanceLossTest(parameterized.TestCase):
     np.testing.assert_allclose(grad, expected, rtol=1e-6)
     self.assertEqual(float(loss_of(probs, np.zeros((2, 6), bool))), 0.0)
 
-  def test_sums_of_parts_of_a_batch_add_up(self):
-    budget, logits = _budget("some_of_each"), _logits(_budget("some_of_each"))
-    routed = _route(budget, logits)
-    whole, first, second = (
-      routing.router_aux(part, budget)
-      for part in (
-        routed,
-        jax.tree.map(lambda x: x[:1], routed),
-        jax.tree.map(lambda x: x[1:], routed),
-      )
-    )
-    sums = jax.tree.map(jnp.add, first, second)
-    chex.assert_trees_all_close(sums, whole, rtol=1e-6)
-    np.testing.assert_allclose(sums.balance_loss, whole.balance_loss, rtol=1e-6)
-
 
 @functools.partial(jax.jit, static_argnames=("shared", "top_k", "kind"))
 def _norm_call(norms, weights, shared, top_k, kind):
@@ -309,35 +286,6 @@ def _by_norm(norms, weights=None, shared=0, top_k=1, kind="selected"):
 
 
 class QueryNormGatesTest(parameterized.TestCase):
-  @parameterized.parameters(5, 0)  # the norm of a shared head does not matter
-  def test_scores_are_the_softmax_of_norms_over_their_deviation(self, shared):
-    # Routed norms 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14,
-    # over 3 (Bessel) for the variance.
-    _, routed = _by_norm([shared, 1, 2, 3, 6], shared=1, top_k=2)
-    expected = special.softmax(np.array([1, 2, 3, 6]) / np.sqrt(14 / 3))
-    np.testing.assert_allclose(routed.probs, expected, rtol=1e-6)
-    np.testing.assert_array_equal(routed.selected, [False, False, True, True])
-    np.testing.assert_array_equal(routed.gates, [1, 0, 0, 1, 1])
-    np.testing.assert_array_equal(routed.shared_scores, [1])
-
-  @parameterized.parameters(
-    (0, 1, "all"), (2, 2, "all"), (2, 2, "selected"), (1, 5, "all"),
-    (6, 0, "selected"), (2, 0, "all"),
-  )  # fmt: skip
-  def test_gates_are_exactly_one_for_the_largest_norms_and_zero_else(
-    self, shared, top_k, kind
-  ):
-    norms = jax.random.uniform(jax.random.key(0), (*_BATCH, 6))
-    budget = HeadBudget(6, shared, top_k, head_dim=4)
-    route = functools.partial(routing.query_norm_gates, straight_through=kind)
-    routed = jax.jit(route, static_argnums=1)(norms, budget)
-    order = np.argsort(-np.asarray(norms[..., shared:]), -1)
-    expected = np.zeros((*_BATCH, 6), np.float32)
-    expected[..., :shared] = 1
-    np.put_along_axis(expected, shared + order[..., :top_k], 1, axis=-1)
-    np.testing.assert_array_equal(routed.gates, expected)
-    np.testing.assert_array_equal(routed.selected, expected[..., shared:] == 1)
-
   def test_straight_through_gradients_equal_a_hand_computed_case(self):
     # Routed norms n = 1, 2, 3: mean 2, deviation s = sqrt((1 + 0 + 1) / 2) = 1,
     # so the logits z = n / s are 1, 2, 3 and the scores P = exp(z) / sum.

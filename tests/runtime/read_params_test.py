@@ -71,15 +71,6 @@ class ReadParamsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"already holds checkpoints \[0\]"):
       checkpoint.save_params(self.folder, self.params, metadata)
 
-  def test_large_arrays_are_read_first_and_alone(self):
-    leaves = {
-      (name,): jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-      for name, size in (("small", 10), ("large", 900), ("tiny", 1))
-    }
-    with mock.patch.object(checkpoint, "_GROUP_BYTES", 1000):
-      groups = [list(group) for group in checkpoint._groups(leaves)]
-    self.assertEqual(groups, [[("large",)], [("small",), ("tiny",)]])
-
   @parameterized.parameters(
     ({"c": ["kernel"]}, "differing: c/kernel$"),
     ({"a": []}, "differing: a/bias, a/kernel$"),

@@ -69,14 +69,18 @@ def _metrics(network, examples=_EXAMPLES, labels=0, seed=0, **sections):
 class LossTest(absltest.TestCase):
   def test_the_network_is_told_times_and_labels_which_come_from_the_key(self):
     for rate in (0.0, 0.1, 0.5):
-      found = _metrics(
-        _Echo(lambda t, labels: jnp.where(labels == _NO_LABEL, 1, 7)),
-        labels=7,
-        model={"label_dropout": rate},
-        sample={"cfg_scale": 1.0},
+      network = _Echo(lambda t, labels: jnp.where(labels == _NO_LABEL, 1, 7))
+      sections = {
+        "model": {"label_dropout": rate},
+        "sample": {"cfg_scale": 1.0},
+      }
+      mse, other = (
+        _metrics(network, labels=7, seed=seed, **sections)["mse"]
+        for seed in (0, 1)
       )
-      share = (49 - found["mse"]) / (49 - 1)  # of labels that are dropped
+      share = (49 - mse) / (49 - 1)  # of labels that are dropped
       self.assertAlmostEqual(share, rate, delta=0.03 if rate else 0)
+      self.assertEqual(mse != other, rate > 0)
     mse, again, other = (
       _metrics(_Echo(lambda t, labels: t), seed=seed)["mse"]
       for seed in (0, 0, 1)

@@ -17,15 +17,11 @@ _MICROBATCHES = 4
 
 def _config(family, mesh=None, **sections):
   """A run of some microbatches; of images that are dropped and mixed."""
-  mesh = {"data": 1, "max_imbalance": 2.0, **(mesh or {})}
   sections = {"optim": {"accumulation": 2}, **sections}
-  if family == "llm":
-    return meshes.config_of(family, mesh=mesh, **sections)
-  model = {**meshes.MODELS[family], **sections.pop("model", {})}
-  if family == "dit":
-    return tiny.dit_config(model=model, mesh=mesh, **sections)
-  model["drop_path"] = 0.3
-  return tiny.config(model=model, mesh=mesh, **sections)
+  if family == "vit":
+    sections["model"] = {"drop_path": 0.3}
+    sections["classifier"] = {"mixup": 0.2, "cutmix": 0.5}
+  return meshes.config_of(family, mesh=mesh, **sections)
 
 
 def _params_bytes(config):
@@ -46,14 +42,12 @@ class LossesTest(parameterized.TestCase):
     np.testing.assert_allclose(ours, theirs, rtol=2e-6)
 
   def test_in_bfloat16_parameters_are_gathered_as_layers_round_them(self):
-    model = {**meshes.MODELS["llm"], "dtype": "bfloat16"}
     run = {"data": {"batch_size": 16}, "optim": {"accumulation": 2, "lr": 1e-3}}
-    found = []
-    for gather in ("microbatch", "step"):
-      mesh = {"data": 1, "fsdp": 4, "gather": gather, "max_imbalance": 2.0}
-      found.append(
-        meshes.losses(tiny.llm_config(model=model, mesh=mesh, **run))
-      )
+    run["model"] = {"dtype": "bfloat16"}
+    found = [
+      meshes.losses(_config("llm", {"fsdp": 4, "gather": gather}, **run))
+      for gather in ("microbatch", "step")
+    ]
     np.testing.assert_allclose(*found, rtol=1e-3)
     self.assertNotEqual(found[0][0], found[0][1])
 

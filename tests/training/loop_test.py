@@ -29,7 +29,6 @@ from tests.training import tiny
 
 # The average stays behind the parameters.
 _OPTIM = {"ema_decay": 0.999, "lr": 0.1, "accumulation": 2}
-_OTHERS = {"vit": tiny.config, "dit": tiny.dit_config}
 _KILLED = """
 import os, pathlib, signal, sys, time
 from moh_jax.training import feed
@@ -187,9 +186,9 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(steps.find_step(workdir, None), 2)
     self._check_goes_on(workdir)
 
-  @parameterized.parameters(*_OTHERS)
+  @parameterized.parameters("vit", "dit")
   def test_run_of_every_family_resumes_bit_identically(self, family):
-    config = _OTHERS[family](
+    config = tiny.CONFIGS[family](
       model=tiny.ALIKE[family], optim={"ema_decay": 0.9, "accumulation": 2}
     )
     workdir = self._dir()

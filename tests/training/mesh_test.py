@@ -337,8 +337,9 @@ class CompiledTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
   def test_no_device_has_the_output_layer_or_its_gradient_whole(self, tied):
     vocab, width = meshes.VOCAB, meshes.WIDTH
-    config = tiny.llm_config(
-      model={**meshes.MODELS["llm"], "tie_embeddings": tied},
+    config = meshes.config_of(
+      "llm",
+      model={"tie_embeddings": tied},
       mesh={"data": 2, "fsdp": 4},
       optim={"accumulation": 2},
       data={"batch_size": 16},

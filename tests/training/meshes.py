@@ -73,7 +73,7 @@ _DOT = re.compile(
 
 def config_of(family, form="dense", mesh=None, **sections):
   """The family's run on a mesh, one device by default."""
-  model = dict(MODELS[family])
+  model = MODELS[family] | sections.pop("model", {})
   if family != "vit":  # its forms compute every head
     model["attention_impl"] = form
   else:

@@ -62,6 +62,7 @@ ALIKE = {
     "sr_ratios": (1,),
   },
   "dit": {"num_heads": (4, 4), "shared_heads": (2, 2)},
+  "llm": {},
 }
 
 LLM = config_lib.LLMConfig(
@@ -138,6 +139,9 @@ def llm_config(**sections: dict[str, Any]) -> Config:
     **_RUN,
   )
   return _changed(base, sections)
+
+
+CONFIGS = {"vit": config, "dit": dit_config, "llm": llm_config}
 
 
 def random_params(config: Config, seed: int = 0) -> Any:

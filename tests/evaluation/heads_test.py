@@ -1,0 +1,388 @@
+"""Heads: statistics of routing, how alike they are, and what they are worth."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import traverse_util
+
+from moh_jax import config as config_lib
+from moh_jax.config import HeadBudget, MeshConfig, RouterConfig
+from moh_jax.config.heads import Units
+from moh_jax.evaluation import similarity
+from moh_jax.evaluation.head_stats import head_stats
+from moh_jax.evaluation.probe import (
+  head_importance,
+  make_probe,
+  order_by_importance,
+  recorded_layers,
+  text_probe,
+  top_k_by_importance,
+)
+from moh_jax.layers.vocabulary import summed_nats
+from moh_jax.models.llm import LLM, output_kernel
+from moh_jax.models.registry import make_model
+from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.routing import load_entropy
+from moh_jax.runtime import sharding
+from moh_jax.runtime.sharding import unbox
+from tests.training import tiny
+
+_BATCH = 8
+
+
+@functools.cache
+def _labelled(family, count=2, padded=3):
+  """Batches on the host for tiny models; the last examples are padding."""
+  rng = np.random.default_rng(0)
+  total = _BATCH * count
+  batch = {
+    "label": rng.integers(0, 3, total).astype(np.int32),
+    "index": np.arange(total, dtype=np.int32),
+    "mask": np.float32(np.arange(total) < total - padded),
+  }
+  if family == "llm":
+    segments = np.ones((total, 16), np.int32)
+    segments[::2, 11:] = 0
+    batch |= {
+      "inputs": rng.integers(0, 60, (total, 16)).astype(np.int32),
+      "segments": segments,
+      "positions": np.tile(np.arange(16, dtype=np.int32), (total, 1)),
+    }
+  else:
+    batch["image"] = rng.normal(size=(total, 8, 8, 1)).astype(np.float32)
+  return [
+    {name: x[start : start + _BATCH] for name, x in batch.items()}
+    for start in range(0, total, _BATCH)
+  ]
+
+
+def _measure(function, config, params, parts, *names, **options):
+  """What `function` finds on batches; `options` may say `data` and `tensor`."""
+  axes = {axis: options.pop(axis, 1) for axis in ("data", "tensor")}
+  devices = jax.devices()[: axes["data"] * axes["tensor"]]
+  mesh = sharding.make_mesh(MeshConfig(**axes), devices)
+  probe = make_probe(make_model(config)[0], config)
+  with sharding.use_mesh(mesh):
+    on_mesh = [sharding.shard_batch(part, mesh) for part in parts]
+    return function(probe, config, params, on_mesh, *names, mesh, **options)
+
+
+_NAMES = ("ant", "bee", "cat", "dog")  # no example is a dog
+
+
+def _config(family):
+  if family == "llm":
+    router = config_lib.RouterConfig(kind="query_norm")
+    order = ((2, 0, 1, 3), (0, 1, 2, 3))
+    return tiny.llm_config(model={"router": router, "head_order": order})
+  if family == "mha":
+    return tiny.deterministic_config(
+      model={"router": config_lib.RouterConfig("none")}
+    )
+  return {"vit": tiny.deterministic_config, "dit": tiny.dit_config}[family]()
+
+
+@functools.cache
+def _measured(family, devices=1, names=_NAMES):
+  config = _config(family)
+  return _measure(
+    *(head_stats, config, tiny.random_params(config)),
+    *(_labelled(family), names),
+    data=devices,
+    maps=10,
+  )
+
+
+@functools.cache
+def _recorded(family):
+  """All examples, which tokens count [B, N], and every layer's routing."""
+  parts = _labelled(family)
+  batch = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  config = _config(family)
+  probe = make_probe(make_model(config)[0], config)
+  apply = jax.jit(functools.partial(probe.apply, mutable=["intermediates"]))
+  _, found = apply(tiny.random_params(config), batch)
+  counted = batch["mask"][:, None] * (batch.get("segments", np.ones(1)) > 0)
+  layers = recorded_layers(found["intermediates"], "routing", 3)
+  return batch, counted > 0, jax.tree.map(np.asarray, layers)
+
+
+class HeadStatsTest(parameterized.TestCase):
+  @parameterized.product(family=("vit", "dit", "llm"), devices=(1, 8))
+  def test_equals_a_count_of_tokens(self, family, devices):
+    stats = _measured(family, devices)
+    found = stats.groups["task" if family == "llm" else "class"]
+    batch, counted, layers = _recorded(family)
+    for layer, routing in enumerate(layers):
+      for group in range(3):
+        tokens = counted & (batch["label"] == group)[:, None]
+        tokens = np.broadcast_to(tokens, routing.gates.shape[:2])
+        own = jax.tree.map(lambda x: np.float64(x[tokens]), routing)  # noqa: B023
+        expected = {
+          "load": [np.ones_like(own.shared_scores), own.selected],
+          "score": [own.shared_scores, own.probs],
+          "gate": [own.gates],
+        }
+        self.assertEqual(found.tokens[layer, group], tokens.sum())
+        for name, values in expected.items():
+          ours, theirs = getattr(found, name)[layer], np.hstack(values).mean(0)
+          np.testing.assert_allclose(ours[group], theirs, atol=1e-6)
+        weights = own.groups.mean(0)
+        np.testing.assert_allclose(
+          found.weights[layer, group], weights, atol=1e-6
+        )
+
+  def test_loads_add_up_and_groups_are_those_of_the_labels(self):
+    for family in ("vit", "dit", "llm"):
+      stats = _measured(family)
+      for layer, load in zip(stats.layers, stats.groups["all"].load):
+        shared = layer.budget.shared
+        np.testing.assert_array_equal(load[0, :shared], 1.0)
+        np.testing.assert_allclose(load[0, shared:].sum(), layer.budget.top_k)
+    found = _measured("vit").groups["class"]  # one without examples
+    np.testing.assert_array_equal(found.tokens[:, 3], 0)
+    self.assertTrue(np.isnan(found.load[0][3]).all())
+    groups = _measured("dit").groups
+    self.assertLen(groups["timestep"].names, 10)
+    self.assertEqual(groups["timestep"].names[-1], "45-49")
+    np.testing.assert_array_equal(
+      groups["timestep"].tokens.sum(1), groups["all"].tokens.sum(1)
+    )
+    stats = _measured("llm", names=_NAMES[:2])  # others are in no group
+    self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
+    counts = [stats.groups[kind].tokens.sum(1) for kind in ("task", "all")]
+    self.assertTrue((counts[0] < counts[1]).all())
+    with self.assertRaisesRegex(ValueError, "no example"):
+      _measure(head_stats, _config("llm"), {}, [], _NAMES)
+    stats = _measured("mha")  # no layer has a router
+    self.assertEqual(stats.layers, ())
+    self.assertEqual(stats.entropy("class").shape, (0, 4))
+    self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
+
+  def test_maps_hold_the_choice_of_each_token(self):
+    stats = _measured("llm")
+    maps, orders = stats.maps, [layer.order for layer in stats.layers]
+    self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
+    # Ten examples of four labels: three of each at most, one label has none.
+    np.testing.assert_array_equal(np.bincount(maps.label), [3, 3, 3])
+    batch, counted, layers = _recorded("llm")
+    for place, row in enumerate(maps.index.tolist()):
+      real = counted[row]
+      np.testing.assert_array_equal(maps.inputs[place], batch["inputs"][row])
+      for layer, routing in enumerate(layers):
+        best = maps.best[layer][place]
+        self.assertTrue((best[~real] == -1).all())
+        np.testing.assert_array_equal(maps.counted[place], real)
+        np.testing.assert_array_equal(
+          maps.selected[layer][place][real], routing.selected[row][real]
+        )
+        # By their own numbers: the first listed head is shared.
+        places = routing.probs[row].argmax(-1)[real] + 1
+        np.testing.assert_array_equal(
+          best[real], np.array(orders[layer])[places]
+        )
+
+  def test_entropy_is_between_one_choice_and_all(self):
+    loads = [[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0], [0.0] * 4]
+    found = load_entropy(loads)
+    np.testing.assert_allclose(found[:2], [0, 1], atol=1e-12)
+    self.assertBetween(found[2], 0.1, 0.9)
+    self.assertTrue(np.isnan(found[3]))
+    self.assertEqual(load_entropy([1.0, 1.0]), 1.0)  # nothing to choose
+
+
+_HEADS = {  # axis of the heads, by a parameter's last names
+  **{f"{name}/kernel": -2 for name in ("qkv", "q", "kv")},
+  **{f"{name}/bias": -2 for name in ("qkv", "q", "kv")},
+  "out/kernel": 1,
+  **{"query_scale/temperature": -1, "query_scale/query_embedding": -2},
+  **{"fc2/kernel": -1, "fc2/bias": -1},  # of the position bias
+  **{"attn/relative_pos_bias_local": -2, "attn/learnable_bias": -2},
+  "attn/learnable_tokens": -3,
+}
+
+
+def _twins(config):
+  """Parameters in which the first two heads of each layer are the same."""
+
+  def alike(path, x):
+    name = "/".join(path[-2:])
+    if name not in _HEADS or "mlp" in path:
+      return x
+    x = np.moveaxis(np.array(x), _HEADS[name], 0)
+    x[1] = x[0]
+    return np.moveaxis(x, 0, _HEADS[name])
+
+  flat = traverse_util.flatten_dict(tiny.random_params(config))
+  return traverse_util.unflatten_dict({p: alike(p, x) for p, x in flat.items()})
+
+
+@functools.cache
+def _similar(family="dit", router=True, data=1, tensor=1):
+  makers = {"dit": tiny.dit_config, "llm": tiny.llm_config}
+  config = makers.get(family, tiny.config)()
+  params = _twins(config)
+  if not router:
+    model = config_lib.without_router(config.model)
+    config = dataclasses.replace(config, model=model)
+  parts = _labelled(family, count=1, padded=2)
+  axes = {"data": data, "tensor": tensor}
+  return _measure(similarity.head_similarity, config, params, parts, **axes)
+
+
+class SimilarityTest(parameterized.TestCase):
+  @parameterized.parameters(("dit", 2), ("llm", 2), ("vit", 3))
+  def test_identical_heads_give_1_and_others_less(self, family, layers):
+    found = _similar(family)
+    for cosines in (found.patterns, found.features):
+      self.assertLen(cosines, layers)
+      for values in cosines.values():
+        np.testing.assert_allclose(np.diag(values), 1, atol=1e-5)
+        np.testing.assert_allclose(values[0, 1], 1, atol=1e-5)
+        np.testing.assert_allclose(values, values.T, atol=1e-5)
+        if len(values) > 2:  # heads 2 and 3 of the LLM read other keys
+          self.assertLess(values[0, 2], 1 - 1e-4)
+
+  def test_a_router_changes_nothing_in_its_own_layer(self):
+    # Heads that no token selects are compared too.
+    moh, mha = _similar(), _similar(router=False)
+    for name in ("patterns", "features"):
+      ours, theirs = (getattr(x, name)["blocks0.0"] for x in (moh, mha))
+      np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+  def test_eight_devices_measure_the_same(self):
+    # Devices that share heads compute them in another order.
+    one, eight = _similar(), _similar(data=4, tensor=2)
+    for name in ("patterns", "features"):
+      ours, theirs = getattr(one, name), getattr(eight, name)
+      chex.assert_trees_all_close(ours, theirs, atol=1e-5)
+
+  def test_mean_is_over_pairs_of_different_heads(self):
+    cosines = np.array([[1, 0.5, 0], [0.5, 1, 0.1], [0, 0.1, 1]])
+    self.assertAlmostEqual(similarity.mean_similarity(cosines), 0.2)
+    self.assertTrue(np.isnan(similarity.mean_similarity(np.ones((1, 1)))))
+
+
+class CosinesTest(absltest.TestCase):
+  def test_patterns_are_those_of_softmax(self):
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 5, 2, 3))
+    bias = rng.normal(size=(2, 5, 5))
+    found = similarity.pattern_cosines(
+      *map(jnp.asarray, (q, k)),
+      visible=Visible(causal=True),
+      scale=0.5,
+      bias=jnp.asarray(bias),
+    )
+    logits = np.einsum("nhd,mhd->hnm", q[0], k[0]) * 0.5 + bias
+    logits[:, ~np.tri(5, dtype=bool)] = -np.inf
+    weights = np.exp(logits)
+    weights /= np.linalg.norm(weights, axis=-1, keepdims=True)
+    expected = np.einsum("hnm,inm->nhi", weights, weights)
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
+
+  def test_features_are_compared_behind_the_output_projection(self):
+    heads = jnp.asarray([[[[1.0, 0.0], [1.0, 0.0]]]])
+    kernel = jnp.asarray([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]])
+    np.testing.assert_allclose(
+      similarity.feature_cosines(heads, kernel)[0, 0], np.eye(2), atol=1e-6
+    )
+
+
+_B, _N = 2, 16
+
+
+def _text_batch():
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, tiny.LLM.vocab_size, (_B, _N + 1))
+  weights = np.ones((_B, _N), np.float32)
+  weights[1, 9:] = 0.0
+  return {
+    "inputs": jnp.asarray(tokens[:, :-1], jnp.int32),
+    "targets": jnp.asarray(tokens[:, 1:], jnp.int32),
+    "positions": jnp.broadcast_to(jnp.arange(_N), (_B, _N)),
+    "segments": jnp.zeros((_B, _N), jnp.int32),
+    "weights": jnp.asarray(weights),
+  }
+
+
+@functools.cache
+def _params(config):
+  init = jax.jit(LLM(config).init)
+  params = init(jax.random.key(0), _text_batch()["inputs"])["params"]
+  return jax.tree.map(lambda x: 10 * x, unbox(params))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mean_nats(config, params, row, scale):
+  """Mean loss of one sequence whose heads are scaled by [layers, H]."""
+  batch = jax.tree.map(lambda x: x[row][None], _text_batch())
+  x, _ = LLM(config).apply(
+    {"params": params},
+    batch["inputs"],
+    segments=batch["segments"],
+    head_scale=scale,
+    with_logits=False,
+  )
+  weights = batch["weights"] / batch["weights"].sum()
+  kernel = output_kernel(params, config)
+  return summed_nats(x, kernel, batch["targets"], weights, config.loss_chunk)
+
+
+class ImportanceTest(parameterized.TestCase):
+  @parameterized.parameters("two_stage", "none")
+  def test_is_the_slope_of_the_loss(self, router):
+    # With the router "none" all heads count, whatever the budget says.
+    config = dataclasses.replace(tiny.LLM, router=RouterConfig(router))
+    params = _params(config)
+    found = head_importance(LLM(config), config, params, [_text_batch()])
+    ones = np.ones((config.depth, config.num_heads[0]), np.float32)
+    slopes = np.zeros_like(ones)
+    for place in np.ndindex(slopes.shape):
+      step = np.zeros_like(ones)
+      step[place] = 0.002
+      for row in range(_B):
+        ends = [
+          float(_mean_nats(config, params, row, ones + sign * step))
+          for sign in (1, -1)
+        ]
+        slopes[place] += abs(ends[0] - ends[1]) / 0.004 / _B
+    slopes /= np.sqrt(np.square(slopes).sum(-1, keepdims=True))
+    np.testing.assert_allclose(found, slopes, atol=0.01)
+    np.testing.assert_allclose(np.square(found).sum(-1), 1.0, rtol=1e-6)
+
+  def test_order_is_that_of_the_values(self):
+    order = order_by_importance(np.array([[0.1, 0.7, 0.2], [0.5, 0.5, 0.6]]))
+    self.assertEqual(order, ((1, 2, 0), (2, 0, 1)))  # equal ones keep theirs
+
+  def test_top_k_goes_to_the_layers_where_heads_are_worth_most(self):
+    importance = np.array(
+      [[0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.9, 0.1], [0.5, 0.5, 0.5, 0.5]]
+    )
+    budgets = [HeadBudget(4, 1, 2, 8)] * 2 + [HeadBudget(4, 4, 0, 8)]
+    order = np.array([[0, 1, 2, 3], [2, 0, 1, 3], [0, 1, 2, 3]])
+    # The second layer's best head is shared, so its others are worth little.
+    units = [Units(budget) for budget in budgets]
+    found = top_k_by_importance(importance, units, order)
+    self.assertEqual(found, (3, 1, 0))
+    # Two heads a group and two groups: a routed head of each, or a group.
+    importance = np.array([[0.9, 0.1, 0.2, 0.3], [0.8, 0.6, 0.4, 0.7]])
+    for size, parts, top_k in ((1, 2, (2, 2)), (2, 1, (2, 2))):
+      budget = HeadBudget(4 // size, 0, 2 // size, 8, parts)
+      units = [Units(budget, size)] * 2
+      found = top_k_by_importance(importance, units, [range(4)] * 2)
+      self.assertEqual(found, top_k)
+    more = [Units(HeadBudget(4, 0, 2, 8, 2)), Units(HeadBudget(4, 0, 4, 8, 2))]
+    found = top_k_by_importance(importance, more, [range(4)] * 2)
+    self.assertEqual(found, (2, 4))  # 0.6 + 0.4 is more than 0.1 + 0.2
+
+  def test_layers_of_different_numbers_of_heads(self):
+    config = dataclasses.replace(tiny.LLM, num_heads=(4, 2), top_k=(2, 1))
+    run = dataclasses.replace(tiny.llm_config(), model=config)
+    probe = text_probe(LLM(config), run)
+    self.assertIsNone(probe.importance)  # `heads` goes on without it
