@@ -25,7 +25,6 @@ _MARKED = re.compile(
 # Result, its model, and what is counted.
 _MODELS = {
   "llm": "LLM S-75, tokens",
-  "llm_bf16": "LLM S-75 in bfloat16, tokens",
   "vit": "ViT S-80, images",
   "dit": "DiT S/2-90, images",
 }
@@ -119,7 +118,7 @@ def _models(_: str) -> str:
   lines = []
   for name, model in _MODELS.items():
     rows = {(row.mode, row.implementation): row for row in _rows(name)}
-    for mode in dict.fromkeys(mode for mode, _ in rows):
+    for mode in dict.fromkeys(mode for mode, _ in rows if mode != "prefill_8"):
       moh, mha = rows[mode, "auto"], rows[mode, "mha"]
       kind, _, batch = mode.partition("_")
       text = _PASSES.get(mode, mode)
@@ -138,7 +137,7 @@ def _models(_: str) -> str:
 
 def _pays(_: str) -> str:
   """What Amdahl's law leaves of a model's time and, in brackets, measured."""
-  lines, columns = [], (256, 1024, 2048, 4096, 8192, 16384)
+  lines, columns = [], (256, 1024, 4096, 8192, 16384)
   for name, model, tokens in (
     ("pays_llm", "LLM S-50", lambda length: length),
     ("pays_dit", "DiT S/2-75", lambda side: (side // 2) ** 2),
@@ -150,13 +149,14 @@ def _pays(_: str) -> str:
         here[tokens(row.length)] = row.to_mha
       elif row.implementation == "auto":
         here[tokens(row.length)] += f" ({row.to_mha})"
-    cells.pop("step")
     for mode, found in cells.items():
+      if mode in ("forward_backward", "step"):  # as forward
+        continue
       text = _PASSES.get(mode, mode.replace("_", ", batch "))
       lines.append((model, text, *(found.get(n, "") for n in columns)))
       model = ""
   header = ("", "tokens:", *(f"{n:,}" for n in columns))
-  return f"{_where('pays_llm', 'pays_dit')}:\n\n{markdown(header, lines)}"
+  return markdown(header, lines)
 
 
 def _routing(_: str) -> str:
