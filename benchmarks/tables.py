@@ -118,7 +118,7 @@ def _models(_: str) -> str:
   lines = []
   for name, model in _MODELS.items():
     rows = {(row.mode, row.implementation): row for row in _rows(name)}
-    for mode in dict.fromkeys(mode for mode, _ in rows if mode != "prefill_8"):
+    for mode in dict.fromkeys(mode for mode, _ in rows):
       moh, mha = rows[mode, "auto"], rows[mode, "mha"]
       kind, _, batch = mode.partition("_")
       text = _PASSES.get(mode, mode)

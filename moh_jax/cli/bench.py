@@ -116,10 +116,10 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
 
   Its times can also be predicted for GPUs and TPUs that are not here, beside
   what Amdahl's law leaves. --config.KEY=VALUE changes a key of what is timed,
-  such as
-  --config.data.batch_size=8 (of 4 examples), --config.model.dtype=bfloat16,
-  --config.model.attention_impl=dense or --config.data.sequence_length=1024 (of
-  512 tokens, or the longest sequence of the model).
+  such as --config.data.batch_size=8 (of 4 examples),
+  --config.model.dtype=bfloat16, --config.model.attention_impl=dense or
+  --config.data.sequence_length=1024 (of 512 tokens, or the longest sequence of
+  the model).
 
   Attributes:
     model: released name of the model, where neither of the next two is given.
@@ -140,10 +140,12 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
   rounds: Natural = 7
 
   def check(self) -> None:
-    """The model is stated once; the devices are known."""
+    """The model is stated once; the devices are known; there is work."""
     super().check()
     if set(self.predict) - set(CHIPS):
       self.fail("predict", f"must be some of {', '.join(CHIPS)}")
+    if not self.rounds and not self.predict:
+      self.fail("rounds", "must be above 0 without --predict")
     if self.config is not None and self.checkpoint is not None:
       self.fail("config", "and --checkpoint exclude each other")
     config_lib.released_model(self.model)
@@ -161,6 +163,8 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
       model = resolve(self.loaded).model
     elif self.checkpoint is not None:
       model = self.stored()[0].config.model
+    if self.lengths and not model.SIZE:
+      self.fail("lengths", f"must be left out for family {model.family!r}")
     return {
       length: changed(resolve(bench_run(model, _BATCH, length)), self.changes)
       for length in self.lengths or (None,)

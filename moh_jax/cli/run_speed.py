@@ -144,9 +144,9 @@ def predict_model(
 def _predicted(run: Config, name: str) -> dict[str, float]:
   """Seconds by mode; of "limit" FLOPs, of its writing bytes."""
   model, groups, flops = run.model, run.model.layer_groups(), step_flops(run)
+  limit = [LayerForm(name, group.budget.share) for group in groups]
   if name == "limit":
-    rate = speed = 1.0
-    forms = [LayerForm(name, group.budget.share) for group in groups]
+    rate, speed, forms, device = 1.0, 1.0, limit, None
   else:
     chip = CHIPS[name]
     topology = Topology(name, chip, (1,) * max(1, chip.dimensions))
@@ -166,14 +166,14 @@ def _predicted(run: Config, name: str) -> dict[str, float]:
   # Only the last token has logits.
   fewer = 2 * model.width * model.vocab_size * (length - 1)
   one = products / 3 / run.data.batch_size - fewer
-  cache = 0.0  # bytes of one text's keys and values that a token reads
-  for group in groups:
-    if name == "limit":
-      share = group.budget.share
-    else:
-      share = cached_form(group, model, device).heads
-    slot = 2 * 2 * model.num_kv_heads * model.head_dim
-    cache += group.depth * length * slot * share
+  if device:
+    cached = [cached_form(group, model, device) for group in groups]
+  else:
+    cached = limit
+  # Bytes of one text's keys and values that a token reads.
+  slot = 2 * 2 * model.num_kv_heads * model.head_dim
+  read = sum(group.depth * form.heads for group, form in zip(groups, cached))
+  cache = length * slot * read
   network, inputs = make_model(run)
   params = unbox(sharding.abstract_params(network, inputs))
   if not model.tie_embeddings:  # of the embedding a token reads its row
@@ -279,8 +279,8 @@ def _writing(run: Config, batch: int) -> Iterator[tuple[str, _Made]]:
     one = dataclasses.replace(run, data=data)
     yield "prefill", (Program(prefill), *form_summary(one, step_forms(one, {})))
   forms = [cached_form(g, config, target()) for g in config.layer_groups()]
-  decoding_form = form_summary(run, forms)
-  yield f"decode_{batch}", (Program(decode, _SPAN), *decoding_form)
+  program = Program(decode, _SPAN)
+  yield f"decode_{batch}", (program, *form_summary(run, forms))
 
 
 def measure_input(config: Config, batches: int, steps: int) -> dict[str, Any]:

@@ -88,8 +88,9 @@ class RoutedLayers(Section):
   # Whether attention logits get a learned bias per head, which rules out some
   # attention forms.
   POSITION_BIAS: ClassVar[bool] = False
-  # Field of the longest sequence, or of the rows and columns of the input.
-  SIZE: ClassVar[str]
+  # Field of the longest sequence, or of the rows and columns of the input; ""
+  # where one number does not say it.
+  SIZE: ClassVar[str] = ""
   # Whether a tokenizer belongs to a checkpoint.
   READS_TEXT: ClassVar[bool] = False
   # Whether matrices can be stored in the compute dtype without changing any

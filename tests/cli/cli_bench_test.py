@@ -212,6 +212,8 @@ class ModelTest(parameterized.TestCase):
   def test_unknown_devices_are_refused(self):
     with self.assertRaisesRegex(ValueError, "--predict.* must be some of"):
       ModelOptions(predict=("h1000",))
+    with self.assertRaisesRegex(ValueError, "--rounds.* must be above 0"):
+      ModelOptions(rounds=0)
 
 
 class InputTest(tiny_checkpoint.CommandTest):
