@@ -14,7 +14,8 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM, unrolled_logits
-from moh_jax.ops.cache import Slots
+from moh_jax.ops.cache import Slots, merge_texts, split_texts
+from moh_jax.ops.target import on_one_device, target
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token
 # A character has at most 4 tokens, but several tokens in a row may each end
@@ -138,6 +139,8 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
       step, state, *_ = carry
       return (step < count) & ~state.finished.all()
 
+    if target().platform == "cpu" and on_one_device():
+      state = dataclasses.replace(state, cache=merge_texts(state.cache))
     start = (
       jnp.int32(0),
       state,
@@ -145,7 +148,8 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
       jnp.zeros((batch, span), jnp.float32),
     )
     _, state, tokens, log_probs = jax.lax.while_loop(unfinished, one, start)
-    return state, tokens, log_probs
+    cache = split_texts(state.cache, batch)
+    return dataclasses.replace(state, cache=cache), tokens, log_probs
 
   return decode
 

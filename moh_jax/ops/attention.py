@@ -25,7 +25,7 @@ from moh_jax.ops.attention_forms import (
   Form,
   Visible,
 )
-from moh_jax.ops.cache import LayerCache, Slots
+from moh_jax.ops.cache import LayerCache, Slots, split_texts
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import attention as kernel
 from moh_jax.ops.kernels.attention import has_kernels
@@ -202,7 +202,8 @@ def cached_attention(
 
   Args:
     q: [B, n, H, D] queries of the new tokens, after RoPE.
-    cache: keys and values [B, K, M, D], those of the new tokens among them.
+    cache: keys and values [B, K, M, D] or [B * K, M, D], those of the new
+      tokens among them.
     slots: which slots each new token sees; `first` is not None.
     active: the heads that tokens use; None is every head. The outputs of other
       heads are finite and otherwise undefined; a gate of 0 makes them 0. A text
@@ -233,7 +234,7 @@ def cached_attention(
     return dense.attend_to_cache(q, cache, slots)
   if form == "groups":
     return dense.attend_to_groups(q, cache, slots, active)
-  return kernel.attend_to_cache(q, cache, slots, active)
+  return kernel.attend_to_cache(q, split_texts(cache, batch), slots, active)
 
 
 def choose_cached_form(

@@ -11,6 +11,7 @@ Shapes: B batch, n new tokens, K key/value heads, M slots, D head dim.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,10 @@ class LayerCache:
   """Keys and values of one layer.
 
   Attributes:
-    k: [B, K, M, D] keys, after RoPE.
-    v: [B, K, M, D] values.
-    k_scale: [B, K, 1, M] float32 where keys are int8: a key is scale * stored;
-      else None.
+    k: [B, K, M, D] keys, after RoPE; or [B * K, M, D], see `merge_texts`.
+    v: values, likewise.
+    k_scale: [B, K, 1, M] float32 where keys are int8, or [B * K, 1, M]: a key
+      is scale * stored; else None.
     v_scale: the same for values.
   """
 
@@ -93,6 +94,20 @@ def make_cache(
   return LayerCache(values, values, scales, scales)
 
 
+def merge_texts(caches: Any) -> Any:
+  """Makes the heads of all texts one axis, in one cache or a tree of them.
+
+  A loop on a CPU writes such caches in place. Where the axis of texts has one
+  element, XLA would copy the whole cache for every token.
+  """
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), caches)
+
+
+def split_texts(caches: Any, batch: int) -> Any:
+  """Gives caches an axis of `batch` texts again: undoes `merge_texts`."""
+  return jax.tree.map(lambda x: x.reshape(batch, -1, *x.shape[-2:]), caches)
+
+
 def write_cache(
   cache: LayerCache, k: jax.Array, v: jax.Array, slot: jax.Array
 ) -> LayerCache:
@@ -110,13 +125,15 @@ def write_cache(
   """
   stored: dict[str, jax.Array] = {}
   for name, new in (("k", k), ("v", v)):
-    new, old = new.swapaxes(1, 2), getattr(cache, name)  # [B, K, n, D]
+    old = getattr(cache, name)
+    new = new.swapaxes(1, 2)
+    new = new.reshape(*old.shape[:-2], *new.shape[2:])  # as the cache, n slots
     if cache.k_scale is not None:
       new, scale = _quantize(new)
       scale_name = f"{name}_scale"
       old_scale = getattr(cache, scale_name)
-      stored[scale_name] = _put(old_scale, scale[:, :, None], slot, 3)
-    stored[name] = _put(old, new.astype(old.dtype), slot, 2)
+      stored[scale_name] = _put(old_scale, scale[..., None, :], slot, -1)
+    stored[name] = _put(old, new.astype(old.dtype), slot, -2)
   return LayerCache(**stored)
 
 
@@ -127,8 +144,9 @@ def _put(
   update = jax.lax.dynamic_update_slice_in_dim
   if slot.ndim == 0:
     return update(old, new, slot, axis)
-  each = functools.partial(update, axis=axis - 1)
-  return jax.vmap(each)(old, new, slot)
+  each = functools.partial(update, axis=axis)
+  heads = old.shape[0] // slot.size  # of a text along the first axis
+  return jax.vmap(each)(old, new, jnp.repeat(slot, heads))
 
 
 def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:

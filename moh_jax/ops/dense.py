@@ -9,6 +9,7 @@ heads, K key/value heads, D head dim.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 
 from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
-from moh_jax.ops.cache import LayerCache, Slots
+from moh_jax.ops.cache import LayerCache, Slots, merge_texts
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.target import on_one_device
 
@@ -114,33 +115,36 @@ def attend_to_cache(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:
 
   Args:
     q: [B, n, H, D].
-    cache: keys and values [B, K, M, D].
+    cache: keys and values [B, K, M, D] or [B * K, M, D].
     slots: which slots each new token sees.
 
   Returns:
     [B, n, H, D] in the dtype of q; 0 where no slot is visible.
   """
   batch, new, heads, dim = q.shape
-  visible = slots.visible(new, cache.k.shape[2])
-  groups = cache.k.shape[1]
+  *lead, length, _ = cache.k.shape
+  groups = math.prod(lead) // batch
   dtype = q.dtype
   if cache.k_scale is None:  # keep a float32 cache in float32, not in q's dtype
     dtype = jnp.promote_types(dtype, cache.k.dtype)
   # One product per key/value head: its rows are the queries that read the head,
-  # of all new tokens.
+  # of all new tokens, r = n * H / K.
   grouped = q.reshape(batch, new, groups, -1, dim).transpose(0, 2, 1, 3, 4)
-  grouped = grouped.reshape(batch, groups, -1, dim)  # [B, K, n * H / K, D]
-  grouped = grouped.astype(dtype)
-  logits = einsum_float32("bkrd,bkmd->bkrm", grouped, cache.k.astype(dtype))
+  grouped = grouped.reshape(*lead, -1, dim).astype(dtype)
+  logits = einsum_float32("...rd,...md->...rm", grouped, cache.k.astype(dtype))
   if cache.k_scale is not None:
     logits = logits * cache.k_scale
-  rows = jnp.repeat(visible, heads // groups, axis=1)[:, None]  # [B, 1, r, M]
-  logits = jnp.where(rows, logits * dim**-0.5, -jnp.inf)
+  visible = jnp.repeat(slots.visible(new, length), heads // groups, axis=1)
+  visible = jnp.broadcast_to(
+    visible[:, None], (batch, groups, *visible.shape[1:])
+  )
+  visible = visible.reshape(logits.shape)
+  logits = jnp.where(visible, logits * dim**-0.5, -jnp.inf)
   weights, total, _ = unnormalized_softmax(logits, masked=True)
   if cache.v_scale is not None:
     weights = weights * cache.v_scale
   out = einsum_float32(
-    "bkrm,bkmd->bkrd", weights.astype(dtype), cache.v.astype(dtype)
+    "...rm,...md->...rd", weights.astype(dtype), cache.v.astype(dtype)
   )
   out = (out / total).astype(q.dtype)
   out = out.reshape(batch, groups, new, -1, dim).transpose(0, 2, 1, 3, 4)
@@ -165,30 +169,31 @@ def attend_to_groups(
     [B, 1, H, D]; 0 for inactive heads.
   """
   batch, _, heads, dim = q.shape
-  groups = cache.k.shape[1]
+  cache = merge_texts(cache)
+  groups = cache.k.shape[0] // batch
   size = heads // groups
   mask = active.mask.reshape(batch, groups, size)[..., 0]
   start = jnp.broadcast_to(slots.start, slots.first.shape)
-  grouped = q.reshape(batch, groups, size, dim)
+  grouped = q.reshape(batch * groups, size, dim)
 
   def attend_one(text: jax.Array, group: int) -> jax.Array:
     def taken(q: jax.Array, cache: LayerCache) -> jax.Array:
       def part(x: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(x, (text, group, 0, 0), (1, 1, *x.shape[2:]))
+        return lax.dynamic_slice_in_dim(x, text * groups + group, 1)
 
       own = Slots(start[text], slots.first[text][None])
-      return attend_to_cache(part(q), jax.tree.map(part, cache), own)
+      return attend_to_cache(part(q)[None], jax.tree.map(part, cache), own)[0]
 
     def left_out(q: jax.Array, cache: LayerCache) -> jax.Array:
       del cache
-      return jnp.zeros((1, 1, size, dim), q.dtype)
+      return jnp.zeros((1, size, dim), q.dtype)
 
     return lax.cond(mask[text, group], taken, left_out, grouped, cache)
 
   def one_text(text: jax.Array, out: jax.Array) -> jax.Array:
     found = [attend_one(text, group) for group in range(groups)]
-    found = jnp.concatenate(found, axis=1)
-    return lax.dynamic_update_slice(out, found, (text, 0, 0, 0))
+    found = jnp.concatenate(found)
+    return lax.dynamic_update_slice_in_dim(out, found, text * groups, 0)
 
   out = lax.fori_loop(0, batch, one_text, jnp.zeros_like(grouped))
   return out.reshape(q.shape)

@@ -19,9 +19,12 @@ from moh_jax.data.text_files import Prompts
 from moh_jax.data.tokenizers import END, JsonTokenizer
 from moh_jax.inference.decoding import (
   choose_tokens,
+  make_decode,
+  make_prefill,
   span_numbers,
 )
 from moh_jax.inference.generate import Generator, complete_file
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import kernel_decode
@@ -163,6 +166,21 @@ class TokensTest(parameterized.TestCase):
       first = completion.log_probs[0]  # of the prompt alone
       self.assertAlmostEqual(first, exact.log_probs[0], delta=1e-4)
       self.assertNotEqual(completion.log_probs[1], exact.log_probs[1])
+
+  @parameterized.parameters(1, 2)
+  def test_a_token_copies_no_cache(self, texts):
+    slots, config = 4096, _config()
+    model = LLM(config.model, unrolled=True)
+    params = unroll(tiny_writer.random_params(config), config.model)
+    tokens, none = jnp.zeros((texts, 4), jnp.int32), jnp.zeros(texts, jnp.int32)
+    read = make_prefill(model, "float32")
+    state = jax.eval_shape(read, params, tokens, none, none, none > 0, slots)
+    numbers = span_numbers(_GREEDY, 0, 4)
+    decode = make_decode(model, (), 4)
+    program = decode.lower(params, state, numbers, True, False).compile()
+    values = jax.tree.leaves(state.cache)
+    size = sum(x.size * x.dtype.itemsize for x in values)
+    self.assertLess(program.memory_analysis().temp_size_in_bytes, size / 4)
 
   def test_bfloat16_model_writes(self):
     generator = _generator(_config(dtype="bfloat16"))

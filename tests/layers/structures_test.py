@@ -12,7 +12,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import attention as ops
-from moh_jax.ops.cache import Slots, make_cache, write_cache
+from moh_jax.ops.cache import Slots, make_cache, merge_texts, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import unbox
@@ -338,6 +338,7 @@ class GroupCacheTest(parameterized.TestCase):
     dense = ops.cached_attention(q, cache, slots, implementation="dense")
     expected = jnp.where(active.mask[..., None], dense, 0)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+    np.testing.assert_array_equal(read(q, merge_texts(cache), slots), out)
 
 
 class PickedHeadsTest(parameterized.TestCase):

@@ -16,7 +16,14 @@ from absl.testing import parameterized
 
 from moh_jax.ops import dense
 from moh_jax.ops.attention import attention, cached_attention
-from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
+from moh_jax.ops.cache import (
+  LayerCache,
+  Slots,
+  make_cache,
+  merge_texts,
+  split_texts,
+  write_cache,
+)
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.attention import kernel_decode
@@ -127,6 +134,22 @@ class CachedAttentionTest(parameterized.TestCase):
     atol = 2e-6 if dtype == "float32" else 3e-6
     atol = atol if q_dtype == jnp.float32 else 0.05
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=atol)
+
+  @parameterized.product(
+    dtype=DTYPES, slot=(3, (4, 2)), implementation=("dense", "kernel")
+  )
+  def test_texts_and_heads_may_be_one_axis(self, dtype, slot, implementation):
+    before, *_ = filled(dtype, tokens=4)
+    new = vectors(1, seed=3), vectors(1, seed=4), jnp.asarray(slot)
+    after, merged = write(before, *new), write(merge_texts(before), *new)
+    chex.assert_shape(merged.k, (B * K, M, D))
+    chex.assert_trees_all_equal(split_texts(merged, B), after)
+    q, slots = vectors(1, 2 * K), Slots(jnp.asarray(slot), jnp.array([0, 1]))
+    outs = [
+      _attend(q, cache, slots, implementation=implementation)
+      for cache in (after, merged)
+    ]
+    np.testing.assert_allclose(*outs, atol=1e-6)
 
   def test_more_heads_than_the_bound_give_nan_in_their_text(self):
     cache, *_ = filled()
