@@ -90,13 +90,14 @@ def train(
   """
   # Prepare.
   clock, config = RunClock(), resolve(config)
-  compilation_cache.keep_in(config.train.compilation_cache)
   entrance.check_processes(config, workdir)
+  compilation_cache.keep_in(config.train.compilation_cache)
   # Devices.
   mesh = sharding.make_mesh(config.mesh, devices)
   # Program.
   builder = task_builder(config)
-  program = make_program(config, builder.make_objective(config), mesh)
+  objective = builder.make_objective(config)
+  program = make_program(config, objective, mesh)
   entrance.check_run(config, mesh, program)
   # Data.
   task = builder.make_task(config, decode)

@@ -140,6 +140,7 @@ def warm_start(
   needed, given = _flat(abstract), _flat(fitted)
   classes = match_classes(ours, metadata, needed, given)
   _check_shapes(source, needed, given, classes)
+  taken = _describe(needed, given, classes)
 
   def combine(params: Any, initial: Any) -> Any:
     found = _flat(initial) | _flat(fit(params))
@@ -153,12 +154,7 @@ def warm_start(
   def read(initial: Any) -> Any:
     params = checkpoint.restore_params(source, step, stored, use_ema=True)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    _LOG.info(
-      "train.init_from=%s, step %d: %s",
-      source,
-      step,
-      _describe(needed, given, classes),
-    )
+    _LOG.info("train.init_from=%s, step %d: %s", source, step, taken)
     return jax.jit(combine, out_shardings=shardings)(params, initial)
 
   return read
