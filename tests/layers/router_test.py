@@ -93,6 +93,32 @@ class HeadChoiceTest(parameterized.TestCase):
     # The first of the order are shared.
     self.assertTrue(bool((gates[..., list(small.ORDER[:2])] > 0).all()))
 
+  @parameterized.parameters("two_stage", "none")
+  def test_a_scale_multiplies_the_gates(self, kind):
+    module, x = HeadRouter(small.BUDGET, RouterConfig(kind)), small.tokens()
+    variables, scale = module.init(jax.random.key(0), x), jnp.arange(6.0)
+    gates, _ = module.apply(variables, x)
+    scaled, _ = module.apply(variables, x, choice=HeadChoice(scale=scale))
+    gates = jnp.ones_like(scaled) if gates is None else gates
+    wanted = np.asarray(gates) * np.asarray(scale)
+    np.testing.assert_allclose(scaled, wanted, rtol=1e-6)
+
+
+class GateRouterTest(absltest.TestCase):
+  def test_every_head_is_on_and_scores_are_shares(self):
+    budget = HeadBudget(num_heads=6, shared=6, top_k=0, head_dim=3)
+    module, x = HeadRouter(budget, RouterConfig("gate")), small.tokens()
+    variables = small.params(module, x)
+    (gates, aux), recorded = module.apply(
+      variables, x, mutable=["intermediates"]
+    )
+    logits = x @ variables["params"]["gate"]
+    np.testing.assert_allclose(gates, jax.nn.sigmoid(logits), rtol=1e-5)
+    (decided,) = recorded["intermediates"]["routing"]
+    shares = gates / gates.sum(-1, keepdims=True)
+    np.testing.assert_allclose(decided.shared_scores, shares, rtol=1e-6)
+    np.testing.assert_array_equal(aux.load, np.ones(6))
+
 
 class Threshold(Router):
   """Every head above half of the mean score, so some tokens select more."""
