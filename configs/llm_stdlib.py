@@ -5,7 +5,9 @@
     --max-new-tokens 64
 
 Arguments: moh (default; 75 % of the heads), moh50 (50 %), mha (the multi-head
-baseline), bytes (75 %, bytes in place of a trained vocabulary).
+baseline), bytes (75 %, bytes in place of a trained vocabulary), grouped (75 %
+of 16 heads, which read 4 heads of keys and values: every
+`--config.model.router.structure` fits).
 
 Four more continue-tune the multi-head model into MoH, as `llama3_moh.py:stage2`
 does with LLaMA3, in a minute or two: query-norm router, half of the heads
@@ -29,24 +31,26 @@ import ml_collections
 from moh_jax import config as lib
 
 _TUNING = ("tune", "importance", "schedule", "tune_mha")
-ARGUMENTS = ("moh", "moh50", "mha", "bytes", *_TUNING)
+ARGUMENTS = ("moh", "moh50", "mha", "bytes", "grouped", *_TUNING)
 _DEPTH = 4
+# Query heads, key/value heads, shared heads, and those that a token chooses.
+_HEADS = {"moh50": (8, 8, 2, 2), "grouped": (16, 4, 4, 8)}
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
   kind, _, order = arg.partition(":")
   if (kind == "importance") != bool(order):
     raise ValueError(f"{arg}: importance:FILE, and it alone, names a file")
-  heads = 2 if kind == "moh50" else 3
+  heads, groups, shared, chosen = _HEADS.get(kind, (8, 8, 3, 3))
   model = lib.LLMConfig(
     max_length=1024,
     width=256,
     mlp_dim=704,
-    num_heads=(8,) * _DEPTH,
-    num_kv_heads=8,
-    head_dim=32,
-    shared_heads=(heads,) * _DEPTH,
-    top_k=(heads,) * _DEPTH,
+    num_heads=(heads,) * _DEPTH,
+    num_kv_heads=groups,
+    head_dim=256 // heads,
+    shared_heads=(shared,) * _DEPTH,
+    top_k=(chosen,) * _DEPTH,
     tie_embeddings=True,
     loss_chunk=0,
   )

@@ -193,7 +193,9 @@ def without_router(model: _Model, **changes: Any) -> _Model:
     model: the section.
     **changes: further fields to change.
   """
-  off = dataclasses.replace(model.router, kind="none", top_p=0.0)
+  off = dataclasses.replace(
+    model.router, kind="none", structure="free", top_p=0.0
+  )
   return dataclasses.replace(model, router=off, **changes)
 
 
