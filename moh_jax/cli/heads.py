@@ -194,6 +194,7 @@ def _values(stats: HeadStats, importance: np.ndarray | None) -> dict[str, Any]:
   }
   if importance is not None:
     values["importance"] = importance.tolist()
-    values["head_order"] = order_by_importance(importance)
+    units = [layer.units for layer in stats.layers]
+    values["head_order"] = order_by_importance(importance, units)
     values["top_k"] = _top_k(stats, importance)
   return values

@@ -160,7 +160,11 @@ class Units:
       ValueError: the structure is impossible with these numbers.
     """
     groups = kv_heads or budget.num_heads
-    size = budget.num_heads // groups
+    size, rest = divmod(budget.num_heads, groups)
+    if rest:
+      budget.fail(
+        "num_heads", f"must be a multiple of {groups} key/value heads"
+      )
     if not router.selects:
       return cls(dataclasses.replace(budget, shared=budget.num_heads, top_k=0))
     if router.structure == "free":
@@ -170,7 +174,9 @@ class Units:
     elif size > 1:
       divisor, what = groups, f"the {groups} key/value groups"
     else:
-      router.fail("structure", "needs several query heads per key/value head")
+      router.fail(
+        "structure", f"needs more query heads than the {groups} key/value heads"
+      )
     counts = {}
     for name in ("shared", "top_k"):
       counts[name], rest = divmod(getattr(budget, name), divisor)

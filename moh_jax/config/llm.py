@@ -243,8 +243,8 @@ class LLMConfig(LayerStack):
 
   @property
   def _step(self) -> int:
-    """Heads that budgets of all layers count together."""
-    groups = self.layer_groups()
+    """Heads that budgets of all layers that route count together."""
+    groups = (group for group in self.layer_groups() if group.budget.top_k)
     return math.lcm(*(group.units(self.router).step for group in groups))
 
   def in_run(self, run: Config) -> Config:

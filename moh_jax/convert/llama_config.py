@@ -464,6 +464,7 @@ def to_released(model: LLMConfig) -> dict[str, Any]:
     {
       "router.kind": (want.router.kind,),
       "router.top_p": (0.0,),
+      "router.structure": ("free",),
       "num_heads": ((heads,) * model.depth,),
       "shared_heads": (want.shared_heads,),
       "top_k": (want.top_k,),

@@ -234,17 +234,25 @@ def head_importance(
   return importance / np.where(norms > 0, norms, 1.0)
 
 
-def order_by_importance(importance: np.ndarray) -> tuple[tuple[int, ...], ...]:
+def order_by_importance(
+  importance: np.ndarray, units: Sequence[Units]
+) -> tuple[tuple[int, ...], ...]:
   """Orders the heads of each layer from most to least important.
 
   Args:
     importance: [layers, H].
+    units: what tokens choose among in the layers; heads that are chosen
+      together stay together, and count together.
 
   Returns:
     Head numbers by layer, a value of `model.head_order`.
   """
-  order = np.argsort(-importance, axis=-1, kind="stable")
-  return tuple(tuple(int(head) for head in row) for row in order)
+  orders = []
+  for row, of in zip(importance, units):
+    unit = np.arange(len(row)) // of.size
+    worth = np.bincount(unit, row)[unit]
+    orders.append(tuple(np.lexsort((-row, unit, -worth)).tolist()))
+  return tuple(orders)
 
 
 def top_k_by_importance(

@@ -172,7 +172,7 @@ def attend_to_groups(
   cache = merge_texts(cache)
   groups = cache.k.shape[0] // batch
   size = heads // groups
-  mask = active.mask.reshape(batch, groups, size)[..., 0]
+  mask = active.mask.reshape(batch, groups, size).any(-1)
   start = jnp.broadcast_to(slots.start, slots.first.shape)
   grouped = q.reshape(batch * groups, size, dim)
 
@@ -190,12 +190,12 @@ def attend_to_groups(
 
     return lax.cond(mask[text, group], taken, left_out, grouped, cache)
 
-  def one_text(text: jax.Array, out: jax.Array) -> jax.Array:
-    found = [attend_one(text, group) for group in range(groups)]
-    found = jnp.concatenate(found)
-    return lax.dynamic_update_slice_in_dim(out, found, text * groups, 0)
+  def one_text(text: jax.Array) -> jax.Array:
+    return jnp.concatenate([attend_one(text, group) for group in range(groups)])
 
-  out = lax.fori_loop(0, batch, one_text, jnp.zeros_like(grouped))
+  # A loop over one text would slice the cache at numbers that XLA cannot see.
+  texts = jnp.arange(batch)
+  out = one_text(0) if batch == 1 else lax.map(one_text, texts)
   return out.reshape(q.shape)
 
 

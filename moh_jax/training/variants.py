@@ -259,7 +259,7 @@ def _decisive(config: Config) -> str:
   del sections["log"]
   sections["train"] |= {"seed": 0, "compilation_cache": ""}
   if not config.model.router.selects:
-    for name in ("shared_heads", "top_k"):
+    for name in ("shared_heads", "top_k", "head_order"):
       sections["model"].pop(name, None)
     sections["model"]["router"] = config.model.router.kind
     del sections["train"]["balance_weight"]

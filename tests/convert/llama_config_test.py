@@ -309,6 +309,13 @@ class ReleasedTest(parameterized.TestCase):
       "num_heads=.* must be even",
     ),
     ({"num_heads": (6, 9, 6), "router": RouterConfig()}, "; model.num_heads="),
+    (
+      {
+        "router": RouterConfig("query_norm", structure="per_group"),
+        "top_k": (3,) * 3,
+      },
+      "router.structure='per_group' must be 'free'",
+    ),
   )
   def test_other_forms_are_refused_by_field(self, changes, *found):
     model = dataclasses.replace(tiny_llm.QUERY_NORM, **changes)

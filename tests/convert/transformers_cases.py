@@ -42,8 +42,8 @@ _BASE = {
   "top_k": (2, 1, 3),
 }
 _QUERY_NORM = {"shared_heads": (3,) * 3, "top_k": (1,) * 3}
-_PER_GROUP = {"num_heads": (12,) * 3, "shared_heads": (3, 0, 6)}
-_PER_GROUP |= {"top_k": (3, 6, 3)}
+_PER_GROUP = {"num_heads": (12,) * 3, "shared_heads": (3, 0, 12)}
+_PER_GROUP |= {"top_k": (3, 6, 0)}
 # Of two routed groups the scores by norm would be constant, with gradients that
 # are rounding errors.
 _WHOLE_GROUP = {"num_heads": (12,) * 3, "num_kv_heads": 4}

@@ -357,8 +357,17 @@ class ImportanceTest(parameterized.TestCase):
     np.testing.assert_allclose(np.square(found).sum(-1), 1.0, rtol=1e-6)
 
   def test_order_is_that_of_the_values(self):
-    order = order_by_importance(np.array([[0.1, 0.7, 0.2], [0.5, 0.5, 0.6]]))
+    one = [Units(HeadBudget(3, 1, 1, 8))] * 2
+    values = np.array([[0.1, 0.7, 0.2], [0.5, 0.5, 0.6]])
+    order = order_by_importance(values, one)
     self.assertEqual(order, ((1, 2, 0), (2, 0, 1)))  # equal ones keep theirs
+
+  def test_heads_that_are_chosen_together_count_together(self):
+    groups, values = Units(HeadBudget(3, 1, 1, 8), size=2), np.zeros((1, 6))
+    values[0] = 0.9, 0.1, 0.3, 0.4, 0.8, 0.7
+    order = order_by_importance(values, [groups])
+    self.assertEqual(order, ((4, 5, 0, 1, 3, 2),))
+    self.assertEqual(groups.order(*order), (4, 5, 0, 1, 2, 3))
 
   def test_top_k_goes_to_the_layers_where_heads_are_worth_most(self):
     importance = np.array(

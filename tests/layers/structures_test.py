@@ -1,6 +1,7 @@
 """Structures of head choice against a mask by brute force, in float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from absl.testing import parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.layers.router import HeadChoice
+from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import attention as ops
 from moh_jax.ops.cache import Slots, make_cache, merge_texts, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
@@ -235,6 +236,24 @@ class StructuresTest(parameterized.TestCase):
     error = abs(out - expected[:, split:]).max() / abs(expected).max()
     self.assertLess(error, tolerance)
 
+  @parameterized.parameters(0, 1)
+  def test_a_head_that_weighs_nothing_takes_no_other_with_it(self, head):
+    layer = _layer("whole_group", RouterConfig(), causal=True)
+    x, params = _inputs(layer)
+    choice = HeadChoice(scale=jnp.ones(_HEADS).at[head].set(0))
+    expected, _ = layer.apply(params, x, choice=choice)
+    cache = make_cache(2, _GROUPS, _TOKENS, _DIM, "float32")
+    extend = functools.partial(layer.apply, params, method="extend")
+    _, _, cache = extend(x[:, :-1], cache, Slots(jnp.int32(0)))
+    slots = Slots(jnp.int32(_TOKENS - 1), jnp.zeros(2, jnp.int32))
+    out, *_ = extend(x[:, -1:], cache, slots, choice=choice)
+    np.testing.assert_allclose(out, expected[:, -1:], atol=2e-6)
+
+  def test_groups_divide_the_heads(self):
+    router = HeadRouter(HeadBudget(7, 3, 3, 8), kv_heads=2)
+    with self.assertRaisesRegex(ValueError, "num_heads=7 must be a multi"):
+      router.init(jax.random.key(0), jnp.zeros((1, 4, 8)))
+
   def test_one_query_head_per_group_is_free(self):
     outs = []
     for structure in ("free", "whole_group"):
@@ -277,7 +296,7 @@ class StructuresTest(parameterized.TestCase):
   @parameterized.parameters(
     ("per_group", (12, 3, 4), 4, "shared=3 must be a multiple of the 4 key"),
     ("per_group", (12, 4, 6), 4, "top_k=6 must be a multiple of the 4 key"),
-    ("per_group", (12, 4, 4), None, "structure='per_group' needs several"),
+    ("per_group", (12, 4, 4), None, "structure='per_group' needs more query"),
     ("whole_group", (12, 3, 4), 4, "top_k=4 must be a multiple of the 3 heads"),
   )
   def test_numbers_that_groups_cannot_have(self, structure, split, kv, said):

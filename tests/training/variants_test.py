@@ -100,6 +100,16 @@ class VariantsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "must be multiples of 4 for model"):
       dataclasses.replace(config, tune=config_lib.TuneConfig((0, 1), (6, 4)))
 
+  def test_layers_without_a_choice_bind_no_schedule(self):
+    config = _grouped("whole_group")
+    heads, shared, top_k = (12, 8), (3, 8), (3, 0)
+    model = dataclasses.replace(
+      config.model, num_heads=heads, shared_heads=shared, top_k=top_k
+    )
+    tune = config_lib.TuneConfig((0, 1), (9, 3))
+    made = dataclasses.replace(config, model=model, tune=tune)
+    self.assertEqual(make_variant(made, "config").tune, tune)
+
   @parameterized.parameters(
     ("dit", "mha50", (4, 4, 2), 0),
     ("dit", "mha50-wide", (4, 4, 2), 0),

@@ -18,7 +18,8 @@ class MoHLlamaConfig(LlamaConfig):
       or "whole_group" (key/value groups with all of their heads)}.
     shared_heads: for each layer the number of heads that are always on.
     selected_heads: for each layer the number of the other heads that each
-      token selects; positive numbers may be lowered after training.
+      token selects; positive numbers may be lowered after training (by
+      structure: to multiples of the number of groups, or of their heads).
     heads_per_layer: for each layer its number of heads; None is
       `num_attention_heads` in each.
     head_order: for each layer its heads in the order in which the first are

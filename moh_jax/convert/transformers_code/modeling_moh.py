@@ -68,6 +68,13 @@ class MoHRouter(nn.Module):
     # as many.
     self.unit = heads // groups if structure == "whole_group" else 1
     self.parts = groups if structure == "per_group" else 1
+    step = self.unit * self.parts
+    if shared % step or selected % step:
+      raise ValueError(
+        f"shared_heads={config.shared_heads} and selected_heads="
+        f"{config.selected_heads} must be multiples of {step} in layer "
+        f"{layer_idx}, whose router.structure is {structure!r}"
+      )
     self.num_shared = shared // self.unit
     self.num_selected = selected // self.unit
     self.num_routed = heads // self.unit - self.num_shared
@@ -158,8 +165,9 @@ class MoHRouter(nn.Module):
     self, scores: torch.Tensor, probs: torch.Tensor
   ) -> torch.Tensor:
     """Marks each token's best heads; of equal ones the first, unlike topk."""
-    top_p = self.options["top_p"] if self.num_selected else 0.0
-    shape = scores.shape
+    if not self.num_selected:
+      return torch.zeros_like(scores, dtype=torch.bool)
+    top_p, shape = self.options["top_p"], scores.shape
     scores, probs = (x.unflatten(-1, (self.parts, -1)) for x in (scores, probs))
     if self.parts > 1:
       total = probs.sum(-1, keepdim=True)
