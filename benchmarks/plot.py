@@ -73,7 +73,8 @@ def draw(rows: Sequence[Row], path: str) -> None:
     for handle, label in zip(*axis.get_legend_handles_labels())
   }
   figure.legend(labels.values(), labels, loc="outside right upper")
-  figure.suptitle(f"{rows[0].op}, {rows[0].device}")
+  devices = dict.fromkeys(row.device for row in rows)
+  figure.suptitle(f"{rows[0].op}, {', '.join(devices)}")
   figure.savefig(path, dpi=150)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import typing
@@ -15,6 +16,7 @@ from moh_jax.config.base import Count, Dtype, Natural
 from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
 from moh_jax.config.layers import Implementation
 from moh_jax.config.parse import changed
+from moh_jax.runtime import steps
 from moh_jax.runtime.devices import CHIPS
 
 if TYPE_CHECKING:
@@ -154,13 +156,18 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
     """A released model has keys too."""
     return True
 
+  @functools.cached_property
+  def loaded(self) -> Config:
+    """The config of --config; the changes are of what is timed."""
+    return steps.load_config(self.config, ())
+
   def runs(self) -> dict[int | None, Config]:
     """The runs on random data that are timed, by their lengths."""
-    from moh_jax.data.infer import resolve
+    from moh_jax.data.infer import resolve, resolve_without_data
 
     model = config_lib.released_model(self.model)
     if self.config is not None:
-      model = resolve(self.loaded).model
+      model = resolve_without_data(self.loaded)[0].model
     elif self.checkpoint is not None:
       model = self.stored()[0].config.model
     if self.lengths and not model.SIZE:
@@ -239,6 +246,8 @@ def run_model(options: ModelOptions) -> int:
   for length, run in runs.items():
     if run.model.READS_TEXT:
       length = run.data.sequence_length
+    elif length:  # the changes may have another one
+      length = getattr(run.model, run.model.SIZE)[0]
     if options.predict:
       rows += predict_model(run, length, options.predict)
     if options.rounds:

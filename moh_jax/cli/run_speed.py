@@ -31,7 +31,6 @@ from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import CHIPS, Topology
 from moh_jax.runtime.sharding import init_params, unbox
 from moh_jax.training.bench import Program, Row, compile_program, time_rows
-from moh_jax.training.entrance import check_memory
 from moh_jax.training.flops import (
   LayerForm,
   form_summary,
@@ -68,8 +67,8 @@ def measure_model(run: Config, length: int | None, rounds: int) -> list[Row]:
   modes += [(_writing, batch) for batch in _batches(run)]
   for one in runs.values():
     mesh = sharding.make_mesh(one.mesh, jax.devices()[:1])
-    objective = task_builder(one).make_objective(one)
-    check_memory(one, mesh, make_program(one, objective, mesh))
+    params = sharding.abstract_on(*make_model(one), mesh)
+    sharding.check_tree((params, params), "the parameters and their gradients")
   rows = []
   for make, batch in modes:
     made = {name: dict(make(one, batch)) for name, one in runs.items()}
@@ -118,7 +117,8 @@ def predict_model(
 
   The modes are those of `measure_model`, and "step" with the optimizer's
   update. "limit" is what Amdahl's law leaves: all products and bytes of the
-  baseline, of attention and the cache the share of the active heads. On devices
+  baseline and the routers, of attention and the cache the share of the active
+  heads. On devices
   models are bfloat16, products and memory reach what `plan` assumes, and a
   token is written in the time of reading the weights and the cache.
 
@@ -152,7 +152,7 @@ def _predicted(run: Config, name: str) -> dict[str, float]:
     topology = Topology(name, chip, (1,) * max(1, chip.dimensions))
     plan = make_plan(run, topology, compiles=False)
     rate = topology.devices * published_peak(chip.kind) * PEAK_SHARE
-    speed = chip.memory_speed * MEMORY_SHARE
+    speed = topology.devices * chip.memory_speed * MEMORY_SHARE
     forms, device = plan.attention, Target(chip.platform, chip.kind, chip.cores)
   products = sum(flops.computed(forms).values())
   found = {

@@ -180,8 +180,9 @@ class MeshConfig(base.Section):
       at a time, in every microbatch, and gradients are reduced as often.
       "step": all of them once, and gradients once too, for which each device
       holds both whole, in float32.
-    exchange: dtype in which gradients are sent; they are added up over
-      microbatches in float32.
+    exchange: dtype in which gradients are sent once a step, over `data` and,
+      with gather="step", `fsdp`; they are added up over microbatches in
+      float32.
   """
 
   NAME = "mesh"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
+from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.heads import HeadMix, HeadProjection, layer_layout
 from moh_jax.layers.linear import KernelInit, normal_init
@@ -227,7 +228,10 @@ class MoHAttention(nn.Module):
     slots: Slots | None,
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, the layout's width]."""
-    how = {"active": active, "implementation": self.implementation}
+    form = self.implementation
+    if self.is_initializing() and form in IMPLEMENTATIONS:
+      form = "auto"  # any device can make parameters
+    how = {"active": active, "implementation": form}
     if cache is not None and slots.first is not None:
       return attend_to_cache(q, cache, slots, **how)
     return attend(q, k, v, visible=visible, scale=layout.dim**-0.5, **how)

@@ -219,11 +219,14 @@ class StepFlops:
       routers' own products are in it.
     attention: the parts of `every_head` that are attention to all tokens, one
       for each group of equal layers.
+    in_remat: forward products but those of attention, for all heads, of the
+      layers that `model.remat` may compute again.
   """
 
   active: float
   every_head: float
   attention: tuple[float, ...]
+  in_remat: float
 
   def computed(self, forms: Sequence[LayerForm]) -> dict[str, float]:
     """What layers compute that have these forms of attention.
@@ -264,6 +267,9 @@ def at_peak(run: Config) -> dict[str, float]:
 
 def step_flops(run: Config) -> StepFlops:
   """FLOPs of one training step, by its program and its layers' attention."""
+  # Whatever the form, which may be impossible on the device of this trace.
+  model = dataclasses.replace(run.model, attention_impl="auto")
+  run = dataclasses.replace(run, model=model)
   objective = task_builder(run).make_objective(run)
   params = unbox(abstract_params(objective.model, objective.inputs))
   examples = run.data.batch_size
@@ -300,14 +306,22 @@ def step_flops(run: Config) -> StepFlops:
     active += budget.active * one
     attention.append(3 * budget.num_heads * one)
   whole = 3 * every_head + sum(attention)
-  return StepFlops(3 * active, whole, tuple(attention))
+  in_remat = _products(program.jaxpr, "remat2")
+  return StepFlops(3 * active, whole, tuple(attention), in_remat)
 
 
-def _products(jaxpr: Any) -> float:
-  """FLOPs of the products of a program, 2 for each multiplication."""
+def _products(jaxpr: Any, inside: str = "") -> float:
+  """FLOPs of the products of a program, 2 for each multiplication.
+
+  Args:
+    jaxpr: the program.
+    inside: name of a primitive, to count what is inside it alone.
+  """
   total = 0.0
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
+    if name in ("dot_general", "conv_general_dilated") and inside:
+      continue
     if name == "dot_general":
       (contracted, _), _ = eqn.params["dimension_numbers"]
       left, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -317,9 +331,10 @@ def _products(jaxpr: Any) -> float:
       features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
       total += 2 * math.prod(out) * math.prod(kernel) / features
     elif name == "cond":
-      total += max(_products(branch.jaxpr) for branch in eqn.params["branches"])
+      branches = eqn.params["branches"]
+      total += max(_products(branch.jaxpr, inside) for branch in branches)
     elif name not in _LOOPS:
       times = eqn.params["length"] if name == "scan" else 1
       for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-        total += times * _products(inner)
+        total += times * _products(inner, "" if name == inside else inside)
   return total

@@ -248,7 +248,8 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
   baseline = without_router(config.model).in_run(config)
   computed = flops.computed(forms)
   again = RUN_TWICE.get(config.model.remat, ())
-  recomputed = sum(computed[part] / 3 for part in again)
+  once = {"products": flops.in_remat, "attention": computed["attention"] / 3}
+  recomputed = sum(once[part] for part in again)
   compiled, reason = None, "not asked for"
   if compiles:
     compiled, reason = _compile(config, topology)
@@ -294,7 +295,9 @@ def _exchanges(
     return ()
   sent = jnp.dtype(config.mesh.exchange).itemsize / 4
   parts, found = config.optim.accumulation, []
-  split = rounded = own = 0.0  # of the parameters, split by fsdp or not
+  # Of the parameters, split by fsdp or not; tables of the vocabulary, which
+  # only "step" gathers.
+  split = rounded = tables = own = 0.0
   for box, leaf in zip(
     jax.tree.leaves(program.boxed, is_leaf=is_box),
     jax.tree.leaves(program.state.params),
@@ -307,7 +310,9 @@ def _exchanges(
     if "fsdp" in axes:
       split += size * sizes["fsdp"]
       dtype = jnp.dtype(getattr(box, "dtype", None) or leaf.dtype)
-      rounded += size * sizes["fsdp"] * dtype.itemsize / 4
+      whole = size * sizes["fsdp"] * dtype.itemsize / 4
+      rounded += whole
+      tables += whole * ("vocab" in getattr(box, "names", ()))
   shared = own - split / sizes["fsdp"]
 
   def cost(kind: str, axis: str, size: float) -> tuple[float, float]:
@@ -327,8 +332,8 @@ def _exchanges(
       memory = own * (2 if parts > 1 else 1)
       # In the forward pass and again in the backward pass.
       costs = [
-        cost("all-gather", "fsdp", 2 * parts * rounded),
-        cost("reduce-scatter", "fsdp", parts * rounded),
+        cost("all-gather", "fsdp", 2 * parts * (rounded - tables)),
+        cost("reduce-scatter", "fsdp", parts * (rounded - tables)),
         cost("all-reduce", "fsdp", parts * shared),
       ]
     costs.append(cost("all-reduce", "data", sent * own))

@@ -99,14 +99,16 @@ def train(
   objective = builder.make_objective(config)
   program = make_program(config, objective, mesh)
   entrance.check_run(config, mesh, program)
-  # Data.
-  task = builder.make_task(config, decode)
-  metadata = task.metadata(config)
+  # Directory.
   directory = entrance.check_writable(workdir)
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
     lock = enter(entrance.hold_lock(directory))
     start = saving.resumable_step(directory, verify)
+    warm_start.check_source(config, start)
+    # Data.
+    task = builder.make_task(config, decode)
+    metadata = task.metadata(config)
     entrance.check_same_run(directory, start, metadata, task.identity, verify)
     enter(sharding.use_mesh(mesh))
     first_state = warm_start.prepare(metadata, program, mesh, start)
@@ -159,7 +161,9 @@ def train(
           if shows:
             evaluation = log.show(step, state, stop) or evaluation
           if stop:
-            if not saves:  # it came while the state was shown
+            if not saves:  # it came after the question
+              if pending:
+                log.report(*pending, watch)
               log.save(step, state, batches.position, watch)
             break
         if not stop and not evaluation:  # of a finished run, started again

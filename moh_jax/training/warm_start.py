@@ -98,6 +98,21 @@ def prepare(
   return init
 
 
+def check_source(config: Config, start: int | None) -> None:
+  """Checks that a run which begins has the checkpoint that it begins from.
+
+  Raises:
+    FileNotFoundError: there is none at `train.init_from`.
+  """
+  source = config.train.init_from
+  if start is not None or not source:
+    return
+  try:
+    steps.find_step(source, None)
+  except FileNotFoundError as error:
+    raise FileNotFoundError(f"train.init_from={source!r}: {error}") from error
+
+
 def warm_start(
   ours: Metadata, abstract: Any, mesh: Mesh
 ) -> Callable[[Any], Any]:

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 from unittest import mock
@@ -104,12 +103,17 @@ def restore(folder: str) -> None:
   """Prints the most memory that restoring takes, over the result's bytes."""
   abstract = _blocks()
   jax.block_until_ready(jnp.zeros(8))
-  pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-  before = pages * os.sysconf("SC_PAGE_SIZE")
+  before = _kilobytes("VmRSS")
   params = checkpoint.restore_params(folder, 0, abstract, use_ema=False)
   jax.block_until_ready(params)
-  most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-  print((most - before) / sum(x.nbytes for x in jax.tree.leaves(params)))
+  used = 1024 * (_kilobytes("VmHWM") - before)
+  print(used / sum(x.nbytes for x in jax.tree.leaves(params)))
+
+
+def _kilobytes(name: str) -> int:
+  # Not `getrusage`: its maximum is that of the process that called exec, too.
+  status = pathlib.Path("/proc/self/status").read_text()
+  return int(status.split(f"{name}:")[1].split()[0])
 
 
 @pytest.mark.slow
