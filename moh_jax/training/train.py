@@ -91,6 +91,7 @@ def train(
   # Prepare.
   clock, config = RunClock(), resolve(config)
   entrance.check_processes(config, workdir)
+  warm_start.check_source(config, workdir)
   compilation_cache.keep_in(config.train.compilation_cache)
   # Devices.
   mesh = sharding.make_mesh(config.mesh, devices)
@@ -105,7 +106,6 @@ def train(
     enter = stack.enter_context
     lock = enter(entrance.hold_lock(directory))
     start = saving.resumable_step(directory, verify)
-    warm_start.check_source(config, start)
     # Data.
     task = builder.make_task(config, decode)
     metadata = task.metadata(config)

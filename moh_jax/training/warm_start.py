@@ -98,14 +98,14 @@ def prepare(
   return init
 
 
-def check_source(config: Config, start: int | None) -> None:
+def check_source(config: Config, workdir: str) -> None:
   """Checks that a run which begins has the checkpoint that it begins from.
 
   Raises:
     FileNotFoundError: there is none at `train.init_from`.
   """
   source = config.train.init_from
-  if start is not None or not source:
+  if not source or steps.list_steps(workdir):
     return
   try:
     steps.find_step(source, None)

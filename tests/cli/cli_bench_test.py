@@ -209,6 +209,15 @@ class ModelTest(parameterized.TestCase):
     [(length, run)] = options.runs().items()
     self.assertEqual((length, run.model.input_shape[:2]), (side, (side, side)))
 
+  def test_the_changes_are_of_what_is_timed(self):
+    # 1 is no multiple of the file's optim.accumulation, and there are no data.
+    changes = ("data.batch_size=1",)
+    for config in ("configs/llm.py", "configs/images.py"):
+      options = ModelOptions(config=config, predict=("h100",), changes=changes)
+      [run] = options.runs().values()
+      self.assertEqual(run.data.batch_size, 1)
+      self.assertTrue(run_speed.predict_model(run, None, options.predict))
+
   def test_unknown_devices_are_refused(self):
     with self.assertRaisesRegex(ValueError, "--predict.* must be some of"):
       ModelOptions(predict=("h1000",))

@@ -57,6 +57,14 @@ class PlanTest(tiny_checkpoint.CommandTest):
     told = [copies in plan["assumptions"] for plan in plans]
     self.assertEqual(told, [False, True])
 
+  def test_a_form_that_this_machine_cannot_run(self):
+    keys = (
+      "--config.model.attention_impl=cudnn",
+      "--config.model.dtype=bfloat16",
+    )
+    out = self.done("--topology=h100:8", *keys)
+    self.assertRegex(out, "(?m)^attention: cudnn$")
+
   @parameterized.parameters(
     ("a100:8", "", "kernel"), ("a100:8", "Triton", "dense"),
     ("v5e-16", "Triton", "splash"),

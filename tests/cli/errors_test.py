@@ -52,6 +52,7 @@ _REFUSED = {
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
     "configs/images.py --config.data.path=/nope/images": "/nope/images",
+    "configs/vit_digits.py --config.train.init_from=/no": "init_from='/no': ",
   },
   "evaluate --checkpoint {vit}": {
     "--top-k 1 --top-k 2 --per-class {here}/x.csv": "x.csv' takes one --top-k",
