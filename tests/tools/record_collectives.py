@@ -1,7 +1,7 @@
 """Records what every family's training step exchanges on every mesh.
 
 It compiles 15 steps for eight CPU devices, which takes minutes, and writes
-tests/goldens/collectives/jax_VERSION.json; once for each version of jax:
+tests/training/collectives/jax_VERSION.json; once for each version of jax:
 
   python -m tests.tools.record_collectives
 """

@@ -62,9 +62,7 @@ MESHES = {
 }
 # Of a version of jax: other versions of XLA may exchange otherwise.
 _MINOR = ".".join(jax.__version__.split(".")[:2])
-GOLDEN = (
-  pathlib.Path(__file__).parents[1] / f"goldens/collectives/jax_{_MINOR}.json"
-)
+GOLDEN = pathlib.Path(__file__).parent / f"collectives/jax_{_MINOR}.json"
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _DOT = re.compile(
   r"= \w+\[([\d,]*)\]\S* dot\((?:\w+\[([\d,]*)\]\S* )?%?([\w.-]+)"
