@@ -118,9 +118,9 @@ def predict_model(
   The modes are those of `measure_model`, and "step" with the optimizer's
   update. "limit" is what Amdahl's law leaves: all products and bytes of the
   baseline and the routers, of attention and the cache the share of the active
-  heads. On devices
-  models are bfloat16, products and memory reach what `plan` assumes, and a
-  token is written in the time of reading the weights and the cache.
+  heads. On devices models are bfloat16, products and memory reach what `plan`
+  assumes, and a token is written in the time of reading the weights and the
+  cache.
 
   Args:
     run: on random data.

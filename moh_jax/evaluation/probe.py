@@ -242,14 +242,14 @@ def order_by_importance(
   Args:
     importance: [layers, H].
     units: what tokens choose among in the layers; heads that are chosen
-      together stay together, and count together.
+      together stay together, and count together. It is empty without a router.
 
   Returns:
     Head numbers by layer, a value of `model.head_order`.
   """
-  orders = []
-  for row, of in zip(importance, units):
-    unit = np.arange(len(row)) // of.size
+  orders, sizes = [], [of.size for of in units] or [1] * len(importance)
+  for row, size in zip(importance, sizes, strict=True):
+    unit = np.arange(len(row)) // size
     worth = np.bincount(unit, row)[unit]
     orders.append(tuple(np.lexsort((-row, unit, -worth)).tolist()))
   return tuple(orders)

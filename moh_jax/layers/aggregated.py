@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.layers import IMPLEMENTATIONS
-from moh_jax.layers.attend import active_heads, attend
+from moh_jax.layers.attend import active_heads, attend, implementation_of
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
 from moh_jax.layers.mlp import CONV_INIT, LayerNorm
@@ -166,10 +165,7 @@ class FullAttention(CosineAttention):
     active: ActiveHeads | None,
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, D]."""
-    form = self.implementation
-    if self.is_initializing() and form in IMPLEMENTATIONS:
-      form = "auto"  # any device can make parameters
-    how = {"active": active, "implementation": form}
+    how = {"active": active, "implementation": implementation_of(self)}
     return attend(q, k, v, bias=bias, scale=1.0, **how)
 
 

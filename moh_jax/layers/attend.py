@@ -6,10 +6,12 @@ Shapes: B batch, N tokens, H query heads, D head dim.
 import functools
 import math
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
+from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import attention as ops
@@ -24,6 +26,16 @@ _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 _ATTENDED = ("batch", None, "attended_heads", None)
 _EVERYTHING = Visible()
 _BIAS = ("attended_heads", None, None)  # [H, N, M]
+
+
+def implementation_of(layer: nn.Module) -> str:
+  """The form that a layer asks for, by its attribute `implementation`.
+
+  While parameters are made it is "auto": they are the same for all forms, and
+  any device can make them, to plan, convert or restore. Unknown names stay.
+  """
+  makes = layer.is_initializing() and layer.implementation in IMPLEMENTATIONS
+  return "auto" if makes else layer.implementation
 
 
 def active_heads(

@@ -15,8 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
-from moh_jax.config.layers import IMPLEMENTATIONS
-from moh_jax.layers.attend import active_heads, attend, attend_to_cache
+from moh_jax.layers.attend import (
+  active_heads,
+  attend,
+  attend_to_cache,
+  implementation_of,
+)
 from moh_jax.layers.heads import HeadMix, HeadProjection, layer_layout
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import axes_of, constrain
@@ -228,10 +232,7 @@ class MoHAttention(nn.Module):
     slots: Slots | None,
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, the layout's width]."""
-    form = self.implementation
-    if self.is_initializing() and form in IMPLEMENTATIONS:
-      form = "auto"  # any device can make parameters
-    how = {"active": active, "implementation": form}
+    how = {"active": active, "implementation": implementation_of(self)}
     if cache is not None and slots.first is not None:
       return attend_to_cache(q, cache, slots, **how)
     return attend(q, k, v, visible=visible, scale=layout.dim**-0.5, **how)

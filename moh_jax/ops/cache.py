@@ -26,7 +26,7 @@ class LayerCache:
 
   Attributes:
     k: [B, K, M, D] keys, after RoPE; or [B * K, M, D], see `merge_texts`.
-    v: values, likewise.
+    v: values, of the same shape.
     k_scale: [B, K, 1, M] float32 where keys are int8, or [B * K, 1, M]: a key
       is scale * stored; else None.
     v_scale: the same for values.

@@ -135,10 +135,7 @@ def attend_to_cache(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:
   if cache.k_scale is not None:
     logits = logits * cache.k_scale
   visible = jnp.repeat(slots.visible(new, length), heads // groups, axis=1)
-  visible = jnp.broadcast_to(
-    visible[:, None], (batch, groups, *visible.shape[1:])
-  )
-  visible = visible.reshape(logits.shape)
+  visible = jnp.repeat(visible[:, None], groups, axis=1).reshape(logits.shape)
   logits = jnp.where(visible, logits * dim**-0.5, -jnp.inf)
   weights, total, _ = unnormalized_softmax(logits, masked=True)
   if cache.v_scale is not None:
@@ -193,9 +190,8 @@ def attend_to_groups(
   def one_text(text: jax.Array) -> jax.Array:
     return jnp.concatenate([attend_one(text, group) for group in range(groups)])
 
-  # A loop over one text would slice the cache at numbers that XLA cannot see.
-  texts = jnp.arange(batch)
-  out = one_text(0) if batch == 1 else lax.map(one_text, texts)
+  # Of one text the places in the cache are constants, which XLA reads faster.
+  out = one_text(0) if batch == 1 else lax.map(one_text, jnp.arange(batch))
   return out.reshape(q.shape)
 
 

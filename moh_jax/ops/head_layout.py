@@ -266,7 +266,7 @@ def check_heads(
       )
     if placement is None:
       raise ValueError(
-        f"{place} {group.attended} heads at work on {kv_heads} key/value "
+        f"{place} {group.attended} heads on {kv_heads} key/value "
         f"heads, which {tensor * sequence} devices cannot share evenly"
       )
     if works_equally(model, group):

@@ -18,7 +18,9 @@ from moh_jax.ops.target import Target, has_cudnn, target
 from moh_jax.runtime.sharding import BATCH_AXES, abstract_params, unbox
 from moh_jax.training.task import task_builder
 
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 _LOOPS = ("while", "pallas_call")
+_REMAT = "remat2"  # the primitive of `jax.checkpoint`
 # FLOP/s of dense bfloat16 products with float32 sums. GPUs: NVIDIA's data
 # sheets, whose figures with sparsity are halved. TPUs: the pages of the
 # versions at cloud.google.com/tpu/docs.
@@ -306,7 +308,7 @@ def step_flops(run: Config) -> StepFlops:
     active += budget.active * one
     attention.append(3 * budget.num_heads * one)
   whole = 3 * every_head + sum(attention)
-  in_remat = _products(program.jaxpr, "remat2")
+  in_remat = _products(program.jaxpr, _REMAT)
   return StepFlops(3 * active, whole, tuple(attention), in_remat)
 
 
@@ -320,7 +322,7 @@ def _products(jaxpr: Any, inside: str = "") -> float:
   total = 0.0
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
-    if name in ("dot_general", "conv_general_dilated") and inside:
+    if inside and name in _PRODUCTS:
       continue
     if name == "dot_general":
       (contracted, _), _ = eqn.params["dimension_numbers"]

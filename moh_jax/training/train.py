@@ -161,7 +161,7 @@ def train(
           if shows:
             evaluation = log.show(step, state, stop) or evaluation
           if stop:
-            if not saves:  # it came after the question
+            if not saves:  # the signal came after `stop.reached`
               if pending:
                 log.report(*pending, watch)
               log.save(step, state, batches.position, watch)

@@ -14,7 +14,8 @@ from moh_jax.cli import bench_attention
 from moh_jax.ops import attention as table
 from moh_jax.ops.attention import LENGTHS, Crossover, largest_share
 from moh_jax.ops.attention_forms import AttentionCase
-from moh_jax.ops.kernels.problem import BlockSizes, Tile
+from moh_jax.ops.kernels.attention import read
+from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
 from moh_jax.training import bench
 from moh_jax.training.bench import Program, Row
@@ -129,6 +130,43 @@ class TilesTest(parameterized.TestCase):
       best, lines = self._tune("triton", named.values())
     self.assertEqual(best, BlockSizes(*(named[name] for name in expected)))
     self.assertLen(lines, 2 + 2 + 2 + 1 + 3 + 3)
+
+
+class TilesCommandTest(absltest.TestCase):
+  def test_what_was_measured_joins_what_the_file_had(self):
+    out = pathlib.Path(self.create_tempdir()) / "tiles.json"
+
+    def tuned(*argv, found):
+      """Exit status, stderr, and what is asked of `tune`, which finds rows."""
+      sizes = [BlockSizes(*[Tile(rows, 64)] * 3) for rows in found]
+      with (
+        traced_for("gpu", "GPU X"),
+        devices.with_triton(),
+        mock.patch.object(tiles, "tune", side_effect=sizes) as tune,
+      ):
+        status, _, err = call("--out", out, *argv, main=tiles.main)
+      return status, err, [one.args for one in tune.call_args_list]
+
+    *result, asked = tuned("--head-dim", 64, 72, found=(16, 32))
+    self.assertEqual(result, [0, ""])
+    self.assertEqual([one[0].head_dim for one in asked], [64, 72])
+    float32 = "--dtype=float32", "--near"
+    *_, asked = tuned("--head-dim=64", *float32, found=(64,))
+    self.assertLess(len(asked[0][2]), 10)
+    tuned("--head-dim=72", found=(128,))
+    found = {key: sizes.dq.rows for key, sizes in read(out).items()}
+    self.assertEqual(
+      found,
+      {
+        Key("triton", "GPU X", 64, "bfloat16"): 16,
+        Key("triton", "GPU X", 72, "bfloat16"): 128,
+        Key("triton", "GPU X", 64, "float32"): 64,
+      },
+    )
+    with mock.patch("os.fsync", side_effect=OSError("No space left")):
+      *result, _ = tuned("--head-dim=64", found=(256,))
+    self.assertEqual(result, [2, "error: No space left\n"])
+    self.assertLen(read(out), 3)  # the old file
 
 
 class StepTest(absltest.TestCase):
