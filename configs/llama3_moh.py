@@ -15,11 +15,15 @@ others in each; 4 of 8 groups shared and 2 of the others), so that stock
 attention and smaller caches serve the model; stage2:FILE shares the heads
 that `python -m moh_jax heads --json FILE` found most important in place of the
 first; 70b_stage2 makes LLaMA3-70B an MoH as stage 2 does 8B, with its own
-vocabulary and no stage 1.
+vocabulary and no stage 1; lora and qlora do so with 8B by adapters, on one GPU
+of 80 GB or eight TPUs v5e, with a base in bfloat16 or int8:
+
+  python train.py --config=configs/llama3_moh.py:lora --workdir=LORA \
+    --config.train.init_from=LLAMA3 --config.data.path=TOKENS
 
 All devices split the parameters (mesh.fsdp). optim.accumulation is for 64 of
-them, of 70b_stage2 for 512, one sequence a device at a time; for another number
-of devices choose 2048 over that number.
+them, of 70b_stage2 for 512, of lora and qlora for one, one sequence a device at
+a time; for another number of devices choose data.batch_size over that number.
 """
 
 import dataclasses
@@ -35,6 +39,7 @@ _BATCH = 2048  # sequences: 16 million tokens
 # Model, billions of tokens and both rates. The paper names the rates, the
 # warm-up and the batch; its share of the run over which all heads become 8 of
 # 16 is ours.
+_LORA = ("llama3-8b", 0.25, 1e-4, 1e-5)  # ours: 2,000 steps
 _STAGES = {
   "stage1": ("llama3-8b-expanded", 300, 6e-5, 6e-6),
   "stage2": ("moh-llama3-8b", 100, 2e-5, 1e-6),
@@ -42,7 +47,10 @@ _STAGES = {
   "stage2_per_group": ("moh-llama3-8b", 100, 2e-5, 1e-6),
   "stage2_whole_group": ("moh-llama3-8b", 100, 2e-5, 1e-6),
   "70b_stage2": ("llama3-70b", 100, 2e-5, 1e-6),
+  "lora": _LORA,
+  "qlora": _LORA,
 }
+_LORA_BATCH = 16
 ARGUMENTS = tuple(_STAGES)
 
 
@@ -51,15 +59,17 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
   if order and stage == "stage1":
     raise ValueError(f"{arg}: an order of heads is for stage 2")
   name, billions, lr, final_lr = _STAGES[stage]
-  steps = billions * 10**9 // (_BATCH * _SEQUENCE)
+  is_lora, is_large = stage.endswith("lora"), name == "llama3-70b"
+  batch = _LORA_BATCH if is_lora else _BATCH
+  steps = int(billions * 1e9) // (batch * _SEQUENCE)
   model = lib.released_model(name, dtype="bfloat16", remat="full")
-  is_large = name == "llama3-70b"
-  if is_large:
+  if is_large or is_lora:
+    heads = model.num_heads[0]
     model = dataclasses.replace(
       model,
       router=lib.RouterConfig("query_norm"),
-      shared_heads=(32,) * model.depth,
-      top_k=(16,) * model.depth,
+      shared_heads=(heads // 2,) * model.depth,
+      top_k=(heads // 4,) * model.depth,
     )
   structure = stage.removeprefix("stage2_")
   if structure in ("per_group", "whole_group"):
@@ -69,31 +79,37 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
     model = dataclasses.replace(model, head_order=orders)
   tune = lib.TuneConfig()
-  if stage == "stage2_schedule":
+  if stage == "stage2_schedule" or is_lora:
     begins = tuple(steps // 20 * i for i in range(5))
     tune = lib.TuneConfig(begins, (16, 14, 12, 10, 8))
+  if is_lora:
+    dtype = "int8" if stage == "qlora" else "bfloat16"
+    lora = lib.LoraConfig(rank=64, alpha=128.0, base_dtype=dtype)
+    tune = dataclasses.replace(tune, lora=lora)
   config = lib.Config(
     model,
     data=lib.TextDataConfig(
       source="tokens",
       path="data/tokens",
       sequence_length=_SEQUENCE,
-      batch_size=_BATCH,
+      batch_size=batch,
     ),
     optim=lib.OptimConfig(
       lr=lr,
       warmup_steps=50,
       final_lr=final_lr,
       b2=0.95,  # ours, the paper does not say
-      weight_decay=0.1,
-      accumulation=4 if is_large else 32,
+      weight_decay=0.0 if is_lora else 0.1,
+      accumulation=4 if is_large else 16 if is_lora else 32,
     ),
     train=lib.TrainConfig(steps=steps),
     tune=tune,
     mesh=lib.MeshConfig(data=1, fsdp=-1),
     checkpoint=lib.CheckpointConfig(every=500),
     # One sequence a device at least.
-    eval=lib.EvalConfig(every=1000, batch_size=512 if is_large else 256),
+    eval=lib.EvalConfig(
+      every=1000, batch_size=512 if is_large else 8 if is_lora else 256
+    ),
     log=lib.LogConfig(every=10),
   )
   return lib.to_config_dict(config)

@@ -145,8 +145,9 @@ register_family(
       "llama": ("llama", "llm", "moh-llm"),
       "moh-llama3": ("moh-llama3",),
       "moh-hf": ("moh-",),
+      "peft": (),
     },
-    exports=("hf", "released"),
+    exports=("hf", "released", "peft"),
   )
 )
 register_router("two_stage", "moh_jax.layers.router:TwoStageRouter")

@@ -14,7 +14,7 @@ class Options(command.RunConfig):
   Attributes:
     from_: format of the source. Of image classifiers: moh-vit, transnext; of
       diffusion models: moh-dit, dit, diffusers; of language models: llama,
-      moh-llama3, moh-hf.
+      moh-llama3, moh-hf, and peft, adapters of one.
     source: safetensors file or folder, or .pth/.pt; a folder of transformers
       says in its config.json which model it is, a file of `export` in its
       metadata.
@@ -25,6 +25,7 @@ class Options(command.RunConfig):
     config: config file of another model.
     image_size: input size of a classifier in pixels, instead of the model's;
       the relative coordinates keep the pre-training size.
+    base: checkpoint of the model that adapters of PEFT were trained on.
   """
 
   from_: str
@@ -34,6 +35,7 @@ class Options(command.RunConfig):
   model: str | None = None
   config: command.Place | None = None
   image_size: Count | None = None
+  base: command.Place | None = None
 
   def check(self) -> None:
     """The format is known, and one option says which model it is."""
@@ -60,6 +62,7 @@ def run(options: Options) -> int:
     model=options.model,
     config=resolve(options.loaded) if options.config else None,
     image_size=options.image_size,
+    base=options.base,
   )
   print(f"{name}: {count:,} parameters written to {options.out}")
   if imported(family_of_format(options.from_).model).READS_TEXT:

@@ -62,8 +62,10 @@ def _lines(plan: Plan) -> Iterator[str]:
   ends = ""
   if changes_heads(config):
     ends = " in the end, as all figures of active heads (tune.top_k_steps)"
+  rank = config.tune.lora.rank
+  tuned = f" (adapters of rank {rank} are trained)" if rank else ""
   yield (
-    f"model: {config.model.family}, {plan.parameters:,} parameters, "
+    f"model: {config.model.family}, {plan.parameters:,} parameters{tuned}, "
     f"{config.model.activated_share:.1%} of the heads active{ends}"
   )
   for name, value in plan.assumed.items():

@@ -7,7 +7,6 @@ from moh_jax.config.base import make_section as make_section
 from moh_jax.config.data import ClassifierConfig as ClassifierConfig
 from moh_jax.config.data import DataConfig as DataConfig
 from moh_jax.config.data import TextDataConfig as TextDataConfig
-from moh_jax.config.data import TuneConfig as TuneConfig
 from moh_jax.config.dit import DiffusionConfig as DiffusionConfig
 from moh_jax.config.dit import DiTConfig as DiTConfig
 from moh_jax.config.dit import SampleConfig as SampleConfig
@@ -46,5 +45,7 @@ from moh_jax.config.run import MeshConfig as MeshConfig
 from moh_jax.config.run import OptimConfig as OptimConfig
 from moh_jax.config.run import RewindConfig as RewindConfig
 from moh_jax.config.run import TrainConfig as TrainConfig
+from moh_jax.config.tune import LoraConfig as LoraConfig
+from moh_jax.config.tune import TuneConfig as TuneConfig
 from moh_jax.config.vit import StageShape as StageShape
 from moh_jax.config.vit import ViTConfig as ViTConfig

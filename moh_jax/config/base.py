@@ -100,8 +100,6 @@ class Section:
   # Fields that parameters were trained for: a run cannot start from them with
   # others.
   NUMERIC_FIELDS: ClassVar[tuple[str, ...]] = ()
-  # Whether the section says nothing of a model that is served.
-  ONLY_TRAINS: ClassVar[bool] = False
 
   def __post_init__(self):
     for name, value in read_fields(self.NAME, type(self), vars(self)).items():

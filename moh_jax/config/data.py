@@ -1,7 +1,6 @@
 """The section `data`, and those of how its examples are used in training."""
 
 import dataclasses
-import itertools
 import math
 import re
 from typing import Annotated, Literal
@@ -206,33 +205,6 @@ class TextDataConfig(ExamplesConfig):
       self.fail("mix", "must name each source once")
     if self.mix and abs(sum(self.ratios) - 100) > _SUM_TOLERANCE:
       self.fail("ratios", f"must sum to 100 (percent), not {sum(self.ratios)}")
-
-
-@dataclasses.dataclass(frozen=True)
-class TuneConfig(base.Section):
-  """How routing changes during a run.
-
-  Attributes:
-    top_k_steps: optimizer steps at which the routed heads per token change, the
-      first 0; () keeps model.top_k throughout.
-    top_k_values: routed heads per token from each of these steps on, in every
-      layer that routes; the last is model.top_k.
-  """
-
-  NAME = "tune"
-  ONLY_TRAINS = True
-
-  top_k_steps: tuple[base.Natural, ...] = ()
-  top_k_values: tuple[base.Count, ...] = ()
-
-  def check(self) -> None:
-    """The steps rise from 0, each with a value."""
-    steps = self.top_k_steps
-    if len(steps) != len(self.top_k_values):
-      self.fail("top_k_values", f"must have one value for each of {steps}")
-    rising = all(a < b for a, b in itertools.pairwise(steps))
-    if steps and (steps[0] != 0 or not rising):
-      self.fail("top_k_steps", "must rise from 0")
 
 
 # Policies of random operations on images, as timm names them.

@@ -5,7 +5,7 @@ import math
 from typing import Annotated, Literal
 
 from moh_jax.config import base
-from moh_jax.config.data import TextDataConfig, TuneConfig
+from moh_jax.config.data import TextDataConfig
 from moh_jax.config.layers import LayerStack
 from moh_jax.config.run import Config
 
@@ -166,7 +166,6 @@ class LLMConfig(LayerStack):
   loss_chunk: Annotated[int, base.Range(0, 1 << 24)] = 512
 
   DATA = TextDataConfig
-  SECTIONS = {"tune": TuneConfig}
   RUNTIME_FIELDS = (*LayerStack.RUNTIME_FIELDS, "loss_chunk")
   SIZE = "max_length"
   READS_TEXT = True
@@ -251,7 +250,7 @@ class LLMConfig(LayerStack):
     """A schedule of top_k keeps its steps and ends as this model is."""
     tune = run.tune
     if not self.router.selects:
-      tune = TuneConfig()
+      tune = dataclasses.replace(tune, top_k_steps=(), top_k_values=())
     elif values := tune.top_k_values:
       # They lie between the last one and all routed heads as before.
       last, new_last = values[-1], max(self.top_k)

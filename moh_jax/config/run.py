@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from moh_jax.config import base
 from moh_jax.config.registry import get_family, imported
+from moh_jax.config.tune import TuneConfig
 
 Fields = dict[str, dict[str, Any]]  # by section
 _Axis = Annotated[int, base.Range(-1, 1 << 20)]
@@ -340,6 +341,7 @@ class Config:
     data: where examples come from.
     optim: the optimizer and its schedule.
     train: length, seed and losses.
+    tune: how a trained model is tuned.
     mesh: devices.
     checkpoint: when the run is saved.
     eval: evaluation on the held-out split.
@@ -351,6 +353,7 @@ class Config:
   data: Any
   optim: OptimConfig
   train: TrainConfig
+  tune: TuneConfig
   mesh: MeshConfig
   checkpoint: CheckpointConfig
   eval: EvalConfig
@@ -395,6 +398,9 @@ class Config:
 
   def _check(self) -> None:
     self.model.check_run(self)
+    if self.tune.top_k_steps and not self.model.READS_TEXT:
+      family = f"model.family={self.model.family!r}"
+      self.tune.fail("top_k_steps", f"must be () for {family}")
     optim, steps = self.optim, self.train.steps
     if self.data.batch_size % (parts := optim.accumulation):
       whole = f"a multiple of optim.accumulation={parts}"
@@ -410,11 +416,7 @@ class Config:
 
   def served(self) -> "Config":
     """The run to serve its model with: what only trains has its defaults."""
-    trained = (
-      n for n, x in self.sections.items() if getattr(x, "ONLY_TRAINS", 0)
-    )
-    defaults = {name: type(self.sections[name])() for name in trained}
-    return dataclasses.replace(self, **defaults)
+    return dataclasses.replace(self, tune=TuneConfig())
 
   def by_name(self) -> dict[str, Any]:
     """Every section of the run, by its name."""

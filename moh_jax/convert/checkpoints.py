@@ -22,15 +22,16 @@ from moh_jax.config import (
   imported,
   released_model,
 )
-from moh_jax.convert import rules, stream, tensor_files
+from moh_jax.convert import peft, rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
 from moh_jax.data import tokenizers
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
+from moh_jax.models.stored import read_params
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.json_files import parse_json
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]
@@ -48,6 +49,7 @@ def convert(
   model: str | None = None,
   config: Config | None = None,
   image_size: int | None = None,
+  base: str | None = None,
 ) -> tuple[str, int]:
   """Turns a public checkpoint into one that inference restores.
 
@@ -65,6 +67,7 @@ def convert(
     config: run of a model that is not a released one.
     image_size: input size of a classifier, instead of the model's; that of a
       diffusion model is in its checkpoint.
+    base: checkpoint of the model that adapters ("peft") were trained on.
 
   Returns:
     The model's name and its number of parameters.
@@ -73,6 +76,13 @@ def convert(
     FileNotFoundError: there is no such source.
     ValueError: the tensors fit no (or not the named) model; they are listed.
   """
+  if (kind == peft.FORM) != (base is not None):
+    raise ValueError(
+      f"--base {base!r}: --from {peft.FORM!r}, and it alone, needs the "
+      "checkpoint that the adapters were trained on"
+    )
+  if base is not None:
+    return "adapters", peft.import_adapters(source, base, out)
   name, metadata, tensors = _open(kind, source, key, model, config)
   config = metadata.config
   if image_size:
@@ -113,7 +123,8 @@ def export(
   model card, and code where transformers has none for the model. Other families
   become one safetensors file; the config, in which the preprocessing is, and
   the class names are in the text of its header, where `convert` finds them.
-  `to="diffusers"` makes a folder of a plain DiT.
+  `to="diffusers"` makes a folder of a plain DiT. Adapters become a part of the
+  weights, which are then held in memory; `to="peft"` writes them alone.
 
   Args:
     directory: a working directory or an output of `convert`.
@@ -150,15 +161,23 @@ def export(
       f"is a model of {family.name!r}"
     )
   form = to or family.exports[0]  # "" is one file
+  if form == peft.FORM:
+    how = {"use_ema": use_ema, "verify": verify, "dtype": dtype}
+    return peft.export_adapters(directory, out, step, **how)
   converter = converter_of(config.model)
   table = model_rules(config.model, form)
   abstract = _abstract(config)
   total = _count(abstract)
 
   def plan() -> list[Planned]:
-    params = stream.open_params(
-      directory, step, abstract, use_ema=use_ema, verify=verify
-    )
+    how = {"use_ema": use_ema, "verify": verify}
+    if config.tune.lora.rank:
+      held = abstract_on(*make_model(config), None)
+      held = jax.tree.map(lambda x: x.update(dtype=dtype), held)
+      params = read_params(metadata, directory, step, held, None, **how)
+      params = jax.tree.map(stream.HeldLeaf, params)
+    else:
+      params = stream.open_params(directory, step, abstract, **how)
     leaves = traverse_util.flatten_dict(params)
     shapes = rules.expected_tensors(table, abstract)
     return [

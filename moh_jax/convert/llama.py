@@ -324,7 +324,7 @@ def _training(config: Config, step: int) -> str:
     optimizer += f", gradients up to norm {optim.clip_norm:g}"
   if optim.ema_decay:
     optimizer += f", weights averaged with decay {optim.ema_decay:g}"
-  tune = config.sections["tune"]
+  tune = config.tune
   top_k = zip(tune.top_k_steps, tune.top_k_values)
   rows = [
     ("Steps", f"{step:,} of {train.steps:,}"),

@@ -123,6 +123,18 @@ class StoredLeaf(_Leaf):
     return part
 
 
+class HeldLeaf:
+  """A parameter that is in memory, read as a `StoredLeaf` is."""
+
+  def __init__(self, array: Any):
+    """Keeps an array."""
+    self._array = array
+
+  def read(self, layer: int | types.EllipsisType = ...) -> np.ndarray:
+    """The parameter, or one of stacked layers."""
+    return np.asarray(self._array[layer])
+
+
 class _Handler(ocp.type_handlers.NumpyHandler):
   """Writes `SourceLeaf`s in the format of NumPy arrays, opens `StoredLeaf`s."""
 

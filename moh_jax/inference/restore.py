@@ -17,6 +17,7 @@ from moh_jax.config.serving import serving_config, with_top_k
 from moh_jax.data import tokenizers
 from moh_jax.inference.classify import ImageLike, Prediction, classify
 from moh_jax.models.registry import fit_params, make_model, serving_dtypes
+from moh_jax.models.stored import read_params
 from moh_jax.ops.head_layout import check_heads
 from moh_jax.runtime import checkpoint, sharding, steps
 from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
@@ -145,8 +146,12 @@ def restore(
   told += [f"model.{name}={value!r}" for name, value in overrides.items()]
   model = _network(config, jax.eval_shape(fit, abstract), told)
   sharding.check_tree(abstract, f"the parameters of {directory}")
-  params = checkpoint.restore_params(
-    directory, step, abstract, use_ema=use_ema, verify=verify
+  # Where the base of adapters is now may be among the changes.
+  metadata = dataclasses.replace(
+    stored, config=dataclasses.replace(stored.config, train=config.train)
+  )
+  params = read_params(
+    metadata, directory, step, abstract, mesh, use_ema=use_ema, verify=verify
   )
   names, sha256 = stored.class_names, stored.tokenizer_sha256
   return Restored(config, model, fit(params), step, names, sha256)

@@ -15,9 +15,9 @@ import numpy as np
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, implementation_of
 from moh_jax.layers.heads import HeadMix, HeadProjection
-from moh_jax.layers.linear import LINEAR_INIT, add_bias
+from moh_jax.layers.linear import LINEAR_INIT, Linear, add_bias
 from moh_jax.layers.mlp import CONV_INIT, LayerNorm
-from moh_jax.layers.partitioning import constrain, declare, with_axes
+from moh_jax.layers.partitioning import constrain, declare
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops.basics import gelu
 from moh_jax.ops.head_blocks import ActiveHeads
@@ -235,8 +235,13 @@ class AggregatedAttention(CosineAttention, kw_only=True):
   def _pool(self, x: jax.Array) -> jax.Array:
     """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""
     batch, _, channels = x.shape
-    init = with_axes(CONV_INIT, ("embed", "mlp"), self.dtype)
-    sr = nn.Dense(channels, kernel_init=init, dtype=self.dtype, name="sr")
+    sr = Linear(
+      channels,
+      ("embed", "mlp"),
+      kernel_init=lambda *_: CONV_INIT,
+      dtype=self.dtype,
+      name="sr",
+    )
     x = gelu(constrain(sr(x), "batch", "tokens", "mlp"))
     x = x.reshape(batch, *self.grid, channels)
     rows, columns = (

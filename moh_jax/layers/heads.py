@@ -66,19 +66,25 @@ class HeadProjection(KernelLayer):
     shape = (self.parts, self.num_heads, self.head_dim)
     axes = (("embed",), (None, *_HEAD_AXES))
     kernel, bias = self.parameters(x.shape[-1:], shape, axes)
+    parts = range(self.parts)
     if on_tpu() and not self.output_major:
       biases = [None] * self.parts if bias is None else bias
-      vectors = [
-        self._one_part(x, kernel[:, i], biases[i]) for i in range(self.parts)
-      ]
+      vectors = [self._one_part(x, kernel[:, i], biases[i]) for i in parts]
     else:
       out = self.multiply(x, kernel, bias, 1)
       # The gradient of a split is one concatenation; that of slices is a sum.
       vectors = [v[:, :, 0] for v in jnp.split(out, self.parts, axis=2)]
+    axes_a, axes_b = ("embed", None, None), (None, None, *_HEAD_AXES)
+    if factors := self.adapter(axes_a, axes_b):
+      a, b = factors
+      low = self.multiply(self.adapter_input(x), a, None, 1)
+      one = self._one_part if on_tpu() else self.multiply
+      more = [one(low[:, :, i], b[i], None, 1) for i in parts]
+      vectors = list(map(jnp.add, vectors, more))
     return [constrain(v, "batch", "tokens", *_HEAD_AXES) for v in vectors]
 
   def _one_part(
-    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
+    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, *_: int
   ) -> jax.Array:
     """Projects to one kind of vectors, with heads side by side in the lanes.
 
@@ -132,20 +138,28 @@ class HeadMix(KernelLayer):
     # The bias is whole on every device: to gather it would take longer than
     # the memory is worth.
     kernel, bias = self.parameters(inputs, (self.features,), axes, (None,))
-    kernel = _pad(kernel, dim, -1 if self.output_major else 1)
     count = 1 if self.output_major else layout.count(num_heads)
-    if count > 1:
-      kernel = kernel.reshape(-1, count * dim, self.features)
+
+    def laid_out(kernel: jax.Array) -> jax.Array:
+      kernel = _pad(kernel, dim, -1 if self.output_major else 1)
+      if count == 1:
+        return kernel
+      kernel = kernel.reshape(-1, count * dim, kernel.shape[-1])
       # Without the barrier XLA takes the heads of the gradient's product apart
       # again, and for that copies its input.
-      kernel = jax.lax.optimization_barrier(kernel)
+      return jax.lax.optimization_barrier(kernel)
+
     gated = fill_lanes(heads, count)
     if dim != layout.dim:
       gated = _store_by_head(gated)
     if gates is not None:
       chex.assert_equal_shape_prefix((heads, gates), 3)
       gated = gated * over_lanes(gates, count, dim).astype(heads.dtype)
-    out = self.multiply(gated, kernel, bias, 2)
+    out = self.multiply(gated, laid_out(kernel), bias, 2)
+    if factors := self.adapter((*_HEAD_AXES, None), (None, "embed")):
+      a, b = factors
+      low = self.multiply(self.adapter_input(gated), laid_out(a), None, 2)
+      out = out + self.multiply(low, b, None, 1)
     return constrain(out, "batch", "tokens", None)
 
 

@@ -1,13 +1,27 @@
-"""Linear layers whose kernels are stored input-major or output-major."""
+"""Linear layers: kernels input-major or output-major, and their adapters.
 
+All products with weights of all networks go through `KernelLayer.multiply`, but
+for convolutions and the output layer of language models. An adapter (LoRA,
+arXiv:2106.09685) adds (alpha / r) (x A) B to x W; `models.adapters` puts A, B
+and the factor among the parameters, beside the kernel that they adapt.
+"""
+
+import contextlib
+import contextvars
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.partitioning import axes_of, constrain, declare
+from moh_jax.layers.partitioning import (
+  axes_of,
+  constrain,
+  declare,
+  draw_examples,
+)
 from moh_jax.ops.basics import einsum_float32
 from moh_jax.ops.head_layout import HeadLayout, on_tpu
 from moh_jax.ops.target import on_one_device
@@ -24,6 +38,11 @@ Dims = int | tuple[int, ...]
 KernelInit = Callable[[Dims, Dims], nn.initializers.Initializer]
 # Logical names of the input dimensions and of the output dimensions.
 KernelAxes = tuple[tuple[str | None, ...], tuple[str | None, ...]]
+# Parameters beside a "kernel" that change what its layer computes: both factors
+# of an adapter and alpha / r, and the scale of a kernel in int8.
+LORA_A, LORA_B, LORA_SCALE = "lora_a", "lora_b", "lora_scale"
+KERNEL_SCALE = "kernel_scale"
+_DROPOUT = contextvars.ContextVar("dropout of adapters", default=0.0)
 
 
 def normal_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
@@ -80,41 +99,23 @@ def product(
   return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def dot_rows(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
-  """`jax.lax.dot_general` for `nn.Dense`, as one product of two matrices.
-
-  See `product`. Where a mesh splits the tokens it is `dot_general` as it is.
-
-  Args:
-    x: [..., C].
-    kernel: [C, F].
-    *args: of `jax.lax.dot_general`.
-    **kwargs: of `jax.lax.dot_general`.
-  """
-  if axes_of("tokens"):
-    return jax.lax.dot_general(x, kernel, *args, **kwargs)
-  return product(x, kernel)
-
-
-def dot_whole(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
-  """`jax.lax.dot_general` for kernels that no tensor axis splits.
-
-  On a mesh the kernel is gathered first. Left to itself, the compiler sends
-  parts of it between all devices, also between slices, before it gathers them.
-
-  Args:
-    x: left operand.
-    kernel: right operand.
-    *args: of `jax.lax.dot_general`.
-    **kwargs: of `jax.lax.dot_general`.
-  """
-  kernel = constrain(kernel, *[None] * kernel.ndim)
-  return jax.lax.dot_general(x, kernel, *args, **kwargs)
-
-
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
   """Adds a bias to the last axes of x: [..., C] + [C] is [..., C]."""
   return x + jax.lax.broadcast_to_rank(bias, x.ndim)
+
+
+@contextlib.contextmanager
+def adapter_dropout(rate: float) -> Iterator[None]:
+  """Context in which adapters miss a share of their inputs' elements.
+
+  Args:
+    rate: the share; above 0 layers need the rng "dropout".
+  """
+  token = _DROPOUT.set(rate)
+  try:
+    yield
+  finally:
+    _DROPOUT.reset(token)
 
 
 class KernelLayer(nn.Module, kw_only=True):
@@ -134,6 +135,7 @@ class KernelLayer(nn.Module, kw_only=True):
   output_major: bool = False
   dtype: jnp.dtype = jnp.float32
   layout: HeadLayout | None = None
+  adapts = True  # whether the layer's products add those of its adapter
 
   def parameters(
     self,
@@ -161,7 +163,10 @@ class KernelLayer(nn.Module, kw_only=True):
     count = len((inputs, outputs)[order][0])
     dims = tuple(range(len(shape)))
     init = self.kernel_init(*(dims[:count], dims[count:])[order])
-    kernel = declare(self, "kernel", init, shape, names, self.dtype)
+    adapts = len(inputs) if self.adapts else None
+    kernel = declare(self, "kernel", init, shape, names, self.dtype, adapts)
+    if self.has_variable("params", KERNEL_SCALE):
+      kernel = kernel * self.get_variable("params", KERNEL_SCALE)
     kernel = self._deal(kernel, names)
     if not self.use_bias:
       return kernel, None
@@ -203,6 +208,38 @@ class KernelLayer(nn.Module, kw_only=True):
     out = out.reshape(*lead, *outputs)
     return out if bias is None else add_bias(out, bias)
 
+  def adapter(
+    self, axes_a: tuple[str | None, ...], axes_b: tuple[str | None, ...]
+  ) -> tuple[jax.Array, jax.Array] | None:
+    """The factors of the layer's adapter, None where it has none.
+
+    Args:
+      axes_a: logical names of the dimensions of A.
+      axes_b: those of B.
+
+    Returns:
+      A [*inputs, r] and B [r, *outputs], which includes alpha / r, both in the
+      compute dtype and the layer's layout. Where a kernel has parts, each has
+      factors of its own: A [C, parts, r], B [parts, r, H, D].
+    """
+    if not self.has_variable("params", LORA_A):
+      return None
+    a, b, scale = (
+      self.get_variable("params", name) for name in (LORA_A, LORA_B, LORA_SCALE)
+    )
+    return self._deal(a, axes_a), self._deal(b * scale, axes_b)
+
+  def adapter_input(self, x: jax.Array) -> jax.Array:
+    """What an adapter sees of x [B, ...]: in training it may miss elements."""
+    rate = _DROPOUT.get()
+    if not rate:
+      return x
+    split = functools.partial(jax.random.split, self.make_rng("dropout"))
+    keys = draw_examples(lambda shape: split(shape[0]), x.shape[:1])
+    keep = 1 - rate
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))
+    return jnp.where(kept(keys), x / keep, 0)
+
   def _deal(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Casts a parameter and brings its heads to the devices of the layout."""
     x = x.astype(self.dtype)
@@ -218,14 +255,24 @@ class Linear(KernelLayer):
   Attributes:
     features: width of the result.
     axes: logical axes of the input and the output.
+    gathered: gather the kernel before the product, on a mesh that splits it.
+      Left to itself, the compiler sends parts of it between all devices, also
+      between slices, before it gathers them.
   """
 
   features: int
   axes: tuple[str | None, str | None]
+  gathered: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., C] to [..., features]."""
     axes = tuple((name,) for name in self.axes)
     kernel, bias = self.parameters(x.shape[-1:], (self.features,), axes)
-    return self.multiply(x, kernel, bias, 1)
+    if self.gathered:
+      kernel = constrain(kernel, None, None)
+    out = self.multiply(x, kernel, bias, 1)
+    if factors := self.adapter((self.axes[0], None), (None, self.axes[1])):
+      low = product(self.adapter_input(x.astype(self.dtype)), factors[0])
+      out = out + product(low, factors[1])
+    return out

@@ -13,7 +13,6 @@ from moh_jax.layers.linear import (
   LINEAR_INIT,
   Linear,
   add_bias,
-  dot_rows,
   xavier_init,
 )
 from moh_jax.layers.partitioning import constrain, declare, with_axes
@@ -37,13 +36,12 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
-    up = with_axes(xavier_init(0, 1), ("embed", "mlp"), self.dtype)
-    down = with_axes(xavier_init(0, 1), ("mlp", "embed"), self.dtype)
-    dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dot_rows)
-    hidden = dense(self.hidden_dim, kernel_init=up, name="up")(x)
+    wide, kinds = ("embed", "mlp"), {"kernel_init": xavier_init}
+    kinds["dtype"] = self.dtype
+    hidden = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
     hidden = constrain(nn.gelu(hidden), "batch", "tokens", "mlp")
-    out = dense(x.shape[-1], kernel_init=down, name="down")(hidden)
-    return constrain(out, "batch", "tokens", None)
+    down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
+    return constrain(down(hidden), "batch", "tokens", None)
 
 
 class SwiGLU(nn.Module):
@@ -96,11 +94,9 @@ class ConvGLU(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
     batch, tokens, channels = x.shape
-    up = with_axes(LINEAR_INIT, ("embed", "mlp"), self.dtype)
-    down = with_axes(LINEAR_INIT, ("mlp", "embed"), self.dtype)
-    dense = functools.partial(nn.Dense, dtype=self.dtype)
-    gate = dense(self.hidden_dim, kernel_init=up, name="gate")(x)
-    value = dense(self.hidden_dim, kernel_init=up, name="value")(x)
+    wide, kinds = ("embed", "mlp"), {"dtype": self.dtype}
+    gate = Linear(self.hidden_dim, wide, name="gate", **kinds)(x)
+    value = Linear(self.hidden_dim, wide, name="value", **kinds)(x)
     gate = constrain(gate, "batch", "tokens", "mlp")
     value = constrain(value, "batch", "tokens", "mlp")
 
@@ -108,8 +104,8 @@ class ConvGLU(nn.Module):
     gate = DepthwiseConv(name="dwconv", dtype=self.dtype)(gate)
     gate = gate.reshape(batch, tokens, self.hidden_dim)
     hidden = gelu(gate) * value
-    out = dense(channels, kernel_init=down, name="out")(hidden)
-    return constrain(out, "batch", "tokens", None)
+    out = Linear(channels, wide[::-1], name="out", **kinds)
+    return constrain(out(hidden), "batch", "tokens", None)
 
 
 class DepthwiseConv(nn.Module):

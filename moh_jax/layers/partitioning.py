@@ -24,9 +24,12 @@ class LogicalAxes(nn.LogicallyPartitioned):
   Attributes:
     dtype: to which its layer rounds the parameter before any use; None if it
       does not.
+    inputs: of the kernel of a layer that can have an adapter, how many of its
+      dimensions are the input's; None of other parameters.
   """
 
   dtype: Any = flax.struct.field(default=None, pytree_node=False)
+  inputs: int | None = flax.struct.field(default=None, pytree_node=False)
 
   def to_nnx_metadata(self) -> dict[str, Any]:
     """Metadata of the `nnx.Variable` that stands for this parameter."""
@@ -43,6 +46,7 @@ def with_axes(
   init: nn.initializers.Initializer,
   names: Sequence[str | None],
   dtype: jnp.dtype | None = None,
+  inputs: int | None = None,
 ) -> Callable[..., LogicalAxes]:
   """Wraps an initializer so that it boxes its result with logical names.
 
@@ -50,8 +54,10 @@ def with_axes(
     init: (key, shape, dtype) -> array.
     names: one logical name, or None, per dimension.
     dtype: see `LogicalAxes`.
+    inputs: see `LogicalAxes`.
   """
-  return lambda *args: LogicalAxes(init(*args), tuple(names), dtype=dtype)
+  more = {"dtype": dtype, "inputs": inputs}
+  return lambda *args: LogicalAxes(init(*args), tuple(names), **more)
 
 
 def declare(
@@ -61,6 +67,7 @@ def declare(
   shape: Sequence[int],
   axes: Sequence[str | None],
   dtype: jnp.dtype | None = None,
+  inputs: int | None = None,
 ) -> jax.Array:
   """Declares a float32 parameter of a module, with its logical names.
 
@@ -71,8 +78,9 @@ def declare(
     shape: of the parameter.
     axes: one logical name, or None, per dimension.
     dtype: see `LogicalAxes`.
+    inputs: see `LogicalAxes`.
   """
-  boxed = with_axes(init, axes, dtype)
+  boxed = with_axes(init, axes, dtype, inputs)
   return module.param(name, boxed, tuple(shape), jnp.float32)
 
 

@@ -6,16 +6,26 @@ import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.linear import dot_whole, xavier_init
+from moh_jax.layers.linear import (
+  LINEAR_INIT,
+  Dims,
+  Linear,
+  xavier_init,
+)
 from moh_jax.layers.mlp import MLP, LayerNorm, Table, check_shape
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.partitioning import constrain, with_axes
+from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import ModelAux, collect_aux, scan_blocks
 from moh_jax.ops.position import sincos_2d, sinusoidal
 from moh_jax.ops.routing import RouterAux
 
 _FREQUENCIES = 256  # features of a timestep
-_EMBED_INIT = nn.initializers.normal(0.02)
+
+
+def _zeros_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
+  """Zeros: at the start a block passes on its input, and the output is 0."""
+  del inputs, outputs
+  return nn.initializers.zeros
 
 
 class Embedding(nn.Module):
@@ -31,18 +41,13 @@ class Embedding(nn.Module):
   def __call__(self, t: jax.Array, labels: jax.Array) -> jax.Array:
     """Maps t [B] and labels [B] to [B, C] float32."""
     cfg = self.config
-    init = with_axes(_EMBED_INIT, ("embed", None))
-    kinds = {
-      "dtype": jnp.float32,
-      "kernel_init": init,
-      "dot_general": dot_whole,
-    }
+    wide = cfg.width, ("embed", None)
     x = sinusoidal(t, _FREQUENCIES)
-    x = nn.silu(nn.Dense(cfg.width, name="time_in", **kinds)(x))
-    x = nn.Dense(cfg.width, name="time_out", **kinds)(x)
+    x = nn.silu(Linear(*wide, gathered=True, name="time_in")(x))
+    x = Linear(*wide, gathered=True, name="time_out")(x)
     rows = cfg.num_classes + bool(cfg.label_dropout)  # the last: no label
     axes = (None, "embed")
-    table = Table(rows, cfg.width, axes, _EMBED_INIT, name="label")()
+    table = Table(rows, cfg.width, axes, LINEAR_INIT, name="label")()
     # Whole on every device: rows of a table split along the width would have
     # to be split along the batch by the same devices afterwards.
     vectors = jnp.take(constrain(table, None, None), labels, axis=0)
@@ -63,13 +68,12 @@ class Modulation(nn.Module):
   @nn.compact
   def __call__(self, c: jax.Array) -> list[jax.Array]:
     """Maps c [B, C] to `parts` arrays [B, 1, C]."""
-    zeros = with_axes(nn.initializers.zeros, ("embed", None), self.dtype)
-    width = c.shape[-1]
-    out = nn.Dense(
-      self.parts * width,
-      kernel_init=zeros,
+    out = Linear(
+      self.parts * c.shape[-1],
+      ("embed", None),
+      gathered=True,
+      kernel_init=_zeros_init,
       dtype=self.dtype,
-      dot_general=dot_whole,
       name="linear",
     )(nn.silu(c))
     return jnp.split(out[:, None, :], self.parts, axis=-1)
@@ -149,11 +153,13 @@ class DiT(nn.Module):
     # float32: in bfloat16 the input alone would lose what little noise the last
     # timesteps have. The blocks' branches compute in `dtype`.
     x = patchify(x.astype(jnp.float32), cfg.patch_size)
-    embed = with_axes(xavier_init(0, 1), (None, "embed"))
-    patch = nn.Dense(
-      cfg.width, kernel_init=embed, dot_general=dot_whole, name="patch"
-    )
-    x = patch(x)
+    x = Linear(
+      cfg.width,
+      (None, "embed"),
+      gathered=True,
+      kernel_init=xavier_init,
+      name="patch",
+    )(x)
     position = sincos_2d(cfg.grid, cfg.width)[None]
     x = constrain(x + position, "batch", "tokens", None)
     c = Embedding(cfg, name="embed")(t, labels)
@@ -169,11 +175,11 @@ class DiT(nn.Module):
       x, layers[name] = stack(cfg, group.budget, name=name)(x, c)
 
     shift, scale = Modulation(2, name="final_modulation")(c)
-    zeros = with_axes(nn.initializers.zeros, ("embed", None))
-    x = nn.Dense(
+    x = Linear(
       cfg.patch_size**2 * cfg.out_channels,
-      kernel_init=zeros,
-      dot_general=dot_whole,
+      ("embed", None),
+      gathered=True,
+      kernel_init=_zeros_init,
       name="final",
     )(modulate(layer_norm(jnp.float32, "final_norm")(x), shift, scale))
     out = unpatchify(x, cfg.grid, cfg.patch_size)

@@ -27,6 +27,8 @@ StackCache = LayerCache | tuple[LayerCache, ...]
 class OutputKernel(KernelLayer):
   """Weights of the output layer, stored as [C, V] or output-major as [V, C]."""
 
+  adapts = False  # losses and decoding multiply by the weights themselves
+
   @nn.compact
   def __call__(self, width: int, vocab: int) -> jax.Array:
     """Returns the kernel [C, V] float32."""

@@ -8,14 +8,14 @@ import numpy as np
 from moh_jax.config import StageShape, ViTConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
-from moh_jax.layers.linear import LINEAR_INIT
+from moh_jax.layers.linear import Linear
 from moh_jax.layers.mlp import (
   ConvGLU,
   LayerNorm,
   OverlapPatchEmbed,
   check_shape,
 )
-from moh_jax.layers.partitioning import constrain, with_axes
+from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import DropPath, ModelAux, collect_aux, scan_blocks
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
 from moh_jax.ops.routing import RouterAux
@@ -159,10 +159,8 @@ class ViT(nn.Module):
       self.sow("intermediates", f"{name}_out", tokens)
       x = tokens.reshape(tokens.shape[0], *shape.grid, -1)
     pooled = tokens.astype(jnp.float32).mean(1)
-    head_init = with_axes(LINEAR_INIT, ("embed", "classes"))
-    logits = nn.Dense(
-      cfg.num_classes, kernel_init=head_init, dtype=jnp.float32, name="head"
-    )(pooled)
+    head = Linear(cfg.num_classes, ("embed", "classes"), name="head")
+    logits = head(pooled)
     return logits, collect_aux(layers)
 
 

@@ -422,7 +422,16 @@ def abstract_on(model: nn.Module, inputs: Any, mesh: Mesh | None) -> Any:
     inputs: abstract positional arguments of the module.
     mesh: the devices; None is the first device alone.
   """
-  boxed = abstract_params(model, inputs)
+  return abstract_boxed(abstract_params(model, inputs), mesh)
+
+
+def abstract_boxed(boxed: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+  """Takes abstract parameters out of their boxes; they get shardings.
+
+  Args:
+    boxed: abstract parameters in boxes of logical axes.
+    mesh: the devices; None is the first device alone.
+  """
   if mesh is None:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: device, unbox(boxed))

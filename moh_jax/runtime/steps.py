@@ -61,6 +61,7 @@ class StoredConfig(msgspec.Struct):
   class_names: Annotated[list[Text], msgspec.Meta(max_length=2**24)]
   tokenizer_sha256: Sha256 = ""
   encoder_sha256: Sha256 = ""
+  base_hash: Text = ""
 
 
 class StoredWatch(msgspec.Struct):

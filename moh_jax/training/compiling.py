@@ -167,7 +167,8 @@ def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
     objective = task_builder(config).make_objective(config)
     program = make_program(config, objective, mesh)
     with sharding.use_mesh(mesh):
-      compiled = program.step.lower(program.state, program.batch).compile()
+      inputs = program.state, program.batch, program.frozen
+      compiled = program.step.lower(*inputs).compile()
   except (RuntimeError, TypeError) as error:  # of JAX and of XLA
     text = " ".join(str(error).split())
     if (sizes := refused_sizes(text)) is None:

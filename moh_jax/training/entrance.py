@@ -163,7 +163,9 @@ def check_layers(config: Config, mesh: Mesh, *_: Any) -> None:
 
 def check_params(config: Config, mesh: Mesh, program: Program) -> None:
   """An axis splits parameters, and less than `mesh.max_whole` stays whole."""
-  if line := check_whole(program.boxed, mesh.shape, config.mesh.max_whole):
+  adapters = program.adapters
+  boxed = adapters.frozen if adapters else program.boxed
+  if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
     _LOG.info("mesh: %s", line)
 
 
@@ -199,7 +201,7 @@ def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
   each = device_bytes(mesh.devices.flat[0], devices)
   check_bytes(kept, "the layers' inputs of one example", each * len(devices))
   state = "the state of the run (parameters and optimizer)"
-  check_tree(program.state, state)
+  check_tree((program.state, program.frozen), state)
 
 
 # Each takes (config, mesh, program) and raises ValueError.
@@ -280,6 +282,7 @@ def check_same_run(
       f"{config.train.steps}"
     )
   fields = _differing(config.model, stored.model, "model")
+  fields += _differing(config.tune, stored.tune, "tune")
   for name in sorted(config.sections.keys() & stored.sections.keys()):
     fields += _differing(config.sections[name], stored.sections[name], name)
   if ours.tokenizer_sha256 != metadata.tokenizer_sha256:

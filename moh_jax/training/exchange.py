@@ -42,8 +42,8 @@ def exchange_once(
   """Wraps a gradient function so that devices exchange its results at its end.
 
   Args:
-    gradients: (params, batch, rng, step) -> (gradients, metrics), the means
-      over the examples of a batch.
+    gradients: (params, batch, rng, step, frozen) -> (gradients, metrics), the
+      means over the examples of a batch.
     params: abstract parameters with shardings.
     boxed: the same in their boxes of logical axes.
     config: section `mesh`.
@@ -97,7 +97,7 @@ def exchange_once(
     manual = names
   compute = jax.shard_map(
     partial_sums,
-    in_specs=(whole, split, whole, whole),
+    in_specs=(whole, split, whole, whole, whole),
     out_specs=split,
     axis_names=set(manual),
     check_vma=False,

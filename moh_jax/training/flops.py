@@ -11,6 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from moh_jax.config import Config, LayerGroup
+from moh_jax.models.adapters import Adapters, join
 from moh_jax.ops.attention import choose_form
 from moh_jax.ops.attention_forms import AttentionCase
 from moh_jax.ops.head_layout import head_placement
@@ -163,8 +164,7 @@ def attention_form(
 
 def changes_heads(config: Config) -> bool:
   """Whether the number of active heads changes in a run, down to its own."""
-  tune = config.sections.get("tune")
-  return tune is not None and bool(tune.top_k_steps)
+  return bool(config.tune.top_k_steps)
 
 
 def step_forms(
@@ -212,7 +212,9 @@ def form_summary(
 class StepFlops:
   """FLOPs of one training step: three times those of the forward pass.
 
-  Matrix products and convolutions are counted, nothing that is computed again.
+  Products are twice where adapters are trained: frozen matrices get no
+  gradient. Matrix products and convolutions are counted, nothing that is
+  computed again.
 
   Attributes:
     active: for the active heads alone, neither the queries and outputs of other
@@ -273,7 +275,12 @@ def step_flops(run: Config) -> StepFlops:
   model = dataclasses.replace(run.model, attention_impl="auto")
   run = dataclasses.replace(run, model=model)
   objective = task_builder(run).make_objective(run)
-  params = unbox(abstract_params(objective.model, objective.inputs))
+  boxed = abstract_params(objective.model, objective.inputs)
+  params, passes = unbox(boxed), 3
+  if run.tune.lora.rank:
+    adapters = Adapters.of(boxed, run.tune.lora)
+    params = join(unbox(adapters.frozen), unbox(adapters.trained))
+    passes = 2
   examples = run.data.batch_size
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((examples, *x.shape), x.dtype),
@@ -292,24 +299,24 @@ def step_flops(run: Config) -> StepFlops:
       jax.eval_shape(lambda: jax.random.key(0)),
       jax.ShapeDtypeStruct((), jnp.int32),
     )
-  every_head = active = _products(program.jaxpr)
-  attention = []
+  every_head = passes * _products(program.jaxpr)
+  active, attention = every_head, []
   for group in run.model.layer_groups():
     budget = group.budget
     length = getattr(run.data, "sequence_length", group.tokens)
     tokens, depth = examples * length, group.depth
     idle = tokens * (budget.num_heads - budget.active)
     # Queries and outputs of heads whose result no token uses.
-    active -= depth * idle * 4 * group.width * budget.head_dim
+    active -= passes * depth * idle * 4 * group.width * budget.head_dim
     one = 0.0
     if group.sees != "window":
       causal = group.sees == "before"
       one = depth * attention_flops(tokens, length, budget.head_dim, causal)
-    active += budget.active * one
+    active += 3 * budget.active * one
     attention.append(3 * budget.num_heads * one)
-  whole = 3 * every_head + sum(attention)
+  whole = every_head + sum(attention)
   in_remat = _products(program.jaxpr, _REMAT)
-  return StepFlops(3 * active, whole, tuple(attention), in_remat)
+  return StepFlops(active, whole, tuple(attention), in_remat)
 
 
 def _products(jaxpr: Any, inside: str = "") -> float:

@@ -13,6 +13,7 @@ from moh_jax.config import Config, MeshConfig, without_router
 from moh_jax.config.base import choices
 from moh_jax.data.infer import resolve_without_data
 from moh_jax.layers.stack import RUN_TWICE
+from moh_jax.models.adapters import join
 from moh_jax.ops.target import Target
 from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import USABLE, Topology
@@ -45,7 +46,8 @@ class Memory:
   """Bytes of a run's state on one device, exact by shapes and shardings.
 
   Attributes:
-    parameters: of the model.
+    parameters: that are trained.
+    frozen: parameters that are not.
     optimizer: moments and counters.
     ema: averaged parameters.
     batch: of a step.
@@ -55,6 +57,7 @@ class Memory:
   """
 
   parameters: int
+  frozen: int
   optimizer: int
   ema: int
   batch: int
@@ -233,10 +236,11 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
   program = make_program(config, objective, mesh)
   check_run(config, mesh, program)
   state, sizes = program.state, dict(mesh.shape)
-  parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+  params = join(program.frozen, state.params)
   counters = bytes_on_device((state.step, state.rng))
   memory = Memory(
     parameters=bytes_on_device(state.params),
+    frozen=bytes_on_device(program.frozen),
     optimizer=bytes_on_device(state.opt_state) + counters,
     ema=bytes_on_device(state.ema),
     batch=bytes_on_device(program.batch),
@@ -259,8 +263,8 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     topology=topology,
     assumed=assumed,
     mesh=sizes,
-    parameters=parameters,
-    layouts=_layouts(state.params),
+    parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+    layouts=_layouts(params),
     memory=memory,
     attention=forms,
     flops=flops.active,
@@ -274,7 +278,9 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
       products=(sum(computed.values()) + recomputed)
       / (topology.devices * published_peak(chip.kind) * PEAK_SHARE),
       # The state is read and written once, and the gradients read.
-      update=(2 * (memory.total - memory.batch) + memory.parameters)
+      update=(
+        2 * (memory.total - memory.batch - memory.frozen) + memory.parameters
+      )
       / (chip.memory_speed * MEMORY_SHARE),
       communication=sum(seconds(one, topology) for one in collectives),
     ),
@@ -295,19 +301,25 @@ def _exchanges(
     return ()
   sent = jnp.dtype(config.mesh.exchange).itemsize / 4
   parts, found = config.optim.accumulation, []
-  # Of the parameters, split by fsdp or not; tables of the vocabulary, which
-  # only "step" gathers.
+  # Of the trained parameters, split by fsdp or not; tables of the vocabulary,
+  # which only "step" gathers. Frozen ones are gathered alone.
   split = rounded = tables = own = 0.0
+
+  def axes_that_split(leaf: Any) -> set[str]:
+    spec = leaf.sharding.spec
+    return {axis for entry in spec for axis in axes_of_entry(entry)}
+
+  held = jax.tree.leaves(program.frozen)
+  frozen = sizes["fsdp"] * bytes_on_device(
+    [leaf for leaf in held if "fsdp" in axes_that_split(leaf)]
+  )
   for box, leaf in zip(
     jax.tree.leaves(program.boxed, is_leaf=is_box),
     jax.tree.leaves(program.state.params),
   ):
     size = bytes_on_device([leaf])
-    axes = {
-      axis for entry in leaf.sharding.spec for axis in axes_of_entry(entry)
-    }
     own += size
-    if "fsdp" in axes:
+    if "fsdp" in axes_that_split(leaf):
       split += size * sizes["fsdp"]
       dtype = jnp.dtype(getattr(box, "dtype", None) or leaf.dtype)
       whole = size * sizes["fsdp"] * dtype.itemsize / 4
@@ -322,9 +334,9 @@ def _exchanges(
 
   for gather in dict.fromkeys((ours, *values)):
     if gather == "step":
-      memory = split + (2 if parts > 1 else 1) * rounded + shared
+      memory = split + (2 if parts > 1 else 1) * rounded + shared + frozen
       costs = [
-        cost("all-gather", "fsdp", rounded),
+        cost("all-gather", "fsdp", rounded + frozen),
         cost("reduce-scatter", "fsdp", sent * split),
         cost("all-reduce", "fsdp", sent * shared),
       ]
@@ -332,7 +344,7 @@ def _exchanges(
       memory = own * (2 if parts > 1 else 1)
       # In the forward pass and again in the backward pass.
       costs = [
-        cost("all-gather", "fsdp", 2 * parts * (rounded - tables)),
+        cost("all-gather", "fsdp", 2 * parts * (rounded - tables + frozen)),
         cost("reduce-scatter", "fsdp", parts * (rounded - tables)),
         cost("all-reduce", "fsdp", parts * shared),
       ]

@@ -12,14 +12,16 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
+from moh_jax.layers.linear import adapter_dropout
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import ModelAux
+from moh_jax.models.adapters import Adapters, join
 from moh_jax.runtime.sharding import (
   BATCH_AXES,
   HOST_MEMORY,
+  abstract_boxed,
   abstract_params,
   init_params,
-  param_shardings,
   unbox,
   with_shardings,
 )
@@ -34,7 +36,7 @@ class TrainState:
 
   Attributes:
     step: [] int32, number of optimizer steps done.
-    params: parameter tree, float32.
+    params: tree of the parameters that are trained, float32.
     opt_state: state of the optax optimizer.
     ema: averaged parameters in `optim.ema_dtype`, or None.
     rng: [2] uint32, data of the run's random key; a step folds its number in.
@@ -149,6 +151,7 @@ def _head_loads(aux: ModelAux) -> Metrics:
 def train_step(
   state: TrainState,
   batch: Any,
+  frozen: Any = None,
   *,
   loss_fn: LossFn,
   optimizer: optax.GradientTransformation,
@@ -163,6 +166,7 @@ def train_step(
   Args:
     state: state before the step.
     batch: tree of arrays [B, ...].
+    frozen: tree of the parameters that are not trained; None where all are.
     loss_fn: (params, batch, rng, step) -> ([] loss, metrics). The loss must be
       a mean over examples of equal weight, which neither microbatches nor the
       examples' devices change (`layers.partitioning` has what concerns all).
@@ -183,7 +187,7 @@ def train_step(
   rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
   gradients = exchange(functools.partial(_gradients, loss_fn, accumulation))
-  grads, metrics = gradients(state.params, batch, rng, state.step)
+  grads, metrics = gradients(state.params, batch, rng, state.step, frozen)
   metrics = metric_values(metrics)
   metrics["grad_norm"] = optax.tree.norm(grads)
   metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
@@ -217,16 +221,18 @@ def _gradients(
   batch: Any,
   rng: jax.Array,
   step: jax.Array,
+  frozen: Any,
 ) -> tuple[Any, Metrics]:
   """Mean gradients over `parts` microbatches, and the metrics of each.
 
   Args:
     loss_fn: see `train_step`.
     parts: number of microbatches.
-    params: parameter tree.
+    params: tree of the parameters that are trained.
     batch: tree of arrays [B, ...].
     rng: key of the step.
     step: number of earlier steps, which the loss may need.
+    frozen: tree of the others, or None.
 
   Returns:
     The gradients; and the metrics, of several microbatches with a leading axis
@@ -234,7 +240,10 @@ def _gradients(
   """
 
   def gradients(batch: Any, rng: jax.Array) -> tuple[Any, Metrics]:
-    return jax.grad(loss_fn, has_aux=True)(params, batch, rng, step)
+    def loss(params: Any) -> tuple[jax.Array, Metrics]:
+      return loss_fn(join(frozen, params), batch, rng, step)
+
+    return jax.grad(loss, has_aux=True)(params)
 
   if parts == 1:
     return gradients(batch, rng)
@@ -281,18 +290,26 @@ class Program:
   """The jitted functions of a run, and what they take.
 
   Attributes:
-    init: () -> initial state, of which each device initialises its part.
+    random: () -> initial parameters of the whole network, to be traced.
+    init: (trained parameters, or None for random ones) -> initial state, of
+      which each device initialises its part.
     state: abstract, with shardings, to restore a checkpoint into.
     batch: abstract global batch, with shardings.
-    step: (state, batch) -> (state, metrics), donating the state.
-    boxed: abstract parameters in their boxes of logical axes.
+    step: (state, batch, frozen) -> (state, metrics), donating the state.
+    boxed: abstract trained parameters in their boxes of logical axes.
+    frozen: abstract, with shardings: the parameters that are not trained; None
+      where all are.
+    adapters: what is trained in their place, or None.
   """
 
-  init: Callable[[], TrainState]
+  random: Callable[[], Any]
+  init: Callable[..., TrainState]
   state: TrainState
   batch: Any
   step: Callable
   boxed: Any
+  frozen: Any = None
+  adapters: Adapters | None = None
 
 
 def make_program(
@@ -310,8 +327,12 @@ def make_program(
   """
   section, steps = config.optim, config.train.steps
   boxed = abstract_params(objective.model, objective.inputs)
+  lora, adapters, frozen = config.tune.lora, None, None
+  if lora.rank:
+    adapters = Adapters.of(boxed, lora)
+    boxed, frozen = adapters.trained, abstract_boxed(adapters.frozen, mesh)
   plain = unbox(boxed)
-  params = with_shardings(plain, param_shardings(boxed, mesh))
+  params = abstract_boxed(boxed, mesh)
   schedule = optim.make_schedule(section, steps)
   optimizer = optim.make_optimizer(section, steps, boxed, config.model)
   opt_state = jax.eval_shape(optimizer.init, plain)
@@ -329,11 +350,18 @@ def make_program(
       return gradients
     return exchange_once(gradients, params, boxed, config.mesh, mesh)
 
-  def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+  def loss_fn(*args: Any) -> tuple[jax.Array, Metrics]:
+    with adapter_dropout(lora.dropout):
+      return objective.loss_fn(*args)
+
+  def step(
+    state: TrainState, batch: Any, frozen: Any = None
+  ) -> tuple[TrainState, Metrics]:
     return train_step(
       state,
       batch,
-      loss_fn=objective.loss_fn,
+      frozen,
+      loss_fn=loss_fn,
       optimizer=optimizer,
       schedule=schedule,
       accumulation=section.accumulation,
@@ -345,11 +373,17 @@ def make_program(
   def averaged(param: jax.Array) -> jax.Array:
     return jnp.array(param, section.ema_dtype)  # a copy before the first step
 
-  def init() -> TrainState:
-    rng = jax.random.key(config.train.seed)
+  def random() -> Any:
+    key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in objective.inputs]
-    key = jax.random.fold_in(rng, 0)
-    params = unbox(init_params(objective.model, key, zeros))
+    return unbox(init_params(objective.model, key, zeros))
+
+  def init(params: Any = None) -> TrainState:
+    rng = jax.random.key(config.train.seed)
+    if params is None:
+      params = random()
+      if adapters is not None:
+        params = adapters.begin(rng, params)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,
@@ -365,7 +399,7 @@ def make_program(
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-  return Program(init, state, batch, step, boxed)
+  return Program(random, init, state, batch, step, boxed, frozen, adapters)
 
 
 def _state_shardings(

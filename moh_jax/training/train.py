@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config, to_dict
 from moh_jax.data.infer import resolve
+from moh_jax.models.adapters import join
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import compilation_cache, sharding
 from moh_jax.runtime.peers import Peers, ask_first_process
@@ -111,7 +112,8 @@ def train(
     metadata = task.metadata(config)
     entrance.check_same_run(directory, start, metadata, task.identity, verify)
     enter(sharding.use_mesh(mesh))
-    first_state = warm_start.prepare(metadata, program, mesh, start)
+    begin = warm_start.prepare(metadata, program, mesh, directory, start)
+    metadata, frozen = begin.metadata, begin.frozen
     keep_tokenizer(directory, metadata, task.tokenizer, is_new=start is None)
     _say(config, mesh, program)
     # Loop.
@@ -123,12 +125,14 @@ def train(
     stop = enter(StopRequest())
     profiler = enter(Profiler(config.log.profiled_steps, directory))
     clock.begin(directory, start or 0)
-    log = enter(Log(directory, config, task, mesh, saver, clock, at_peak))
+    log = enter(
+      Log(directory, config, task, mesh, saver, clock, at_peak, frozen)
+    )
     watch, skipped = Watch(config.train.rewind), 0  # batches left out
     while True:
       clock.enter("restart")
       if start is None:
-        state, stored = first_state(), {}
+        state, stored = begin.state(), {}
       else:
         state, stored = saving.restore(directory, start, program.state)
         _LOG.info("resumed from step %d in %s", start, directory)
@@ -143,7 +147,7 @@ def train(
           with clock.phase("wait_for_data"):
             batch = next(batches)
           with profiler.step(step, pending), clock.compiling(step == first + 1):
-            state, metrics = program.step(state, batch)
+            state, metrics = program.step(state, batch, frozen)
           stop.begin()  # from now on there is something to save
           if pending:  # one step late, while the devices take this one
             log.report(*pending, watch)
@@ -189,14 +193,19 @@ def _say(config: Config, mesh: Mesh, program: Program) -> None:
   )
   groups = config.model.layer_groups()
   widths = dict.fromkeys(str(group.width) for group in groups)
+  trained, frozen = (
+    sum(leaf.size for leaf in jax.tree.leaves(tree))
+    for tree in (program.state.params, program.frozen)
+  )
   _LOG.info(
     "model: %s, %d layers of width %s, %.1f%% of the heads active, %s "
-    "parameters",
+    "parameters%s",
     config.model.family,
     sum(group.depth for group in groups),
     ", ".join(widths),
     100 * config.model.activated_share,
-    f"{sum(x.size for x in jax.tree.leaves(program.state.params)):,}",
+    f"{trained:,}",
+    f" are trained, {frozen:,} are frozen" if frozen else "",
   )
 
 
@@ -212,6 +221,7 @@ class Log(contextlib.AbstractContextManager):
     saver: saving.Saver,
     clock: RunClock,
     at_peak: AtPeak,
+    frozen: Any = None,
   ):
     """Writes nothing before `begin`.
 
@@ -223,7 +233,9 @@ class Log(contextlib.AbstractContextManager):
       saver: of checkpoints; it guards all that is written.
       clock: counts the time.
       at_peak: see `train`.
+      frozen: the parameters that are not trained; None where all are.
     """
+    self._frozen = frozen
     self._directory, self._config, self._task = directory, config, task
     self._mesh, self._saver, self._clock = mesh, saver, clock
     self._peaks, self._heads = at_peak(config), HeadWatch(config)
@@ -373,4 +385,5 @@ class Log(contextlib.AbstractContextManager):
 
   def _params(self, state: TrainState) -> Any:
     use_ema = self._config.eval.use_ema and state.ema is not None
-    return state.ema if use_ema else state.params
+    trained = state.ema if use_ema else state.params
+    return join(self._frozen, trained)

@@ -20,10 +20,12 @@ from moh_jax.data.tokenizers import (
   read_files_beside,
   write_tokenizer_files,
 )
+from moh_jax.models import stored
+from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import fit_params, make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.sharding import abstract_on
+from moh_jax.runtime.sharding import abstract_boxed, abstract_on, unbox
 from moh_jax.training.step import Program, TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -73,29 +75,106 @@ class ClassRows:
     return f"took {taken} rows, initialised {self.new}, left out {self.left}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+  """What a run begins with.
+
+  Attributes:
+    state: () -> its first state.
+    metadata: of the run, with the hash of what its adapters are trained on.
+    frozen: the parameters that are not trained; None where all are.
+  """
+
+  state: Callable[[], TrainState]
+  metadata: Metadata
+  frozen: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A checkpoint that a run starts from.
+
+  Attributes:
+    lacking: paths of the parameters that it does not have, or not whole.
+    read: (the run's initial parameters, of which `lacking` is enough) -> the
+      parameters to start from, and the hash of those that are stored.
+  """
+
+  lacking: frozenset[str]
+  read: Callable[[Any], tuple[Any, str]]
+
+
 def prepare(
-  ours: Metadata, program: Program, mesh: Mesh, start: int | None
-) -> Callable[[], TrainState]:
+  ours: Metadata,
+  program: Program,
+  mesh: Mesh,
+  directory: str | epath.Path,
+  start: int | None,
+) -> Beginning:
   """Says how the first state is made; see `warm_start` for what it refuses.
+
+  Parameters that adapters are trained on are read at once, also where the run
+  continues.
 
   Args:
     ours: metadata of the run.
     program: of the run.
     mesh: the devices.
+    directory: working directory.
     start: step that the run continues; None for a new one.
   """
-  if start is not None or not ours.config.train.init_from:
-    return program.init
-  read = warm_start(ours, program.state.params, mesh)
+  config, adapters = ours.config, program.adapters
+  if adapters is None:
+    if start is not None or not config.train.init_from:
+      return Beginning(program.init, ours)
+    source = warm_start(ours, program.state.params, mesh)
+    return Beginning(functools.partial(_first_state, program, source), ours)
+  if start is not None:
+    metadata, _ = checkpoint.read_metadata(directory, start)
+    ours = dataclasses.replace(ours, base_hash=metadata.base_hash)
+    frozen = stored.read_frozen(config, adapters, mesh, ours.base_hash)
+    return Beginning(program.init, ours, frozen)
+  if not config.train.init_from:
+    raise ValueError(
+      f"tune.lora.rank={config.tune.lora.rank} needs train.init_from, the "
+      "parameters that adapters are trained on"
+    )
+  source = warm_start(ours, abstract_boxed(adapters.base, mesh), mesh, adapters)
+  trained = _flat(unbox(adapters.trained))
+  if lost := sorted(source.lacking - trained.keys()):
+    raise ValueError(
+      f"train.init_from={config.train.init_from!r} lacks "
+      f"{', '.join(lost[:3])}: tune.lora.whole must name what is to be trained "
+      "from its initial values"
+    )
 
-  def init() -> TrainState:
-    state = program.init()
-    params, ema = read(state.params), state.ema
-    if ema is not None:
-      ema = jax.tree.map(lambda x, old: jnp.array(x, old.dtype), params, ema)
-    return dataclasses.replace(state, params=params, ema=ema)
+  def initial() -> dict[str, Any]:
+    params = _flat(program.random())
+    return {name: params[name] for name in source.lacking}
 
-  return init
+  def split(base: Any) -> tuple[Any, Any]:
+    key = jax.random.key(config.train.seed)
+    return adapters.begin(key, base), adapters.freeze(base)
+
+  base, found = source.read(unflatten_dict(jax.jit(initial)(), sep="/"))
+  shardings = jax.tree.map(
+    lambda x: x.sharding, (program.state.params, program.frozen)
+  )
+  first, frozen = jax.jit(split, out_shardings=shardings, donate_argnums=0)(
+    base
+  )
+  ours = dataclasses.replace(ours, base_hash=found)
+  return Beginning(lambda: program.init(first), ours, frozen)
+
+
+def _first_state(program: Program, source: Source) -> TrainState:
+  """The state of a run that trains all parameters of another one further."""
+  state = program.init()
+  params, _ = source.read(state.params)
+  ema = state.ema
+  if ema is not None:
+    ema = jax.tree.map(lambda x, old: jnp.array(x, old.dtype), params, ema)
+  return dataclasses.replace(state, params=params, ema=ema)
 
 
 def check_source(config: Config, workdir: str) -> None:
@@ -114,20 +193,20 @@ def check_source(config: Config, workdir: str) -> None:
 
 
 def warm_start(
-  ours: Metadata, abstract: Any, mesh: Mesh
-) -> Callable[[Any], Any]:
+  ours: Metadata, abstract: Any, mesh: Mesh, adapters: Adapters | None = None
+) -> Source:
   """Checks that the checkpoint `train.init_from` fits a run; reads no arrays.
 
   Args:
     ours: metadata of the run.
     abstract: parameters of the run as ShapeDtypeStructs with shardings.
     mesh: the devices.
+    adapters: that are trained on the checkpoint's parameters, or None.
 
   Returns:
-    A function that reads the parameters to start from, sharded like `abstract`.
-    Its argument are the initial parameters of the run, of which the routers are
-    kept if the checkpoint has none, and what belongs to classes that it does
-    not have.
+    How the parameters are read, sharded like `abstract`. Of the run's initial
+    ones the routers are kept if the checkpoint has none, and what belongs to
+    classes that it does not have.
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
@@ -146,12 +225,14 @@ def warm_start(
     )
   _check_numbers(source, wanted, trained)
   _check_tokenizer(source, ours, metadata)
-  model, inputs = make_model(trained)
-  stored = abstract_on(model, inputs, mesh)
+  if adapters is None:
+    theirs = abstract_on(*make_model(trained), mesh)
+  else:
+    theirs = stored.base_abstract(trained, adapters, mesh)
   fit = functools.partial(
     fit_params, trained=trained.model, wanted=wanted.model
   )
-  fitted = jax.eval_shape(fit, stored)
+  fitted = jax.eval_shape(fit, theirs)
   needed, given = _flat(abstract), _flat(fitted)
   classes = match_classes(ours, metadata, needed, given)
   _check_shapes(source, needed, given, classes)
@@ -166,13 +247,14 @@ def warm_start(
     found |= rows
     return unflatten_dict({name: found[name] for name in needed}, sep="/")
 
-  def read(initial: Any) -> Any:
-    params = checkpoint.restore_params(source, step, stored, use_ema=True)
+  def read(initial: Any) -> tuple[Any, str]:
+    params = stored.read_params(metadata, source, step, theirs, mesh)
+    found = stored.params_hash(params) if adapters else ""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     _LOG.info("train.init_from=%s, step %d: %s", source, step, taken)
-    return jax.jit(combine, out_shardings=shardings)(params, initial)
+    return jax.jit(combine, out_shardings=shardings)(params, initial), found
 
-  return read
+  return Source(frozenset(needed.keys() - given | classes.keys()), read)
 
 
 def keep_tokenizer(

@@ -156,7 +156,7 @@ class ChecksTest(parameterized.TestCase):
     ("dit", "sample", None, "not a NoneType"),
     ("llm", "tune", None, "'tune' must be a TuneConfig for model.family='llm'"),
     ("llm", "data", config_lib.DataConfig(), "'llm', not a DataConfig"),
-    ("vit", "tune", config_lib.TuneConfig(), "unknown config section 'tune'"),
+    ("vit", "tune", config_lib.TuneConfig((0,), (1,)), r"must be \(\) for mod"),
     ("vit", "sample", config_lib.SampleConfig(), "section 'sample' for model."),
     ("dit", "classifier", config_lib.ClassifierConfig(), "unknown config sec"),
   )
@@ -175,8 +175,8 @@ class ConfigTest(absltest.TestCase):
   def test_sections_of_the_family_are_attributes(self):
     self.assertEqual(_DIT.diffusion.steps, 500)
     self.assertEqual(list(_DIT.sections), ["diffusion", "sample"])
-    with self.assertRaisesRegex(AttributeError, "'tune', only .*'diffusion'"):
-      _ = _DIT.tune
+    with self.assertRaisesRegex(AttributeError, "'tuned', only .*'diffusion'"):
+      _ = _DIT.tuned
     self.assertFalse(hasattr(_DIT, "classifier"))
 
   def test_what_is_left_out_takes_its_defaults(self):

@@ -27,6 +27,7 @@ _SECTIONS = {
     source="tokens", path="here", mix=("web", "code"), ratios=(60.0, 40.0)
   ),
   "tune": config_lib.TuneConfig(),
+  "lora": config_lib.LoraConfig(),
   "classifier": config_lib.ClassifierConfig(),
   "diffusion": config_lib.DiffusionConfig(),
   "sample": config_lib.SampleConfig(),

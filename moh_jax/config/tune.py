@@ -1,0 +1,71 @@
+"""Section `tune`: how a trained model is tuned, with adapters or in steps."""
+
+import dataclasses
+import itertools
+from typing import Literal
+
+from moh_jax.config import base
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(base.Section):
+  """Adapters: low-rank additions to frozen matrices (LoRA, arXiv:2106.09685).
+
+  Attributes:
+    rank: columns r of an adapter's two factors; 0 has no adapters and trains
+      all parameters.
+    alpha: an adapter adds alpha / rank times the product of its factors.
+    dropout: share of an input's elements that adapters do not see in training.
+    targets: patterns (fnmatch) of the paths of the matrices that get adapters.
+      The queries, keys and values of one kernel are matrices of their own,
+      "blocks0/attn/q" and so on.
+    whole: patterns of the paths of parameters that are trained themselves,
+      beside adapters.
+    base_dtype: how the frozen matrices are held: "float32", "bfloat16", which
+      changes nothing where the network computes in it, or "int8", those of
+      attention and MLPs with a scale for every output channel (the others in
+      bfloat16).
+  """
+
+  NAME = "lora"
+
+  rank: base.Natural = 0
+  alpha: base.Positive = 16.0
+  dropout: base.Decay = 0.0
+  targets: tuple[str, ...] = ("*/attn/*", "*/mlp/*")
+  whole: tuple[str, ...] = ("*/router/*",)
+  base_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+
+  def check(self) -> None:
+    """There is something that gets an adapter."""
+    if self.rank and not self.targets:
+      self.fail("targets", "must name matrices where rank is above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneConfig(base.Section):
+  """How a trained model is tuned.
+
+  Attributes:
+    top_k_steps: optimizer steps at which the routed heads per token change, the
+      first 0; () keeps model.top_k throughout. Of language models.
+    top_k_values: routed heads per token from each of these steps on, in every
+      layer that routes; the last is model.top_k.
+    lora: adapters, which are trained in place of the parameters that
+      `train.init_from` holds.
+  """
+
+  NAME = "tune"
+
+  top_k_steps: tuple[base.Natural, ...] = ()
+  top_k_values: tuple[base.Count, ...] = ()
+  lora: LoraConfig = LoraConfig()
+
+  def check(self) -> None:
+    """The steps rise from 0, each with a value."""
+    steps = self.top_k_steps
+    if len(steps) != len(self.top_k_values):
+      self.fail("top_k_values", f"must have one value for each of {steps}")
+    rising = all(a < b for a, b in itertools.pairwise(steps))
+    if steps and (steps[0] != 0 or not rising):
+      self.fail("top_k_steps", "must rise from 0")

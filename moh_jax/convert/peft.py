@@ -1,0 +1,363 @@
+"""Adapters of language models as folders of PEFT, and back.
+
+A folder holds adapter_config.json and adapter_model.safetensors. The adapters
+are those of the exported model (`export`) or, without a router, of the plain
+model of transformers: of a Linear (out, in) lora_A (r, in) and lora_B (out, r).
+Parameters that are trained whole are `modules_to_save`.
+
+The rules of a model whose width is r convert the factor at the heads or hidden
+columns of a matrix; that at the width is transposed.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from moh_jax.config import Config, LLMConfig, LoraConfig, TuneConfig
+from moh_jax.convert import tensor_files
+from moh_jax.convert.rules import Path, Rule, converter_of
+from moh_jax.convert.tensor_files import Planned
+from moh_jax.data.tokenizers import copy_tokenizer_files
+from moh_jax.layers.linear import LORA_A, LORA_B
+from moh_jax.models import stored
+from moh_jax.models.adapters import Adapters, Matrix
+from moh_jax.models.registry import make_model
+from moh_jax.runtime import checkpoint, steps
+from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.json_files import read_json
+from moh_jax.runtime.sharding import abstract_boxed, abstract_params
+
+FORM = "peft"
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_LAYER = re.compile(r"model\.layers\.\d+\.")
+_FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
+
+
+class _Stored(msgspec.Struct):
+  """What we read of adapter_config.json; what changes more is refused."""
+
+  r: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+  lora_alpha: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+  peft_type: str = "LORA"
+  lora_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+  use_rslora: bool = False
+  use_dora: bool = False
+  lora_bias: bool = False
+  bias: str = "none"
+  fan_in_fan_out: bool = False
+  rank_pattern: dict[str, Any] | None = None
+  alpha_pattern: dict[str, Any] | None = None
+  trainable_token_indices: Any = None
+
+
+# Fields that must have these values: others are not what we compute.
+_ONLY = {
+  "peft_type": ("LORA",),
+  "use_dora": (False,),
+  "lora_bias": (False,),
+  "bias": ("none",),
+  "fan_in_fan_out": (False,),
+  "rank_pattern": (None, {}),
+  "alpha_pattern": (None, {}),
+  "trainable_token_indices": (None, [], {}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Where a public Linear's adapter is among our parameters.
+
+  Attributes:
+    layer: path of our layer.
+    index: among stacked layers.
+    part: of the kernel.
+    matrix: the kernel.
+    load: maps the structured factor, as a public weight, to ours [*inputs, r]
+      or [r, *outputs].
+    dump: its inverse.
+  """
+
+  layer: Path
+  index: int
+  part: int
+  matrix: Matrix
+  load: Any
+  dump: Any
+
+  @property
+  def reads_width(self) -> bool:
+    """Whether the width is the input, not the output."""
+    return self.matrix.axes[self.matrix.lead] == "embed"
+
+
+def export_adapters(
+  directory: str,
+  out: str,
+  step: int,
+  *,
+  use_ema: bool,
+  verify: bool,
+  dtype: str,
+) -> int:
+  """Writes the adapters of a checkpoint as a folder of PEFT.
+
+  Args:
+    directory: working directory of a run with adapters, or what
+      `import_adapters` wrote.
+    out: the folder, new or empty.
+    step: of the checkpoint.
+    use_ema: prefer averaged parameters.
+    verify: compare what is read with its checksums first.
+    dtype: of the tensors.
+
+  Returns:
+    The number of parameters.
+
+  Raises:
+    ValueError: the checkpoint has no adapters, or they have no public form.
+  """
+  metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
+  config = metadata.config
+  lora = config.tune.lora
+  if not lora.rank:
+    raise ValueError(
+      f"--to {FORM!r}: {directory} has no adapters (tune.lora.rank=0)"
+    )
+  adapters = _adapters(config)
+  params = checkpoint.restore_params(
+    directory,
+    step,
+    abstract_boxed(adapters.trained, None),
+    use_ema=use_ema,
+    verify=verify,
+  )
+  params = {p: np.asarray(x) for p, x in flatten_dict(params).items()}
+  tensors, saved, targets = {}, set(), set()
+  for name, place in _places(config.model, adapters, lora.rank):
+    if not adapters.adapted[place.layer][place.part]:
+      continue
+    a, b = (params[*place.layer, n][place.index] for n in (LORA_A, LORA_B))
+    if place.matrix.parts:
+      a, b = a[:, place.part], b[place.part]
+    if place.reads_width:
+      a, b = a.T, place.dump(b)
+    else:
+      a, b = place.dump(a), b.T
+    tensors[f"{_PREFIX}{name}.lora_A.weight"] = a
+    tensors[f"{_PREFIX}{name}.lora_B.weight"] = b
+    targets.add(_LAYER.sub("", name).rpartition(".")[2])
+  for rule in converter_of(config.model).rules(config.model):
+    (path, *_) = rule.ours
+    if path in params:
+      values = rule.dump([params[path][rule.layer]])
+      for name, value in zip(rule.theirs, values):
+        tensors[_PREFIX + name] = value
+        saved.add(_LAYER.sub("", name).rpartition(".")[0])
+  stored_config = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": None,
+    "r": lora.rank,
+    "lora_alpha": lora.alpha,
+    "lora_dropout": lora.dropout,
+    "target_modules": sorted(targets),
+    "modules_to_save": sorted(saved) or None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+  }
+  with tensor_files.new_folder(pathlib.Path(out)) as folder:
+    text = json.dumps(stored_config, indent=2) + "\n"
+    (folder / _CONFIG).write_text(text)
+    planned = [
+      Planned((name,), (x.shape,), lambda x=x: [x])
+      for name, x in tensors.items()
+    ]
+    tensor_files.write_file(folder / _TENSORS, planned, dtype, {"format": "pt"})
+  return sum(x.size for x in tensors.values())
+
+
+def import_adapters(source: str, base: str, out: str) -> int:
+  """Writes the adapters of a folder of PEFT as a checkpoint on a base.
+
+  Args:
+    source: the folder.
+    base: checkpoint of the model that they were trained on.
+    out: directory to write to; must hold no checkpoint yet.
+
+  Returns:
+    The number of parameters.
+
+  Raises:
+    FileNotFoundError: a file or the base is not there.
+    ValueError: the folder is damaged, has what we do not compute, or does not
+      fit the base.
+  """
+  checkpoint.check_vacant(out)
+  folder = pathlib.Path(source)
+  found = _read_config(folder / _CONFIG)
+  tensors = {
+    name.removeprefix(_PREFIX): tensor
+    for name, tensor in tensor_files.open_tensors(
+      os.fspath(folder / _TENSORS), None
+    ).items()
+  }
+  metadata, step = checkpoint.read_metadata(base)
+  model, boxed = metadata.config.model, None
+  table = converter_of(model).rules(model)
+  whole = {n: rule for rule in table for n in rule.theirs if n in tensors}
+  boxed = abstract_params(*make_model(metadata.config))
+  everything = Adapters.of(boxed, LoraConfig(found.r, targets=("*",), whole=()))
+  places = dict(_places(model, everything, found.r))
+  named, unknown = set(), []
+  for name in tensors:
+    match = _FACTOR.fullmatch(name)
+    if match and match[1] in places:
+      place = places[match[1]]
+      named.add(place.matrix.names(place.layer)[place.part])
+    elif name not in whole:
+      unknown.append(name)
+  if unknown or not named:
+    raise ValueError(
+      f"{source}: tensors that {base} has no place for: "
+      f"{', '.join(sorted(unknown)[:3]) or 'none of them is an adapter'}"
+    )
+  alpha = found.lora_alpha
+  lora = LoraConfig(
+    found.r,
+    alpha * math.sqrt(found.r) if found.use_rslora else alpha,
+    found.lora_dropout,
+    tuple(sorted(named)),
+    tuple(sorted({"/".join(rule.ours[0]) for rule in whole.values()})),
+    model.dtype,
+  )
+  config = dataclasses.replace(
+    metadata.config,
+    tune=TuneConfig(lora=lora),
+    train=dataclasses.replace(
+      metadata.config.train, init_from=os.path.abspath(base)
+    ),
+  )
+  adapters = Adapters.of(boxed, lora)
+  abstract = flatten_dict(abstract_boxed(adapters.trained, None))
+  params = {path: np.zeros(x.shape, np.float32) for path, x in abstract.items()}
+  for name, place in places.items():
+    factors = [tensors.get(f"{name}.lora_{one}.weight") for one in "AB"]
+    if factors == [None, None]:
+      continue
+    a, b = _factors(source, name, place, factors, found.r)
+    our_a, our_b = (
+      params[*place.layer, factor][place.index] for factor in (LORA_A, LORA_B)
+    )
+    if place.matrix.parts:
+      our_a, our_b = our_a[:, place.part], our_b[place.part]
+    our_a[...], our_b[...] = a, b
+  for rule in table:
+    if rule.ours[0] in params:
+      if lacking := [name for name in rule.theirs if name not in tensors]:
+        raise ValueError(
+          f"{source}: lacks {lacking[0]}, which other layers have"
+        )
+      given = [np.asarray(tensors[name], np.float32) for name in rule.theirs]
+      params[rule.ours[0]][rule.layer] = rule.load(given)[0]
+  held = stored.base_abstract(metadata.config, adapters, None)
+  read = stored.read_params(metadata, base, step, held, None)
+  stored_metadata = Metadata(
+    config,
+    tokenizer_sha256=metadata.tokenizer_sha256,
+    base_hash=stored.params_hash(read),
+  )
+  copy_tokenizer_files(steps.workdir(base), steps.absolute(out))
+  checkpoint.save_params(out, unflatten_dict(params), stored_metadata)
+  return sum(x.size for x in params.values())
+
+
+def _read_config(path: pathlib.Path) -> _Stored:
+  """Reads adapter_config.json.
+
+  Raises:
+    ValueError: it is damaged, or asks for what we do not compute.
+  """
+  values = read_json(path, _Stored)
+  for name, allowed in _ONLY.items():
+    if values.get(name, allowed[0]) not in allowed:
+      raise ValueError(
+        f"{path}: {name}={values[name]!r} must be {allowed[0]!r}"
+      )
+  return msgspec.convert(values, _Stored)
+
+
+def _factors(
+  source: str, name: str, place: _Place, factors: list[Any], rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Our A and B of one layer and part, from public tensors."""
+  if None in factors:
+    raise ValueError(f"{source}: {name} has one factor of two")
+  a, b = (np.asarray(factor, np.float32) for factor in factors)
+  width = place.matrix.shape[place.matrix.lead if place.reads_width else -1]
+  other = place.matrix.shape
+  sizes = math.prod(other[place.matrix.lead :]) // width
+  sizes //= len(place.matrix.parts) or 1
+  wanted = [(rank, width), (sizes, rank)]
+  if not place.reads_width:
+    wanted = [(rank, sizes), (width, rank)]
+  if [a.shape, b.shape] != wanted:
+    raise ValueError(
+      f"{source}: {name} has factors of shapes {a.shape} and {b.shape}, "
+      f"{wanted[0]} and {wanted[1]} needed"
+    )
+  return (a.T, place.load(b)) if place.reads_width else (place.load(a), b.T)
+
+
+def _adapters(config: Config) -> Adapters:
+  boxed = abstract_params(*make_model(config))
+  return Adapters.of(boxed, config.tune.lora)
+
+
+def _places(
+  model: LLMConfig, adapters: Adapters, rank: int
+) -> Iterator[tuple[str, _Place]]:
+  """Public names of the Linears that have a place for adapters, and theirs."""
+  narrow = dataclasses.replace(model, width=rank)
+  for rule in converter_of(model).rules(narrow):
+    (path, *_) = rule.ours
+    layer, matrix = path[:-1], adapters.kernels.get(path[:-1])
+    if path[-1] != "kernel" or matrix is None:
+      continue
+    for part, name in enumerate(rule.theirs):
+      public = name.removesuffix(".weight")
+      yield (
+        public,
+        _Place(
+          layer,
+          rule.layer,
+          part,
+          matrix,
+          functools.partial(_load, rule, part, matrix),
+          functools.partial(_dump, rule, part, matrix),
+        ),
+      )
+
+
+def _load(rule: Rule, part: int, matrix: Matrix, weight: np.ndarray) -> Any:
+  """A public weight of the narrow model as our factor of one part."""
+  (kernel,) = rule.load([weight] * len(rule.theirs))
+  return kernel[:, part] if matrix.parts else kernel
+
+
+def _dump(rule: Rule, part: int, matrix: Matrix, factor: np.ndarray) -> Any:
+  """Inverse of `_load`."""
+  if matrix.parts:
+    factor = np.stack([factor] * len(rule.theirs), axis=1)
+  return rule.dump([factor])[part]

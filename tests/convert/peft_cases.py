@@ -1,0 +1,79 @@
+"""Checkpoints with adapters, and what our network computes with them."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from moh_jax.config import LoraConfig, TuneConfig
+from moh_jax.convert.checkpoints import export
+from moh_jax.models import stored
+from moh_jax.models.adapters import Adapters, join
+from moh_jax.models.registry import make_model
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.sharding import abstract_params
+from tests.convert import tiny_llm
+
+CASES = {
+  "moh": tiny_llm.MOH,  # two-stage routers, which are trained whole
+  "plain": tiny_llm.MHA,
+  "query_norm": tiny_llm.QUERY_NORM,
+  "joined": dataclasses.replace(tiny_llm.MHA, num_kv_heads=6),
+}
+_LORA = LoraConfig(
+  rank=3,
+  alpha=6.0,
+  targets=("*/attn/q", "*/attn/v", "*/attn/out", "*/mlp/*"),
+)
+
+
+def write(folder: pathlib.Path, name: str, lora: LoraConfig = _LORA) -> None:
+  """Writes `base`, `lora`, `grads`, their exports, and io.npz."""
+  run = tiny_llm.released_run(CASES[name], {})
+  base = str(folder / "base")
+  params = tiny_llm.random_params(run.model)
+  checkpoint.save_params(base, params, Metadata(run))
+  train = dataclasses.replace(run.train, init_from=base)
+  config = dataclasses.replace(run, tune=TuneConfig(lora=lora), train=train)
+  model, inputs = make_model(config)
+  adapters = Adapters.of(abstract_params(model, inputs), lora)
+  metadata = Metadata(config, base_hash=stored.params_hash(params))
+  rng = np.random.default_rng(1)
+  begin = adapters.begin(jax.random.key(0), params)
+  trained = jax.tree.map(np.array, begin)
+  for path, leaf in flatten_dict(trained).items():
+    noise = rng.normal(size=leaf.shape, scale=0.2)
+    if path[-1].startswith("lora") and adapters.kernels[path[:-1]].parts:
+      has = adapters.adapted[path[:-1]]  # of the others both factors are 0
+      noise *= has.reshape(-1, *[1] * (1 if path[-1] == "lora_a" else 3))
+    leaf += noise.astype(np.float32)
+  tokens = rng.integers(0, 37, (2, 12))
+  frozen = adapters.freeze(params)
+
+  def loss(trained):
+    logits, _ = model.apply({"params": join(frozen, trained)}, tokens)
+    return jax.nn.log_softmax(logits)[..., 3].sum(), logits
+
+  (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(
+    jax.tree.map(jnp.asarray, trained)
+  )
+  for what, tree in (("lora", trained), ("grads", jax.device_get(grads))):
+    checkpoint.save_params(folder / what, tree, metadata)
+    export(str(folder / what), str(folder / f"peft_{what}"), to="peft")
+  for what in ("base", "lora"):
+    export(str(folder / what), str(folder / f"hf_{what}"))
+  np.savez(folder / "io.npz", tokens=tokens, logits=logits)
+
+
+def tree_of(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  """The trained parameters of a checkpoint, by path."""
+  metadata, step = checkpoint.read_metadata(folder)
+  boxed = abstract_params(*make_model(metadata.config))
+  adapters = Adapters.of(boxed, metadata.config.tune.lora)
+  abstract = stored.abstract_boxed(adapters.trained, None)
+  params = checkpoint.restore_params(folder, step, abstract, use_ema=False)
+  return flatten_dict(jax.device_get(params), sep="/")

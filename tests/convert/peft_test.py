@@ -1,0 +1,160 @@
+"""Adapters of PEFT: round trips, what is refused; `pytest -m transformers`."""
+
+import json
+import pathlib
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from safetensors.numpy import load_file, save_file
+
+from moh_jax.convert.checkpoints import convert, export
+from moh_jax.inference.restore import restore
+from tests.convert import peft_cases, transformers_cases
+
+_TENSORS = "adapter_model.safetensors"
+
+
+class FolderTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.root = pathlib.Path(
+      cls.enterClassContext(tempfile.TemporaryDirectory())
+    )
+    for name in ("moh", "joined"):
+      (cls.root / name).mkdir()
+      peft_cases.write(cls.root / name, name)
+
+  @parameterized.parameters("moh", "joined")
+  def test_goes_out_and_comes_back_bit_for_bit(self, name):
+    case, out = self.root / name, self.create_tempdir().full_path
+    base, again = str(case / "base"), f"{out}/again"
+    convert("peft", str(case / "peft_lora"), again, base=base)
+    export(again, f"{out}/peft", to="peft")
+    first, second = (
+      load_file(pathlib.Path(folder, _TENSORS))
+      for folder in (case / "peft_lora", f"{out}/peft")
+    )
+    self.assertEqual(first.keys(), second.keys())
+    for key, x in first.items():
+      np.testing.assert_array_equal(x, second[key], key)
+    ours, theirs = map(peft_cases.tree_of, (case / "lora", pathlib.Path(again)))
+    self.assertEqual(ours.keys(), theirs.keys())
+    for key, x in ours.items():
+      np.testing.assert_array_equal(x, theirs[key], key)
+    served, other = restore(str(case / "lora")), restore(again)
+    tokens = np.load(case / "io.npz")["tokens"]
+    logits = [
+      one.model.apply({"params": one.params}, tokens)[0]
+      for one in (served, other)
+    ]
+    np.testing.assert_array_equal(*logits)
+    want = np.load(case / "io.npz")["logits"]
+    np.testing.assert_allclose(logits[0], want, rtol=0, atol=1e-5)
+
+  def test_only_named_modules_are_targets(self):
+    stored = json.loads(
+      (self.root / "joined/peft_lora/adapter_config.json").read_text()
+    )
+    self.assertEqual(
+      stored["target_modules"],
+      ["down_proj", "gate_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+    )
+    self.assertIsNone(stored["modules_to_save"])
+
+  @parameterized.parameters(
+    ({"use_dora": True}, "use_dora=True must be False"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.* must be None"),
+    ({"peft_type": "IA3"}, "peft_type='IA3' must be 'LORA'"),
+    ({"r": 0}, "r=0 must be"),
+    ({"r": 4}, "factors of shapes .* needed"),
+  )
+  def test_what_we_do_not_compute_is_refused(self, change, words):
+    case = self.root / "moh"
+    source = pathlib.Path(self.create_tempdir().full_path, "peft")
+    shutil.copytree(case / "peft_lora", source)
+    path = source / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with self.assertRaisesRegex(ValueError, words):
+      out = self.create_tempdir().full_path
+      convert("peft", str(source), out, base=str(case / "base"))
+
+  def test_tensors_without_a_place_are_named(self):
+    case = self.root / "moh"
+    source = pathlib.Path(self.create_tempdir().full_path, "peft")
+    shutil.copytree(case / "peft_lora", source)
+    tensors = load_file(source / _TENSORS)
+    key = next(key for key in tensors if "lora_B" in key)
+    wrong = {**tensors, "base_model.model.other.lora_A.weight": np.ones((3, 2))}
+    half = {name: x for name, x in tensors.items() if name != key}
+    router = next(key for key in tensors if "router" in key)
+    lost = {name: x for name, x in tensors.items() if name != router}
+    for given, words in (
+      (wrong, "no place for: other.lora_A"),
+      (half, "has one factor of two"),
+      (lost, "lacks .*router.* other layers have"),
+    ):
+      save_file(given, source / _TENSORS)
+      with self.assertRaisesRegex(ValueError, words):
+        out = self.create_tempdir().full_path
+        convert("peft", str(source), out, base=str(case / "base"))
+
+  def test_a_base_and_adapters_belong_together(self):
+    case, out = self.root / "moh", self.create_tempdir().full_path
+    with self.assertRaisesRegex(ValueError, "--base None: --from 'peft'"):
+      convert("peft", str(case / "peft_lora"), out)
+    with self.assertRaisesRegex(ValueError, "base has no adapters"):
+      export(str(case / "base"), out, to="peft")
+
+
+@pytest.mark.transformers
+class PeftTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.root = pathlib.Path(
+      cls.enterClassContext(tempfile.TemporaryDirectory())
+    )
+    for name in peft_cases.CASES:
+      (cls.root / name).mkdir()
+      peft_cases.write(cls.root / name, name)
+    cls.measured = transformers_cases.run_checks(
+      "peft_checks.py", "MOH_JAX_TRANSFORMERS_PYTHON", cls.root
+    )
+    if isinstance(cls.measured, str):
+      raise RuntimeError(cls.measured)
+
+  @parameterized.parameters(*peft_cases.CASES)
+  def test_peft_computes_the_same(self, name):
+    found = self.measured[name]
+    self.assertLess(found["logits"], 1e-5)
+    self.assertLess(found["gradients"], 1e-5)
+    self.assertLess(found["merged"], 1e-5)
+    self.assertEmpty(found["names"])
+
+  @parameterized.parameters(*peft_cases.CASES)
+  def test_what_trainer_trained_comes_here(self, name):
+    case, out = self.root / name, self.create_tempdir().full_path
+    trained, again = case / "trained", f"{out}/again"
+    self.assertGreater(self.measured[name]["moved"], 1e-3)
+    convert("peft", str(trained), again, base=str(case / "base"))
+    served = restore(again)
+    tokens = np.load(case / "io.npz")["tokens"]
+    logits, _ = served.model.apply({"params": served.params}, tokens)
+    want = np.load(case / "trained.npy")
+    np.testing.assert_allclose(logits, want, rtol=0, atol=1e-4)
+    export(again, f"{out}/peft", to="peft")
+    theirs, ours = (
+      load_file(pathlib.Path(folder, _TENSORS))
+      for folder in (trained, f"{out}/peft")
+    )
+    self.assertEqual(theirs.keys(), ours.keys())
+    for key, x in theirs.items():
+      np.testing.assert_array_equal(x, ours[key], key)
+
+
+if __name__ == "__main__":
+  absltest.main()

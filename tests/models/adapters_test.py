@@ -1,0 +1,185 @@
+"""Adapters: what they add, merged and apart, and the parameters beside them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax.traverse_util import flatten_dict
+
+from moh_jax.config import LoraConfig
+from moh_jax.layers.linear import adapter_dropout
+from moh_jax.models import adapters as lib
+from moh_jax.models.registry import make_model
+from moh_jax.models.stored import params_hash
+from moh_jax.runtime.sharding import abstract_params
+from tests.training import tiny
+
+_RNG = np.random.RandomState(0)
+_ALL = ("*/attn/*", "*/mlp/*", "*modulation*", "embed/*")
+
+
+def _model(family):
+  config = tiny.CONFIGS[family]()
+  model, inputs = make_model(config)
+  boxed = abstract_params(model, inputs)
+  examples = [
+    np.asarray(_RNG.randint(0, 9, (2, *x.shape[1:])), x.dtype)
+    if x.dtype == np.int32
+    else np.float32(_RNG.normal(size=(2, *x.shape[1:])))
+    for x in inputs
+  ]
+  if family == "llm":
+    examples = [np.asarray(_RNG.randint(0, 9, (2, 12)), np.int32)]
+  params = tiny.random_params(config)
+  return (
+    boxed,
+    params,
+    lambda tree, **kw: model.apply({"params": tree}, *examples, **kw)[0],
+  )
+
+
+def _noisy(tree):
+  return jax.tree.map(lambda x: x + 0.1 * _RNG.normal(size=x.shape), tree)
+
+
+class AdaptersTest(parameterized.TestCase):
+  @parameterized.product(
+    family=("vit", "dit", "llm"), dtype=("float32", "bfloat16", "int8")
+  )
+  def test_merged_ones_compute_the_same(self, family, dtype):
+    boxed, params, apply = _model(family)
+    targets = [name for name in _ALL if family == "dit" or name in _ALL[:2]]
+    config = LoraConfig(3, 6.0, targets=tuple(targets), base_dtype=dtype)
+    adapters = lib.Adapters.of(boxed, config)
+    frozen = jax.jit(adapters.freeze)(params)
+    first = jax.jit(adapters.begin)(jax.random.key(0), params)
+    for tree, boxes in ((first, adapters.trained), (frozen, adapters.frozen)):
+      is_leaf = {
+        p: jax.tree.leaves(x)[0] for p, x in flatten_dict(boxes).items()
+      }
+      found = {p: (x.shape, x.dtype) for p, x in flatten_dict(tree).items()}
+      self.assertEqual(
+        found, {p: (tuple(x.shape), x.dtype) for p, x in is_leaf.items()}
+      )
+    # Adapters begin with nothing, and routers with what the network has.
+    start = apply(lib.join(frozen, first))
+    plain = apply(adapters.merge(lib.join(frozen, first)))
+    chex.assert_trees_all_close(start, plain, rtol=0, atol=2e-6)
+    if dtype == "float32":
+      chex.assert_trees_all_close(plain, apply(params), rtol=0, atol=2e-6)
+    trained = jax.tree.map(jnp.asarray, _noisy(first))
+    joined = lib.join(frozen, trained)
+    merged = adapters.merge(joined)
+    chex.assert_trees_all_equal_shapes_and_dtypes(merged, params)
+    out = apply(joined)
+    self.assertGreater(float(jnp.abs(out - start).max()), 1e-3)
+    np.testing.assert_allclose(
+      out, apply(merged), atol=1e-5 * float(jnp.abs(out).max())
+    )
+
+  def test_only_named_parts_of_a_kernel_adapt(self):
+    boxed, params, _ = _model("dit")
+    config = LoraConfig(3, targets=("*/q", "*/v"), whole=())
+    adapters = lib.Adapters.of(boxed, config)
+    trained = adapters.begin(jax.random.key(0), params)
+    paths = {"/".join(path[1:]) for path in flatten_dict(trained)}
+    self.assertEqual(paths, {"attn/qkv/lora_a", "attn/qkv/lora_b"})
+    a = trained["blocks0"]["attn"]["qkv"]["lora_a"]
+    self.assertEqual(
+      [bool(part.any()) for part in a[0].swapaxes(0, 1)], [1, 0, 1]
+    )
+    # Both factors of the keys are 0, so that neither gets a gradient.
+    joined = lib.join(adapters.freeze(params), trained)
+
+    def loss(trained):
+      return jnp.square(
+        adapters.merge(lib.join(joined, trained))["blocks0"]["attn"]["qkv"][
+          "kernel"
+        ]
+      ).sum()
+
+    grads = jax.grad(loss)(trained)["blocks0"]["attn"]["qkv"]
+    self.assertFalse(
+      grads["lora_a"][:, :, 1].any() or grads["lora_b"][:, 1].any()
+    )
+    self.assertTrue(grads["lora_b"][:, 0].any())
+
+  def test_quantized_kernels_are_near_and_small(self):
+    boxed, params, _ = _model("llm")
+    adapters = lib.Adapters.of(boxed, LoraConfig(2, base_dtype="int8"))
+    frozen = adapters.freeze(params)
+    for path, leaf in flatten_dict(frozen).items():
+      if path[-1] == "kernel" and "mlp" in path:
+        self.assertEqual(leaf.dtype, jnp.int8)
+        scale = frozen[path[0]]["mlp"][path[2]]["kernel_scale"]
+        given = flatten_dict(params)[path]
+        self.assertEqual(scale.shape, (len(given), 1, given.shape[-1]))
+        error = np.abs(leaf * scale - given)
+        self.assertTrue((error <= scale / 2 + 1e-7).all())
+      if path[-1] == "embedding":
+        self.assertEqual(leaf.dtype, jnp.bfloat16)
+
+  def test_dropout_changes_adapters_alone(self):
+    boxed, params, apply = _model("llm")
+    adapters = lib.Adapters.of(boxed, LoraConfig(2, whole=()))
+    frozen = adapters.freeze(params)
+    first = adapters.begin(jax.random.key(0), params)
+    trained = jax.tree.map(jnp.asarray, _noisy(first))
+
+    def at(tree, seed, rate):
+      with adapter_dropout(rate):
+        return apply(tree, rngs={"dropout": jax.random.key(seed)})
+
+    joined, plain = lib.join(frozen, trained), lib.join(frozen, first)
+    np.testing.assert_array_equal(at(plain, 0, 0.5), apply(plain))
+    np.testing.assert_array_equal(at(joined, 0, 0.0), apply(joined))
+    np.testing.assert_array_equal(at(joined, 0, 0.5), at(joined, 0, 0.5))
+    self.assertTrue((at(joined, 0, 0.5) != at(joined, 1, 0.5)).any())
+    # Their mean over many draws is what they are without.
+    few, many = (
+      np.abs(np.mean([at(joined, s, 0.1) for s in range(n)], 0) - apply(joined))
+      for n in (1, 64)
+    )
+    self.assertLess(many.mean(), few.mean() / 3)
+
+  def test_without_adapters_the_network_is_its_base(self):
+    boxed, params, apply = _model("llm")
+    adapters = lib.Adapters.of(boxed, LoraConfig(2))
+    trained = adapters.begin(jax.random.key(0), params)
+    trained = jax.tree.map(jnp.asarray, _noisy(trained))
+    joined = lib.join(adapters.freeze(params), trained)
+    routers = {p: x for p, x in flatten_dict(trained).items() if "router" in p}
+    expected = lib.unflatten_dict(flatten_dict(params) | routers)
+    off = lib.without_adapters(joined)
+    self.assertEqual(
+      {p for p in flatten_dict(off)}, set(flatten_dict(expected))
+    )
+    chex.assert_trees_all_equal(apply(off), apply(expected))
+
+  @parameterized.parameters(
+    ({"targets": ("*/up", "*/query")}, r"targets: '\*/query' matches none of "),
+    ({"whole": ("*/router/*", "*norm*", "x")}, "whole: 'x' matches none of "),
+  )
+  def test_patterns_that_match_nothing_are_refused(self, fields, words):
+    boxed, _, _ = _model("llm")
+    with self.assertRaisesRegex(ValueError, f"tune.lora.{words}"):
+      lib.Adapters.of(boxed, LoraConfig(2, **fields))
+
+  def test_hash_tells_parameters_apart(self):
+    _, params, _ = _model("llm")
+    found = params_hash(params)
+    self.assertRegex(found, "^[0-9a-f]{32}$")
+    self.assertEqual(found, params_hash(jax.tree.map(np.copy, params)))
+    flat = flatten_dict(params)
+    for path, leaf in flat.items():
+      other = leaf.copy()
+      other.flat[-1] = np.nextafter(other.flat[-1], np.float32(9))
+      changed = lib.unflatten_dict({**flat, path: other})
+      self.assertNotEqual(found, params_hash(changed), path)
+      swapped = lib.unflatten_dict({**flat, path: leaf[..., ::-1]})
+      self.assertNotEqual(found, params_hash(swapped), path)
+
+
+if __name__ == "__main__":
+  absltest.main()
