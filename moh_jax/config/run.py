@@ -398,9 +398,12 @@ class Config:
 
   def _check(self) -> None:
     self.model.check_run(self)
-    if self.tune.top_k_steps and not self.model.READS_TEXT:
+    if not self.model.READS_TEXT:
       family = f"model.family={self.model.family!r}"
-      self.tune.fail("top_k_steps", f"must be () for {family}")
+      if self.tune.top_k_steps:
+        self.tune.fail("top_k_steps", f"must be () for {family}")
+      if weight := self.tune.distill.weight:
+        raise ValueError(f"tune.distill.weight={weight} must be 0 for {family}")
     optim, steps = self.optim, self.train.steps
     if self.data.batch_size % (parts := optim.accumulation):
       whole = f"a multiple of optim.accumulation={parts}"

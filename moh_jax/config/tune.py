@@ -43,6 +43,26 @@ class LoraConfig(base.Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillConfig(base.Section):
+  """A teacher: the model that adapters are trained on, with all its heads.
+
+  Attributes:
+    weight: of the teacher's part in the loss, the divergence of the
+      distributions of the next token (arXiv:1503.02531); 0 is no teacher.
+    temperature: T, which divides both models' logits; the divergence is
+      multiplied by its square.
+    every: steps from one with the teacher, which costs a forward pass, to the
+      next.
+  """
+
+  NAME = "distill"
+
+  weight: base.Amount = 0.0
+  temperature: base.Positive = 1.0
+  every: base.Count = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class TuneConfig(base.Section):
   """How a trained model is tuned.
 
@@ -53,6 +73,7 @@ class TuneConfig(base.Section):
       layer that routes; the last is model.top_k.
     lora: adapters, which are trained in place of the parameters that
       `train.init_from` holds.
+    distill: a teacher for adapters of language models.
   """
 
   NAME = "tune"
@@ -60,9 +81,15 @@ class TuneConfig(base.Section):
   top_k_steps: tuple[base.Natural, ...] = ()
   top_k_values: tuple[base.Count, ...] = ()
   lora: LoraConfig = LoraConfig()
+  distill: DistillConfig = DistillConfig()
 
   def check(self) -> None:
-    """The steps rise from 0, each with a value."""
+    """The steps rise from 0, each with a value; a teacher has adapters."""
+    if self.distill.weight and not self.lora.rank:
+      raise ValueError(
+        f"tune.distill.weight={self.distill.weight} must be 0 where "
+        "tune.lora.rank=0: the teacher is the model without its adapters"
+      )
     steps = self.top_k_steps
     if len(steps) != len(self.top_k_values):
       self.fail("top_k_values", f"must have one value for each of {steps}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from moh_jax.config import Config, TuneConfig
+from moh_jax.config import Config, TuneConfig, without_router
 from moh_jax.data import sequences
 from moh_jax.data.pipeline import eval_indices
 from moh_jax.data.sequences import pack
@@ -19,7 +19,8 @@ from moh_jax.evaluation.metrics import (
   perplexity,
   sum_metrics,
 )
-from moh_jax.layers.vocabulary import summed_nats
+from moh_jax.layers.vocabulary import summed_divergence, summed_nats
+from moh_jax.models.adapters import without_adapters
 from moh_jax.models.generation import Decode
 from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
@@ -140,13 +141,15 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
 
   The minimized loss divides by the number of positions in the batch, padding
   included, so every target has the same weight in any batch or microbatch. The
-  metric "task_loss" is the mean over targets alone.
+  metric "task_loss" is the mean over targets alone. A teacher adds the
+  divergence from it (`tune.distill`).
 
   Args:
     model: the network.
     config: config of the run.
   """
   scheduled = top_k_schedule(config.tune, config.model.depth)
+  teach = _make_teaching(config)
 
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
@@ -163,10 +166,54 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       x, kernel, batch["targets"], weights / weights.size, chunk
     )
     mean = Mean(nats * weights.size, weights.sum())
-    weight = config.train.balance_weight
-    return add_balance_loss(nats, aux, weight, task_loss=mean)
+    weight, metrics = config.train.balance_weight, {"task_loss": mean}
+    loss = nats
+    if teach is not None:
+      taught, metrics["distill_loss"] = teach(params, batch, x, step)
+      loss += taught
+    return add_balance_loss(loss, aux, weight, **metrics)
 
   return loss_fn
+
+
+def _make_teaching(
+  config: Config,
+) -> Callable[..., tuple[jax.Array, Mean]] | None:
+  """Makes what a teacher adds to the loss; None without one.
+
+  Returns:
+    (parameters, batch, what the output layer reads, step) -> what is added to
+    the loss, and the divergence as a metric: a mean over targets, of the steps
+    that have it.
+  """
+  distill, dense = config.tune.distill, without_router(config.model)
+  if not distill.weight:
+    return None
+  teacher, _ = make_model(dense.in_run(config))
+
+  def teach(
+    params: Any, batch: Any, x: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, Mean]:
+    own, weights = without_adapters(params), batch["weights"]
+
+    def divergence() -> jax.Array:
+      known, _ = apply_packed(teacher, jax.lax.stop_gradient(own), batch)
+      kernels = (output_kernel(p, config.model) for p in (params, own))
+      ours, theirs = zip((x, known), kernels)
+      return summed_divergence(
+        ours,
+        theirs,
+        weights / weights.size,
+        distill.temperature,
+        config.model.loss_chunk,
+      )
+
+    has = step % distill.every == 0
+    total = jax.lax.cond(has, divergence, lambda: jnp.zeros(()))
+    mean = Mean(total * weights.size, has * weights.sum())
+    return distill.weight * total, mean
+
+  return teach
 
 
 def top_k_schedule(

@@ -17,7 +17,9 @@ class ConvertTest(tiny_checkpoint.CommandTest):
         *("--key=ema", "--model=moh-vit-s80", "--image-size=32"),
       )
     self.assertEqual(told, f"it: 1,234 parameters written to {out}\n")
-    given = dict(key="ema", model="moh-vit-s80", config=None, image_size=32)
+    given = dict(
+      key="ema", model="moh-vit-s80", config=None, image_size=32, base=None
+    )
     convert.assert_called_once_with("moh-vit", source, out, **given)
 
   def test_tokenizer_of_a_language_model_is_described(self):

@@ -6,15 +6,28 @@ import shutil
 import tempfile
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 from flax.traverse_util import flatten_dict
 
-from moh_jax.config import LoraConfig, TuneConfig, without_router
+from moh_jax.config import (
+  DistillConfig,
+  LoraConfig,
+  RouterConfig,
+  TuneConfig,
+  without_router,
+)
+from moh_jax.data import sequences
 from moh_jax.inference.restore import restore
+from moh_jax.models.adapters import Adapters, join
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.sharding import abstract_params
+from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.train import train
 from tests.training import tiny
 
@@ -138,6 +151,65 @@ class AdaptersRunTest(parameterized.TestCase):
     lora = dataclasses.replace(_LORA, whole=("*/router/*", "head/*"))
     done = tiny.train(_tuned(tiny.config(), base, lora), self._folder("run"))
     self.assertIn("head", done.state.params)
+
+  @parameterized.parameters((1.0, 0), (2.0, 5))
+  def test_teacher_is_the_model_without_adapters(self, temperature, chunk):
+    model = {"router": RouterConfig("query_norm"), "loss_chunk": chunk}
+    config = tiny.llm_config(model=model)
+    distill = DistillConfig(0.5, temperature, every=3)
+    tune = TuneConfig(lora=_LORA, distill=distill)
+    config = dataclasses.replace(config, tune=tune)
+    net, inputs = make_model(config)
+    adapters = Adapters.of(abstract_params(net, inputs), _LORA)
+    params = tiny.random_params(config)
+    trained = jax.tree.map(
+      lambda x: x + 0.1, adapters.begin(jax.random.key(0), params)
+    )
+    joined = join(adapters.freeze(params), trained)
+    data = sequences.Text(config.data, 60, "train").stream(0)
+    batch = jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
+
+    def loss(config, step, params=joined):
+      loss_fn = make_loss(make_model(config)[0], config)
+      return loss_fn(params, batch, jax.random.key(0), jnp.int32(step))
+
+    plain, _ = loss(dataclasses.replace(config, tune=TuneConfig(lora=_LORA)), 0)
+    (taught, metrics), (off, other) = loss(config, 3), loss(config, 4)
+    np.testing.assert_allclose(off, plain, rtol=1e-6)
+    self.assertEqual(float(other["distill_loss"].weight), 0)
+    dense, _ = make_model(
+      dataclasses.replace(config, model=without_router(config.model))
+    )
+    places = {name: batch[name] for name in ("positions", "segments")}
+    ours, theirs = (
+      jax.nn.log_softmax(
+        one.apply({"params": tree}, batch["inputs"], **places)[0] / temperature
+      )
+      for one, tree in ((net, joined), (dense, params))
+    )
+    each = (jnp.exp(theirs) * (theirs - ours)).sum(-1) * temperature**2
+    weights = batch["weights"]
+    want = (each * weights).sum() / weights.size
+    np.testing.assert_allclose(taught - plain, 0.5 * want, rtol=2e-4)
+    mean = metrics["distill_loss"]
+    np.testing.assert_allclose(
+      mean.total / mean.weight, want * weights.size / weights.sum(), rtol=1e-5
+    )
+    # Gradients come through the student alone.
+    grads = jax.grad(lambda p: loss(config, 3, join(joined, p))[0])(trained)
+    plain_config = dataclasses.replace(config, tune=TuneConfig(lora=_LORA))
+    before = jax.grad(lambda p: loss(plain_config, 3, join(joined, p))[0])
+    moved = jax.tree.map(
+      lambda a, b: float(jnp.abs(a - b).max()), grads, before(trained)
+    )
+    self.assertGreater(min(jax.tree.leaves(moved)), 0)
+
+  def test_teacher_needs_adapters_and_text(self):
+    with self.assertRaisesRegex(ValueError, "distill.weight=1.0 must be 0 wh"):
+      TuneConfig(distill=DistillConfig(1.0))
+    tune = TuneConfig(lora=_LORA, distill=DistillConfig(1.0))
+    with self.assertRaisesRegex(ValueError, "must be 0 for model.family='dit'"):
+      dataclasses.replace(tiny.dit_config(), tune=tune)
 
   @pytest.mark.slow
   @parameterized.parameters("vit", "dit")
