@@ -143,7 +143,7 @@ def _pays(_: str) -> str:
     ("pays_dit", "DiT S/2-75", lambda side: (side // 2) ** 2),
   ):
     cells: dict[str, dict[int, str]] = {}
-    for row in _rows(name):
+    for row in (*_rows(name), *_rows(f"{name}_measured")):
       here = cells.setdefault(row.mode, {})
       if row.implementation == "limit":
         here[tokens(row.length)] = row.to_mha
