@@ -7,7 +7,9 @@
 The model is that of the checkpoint. Arguments: FILE (of `heads --json`; the
 query-norm router, the most important half of the heads shared, a quarter chosen
 by each token, as in the paper's stage 2), dense (no router: the paper's stage
-1, and the baseline). One of them must be given.
+1, and the baseline), lora:FILE and lora (the same by adapters; the model that
+they are trained on is their teacher where a router leaves heads out). One of
+them must be given.
 """
 
 import json
@@ -17,11 +19,18 @@ import ml_collections
 
 
 def get_config(arg: str) -> ml_collections.ConfigDict:
-  model = {}
-  if arg != "dense":
-    file = pathlib.Path(arg)
+  first, _, rest = arg.partition(":")
+  is_lora = first == "lora"
+  order = rest if is_lora else arg
+  model, lora, distill = {}, {}, {}
+  if is_lora:
+    lora = {"rank": 16, "alpha": 16.0, "base_dtype": "bfloat16"}
+  if order not in ("", "dense"):
+    file = pathlib.Path(order)
     if not file.is_file():
-      raise ValueError(f"{arg!r} must be 'dense' or a file of `heads --json`")
+      raise ValueError(
+        f"{order!r} must be 'dense', 'lora' or a file of `heads --json`"
+      )
     orders = json.loads(file.read_text())["head_order"]
     depth, heads = len(orders), len(orders[0])
     model = {
@@ -30,6 +39,7 @@ def get_config(arg: str) -> ml_collections.ConfigDict:
       "top_k": (heads // 4,) * depth,
       "head_order": orders,
     }
+    distill = {"weight": 1.0} if is_lora else {}
   data = {"source": "tokens", "path": "TOKENS", "sequence_length": 1024}
   return ml_collections.ConfigDict(
     {
@@ -37,12 +47,13 @@ def get_config(arg: str) -> ml_collections.ConfigDict:
       "data": {**data, "batch_size": 32},
       # The rates, the warm-up and the weights of the paper's stage 2.
       "optim": {
-        "lr": 2e-5,
+        "lr": 2e-4 if is_lora else 2e-5,  # of adapters all is ours
         "warmup_steps": 50,
-        "final_lr": 1e-6,
+        "final_lr": 1e-5 if is_lora else 1e-6,
         "b2": 0.95,  # ours, the paper does not say
-        "weight_decay": 0.1,
+        "weight_decay": 0.0 if is_lora else 0.1,
       },
+      "tune": {"lora": lora, "distill": distill},
       "train": {"steps": 1000, "init_from": ""},
       "mesh": {"data": 1, "fsdp": -1},
       "checkpoint": {"every": 200},
