@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     optim=lib.OptimConfig(
       lr=2e-3, final_lr=1e-4, warmup_steps=40, b2=0.95, weight_decay=0.1
     ),
-    train=lib.TrainConfig(steps=400),
+    train=lib.TrainConfig(steps=600),
     checkpoint=lib.CheckpointConfig(every=200),
     eval=lib.EvalConfig(every=0, batch_size=16),
   )

@@ -19,6 +19,7 @@ from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sequences import Text
 from moh_jax.data.sources import ImageSource, is_latent, make_source
+from moh_jax.data.tokenizers import JsonTokenizer, Tokenizer
 from moh_jax.inference.sample import write_grid
 from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding
@@ -101,11 +102,18 @@ def text_lines(
       f"{trained.sum()} trained, {segments.max()} documents or conversations"
     )
     runs = np.split(tokens, np.flatnonzero(np.diff(trained)) + 1)
-    shown = map(text.tokenizer.show, runs)
+    shown = [_text_of(text.tokenizer, run) for run in runs]
     yield "".join(
       f"{marks[0]}{part}{marks[1]}" if number % 2 else part
       for number, part in enumerate(shown)
     )
+
+
+def _text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+  """The text of ids, with special tokens where the tokenizer writes them."""
+  if isinstance(tokenizer, JsonTokenizer):
+    return tokenizer.parser.decode(ids.tolist(), skip_special_tokens=False)
+  return tokenizer.decode(ids)
 
 
 def write_latents(

@@ -261,17 +261,25 @@ def _tokenized(
   """The conversations of a split, in the order of the files."""
   written = _written(data, Template(tokenizer, data.template or None), split)
   while some := list(itertools.islice(written, _AT_ONCE)):
-    encoded = tokenizer.encode_places([text for text, _ in some])
-    for (_, spans), (ids, places) in zip(some, encoded):
-      yield _Conversation(ids, _in_spans(places, spans))
+    texts = [text for text, _ in some]
+    encoded = tokenizer.parser.encode_batch(texts, add_special_tokens=False)
+    for one, (_, spans) in zip(encoded, some):
+      ids = np.array(one.ids, np.int32)
+      yield _Conversation(ids, _in_spans(one.offsets, spans))
 
 
-def _in_spans(places: np.ndarray, spans: list[Span]) -> np.ndarray:
-  """Which tokens [n] of characters `places` [n, 2] overlap a span, bool."""
+def _in_spans(places: list[Span], spans: list[Span]) -> np.ndarray:
+  """Which tokens [n] overlap a span, bool.
+
+  Args:
+    places: characters (start, stop) of each token.
+    spans: of characters, in order.
+  """
+  firsts, lasts = np.array(places, int).reshape(-1, 2).T
   starts, stops = np.array(spans, int).reshape(-1, 2).T
-  first = np.searchsorted(stops, places[:, 0], "right")  # that ends after it
-  starts = np.append(starts, np.iinfo(int).max)
-  return places[:, 1] > starts[first]
+  # Of each token the first span that ends after its begin.
+  following = np.searchsorted(stops, firsts, "right")
+  return lasts > np.append(starts, np.iinfo(int).max)[following]
 
 
 def _written(

@@ -20,11 +20,10 @@ import os
 import pathlib
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import tokenizers as hf
 from etils import epath
 
@@ -277,10 +276,6 @@ class Tokenizer:
     """Returns the text of ids; special tokens and unknown ids are left out."""
     raise NotImplementedError
 
-  def show(self, ids: Sequence[int]) -> str:
-    """Returns the text of ids for people, with special tokens if possible."""
-    return self.decode(ids)
-
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id, None if it has none."""
 
@@ -355,13 +350,14 @@ class JsonTokenizer(Tokenizer):
     return tokenizer
 
   @functools.cached_property
-  def _with_special(self) -> hf.Tokenizer:
+  def parser(self) -> hf.Tokenizer:
+    """That of the library to which names of special tokens are these tokens."""
     # A second one, since the switch of the library is not thread-safe.
     return self._parse(special_as_text=False)
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
-    used = self._with_special if parse_special else self._tokenizer
+    used = self.parser if parse_special else self._tokenizer
     return used.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -369,27 +365,9 @@ class JsonTokenizer(Tokenizer):
     encode = self._tokenizer.encode_batch_fast
     return [e.ids for e in encode(list(texts), add_special_tokens=False)]
 
-  def encode_places(
-    self, texts: Sequence[str]
-  ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encodes texts in which names of special tokens are these tokens.
-
-    Yields:
-      Of each text its ids [n] int32, and the characters [n, 2] int64 of each
-      token: the first, and the one after the last.
-    """
-    encode = self._with_special.encode_batch
-    for e in encode(list(texts), add_special_tokens=False):
-      yield np.array(e.ids, np.int32), np.array(e.offsets, int).reshape(-1, 2)
-
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
     return self._tokenizer.decode([int(i) for i in ids])
-
-  def show(self, ids: Sequence[int]) -> str:
-    """Returns the text of ids with special tokens."""
-    ids = [int(i) for i in ids]
-    return self._tokenizer.decode(ids, skip_special_tokens=False)
 
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id."""

@@ -110,9 +110,9 @@ class AnswersTest(parameterized.TestCase):
         return_dict=True,
       )
       text, spans = template.answers(messages)
-      ((ids, places),) = ours.encode_places([text])
-      self.assertEqual(ids.tolist(), expected["input_ids"])
-      trained = conversations._in_spans(places, spans)
+      encoded = ours.parser.encode(text, add_special_tokens=False)
+      self.assertEqual(encoded.ids, expected["input_ids"])
+      trained = conversations._in_spans(encoded.offsets, spans)
       self.assertEqual(trained.tolist(), expected["assistant_masks"], messages)
 
   @parameterized.parameters(
@@ -215,12 +215,16 @@ class _ChatTest(FolderTest):
 
 
 class SourceTest(_ChatTest):
+  def _text(self, ids):
+    decode = self.tokenizer.parser.decode
+    return decode(ids.tolist(), skip_special_tokens=False)
+
   def _shown(self, source):
     """Trained text of each sequence."""
     result = []
     for index in range(len(source)):
       one = source[index]
-      result.append(self.tokenizer.show(one["targets"][one["weights"] > 0]))
+      result.append(self._text(one["targets"][one["weights"] > 0]))
     return result
 
   def test_all_forms_of_rows_are_read(self):
@@ -237,7 +241,7 @@ class SourceTest(_ChatTest):
     (shown,) = self._shown(source)
     answers = shown.split("<|stop|>")
     self.assertCountEqual(answers, ["one", "two", "three", ""])
-    text = self.tokenizer.show(source[0]["inputs"])
+    text = self._text(source[0]["inputs"])
     self.assertIn("user\nAdd.\n\n1 2<|stop|>", text)
     self.assertEqual(source.total_bytes, len("threetwoone"))
     self.assertEqual(source.text_bytes(np.array([0])), len("threetwoone"))
