@@ -37,7 +37,7 @@ _CHATML = """\
 {{ bos_token }}assistant
 {% endif %}
 """
-_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class DocstringSource(ChatSource):
@@ -81,12 +81,14 @@ def _answers(files: Iterable[pathlib.Path]) -> Iterator[tuple[str, str]]:
     yield from _documented(tree, module.removesuffix(".__init__"))
 
 
-def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+def _documented(node: Any, name: str) -> Iterator[tuple[str, str]]:
   if re.search(r"(^|\.)_", name):
     return
-  if isinstance(node, _DEFINED) and (text := ast.get_docstring(node)):
+  is_module = isinstance(node, ast.Module)
+  if not is_module and (text := ast.get_docstring(node)):
     paragraph = " ".join(text.partition("\n\n")[0].split())
     yield name, re.split(r"(?<=[.!?]) ", paragraph)[0]
-  for child in ast.iter_child_nodes(node):
-    if isinstance(child, _DEFINED):
-      yield from _documented(child, f"{name}.{child.name}")
+  if not isinstance(node, _FUNCTIONS):  # what is inside has no full name
+    for child in ast.iter_child_nodes(node):
+      if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+        yield from _documented(child, f"{name}.{child.name}")

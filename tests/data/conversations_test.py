@@ -1,18 +1,25 @@
 """Conversations: what is trained in them, how they are read and packed."""
 
+import abc
 import dataclasses
+import inspect
 import json
+import pathlib
+import pkgutil
 import random
+from unittest import mock
 
 import jax
 import numpy as np
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
+from moh_jax.cli import batch_picture
 from moh_jax.config import TextDataConfig
-from moh_jax.data import conversations, infer
+from moh_jax.data import conversations, docstrings, infer
 from moh_jax.data.chat import Template
 from moh_jax.data.conversations import ChatSource, best_fit
+from moh_jax.data.sequences import Text
 from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
 from moh_jax.layers.vocabulary import token_nats
 from moh_jax.models.llm import apply_packed, output_kernel
@@ -394,6 +401,37 @@ class LossTest(_ChatTest):
       found = jax.tree.leaves(grads(batch | {"targets": targets}))
       pairs = zip(found, jax.tree.leaves(grads(batch)))
       self.assertEqual(all((a == b).all() for a, b in pairs), same)
+
+  def test_trained_text_is_shown_between_marks(self):
+    data = self._data(path=str(self.root / "all"), sequence_length=64)
+    config = dataclasses.replace(self.config, data=data)
+    head, text = batch_picture.text_lines(config, 1, 1, ("[[", "]]"))
+    self.assertIn("of 64", head)
+    self.assertStartsWith(text, "<|start|>user\na?<|stop|>\n<|start|>assistant")
+    self.assertRegex(text, r"assistant\n\[\[(one|two |naïve)<\|stop\|>\]\]\n")
+
+
+class DocstringsTest(FolderTest):
+  def test_names_are_answered_by_their_docstrings(self):
+    files = [pathlib.Path(m.__file__) for m in (abc, json.decoder)]
+    parts = [files[:1], files[1:]]
+    data = TextDataConfig("docstrings", str(self.root / "made"))
+    data = dataclasses.replace(data, sequence_length=512)
+    with mock.patch.object(docstrings, "list_sources", lambda: parts):
+      texts = [Text(data, 2048, split) for split in ("train", "val")]
+    asked = []
+    for split, text in zip(("train", "val"), texts):
+      lines = (self.root / "made" / f"{split}.jsonl").read_text().splitlines()
+      packed = sum(text[i]["segments"].max() for i in range(len(text)))
+      self.assertEqual(packed, len(lines))
+      for line in lines:
+        question, answer = json.loads(line)["messages"]
+        asked.append(question["content"])
+        name = question["content"].split()[2]
+        told = " ".join(inspect.getdoc(pkgutil.resolve_name(name)).split())
+        self.assertStartsWith(told, answer["content"])
+    self.assertIn("What does abc.ABC do?", asked)
+    self.assertIn("What does json.decoder.JSONDecoder.decode do?", asked)
 
 
 if __name__ == "__main__":
