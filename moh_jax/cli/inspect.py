@@ -65,7 +65,7 @@ class Options(command.Stored, command.RunConfig, command.Output):
     given = {name for name in given if getattr(self, name) is not None}
     if len(given) != 1:
       raise ValueError("one of --checkpoint, --config and --data must be given")
-    if self.batch is not None and not self.batch.endswith((".png", "-")):
+    if self.batch not in (None, "-") and not self.batch.endswith(".png"):
       self.fail("batch", "must end in .png, or be - for text")
     if self.batch is not None and self.checkpoint is not None:
       self.fail("batch", "needs --config or --data")

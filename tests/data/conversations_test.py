@@ -28,6 +28,7 @@ from moh_jax.training.language_modeling import make_loss
 from tests.folders import FolderTest
 from tests.training import tiny
 
+_RECORDED = pathlib.Path(__file__).parent / "recorded" / "chat"
 _SPECIAL = ("<|start|>", "<|head|>", "<|stop|>")
 _CONFIG = {"eos_token": "<|stop|>", "bos_token": "<|begin_of_text|>"}
 _WORDS = ("a", "two ", " é", "\n", "naïve", "\t\t", "😀", "<th", "x=1;", "Q")
@@ -121,6 +122,20 @@ class AnswersTest(parameterized.TestCase):
       self.assertEqual(encoded.ids, expected["input_ids"])
       trained = conversations._in_spans(encoded.offsets, spans)
       self.assertEqual(trained.tolist(), expected["assistant_masks"], messages)
+
+  @parameterized.parameters(
+    *(("llama2", "</s>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>")),
+    *(("chatml", "<|im_end|>"), ("gemma", "<end_of_turn>")),
+  )
+  def test_answers_of_public_templates_end_with_their_stop(self, name, stop):
+    source = _RECORDED / f"{name}.jinja"
+    config = {"eos_token": stop, "bos_token": "<|begin_of_text|>"}
+    tokenizer = _tokenizer(source.read_text(), (*_SPECIAL, stop), config)
+    text, spans = Template(tokenizer).answers(_ask("one", " two\n"))
+    shown = [text[slice(*span)].replace(" ", "") for span in spans]
+    self.assertEqual(
+      [x.replace("\n", "") for x in shown], [f"one{stop}", f"two{stop}"]
+    )
 
   @parameterized.parameters(
     # Turns that end with nothing, and with a token at the end of the text.
