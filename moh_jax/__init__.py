@@ -174,7 +174,15 @@ _source("parquet", "image_tables:ParquetSource", options=_TABLES)
 _source("latents", "image_shards:LatentSource", holds=("latents",))
 _BOTH = ("images", "latents")
 _source("fake", "sources:FakeSource", holds=_BOTH, has_path=False)
-_MIX = ("mix", "ratios")
-_source("tokens", "sequences:PackedSource", reads="text", options=_MIX)
-_source("stdlib", "stdlib:StdlibSource", reads="text")
-_source("fake", "sequences:FakeSequences", reads="text", has_path=False)
+
+
+def _text(name: str, code: str, *options: str, has_path: bool = True) -> None:
+  _source(name, code, reads="text", options=options, has_path=has_path)
+
+
+_text("tokens", "sequences:PackedSource", "separate_documents", "mix", "ratios")
+_text("stdlib", "stdlib:StdlibSource", "separate_documents")
+_FITTED = ("template", "too_long")
+_text("chat", "conversations:ChatSource", "tokenizer_path", *_FITTED)
+_text("docstrings", "docstrings:DocstringSource", *_FITTED)
+_text("fake", "sequences:FakeSequences", "separate_documents", has_path=False)

@@ -1,4 +1,4 @@
-"""Pictures of what a model is trained on, for `inspect --batch`."""
+"""What a model is trained on, as pictures or text, for `inspect --batch`."""
 
 import dataclasses
 import pathlib
@@ -17,7 +17,9 @@ from moh_jax.config import (
 from moh_jax.convert.vae import load_autoencoder
 from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
+from moh_jax.data.sequences import Text
 from moh_jax.data.sources import ImageSource, is_latent, make_source
+from moh_jax.data.tokenizers import JsonTokenizer, Tokenizer
 from moh_jax.inference.sample import write_grid
 from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding
@@ -60,6 +62,58 @@ def write_batch(
   write_grid(out, images, columns)
   names = [_name(target, source.class_names) for target in targets]
   return _by_row(names, columns)
+
+
+def text_lines(
+  config: Config, step: int, num: int, marks: tuple[str, str]
+) -> Iterator[str]:
+  """The text of packed sequences of one training batch.
+
+  Args:
+    config: of the run, resolved.
+    step: whose batch it is, from 1 on.
+    num: sequences at most.
+    marks: what stands before and after text that the model learns to write.
+
+  Yields:
+    Of each sequence a line of counts, and its text without padding.
+
+  Raises:
+    ValueError: the run reads no text.
+  """
+  data = config.data
+  if not config.model.READS_TEXT or data.source == "fake":
+    raise ValueError(
+      f"data.source={data.source!r} of model.family={config.model.family!r}: "
+      "--batch - shows text; pictures need a file that ends in .png"
+    )
+  text = Text(data, config.model.vocab_size, "train")
+  stream, size = text.stream(config.train.seed), data.batch_size
+  for index in range(min(num, size)):
+    sequence = stream[(step - 1) * size + index]
+    count, segments = (
+      np.count_nonzero(sequence["segments"]),
+      sequence["segments"],
+    )
+    tokens = np.append(sequence["inputs"][:1], sequence["targets"][:count])
+    trained = np.append(False, sequence["weights"][:count] > 0)
+    yield (
+      f"sequence {index + 1}: {count} tokens of {len(segments)}, "
+      f"{trained.sum()} trained, {segments.max()} documents or conversations"
+    )
+    runs = np.split(tokens, np.flatnonzero(np.diff(trained)) + 1)
+    shown = [_text_of(text.tokenizer, run) for run in runs]
+    yield "".join(
+      f"{marks[0]}{part}{marks[1]}" if number % 2 else part
+      for number, part in enumerate(shown)
+    )
+
+
+def _text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+  """The text of ids, with special tokens where the tokenizer writes them."""
+  if isinstance(tokenizer, JsonTokenizer):
+    return tokenizer.parser.decode(ids.tolist(), skip_special_tokens=False)
+  return tokenizer.decode(ids)
 
 
 def write_latents(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -21,7 +22,7 @@ _OF_A_BUDGET = "num_heads", "head_dim", "shared", "routed", "top_k", "active"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(command.Stored, command.RunConfig, command.Output):
-  """Describe a checkpoint or config, check files, or draw training images.
+  """Describe a checkpoint or config, check files, or show training examples.
 
   Without --checksums and --batch: heads, parameters and sizes. The column
   `attention` is the form that a layer has in training, for one example on one
@@ -37,8 +38,9 @@ class Options(command.Stored, command.RunConfig, command.Output):
       any is damaged.
     batch: draw images into this .png file and print their classes: of --config
       those of a training step as the model gets them; of --data latents,
-      decoded.
-    num: images of --batch at most.
+      decoded. Of text '-' prints the step's sequences, with what is trained in
+      [[ ]], or green on a terminal.
+    num: images or sequences of --batch at most.
     columns: of the grid of --batch.
     at_step: the step of the run whose batch it is.
     vae: weights of the autoencoder that decodes the latents of --data.
@@ -63,8 +65,8 @@ class Options(command.Stored, command.RunConfig, command.Output):
     given = {name for name in given if getattr(self, name) is not None}
     if len(given) != 1:
       raise ValueError("one of --checkpoint, --config and --data must be given")
-    if self.batch is not None and not self.batch.endswith(".png"):
-      self.fail("batch", "must end in .png")
+    if self.batch not in (None, "-") and not self.batch.endswith(".png"):
+      self.fail("batch", "must end in .png, or be - for text")
     if self.batch is not None and self.checkpoint is not None:
       self.fail("batch", "needs --config or --data")
     if self.vae is not None and not (self.data and self.batch):
@@ -75,6 +77,8 @@ class Options(command.Stored, command.RunConfig, command.Output):
       raise ValueError("--checksums needs --checkpoint or --data alone")
     if self.data is not None and not (self.checksums or self.batch):
       self.fail("data", "needs --checksums or --batch")
+    if self.batch == "-" and self.config is None:
+      self.fail("batch", "needs --config")
     if self.data is not None and self.batch and self.vae is None:
       self.fail("batch", "needs --vae, which decodes the latents of --data")
 
@@ -118,6 +122,13 @@ def _draw(options: Options) -> int:
   from moh_jax.cli import batch_picture
   from moh_jax.data.infer import resolve
 
+  if options.batch == "-":
+    config = resolve(options.loaded)
+    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+    where = options.at_step, options.num
+    lines = list(batch_picture.text_lines(config, *where, marks))
+    options.give(lines, lines)
+    return 0
   out = pathlib.Path(options.batch)
   out.parent.mkdir(parents=True, exist_ok=True)
   grid = options.num, options.columns

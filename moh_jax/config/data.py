@@ -170,11 +170,14 @@ class TextDataConfig(ExamplesConfig):
   """Where text comes from and how it becomes batches of packed sequences.
 
   Attributes:
-    source: "tokens" (what `prepare tokenize` writes), "stdlib" (the sources of
-      the running Python's standard library, tokenized on first use) or "fake"
+    source: "tokens" (what `prepare tokenize` writes), "chat" (conversations:
+      only their answers are trained), "stdlib" (the sources of the running
+      Python's standard library, tokenized on first use), "docstrings"
+      (questions about that library, answered by its docstrings) or "fake"
       (random tokens).
-    path: folder of the token sets; for "stdlib" where they are prepared; "fake"
-      has none.
+    path: folder of the token sets, or of files of conversations that are named
+      train and val; for "stdlib" and "docstrings" where they are prepared;
+      "fake" has none.
     mix: names of the sources, path/NAME/{train,val}; () is the one set
       path/{train,val}.
     ratios: percent of the sequences that each of `mix` gives, 100 together.
@@ -184,6 +187,12 @@ class TextDataConfig(ExamplesConfig):
       one text.
     tokenizer: tokenizer of "stdlib": "bpe" (trained on it, model.vocab_size
       entries) or "bytes".
+    tokenizer_path: folder of the tokenizer of conversations (tokenizer.json),
+      with the chat template beside it; "" is that of `train.init_from`.
+    template: name of the chat template where there are several; "" is
+      "default".
+    too_long: what becomes of a conversation of more than N + 1 tokens: "cut"
+      keeps its beginning, "skip" leaves it out.
   """
 
   reads = "text"
@@ -195,6 +204,9 @@ class TextDataConfig(ExamplesConfig):
   sequence_length: base.Tokens = 2048
   separate_documents: bool = True
   tokenizer: Literal["bpe", "bytes"] = "bpe"
+  tokenizer_path: str = ""
+  template: str = ""
+  too_long: Literal["cut", "skip"] = "cut"
 
   def check(self) -> None:
     """Path and mix fit the source; the shares of a mix are all of it."""

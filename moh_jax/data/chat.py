@@ -6,6 +6,7 @@ the special tokens: that of transformers, with its filters and tags.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,151 @@ from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.json_files import check_json, plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
+Span = tuple[int, int]
+ASSISTANT = "assistant"
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KEY = "chat_template"
 _DEFAULT = "default"
+
+
+class Template:
+  """A chat template of a tokenizer.
+
+  Attributes:
+    file: that holds it, for messages.
+  """
+
+  def __init__(self, tokenizer: tokenizers.Tokenizer, name: str | None = None):
+    """Finds the template.
+
+    Args:
+      tokenizer: with the files beside it, which hold the template.
+      name: of the template where there are several; None is "default".
+
+    Raises:
+      ValueError: there is no such template, a file is damaged, or a library is
+        missing.
+    """
+    found, wanted = _sources(tokenizer.files), name or _DEFAULT
+    if not found:
+      raise ValueError(
+        "the model has no chat template: there is no "
+        f"{tokenizers.TEMPLATE} beside its tokenizer and no {_KEY!r} in "
+        f"{tokenizers.TOKENIZER_CONFIG}"
+      )
+    if wanted not in found:
+      raise ValueError(
+        f"chat template {wanted!r} must be one of {tuple(found)}"
+      )
+    self._source, self.file = found[wanted]
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
+    tokens = own | tokenizers.named_tokens(tokenizer.files)
+    self._tokens = {key: token for key, token in tokens.items() if token}
+    stops = map(tokenizer.id_to_token, tokenizer.stop_ids)
+    self._stops = tuple(filter(None, stops))
+    self._jinja = import_extra("jinja2", "a chat template")
+    # Without torch, which templates do not need, it would tell of that.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    theirs = "transformers.utils.chat_template_utils"
+    library = import_extra(theirs, "a chat template")
+    self._render = library.render_jinja_template
+
+  def render(
+    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+  ) -> str:
+    """Writes a conversation as the text that the model reads.
+
+    Args:
+      messages: with "role" and "content", in order.
+      add_generation_prompt: end with what begins the assistant's answer.
+
+    Raises:
+      ValueError: the template refuses the messages, for example their order, or
+        fails.
+    """
+    prompt = {"add_generation_prompt": add_generation_prompt}
+    text, _ = self._run(messages, **prompt)
+    return text
+
+  def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    """Writes a conversation, and finds in it what the assistant wrote.
+
+    A template may mark that itself ({% generation %}). Else an answer begins
+    where the messages before it and the prompt for an answer end, and ends with
+    the first token that ends a generated text, or where the next message
+    begins.
+
+    Returns:
+      The text, and the answers' spans (start, stop) in it, in order.
+
+    Raises:
+      ValueError: as `render`, or the template, without marks, writes messages
+        otherwise where others follow, or changes an answer.
+    """
+    if _MARK.search(self._source):
+      text, spans = self._run(messages, return_assistant_tokens_mask=True)
+      return text, [(start, stop) for start, stop in spans if start < stop]
+    text = self.render(messages, add_generation_prompt=False)
+    spans = []
+    for index, message in enumerate(messages):
+      if message["role"] != ASSISTANT:
+        continue
+      before = self.render(messages[:index])
+      start, stop = len(before), self._stop(text, messages, index, len(before))
+      answer = text[start:stop]
+      parts = message.get("content") or ""
+      parts = [parts] if isinstance(parts, str) else [_part(x) for x in parts]
+      is_whole = all(part.strip() in answer for part in parts)
+      if not text.startswith(before) or not answer or not is_whole:
+        raise ValueError(
+          f"{self.file} does not write message {index} as an answer to those "
+          "before it, so what to train is unknown: it needs the marks {% "
+          "generation %} and {% endgeneration %} around answers"
+        )
+      spans.append((start, stop))
+    return text, spans
+
+  def _stop(
+    self, text: str, messages: Sequence[Message], index: int, start: int
+  ) -> int:
+    """Where the answer `index` ends that begins at `start`; 0 is unknown."""
+    found = [(text.find(stop, start), stop) for stop in self._stops]
+    at, stop = min((x for x in found if x[0] >= 0), default=(len(text), ""))
+    if index + 1 == len(messages):
+      return at + len(stop)
+    # The first stop may be that of a later message: then a change of the next
+    # one changes text before the stop.
+    following = messages[index + 1]
+    longer = {**following, "content": _longer(following.get("content"))}
+    changed = [*messages[: index + 1], longer, *messages[index + 2 :]]
+    other = self.render(changed, add_generation_prompt=False)
+    if stop and other[start : at + len(stop)] == text[start : at + len(stop)]:
+      return at + len(stop)
+    ended = self.render(messages[: index + 1], add_generation_prompt=False)
+    return len(ended) if text.startswith(ended) else 0
+
+  def _run(
+    self, messages: Sequence[Message], **options: Any
+  ) -> tuple[str, list[Span]]:
+    """The text of a conversation, and spans where they are asked for."""
+    try:
+      texts, spans = self._render(
+        [plain(messages)],
+        chat_template=self._source,
+        **options,
+        **self._tokens,
+      )
+    except self._jinja.TemplateSyntaxError as error:
+      raise ValueError(
+        f"{self.file}: line {error.lineno}: {_line(error)}"
+      ) from error
+    except Exception as error:  # whatever a wrong template does
+      what = f"fails: {type(error).__name__}"
+      if type(error) is self._jinja.TemplateError:  # of `raise_exception`
+        what = "refuses the messages"
+      raise ValueError(f"{self.file} {what}: {_line(error)}") from error
+    return texts[0], spans[0] if spans else []
 
 
 def render_chat(
@@ -37,43 +181,11 @@ def render_chat(
 
   Raises:
     ValueError: there is no such template, the messages are none, or the
-      template refuses them, for example their order, or fails; a library is
-      missing.
+      template refuses them; see `Template`.
   """
   check_messages(messages)
-  found, wanted = _sources(tokenizer.files), template or _DEFAULT
-  if not found:
-    raise ValueError(
-      "the model has no chat template: there is no "
-      f"{tokenizers.TEMPLATE} beside its tokenizer and no {_KEY!r} in "
-      f"{tokenizers.TOKENIZER_CONFIG}"
-    )
-  if wanted not in found:
-    raise ValueError(f"chat template {wanted!r} must be one of {tuple(found)}")
-  source, file = found[wanted]
-  ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-  own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
-  tokens = own | tokenizers.named_tokens(tokenizer.files)
-  jinja = import_extra("jinja2", "a chat template")
-  # Without torch, which templates do not need, it would tell of that.
-  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-  theirs = "transformers.utils.chat_template_utils"
-  render = import_extra(theirs, "a chat template").render_jinja_template
-  try:
-    (text,), _ = render(
-      [plain(messages)],
-      chat_template=source,
-      add_generation_prompt=add_generation_prompt,
-      **{key: token for key, token in tokens.items() if token},
-    )
-  except jinja.TemplateSyntaxError as error:
-    raise ValueError(f"{file}: line {error.lineno}: {_line(error)}") from error
-  except Exception as error:  # whatever a wrong template does
-    what = f"fails: {type(error).__name__}"
-    if type(error) is jinja.TemplateError:  # of `raise_exception`
-      what = "refuses the messages"
-    raise ValueError(f"{file} {what}: {_line(error)}") from error
-  return text
+  prompt = {"add_generation_prompt": add_generation_prompt}
+  return Template(tokenizer, template).render(messages, **prompt)
 
 
 def chat_ids(
@@ -154,6 +266,19 @@ def _named(file: str, stored: Any) -> dict[str, str]:
     f"{file}: {_KEY} must be a text, or a list of objects with 'name' and "
     "'template'"
   )
+
+
+def _part(part: Any) -> str:
+  """The text of a part of a content, "" of an image and the like."""
+  text = part.get("text") if isinstance(part, Mapping) else None
+  return text if isinstance(text, str) else ""
+
+
+def _longer(content: Any) -> Any:
+  """A content with a word more."""
+  if isinstance(content, list):
+    return [*content, {"type": "text", "text": "x"}]
+  return f"{content or ''}x"
 
 
 def _text(path: str, content: bytes) -> str:

@@ -16,13 +16,8 @@ from moh_jax.config import Config
 from moh_jax.config.registry import SPLITS, MissingSplitError
 from moh_jax.data import decode, sources
 from moh_jax.data.identity import Identity, of_files
+from moh_jax.data.input_files import SPLIT_WORDS
 
-# Words in the names of files or folders, and the split that they mean.
-SPLIT_WORDS = {
-  **dict.fromkeys(("train", "training"), "train"),
-  **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
-  **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Further ones that commands read, but training does not.
 _OTHER_SUFFIXES = (

@@ -16,8 +16,6 @@ import functools
 import itertools
 import os
 import pathlib
-import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +28,6 @@ from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
   ALL,
   FLAT_CLASS,
-  SPLIT_WORDS,
   EncodedSource,
   Record,
   Selection,
@@ -44,7 +41,6 @@ from moh_jax.runtime.json_files import parse_json
 _MOST_CLASSES = 1 << 20
 _KEPT_BYTES = 1 << 28  # of row groups that a process keeps
 _SUFFIXES = (".parquet", ".arrow")
-_WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
 _MOST_SCHEMA = 1 << 26  # bytes that a schema's notes may have
 
@@ -225,7 +221,7 @@ def is_tables(root: str | os.PathLike) -> bool:
   A table beside class folders that hold images is a note on them.
   """
   is_classes = os.path.isdir(root) and has_class_images(root)
-  return not is_classes and any(_walk(root))
+  return not is_classes and any(input_files.walk(root, _SUFFIXES))
 
 
 def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
@@ -247,12 +243,7 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
     ValueError: a state.json is damaged, or files of one folder tell splits and
       others do not.
   """
-  found: dict[str, list[str]] = collections.defaultdict(list)
-  for name in _walk(root):
-    found[_split(name)].append(name)
-  # A test split is held out where there is no other.
-  if "val" not in found and "test" in found:
-    found["val"] = found["test"]
+  found = input_files.files_by_split(root, _SUFFIXES)
   if found[""] and len(found) > 1:
     raise ValueError(
       f"{root}: {found[''][0]!r} names no split, others do; name them all like "
@@ -260,29 +251,6 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
     )
   splits = {"train": found["train"] or found[""], "val": found["val"]}
   return {split: files for split, files in splits.items() if files}
-
-
-def _walk(root: str | os.PathLike) -> Iterator[str]:
-  """Paths below `root` of the tables in it that are not hidden."""
-  root = os.path.abspath(root)
-  for where, below, names in os.walk(root):
-    below[:] = sorted(name for name in below if not name.startswith("."))
-    tables = [
-      os.path.join(where, name)
-      for name in sorted(names)
-      if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
-    ]
-    if tables and "state.json" in names:
-      tables = input_files.list_files([where])
-    for table in tables:
-      yield pathlib.Path(table).relative_to(root).as_posix()
-
-
-def _split(name: str) -> str:
-  for part in reversed(name.lower().split("/")):
-    if words := _WORD.findall(part):
-      return SPLIT_WORDS[words[0]]
-  return ""
 
 
 def _find_columns(schema: Any, file: str, label: str) -> _Columns:

@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
 from moh_jax.config import Config, imported
 from moh_jax.config.dit import LatentScaling
-from moh_jax.config.registry import SPLITS, get_source
+from moh_jax.config.registry import SOURCES, SPLITS, get_source
 from moh_jax.data.sources import is_latent
+from moh_jax.runtime.steps import workdir
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1].
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -19,16 +21,23 @@ _FIELDS = ("channels", "num_classes", "image_size", "vocab_size")
 def resolve(config: Config) -> Config:
   """Fills in what a config leaves unset; what it states stays.
 
-  `optim.warmup_steps` follows from the number of steps, `model.channels`,
-  `model.num_classes` and `model.image_size` from the images or latents,
-  `data.mean`, `data.std` and `data.eval_resize` from both,
-  `diffusion.latent_scale` from the latents, `model.vocab_size` from the text's
-  tokenizer. Data are looked at only for values that are unset.
+  `data.tokenizer_path` is the folder of `train.init_from`, `optim.warmup_steps`
+  follows from the number of steps, `model.channels`, `model.num_classes` and
+  `model.image_size` from the images or latents, `data.mean`, `data.std` and
+  `data.eval_resize` from both, `diffusion.latent_scale` from the latents,
+  `model.vocab_size` from the text's tokenizer. Data are looked at only for
+  values that are unset.
 
   Raises:
     FileNotFoundError: data that tell an unset value are missing.
     ValueError: they are damaged, or do not fit what the config states.
   """
+  if "tokenizer_path" in get_source(config.data).options:
+    path, start = config.data.tokenizer_path, config.train.init_from
+    if start and not path:
+      path = os.fspath(workdir(start))
+    data = dataclasses.replace(config.data, tokenizer_path=path)
+    config = dataclasses.replace(config, data=data)
   warmup = config.optim.warmup(config.train.steps)
   optim = dataclasses.replace(config.optim, warmup_steps=warmup)
   wanted = [n for n in _FIELDS if getattr(config.model, n, 0) is None]
@@ -82,9 +91,9 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   try:
     return resolve(config), {}
   except FileNotFoundError:
-    fields = {f.name: f.default for f in dataclasses.fields(config.data)}
-    usual = {name: fields[name] for name in get_source(config.data).options}
-    data = dataclasses.replace(config.data, source="fake", **usual)
+    data = dataclasses.replace(
+      config.data, source="fake", **_usual(config.data)
+    )
     found = resolve(dataclasses.replace(config, data=data))
   assumed = {
     field.name: getattr(found.model, field.name)
@@ -100,6 +109,15 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   return dataclasses.replace(found, data=data), assumed
 
 
+def _usual(data: Any) -> dict[str, Any]:
+  """Defaults of the fields that its source reads, and random data do not."""
+  fields = {f.name: f.default for f in dataclasses.fields(data)}
+  lacking = {*get_source(data).options} - {
+    *SOURCES[data.reads].get("fake").options
+  }
+  return {name: fields[name] for name in lacking}
+
+
 def data_at(config: Config, path: str) -> dict[str, Any]:
   """Fields of the section `data` that read another directory.
 
@@ -112,7 +130,7 @@ def data_at(config: Config, path: str) -> dict[str, Any]:
     path: directory with data of the same kind as the run's.
   """
   if config.model.READS_TEXT:
-    return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
+    return {**_usual(config.data), "source": "tokens", "path": path}
   kind = get_source(config.data)
   # Sources that do not decode image files read files of their own kind.
   is_own = kind.has_path and "decode" not in kind.options

@@ -6,6 +6,7 @@ folder that `save_to_disk` of the library `datasets` wrote stands for the Arrow
 files in it. The libraries for it are optional: pip installs them as extras.
 """
 
+import collections
 import contextlib
 import errno
 import glob
@@ -14,6 +15,7 @@ import importlib
 import io
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
@@ -23,6 +25,13 @@ from moh_jax.runtime.json_files import MAX_BYTES, FileName, parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
+# Words in the names of files or folders, and the split that they mean.
+SPLIT_WORDS = {
+  **dict.fromkeys(("train", "training"), "train"),
+  **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
+  **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 # Of unpacked text, read at one time. pyarrow loses so much before damage.
 _UNPACKED_BYTES = 1 << 12
 
@@ -95,6 +104,45 @@ def list_files(patterns: Sequence[str]) -> list[str]:
       "write local ones as file:///PATH"
     )
   return sorted(files)
+
+
+def files_by_split(
+  root: str | os.PathLike, suffixes: tuple[str, ...]
+) -> collections.defaultdict[str, list[str]]:
+  """The files of `walk` by the split that their names tell, in order.
+
+  The name of a file, else of the folder nearest to it, tells the split. It is
+  "train", "val" or "test", and "" where no name tells one. Where only a test
+  split could be held out, its files are those of "val" too.
+  """
+  found = collections.defaultdict(list)
+  for name in walk(root, suffixes):
+    parts = reversed(name.lower().split("/"))
+    words = next(filter(None, map(_WORD.findall, parts)), None)
+    found[SPLIT_WORDS[words[0]] if words else ""].append(name)
+  if "val" not in found and "test" in found:
+    found["val"] = found["test"]
+  return found
+
+
+def walk(root: str | os.PathLike, suffixes: tuple[str, ...]) -> Iterator[str]:
+  """Paths below a local folder of the files with a suffix in it, in order.
+
+  Hidden files are left out. Of a folder that `save_to_disk` wrote, the files
+  are those that its state.json lists.
+  """
+  root = os.path.abspath(root)
+  for where, below, names in os.walk(root):
+    below[:] = sorted(name for name in below if not name.startswith("."))
+    files = [
+      os.path.join(where, name)
+      for name in sorted(names)
+      if name.lower().endswith(suffixes) and not name.startswith(".")
+    ]
+    if files and _STATE in names:
+      files = list_files([where])
+    for file in files:
+      yield pathlib.Path(file).relative_to(root).as_posix()
 
 
 def file_size(file: str) -> int:

@@ -16,7 +16,7 @@ import platform
 import shutil
 import sysconfig
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from moh_jax.config import Config
@@ -35,7 +35,7 @@ _EXCLUDED = {
 }
 _PIECE_BYTES = 4 << 20
 _XZ_PRESET = 9
-_BPE_TOKENS = 2048  # 10 MiB of text train no more
+BPE_TOKENS = 2048  # 10 MiB of text train no more
 _LOG = logging.getLogger(__name__)
 _warn_once = functools.cache(_LOG.warning)  # though each split is opened
 
@@ -56,7 +56,7 @@ class StdlibSource(PackedSource):
     """The vocabulary of the tokenizer that `prepare` makes."""
     del names
     is_bytes = config.data.tokenizer == "bytes"
-    return {"vocab_size": 257 if is_bytes else _BPE_TOKENS}
+    return {"vocab_size": 257 if is_bytes else BPE_TOKENS}
 
 
 def prepare(
@@ -82,16 +82,7 @@ def prepare(
   """
   name = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
   folder = pathlib.Path(path) / name
-  if not folder.is_dir():
-    growing = folder.with_name(f".{name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-      _write(growing, tokenizer, vocab_size)
-      growing.rename(folder)
-    except OSError:
-      if not folder.is_dir():  # else another process made it before
-        raise
-    finally:
-      shutil.rmtree(growing, ignore_errors=True)
+  write_once(folder, lambda growing: _write(growing, tokenizer, vocab_size))
   notes = [TokenSet(folder / split).metadata["notes"] for split in SPLITS]
   made_by = notes[0].get("python", "unknown")
   if made_by != platform.python_version():
@@ -101,6 +92,37 @@ def prepare(
       *(folder, made_by, platform.python_version()),
     )
   return folder
+
+
+def write_once(
+  folder: pathlib.Path, write: Callable[[pathlib.Path], None]
+) -> None:
+  """Makes a folder, which appears when it is whole, unless it is there.
+
+  Args:
+    folder: to make.
+    write: writes the content into the folder of another name that it creates.
+  """
+  if folder.is_dir():
+    return
+  growing = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+  try:
+    write(growing)
+    growing.rename(folder)
+  except OSError:
+    if not folder.is_dir():  # else another process made it before
+      raise
+  finally:
+    shutil.rmtree(growing, ignore_errors=True)
+
+
+def train_tokenizer(
+  files: Iterable[pathlib.Path], vocab_size: int
+) -> tokenizers.JsonTokenizer:
+  """Trains the BPE of "stdlib" on files."""
+  # Decoded here, since reading as text would convert line ends.
+  texts = (file.read_bytes().decode() for file in files)
+  return tokenizers.JsonTokenizer(tokenizers.train_bpe(texts, vocab_size))
 
 
 def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
@@ -128,9 +150,7 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
   train, held_out = list_sources()
   used: tokenizers.Tokenizer = tokenizers.BytesTokenizer()
   if tokenizer == "bpe":
-    # Decoded here, since reading as text would convert line ends.
-    texts = (file.read_bytes().decode() for file in train)
-    used = tokenizers.JsonTokenizer(tokenizers.train_bpe(texts, vocab_size))
+    used = train_tokenizer(train, vocab_size)
   content = b"".join(file.read_bytes() for file in held_out)
   sizes = {
     "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),

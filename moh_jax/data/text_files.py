@@ -13,6 +13,7 @@ stay whole.
 import codecs
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import itertools
 import json
@@ -34,6 +35,11 @@ PROMPT = "prompt"  # field of a file of prompts
 _PACKINGS = (".gz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
+# Of files that have rows with several fields.
+ROW_SUFFIXES = (
+  *(suffix + packing for suffix in _JSON_LINES for packing in ("", *_PACKINGS)),
+  *_TABLES,
+)
 _CHUNK = 1 << 20
 _ROWS = 256  # rows of a Parquet table that are read into memory at one time
 # Whether texts lie within their batch is checked as of bytes, since reading
@@ -203,14 +209,14 @@ def _cut_table(file: str, name: str, piece_bytes: int) -> list[Piece]:
 
 
 def read_documents(
-  piece: Piece, field: str
-) -> Iterator[tuple[str, str | BadTextError]]:
+  piece: Piece, field: str | None
+) -> Iterator[tuple[str, Any]]:
   """Reads the documents of a piece, in order.
 
   Args:
     piece: part of a file.
     field: field of a JSON object, or column of a table, that holds the text;
-      null counts as "".
+      null counts as "". None reads all fields, and text is then a dict.
 
   Yields:
     A unique name and the text of each document. The name is the file's for
@@ -232,6 +238,28 @@ def read_documents(
       yield from _read_rows(piece, field)
   except BadTextError as problem:
     yield piece.name, problem
+
+
+def read_rows(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Reads all fields of the rows of local files of JSON lines and tables.
+
+  Args:
+    files: paths with a suffix of `ROW_SUFFIXES`.
+
+  Yields:
+    The place of each row, as "DIR/web.jsonl:123", and its fields.
+
+  Raises:
+    BadTextError: a line is no JSON object, or what is read is damaged.
+    OSError: the disk failed.
+    ValueError: an optional library is missing.
+  """
+  groups = list_pieces(list(map(glob.escape, files)), _ONE_PIECE)
+  for piece in itertools.chain.from_iterable(groups):
+    for name, row in read_documents(piece, None):
+      if isinstance(row, BadTextError):
+        raise row
+      yield piece.file + name.removeprefix(piece.name), row
 
 
 def read_texts(
@@ -262,8 +290,8 @@ def _read_text(file: str, packing: str) -> str:
 
 
 def _read_lines(
-  piece: Piece, packing: str, field: str
-) -> Iterator[tuple[str, str | BadTextError]]:
+  piece: Piece, packing: str, field: str | None
+) -> Iterator[tuple[str, Any]]:
   with input_files.open_unpacked(piece.file, packing) as stream:
     left = None  # bytes of the piece to read; None reads to the end
     if not packing:
@@ -295,7 +323,7 @@ def _read_lines(
         yield name, _attempt(_parse, line, size, field, where)
 
 
-def _attempt(read: Callable[..., str], *args: Any) -> str | BadTextError:
+def _attempt(read: Callable[..., Any], *args: Any) -> Any:
   """What `read` returns, or the error that it raises."""
   try:
     return read(*args)
@@ -303,16 +331,19 @@ def _attempt(read: Callable[..., str], *args: Any) -> str | BadTextError:
     return problem
 
 
-def _parse(line: bytes, size: int, field: str, where: str) -> str:
+def _parse(line: bytes, size: int, field: str | None, where: str) -> Any:
   _check_size(size, where, MOST_LINE_BYTES)
   text = _decode(line, where)
   try:
     value = json.loads(text)
   except (ValueError, RecursionError) as error:  # "[[[[..." is the latter
     raise BadTextError(where, "not JSON", f": {error}") from error
+  if field is None and isinstance(value, dict):
+    return value
   if not isinstance(value, dict) or field not in value:
     found = sorted(value) if isinstance(value, dict) else type(value).__name__
-    raise BadTextError(where, f"no field {field!r}", f", found {found}")
+    what = "no JSON object" if field is None else f"no field {field!r}"
+    raise BadTextError(where, what, f", found {found}")
   return _checked_text(value[field], field, where)
 
 
@@ -330,10 +361,8 @@ def _decode(content: bytes, where: str) -> str:
     raise BadTextError(where, "not UTF-8", f": {error}") from error
 
 
-def _read_rows(
-  piece: Piece, field: str
-) -> Iterator[tuple[str, str | BadTextError]]:
-  """Reads the texts of a table's piece.
+def _read_rows(piece: Piece, field: str | None) -> Iterator[tuple[str, Any]]:
+  """Reads the texts, or all fields, of a table's piece.
 
   A row group or batch that is damaged counts as one bad row. How many rows a
   damaged batch of an Arrow file had is not known: those after it are numbered
@@ -352,7 +381,8 @@ def _read_rows(
           read = True
           if batch is None:
             break
-          column = batch.column(field)
+          whole = field is None
+          column = batch.to_struct_array() if whole else batch.column(field)
           kind = _BYTES.get(str(column.type), column.type)
           column.view(kind).validate(full=True)
       except BadTextError as problem:
@@ -369,7 +399,7 @@ def _read_rows(
 
 
 def _groups(
-  piece: Piece, field: str
+  piece: Piece, field: str | None
 ) -> Iterator[tuple[int | None, Iterator[Any]]]:
   """Parts of a table that can be read whatever is wrong with the others.
 
@@ -382,7 +412,8 @@ def _groups(
   if file_format(piece.file)[0] == "parquet":
     with input_files.open_parquet(piece.file) as table:
       _check_column(piece.file, table.schema_arrow, field)
-      options = {"columns": [field], "use_threads": False}
+      columns = None if field is None else [field]
+      options = {"columns": columns, "use_threads": False}
       for group in range(piece.start, piece.stop):
         batches = table.iter_batches(_ROWS, row_groups=[group], **options)
         yield table.metadata.row_group(group).num_rows, batches
@@ -399,20 +430,22 @@ def _groups(
       yield None, reader
 
 
-def _check_column(file: str, schema: Any, field: str) -> None:
+def _check_column(file: str, schema: Any, field: str | None) -> None:
   """Refuses a table without the column, whatever is done with bad rows."""
-  if field not in schema.names:
+  if field is not None and field not in schema.names:
     raise ValueError(f"{file}: no column {field!r}, found {schema.names}")
 
 
-def _checked_text(value: Any, field: str, where: str) -> str:
-  """A field's text, of JSON or a table; null counts as "".
+def _checked_text(value: Any, field: str | None, where: str) -> Any:
+  """A field's text, of JSON or a table; null counts as "". None: a whole row.
 
   Raises:
     BadTextError: the value is no text that UTF-8 can hold.
   """
   try:
     value = value.as_py() if hasattr(value, "as_py") else value
+    if field is None:
+      return value
     if value is None:
       return ""
     if not isinstance(value, str):

@@ -350,13 +350,14 @@ class JsonTokenizer(Tokenizer):
     return tokenizer
 
   @functools.cached_property
-  def _with_special(self) -> hf.Tokenizer:
+  def parser(self) -> hf.Tokenizer:
+    """That of the library to which names of special tokens are these tokens."""
     # A second one, since the switch of the library is not thread-safe.
     return self._parse(special_as_text=False)
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
-    used = self._with_special if parse_special else self._tokenizer
+    used = self.parser if parse_special else self._tokenizer
     return used.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

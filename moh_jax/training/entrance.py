@@ -53,6 +53,8 @@ _SAME_FIELDS = (
   ("data", "ratios"),
   ("data", "sequence_length"),
   ("data", "separate_documents"),
+  ("data", "template"),
+  ("data", "too_long"),
 )
 # Fields of which only zero or not matters: it decides the state's structure.
 _STRUCTURE_FIELDS = (

@@ -37,6 +37,10 @@ def lay_out(folder):
   with gzip.open(folder / "TEXT" / "readme.jsonl.gz", "wt") as stream:
     stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
   _save_llama(folder / "LLAMA", texts)
+  (folder / "CHATS").mkdir()
+  for part in ("train", "val"):
+    row = json.dumps({"instruction": "Greet", "output": "Hello"})
+    (folder / "CHATS" / f"{part}.jsonl").write_text(row)
   order = [list(range(4))] * 2
   (folder / "heads.json").write_text(json.dumps({"head_order": order}))
   prompts = ("def main(", "import ")
@@ -53,6 +57,8 @@ def _save_llama(folder, texts):
   every = {"shared_heads": (4, 4), "top_k": (0, 0)}
   tiny_llm.write_folder(folder, without_router(model, **every))
   (folder / "tokenizer.json").write_bytes(train_bpe(texts, 300))
+  source = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+  (folder / "chat_template.jinja").write_text(source)
 
 
 def add_runs(folder):

@@ -1,0 +1,453 @@
+"""Conversations: what is trained in them, how they are read and packed."""
+
+import abc
+import dataclasses
+import inspect
+import json
+import pathlib
+import pkgutil
+import random
+from unittest import mock
+
+import jax
+import numpy as np
+import tokenizers as hf
+from absl.testing import absltest, parameterized
+
+from moh_jax.cli import batch_picture
+from moh_jax.config import TextDataConfig
+from moh_jax.data import conversations, docstrings, infer
+from moh_jax.data.chat import Template
+from moh_jax.data.conversations import ChatSource, best_fit
+from moh_jax.data.sequences import Text
+from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
+from moh_jax.layers.vocabulary import token_nats
+from moh_jax.models.llm import apply_packed, output_kernel
+from moh_jax.models.registry import make_model
+from moh_jax.training.language_modeling import make_loss
+from tests.folders import FolderTest
+from tests.training import tiny
+
+_RECORDED = pathlib.Path(__file__).parent / "recorded" / "chat"
+_SPECIAL = ("<|start|>", "<|head|>", "<|stop|>")
+_CONFIG = {"eos_token": "<|stop|>", "bos_token": "<|begin_of_text|>"}
+_WORDS = ("a", "two ", " é", "\n", "naïve", "\t\t", "😀", "<th", "x=1;", "Q")
+# Each has what its model's own template is known for. Answers are between <<
+# and >>, which become the marks of transformers or nothing.
+_TEMPLATES = {
+  "chatml": """
+{%- for m in messages -%}
+{{ '<|start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' -%}<<{{ m.content + '<|stop|>' }}>>
+{%- else -%}{{ m.content + '<|stop|>' }}{%- endif -%}{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start|>assistant\\n' }}{%- endif -%}""",
+  # The begin of text comes first; contents are stripped.
+  "llama3": """
+{%- for m in messages -%}{{ bos_token if loop.first else '' -}}
+{{ '<|start|>' + m.role + '<|head|>\\n\\n' }}
+{%- if m.role == 'assistant' -%}<<{{ m.content | trim + '<|stop|>' }}>>
+{%- else -%}{{ m.content | trim + '<|stop|>' }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|start|>assistant<|head|>\\n\\n' }}{%- endif -%}""",
+  # The last answer alone has thoughts before it.
+  "qwen3": """
+{%- for m in messages -%}
+{{ '<|start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' -%}
+<<{{ '<think>\\n\\n</think>\\n\\n' if loop.last else '' -}}
+{{ m.content.strip('\\n') + '<|stop|>' }}>>
+{%- else -%}{{ m.content + '<|stop|>' }}{%- endif -%}{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start|>assistant\\n' }}{%- endif -%}""",
+}
+
+
+def _template(name, *, marked):
+  source = _TEMPLATES[name]
+  for mark, tag in (("<<", "generation"), (">>", "endgeneration")):
+    source = source.replace(mark, f"{{%- {tag} -%}}" if marked else "")
+  return source
+
+
+def _tokenizer(template, special=_SPECIAL, config=_CONFIG):
+  made = hf.Tokenizer.from_str(train_bpe(_WORDS, 300).decode())
+  made.add_special_tokens(list(special))
+  files = {
+    "chat_template.jinja": template.encode(),
+    "tokenizer_config.json": json.dumps(config).encode(),
+  }
+  return JsonTokenizer(made.to_str().encode(), files)
+
+
+def _talk(rng):
+  """A random conversation, whose answers are not empty."""
+  roles = ["system"] * rng.randint(0, 1) + ["user", "assistant"]
+  roles += ["user", "assistant"] * rng.randint(0, 2)
+  return [
+    {"role": role, "content": "".join(rng.choices(_WORDS, k=rng.randint(0, 9)))}
+    for role in roles
+  ]
+
+
+def _ask(*answers, question="a?"):
+  messages = []
+  for answer in answers:
+    messages.append({"role": "user", "content": question})
+    messages.append({"role": "assistant", "content": answer})
+  return messages
+
+
+class AnswersTest(parameterized.TestCase):
+  @parameterized.product(name=tuple(_TEMPLATES), marked=(False, True))
+  def test_trained_tokens_are_those_that_transformers_marks(self, name, marked):
+    from transformers import PreTrainedTokenizerFast
+
+    ours = _tokenizer(_template(name, marked=marked))
+    theirs = PreTrainedTokenizerFast(
+      tokenizer_object=hf.Tokenizer.from_str(ours.content.decode()), **_CONFIG
+    )
+    template, rng = Template(ours), random.Random(0)
+    for _ in range(40):
+      messages = _talk(rng)
+      expected = theirs.apply_chat_template(
+        messages,
+        chat_template=_template(name, marked=True),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+      )
+      text, spans = template.answers(messages)
+      encoded = ours.parser.encode(text, add_special_tokens=False)
+      self.assertEqual(encoded.ids, expected["input_ids"])
+      trained = conversations._in_spans(encoded.offsets, spans)
+      self.assertEqual(trained.tolist(), expected["assistant_masks"], messages)
+
+  @parameterized.parameters(
+    *(("llama2", "</s>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>")),
+    *(("chatml", "<|im_end|>"), ("gemma", "<end_of_turn>")),
+  )
+  def test_answers_of_public_templates_end_with_their_stop(self, name, stop):
+    source = _RECORDED / f"{name}.jinja"
+    config = {"eos_token": stop, "bos_token": "<|begin_of_text|>"}
+    tokenizer = _tokenizer(source.read_text(), (*_SPECIAL, stop), config)
+    text, spans = Template(tokenizer).answers(_ask("one", " two\n"))
+    shown = [text[slice(*span)].replace(" ", "") for span in spans]
+    self.assertEqual(
+      [x.replace("\n", "") for x in shown], [f"one{stop}", f"two{stop}"]
+    )
+
+  @parameterized.parameters(
+    # Turns that end with nothing, and with a token at the end of the text.
+    ("", "User a?\nBot one\n", ["one\n", "two\n"]),
+    ("{{ eos_token if loop.last }}", None, None),
+    # The user's turn alone has a stop.
+    ("{{ eos_token if m.role == 'user' }}", None, ["one\n", "two\n"]),
+  )
+  def test_an_answer_ends_where_the_next_message_begins(
+    self, end, begin, expected
+  ):
+    source = (
+      "{% for m in messages %}{{ 'User ' if m.role == 'user' else 'Bot ' }}"
+      f"{{{{ m.content }}}}{end}{{{{ '\\n' }}}}{{% endfor %}}"
+      "{% if add_generation_prompt %}Bot {% endif %}"
+    )
+    template = Template(_tokenizer(source))
+    messages = _ask("one", "two")
+    if expected is None:
+      with self.assertRaisesRegex(ValueError, "jinja does not write message 1"):
+        template.answers(messages)
+      return
+    text, spans = template.answers(messages)
+    self.assertStartsWith(text, begin or "")
+    self.assertEqual([text[slice(*span)] for span in spans], expected)
+
+  @parameterized.parameters(
+    ("{{ messages[-1].content }}", 1),  # leaves turns out
+    ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", 1),
+    ("{% for m in messages %}{{ m.content.split('.')[0] }}{% endfor %}", 3),
+    (
+      "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor "
+      "%}",
+      1,
+    ),
+  )
+  def test_templates_that_rewrite_are_refused(self, source, index):
+    template = Template(_tokenizer(source))
+    message = f"chat_template.jinja does not write message {index} as an answer"
+    with self.assertRaisesRegex(ValueError, message):
+      template.answers(_ask("one", "b. c"))
+
+  def test_other_fields_reach_the_template(self):
+    source = (
+      "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}"
+      "<|stop|>{% endfor %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+    row = {"messages": [{"role": "user", "content": "b"}, call]}
+    messages = conversations.read_messages(row)
+    text, spans = Template(_tokenizer(source)).answers(messages)
+    self.assertEqual([text[slice(*span)] for span in spans], ["add<|stop|>"])
+
+
+class BestFitTest(absltest.TestCase):
+  def test_each_item_goes_where_it_leaves_least_space(self):
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 30, 200)
+    expected: list[list[int]] = []
+    for index in sorted(range(200), key=lambda i: -sizes[i]):
+      spaces = [30 - sizes[one].sum() for one in expected]
+      fitting = [s for s in spaces if s >= sizes[index]]
+      if fitting:
+        expected[spaces.index(min(fitting))].append(index)
+      else:
+        expected.append([index])
+    found = best_fit(sizes, 30)
+    self.assertEqual(sorted(np.concatenate(found)), list(range(200)))
+    # Bins of the same space are alike, so their contents may differ.
+    loads = [
+      sorted(int(sizes[b].sum()) for b in bins) for bins in (found, expected)
+    ]
+    self.assertEqual(*loads)
+
+
+class _ChatTest(FolderTest):
+  """Tests with a tokenizer and a template in their folder."""
+
+  def setUp(self):
+    super().setUp()
+    self.tokenizer = _tokenizer(_template("chatml", marked=False))
+    (self.root / "tokenizer.json").write_bytes(self.tokenizer.content)
+    for name, content in self.tokenizer.files.items():
+      (self.root / name).write_bytes(content)
+
+  def _write(self, name, *rows):
+    path = self.root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+  def _data(self, **fields):
+    root = str(self.root)
+    fields = {"path": root, "tokenizer_path": root, **fields}
+    return TextDataConfig(source="chat", **fields)
+
+  def _open(self, split="train", vocab_size=400, **fields):
+    return ChatSource(self._data(**fields), vocab_size, split)
+
+
+class SourceTest(_ChatTest):
+  def _text(self, ids):
+    decode = self.tokenizer.parser.decode
+    return decode(ids.tolist(), skip_special_tokens=False)
+
+  def _shown(self, source):
+    """Trained text of each sequence."""
+    result = []
+    for index in range(len(source)):
+      one = source[index]
+      result.append(self._text(one["targets"][one["weights"] > 0]))
+    return result
+
+  def test_all_forms_of_rows_are_read(self):
+    share = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "two"}]
+    alpaca = {"instruction": "Add.", "input": "1 2", "output": "three"}
+    self._write(
+      "train.jsonl",
+      {"messages": _ask("one")},
+      "",
+      {"conversations": share},
+      alpaca,
+    )
+    source = self._open(sequence_length=200)
+    (shown,) = self._shown(source)
+    answers = shown.split("<|stop|>")
+    self.assertCountEqual(answers, ["one", "two", "three", ""])
+    text = self._text(source[0]["inputs"])
+    self.assertIn("user\nAdd.\n\n1 2<|stop|>", text)
+    self.assertEqual(source.total_bytes, len("threetwoone"))
+    self.assertEqual(source.text_bytes(np.array([0])), len("threetwoone"))
+
+  def test_splits_are_found_in_names_and_folders(self):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = [{"messages": _ask(x)} for x in ("é", "two")]
+    rows[0]["messages"][1]["tool_calls"] = [{"name": "add"}]
+    rows[1]["messages"][1]["tool_calls"] = None
+    table = pa.Table.from_pylist(rows)
+    pa.parquet.write_table(table, self.root / "train-00000-of-00001.parquet")
+    folder = self.root / "validation"
+    folder.mkdir()
+    with pa.OSFile(str(folder / "data-0.arrow"), "wb") as file:
+      with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-0.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    (self.root / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    for split in ("train", "val"):
+      found = self._shown(self._open(split, sequence_length=100))
+      self.assertEqual(found, ["é<|stop|>two<|stop|>"], split)
+
+  def test_long_conversations_are_cut_or_skipped(self):
+    talks = [_ask("one"), _ask("one", "b" * 99), _ask("c", question="b" * 99)]
+    self._write("train.jsonl", *({"messages": talk} for talk in talks))
+    for too_long, expected in (("cut", 2), ("skip", 1)):
+      with self.assertLogs(conversations.__name__, "INFO") as logs:
+        source = self._open(sequence_length=60, too_long=too_long)
+      self.assertLen(source, expected)
+      self.assertIn(
+        f"2 (data.too_long={too_long}), left out: {3 - expected}",
+        logs.output[0],
+      )
+    with self.assertRaisesRegex(ValueError, "none of 3 conversations has an"):
+      self._open(sequence_length=4)
+
+  def test_identity_tells_answers_templates_and_forms_apart(self):
+    self._write("train.jsonl", {"messages": _ask("one")})
+    first = self._open().identity()
+    self.assertEqual(self._open().identity(), first)
+    self._write("train.jsonl", {"messages": _ask("two")})
+    self.assertNotEqual(self._open().identity(), first)
+    self._write("train.jsonl", {"messages": _ask("one")})
+    other = _template("qwen3", marked=False)
+    (self.root / "chat_template.jinja").write_text(other)
+    self.assertNotEqual(self._open().identity(), first)
+
+  def test_tokenizer_is_that_of_the_checkpoint(self):
+    config = tiny.llm_config(
+      model={"vocab_size": None}, train={"init_from": str(self.root)}
+    )
+    data = self._data(tokenizer_path="", sequence_length=16)
+    found = infer.resolve(dataclasses.replace(config, data=data))
+    self.assertEqual(found.data.tokenizer_path, str(self.root))
+    self.assertEqual(found.model.vocab_size, self.tokenizer.vocab_size)
+
+  @parameterized.parameters(
+    ("[1]", r"line 2: no JSON object, found list"),
+    ("{", r"line 2: not JSON"),
+    ('{"text": "a"}', r":2: a row must have 'messages'.* found \['text'\]"),
+    ('{"messages": []}', r":2: messages=\[\] must be a list, and not empty"),
+    ('{"messages": [{"content": "a"}]}', r":2: message 0: .*'role'"),
+    (
+      '{"messages": [{"role": "bot", "content": "a"}]}',
+      r":2: message 0: role 'bot' must be one of",
+    ),
+    (
+      '{"messages": [{"role": "user", "content": "a"}]}',
+      r":2: no message of 'assistant' in roles \['user'\]",
+    ),
+    ('{"conversations": [3]}', r":2: message 0: "),
+    ('{"conversations": [{"from": ["gpt"], "value": ""}]}', ":2: message 0: "),
+    ('{"instruction": "a", "output": 3}', r":2: message 1: content=3 must be"),
+    ('{"instruction": "a", "output": "\\ud800"}', ":2: .*surrogates"),
+    (
+      '{"instruction": "a", "output": "b<|stop|>c"}',
+      ":2: chat_template.jinja does not write message 1",
+    ),
+  )
+  def test_bad_rows_are_named(self, row, message):
+    self._write("train.jsonl", {"messages": _ask("one")}, row)
+    with self.assertRaisesRegex(ValueError, f"train.jsonl.*{message}"):
+      self._open()
+
+  def test_lacking_data_tokenizers_and_templates_are_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "no conversations to train"):
+      self._open()
+    self._write("train.jsonl", {"messages": _ask("one")})
+    with self.assertRaisesRegex(ValueError, "more than model.vocab_size=9"):
+      self._open(vocab_size=9)
+    with self.assertRaisesRegex(ValueError, "template 'rag' must be one of"):
+      self._open(template="rag")
+    with self.assertRaisesRegex(ValueError, "tokenizer_path='' must name a"):
+      self._open(tokenizer_path="")
+    with self.assertRaisesRegex(ValueError, "'bytes' does not tell which text"):
+      self._open(tokenizer_path="bytes")
+    with self.assertRaisesRegex(ValueError, "data.template='a' must be ''"):
+      TextDataConfig(template="a")
+
+
+class LossTest(_ChatTest):
+  def setUp(self):
+    super().setUp()
+    self.config = tiny.llm_config(
+      model={"vocab_size": 320, "max_length": 128},
+      data={"sequence_length": 64},
+    )
+    self.params = tiny.random_params(self.config)
+    self.model, _ = make_model(self.config)
+    talks = [_ask("one"), _ask("naïve", "x"), _ask("two ")]
+    rows = [{"messages": talk} for talk in talks]
+    self._write("all/train.jsonl", *rows)
+    for number, talk in enumerate(talks):
+      self._write(f"{number}/train.jsonl", {"messages": talk})
+
+  def _batch(self, path):
+    path = str(self.root / path)
+    source = self._open(sequence_length=128, path=path)
+    return {name: x[None] for name, x in source[0].items()}
+
+  def _nats(self, batch):
+    x, _ = apply_packed(self.model, self.params, batch)
+    kernel = output_kernel(self.params, self.config.model)
+    nats, _ = token_nats(x, kernel, batch["targets"], 8)
+    return sorted(np.asarray(nats)[batch["weights"] > 0])
+
+  def test_packed_conversations_have_the_losses_of_single_ones(self):
+    together = self._nats(self._batch("all"))
+    alone = [x for i in range(3) for x in self._nats(self._batch(str(i)))]
+    self.assertGreater(len(alone), 10)
+    np.testing.assert_allclose(together, sorted(alone), rtol=1e-5, atol=1e-5)
+
+  def test_targets_in_prompts_have_no_influence(self):
+    batch = self._batch("all")
+    loss = make_loss(self.model, self.config)
+
+    @jax.jit
+    def grads(batch):
+      return jax.grad(lambda p: loss(p, batch, jax.random.key(0), 0)[0])(
+        self.params
+      )
+
+    prompt = batch["weights"] == 0
+    self.assertGreater(prompt.sum(), 20)
+    for change, same in ((prompt, True), (~prompt, False)):
+      targets = np.where(change, (batch["targets"] + 7) % 256, batch["targets"])
+      found = jax.tree.leaves(grads(batch | {"targets": targets}))
+      pairs = zip(found, jax.tree.leaves(grads(batch)))
+      self.assertEqual(all((a == b).all() for a, b in pairs), same)
+
+  def test_trained_text_is_shown_between_marks(self):
+    data = self._data(path=str(self.root / "all"), sequence_length=64)
+    config = dataclasses.replace(self.config, data=data)
+    head, text = batch_picture.text_lines(config, 1, 1, ("[[", "]]"))
+    self.assertIn("of 64", head)
+    self.assertStartsWith(text, "<|start|>user\na?<|stop|>\n<|start|>assistant")
+    self.assertRegex(text, r"assistant\n\[\[(one|two |naïve)<\|stop\|>\]\]\n")
+
+
+class DocstringsTest(FolderTest):
+  def test_names_are_answered_by_their_docstrings(self):
+    files = [pathlib.Path(m.__file__) for m in (abc, json.decoder)]
+    parts = [files[:1], files[1:]]
+    data = TextDataConfig("docstrings", str(self.root / "made"))
+    data = dataclasses.replace(data, sequence_length=512)
+    with mock.patch.object(docstrings, "list_sources", lambda: parts):
+      texts = [Text(data, 2048, split) for split in ("train", "val")]
+    asked = []
+    for split, text in zip(("train", "val"), texts):
+      lines = (self.root / "made" / f"{split}.jsonl").read_text().splitlines()
+      packed = sum(text[i]["segments"].max() for i in range(len(text)))
+      self.assertEqual(packed, len(lines))
+      for line in lines:
+        question, answer = json.loads(line)["messages"]
+        asked.append(question["content"])
+        name = question["content"].split()[2]
+        told = " ".join(inspect.getdoc(pkgutil.resolve_name(name)).split())
+        self.assertStartsWith(told, answer["content"])
+    self.assertIn("What does abc.ABC do?", asked)
+    self.assertIn("What does json.decoder.JSONDecoder.decode do?", asked)
+
+
+if __name__ == "__main__":
+  absltest.main()
