@@ -130,7 +130,7 @@ class VllmTest(parameterized.TestCase):
     self._write_tuned(tiny_llm.MOH)
     self._assert_ours("--model", "hf_lora")
     found = self._serve("--model", "hf_base", "--lora", "peft_lora")
-    self.assertIn("only supports modules_to_save being None", found)
+    self.assertIn("Unsupported modules_to_save: [", found)
 
   def test_without_the_plug_in_transformers_code_is_served(self):
     self._write("released_gates")
