@@ -31,7 +31,6 @@ from tests.docs import blocks
 pytestmark = pytest.mark.vllm
 
 _PAGE = "docs/serve.md"
-_UNEQUAL = "heads_by_layer"
 # vLLM turns a short text by the frequencies of the longest one, transformers
 # and we by its own.
 _OTHER = {"dynamic"}
@@ -136,7 +135,9 @@ class VllmTest(parameterized.TestCase):
     self._write("released_gates")
     found = self._assert_ours("--trust", plugged=False)
     self.assertEqual(found["class"], "TransformersForCausalLM")
-    self._write(_UNEQUAL)
+
+  def test_without_the_plug_in_unequal_numbers_of_heads_are_refused(self):
+    self._write("heads_by_layer")
     found = self._serve("--trust", plugged=False)
     self.assertIn("config.heads_per_layer is [6, 9, 3]: without the", found)
 
