@@ -162,7 +162,8 @@ class MoHAttention(nn.Module):
 class MoHLlamaForCausalLM(llama.LlamaForCausalLM):
   """A LLaMA of such attention.
 
-  Raises ValueError where the folder's config is not what `export` writes.
+  Raises ValueError where the folder's config is not what `export` writes, or
+  texts may become longer than vLLM's RoPE.
   """
 
   def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -173,6 +174,16 @@ class MoHLlamaForCausalLM(llama.LlamaForCausalLM):
         raise ValueError(
           f"{folder}: {name}=None must be a number for every layer, as in what "
           "`moh_jax export` writes"
+        )
+    rope, length = (
+      config.rope_parameters,
+      vllm_config.model_config.max_model_len,
+    )
+    if rope["rope_type"] == "yarn":
+      most = int(rope["original_max_position_embeddings"] * rope["factor"])
+      if length > most:  # vLLM would read beyond its table of angles
+        raise ValueError(
+          f"max_model_len={length} must be at most {most} (yarn)"
         )
     layer = functools.partial(
       llama.LlamaDecoderLayer, attn_layer_type=MoHAttention

@@ -27,7 +27,7 @@ from vllm.lora.request import LoRARequest
 
 _PROMPT = 8
 _COUNT = 32  # tokens that are written after each prompt
-_LATER = range(32)  # prompts also end so many tokens later
+_MOST_LATER = 32  # prompts also end up to so many tokens later
 
 
 def serve(case: pathlib.Path, options: argparse.Namespace) -> dict:
@@ -42,15 +42,16 @@ def serve(case: pathlib.Path, options: argparse.Namespace) -> dict:
     tensor_parallel_size=options.devices,
     enable_lora=bool(lora),
     max_lora_rank=8,
-    max_model_len=128,
+    max_model_len=options.length,
     max_num_seqs=64,
     gpu_memory_utilization=0.3,
   )
   stored = np.load(case / "io.npz")
   prompts, wanted = [], []
+  later = range(min(_MOST_LATER, options.length - _PROMPT - _COUNT))
   for tokens, greedy in zip(stored["tokens"], stored["greedy"]):
     text = [*tokens[:_PROMPT].tolist(), *greedy.tolist()]
-    for more in _LATER:
+    for more in later:
       end = _PROMPT + more
       prompts.append({"prompt_token_ids": text[:end]})
       wanted.append(text[end : end + _COUNT])
@@ -86,6 +87,7 @@ if __name__ == "__main__":
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--lora")
   parser.add_argument("--devices", type=int, default=1)
+  parser.add_argument("--length", type=int, default=128)
   parser.add_argument("--compile", action="store_true")
   parser.add_argument("--trust", action="store_true")
   given = parser.parse_args()

@@ -34,7 +34,8 @@ _PAGE = "docs/serve.md"
 # vLLM turns a short text by the frequencies of the longest one, transformers
 # and we by its own.
 _OTHER = {"dynamic"}
-_ALL_EQUAL = [32] * 64
+# vLLM's yarn has as many places as the trained ones times the factor.
+_YARN = {"qk_norm", "yarn_options"}
 # vLLM's attention on CPUs has heads of 32 and more.
 _SIZES = {"head_dim": 32, "width": 192}
 # Two key/value groups, one for each of two devices.
@@ -78,11 +79,13 @@ class VllmTest(parameterized.TestCase):
   def _assert_ours(self, *options, **more):
     found = self._serve(*options, **more)
     self.assertIsInstance(found, dict, found)
-    self.assertEqual(found["equal"], _ALL_EQUAL)
+    count = 48 if "--length" in options else 64
+    self.assertEqual(found["equal"], [32] * count)
     return found
 
   @parameterized.parameters(
-    *((name,) for name in sorted({*transformers_cases.CASES} - _OTHER)),
+    *((n,) for n in sorted({*transformers_cases.CASES} - _OTHER - _YARN)),
+    *((name, "--length", "64") for name in sorted(_YARN)),
     *((name, "--compile") for name in ("head_order", "per_group")),
   )
   def test_tokens_of_64_prompts_served_together_are_ours(self, name, *options):
@@ -150,6 +153,11 @@ class VllmTest(parameterized.TestCase):
     self.assertLen(routers, 3)
     self.assertEqual(set(routers.values()), {"torch.float32"})
     self.assertEqual(dtypes["model.norm.weight"], "torch.bfloat16")
+
+  def test_texts_beyond_the_places_of_yarn_are_refused(self):
+    self._write("qk_norm")
+    found = self._serve()
+    self.assertIn("max_model_len=128 must be at most 64 (yarn)", found)
 
   def test_a_config_that_export_did_not_write_is_refused(self):
     stored = self._write("released_gates")
