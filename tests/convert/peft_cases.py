@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from moh_jax.config import LoraConfig, TuneConfig
+from moh_jax.config import LLMConfig, LoraConfig, TuneConfig
 from moh_jax.convert.checkpoints import export
 from moh_jax.models import stored
 from moh_jax.models.adapters import Adapters, join
@@ -31,9 +31,11 @@ _LORA = LoraConfig(
 )
 
 
-def write(folder: pathlib.Path, name: str, lora: LoraConfig = _LORA) -> None:
+def write(
+  folder: pathlib.Path, model: LLMConfig, lora: LoraConfig = _LORA
+) -> None:
   """Writes `base`, `lora`, `grads`, their exports, and io.npz."""
-  run = tiny_llm.released_run(CASES[name], {})
+  run = tiny_llm.released_run(model, {})
   base = str(folder / "base")
   params = tiny_llm.random_params(run.model)
   checkpoint.save_params(base, params, Metadata(run))

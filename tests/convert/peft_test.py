@@ -26,7 +26,7 @@ class FolderTest(parameterized.TestCase):
     )
     for name in ("moh", "joined"):
       (cls.root / name).mkdir()
-      peft_cases.write(cls.root / name, name)
+      peft_cases.write(cls.root / name, peft_cases.CASES[name])
 
   @parameterized.parameters("moh", "joined")
   def test_goes_out_and_comes_back_bit_for_bit(self, name):
@@ -120,7 +120,7 @@ class PeftTest(parameterized.TestCase):
     )
     for name in peft_cases.CASES:
       (cls.root / name).mkdir()
-      peft_cases.write(cls.root / name, name)
+      peft_cases.write(cls.root / name, peft_cases.CASES[name])
     cls.measured = transformers_cases.run_checks(
       "peft_checks.py", "MOH_JAX_TRANSFORMERS_PYTHON", cls.root
     )

@@ -28,7 +28,7 @@ from tests.convert import tiny_llm
 
 BALANCE_WEIGHT = 0.5
 GREEDY = 64  # tokens
-_PROMPT = 8
+PROMPT = 8
 _BASE = {
   "vocab_size": 97,
   "width": 48,
@@ -211,7 +211,7 @@ def write(folder: pathlib.Path, config: LLMConfig) -> None:
 
 def greedy(config: LLMConfig, params) -> np.ndarray:
   """The tokens that our cache writes after the first 8 of `inputs`."""
-  return tiny_llm.greedy(config, params, inputs()[0][:, :_PROMPT], GREEDY)
+  return tiny_llm.greedy(config, params, inputs()[0][:, :PROMPT], GREEDY)
 
 
 def run_checks(program: str, variable: str, *arguments: Any) -> Any:

@@ -1,18 +1,20 @@
 """What vLLM makes of an exported folder: a program without JAX.
 
-`python vllm_checks.py CASE [DTYPE] [--compile]` serves a case of
-`transformers_cases.write` and prints one JSON object: "class", vLLM's class of
-the model; "dtypes" of its parameters, by the last parts of their names; and
-"equal", for each prompt how many of the tokens written are ours, of "count".
+`python vllm_checks.py CASE` serves the folder `hf` of a case that
+`transformers_cases.write` wrote, and prints one JSON object: "class", vLLM's
+class of the model; "dtypes" of its parameters, by the last parts of their
+names; "heads" of the queries that each layer's attention gets; and "equal", for
+each of 64 prompts how many of the tokens written are ours, of "count".
 """
 
+import argparse
 import json
 import os
 import pathlib
-import sys
 
 os.environ |= {
   "HF_HUB_OFFLINE": "1",
+  "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # so that `_look` goes to workers
   "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
   "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the model can be looked at
   "VLLM_LOGGING_LEVEL": "WARNING",
@@ -21,40 +23,47 @@ os.environ |= {
 
 import numpy as np
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 _PROMPT = 8
 _COUNT = 32  # tokens that are written after each prompt
-_LATER = (0, 5, 17)  # prompts also end so many tokens later
+_MOST_LATER = 32  # prompts also end up to so many tokens later
 
 
-def serve(case: pathlib.Path, dtype: str, compiles: bool) -> dict:
+def serve(case: pathlib.Path, options: argparse.Namespace) -> dict:
   """Serves prompts of several lengths at the same time."""
+  lora = options.lora and LoRARequest("tuned", 1, str(case / options.lora))
   server = LLM(
-    str(case / "hf"),
-    trust_remote_code=True,
+    str(case / options.model),
+    trust_remote_code=options.trust,
     skip_tokenizer_init=True,
-    dtype=dtype,
-    enforce_eager=not compiles,
-    max_model_len=128,
-    max_num_seqs=4,
+    dtype=options.dtype,
+    enforce_eager=not options.compile,
+    tensor_parallel_size=options.devices,
+    enable_lora=bool(lora),
+    max_lora_rank=8,
+    max_model_len=options.length,
+    max_num_seqs=64,
     gpu_memory_utilization=0.3,
   )
   stored = np.load(case / "io.npz")
   prompts, wanted = [], []
+  later = range(min(_MOST_LATER, options.length - _PROMPT - _COUNT))
   for tokens, greedy in zip(stored["tokens"], stored["greedy"]):
     text = [*tokens[:_PROMPT].tolist(), *greedy.tolist()]
-    for more in _LATER:
+    for more in later:
       end = _PROMPT + more
       prompts.append({"prompt_token_ids": text[:end]})
       wanted.append(text[end : end + _COUNT])
-  options = SamplingParams(
+  sampling = SamplingParams(
     temperature=0, max_tokens=_COUNT, ignore_eos=True, detokenize=False
   )
-  outputs = server.generate(prompts, options, use_tqdm=False)
+  outputs = server.generate(
+    prompts, sampling, use_tqdm=False, lora_request=lora
+  )
   written = [list(output.outputs[0].token_ids) for output in outputs]
-  (look,) = server.apply_model(_look)
   return {
-    **look,
+    **server.apply_model(_look)[0],
     "count": _COUNT,
     "equal": [
       sum(map(int.__eq__, *pair)) for pair in zip(written, wanted, strict=True)
@@ -67,14 +76,19 @@ def _look(model) -> dict:
     ".".join(name.split(".")[-3:]): str(parameter.dtype)
     for name, parameter in model.named_parameters()
   }
-  return {"class": type(model).__name__, "dtypes": dtypes}
+  heads = [layer.self_attn.attn.num_heads for layer in model.model.layers]
+  return {"class": type(model).__name__, "dtypes": dtypes, "heads": heads}
 
 
 if __name__ == "__main__":
-  options = [x for x in sys.argv[2:] if x != "--compile"]
-  found = serve(
-    pathlib.Path(sys.argv[1]),
-    options[0] if options else "float32",
-    "--compile" in sys.argv,
-  )
-  print(json.dumps(found))
+  parser = argparse.ArgumentParser()
+  parser.add_argument("case", type=pathlib.Path)
+  parser.add_argument("--model", default="hf")
+  parser.add_argument("--dtype", default="float32")
+  parser.add_argument("--lora")
+  parser.add_argument("--devices", type=int, default=1)
+  parser.add_argument("--length", type=int, default=128)
+  parser.add_argument("--compile", action="store_true")
+  parser.add_argument("--trust", action="store_true")
+  given = parser.parse_args()
+  print(json.dumps(serve(given.case, given)))

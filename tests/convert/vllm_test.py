@@ -1,57 +1,152 @@
 """Exported language models in vLLM: `pytest -m vllm`.
 
 vLLM is that of another Python, which MOH_JAX_VLLM_PYTHON names; it needs no
-JAX, and its build for CPUs is enough.
+JAX, and its build for CPUs is enough. It finds our plug-in as where moh_jax is
+installed.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+import tomllib
+import urllib.request
+from unittest import mock
 
+import numpy as np
 import pytest
+import tokenizers as hf
 from absl.testing import parameterized
 
-from tests.convert import transformers_cases
+from moh_jax.inference.restore import restore
+from tests.convert import peft_cases, tiny_llm, transformers_cases
+from tests.docs import blocks
 
 pytestmark = pytest.mark.vllm
 
-_UNEQUAL = "heads_by_layer"
+_PAGE = "docs/serve.md"
 # vLLM turns a short text by the frequencies of the longest one, transformers
 # and we by its own.
-_OTHER = {_UNEQUAL, "dynamic"}
+_OTHER = {"dynamic"}
+# vLLM's yarn has as many places as the trained ones times the factor.
+_YARN = {"qk_norm", "yarn_options"}
+# vLLM's attention on CPUs has heads of 32 and more.
+_SIZES = {"head_dim": 32, "width": 192}
+# Two key/value groups, one for each of two devices.
+_TWO_GROUPS = {
+  "num_kv_heads": 2,
+  "shared_heads": (4, 0, 12),
+  "top_k": (4, 6, 0),
+}
 
 
 class VllmTest(parameterized.TestCase):
-  def _serve(self, name, *options):
-    """What vllm_checks.py prints of a case, or the end of its errors."""
-    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    # vLLM's attention on CPUs has heads of 32 and more.
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    # What pip writes when it installs moh_jax.
+    installed = self.folder / "site" / "moh_jax-0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Name: moh_jax\nVersion: 0\n")
+    project = tomllib.loads((blocks.ROOT / "pyproject.toml").read_text())
+    lines = []
+    for group, points in project["project"]["entry-points"].items():
+      lines += [f"[{group}]", *(f"{k} = {v}" for k, v in points.items())]
+    (installed / "entry_points.txt").write_text("\n".join(lines))
+    self.plugged = {"PYTHONPATH": f"{installed.parent}:{blocks.ROOT}"}
+
+  def _write(self, name, **changes):
     config = dataclasses.replace(
-      transformers_cases.model(name), head_dim=32, width=192
+      transformers_cases.model(name), **_SIZES, **changes
     )
-    transformers_cases.write(folder, config)
-    stored = json.loads((folder / "hf" / "config.json").read_text())
-    (self.architecture,) = stored["architectures"]
-    return transformers_cases.run_checks(
-      "vllm_checks.py", "MOH_JAX_VLLM_PYTHON", folder, *options
-    )
+    transformers_cases.write(self.folder, config)
+    return json.loads((self.folder / "hf" / "config.json").read_text())
+
+  def _serve(self, *options, plugged=True, **environment):
+    """What vllm_checks.py prints of the case, or the end of its errors."""
+    environment |= self.plugged if plugged else {}
+    with mock.patch.dict(os.environ, environment):
+      return transformers_cases.run_checks(
+        "vllm_checks.py", "MOH_JAX_VLLM_PYTHON", self.folder, *options
+      )
+
+  def _assert_ours(self, *options, **more):
+    found = self._serve(*options, **more)
+    self.assertIsInstance(found, dict, found)
+    count = 48 if "--length" in options else 64
+    self.assertEqual(found["equal"], [32] * count)
+    return found
 
   @parameterized.parameters(
-    *((name,) for name in sorted({*transformers_cases.CASES} - _OTHER)),
-    *((name, "--compile") for name in ("released_gates", "head_order")),
+    *((n,) for n in sorted({*transformers_cases.CASES} - _OTHER - _YARN)),
+    *((name, "--length", "64") for name in sorted(_YARN)),
+    *((name, "--compile") for name in ("head_order", "per_group")),
   )
-  def test_tokens_of_prompts_served_together_are_ours(self, name, *options):
-    found = self._serve(name, *options)
-    self.assertIsInstance(found, dict, found)
-    self.assertEqual(found["equal"], [found["count"]] * 6)
+  def test_tokens_of_64_prompts_served_together_are_ours(self, name, *options):
+    (architecture,) = self._write(name)["architectures"]
+    found = self._assert_ours(*options)
     if not options:
-      own = self.architecture.startswith("MoH")
-      expected = "TransformersForCausalLM" if own else self.architecture
-      self.assertEqual(found["class"], expected)
+      self.assertEqual(found["class"], architecture)
+
+  @parameterized.parameters(
+    ("per_group", [6, 6, 12]),  # of 12
+    ("per_group_top_p", [12, 12, 12]),
+    ("whole_group", [12, 12, 12]),
+  )
+  def test_attention_computes_the_heads_that_tokens_share(self, name, heads):
+    self._write(name)
+    self.assertEqual(self._assert_ours()["heads"], heads)
+
+  @parameterized.parameters("per_group", "per_group_norms")
+  def test_heads_are_split_over_two_devices(self, name):
+    self._write(name, **_TWO_GROUPS)
+    # vLLM binds its processes to nodes of memory, and there may be one.
+    found = self._assert_ours(
+      "--devices", "2", VLLM_CPU_OMP_THREADS_BIND="nobind"
+    )
+    self.assertEqual(found["heads"], [4, 3, 6])
+
+  def _write_tuned(self, model):
+    model = dataclasses.replace(model, head_dim=32, max_length=128)
+    peft_cases.write(self.folder, model)
+    tuned = restore(str(self.folder / "lora"))
+    tokens = np.load(self.folder / "io.npz")["tokens"]
+    prompts = tokens[:, : transformers_cases.PROMPT]
+    greedy = tiny_llm.greedy(
+      tuned.config.model, tuned.params, prompts, transformers_cases.GREEDY
+    )
+    np.savez(self.folder / "io.npz", tokens=tokens, greedy=greedy)
+
+  def test_adapters_merged_and_at_run_time(self):
+    self._write_tuned(tiny_llm.QUERY_NORM)
+    self._assert_ours("--model", "hf_lora")
+    self._assert_ours("--model", "hf_base", "--lora", "peft_lora")
+
+  def test_trained_routers_are_served_merged_and_refused_at_run_time(self):
+    self._write_tuned(tiny_llm.MOH)
+    self._assert_ours("--model", "hf_lora")
+    found = self._serve("--model", "hf_base", "--lora", "peft_lora")
+    self.assertIn("Unsupported modules_to_save: [", found)
+
+  def test_without_the_plug_in_transformers_code_is_served(self):
+    self._write("released_gates")
+    found = self._assert_ours("--trust", plugged=False)
+    self.assertEqual(found["class"], "TransformersForCausalLM")
+
+  def test_without_the_plug_in_unequal_numbers_of_heads_are_refused(self):
+    self._write("heads_by_layer")
+    found = self._serve("--trust", plugged=False)
+    self.assertIn("config.heads_per_layer is [6, 9, 3]: without the", found)
 
   def test_routers_stay_float32_in_bfloat16_models(self):
-    found = self._serve("released_gates", "bfloat16")
+    self._write("released_gates")
+    found = self._serve("--dtype", "bfloat16")
     self.assertIsInstance(found, dict, found)
     dtypes = found["dtypes"]
     routers = {x: dtype for x, dtype in dtypes.items() if "router" in x}
@@ -59,7 +154,55 @@ class VllmTest(parameterized.TestCase):
     self.assertEqual(set(routers.values()), {"torch.float32"})
     self.assertEqual(dtypes["model.norm.weight"], "torch.bfloat16")
 
-  def test_layers_of_unequal_numbers_of_heads_are_refused(self):
-    found = self._serve(_UNEQUAL)
-    self.assertIsInstance(found, str)
-    self.assertIn("config.heads_per_layer is [6, 9, 3]: vLLM serves", found)
+  def test_texts_beyond_the_places_of_yarn_are_refused(self):
+    self._write("qk_norm")
+    found = self._serve()
+    self.assertIn("max_model_len=128 must be at most 64 (yarn)", found)
+
+  def test_a_config_that_export_did_not_write_is_refused(self):
+    stored = self._write("released_gates")
+    path = self.folder / "hf" / "config.json"
+    path.write_text(json.dumps(stored | {"selected_heads": None}))
+    found = self._serve()
+    self.assertIn(f"{path.parent}: selected_heads=None must be", found)
+
+  def test_the_page_serves_adapters_and_asks_for_them(self):
+    model = dataclasses.replace(
+      tiny_llm.QUERY_NORM, head_dim=32, max_length=128
+    )
+    peft_cases.write(self.folder, model)
+    base = self.folder / "hf_base"
+    words = {f"w{i}": i for i in range(model.vocab_size)}
+    made = hf.Tokenizer(hf.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    made.save(str(base / "tokenizer.json"))
+    stored = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"}
+    stored["chat_template"] = "{{ messages[0]['content'] }}"
+    (base / "tokenizer_config.json").write_text(json.dumps(stored))
+    page = blocks.read_blocks("serve", (blocks.ROOT / _PAGE).read_text())
+    (served,) = (x.code for x in page if "--enable-lora" in x.code)
+    (asked,) = (x.code for x in page if "OpenAI" in x.code)
+    command = served.splitlines()[-1].removeprefix("vllm serve hf/base ")
+    command = command.replace("peft/tuned", str(self.folder / "peft_lora"))
+    with socket.socket() as free:
+      free.bind(("localhost", 0))
+      port = str(free.getsockname()[1])
+    asked = asked.replace("8000", port).replace("hf/llm", "tuned")
+    python = os.environ.get("MOH_JAX_VLLM_PYTHON", sys.executable)
+    options = ["--port", port, "--model", base, "--dtype", "float32"]
+    options += ["--enforce-eager", "--max-model-len", "64", *command.split()]
+    server = subprocess.Popen(
+      [python, "-m", "vllm.entrypoints.openai.api_server", *options],
+      env=os.environ | self.plugged | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+      start_new_session=True,
+    )
+    self.addCleanup(server.wait)
+    self.addCleanup(server.terminate)
+    while server.poll() is None:
+      with contextlib.suppress(OSError):
+        urllib.request.urlopen(f"http://localhost:{port}/health")
+        break
+      time.sleep(1)
+    found = subprocess.check_output([python, "-c", asked], text=True)
+    self.assertRegex(found, r"^( w\d+)+ \[-\d")  # text, log probabilities
+    self.assertRegex(found, r"\n( ?w\d+)+$")  # what was streamed

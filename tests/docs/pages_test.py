@@ -133,6 +133,7 @@ SECTIONS = {key.rpartition(".")[0] for key in KEYS}
 # Of Google Cloud, Slurm, Docker, XLA and a benchmark.
 FOREIGN = {"--spot", "--worker", "--requeue", "--signal", "--me", "--shm-size"}
 FOREIGN |= {"--xla", "--layers", "--check", "--config", "--import"}
+FOREIGN |= {"--model", "--max-loras", "--trust-remote-code"}  # of vLLM
 
 
 def _spans(page):

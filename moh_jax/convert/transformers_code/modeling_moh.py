@@ -353,8 +353,8 @@ class MoHModel(MoHPreTrainedModel, llama.LlamaModel):
   def __init__(self, config: MoHLlamaConfig):
     if config._attn_implementation == "vllm" and config.heads_per_layer:
       raise ValueError(
-        f"config.heads_per_layer is {config.heads_per_layer}: vLLM serves "
-        "models with as many heads in every layer, transformers this one too"
+        f"config.heads_per_layer is {config.heads_per_layer}: without the "
+        "plug-in of moh_jax, vLLM serves as many heads in every layer"
       )
     super(llama.LlamaModel, self).__init__(config)  # its own makes other layers
     self.padding_idx = config.pad_token_id
