@@ -27,7 +27,7 @@ from moh_jax.layers.partitioning import axes_of, constrain
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.attention_forms import Visible
-from moh_jax.ops.cache import LayerCache, Slots, append, write_cache
+from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import HeadLayout, place_heads
 from moh_jax.ops.position import Rotation, rotate
@@ -153,6 +153,8 @@ class MoHAttention(nn.Module):
       it; the one that was given is unchanged.
     """
     self._check(x, token_mask)
+    if cache is not None and slots is None:
+      raise ValueError("slots=None must be Slots where there is a cache")
     places, choice = places or Places(), choice or HeadChoice()
     layout = self._layout(cached=cache is not None)
     q, k, v = self.project(x, layout)
@@ -167,10 +169,7 @@ class MoHAttention(nn.Module):
     )
     gates, aux = router(x, token_mask, norms=norms, choice=choice)
     q, k = self.rotate(q, k, places.rotation, layout)
-    if cache is not None and slots is None:
-      cache = append(cache, k, v)
-      k, v = (x.swapaxes(1, 2) for x in (cache.k, cache.v))
-    elif cache is not None:
+    if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
     if gates is not None:
       # The router is whole on each device: the heads of the mix must not split
@@ -234,7 +233,7 @@ class MoHAttention(nn.Module):
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, the layout's width]."""
     how = {"active": active, "implementation": implementation_of(self)}
-    if slots is not None:
+    if cache is not None and slots.first is not None:
       return attend_to_cache(q, cache, slots, **how)
     return attend(q, k, v, visible=visible, scale=layout.dim**-0.5, **how)
 

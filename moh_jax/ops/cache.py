@@ -51,11 +51,13 @@ class Slots:
     start: int32 slot of the first new token; the others follow it. [] where it
       is the same in all texts, else [B].
     first: [B] int32 first slot of each text; those before it are padding, which
-      no token sees. A text with `first > start` sees nothing.
+      no token sees. A text with `first > start` sees nothing. None where the
+      cache holds nothing before the new tokens: they see one another as without
+      a cache, which is faster.
   """
 
   start: jax.Array
-  first: jax.Array
+  first: jax.Array | None = None
 
   def visible(self, new: int, slots: int) -> jax.Array:
     """Marks the slots that each new token sees, [B, n, M] bool.
@@ -121,40 +123,18 @@ def write_cache(
   Returns:
     The cache with the new keys and values.
   """
-  lead = cache.k.shape[:-2]
-  k, v = (x.swapaxes(1, 2) for x in (k, v))
-  k, v = (x.reshape(*lead, *x.shape[2:]) for x in (k, v))  # n slots
-  new = as_stored(LayerCache(k, v), cache.k.dtype.name)
-  keys_and_values, scales = (
-    [_put(getattr(cache, name), getattr(new, name), slot, axis) for name in names]
-    for names, axis in ((("k", "v"), -2), (("k_scale", "v_scale"), -1))
-  )
-  return LayerCache(*keys_and_values, *scales)
-
-
-def append(cache: LayerCache, k: jax.Array, v: jax.Array) -> LayerCache:
-  """A cache with slots for new keys and values [B, n, K, D] after the others.
-
-  Args:
-    cache: earlier keys and values [B, K, M, D] in the dtype of the new ones.
-    k: new keys, after RoPE.
-    v: new values.
-
-  Returns:
-    Keys and values [B, K, M + n, D].
-  """
-  both = ((cache.k, k), (cache.v, v))
-  return LayerCache(
-    *(jnp.concatenate([old, new.swapaxes(1, 2)], axis=2) for old, new in both)
-  )
-
-
-def as_stored(cache: LayerCache, dtype: str) -> LayerCache:
-  """Keys and values of a float dtype as a cache of `dtype` holds them."""
-  if dtype != "int8":
-    return LayerCache(cache.k.astype(dtype), cache.v.astype(dtype))
-  (k, k_scale), (v, v_scale) = _quantize(cache.k), _quantize(cache.v)
-  return LayerCache(k, v, k_scale[..., None, :], v_scale[..., None, :])
+  stored: dict[str, jax.Array] = {}
+  for name, new in (("k", k), ("v", v)):
+    old = getattr(cache, name)
+    new = new.swapaxes(1, 2)
+    new = new.reshape(*old.shape[:-2], *new.shape[2:])  # as the cache, n slots
+    if cache.k_scale is not None:
+      new, scale = _quantize(new)
+      scale_name = f"{name}_scale"
+      old_scale = getattr(cache, scale_name)
+      stored[scale_name] = _put(old_scale, scale[..., None, :], slot, -1)
+    stored[name] = _put(old, new.astype(old.dtype), slot, -2)
+  return LayerCache(**stored)
 
 
 def _put(
