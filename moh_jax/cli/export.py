@@ -7,7 +7,7 @@ from moh_jax.cli import command
 from moh_jax.config import export_forms
 from moh_jax.config.base import Dtype, Range
 
-_EMA = "eval.use_ema"
+_KEYS = "eval.use_ema", "train.init_from"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,8 @@ class Options(command.Stored):
   """Turn a checkpoint into public tensor names.
 
   Averaged parameters are taken where there are some;
-  --config.eval.use_ema=false takes the raw ones.
+  --config.eval.use_ema=false takes the raw ones. --config.train.init_from says
+  where the model that adapters were trained on is now.
 
   Attributes:
     out: safetensors file to write; for a language model, and with --to, a
@@ -44,10 +45,10 @@ class Options(command.Stored):
     if self.to is not None and self.to not in export_forms():
       self.fail("to", f"must be one of {export_forms()}")
     for change in self.changes:
-      if change.partition("=")[0] != _EMA:
+      if change.partition("=")[0] not in _KEYS:
         raise ValueError(
-          f"--config.{change}: export writes what is stored; only {_EMA} can "
-          "be changed"
+          f"--config.{change}: export writes what is stored; only "
+          f"{' and '.join(_KEYS)} can be changed"
         )
 
 
@@ -57,13 +58,14 @@ def run(options: Options) -> int:
   from moh_jax.convert.checkpoints import export
 
   metadata, step = options.stored()
-  config = changed(metadata.config, (f"{_EMA}=true", *options.changes))
+  config = changed(metadata.config, (f"{_KEYS[0]}=true", *options.changes))
   count = export(
     options.checkpoint,
     options.out,
     to=options.to,
     step=step,
     use_ema=config.eval.use_ema,
+    base=config.train.init_from,
     dtype=options.dtype,
     shard_size=options.shard_bytes,
     license=options.license,

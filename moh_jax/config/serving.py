@@ -24,6 +24,12 @@ def serving_config(
   Raises:
     ValueError: a field is unknown, or a value does not fit the model.
   """
+  for change in changes:
+    if change.startswith("tune."):
+      raise ValueError(
+        f"--config.{change}: tune.* is for training; adapters are a part of "
+        "the weights that are served"
+      )
   config = changed(config.served(), changes)
   others = {k: v for k, v in model.items() if k != "top_k"}
   if others:

@@ -15,15 +15,17 @@ class LoraConfig(base.Section):
     rank: columns r of an adapter's two factors; 0 has no adapters and trains
       all parameters.
     alpha: an adapter adds alpha / rank times the product of its factors.
-    dropout: share of an input's elements that adapters do not see in training.
+    dropout: share of an input's elements that adapters do not see in training;
+      which ones of the output projection depends on the devices of
+      `mesh.tensor`.
     targets: patterns (fnmatch) of the paths of the matrices that get adapters.
       The queries, keys and values of one kernel are matrices of their own,
       "blocks0/attn/q" and so on.
     whole: patterns of the paths of parameters that are trained themselves,
       beside adapters.
     base_dtype: how the frozen matrices are held: "float32", "bfloat16", which
-      changes nothing where the network computes in it, or "int8", those of
-      attention and MLPs with a scale for every output channel (the others in
+      changes nothing where the network computes in it, or "int8", all that can
+      have adapters with a scale for every output channel (the others in
       bfloat16).
   """
 
@@ -45,6 +47,8 @@ class LoraConfig(base.Section):
 @dataclasses.dataclass(frozen=True)
 class DistillConfig(base.Section):
   """A teacher: the model that adapters are trained on, with all its heads.
+
+  Beside adapters only routers may be trained, which it does without.
 
   Attributes:
     weight: of the teacher's part in the loss, the divergence of the

@@ -114,6 +114,7 @@ def export(
   shard_size: int = tensor_files.SHARD_SIZE,
   license: str = "",
   scores: str = "",
+  base: str = "",
   verify: bool = True,
 ) -> int:
   """Writes a checkpoint's weights under their public names.
@@ -136,6 +137,8 @@ def export(
     shard_size: bytes of one file of a folder at most, at least 1.
     license: identifier of the licence for the model card.
     scores: JSON file of `evaluate` for the model card.
+    base: where the model that adapters were trained on is now; "" is where it
+      was.
     verify: compare what is read with its checksums first.
 
   Returns:
@@ -148,6 +151,10 @@ def export(
   """
   metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   config, path = metadata.config, pathlib.Path(out)
+  if base:
+    train = dataclasses.replace(config.train, init_from=base)
+    config = dataclasses.replace(config, train=train)
+    metadata = dataclasses.replace(metadata, config=config)
   family = get_family(config.model.family)
   if to is not None and to not in family.exports:
     forms = " or ".join(repr(form) for form in family.exports if form)

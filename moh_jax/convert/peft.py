@@ -25,7 +25,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from moh_jax.config import Config, LLMConfig, LoraConfig, TuneConfig
 from moh_jax.convert import tensor_files
-from moh_jax.convert.rules import Path, Rule, converter_of
+from moh_jax.convert.rules import (
+  Path,
+  Rule,
+  converter_of,
+  expected_tensors,
+)
 from moh_jax.convert.tensor_files import Planned
 from moh_jax.data.tokenizers import copy_tokenizer_files
 from moh_jax.layers.linear import LORA_A, LORA_B
@@ -35,7 +40,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.json_files import read_json
-from moh_jax.runtime.sharding import abstract_boxed, abstract_params
+from moh_jax.runtime.sharding import abstract_boxed, abstract_params, unbox
 
 FORM = "peft"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,6 +64,12 @@ class _Stored(msgspec.Struct):
   rank_pattern: dict[str, Any] | None = None
   alpha_pattern: dict[str, Any] | None = None
   trainable_token_indices: Any = None
+  init_lora_weights: bool | str | None = True
+  layer_replication: Any = None
+  use_qalora: bool = False
+  use_bdlora: Any = None
+  alora_invocation_tokens: Any = None
+  arrow_config: Any = None
 
 
 # Fields that must have these values: others are not what we compute.
@@ -71,6 +82,13 @@ _ONLY = {
   "rank_pattern": (None, {}),
   "alpha_pattern": (None, {}),
   "trainable_token_indices": (None, [], {}),
+  # Others change the matrices that they are trained on.
+  "init_lora_weights": (True, None, False, "gaussian", "eva", "orthogonal"),
+  "layer_replication": (None, []),
+  "use_qalora": (False,),
+  "use_bdlora": (None, False),
+  "alora_invocation_tokens": (None,),
+  "arrow_config": (None,),
 }
 
 
@@ -233,6 +251,11 @@ def import_adapters(source: str, base: str, out: str) -> int:
       f"{source}: tensors that {base} has no place for: "
       f"{', '.join(sorted(unknown)[:3]) or 'none of them is an adapter'}"
     )
+  both = [
+    n for n in whole if f"{n.removesuffix('.weight')}.lora_A.weight" in tensors
+  ]
+  if both:
+    raise ValueError(f"{source}: {both[0]} is stored whole and has an adapter")
   alpha = found.lora_alpha
   lora = LoraConfig(
     found.r,
@@ -263,20 +286,23 @@ def import_adapters(source: str, base: str, out: str) -> int:
     if place.matrix.parts:
       our_a, our_b = our_a[:, place.part], our_b[place.part]
     our_a[...], our_b[...] = a, b
+  expected = expected_tensors(table, unbox(boxed))
   for rule in table:
-    if rule.ours[0] in params:
-      if lacking := [name for name in rule.theirs if name not in tensors]:
-        raise ValueError(
-          f"{source}: lacks {lacking[0]}, which other layers have"
-        )
-      given = [np.asarray(tensors[name], np.float32) for name in rule.theirs]
-      params[rule.ours[0]][rule.layer] = rule.load(given)[0]
+    if rule.ours[0] not in params:
+      continue
+    for name in rule.theirs:
+      found, wanted = tensors.get(name), expected[name].shape
+      if found is None or found.shape != wanted:
+        shape = "missing" if found is None else f"of shape {found.shape}"
+        raise ValueError(f"{source}: {name} is {shape}, must be {wanted}")
+    given = [np.asarray(tensors[name], np.float32) for name in rule.theirs]
+    params[rule.ours[0]][rule.layer] = rule.load(given)[0]
   held = stored.base_abstract(metadata.config, adapters, None)
   read = stored.read_params(metadata, base, step, held, None)
   stored_metadata = Metadata(
     config,
     tokenizer_sha256=metadata.tokenizer_sha256,
-    base_hash=stored.params_hash(read),
+    base_hash=stored.base_mark(step, read),
   )
   copy_tokenizer_files(steps.workdir(base), steps.absolute(out))
   checkpoint.save_params(out, unflatten_dict(params), stored_metadata)

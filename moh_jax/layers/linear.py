@@ -1,7 +1,7 @@
 """Linear layers: kernels input-major or output-major, and their adapters.
 
-All products with weights of all networks go through `KernelLayer.multiply`, but
-for convolutions and the output layer of language models. An adapter (LoRA,
+All products with large matrices go through a `KernelLayer`, but for
+convolutions and the output layer of language models. An adapter (LoRA,
 arXiv:2106.09685) adds (alpha / r) (x A) B to x W; `models.adapters` puts A, B
 and the factor among the parameters, beside the kernel that they adapt.
 """

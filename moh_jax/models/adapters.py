@@ -68,7 +68,12 @@ class Matrix:
     lead = int(axes[0] == "layers")
     parts: tuple[str, ...] = ()
     if len(shape) - lead - box.inputs == 3:  # parts, heads, head dim
-      parts = tuple(name) if shape[lead + box.inputs] > 1 else (name,)
+      count = shape[lead + box.inputs]
+      parts = (
+        tuple(f"{name}{i}" for i in range(count)) if count > 1 else (name,)
+      )
+      if len(name) == count:  # "qkv" and "kv"
+        parts = tuple(name)
     return cls(lead, box.inputs, parts, shape, axes)
 
   @property
@@ -91,7 +96,7 @@ class Matrix:
       for cut in cuts:  # a number is the rank
         is_rank = isinstance(cut, int)
         sizes += [rank] if is_rank else self.shape[cut]
-        names += [None] if is_rank else self.axes[cut]
+        names += ["rank"] if is_rank else self.axes[cut]
       value = jax.ShapeDtypeStruct(tuple(sizes), jnp.float32)
       return LogicalAxes(value, tuple(names))
 
@@ -282,6 +287,13 @@ def join(frozen: Any, trained: Any) -> Any:
   if frozen is None:
     return trained
   return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
+
+
+def count(*trees: Any) -> int:
+  """Parameters in trees, without the scales beside kernels."""
+  leaves = (leaf for tree in trees for leaf in flatten_dict(tree or {}).items())
+  scales = (LORA_SCALE, KERNEL_SCALE)
+  return sum(x.size for path, x in leaves if path[-1] not in scales)
 
 
 def without_adapters(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters of stored runs, of which adapters have become a part.
+"""Parameters of stored runs, with the adapters as a part of them or apart.
 
 A checkpoint of a run with adapters holds what was trained alone. The frozen
 parameters are those of `train.init_from`, which may be a run with adapters too.
@@ -77,7 +77,7 @@ def read_frozen(
     config: of the run.
     adapters: of the run.
     mesh: the devices; None is the first device alone.
-    expected: hash of the parameters that the adapters were trained on.
+    expected: mark of the parameters that the adapters were trained on.
     verify: compare what is read with its checksums first.
 
   Raises:
@@ -85,8 +85,9 @@ def read_frozen(
     ValueError: it is damaged, or another model.
   """
   source = config.train.init_from
+  step, _, _ = expected.partition(":")
   try:
-    metadata, step = checkpoint.read_metadata(source, verify=verify)
+    metadata, step = checkpoint.read_metadata(source, int(step), verify=verify)
   except FileNotFoundError as error:
     raise FileNotFoundError(
       f"train.init_from={source!r}, which the adapters were trained on, is not "
@@ -94,11 +95,11 @@ def read_frozen(
     ) from error
   stored = base_abstract(metadata.config, adapters, mesh)
   params = read_params(metadata, source, step, stored, mesh, verify=verify)
-  found = params_hash(params)
+  found = base_mark(step, params)
   if found != expected:
     raise ValueError(
-      f"train.init_from={source!r} holds parameters of hash {found}, the "
-      f"adapters were trained on others, of hash {expected}"
+      f"train.init_from={source!r} holds other parameters ({found}) than those "
+      f"that the adapters were trained on ({expected})"
     )
 
   def freeze(params: Any) -> Any:
@@ -130,6 +131,19 @@ def base_abstract(config: Config, adapters: Adapters, mesh: Mesh | None) -> Any:
     ),
     abstract_boxed(boxed, mesh),
   )
+
+
+def base_mark(step: int, params: Any) -> str:
+  """What a run with adapters stores of the checkpoint that it is trained on.
+
+  Args:
+    step: of the checkpoint.
+    params: its parameters.
+
+  Returns:
+    "STEP:HASH".
+  """
+  return f"{step}:{params_hash(params)}"
 
 
 def params_hash(params: Any) -> str:

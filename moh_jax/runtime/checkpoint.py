@@ -45,8 +45,8 @@ class Metadata:
     tokenizer_sha256: SHA-256 of the tokenizer's file, "" without one.
     encoder_sha256: of the autoencoder whose latents the model was trained on,
       see `models.vae`; "" without one, and for older latents.
-    base_hash: of the parameters of `train.init_from` that adapters were trained
-      on, see `models.stored`; "" without adapters.
+    base_hash: step and hash of the parameters of `train.init_from` that
+      adapters were trained on, see `models.stored`; "" without adapters.
   """
 
   config: Config

@@ -38,6 +38,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
   ("mlp", "tensor"),
   ("classes", "tensor"),
   ("embed", "fsdp"),
+  ("rank", "fsdp"),
   ("head_dim", None),
   ("layers", None),
   ("devices", AXES),  # a dimension of any size

@@ -17,11 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
+from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity, differences
+from moh_jax.layers.linear import LORA_A, LORA_B
+from moh_jax.models.adapters import join
 from moh_jax.ops.head_layout import check_heads, check_tokens
 from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
@@ -117,6 +120,19 @@ def check_router(config: Config, *_: Any) -> None:
     )
 
 
+def check_teacher(config: Config, mesh: Mesh, program: Program) -> None:
+  """A teacher does not change: of its parameters none is trained."""
+  if not config.tune.distill.weight:
+    return
+  for path in flatten_dict(program.state.params):
+    if path[-1] not in (LORA_A, LORA_B) and "router" not in path:
+      raise ValueError(
+        f"tune.lora.whole={config.tune.lora.whole} must name routers alone "
+        f"where tune.distill.weight={config.tune.distill.weight}, not "
+        f"{'/'.join(path)}: the teacher would change with it"
+      )
+
+
 def check_mixed_images(config: Config, mesh: Mesh, *_: Any) -> None:
   """Images of slices are mixed with others of their device, so need one."""
   batch, classifier = config.data.batch_size, config.sections.get("classifier")
@@ -165,8 +181,9 @@ def check_layers(config: Config, mesh: Mesh, *_: Any) -> None:
 
 def check_params(config: Config, mesh: Mesh, program: Program) -> None:
   """An axis splits parameters, and less than `mesh.max_whole` stays whole."""
-  adapters = program.adapters
-  boxed = adapters.frozen if adapters else program.boxed
+  boxed, adapters = program.boxed, program.adapters
+  if adapters is not None:
+    boxed = join(adapters.frozen, adapters.trained)
   if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
     _LOG.info("mesh: %s", line)
 
@@ -209,6 +226,7 @@ def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
 # Each takes (config, mesh, program) and raises ValueError.
 CHECKS = (
   check_router,
+  check_teacher,
   check_mixed_images,
   check_host_memory,
   check_batches,

@@ -38,6 +38,7 @@ def exchange_once(
   boxed: Any,
   config: MeshConfig,
   mesh: Mesh | AbstractMesh,
+  frozen: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
   """Wraps a gradient function so that devices exchange its results at its end.
 
@@ -48,6 +49,7 @@ def exchange_once(
     boxed: the same in their boxes of logical axes.
     config: section `mesh`.
     mesh: the devices.
+    frozen: the parameters that are not trained, in boxes of logical axes.
 
   Returns:
     The same function of global arrays. Gradients are split as the parameters
@@ -110,9 +112,14 @@ def exchange_once(
     check_vma=False,
   )
 
+  def held(box: Any, param: jax.Array) -> jax.Array:
+    return rounded(box, param) if param.dtype == jnp.float32 else param
+
   def exchanged(params: Any, *args: Any) -> tuple[Any, Any]:
     params = list(map(rounded, boxes, jax.tree.leaves(params)))
-    grads, metrics = compute(params, *args)
+    *args, others = args
+    others = jax.tree.map(held, frozen, others, is_leaf=is_box)
+    grads, metrics = compute(params, *args, others)
     return jax.tree.unflatten(tree, join(grads)), metrics
 
   return exchanged

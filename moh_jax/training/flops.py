@@ -10,7 +10,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from moh_jax.config import Config, LayerGroup
+from moh_jax.config import Config, DistillConfig, LayerGroup
 from moh_jax.models.adapters import Adapters, join
 from moh_jax.ops.attention import choose_form
 from moh_jax.ops.attention_forms import AttentionCase
@@ -212,9 +212,9 @@ def form_summary(
 class StepFlops:
   """FLOPs of one training step: three times those of the forward pass.
 
-  Products are twice where adapters are trained: frozen matrices get no
-  gradient. Matrix products and convolutions are counted, nothing that is
-  computed again.
+  Products are twice where adapters are trained, their own too: frozen matrices
+  get no gradient. A teacher is a forward pass in some of the steps. Matrix
+  products and convolutions are counted, nothing that is computed again.
 
   Attributes:
     active: for the active heads alone, neither the queries and outputs of other
@@ -273,7 +273,9 @@ def step_flops(run: Config) -> StepFlops:
   """FLOPs of one training step, by its program and its layers' attention."""
   # Whatever the form, which may be impossible on the device of this trace.
   model = dataclasses.replace(run.model, attention_impl="auto")
-  run = dataclasses.replace(run, model=model)
+  distill, tune = run.tune.distill, run.tune
+  tune = dataclasses.replace(tune, distill=DistillConfig())
+  run = dataclasses.replace(run, model=model, tune=tune)
   objective = task_builder(run).make_objective(run)
   boxed = abstract_params(objective.model, objective.inputs)
   params, passes = unbox(boxed), 3
@@ -315,6 +317,9 @@ def step_flops(run: Config) -> StepFlops:
     active += 3 * budget.active * one
     attention.append(3 * budget.num_heads * one)
   whole = every_head + sum(attention)
+  if distill.weight:  # the forward pass of every head
+    teacher = every_head / passes + sum(attention) / 3
+    active, whole = (x + teacher / distill.every for x in (active, whole))
   in_remat = _products(program.jaxpr, _REMAT)
   return StepFlops(active, whole, tuple(attention), in_remat)
 

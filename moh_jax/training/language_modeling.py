@@ -194,23 +194,25 @@ def _make_teaching(
   def teach(
     params: Any, batch: Any, x: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Mean]:
-    own, weights = without_adapters(params), batch["weights"]
-
-    def divergence() -> jax.Array:
-      known, _ = apply_packed(teacher, jax.lax.stop_gradient(own), batch)
-      kernels = (output_kernel(p, config.model) for p in (params, own))
-      ours, theirs = zip((x, known), kernels)
-      return summed_divergence(
-        ours,
-        theirs,
-        weights / weights.size,
-        distill.temperature,
-        config.model.loss_chunk,
-      )
-
+    own = jax.lax.stop_gradient(without_adapters(params))
     has = step % distill.every == 0
-    total = jax.lax.cond(has, divergence, lambda: jnp.zeros(()))
-    mean = Mean(total * weights.size, has * weights.sum())
+    known = jax.lax.cond(
+      has,
+      lambda: apply_packed(teacher, own, batch)[0],
+      lambda: jnp.zeros_like(x),
+    )
+    weights = has * batch["weights"]
+    kernels = (output_kernel(tree, config.model) for tree in (params, own))
+    ours, theirs = zip((x, known), kernels)
+    # Not under `cond`, which would keep copies of the kernels.
+    total = summed_divergence(
+      ours,
+      theirs,
+      weights / weights.size,
+      distill.temperature,
+      config.model.loss_chunk,
+    )
+    mean = Mean(total * weights.size, weights.sum())
     return distill.weight * total, mean
 
   return teach

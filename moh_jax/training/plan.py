@@ -13,7 +13,7 @@ from moh_jax.config import Config, MeshConfig, without_router
 from moh_jax.config.base import choices
 from moh_jax.data.infer import resolve_without_data
 from moh_jax.layers.stack import RUN_TWICE
-from moh_jax.models.adapters import join
+from moh_jax.models.adapters import count, join
 from moh_jax.ops.target import Target
 from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import USABLE, Topology
@@ -263,7 +263,7 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     topology=topology,
     assumed=assumed,
     mesh=sizes,
-    parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+    parameters=count(params),
     layouts=_layouts(params),
     memory=memory,
     attention=forms,

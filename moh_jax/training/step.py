@@ -348,7 +348,8 @@ def make_program(
   def exchange(gradients: Callable) -> Callable:
     if not objective.by_device:  # the compiler does, in every microbatch
       return gradients
-    return exchange_once(gradients, params, boxed, config.mesh, mesh)
+    others = adapters and adapters.frozen
+    return exchange_once(gradients, params, boxed, config.mesh, mesh, others)
 
   def loss_fn(*args: Any) -> tuple[jax.Array, Metrics]:
     with adapter_dropout(lora.dropout):

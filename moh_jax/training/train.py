@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config, to_dict
 from moh_jax.data.infer import resolve
-from moh_jax.models.adapters import join
+from moh_jax.models.adapters import count, join
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import compilation_cache, sharding
 from moh_jax.runtime.peers import Peers, ask_first_process
@@ -193,10 +193,7 @@ def _say(config: Config, mesh: Mesh, program: Program) -> None:
   )
   groups = config.model.layer_groups()
   widths = dict.fromkeys(str(group.width) for group in groups)
-  trained, frozen = (
-    sum(leaf.size for leaf in jax.tree.leaves(tree))
-    for tree in (program.state.params, program.frozen)
-  )
+  trained, frozen = count(program.state.params), count(program.frozen)
   _LOG.info(
     "model: %s, %d layers of width %s, %.1f%% of the heads active, %s "
     "parameters%s",

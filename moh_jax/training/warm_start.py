@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ class Source:
   Attributes:
     lacking: paths of the parameters that it does not have, or not whole.
     read: (the run's initial parameters, of which `lacking` is enough) -> the
-      parameters to start from, and the hash of those that are stored.
+      parameters to start from, and the mark of those that are stored.
   """
 
   lacking: frozenset[str]
@@ -163,7 +164,10 @@ def prepare(
   first, frozen = jax.jit(split, out_shardings=shardings, donate_argnums=0)(
     base
   )
-  ours = dataclasses.replace(ours, base_hash=found)
+  place = os.fspath(steps.absolute(config.train.init_from))
+  train = dataclasses.replace(config.train, init_from=place)
+  config = dataclasses.replace(config, train=train)
+  ours = dataclasses.replace(ours, config=config, base_hash=found)
   return Beginning(lambda: program.init(first), ours, frozen)
 
 
@@ -249,7 +253,7 @@ def warm_start(
 
   def read(initial: Any) -> tuple[Any, str]:
     params = stored.read_params(metadata, source, step, theirs, mesh)
-    found = stored.params_hash(params) if adapters else ""
+    found = stored.base_mark(step, params) if adapters else ""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     _LOG.info("train.init_from=%s, step %d: %s", source, step, taken)
     return jax.jit(combine, out_shardings=shardings)(params, initial), found

@@ -44,6 +44,8 @@ class ConvertTest(tiny_checkpoint.CommandTest):
         *("--scores", scores, "--no-verify", "--config.eval.use_ema=false"),
       )
     self.assertEqual(told, f"1,234 parameters written to {out}\n")
-    given = dict(to="hf", step=0, use_ema=False, dtype="bfloat16", shard_size=9)
+    given = dict(
+      to="hf", step=0, use_ema=False, base="", dtype="bfloat16", shard_size=9
+    )
     given |= dict(license="mit", scores=scores, verify=False)
     export.assert_called_once_with(str(checkpoint), out, **given)

@@ -71,6 +71,8 @@ class FolderTest(parameterized.TestCase):
     ({"peft_type": "IA3"}, "peft_type='IA3' must be 'LORA'"),
     ({"r": 0}, "r=0 must be"),
     ({"r": 4}, "factors of shapes .* needed"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be True"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication=.* must be None"),
   )
   def test_what_we_do_not_compute_is_refused(self, change, words):
     case = self.root / "moh"
@@ -92,10 +94,19 @@ class FolderTest(parameterized.TestCase):
     half = {name: x for name, x in tensors.items() if name != key}
     router = next(key for key in tensors if "router" in key)
     lost = {name: x for name, x in tensors.items() if name != router}
+    norm = "base_model.model.model.layers.{}.input_layernorm.weight"
+    norms = {norm.format(i): np.full(1, 7, np.float32) for i in range(3)}
+    projection = "base_model.model.model.layers.0.self_attn.o_proj.weight"
+    twice = {projection: np.zeros((24, 24), np.float32)}
     for given, words in (
       (wrong, "no place for: other.lora_A"),
       (half, "has one factor of two"),
-      (lost, "lacks .*router.* other layers have"),
+      (lost, "router.* is missing, must be"),
+      ({**tensors, **norms}, r"layernorm.weight is of shape \(1,\), must be"),
+      (
+        {**tensors, **twice},
+        "o_proj.weight is stored whole and has an adapter",
+      ),
     ):
       save_file(given, source / _TENSORS)
       with self.assertRaisesRegex(ValueError, words):
