@@ -47,7 +47,7 @@ _REFUSED = {
   },
   "export --out {here}/x --checkpoint": {
     "nope": "nope holds no checkpoint",
-    "{vit} --config.model.dtype=bfloat16": "only eval.use_ema can be changed",
+    "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
   },
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",

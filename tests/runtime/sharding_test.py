@@ -161,7 +161,7 @@ class FitsTest(parameterized.TestCase):
   def test_what_a_run_needs_at_least_is_compared_with_memory(self):
     config = tiny_checkpoint.CONFIG
     mesh = sharding.make_mesh(config.mesh)
-    no_state = types.SimpleNamespace(state=())
+    no_state = types.SimpleNamespace(state=(), frozen=None)
     entrance.check_memory(config, mesh, no_state)
     few = apply_overrides(config, "data", prefetch=1, batch_size=1)
     for section, fields, have, message in (
