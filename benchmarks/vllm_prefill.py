@@ -2,9 +2,9 @@
 
   OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python vllm_prefill.py
 
-needs vLLM's build for CPUs and moh_jax, no JAX. It serves models of drawn
-weights in turns and prints the median seconds of the processor for a prompt of
-4,096 tokens.
+needs vLLM's build for CPUs and moh_jax, no JAX. It serves models of random
+weights in turns and prints the median processor seconds for a prompt of 4,096
+tokens.
 """
 
 import json

@@ -7,7 +7,13 @@
 Arguments: moh (default; 75 % of the heads), moh50 (50 %), mha (the multi-head
 baseline), bytes (75 %, bytes in place of a trained vocabulary), grouped (75 %
 of 16 heads, which read 4 heads of keys and values: every
-`--config.model.router.structure` fits).
+`--config.model.router.structure` fits), chat (75 %, questions about the
+library, answered by its docstrings; only the answers are trained, and with
+`--config.train.init_from=DIR`, a run of moh, the model has read Python before):
+
+  python train.py --config=configs/llm_stdlib.py:chat --workdir=CHAT
+  python -m moh_jax generate --checkpoint CHAT --chat \
+    --prompt "What does os.path.join do?"
 
 Four more continue-tune the multi-head model into MoH, as `llama3_moh.py:stage2`
 does with LLaMA3, in a minute or two: query-norm router, half of the heads
@@ -31,7 +37,7 @@ import ml_collections
 from moh_jax import config as lib
 
 _TUNING = ("tune", "importance", "schedule", "tune_mha")
-ARGUMENTS = ("moh", "moh50", "mha", "bytes", "grouped", *_TUNING)
+ARGUMENTS = ("moh", "moh50", "mha", "bytes", "grouped", "chat", *_TUNING)
 _DEPTH = 4
 # Query heads, key/value heads, shared heads, and those that a token chooses.
 _HEADS = {"moh50": (8, 8, 2, 2), "grouped": (16, 4, 4, 8)}
@@ -70,6 +76,15 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     checkpoint=lib.CheckpointConfig(every=100),
     eval=lib.EvalConfig(every=0, batch_size=16),
   )
+  if kind == "chat":
+    config = dataclasses.replace(
+      config,
+      data=dataclasses.replace(
+        config.data, source="docstrings", path="data/docstrings"
+      ),
+      train=lib.TrainConfig(steps=600),
+      checkpoint=lib.CheckpointConfig(every=200),
+    )
   if kind in _TUNING:
     config = _tuned(config, kind, order)
   return lib.to_config_dict(config)

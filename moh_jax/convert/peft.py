@@ -10,7 +10,6 @@ columns of a matrix; that at the width is transposed.
 """
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -23,7 +22,7 @@ import msgspec
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from moh_jax.config import Config, LLMConfig, LoraConfig, TuneConfig
+from moh_jax.config import LLMConfig, LoraConfig, TuneConfig
 from moh_jax.convert import tensor_files
 from moh_jax.convert.rules import (
   Path,
@@ -50,26 +49,12 @@ _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
 
 
 class _Stored(msgspec.Struct):
-  """What we read of adapter_config.json; what changes more is refused."""
+  """What we read of adapter_config.json; see also `_ONLY`."""
 
   r: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
   lora_alpha: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-  peft_type: str = "LORA"
   lora_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
   use_rslora: bool = False
-  use_dora: bool = False
-  lora_bias: bool = False
-  bias: str = "none"
-  fan_in_fan_out: bool = False
-  rank_pattern: dict[str, Any] | None = None
-  alpha_pattern: dict[str, Any] | None = None
-  trainable_token_indices: Any = None
-  init_lora_weights: bool | str | None = True
-  layer_replication: Any = None
-  use_qalora: bool = False
-  use_bdlora: Any = None
-  alora_invocation_tokens: Any = None
-  arrow_config: Any = None
 
 
 # Fields that must have these values: others are not what we compute.
@@ -97,26 +82,35 @@ class _Place:
   """Where a public Linear's adapter is among our parameters.
 
   Attributes:
-    layer: path of our layer.
-    index: among stacked layers.
+    rule: of the kernel in a model whose width is the rank.
     part: of the kernel.
     matrix: the kernel.
-    load: maps the structured factor, as a public weight, to ours [*inputs, r]
-      or [r, *outputs].
-    dump: its inverse.
   """
 
-  layer: Path
-  index: int
+  rule: Rule
   part: int
   matrix: Matrix
-  load: Any
-  dump: Any
+
+  @property
+  def layer(self) -> Path:
+    """Path of our layer."""
+    return self.rule.ours[0][:-1]
 
   @property
   def reads_width(self) -> bool:
     """Whether the width is the input, not the output."""
     return self.matrix.axes[self.matrix.lead] == "embed"
+
+  def load(self, weight: np.ndarray) -> np.ndarray:
+    """The factor that is not at the width, from a public weight to ours."""
+    (kernel,) = self.rule.load([weight] * len(self.rule.theirs))
+    return kernel[:, self.part] if self.matrix.parts else kernel
+
+  def dump(self, factor: np.ndarray) -> np.ndarray:
+    """Inverse of `load`."""
+    if self.matrix.parts:
+      factor = np.stack([factor] * len(self.rule.theirs), axis=1)
+    return self.rule.dump([factor])[self.part]
 
 
 def export_adapters(
@@ -152,7 +146,8 @@ def export_adapters(
     raise ValueError(
       f"--to {FORM!r}: {directory} has no adapters (tune.lora.rank=0)"
     )
-  adapters = _adapters(config)
+  boxed = abstract_params(*make_model(config))
+  adapters = Adapters.of(boxed, lora)
   params = checkpoint.restore_params(
     directory,
     step,
@@ -165,7 +160,7 @@ def export_adapters(
   for name, place in _places(config.model, adapters, lora.rank):
     if not adapters.adapted[place.layer][place.part]:
       continue
-    a, b = (params[*place.layer, n][place.index] for n in (LORA_A, LORA_B))
+    a, b = (params[*place.layer, n][place.rule.layer] for n in (LORA_A, LORA_B))
     if place.matrix.parts:
       a, b = a[:, place.part], b[place.part]
     if place.reads_width:
@@ -232,7 +227,7 @@ def import_adapters(source: str, base: str, out: str) -> int:
     ).items()
   }
   metadata, step = checkpoint.read_metadata(base)
-  model, boxed = metadata.config.model, None
+  model = metadata.config.model
   table = converter_of(model).rules(model)
   whole = {n: rule for rule in table for n in rule.theirs if n in tensors}
   boxed = abstract_params(*make_model(metadata.config))
@@ -281,7 +276,8 @@ def import_adapters(source: str, base: str, out: str) -> int:
       continue
     a, b = _factors(source, name, place, factors, found.r)
     our_a, our_b = (
-      params[*place.layer, factor][place.index] for factor in (LORA_A, LORA_B)
+      params[*place.layer, factor][place.rule.layer]
+      for factor in (LORA_A, LORA_B)
     )
     if place.matrix.parts:
       our_a, our_b = our_a[:, place.part], our_b[place.part]
@@ -291,9 +287,9 @@ def import_adapters(source: str, base: str, out: str) -> int:
     if rule.ours[0] not in params:
       continue
     for name in rule.theirs:
-      found, wanted = tensors.get(name), expected[name].shape
-      if found is None or found.shape != wanted:
-        shape = "missing" if found is None else f"of shape {found.shape}"
+      tensor, wanted = tensors.get(name), expected[name].shape
+      if tensor is None or tensor.shape != wanted:
+        shape = "missing" if tensor is None else f"of shape {tensor.shape}"
         raise ValueError(f"{source}: {name} is {shape}, must be {wanted}")
     given = [np.asarray(tensors[name], np.float32) for name in rule.theirs]
     params[rule.ours[0]][rule.layer] = rule.load(given)[0]
@@ -302,7 +298,7 @@ def import_adapters(source: str, base: str, out: str) -> int:
   stored_metadata = Metadata(
     config,
     tokenizer_sha256=metadata.tokenizer_sha256,
-    base_hash=stored.base_mark(step, read),
+    base_mark=stored.base_mark(step, read),
   )
   copy_tokenizer_files(steps.workdir(base), steps.absolute(out))
   checkpoint.save_params(out, unflatten_dict(params), stored_metadata)
@@ -331,13 +327,10 @@ def _factors(
   if None in factors:
     raise ValueError(f"{source}: {name} has one factor of two")
   a, b = (np.asarray(factor, np.float32) for factor in factors)
-  width = place.matrix.shape[place.matrix.lead if place.reads_width else -1]
-  other = place.matrix.shape
-  sizes = math.prod(other[place.matrix.lead :]) // width
-  sizes //= len(place.matrix.parts) or 1
-  wanted = [(rank, width), (sizes, rank)]
-  if not place.reads_width:
-    wanted = [(rank, sizes), (width, rank)]
+  matrix = place.matrix
+  each = math.prod(matrix.shape[matrix.lead :]) // (len(matrix.parts) or 1)
+  ins, outs = matrix.fan_in, each // matrix.fan_in
+  wanted = [(rank, ins), (outs, rank)]
   if [a.shape, b.shape] != wanted:
     raise ValueError(
       f"{source}: {name} has factors of shapes {a.shape} and {b.shape}, "
@@ -346,44 +339,14 @@ def _factors(
   return (a.T, place.load(b)) if place.reads_width else (place.load(a), b.T)
 
 
-def _adapters(config: Config) -> Adapters:
-  boxed = abstract_params(*make_model(config))
-  return Adapters.of(boxed, config.tune.lora)
-
-
 def _places(
   model: LLMConfig, adapters: Adapters, rank: int
 ) -> Iterator[tuple[str, _Place]]:
   """Public names of the Linears that have a place for adapters, and theirs."""
   narrow = dataclasses.replace(model, width=rank)
   for rule in converter_of(model).rules(narrow):
-    (path, *_) = rule.ours
-    layer, matrix = path[:-1], adapters.kernels.get(path[:-1])
-    if path[-1] != "kernel" or matrix is None:
-      continue
-    for part, name in enumerate(rule.theirs):
-      public = name.removesuffix(".weight")
-      yield (
-        public,
-        _Place(
-          layer,
-          rule.layer,
-          part,
-          matrix,
-          functools.partial(_load, rule, part, matrix),
-          functools.partial(_dump, rule, part, matrix),
-        ),
-      )
-
-
-def _load(rule: Rule, part: int, matrix: Matrix, weight: np.ndarray) -> Any:
-  """A public weight of the narrow model as our factor of one part."""
-  (kernel,) = rule.load([weight] * len(rule.theirs))
-  return kernel[:, part] if matrix.parts else kernel
-
-
-def _dump(rule: Rule, part: int, matrix: Matrix, factor: np.ndarray) -> Any:
-  """Inverse of `_load`."""
-  if matrix.parts:
-    factor = np.stack([factor] * len(rule.theirs), axis=1)
-  return rule.dump([factor])[part]
+    *layer, name = rule.ours[0]
+    matrix = adapters.kernels.get(tuple(layer))
+    if name == "kernel" and matrix is not None:
+      for part, theirs in enumerate(rule.theirs):
+        yield theirs.removesuffix(".weight"), _Place(rule, part, matrix)

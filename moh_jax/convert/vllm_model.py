@@ -58,10 +58,8 @@ class MoHAttention(nn.Module):
         f"tensor_parallel_size={devices} must divide the {heads} heads of "
         f"layer {layer}"
       )
-    self.num_heads, self.num_groups = (
-      heads // devices,
-      max(1, groups // devices),
-    )
+    self.num_heads = heads // devices
+    self.num_groups = max(1, groups // devices)
     self.first = distributed.get_tensor_model_parallel_rank() * self.num_heads
     self.gathers = devices > 1
     self.qkv_proj = QKVParallelLinear(
@@ -175,10 +173,8 @@ class MoHLlamaForCausalLM(llama.LlamaForCausalLM):
           f"{folder}: {name}=None must be a number for every layer, as in what "
           "`moh_jax export` writes"
         )
-    rope, length = (
-      config.rope_parameters,
-      vllm_config.model_config.max_model_len,
-    )
+    rope = config.rope_parameters
+    length = vllm_config.model_config.max_model_len
     if rope["rope_type"] == "yarn":
       most = int(rope["original_max_position_embeddings"] * rope["factor"])
       if length > most:  # vLLM would read beyond its table of angles

@@ -161,12 +161,12 @@ class _Conversation(NamedTuple):
     return _Conversation(self.tokens[:most], self.trained[:most])
 
 
-def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
+def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
   """Distributes items to bins by best fit decreasing.
 
   Args:
-    sizes: [n] int, at most `room` each.
-    room: of a bin.
+    sizes: [n] int, at most `capacity` each.
+    capacity: of a bin.
 
   Returns:
     The items' numbers in each bin, the same in every call.
@@ -176,7 +176,7 @@ def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
   spaces: list[int] = []  # those of any bin, in order
   for index in np.argsort(-sizes, kind="stable").tolist():
     place = bisect.bisect_left(spaces, sizes[index])
-    space, number = room, len(bins)
+    space, number = capacity, len(bins)
     if place < len(spaces):
       space = spaces[place]
       number = with_space[space].pop()

@@ -20,8 +20,8 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import LLMConfig, MeshConfig
-from moh_jax.layers.vocabulary import output_logits, token_nats
-from moh_jax.models.llm import output_kernel
+from moh_jax.layers.vocabulary import token_nats
+from moh_jax.models.llm import output_kernel, output_logits
 from moh_jax.runtime import sharding
 
 _MIN_LENGTH = 32  # of the shapes; shorter rows are filled up

@@ -3,6 +3,7 @@
 Shapes: B batch, N tokens, C width, H heads, D head dim.
 """
 
+import functools
 import math
 
 import chex
@@ -78,13 +79,15 @@ class HeadProjection(KernelLayer):
     if factors := self.adapter(axes_a, axes_b):
       a, b = factors
       low = self.multiply(self.adapter_input(x), a, None, 1)
-      one = self._one_part if on_tpu() else self.multiply
-      more = [one(low[:, :, i], b[i], None, 1) for i in parts]
+      one = functools.partial(self.multiply, count=1)
+      if on_tpu():
+        one = self._one_part
+      more = [one(low[:, :, i], b[i], None) for i in parts]
       vectors = list(map(jnp.add, vectors, more))
     return [constrain(v, "batch", "tokens", *_HEAD_AXES) for v in vectors]
 
   def _one_part(
-    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, *_: int
+    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
   ) -> jax.Array:
     """Projects to one kind of vectors, with heads side by side in the lanes.
 

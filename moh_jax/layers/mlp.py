@@ -36,8 +36,8 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
-    wide, kinds = ("embed", "mlp"), {"kernel_init": xavier_init}
-    kinds["dtype"] = self.dtype
+    wide = ("embed", "mlp")
+    kinds = {"kernel_init": xavier_init, "dtype": self.dtype}
     hidden = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
     hidden = constrain(nn.gelu(hidden), "batch", "tokens", "mlp")
     down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)

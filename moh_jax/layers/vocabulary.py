@@ -125,58 +125,5 @@ def token_nats(
   return map_shards(local, (x, kernel, targets), _NAMES, out, whole_mesh=True)
 
 
-def summed_divergence(
-  student: tuple[jax.Array, jax.Array],
-  teacher: tuple[jax.Array, jax.Array],
-  weights: jax.Array,
-  temperature: float,
-  chunk: int,
-) -> jax.Array:
-  """Weighted sum of the divergences of two models' distributions.
-
-  T^2 KL(teacher || student) of the logits over T (arXiv:1503.02531). Only the
-  logits of `chunk` tokens of each sequence exist at a time.
-
-  Args:
-    student: [B, N, C] inputs of the output layer, and its kernel [C, V].
-    teacher: the same, without gradient.
-    weights: [B, N] float32, without gradient.
-    temperature: T.
-    chunk: tokens of each sequence at a time; 0 takes all at once.
-
-  Returns:
-    [] float32.
-  """
-  length = weights.shape[1]
-  chunk = min(chunk or length, length)
-  kernels = student[1], jax.lax.stop_gradient(teacher[1])
-
-  def cut(x: jax.Array) -> jax.Array:
-    widths = [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)]
-    x = jnp.pad(x, widths)  # with weight 0
-    return jnp.moveaxis(x.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
-
-  @jax.checkpoint
-  def add(total: jax.Array, parts: tuple) -> tuple[jax.Array, None]:
-    *inputs, weights = parts
-    ours, theirs = (
-      jax.nn.log_softmax(output_logits(x, kernel) / temperature)
-      for x, kernel in zip(inputs, kernels)
-    )
-    divergence = (jnp.exp(theirs) * (theirs - ours)).sum(-1)
-    return total + (weights * divergence).sum(), None
-
-  arrays = student[0], jax.lax.stop_gradient(teacher[0]), weights
-  total, _ = jax.lax.scan(add, jnp.zeros(()), tuple(map(cut, arrays)))
-  return temperature**2 * total
-
-
-def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Applies the output layer: x [..., C], kernel [C, V] to [..., V] float32."""
-  return jnp.matmul(
-    x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
-  )
-
-
 # Logical axes of x, the kernel and the targets.
 _NAMES = (("batch", "tokens", None), (None, "vocab"), ("batch", "tokens"))

@@ -81,6 +81,11 @@ class Matrix:
     """The kernel's axes that a product sums over."""
     return range(self.lead, self.lead + self.inputs)
 
+  @property
+  def fan_in(self) -> int:
+    """Number of its inputs."""
+    return math.prod(self.shape[axis] for axis in self.input_axes)
+
   def names(self, layer: Path) -> list[str]:
     """Names of the matrices in it, such as "blocks0/attn/q"."""
     *above, name = layer
@@ -109,9 +114,8 @@ class Matrix:
 
   def product(self, a: jax.Array, b: jax.Array) -> jax.Array:
     """A B, float32 and shaped as the kernel."""
-    inputs = math.prod(self.shape[axis] for axis in self.input_axes)
     lead, parts = self.shape[: self.lead], len(self.parts) or 1
-    a = a.reshape(*lead, inputs, parts, -1)
+    a = a.reshape(*lead, self.fan_in, parts, -1)
     b = b.reshape(*lead, parts, a.shape[-1], -1)
     out = jnp.einsum("...cpr,...pro->...cpo", a, b, precision="highest")
     return out.reshape(self.shape)
@@ -212,20 +216,21 @@ class Adapters:
       base: parameters of the network, as `self.base` says.
     """
     given, trained = flatten_dict(base), {}
-    for index, path in enumerate(sorted(flatten_dict(self.trained))):
+    boxes = sorted(flatten_dict(self.trained).items())
+    for index, (path, box) in enumerate(boxes):
       *layer, name = path
-      if name not in (LORA_A, LORA_B):
-        trained[path] = given[path].astype(jnp.float32)
-        continue
-      one = self.kernels[tuple(layer)]
-      shape = one.factors(self.config.rank)[name].value.shape
-      trained[path] = jnp.zeros(shape, jnp.float32)
       if name == LORA_A:
-        most = math.prod(one.shape[axis] for axis in one.input_axes) ** -0.5
-        key_a = jax.random.fold_in(key, index)
-        draw = jax.random.uniform(key_a, shape, minval=-most, maxval=most)
+        one, key_a = self.kernels[tuple(layer)], jax.random.fold_in(key, index)
+        most = one.fan_in**-0.5
+        draw = jax.random.uniform(
+          key_a, box.value.shape, minval=-most, maxval=most
+        )
         has = self.adapted[tuple(layer)][:, None]
         trained[path] = jnp.where(has, draw, 0) if one.parts else draw
+      elif name == LORA_B:
+        trained[path] = jnp.zeros(box.value.shape, jnp.float32)
+      else:
+        trained[path] = given[path].astype(jnp.float32)
     return unflatten_dict(trained)
 
   def freeze(self, base: Any) -> Any:

@@ -15,7 +15,7 @@ from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.router import HeadChoice
 from moh_jax.layers.stack import ModelAux, collect_aux, scan_blocks
-from moh_jax.layers.vocabulary import lookup, output_logits
+from moh_jax.layers.vocabulary import lookup
 from moh_jax.ops.cache import LayerCache, Slots, make_cache
 from moh_jax.ops.position import rotation
 from moh_jax.ops.routing import RouterAux
@@ -302,6 +302,13 @@ def output_kernel(params: Any, config: LLMConfig) -> jax.Array:
   if config.tie_embeddings:
     return params["embed"]["embedding"].T
   return params["head"]["kernel"]
+
+
+def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Applies the output layer: x [..., C], kernel [C, V] to [..., V] float32."""
+  return jnp.matmul(
+    x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
+  )
 
 
 def unrolled_logits(x: jax.Array, params: Any, config: LLMConfig) -> jax.Array:

@@ -52,7 +52,7 @@ def read_params(
   if not config.tune.lora.rank:
     return checkpoint.restore_params(directory, step, abstract, **how)
   adapters = Adapters.of(abstract_params(*make_model(config)), config.tune.lora)
-  frozen = read_frozen(config, adapters, mesh, metadata.base_hash, verify)
+  frozen = read_frozen(config, adapters, mesh, metadata.base_mark, verify)
   trained = abstract_boxed(adapters.trained, mesh)
   trained = checkpoint.restore_params(directory, step, trained, **how)
 
@@ -148,6 +148,8 @@ def base_mark(step: int, params: Any) -> str:
 
 def params_hash(params: Any) -> str:
   """Identifies parameters by their bits, on whatever devices they lie.
+
+  Nothing is copied to the host, as `registry.params_sha256` does.
 
   Args:
     params: tree of arrays.

@@ -31,7 +31,7 @@ TEMPORARY = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 # Arrays are stored in chunks of at most so many bytes, which bounds what a
 # reader holds of an array beside its own part.
 CHUNK_BYTES = 1 << 22
-_SUMS = ("tokenizer_sha256", "encoder_sha256", "base_hash")
+_SUMS = ("tokenizer_sha256", "encoder_sha256", "base_mark")
 _GROUP_BYTES = 1 << 25  # of arrays that are read at once
 
 
@@ -45,7 +45,7 @@ class Metadata:
     tokenizer_sha256: SHA-256 of the tokenizer's file, "" without one.
     encoder_sha256: of the autoencoder whose latents the model was trained on,
       see `models.vae`; "" without one, and for older latents.
-    base_hash: step and hash of the parameters of `train.init_from` that
+    base_mark: step and hash of the parameters of `train.init_from` that
       adapters were trained on, see `models.stored`; "" without adapters.
   """
 
@@ -53,7 +53,7 @@ class Metadata:
   class_names: tuple[str, ...] = ()
   tokenizer_sha256: str = ""
   encoder_sha256: str = ""
-  base_hash: str = ""
+  base_mark: str = ""
 
 
 def read_metadata(

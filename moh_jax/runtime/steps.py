@@ -61,7 +61,7 @@ class StoredConfig(msgspec.Struct):
   class_names: Annotated[list[Text], msgspec.Meta(max_length=2**24)]
   tokenizer_sha256: Sha256 = ""
   encoder_sha256: Sha256 = ""
-  base_hash: Annotated[
+  base_mark: Annotated[
     str, msgspec.Meta(pattern=r"\A(\d{1,18}:[0-9a-f]{32})?\Z")
   ] = ""
 

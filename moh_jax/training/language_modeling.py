@@ -19,11 +19,12 @@ from moh_jax.evaluation.metrics import (
   perplexity,
   sum_metrics,
 )
-from moh_jax.layers.vocabulary import summed_divergence, summed_nats
+from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.adapters import without_adapters
 from moh_jax.models.generation import Decode
 from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
+from moh_jax.ops.cross_entropy import summed_divergence
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
 from moh_jax.training.task import (

@@ -132,8 +132,8 @@ def prepare(
     return Beginning(functools.partial(_first_state, program, source), ours)
   if start is not None:
     metadata, _ = checkpoint.read_metadata(directory, start)
-    ours = dataclasses.replace(ours, base_hash=metadata.base_hash)
-    frozen = stored.read_frozen(config, adapters, mesh, ours.base_hash)
+    ours = dataclasses.replace(ours, base_mark=metadata.base_mark)
+    frozen = stored.read_frozen(config, adapters, mesh, ours.base_mark)
     return Beginning(program.init, ours, frozen)
   if not config.train.init_from:
     raise ValueError(
@@ -167,7 +167,7 @@ def prepare(
   place = os.fspath(steps.absolute(config.train.init_from))
   train = dataclasses.replace(config.train, init_from=place)
   config = dataclasses.replace(config, train=train)
-  ours = dataclasses.replace(ours, config=config, base_hash=found)
+  ours = dataclasses.replace(ours, config=config, base_mark=found)
   return Beginning(lambda: program.init(first), ours, frozen)
 
 

@@ -43,7 +43,7 @@ def write(
   config = dataclasses.replace(run, tune=TuneConfig(lora=lora), train=train)
   model, inputs = make_model(config)
   adapters = Adapters.of(abstract_params(model, inputs), lora)
-  metadata = Metadata(config, base_hash=stored.base_mark(0, params))
+  metadata = Metadata(config, base_mark=stored.base_mark(0, params))
   rng = np.random.default_rng(1)
   begin = adapters.begin(jax.random.key(0), params)
   trained = jax.tree.map(np.array, begin)

@@ -17,16 +17,21 @@ from tests.convert import peft_cases, transformers_cases
 _TENSORS = "adapter_model.safetensors"
 
 
+def _written(test, names):
+  """A folder that holds these cases, as long as the class's tests run."""
+  folder = tempfile.TemporaryDirectory()
+  root = pathlib.Path(test.enterClassContext(folder))
+  for name in names:
+    (root / name).mkdir()
+    peft_cases.write(root / name, peft_cases.CASES[name])
+  return root
+
+
 class FolderTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.root = pathlib.Path(
-      cls.enterClassContext(tempfile.TemporaryDirectory())
-    )
-    for name in ("moh", "joined"):
-      (cls.root / name).mkdir()
-      peft_cases.write(cls.root / name, peft_cases.CASES[name])
+    cls.root = _written(cls, ("moh", "joined"))
 
   @parameterized.parameters("moh", "joined")
   def test_goes_out_and_comes_back_bit_for_bit(self, name):
@@ -126,12 +131,7 @@ class PeftTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.root = pathlib.Path(
-      cls.enterClassContext(tempfile.TemporaryDirectory())
-    )
-    for name in peft_cases.CASES:
-      (cls.root / name).mkdir()
-      peft_cases.write(cls.root / name, peft_cases.CASES[name])
+    cls.root = _written(cls, peft_cases.CASES)
     cls.measured = transformers_cases.run_checks(
       "peft_checks.py", "MOH_JAX_TRANSFORMERS_PYTHON", cls.root
     )
