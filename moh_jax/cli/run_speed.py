@@ -23,6 +23,7 @@ from moh_jax.config.llm import LLMConfig, Sampling
 from moh_jax.data.pipeline import TrainBatches, train_recipe
 from moh_jax.data.sources import make_source
 from moh_jax.inference import decoding, generate
+from moh_jax.inference.batch import batch_bucket, length_bucket
 from moh_jax.models.llm import LLM
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention import choose_cached_form
@@ -254,17 +255,19 @@ def _writing(run: Config, batch: int) -> Iterator[tuple[str, _Made]]:
   params = generate.serving_params(random_params(run), config)
   read = decoding.make_prefill(model, generate.default_cache_dtype(config))
   write = decoding.make_decode(model, (), _SPAN)
-  rows = generate.batch_bucket(batch, config)
+  rows = batch_bucket(batch, config)
   prompts = (
     np.ones((rows, length), np.int32),
     np.zeros(rows, np.int32),
     np.arange(rows, dtype=np.int32),
     np.zeros(rows, bool),
   )
-  numbers = decoding.span_numbers(Sampling(), 0, _SPAN)
+  endless = Sampling(max_new_tokens=2**30)
+  numbers = decoding.span_numbers(endless, _SPAN, rows)
 
   def prefill() -> Any:
-    return read(params, *prompts, generate.length_bucket(length + _SPAN))
+    slots = length_bucket(length + _SPAN)
+    return read(params, *prompts, slots, length)
 
   state = [jax.block_until_ready(prefill())]
   start = np.int32(state[0].slot)

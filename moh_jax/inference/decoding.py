@@ -14,7 +14,14 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM, unrolled_logits
-from moh_jax.ops.cache import Slots, merge_texts, split_texts
+from moh_jax.ops.cache import (
+  Slots,
+  merge_texts,
+  move_slots,
+  put_before,
+  put_prefix,
+  split_texts,
+)
 from moh_jax.ops.target import on_one_device, target
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token
@@ -36,6 +43,7 @@ class Decoding:
     logits: [B, V] float32 of the next token.
     finished: [B] bool, rows that ended or are padding of the batch.
     rows: [B] int32 places in the call's prompts, for the random keys.
+    written: [B] int32 tokens that the rows have after their prompts.
   """
 
   cache: Any
@@ -44,6 +52,7 @@ class Decoding:
   logits: jax.Array
   finished: jax.Array
   rows: jax.Array
+  written: jax.Array
 
 
 def make_prefill(model: LLM, cache_dtype: str) -> Any:
@@ -54,31 +63,83 @@ def make_prefill(model: LLM, cache_dtype: str) -> Any:
     cache_dtype: of keys and values.
 
   Returns:
-    (params, tokens [B, P], padding [B], rows [B], finished [B], slots) ->
-    Decoding; prompts stand at the right of P, `slots` is static.
+    (params, tokens [B, P], padding [B], rows [B], finished [B], slots, length,
+    prefix) -> Decoding; `slots` and `length` are static. Prompts end at slot
+    `length`, which is P. With `prefix`, the caches of a text of one batch that
+    all prompts begin with, `tokens` has only what stands before `length`; they
+    attend to the prefix.
   """
   config = model.config
 
-  @functools.partial(jax.jit, static_argnums=5)
-  def prefill(params, tokens, padding, rows, finished, slots):
-    batch, length = tokens.shape
+  @functools.partial(jax.jit, static_argnums=(5, 6))
+  def prefill(
+    params, tokens, padding, rows, finished, slots, length, prefix=None
+  ):
+    batch, new = tokens.shape
     cache = model.new_cache(batch, slots, cache_dtype)
-    place = jnp.arange(length)[None] - padding[:, None]
+    place = jnp.arange(length - new, length)[None] - padding[:, None]
+    at = Slots(jnp.int32(0))
+    if prefix is not None:
+      cache = put_prefix(cache, prefix, padding)
+      at = Slots(jnp.int32(length - new), padding)
     x, _, cache = model.apply(
       {"params": params},
       tokens,
       jax.tree.map(_split_cache, cache),
-      Slots(jnp.int32(0)),
+      at,
       positions=jnp.maximum(place, 0),
       token_mask=place >= 0,
       with_logits=False,
       method="extend",
     )
     logits = _next_logits(params, config, x)
-    slot = jnp.int32(length)
-    return Decoding(cache, slot, padding, logits, finished, rows)
+    slot, written = jnp.int32(length), jnp.zeros_like(rows)
+    return Decoding(cache, slot, padding, logits, finished, rows, written)
 
   return prefill
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def join(state: Decoding, read: Decoding, source: jax.Array) -> Decoding:
+  """Texts that were read take the rows of texts that ended.
+
+  Args:
+    state: B texts; its slot is at least that of `read`.
+    read: b texts, the cache as long as the longest.
+    source: [B] int32 text of `read` that a row takes; a row with b stays.
+  """
+  count = read.rows.size
+  stays, source = source >= count, jnp.minimum(source, count - 1)
+
+  def choose(old: jax.Array, new: jax.Array) -> jax.Array:
+    own = stays.reshape(-1, *[1] * (old.ndim - 1))
+    return jnp.where(own, old, new[source])
+
+  padding = read.padding + (state.slot - read.slot)
+  read = dataclasses.replace(read, padding=padding)
+  fields = ("padding", "logits", "finished", "rows", "written")
+  joined = {
+    name: choose(getattr(state, name), getattr(read, name)) for name in fields
+  }
+  cache = put_before(state.cache, read.cache, state.slot, choose)
+  return dataclasses.replace(state, cache=cache, **joined)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def move(state: Decoding, shift: jax.Array, slots: int) -> Decoding:
+  """Forgets the first `shift` slots, which no text needs, of a whole batch.
+
+  Args:
+    state: of the batch.
+    shift: [] int32.
+    slots: that the cache has then, at most as many as before.
+  """
+  return dataclasses.replace(
+    state,
+    cache=move_slots(state.cache, shift, slots),
+    slot=state.slot - shift,
+    padding=state.padding - shift,
+  )
 
 
 def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
@@ -93,7 +154,7 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
     (params, Decoding, numbers, greedy, cut) -> (Decoding, tokens [B, span]
     int32, log-probabilities [B, span] float32). `span_numbers` makes `numbers`;
     the last two are static, see `choose_tokens`. Places that were not written
-    hold `NO_TOKEN`.
+    hold `NO_TOKEN`. It ends early when enough rows have ended.
   """
   stops = np.asarray(stop_ids, np.int32)
 
@@ -102,13 +163,12 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
     params, state, numbers, greedy, cut
   ) -> tuple[Decoding, jax.Array, jax.Array]:
     batch = state.rows.shape[0]
-    first, count = numbers["first"], numbers["count"]
     key = jax.random.key(numbers["seed"])
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.rows)
 
     def one(carry):
       step, state, tokens, log_probs = carry
-      keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
+      keys = jax.vmap(jax.random.fold_in)(row_keys, state.written)
       chosen, log_prob = choose_tokens(
         state.logits, keys, numbers, greedy=greedy, cut=cut
       )
@@ -116,7 +176,9 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
         jnp.where(state.finished, NO_TOKEN, chosen)
       )
       log_probs = log_probs.at[:, step].set(log_prob)
+      written = state.written + 1
       ended = (chosen[:, None] == stops[None]).any(-1)
+      ended |= written >= numbers["limit"]
       x, _, cache = model.apply(
         {"params": params},
         chosen[:, None],
@@ -132,12 +194,14 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
         slot=state.slot + 1,
         logits=_next_logits(params, model.config, x),
         finished=state.finished | ended,
+        written=written,
       )
       return step + 1, state, tokens, log_probs
 
     def unfinished(carry):
       step, state, *_ = carry
-      return (step < count) & ~state.finished.all()
+      goes_on = state.finished.sum() < numbers["enough"]
+      return (step < numbers["count"]) & goes_on
 
     if target().platform == "cpu" and on_one_device():
       state = dataclasses.replace(state, cache=merge_texts(state.cache))
@@ -155,19 +219,20 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
 
 
 def span_numbers(
-  sampling: Sampling, first: int, count: int
+  sampling: Sampling, count: int, enough: int
 ) -> dict[str, np.generic]:
   """Traced arguments of a span: other values need no new compilation.
 
   Args:
     sampling: how tokens are sampled.
-    first: tokens written before.
     count: tokens wanted, at most the span.
+    enough: rows that have ended when the span is to end.
   """
   return {
     "seed": np.uint32(sampling.seed),
-    "first": np.int32(first),
     "count": np.int32(count),
+    "enough": np.int32(enough),
+    "limit": np.int32(sampling.max_new_tokens),
     "temperature": np.float32(sampling.temperature),
     "top_k": np.int32(sampling.top_k),
     "top_p": np.float32(sampling.top_p),
@@ -276,6 +341,11 @@ class CompletionWriter:
     self._log_probs: list[float] = []
     self._text, self._given = "", 0
     self.finish_reason = ""
+
+  @property
+  def count(self) -> int:
+    """Tokens that were written."""
+    return len(self._tokens)
 
   def add(self, token: int, log_prob: float) -> None:
     """Adds the next token; tokens after the end of the text are ignored."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 import tqdm
 from jax.sharding import Mesh
 
@@ -20,6 +19,7 @@ from moh_jax.data.chat import Message, chat_ids
 from moh_jax.data.text_files import Prompts
 from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
 from moh_jax.inference import decoding
+from moh_jax.inference.batch import Batch, Programs
 from moh_jax.inference.restore import (
   Restored,
   fingerprint,
@@ -36,7 +36,6 @@ from moh_jax.runtime.peers import ask_first_process
 Prompt = str | Sequence[int]
 
 _SPAN = 32  # tokens between two looks at what was written
-_SMALLEST_BUCKET = 16
 _GREEDY = Sampling()
 # Batches of a file whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8
@@ -101,7 +100,7 @@ class Generator:
     self._add_bos, self._parse_special = add_bos, parse_special
     self.batch_size = batch_size
     one = jax.local_devices()[:1]
-    self._mesh = mesh or sharding.make_mesh(MeshConfig(), one)
+    mesh = mesh or sharding.make_mesh(MeshConfig(), one)
     # Gates are the same whatever gradients pass them; "all" would make layers
     # compute every head for theirs.
     served = dataclasses.replace(
@@ -109,10 +108,16 @@ class Generator:
       router=dataclasses.replace(config.router, straight_through="selected"),
     )
     model = LLM(served, unrolled=True)
-    with sharding.use_mesh(self._mesh):
+    with sharding.use_mesh(mesh):
       self._params = serving_params(restored.params, config)
-    self._prefill = decoding.make_prefill(model, cache_dtype)
-    self._decode = decoding.make_decode(model, tokenizer.stop_ids, _SPAN)
+    self._programs = Programs(
+      config,
+      self._params,
+      decoding.make_prefill(model, cache_dtype),
+      decoding.make_decode(model, tokenizer.stop_ids, _SPAN),
+      mesh,
+      shares=cache_dtype != "int8",
+    )
 
   @classmethod
   def from_checkpoint(
@@ -184,15 +189,10 @@ class Generator:
         too long for the model with what is to be written.
     """
     ids = [self.encode(i, p, sampling) for i, p in enumerate(prompts, first)]
-    # Texts of similar length share a batch, so that little of it is padding.
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    done: dict[int, decoding.Completion] = {}
-    for start in range(0, len(order), self.batch_size):
-      rows = order[start : start + self.batch_size]
-      numbers = [first + row for row in rows]
-      *_, writers = self._write(numbers, [ids[row] for row in rows], sampling)
-      done |= {row: w.completion() for row, w in zip(rows, writers)}
-    return [done[row] for row in range(len(ids))]
+    if not ids:
+      return []
+    *_, writers = self._write(ids, sampling, first=first)
+    return [writer.completion() for writer in writers]
 
   def stream(
     self, prompt: Prompt, sampling: Sampling = _GREEDY
@@ -207,7 +207,7 @@ class Generator:
       Pieces of the text; together they are what `generate` gives.
     """
     ids = self.encode(0, prompt, sampling)
-    for (writer,) in self._write([0], [ids], sampling, span=1):
+    for (writer,) in self._write([ids], sampling, span=1):
       if piece := writer.new_text():
         yield piece
 
@@ -250,78 +250,34 @@ class Generator:
 
   def _write(
     self,
-    rows: list[int],
     prompts: list[list[int]],
     sampling: Sampling,
+    *,
+    first: int = 0,
     span: int = _SPAN,
   ) -> Iterator[list[decoding.CompletionWriter]]:
-    """Gives the writers of a batch after every `span` tokens, until all end."""
+    """Gives the writers of all prompts after every `span` tokens."""
     writers = [
       decoding.CompletionWriter(self.tokenizer, sampling, p) for p in prompts
     ]
-    state = self._start(rows, prompts, sampling)
-    for written in range(0, sampling.max_new_tokens, span):
-      count = min(span, sampling.max_new_tokens - written)
-      numbers = decoding.span_numbers(sampling, written, count)
-      with sharding.use_mesh(self._mesh):
-        state, *new = self._decode(
-          self._params, state, numbers, sampling.greedy, sampling.cut
-        )
-      for writer, *row in zip(writers, *sharding.gather(new)):
-        for token, log_prob in zip(*row):
-          writer.add(int(token), float(log_prob))
+    batch = Batch(
+      self._programs,
+      prompts,
+      writers,
+      sampling,
+      size=self.batch_size,
+      first=first,
+      span=span,
+    )
+    while not all(writer.finish_reason for writer in writers):
+      batch.write()
       yield writers
-      if all(writer.finish_reason for writer in writers):
-        return
-
-  def _start(
-    self, rows: list[int], prompts: list[list[int]], sampling: Sampling
-  ) -> decoding.Decoding:
-    """Reads the prompts."""
-    size = batch_bucket(len(rows), self.config)
-    size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))
-    longest = max(map(len, prompts))
-    length = min(length_bucket(longest), max(self.config.max_length, longest))
-    slots = length_bucket(length + sampling.max_new_tokens)
-    tokens = np.zeros((size, length), np.int32)
-    padding = np.full(size, length - 1, np.int32)
-    for row, ids in enumerate(prompts):
-      tokens[row, length - len(ids) :] = ids
-      padding[row] = length - len(ids)
-    numbers = np.asarray(rows + [0] * (size - len(rows)), np.int32)
-    inputs = tokens, padding, numbers, np.arange(size) >= len(rows)
-    inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
-    with sharding.use_mesh(self._mesh):
-      return self._prefill(self._params, *inputs, slots)
 
 
 def default_cache_dtype(config: LLMConfig) -> str:
   """The dtype of the key/value cache; a CPU attends fastest in float32."""
   on_cpu = jax.devices()[0].platform == "cpu"
   return "float32" if on_cpu else config.dtype
-
-
-def batch_bucket(texts: int, config: LLMConfig) -> int:
-  """Batch size that `texts` prompts are padded to."""
-  on_cpu = jax.devices()[0].platform == "cpu"
-  # A single row is a matrix-vector product, which XLA keeps off the CPU's
-  # bfloat16 units: two rows take a fraction of its time.
-  smallest = 2 if on_cpu and config.dtype == "bfloat16" else 1
-  return max(smallest, _power(texts))
-
-
-def length_bucket(tokens: int) -> int:
-  """Slots for so many tokens: 4 to 7 times a power of two, at most 1/4 free.
-
-  Every token that is written reads all slots, and every bucket is a program.
-  """
-  step = max(4, _power(tokens) // 8)
-  return max(_SMALLEST_BUCKET, -(-tokens // step) * step)
-
-
-def _power(size: int) -> int:
-  """The power of two that is at least `size`."""
-  return 1 << (size - 1).bit_length()
 
 
 def serving_params(params: Any, config: LLMConfig) -> Any:

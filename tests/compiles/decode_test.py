@@ -59,6 +59,7 @@ def _compiled(target: str, kv_heads: int, head_dim: int, cache_dtype: str):
       logits=jnp.zeros((_BATCH, config.vocab_size)),
       finished=zeros > 0,
       rows=zeros,
+      written=zeros,
     )
     return serving_params(nn.unbox(params), config), state
 
@@ -68,7 +69,7 @@ def _compiled(target: str, kv_heads: int, head_dim: int, cache_dtype: str):
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
     jax.eval_shape(arguments),
   )
-  numbers = span_numbers(Sampling(max_new_tokens=8), 0, 8)
+  numbers = span_numbers(Sampling(max_new_tokens=8), 8, _BATCH)
   with jax.set_mesh(mesh):
     decode = make_decode(model, (2,), 8)
     lowered = decode.lower(params, state, numbers, True, False)

@@ -84,8 +84,9 @@ def greedy(
     np.arange(batch, dtype=np.int32),
     np.zeros(batch, bool),
     length + count,
+    length,
   )
-  numbers = span_numbers(Sampling(), 0, count)
+  numbers = span_numbers(Sampling(), count, batch)
   decode = make_decode(network, (), count)
   return np.asarray(decode(params, state, numbers, True, False)[1])
 

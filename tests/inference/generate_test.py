@@ -174,8 +174,9 @@ class TokensTest(parameterized.TestCase):
     params = unroll(tiny_writer.random_params(config), config.model)
     tokens, none = jnp.zeros((texts, 4), jnp.int32), jnp.zeros(texts, jnp.int32)
     read = make_prefill(model, "float32")
-    state = jax.eval_shape(read, params, tokens, none, none, none > 0, slots)
-    numbers = span_numbers(_GREEDY, 0, 4)
+    make = functools.partial(read, slots=slots, length=4)
+    state = jax.eval_shape(make, params, tokens, none, none, none > 0)
+    numbers = span_numbers(_GREEDY, 4, texts)
     decode = make_decode(model, (), 4)
     program = decode.lower(params, state, numbers, True, False).compile()
     values = jax.tree.leaves(state.cache)
@@ -436,7 +437,7 @@ class SamplingTest(parameterized.TestCase):
 
 def _choose(logits, keys, **options):
   sampling = Sampling(**options)
-  numbers = span_numbers(sampling, 0, 1)
+  numbers = span_numbers(sampling, 1, 1)
   return choose_tokens(
     logits, keys, numbers, greedy=sampling.greedy, cut=sampling.cut
   )

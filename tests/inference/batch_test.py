@@ -1,0 +1,99 @@
+"""Prompts that wait for rows of a batch, and prefixes that are read once."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config.llm import Sampling
+from moh_jax.inference import decoding
+from moh_jax.inference.generate import Generator
+from moh_jax.runtime import sharding
+from tests.inference import tiny_writer
+from tests.training import tiny
+
+_RANDOM = dataclasses.replace(
+  tiny_writer.RANDOM,
+  model=dataclasses.replace(tiny_writer.RANDOM.model, max_length=256),
+)
+_DRAWN = Sampling(max_new_tokens=60, temperature=1.0, seed=5)
+
+
+@functools.cache
+def _generator(size, cache_dtype=None, on_mesh=False):
+  mesh = None
+  if on_mesh:
+    mesh = sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
+  params = tiny_writer.random_params(_RANDOM)
+  return Generator(
+    tiny_writer.restored(_RANDOM, params, mesh),
+    tiny_writer.WORDS,
+    mesh=mesh,
+    cache_dtype=cache_dtype,
+    batch_size=size,
+  )
+
+
+def _prompts(lengths, shared=0):
+  rng = np.random.default_rng(0)
+  prefix = rng.integers(1, 60, shared).tolist()
+  return [prefix + rng.integers(1, 60, n).tolist() for n in lengths]
+
+
+class BatchTest(parameterized.TestCase):
+  def _calls(self, name):
+    return self.enter_context(
+      mock.patch.object(decoding, name, wraps=getattr(decoding, name))
+    )
+
+  def _check(self, generator, alone, prompts, sampling=_DRAWN):
+    """Every text is what is written after its prompt alone."""
+    together = generator.generate(prompts, sampling)
+    for index, prompt in enumerate(prompts):
+      (one,) = alone.generate([prompt], sampling, first=index)
+      self.assertEqual(together[index].tokens, one.tokens)
+      self.assertEqual(together[index].finish_reason, one.finish_reason)
+      np.testing.assert_allclose(
+        together[index].log_probs, one.log_probs, atol=2e-4
+      )
+    return {one.finish_reason for one in together}
+
+  @parameterized.parameters(None, "int8")
+  def test_prompts_join_as_texts_end(self, cache_dtype):
+    join, move = self._calls("join"), self._calls("move")
+    prompts = _prompts((3, 40, 11, 1, 25, 38, 7, 16, 30, 5, 2, 9, 12, 31))
+    generator = _generator(3, cache_dtype)
+    reasons = self._check(generator, _generator(1, cache_dtype), prompts)
+    self.assertEqual(reasons, {"end", "length"})
+    self.assertGreater(join.call_count, 2)
+    self.assertGreater(move.call_count, 0)
+
+  def test_stop_texts_give_rows_free(self):
+    sampling = dataclasses.replace(_DRAWN, stop=("a", "e"))
+    prompts = _prompts((3, 40, 11, 1, 25))
+    reasons = self._check(_generator(2), _generator(1), prompts, sampling)
+    self.assertIn("stop", reasons)
+
+  def test_a_shared_prefix_is_read_once(self):
+    generator, prompts = _generator(2), _prompts((3, 9, 1, 20, 5, 2), 70)
+    programs = generator._programs
+    prefill = mock.Mock(wraps=programs.prefill)
+    generator._programs = dataclasses.replace(programs, prefill=prefill)
+    self.addCleanup(setattr, generator, "_programs", programs)
+    self._check(generator, _generator(1), prompts)
+    read = [call.args[1].shape for call in prefill.call_args_list]
+    self.assertEqual(read[0], (1, 64))
+    self.assertLess(max(length for _, length in read[1:]), 64)
+
+  def test_devices_share_the_rows(self):
+    generator = _generator(4, on_mesh=True)
+    join = self._calls("join")
+    prompts = _prompts((3, 9, 1, 20, 5, 2, 14), 40)
+    self._check(generator, _generator(1), prompts)
+    self.assertGreater(join.call_count, 0)
+
+
+if __name__ == "__main__":
+  absltest.main()
