@@ -184,5 +184,8 @@ _text("tokens", "sequences:PackedSource", "separate_documents", "mix", "ratios")
 _text("stdlib", "stdlib:StdlibSource", "separate_documents")
 _FITTED = ("template", "too_long")
 _text("chat", "conversations:ChatSource", "tokenizer_path", *_FITTED)
+_text(
+  "preference", "conversations:PreferenceSource", "tokenizer_path", *_FITTED
+)
 _text("docstrings", "docstrings:DocstringSource", *_FITTED)
 _text("fake", "sequences:FakeSequences", "separate_documents", has_path=False)

@@ -46,6 +46,7 @@ from moh_jax.config.run import OptimConfig as OptimConfig
 from moh_jax.config.run import RewindConfig as RewindConfig
 from moh_jax.config.run import TrainConfig as TrainConfig
 from moh_jax.config.tune import DistillConfig as DistillConfig
+from moh_jax.config.tune import DpoConfig as DpoConfig
 from moh_jax.config.tune import LoraConfig as LoraConfig
 from moh_jax.config.tune import TuneConfig as TuneConfig
 from moh_jax.config.vit import StageShape as StageShape

@@ -171,7 +171,8 @@ class TextDataConfig(ExamplesConfig):
 
   Attributes:
     source: "tokens" (what `prepare tokenize` writes), "chat" (conversations:
-      only their answers are trained), "stdlib" (the sources of the running
+      only their answers are trained), "preference" (conversations with a better
+      and a worse answer, see `tune.dpo`), "stdlib" (the sources of the running
       Python's standard library, tokenized on first use), "docstrings"
       (questions about that library, answered by its docstrings) or "fake"
       (random tokens).

@@ -396,6 +396,11 @@ class Config:
       raise AttributeError(f"the config has no section {name!r}, only {known}")
     return sections[name]
 
+  @property
+  def prefers(self) -> bool:
+    """Whether the data are pairs of answers."""
+    return self.data.source == "preference"
+
   def _check(self) -> None:
     self.model.check_run(self)
     if not self.model.READS_TEXT:
@@ -404,6 +409,17 @@ class Config:
         self.tune.fail("top_k_steps", f"must be () for {family}")
       if weight := self.tune.distill.weight:
         raise ValueError(f"tune.distill.weight={weight} must be 0 for {family}")
+    lora, distill = self.tune.lora, self.tune.distill
+    if self.prefers and not lora.rank:
+      raise ValueError(
+        f"tune.lora.rank={lora.rank} must be above 0 where data.source="
+        "'preference': the reference is the model without its adapters"
+      )
+    if self.prefers and distill.weight:
+      raise ValueError(
+        f"tune.distill.weight={distill.weight} must be 0 where data.source="
+        "'preference'"
+      )
     optim, steps = self.optim, self.train.steps
     if self.data.batch_size % (parts := optim.accumulation):
       whole = f"a multiple of optim.accumulation={parts}"

@@ -67,6 +67,19 @@ class DistillConfig(base.Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class DpoConfig(base.Section):
+  """Pairs of answers, `data.source="preference"` (DPO, arXiv:2305.18290).
+
+  Attributes:
+    beta: how much it costs to leave the model without adapters.
+  """
+
+  NAME = "dpo"
+
+  beta: base.Positive = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
 class TuneConfig(base.Section):
   """How a trained model is tuned.
 
@@ -78,6 +91,7 @@ class TuneConfig(base.Section):
     lora: adapters, which are trained in place of the parameters that
       `train.init_from` holds.
     distill: a teacher for adapters of language models.
+    dpo: adapters learn which of two answers is better.
   """
 
   NAME = "tune"
@@ -86,6 +100,7 @@ class TuneConfig(base.Section):
   top_k_values: tuple[base.Count, ...] = ()
   lora: LoraConfig = LoraConfig()
   distill: DistillConfig = DistillConfig()
+  dpo: DpoConfig = DpoConfig()
 
   def check(self) -> None:
     """The steps rise from 0, each with a value; a teacher has adapters."""

@@ -5,6 +5,9 @@ A row is {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations":
 model's chat template makes the text, and says which of it is an answer, see
 `chat.Template`. A token is trained if any character of it is in an answer.
 
+For preference a row has two conversations, {"prompt", "chosen", "rejected"} as
+TRL takes them: answers, or messages that end with one.
+
 Sequences hold whole conversations, each a segment of its own, chosen so that
 little padding is left. They are made once, when the source is opened, and kept
 as arrays of tokens.
@@ -18,7 +21,7 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,22 +75,26 @@ class ChatSource:
     began = time.perf_counter()
     self._tokenizer, self._length = _load(data), data.sequence_length
     check_vocabulary(self._tokenizer, vocab_size, data.tokenizer_path)
-    found = list(_tokenized(data, self._tokenizer, split))
-    lengths = np.array([len(one.tokens) for one in found])
-    fits = lengths <= self._length + 1
+    self._split = split
+    found = list(_tokenized(data, self._tokenizer, split, self._read))
+    capacity = self._length + 1
+    fits = [_size(row) <= capacity for row in found]
     if data.too_long == "skip":
-      found = list(itertools.compress(found, fits))
-    found = [one.cut(self._length + 1) for one in found]
-    kept = [one for one in found if one.trained[1:].any()]
+      rows = list(itertools.compress(found, fits))
+    else:
+      rows = [
+        row if fit else [one.cut(capacity // len(row)) for one in row]
+        for row, fit in zip(found, fits)
+      ]
+    kept = [row for row in rows if all(one.trained[1:].any() for one in row)]
     if not kept:
       raise ValueError(
-        f"{data.path}, {split}: none of {len(lengths)} conversations has an "
+        f"{data.path}, {split}: none of {len(found)} conversations has an "
         f"answer in its first data.sequence_length={self._length} tokens"
       )
-    sizes = np.array([len(one.tokens) for one in kept])
-    packed = best_fit(sizes, self._length + 1)
+    packed = self._pack(kept)
     self._firsts = np.cumsum([0, *map(len, packed)])  # of each sequence
-    ordered = [kept[i] for i in itertools.chain.from_iterable(packed)]
+    ordered = list(itertools.chain.from_iterable(packed))
     self._ends = np.cumsum([0, *(len(one.tokens) for one in ordered)])
     self._tokens = np.concatenate([one.tokens for one in ordered])
     self._trained = np.concatenate([one.trained for one in ordered])
@@ -97,10 +104,19 @@ class ChatSource:
     _LOG.info(
       "data: %s, %s: %d conversations in %.1f s; %.1f %% of %d tokens are "
       "trained; longer than a sequence: %d (data.too_long=%s), left out: %d",
-      *(data.path, split, len(lengths), time.perf_counter() - began),
-      *(100 * self._trained.mean(), len(self._tokens), (~fits).sum()),
-      *(data.too_long, len(lengths) - len(kept)),
+      *(data.path, split, len(found), time.perf_counter() - began),
+      *(100 * self._trained.mean(), len(self._tokens), fits.count(False)),
+      *(data.too_long, len(found) - len(kept)),
     )
+
+  def _read(self, row: Mapping[str, Any]) -> list[list[Message]]:
+    """The conversations of a row."""
+    return [read_messages(row)]
+
+  def _pack(self, rows: list["_Row"]) -> list["_Row"]:
+    """The conversations of every sequence."""
+    packed = best_fit(np.array(list(map(_size, rows))), self._length + 1)
+    return [[one for i in some for one in rows[i]] for some in packed]
 
   @classmethod
   def open(
@@ -150,6 +166,21 @@ class ChatSource:
     return float((sums[stops] - sums[firsts]).sum())
 
 
+class PreferenceSource(ChatSource):
+  """Source of pairs of conversations, a better one and a worse one.
+
+  A sequence has both, in this order. Held out are the better ones alone, as
+  conversations.
+  """
+
+  def _read(self, row: Mapping[str, Any]) -> list[list[Message]]:
+    pair = read_pair(row)
+    return pair if self._split == "train" else pair[:1]
+
+  def _pack(self, rows: list["_Row"]) -> list["_Row"]:
+    return rows if self._split == "train" else super()._pack(rows)
+
+
 class _Conversation(NamedTuple):
   """Tokens [n] int32 of a conversation, and which are trained, [n] bool."""
 
@@ -159,6 +190,14 @@ class _Conversation(NamedTuple):
   def cut(self, most: int) -> "_Conversation":
     """The first tokens."""
     return _Conversation(self.tokens[:most], self.trained[:most])
+
+
+_Row = list[_Conversation]
+_Read = Callable[[Mapping[str, Any]], list[list[Message]]]
+
+
+def _size(row: _Row) -> int:
+  return sum(len(one.tokens) for one in row)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
@@ -233,6 +272,38 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
   ]
 
 
+def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
+  """Reads the better and the worse conversation of a row.
+
+  Raises:
+    ValueError: one is missing, both are equal, or one is no conversation.
+  """
+  row = {name: value for name, value in row.items() if value is not None}
+  if not {"chosen", "rejected"} <= row.keys():
+    raise ValueError(
+      f"a row must have 'chosen' and 'rejected', found {sorted(row)}"
+    )
+  asked = row.get("prompt", [])
+  if isinstance(asked, str):
+    asked = [{"role": "user", "content": asked}]
+  pair = []
+  for name in ("chosen", "rejected"):
+    said = row[name]
+    if isinstance(said, str):
+      said = [{"role": ASSISTANT, "content": said}]
+    if not (isinstance(asked, list) and isinstance(said, list)):
+      raise ValueError(f"'prompt' and {name!r} must be texts or messages")
+    # A whole conversation begins with the question that may stand beside it.
+    whole = said[: len(asked)] == asked
+    pair.append(read_messages({"messages": said if whole else asked + said}))
+  if pair[0] == pair[1]:
+    raise ValueError("'chosen' and 'rejected' must differ")
+  for name, messages in zip(("chosen", "rejected"), pair):
+    if messages[-1]["role"] != ASSISTANT or len(messages) < 2:
+      raise ValueError(f"{name!r} must be the answer to a question")
+  return pair
+
+
 def _load(data: TextDataConfig) -> JsonTokenizer:
   """The tokenizer of a run's conversations.
 
@@ -256,16 +327,21 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
 
 
 def _tokenized(
-  data: TextDataConfig, tokenizer: JsonTokenizer, split: str
-) -> Iterator[_Conversation]:
-  """The conversations of a split, in the order of the files."""
-  written = _written(data, Template(tokenizer, data.template or None), split)
-  while some := list(itertools.islice(written, _AT_ONCE)):
-    texts = [text for text, _ in some]
+  data: TextDataConfig, tokenizer: JsonTokenizer, split: str, read: _Read
+) -> Iterator[_Row]:
+  """The conversations of each row of a split, in the order of the files."""
+  template = Template(tokenizer, data.template or None)
+  written = _written(data, template, split, read)
+  while rows := list(itertools.islice(written, _AT_ONCE)):
+    texts = [text for row in rows for text, _ in row]
     encoded = tokenizer.parser.encode_batch(texts, add_special_tokens=False)
-    for one, (_, spans) in zip(encoded, some):
-      ids = np.array(one.ids, np.int32)
-      yield _Conversation(ids, _in_spans(one.offsets, spans))
+    following = iter(encoded)
+    for row in rows:
+      made = []
+      for (_, spans), one in zip(row, following):
+        ids = np.array(one.ids, np.int32)
+        made.append(_Conversation(ids, _in_spans(one.offsets, spans)))
+      yield made
 
 
 def _in_spans(places: list[Span], spans: list[Span]) -> np.ndarray:
@@ -283,9 +359,9 @@ def _in_spans(places: list[Span], spans: list[Span]) -> np.ndarray:
 
 
 def _written(
-  data: TextDataConfig, template: Template, split: str
-) -> Iterator[tuple[str, list[Span]]]:
-  """The text of each conversation, and the spans of its answers."""
+  data: TextDataConfig, template: Template, split: str, read: _Read
+) -> Iterator[list[tuple[str, list[Span]]]]:
+  """Of each row's conversations the texts, and the spans of the answers."""
   root = pathlib.Path(data.path)
   files = files_by_split(root, ROW_SUFFIXES)[split]
   if not files:
@@ -295,9 +371,10 @@ def _written(
     )
   for place, row in read_rows([os.fspath(root / name) for name in files]):
     with _at(place):
-      text, spans = template.answers(read_messages(row))
-      text.encode()  # half a surrogate pair is JSON, but no text
-    yield text, spans
+      made = [template.answers(messages) for messages in read(row)]
+      for text, _ in made:
+        text.encode()  # half a surrogate pair is JSON, but no text
+    yield made
 
 
 @contextlib.contextmanager

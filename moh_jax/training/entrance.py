@@ -121,15 +121,20 @@ def check_router(config: Config, *_: Any) -> None:
 
 
 def check_teacher(config: Config, mesh: Mesh, program: Program) -> None:
-  """A teacher does not change: of its parameters none is trained."""
-  if not config.tune.distill.weight:
+  """Teachers and references do not change: none of what they use is trained."""
+  weight = config.tune.distill.weight
+  if not weight and not config.prefers:
     return
   for path in flatten_dict(program.state.params):
-    if path[-1] not in (LORA_A, LORA_B) and "router" not in path:
+    used = config.prefers or "router" not in path  # a teacher has no routers
+    if path[-1] not in (LORA_A, LORA_B) and used:
+      allowed, where = "routers alone", f"tune.distill.weight={weight}"
+      if config.prefers:
+        allowed, where = "nothing", "data.source='preference'"
       raise ValueError(
-        f"tune.lora.whole={config.tune.lora.whole} must name routers alone "
-        f"where tune.distill.weight={config.tune.distill.weight}, not "
-        f"{'/'.join(path)}: the teacher would change with it"
+        f"tune.lora.whole={config.tune.lora.whole} must name {allowed} where "
+        f"{where}, not {'/'.join(path)}: what adapters are compared with would "
+        "change with it"
       )
 
 

@@ -275,7 +275,10 @@ def step_flops(run: Config) -> StepFlops:
   model = dataclasses.replace(run.model, attention_impl="auto")
   distill, tune = run.tune.distill, run.tune
   tune = dataclasses.replace(tune, distill=DistillConfig())
-  run = dataclasses.replace(run, model=model, tune=tune)
+  prefers, data = run.prefers, run.data
+  if prefers:
+    data = dataclasses.replace(data, source="chat")
+  run = dataclasses.replace(run, model=model, tune=tune, data=data)
   objective = task_builder(run).make_objective(run)
   boxed = abstract_params(objective.model, objective.inputs)
   params, passes = unbox(boxed), 3
@@ -320,6 +323,8 @@ def step_flops(run: Config) -> StepFlops:
   if distill.weight:  # the forward pass of every head
     teacher = every_head / passes + sum(attention) / 3
     active, whole = (x + teacher / distill.every for x in (active, whole))
+  if prefers:  # the forward pass without adapters: a third of each of these
+    active, whole = (x + x / (passes + 1) for x in (active, whole))
   in_remat = _products(program.jaxpr, _REMAT)
   return StepFlops(active, whole, tuple(attention), in_remat)
 

@@ -26,6 +26,7 @@ from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.ops.cross_entropy import summed_divergence
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.training import preference
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
@@ -71,7 +72,10 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
   model, inputs = make_model(config)
-  data = config.data
+  data, loss_fn = config.data, make_loss(model, config)
+  if config.prefers:
+    scheduled = top_k_schedule(config.tune, config.model.depth)
+    loss_fn = preference.make_loss(model, config, scheduled)
   length = data.sequence_length
   sequence = pack(np.zeros(length + 1, np.int32), np.empty(0, int), length)
   return Objective(
@@ -81,7 +85,7 @@ def make_objective(config: Config) -> Objective:
       name: jax.ShapeDtypeStruct(x.shape, x.dtype)
       for name, x in sequence.items()
     },
-    loss_fn=make_loss(model, config),
+    loss_fn=loss_fn,
     unit="tokens",
     units_per_step=data.batch_size * length,
     by_device=True,

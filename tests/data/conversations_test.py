@@ -18,30 +18,21 @@ from moh_jax.cli import batch_picture
 from moh_jax.config import TextDataConfig
 from moh_jax.data import conversations, docstrings, infer
 from moh_jax.data.chat import Template
-from moh_jax.data.conversations import ChatSource, best_fit
+from moh_jax.data.conversations import ChatSource, PreferenceSource, best_fit
 from moh_jax.data.sequences import Text
-from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
 from moh_jax.layers.vocabulary import token_nats
 from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.training.language_modeling import make_loss
+from tests.data import tiny_chat
 from tests.folders import FolderTest
 from tests.training import tiny
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "chat"
-_SPECIAL = ("<|start|>", "<|head|>", "<|stop|>")
-_CONFIG = {"eos_token": "<|stop|>", "bos_token": "<|begin_of_text|>"}
-_WORDS = ("a", "two ", " é", "\n", "naïve", "\t\t", "😀", "<th", "x=1;", "Q")
 # Each has what its model's own template is known for. Answers are between <<
 # and >>, which become the marks of transformers or nothing.
 _TEMPLATES = {
-  "chatml": """
-{%- for m in messages -%}
-{{ '<|start|>' + m.role + '\\n' }}
-{%- if m.role == 'assistant' -%}<<{{ m.content + '<|stop|>' }}>>
-{%- else -%}{{ m.content + '<|stop|>' }}{%- endif -%}{{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|start|>assistant\\n' }}{%- endif -%}""",
+  "chatml": tiny_chat.CHATML,
   # The begin of text comes first; contents are stripped.
   "llama3": """
 {%- for m in messages -%}{{ bos_token if loop.first else '' -}}
@@ -65,20 +56,7 @@ _TEMPLATES = {
 
 
 def _template(name, *, marked):
-  source = _TEMPLATES[name]
-  for mark, tag in (("<<", "generation"), (">>", "endgeneration")):
-    source = source.replace(mark, f"{{%- {tag} -%}}" if marked else "")
-  return source
-
-
-def _tokenizer(template, special=_SPECIAL, config=_CONFIG):
-  made = hf.Tokenizer.from_str(train_bpe(_WORDS, 300).decode())
-  made.add_special_tokens(list(special))
-  files = {
-    "chat_template.jinja": template.encode(),
-    "tokenizer_config.json": json.dumps(config).encode(),
-  }
-  return JsonTokenizer(made.to_str().encode(), files)
+  return tiny_chat.marked(_TEMPLATES[name], marks=marked)
 
 
 def _talk(rng):
@@ -86,7 +64,10 @@ def _talk(rng):
   roles = ["system"] * rng.randint(0, 1) + ["user", "assistant"]
   roles += ["user", "assistant"] * rng.randint(0, 2)
   return [
-    {"role": role, "content": "".join(rng.choices(_WORDS, k=rng.randint(0, 9)))}
+    {
+      "role": role,
+      "content": "".join(rng.choices(tiny_chat.WORDS, k=rng.randint(0, 9))),
+    }
     for role in roles
   ]
 
@@ -104,9 +85,10 @@ class AnswersTest(parameterized.TestCase):
   def test_trained_tokens_are_those_that_transformers_marks(self, name, marked):
     from transformers import PreTrainedTokenizerFast
 
-    ours = _tokenizer(_template(name, marked=marked))
+    ours = tiny_chat.tokenizer(_template(name, marked=marked))
     theirs = PreTrainedTokenizerFast(
-      tokenizer_object=hf.Tokenizer.from_str(ours.content.decode()), **_CONFIG
+      tokenizer_object=hf.Tokenizer.from_str(ours.content.decode()),
+      **tiny_chat.CONFIG,
     )
     template, rng = Template(ours), random.Random(0)
     for _ in range(40):
@@ -130,7 +112,9 @@ class AnswersTest(parameterized.TestCase):
   def test_answers_of_public_templates_end_with_their_stop(self, name, stop):
     source = _RECORDED / f"{name}.jinja"
     config = {"eos_token": stop, "bos_token": "<|begin_of_text|>"}
-    tokenizer = _tokenizer(source.read_text(), (*_SPECIAL, stop), config)
+    tokenizer = tiny_chat.tokenizer(
+      source.read_text(), (*tiny_chat.SPECIAL, stop), config
+    )
     text, spans = Template(tokenizer).answers(_ask("one", " two\n"))
     shown = [text[slice(*span)].replace(" ", "") for span in spans]
     self.assertEqual(
@@ -152,7 +136,7 @@ class AnswersTest(parameterized.TestCase):
       f"{{{{ m.content }}}}{end}{{{{ '\\n' }}}}{{% endfor %}}"
       "{% if add_generation_prompt %}Bot {% endif %}"
     )
-    template = Template(_tokenizer(source))
+    template = Template(tiny_chat.tokenizer(source))
     messages = _ask("one", "two")
     if expected is None:
       with self.assertRaisesRegex(ValueError, "jinja does not write message 1"):
@@ -173,7 +157,7 @@ class AnswersTest(parameterized.TestCase):
     ),
   )
   def test_templates_that_rewrite_are_refused(self, source, index):
-    template = Template(_tokenizer(source))
+    template = Template(tiny_chat.tokenizer(source))
     message = f"chat_template.jinja does not write message {index} as an answer"
     with self.assertRaisesRegex(ValueError, message):
       template.answers(_ask("one", "b. c"))
@@ -186,7 +170,7 @@ class AnswersTest(parameterized.TestCase):
     call = {"role": "assistant", "tool_calls": [{"name": "add"}]}
     row = {"messages": [{"role": "user", "content": "b"}, call]}
     messages = conversations.read_messages(row)
-    text, spans = Template(_tokenizer(source)).answers(messages)
+    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
     self.assertEqual([text[slice(*span)] for span in spans], ["add<|stop|>"])
 
 
@@ -216,16 +200,10 @@ class _ChatTest(FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.tokenizer = _tokenizer(_template("chatml", marked=False))
-    (self.root / "tokenizer.json").write_bytes(self.tokenizer.content)
-    for name, content in self.tokenizer.files.items():
-      (self.root / name).write_bytes(content)
+    self.tokenizer = tiny_chat.write_tokenizer(self.root)
 
   def _write(self, name, *rows):
-    path = self.root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(f"{line}\n" for line in lines))
+    tiny_chat.write_rows(self.root / name, *rows)
 
   def _data(self, **fields):
     root = str(self.root)
@@ -365,6 +343,71 @@ class SourceTest(_ChatTest):
       self._open(tokenizer_path="bytes")
     with self.assertRaisesRegex(ValueError, "data.template='a' must be ''"):
       TextDataConfig(template="a")
+
+
+class PreferenceTest(_ChatTest):
+  def _open(self, split="train", **fields):
+    data = dataclasses.replace(self._data(**fields), source="preference")
+    return PreferenceSource(data, 400, split)
+
+  def test_all_forms_of_pairs_are_read(self):
+    better, worse = _ask("two "), _ask("Q")
+    pairs = [
+      {"prompt": "a?", "chosen": "two ", "rejected": "Q"},
+      {"prompt": better[:1], "chosen": better[1:], "rejected": worse[1:]},
+      {"chosen": better, "rejected": worse},
+      {"prompt": "a?", "chosen": better, "rejected": worse, "score": 1},
+    ]
+    self._write("train.jsonl", *pairs)
+    self._write("val.jsonl", *pairs)
+    source = self._open(sequence_length=128)
+    self.assertLen(source, 4)
+    for index in range(4):
+      jax.tree.map(np.testing.assert_array_equal, source[index], source[0])
+    one, decode = source[0], self.tokenizer.parser.decode
+    for segment, text in ((1, "two "), (2, "Q")):
+      place = (one["segments"] == segment) & (one["weights"] > 0)
+      self.assertEqual(decode(one["targets"][place].tolist()), text)
+    held_out = self._open("val", sequence_length=256)
+    shown = [
+      decode(held_out[i]["targets"].tolist()) for i in range(len(held_out))
+    ]
+    self.assertEqual("".join(shown).count("two"), 4)
+    self.assertNotIn("Q", "".join(shown))
+
+  def test_long_pairs_are_cut_or_skipped(self):
+    rows = [
+      {"prompt": "a?", "chosen": "two " * n, "rejected": "Q"} for n in (1, 40)
+    ]
+    self._write("train.jsonl", *rows)
+    self.assertLen(self._open(sequence_length=80), 2)
+    self.assertLen(self._open(sequence_length=80, too_long="skip"), 1)
+
+  @parameterized.parameters(
+    (
+      {"prompt": "a", "chosen": "b"},
+      "must have 'chosen' and 'rejected', found",
+    ),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "must differ"),
+    ({"chosen": "b", "rejected": "c"}, "'chosen' must be the answer to a"),
+    (
+      {"prompt": 3, "chosen": "b", "rejected": "c"},
+      "must be texts or messages",
+    ),
+    ({"prompt": "a", "chosen": "b", "rejected": [4]}, "message 1"),
+    (
+      {
+        "prompt": "a",
+        "chosen": "b",
+        "rejected": [{"role": "user", "content": ""}],
+      },
+      "no message of 'assistant'",
+    ),
+  )
+  def test_bad_pairs_are_named(self, row, message):
+    self._write("train.jsonl", row)
+    with self.assertRaisesRegex(ValueError, f"train.jsonl:1: .*{message}"):
+      self._open()
 
 
 class LossTest(_ChatTest):

@@ -1,0 +1,169 @@
+"""Direct preference optimization against its formula, term by term."""
+
+import dataclasses
+import json
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import LoraConfig, RouterConfig, TextDataConfig, TuneConfig
+from moh_jax.config.tune import DistillConfig, DpoConfig
+from moh_jax.data.conversations import PreferenceSource
+from moh_jax.models.adapters import Adapters, join, without_adapters
+from moh_jax.models.registry import make_model
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.sharding import abstract_params
+from moh_jax.training.language_modeling import make_objective
+from tests.data.tiny_chat import write_rows, write_tokenizer
+from tests.training import tiny
+
+_BETA = 0.5
+_LORA = LoraConfig(rank=2, alpha=4.0, whole=())
+_ROWS = [
+  {"prompt": f"one {i}?", "chosen": "two one", "rejected": "three " * (i + 1)}
+  for i in range(6)
+]
+
+
+def _config(folder, **data):
+  """A run of pairs, whose files it writes."""
+  write_tokenizer(folder)
+  for split in ("train", "val"):
+    write_rows(folder / f"{split}.jsonl", *_ROWS)
+  config = tiny.llm_config(
+    model={
+      "vocab_size": 320,
+      "max_length": 128,
+      "router": RouterConfig("query_norm"),
+    },
+    data={"sequence_length": 64},
+  )
+  data = TextDataConfig(
+    source="preference",
+    path=str(folder),
+    tokenizer_path=str(folder),
+    sequence_length=64,
+    batch_size=4,
+    **data,
+  )
+  return dataclasses.replace(
+    config, data=data, tune=TuneConfig(lora=_LORA, dpo=DpoConfig(_BETA))
+  )
+
+
+def _save(folder, config):
+  """The model before it is tuned; returns its path."""
+  base = str(folder / "base")
+  plain = tiny.llm_config()
+  plain = dataclasses.replace(plain, model=config.model)
+  checkpoint.save_params(base, tiny.random_params(plain), Metadata(plain))
+  return base
+
+
+class PreferenceTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    self.root = pathlib.Path(root)
+
+  @parameterized.parameters(0, 8)
+  def test_loss_and_gradients_are_those_of_the_formula(self, chunk):
+    config = _config(self.root)
+    model = dataclasses.replace(config.model, loss_chunk=chunk)
+    config = dataclasses.replace(config, model=model)
+    net, inputs = make_model(config)
+    adapters = Adapters.of(abstract_params(net, inputs), _LORA)
+    params = tiny.random_params(config)
+    begun = adapters.begin(jax.random.key(0), params)
+    trained = jax.tree.map(
+      lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), begun
+    )
+    frozen = adapters.freeze(params)
+    source = PreferenceSource(config.data, 320, "train")
+    rows = [source[i] for i in range(4)]
+    batch = jax.tree.map(lambda *x: np.stack(x), *rows)
+
+    def answers(params, row):
+      """Log-probabilities of both answers, each read by itself."""
+      sums = []
+      for segment in (1, 2):
+        place = row["segments"] == segment
+        logits, _ = net.apply({"params": params}, row["inputs"][place][None])
+        log_probs = jax.nn.log_softmax(logits[0])
+        each = jnp.take_along_axis(log_probs, row["targets"][place][:, None], 1)
+        sums.append((each[:, 0] * row["weights"][place]).sum())
+      return sums
+
+    def formula(trained):
+      joined, losses = join(frozen, trained), []
+      for row in rows:
+        (better, worse), (ours, theirs) = (
+          answers(joined, row),
+          answers(without_adapters(joined), row),
+        )
+        margin = _BETA * ((better - ours) - (worse - theirs))
+        losses.append(-jax.nn.log_sigmoid(margin))
+      return jnp.mean(jnp.stack(losses))
+
+    loss_fn = make_objective(config).loss_fn
+
+    def ours(trained):
+      joined = join(frozen, trained)
+      loss, metrics = loss_fn(joined, batch, jax.random.key(0), jnp.int32(0))
+      balance = config.train.balance_weight * metrics["balance_loss"]
+      return loss - balance, metrics
+
+    want, slopes = jax.value_and_grad(formula)(trained)
+    (got, metrics), found = jax.value_and_grad(ours, has_aux=True)(trained)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    self.assertNotAlmostEqual(float(want), float(np.log(2)), places=2)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-3),
+      found,
+      slopes,
+    )
+    mean = metrics["preferred"]
+    self.assertIn(mean.total / mean.weight, (0, 0.25, 0.5, 0.75, 1))
+    (begins, _) = ours(begun)
+    np.testing.assert_allclose(begins, np.log(2), rtol=1e-6)
+
+  def test_a_run_learns_what_is_preferred(self):
+    config = _config(self.root)
+    base = _save(self.root, config)
+    config = dataclasses.replace(
+      config,
+      train=dataclasses.replace(config.train, steps=12, init_from=base),
+      optim=dataclasses.replace(config.optim, lr=2e-2, warmup_steps=0),
+    )
+    done = tiny.train(config, str(self.root / "run"))
+    self.assertIn("bits_per_byte", done.evaluation)
+    lines = (self.root / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    shares = [x["train/preferred"] for x in logged if "train/preferred" in x]
+    self.assertEqual(shares[-1], 1)
+
+  def test_what_does_not_fit_is_named(self):
+    config = _config(self.root)
+    with self.assertRaisesRegex(ValueError, "lora.rank=0 must be above 0"):
+      dataclasses.replace(config, tune=TuneConfig())
+    taught = TuneConfig(lora=_LORA, distill=DistillConfig(1.0))
+    with self.assertRaisesRegex(ValueError, "distill.weight=1.0 must be 0"):
+      dataclasses.replace(config, tune=taught)
+    base = _save(self.root, config)
+    lora = dataclasses.replace(_LORA, whole=("norm/*",))
+    config = dataclasses.replace(
+      config,
+      train=dataclasses.replace(config.train, init_from=base),
+      tune=TuneConfig(lora=lora),
+    )
+    with self.assertRaisesRegex(ValueError, "must name nothing .*norm/scale"):
+      tiny.train(config, str(self.root / "run"))
+
+
+if __name__ == "__main__":
+  absltest.main()
