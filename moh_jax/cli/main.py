@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
+from moh_jax.config.base import MistakesError
 from moh_jax.runtime import compilation_cache, signals, steps
 
 # Commands, each a module of this folder; see `options`.
@@ -199,7 +200,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
-  """Runs a command, turning the user's mistakes into one line on stderr."""
+  """Runs a command, turning the user's mistakes into lines on stderr."""
   try:
     with signals.handled():
       return call()
@@ -217,12 +218,14 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     if show_traceback:
       traceback_lib.print_exc()
     else:
-      text = " ".join(str(error).split()) or type(error).__name__
-      if _FULL in text:
-        text += _LESS
-      if is_missing:
-        text += _INSTALL
-      print(f"error: {text}", file=sys.stderr)
+      several = isinstance(error, MistakesError)
+      for line in str(error).splitlines() if several else [str(error)]:
+        text = " ".join(line.split()) or type(error).__name__
+        if _FULL in text:
+          text += _LESS
+        if is_missing:
+          text += _INSTALL
+        print(f"error: {text}", file=sys.stderr)
     return 2
 
 

@@ -32,6 +32,7 @@ from moh_jax.training.task import (
   Objective,
   Task,
   held_out_batches,
+  say_passes,
   stream,
 )
 
@@ -49,6 +50,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   del decode  # previews are for models that make images
   data, vocab_size = config.data, config.model.vocab_size
   text = sequences.Text(data, vocab_size, "train")
+  say_passes(config, len(text))
   train = text.stream(config.train.seed)
   objective = make_objective(config)
 

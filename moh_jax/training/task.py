@@ -1,6 +1,7 @@
 """Interface between a family and the training loop: its task."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics, Objective
 from moh_jax.training.stopping import interruptible
 
+_LOG = logging.getLogger(__name__)
 Evaluate = Callable[[Any, Mesh], dict[str, float]]
 Preview = Callable[[Any, Mesh], np.ndarray]
 
@@ -158,6 +160,7 @@ def image_task(
     ValueError: the data does not fit the model.
   """
   train = make_source(config, "train")
+  say_passes(config, len(train))
   trained = Metadata(config, train.class_names)
   return Task(
     **vars(objective),
@@ -167,6 +170,26 @@ def image_task(
     identity={"train": train.identity()},
     encoder_sha256=getattr(train, "encoder_sha256", ""),
     **fields,
+  )
+
+
+def say_passes(config: Config, examples: int) -> None:
+  """Says how often a run reads its training examples.
+
+  Args:
+    config: of the run.
+    examples: their number.
+  """
+  batch, steps = config.data.batch_size, config.train.steps
+  if batch > examples:
+    _LOG.warning(
+      "data.batch_size=%d is more than the %d training examples, which a batch "
+      "then repeats",
+      *(batch, examples),
+    )
+  _LOG.info(
+    "steps: %d of %d examples pass over the %d training examples %.3g times",
+    *(steps, batch, examples, steps * batch / examples),
   )
 
 

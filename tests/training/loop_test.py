@@ -24,6 +24,7 @@ from moh_jax.data import pipeline
 from moh_jax.runtime import run_lock, steps
 from moh_jax.training import feed
 from moh_jax.training.saving import NonFiniteLossError
+from moh_jax.training.task import say_passes
 from moh_jax.training.train import Log, train
 from tests.training import tiny
 
@@ -93,9 +94,17 @@ class LoopTest(parameterized.TestCase):
     count = sum(x.size for x in jax.tree.leaves(self.result.state.params))
     self.assertEqual(
       [line.partition(":")[0].partition(" ")[0] for line in self.said],
-      ["data", "data", "devices", "model", "compiling", "compiled"],
+      ["data", "steps", "data", "devices", "model", "compiling", "compiled"],
     )
-    self.assertEndsWith(self.said[3], f"heads active, {count:,} parameters")
+    self.assertEndsWith(self.said[4], f"heads active, {count:,} parameters")
+
+  def test_says_how_often_it_reads_the_training_examples(self):
+    config = tiny.config(data={"batch_size": 16}, train={"steps": 4})
+    with self.assertLogs("moh_jax", "INFO") as logs:
+      say_passes(config, 10)
+    warning, line = [record.getMessage() for record in logs.records]
+    self.assertIn("=16 is more than the 10 training examples", warning)
+    self.assertIn("over the 10 training examples 6.4 times", line)
 
   def test_keeps_last_and_every_and_another_seed_is_another_run(self):
     workdir = self._dir()
