@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from moh_jax._version import __version__
 from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
+  version = f"moh_jax {__version__}"
+  parser.add_argument("--version", action="version", version=version)
   parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
