@@ -119,16 +119,16 @@ class MistakesError(ValueError):
   """Several mistakes; the text has a line for each."""
 
 
-def all_of(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-  """The results of calls, by name.
+def all_of(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+  """The results of calls.
 
   Raises:
     ValueError: some of them fail; where several do, it is a `MistakesError`.
   """
-  done, wrong = {}, []
-  for name, call in calls.items():
+  done, wrong = [], []
+  for call in calls:
     try:
-      done[name] = call()
+      done.append(call())
     except ValueError as error:
       wrong.append(error)
   if len(wrong) == 1:
@@ -237,7 +237,8 @@ def read_fields(
       raise ValueError(_unknown_key(f"{name}.{key}", known))
     return converted(_path(name, key), values[key], known[key])
 
-  return all_of({key: functools.partial(read, key) for key in values})
+  found = all_of(functools.partial(read, key) for key in values)
+  return dict(zip(values, found))
 
 
 def _path(parent: str, name: str) -> str:

@@ -297,7 +297,7 @@ class LayerStack(RoutedLayers):
         parts = f"as model.{self.COUNTED_BY}={shown(like)} has ({len(like)})"
         self.fail(name, f"must have one value per {self.PART}, or one, {parts}")
 
-    all_of({name: functools.partial(check, name) for name in names})
+    all_of(functools.partial(check, name) for name in names)
 
   def head_dims(self) -> tuple[int, ...]:
     """The width of a head in every part."""

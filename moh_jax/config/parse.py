@@ -44,7 +44,8 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   def make(name: str) -> Any:
     return make_section(name, section_types(family, [name])[name], cfg[name])
 
-  return Config(**all_of({name: functools.partial(make, name) for name in cfg}))
+  made = all_of(functools.partial(make, name) for name in cfg)
+  return Config(**dict(zip(cfg, made)))
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -407,14 +407,8 @@ class Config:
     return sections[name]
 
   def _check(self) -> None:
-    base.all_of(
-      {
-        "model": lambda: self.model.check_run(self),
-        "tune": self._check_tune,
-        "batch": self._check_batch,
-        "steps": self._check_steps,
-      }
-    )
+    own = self._check_tune, self._check_batch, self._check_steps
+    base.all_of([lambda: self.model.check_run(self), *own])
 
   def _check_tune(self) -> None:
     if self.model.READS_TEXT:

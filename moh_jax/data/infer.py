@@ -88,23 +88,20 @@ def resolve(config: Config) -> Config:
 def _check_shrink(model: Any, data: Any, told: dict[str, Any]) -> None:
   """Says what a trained model reads, and refuses far larger images."""
   (*size, channels), pixels = model.input_shape, told["pixels"]
-
-  def described(rows: int, columns: int, channels: int) -> str:
-    return f"{rows} x {columns} pixels, {'grey' if channels == 1 else 'RGB'}"
-
-  images = described(*pixels, told["channels"])
-  _LOG.info(
-    "the model reads images of %s; those of %s have about %s",
-    *(described(*size, channels), data.path, images),
+  shapes = (*pixels, told["channels"]), (*size, channels)
+  images, ours = (
+    f"{rows} x {columns} pixels, {'grey' if channels == 1 else 'RGB'}"
+    for rows, columns, channels in shapes
   )
+  text = f"data.path={data.path!r}: images of about {images}; the model of "
+  text += f"train.init_from reads {ours}"
   shrink = min(pixels) / min(size)
   if shrink >= data.max_shrink:
     raise ValueError(
-      f"data.path={data.path!r}: images of about {images} would shrink to "
-      f"1/{shrink:.3g} for the model of train.init_from, which reads "
-      f"{described(*size, channels)}; a larger --config.model.{model.SIZE} "
-      f"keeps more of them, data.max_shrink={math.floor(shrink) + 1} allows it"
+      f"{text}: they would shrink to 1/{shrink:.3g}; a larger --config.model."
+      f"{model.SIZE} or data.max_shrink={math.floor(shrink) + 1} allows them"
     )
+  _LOG.info("%s", text)
 
 
 def _counted(config: Config) -> Config:

@@ -12,11 +12,7 @@ _SECONDS = 20.0  # between two lines
 
 @contextlib.contextmanager
 def alive(what: str) -> Iterator[None]:
-  """A block that logs a line every 20 seconds; work of less logs nothing.
-
-  Args:
-    what: that is done, such as "compiling the training step".
-  """
+  """A block that logs a line every 20 seconds, "still WHAT"."""
   done, began = threading.Event(), time.monotonic()
 
   def tell() -> None:

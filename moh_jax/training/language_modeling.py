@@ -32,7 +32,6 @@ from moh_jax.training.task import (
   Objective,
   Task,
   held_out_batches,
-  say_passes,
   stream,
 )
 
@@ -50,7 +49,6 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   del decode  # previews are for models that make images
   data, vocab_size = config.data, config.model.vocab_size
   text = sequences.Text(data, vocab_size, "train")
-  say_passes(config, len(text))
   train = text.stream(config.train.seed)
   objective = make_objective(config)
 
@@ -60,7 +58,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
   return Task(
     **vars(objective),
-    batches=lambda mesh: stream(config, train, mesh),
+    batches=lambda mesh: stream(config, train, mesh, len(text)),
     evaluate=make_evaluate(objective.model, config, Metadata(config)),
     class_names=(),
     tokenizer=text.tokenizer,

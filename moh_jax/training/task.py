@@ -160,11 +160,12 @@ def image_task(
     ValueError: the data does not fit the model.
   """
   train = make_source(config, "train")
-  say_passes(config, len(train))
   trained = Metadata(config, train.class_names)
   return Task(
     **vars(objective),
-    batches=lambda mesh: stream(config, train_images(config, train), mesh),
+    batches=lambda mesh: stream(
+      config, train_images(config, train), mesh, len(train)
+    ),
     evaluate=make_evaluate(objective.model, config, trained),
     class_names=train.class_names,
     identity={"train": train.identity()},
@@ -173,30 +174,21 @@ def image_task(
   )
 
 
-def say_passes(config: Config, examples: int) -> None:
-  """Says how often a run reads its training examples.
+def stream(
+  config: Config, dataset: grain.MapDataset, mesh: Mesh, examples: int
+) -> TrainBatches:
+  """The training batches that this process reads for a mesh.
 
-  Args:
-    config: of the run.
-    examples: their number.
+  It says how often they pass over the training examples, of that number.
   """
   batch, steps = config.data.batch_size, config.train.steps
-  if batch > examples:
-    _LOG.warning(
-      "data.batch_size=%d is more than the %d training examples, which a batch "
-      "then repeats",
-      *(batch, examples),
-    )
-  _LOG.info(
-    "steps: %d of %d examples pass over the %d training examples %.3g times",
-    *(steps, batch, examples, steps * batch / examples),
+  say = _LOG.warning if batch > examples else _LOG.info
+  passes = steps * batch / examples
+  say(
+    "steps: %d batches of %d examples pass over the %d training examples %.3g "
+    "times%s",
+    *(steps, batch, examples, passes, ", some in one batch" * (passes > steps)),
   )
-
-
-def stream(
-  config: Config, dataset: grain.MapDataset, mesh: Mesh
-) -> TrainBatches:
-  """The training batches that this process reads for a mesh."""
   rows = sharding.batch_rows(mesh, config.data.batch_size)
   return TrainBatches(dataset, config.data, rows)
 

@@ -111,11 +111,11 @@ class ImagesTest(FolderTest):
     if not is_refused:
       with self.assertLogs("moh_jax", "INFO") as logs:
         _resolved(model, data, train=start)
-      self.assertRegex(logs.output[0], "8 x 8 pixels, grey; .* about 90 x 6")
+      self.assertRegex(logs.output[0], "about 90 x 6.* reads 8 x 8 pixels, gr")
       return
     words = (
-      "about 90 x 64 pixels, RGB would shrink to 1/8 .* which reads 8 x 8 "
-      r"pixels, grey; a larger --config.model.image_size .* data.max_shrink=9 "
+      "about 90 x 64 pixels, RGB; .* reads 8 x 8 pixels, grey: they would "
+      "shrink to 1/8; a larger --config.model.image_size or data.max_shrink=9 "
     )
     with self.assertRaisesRegex(ValueError, words):
       _resolved(model, data, train=start)
