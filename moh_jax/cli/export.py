@@ -21,11 +21,12 @@ class Options(command.Stored):
   Attributes:
     out: safetensors file to write; for a language model, and with --to, a
       folder, new or empty.
-    to: form of the folder. Of a language model: hf (default) is what
-      transformers loads, with our code where it has none for the model;
-      released is what the modeling file of the MoH-LLaMA3 release runs; peft
-      has the adapters of a run alone, as PEFT loads them. Of a plain DiT:
-      diffusers is what DiTTransformer2DModel loads.
+    to: form of the folder. Of a classifier or a DiT: folder is what `restore`
+      and the commands read, with a model card. Of a language model: hf
+      (default) is what transformers loads, with our code where it has none for
+      the model; released is what the modeling file of the MoH-LLaMA3 release
+      runs; peft has the adapters of a run alone, as PEFT loads them. Of a plain
+      DiT: diffusers is what DiTTransformer2DModel loads.
     dtype: of the stored weights.
     shard_bytes: largest file of a folder.
     license: licence that the model card states, such as apache-2.0.

@@ -410,6 +410,12 @@ def _expects_manifest(folder: epath.Path) -> bool:
     return False
 
 
+def is_exported(directory: str | os.PathLike) -> bool:
+  """Whether a directory may be one of `export`: weights, but no checkpoint."""
+  path = epath.Path(directory)
+  return (path / "config.json").is_file() and not list_steps(directory)
+
+
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
   """Loads a config file and changes some of its keys.
 

@@ -2,6 +2,8 @@
 
 from unittest import mock
 
+from PIL import Image
+
 from moh_jax.convert import checkpoints
 from tests.cli import tiny_checkpoint
 from tests.inference import tiny_writer
@@ -33,6 +35,17 @@ class ConvertTest(tiny_checkpoint.CommandTest):
       with mock.patch.object(checkpoints, "convert", return_value=("it", 1)):
         self.assertRegex(self.done(*argv), rf"\ntokenizer: {told}")
       (out / "tokenizer.json").unlink(missing_ok=True)
+
+  def test_commands_read_an_exported_folder(self):
+    checkpoint, out = tiny_checkpoint.stored("vit"), self.root / "folder"
+    self.done("export", "--checkpoint", checkpoint, "--out", out, "--to=folder")
+    image = self.root / "image.png"
+    Image.new("RGB", (8, 8)).save(image)
+    told, expected = (
+      self.done("classify", "--checkpoint", place, image)
+      for place in (out, checkpoint)
+    )
+    self.assertEqual(told, expected)
 
   def test_options_reach_the_export(self):
     checkpoint, out = tiny_checkpoint.stored("llm"), str(self.root / "out")
