@@ -337,11 +337,11 @@ class Stored(BaseOptions):
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
     if self.checkpoint is not None:
-      if "://" not in self.checkpoint:
-        if steps.is_exported(self.checkpoint):
-          from moh_jax.convert.checkpoints import unpacked
+      if steps.is_exported(self.checkpoint):
+        from moh_jax.convert.checkpoints import unpacked
 
-          object.__setattr__(self, "checkpoint", unpacked(self.checkpoint))
+        object.__setattr__(self, "checkpoint", unpacked(self.checkpoint))
+      if "://" not in self.checkpoint:
         steps.find_step(self.checkpoint, None)
       _ = self.step_number
     super().prepare()

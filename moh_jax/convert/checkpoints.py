@@ -250,7 +250,6 @@ def _own_files(exported: Exported, stored: Any) -> dict[str, str]:
   }
 
 
-@functools.cache
 def unpacked(directory: str) -> str:
   """A checkpoint of a folder that `export` wrote; any other directory as it is.
 

@@ -412,6 +412,8 @@ def _expects_manifest(folder: epath.Path) -> bool:
 
 def is_exported(directory: str | os.PathLike) -> bool:
   """Whether a directory may be one of `export`: weights, but no checkpoint."""
+  if "://" in os.fspath(directory):
+    return False
   path = epath.Path(directory)
   return (path / "config.json").is_file() and not list_steps(directory)
 
