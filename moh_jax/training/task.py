@@ -175,20 +175,22 @@ def image_task(
 
 
 def stream(
-  config: Config, dataset: grain.MapDataset, mesh: Mesh, examples: int
+  config: Config, dataset: grain.MapDataset, mesh: Mesh, examples: int = 0
 ) -> TrainBatches:
   """The training batches that this process reads for a mesh.
 
-  It says how often they pass over the training examples, of that number.
+  With the number of training examples it says how often a run reads them.
   """
-  batch, steps = config.data.batch_size, config.train.steps
-  say = _LOG.warning if batch > examples else _LOG.info
-  passes = steps * batch / examples
-  say(
-    "steps: %d batches of %d examples pass over the %d training examples %.3g "
-    "times%s",
-    *(steps, batch, examples, passes, ", some in one batch" * (passes > steps)),
-  )
+  if examples:
+    batch, steps = config.data.batch_size, config.train.steps
+    passes = steps * batch / examples
+    _LOG.log(
+      logging.WARNING if passes > steps else logging.INFO,
+      "steps: %d batches of %d examples pass over the %d training examples "
+      "%.3g times%s",
+      *(steps, batch, examples, passes),
+      ", some in one batch" * (passes > steps),
+    )
   rows = sharding.batch_rows(mesh, config.data.batch_size)
   return TrainBatches(dataset, config.data, rows)
 
