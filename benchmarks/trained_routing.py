@@ -2,7 +2,7 @@
 
   python train.py --config=configs/llm_stdlib.py:moh50 --workdir=runs/routing \
     --config.data.sequence_length=512 --config.data.batch_size=4 \
-    --config.train.steps=150
+    --config.train.steps=150 --config.optim.warmup_steps=40
   python -m benchmarks.trained_routing --checkpoint runs/routing \
     --json benchmarks/results/trained_routing_cpu.json
 

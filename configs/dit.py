@@ -88,10 +88,9 @@ def _finetune(data: dict) -> ml_collections.ConfigDict:
     {
       "model": {},
       "data": data,
-      "optim": {**_OPTIM, "warmup_steps": 100, "ema_decay": 0.999},
+      "optim": {**_OPTIM, "warmup_share": 0.02, "ema_decay": 0.999},
       "train": {"steps": 5000, "init_from": ""},
-      "checkpoint": {"every": 500},
-      "eval": {"every": 500, "batch_size": 32},
+      "eval": {"batch_size": 32},
       "sample": {"every": 0},  # previews of latents need --vae
     }
   ).lock()

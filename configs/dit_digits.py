@@ -36,18 +36,17 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     optim=lib.OptimConfig(
       lr=1e-3,
       final_lr=1e-5,
-      warmup_steps=100,
+      warmup_share=0.025 if long else 0.067,
       weight_decay=0.0,
       ema_decay=0.999 if long else 0.99,
     ),
     train=lib.TrainConfig(steps=4000 if long else 1500),
-    checkpoint=lib.CheckpointConfig(every=250),
-    eval=lib.EvalConfig(every=500, batch_size=120),
+    eval=lib.EvalConfig(batch_size=120),
     diffusion=lib.DiffusionConfig(
       space="pixel", schedule=schedule, prediction=prediction
     ),
     sample=lib.SampleConfig(
-      every=500, num=100, method=method, steps="20", cfg_scale=2.0
+      every=None, num=100, method=method, steps="20", cfg_scale=2.0
     ),
   )
   return lib.to_config_dict(config)

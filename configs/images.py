@@ -30,7 +30,6 @@ _DATA = {
 }
 _CLASSIFIER_DATA = {**_DATA, "augment": "crop_flip", "eval_resize": None}
 _OPTIM = {"lr": 1e-3, "final_lr": 1e-5}
-_EVERY = 100  # steps between checkpoints and evaluations of classifiers
 # Stages of "small" (1.5 million parameters), and as wide as TransNeXt-Micro's.
 _STAGES = {
   "small": {
@@ -67,8 +66,7 @@ def get_config(arg: str = "small") -> ml_collections.ConfigDict:
     optim=lib.OptimConfig(**_OPTIM, no_decay=NO_DECAY),
     train=lib.TrainConfig(steps=2000),
     classifier=lib.ClassifierConfig(label_smoothing=0.1),
-    checkpoint=lib.CheckpointConfig(every=_EVERY),
-    eval=lib.EvalConfig(every=_EVERY, batch_size=32),
+    eval=lib.EvalConfig(batch_size=32),
   )
   return lib.to_config_dict(config)
 
@@ -87,11 +85,12 @@ def _dit() -> lib.Config:
     data=lib.DataConfig(**_DATA, augment="center_flip"),
     optim=lib.OptimConfig(**_OPTIM, weight_decay=0.0, ema_decay=0.999),
     train=lib.TrainConfig(steps=4000),
-    checkpoint=lib.CheckpointConfig(every=250),
-    eval=lib.EvalConfig(every=500, batch_size=32),
+    eval=lib.EvalConfig(batch_size=32),
     # As for digits: few steps and few pixels learn v faster than the noise.
     diffusion=lib.DiffusionConfig(space="pixel", prediction="v"),
-    sample=lib.SampleConfig(every=500, method="dpm", steps="20", cfg_scale=2.0),
+    sample=lib.SampleConfig(
+      every=None, method="dpm", steps="20", cfg_scale=2.0
+    ),
   )
 
 
@@ -104,7 +103,6 @@ def _finetune() -> ml_collections.ConfigDict:
       "optim": {**_OPTIM, "no_decay": NO_DECAY, "layer_decay": 0.9},
       "train": {"steps": 300, "init_from": ""},
       "classifier": {"label_smoothing": 0.1},
-      "checkpoint": {"every": _EVERY},
-      "eval": {"every": _EVERY, "batch_size": 32},
+      "eval": {"batch_size": 32},
     }
   ).lock()

@@ -70,10 +70,9 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
       num_threads=1,
     ),
     optim=lib.OptimConfig(
-      lr=2e-3, final_lr=1e-4, warmup_steps=40, b2=0.95, weight_decay=0.1
+      lr=2e-3, final_lr=1e-4, warmup_share=0.1, b2=0.95, weight_decay=0.1
     ),
     train=lib.TrainConfig(steps=400),
-    checkpoint=lib.CheckpointConfig(every=100),
     eval=lib.EvalConfig(every=0, batch_size=16),
   )
   if kind == "chat":
@@ -83,7 +82,6 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
         config.data, source="docstrings", path="data/docstrings"
       ),
       train=lib.TrainConfig(steps=600),
-      checkpoint=lib.CheckpointConfig(every=200),
     )
   if kind in _TUNING:
     config = _tuned(config, kind, order)
@@ -92,7 +90,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
 
 def _tuned(config: lib.Config, kind: str, order: str) -> lib.Config:
   """A short run that makes the multi-head model an MoH."""
-  steps, model, tune = 80, config.model, lib.TuneConfig()
+  model, tune = config.model, lib.TuneConfig()
   if kind != "tune_mha":
     model = dataclasses.replace(
       model,
@@ -104,10 +102,10 @@ def _tuned(config: lib.Config, kind: str, order: str) -> lib.Config:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
     model = dataclasses.replace(model, head_order=orders)
   if kind == "schedule":
-    tune = lib.TuneConfig((0, steps // 6, steps // 3), (4, 3, 2))
-  rates = {"lr": 5e-4, "final_lr": 5e-5, "warmup_steps": 5}
+    tune = lib.TuneConfig(top_k_values=(4, 3, 2))
+  rates = {"lr": 5e-4, "final_lr": 5e-5, "warmup_share": 0.0625}
   optim = dataclasses.replace(config.optim, **rates)
-  train = dataclasses.replace(config.train, steps=steps, seed=1)
+  train = dataclasses.replace(config.train, steps=80, seed=1)
   return dataclasses.replace(
     config, model=model, tune=tune, optim=optim, train=train
   )

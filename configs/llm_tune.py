@@ -45,10 +45,9 @@ def get_config(arg: str) -> ml_collections.ConfigDict:
     {
       "model": model,
       "data": {**data, "batch_size": 32},
-      # The rates, the warm-up and the weights of the paper's stage 2.
+      # The rates and the weights of the paper's stage 2.
       "optim": {
         "lr": 2e-4 if is_lora else 2e-5,  # of adapters all is ours
-        "warmup_steps": 50,
         "final_lr": 1e-5 if is_lora else 1e-6,
         "b2": 0.95,  # ours, the paper does not say
         "weight_decay": 0.0 if is_lora else 0.1,
@@ -56,8 +55,7 @@ def get_config(arg: str) -> ml_collections.ConfigDict:
       "tune": {"lora": lora, "distill": distill},
       "train": {"steps": 1000, "init_from": ""},
       "mesh": {"data": 1, "fsdp": -1},
-      "checkpoint": {"every": 200},
-      "eval": {"every": 200, "batch_size": 32},
+      "eval": {"batch_size": 32},
       "log": {"every": 10},
     }
   ).lock()

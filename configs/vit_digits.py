@@ -33,15 +33,13 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     ),
     optim=lib.OptimConfig(
       lr=2e-3,
-      warmup_steps=50,
+      warmup_share=0.1,
       warmup_lr=1e-6,
       final_lr=1e-5,
       no_decay=NO_DECAY,
     ),
     train=lib.TrainConfig(steps=500),
     classifier=lib.ClassifierConfig(label_smoothing=0.1),
-    checkpoint=lib.CheckpointConfig(every=50),
-    eval=lib.EvalConfig(every=100, batch_size=120),
-    log=lib.LogConfig(every=20),
+    eval=lib.EvalConfig(batch_size=120),
   )
   return lib.to_config_dict(config)

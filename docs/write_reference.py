@@ -35,7 +35,7 @@ GROUPS = {
     "attention",
     "collect_aux",
   ),
-  "Models": ("ViT", "DiT", "LLM", "get_model"),
+  "Models": ("ViT", "DiT", "LLM", "get_model", "list_models"),
   "Families": (
     "Family",
     "ImageClassifierFamily",

@@ -37,6 +37,7 @@ if _typing.TYPE_CHECKING:
   from moh_jax.models.dit import DiT as DiT
   from moh_jax.models.llm import LLM as LLM
   from moh_jax.models.registry import get_model as get_model
+  from moh_jax.models.registry import list_models as list_models
   from moh_jax.models.vit import ViT as ViT
   from moh_jax.ops.attention import attention as attention
   from moh_jax.ops.routing import Routing as Routing
@@ -57,7 +58,7 @@ _LAZY = {
   "layers.stack": ("collect_aux",),
   "models.dit": ("DiT",),
   "models.llm": ("LLM",),
-  "models.registry": ("get_model",),
+  "models.registry": ("get_model", "list_models"),
   "models.vit": ("ViT",),
   "ops.attention": ("attention",),
   "ops.routing": ("Routing",),
@@ -115,6 +116,7 @@ register_family(
     converter="moh_jax.convert.vit:CONVERTER",
     released="moh_jax.config.released:VIT_MODELS",
     formats={"moh-vit": ("moh-vit",), "transnext": ("transnext",)},
+    exports=("", "folder"),
   )
 )
 register_family(
@@ -128,7 +130,7 @@ register_family(
     released="moh_jax.config.released:DIT_MODELS",
     commands=frozenset({"sample"}),
     formats={"moh-dit": ("moh-dit",), "dit": ("dit",), "diffusers": ()},
-    exports=("", "diffusers"),
+    exports=("", "folder", "diffusers"),
   )
 )
 register_family(

@@ -95,6 +95,35 @@ class ConfigsTest(parameterized.TestCase):
     self.assertEqual(load_config(spec, stated), plain)
 
 
+# The demos with the warm-up that their recorded results were trained with.
+_DEMOS = (
+  *((("vit_digits", arg), 50) for arg in ("moh", "mha")),
+  *(
+    (("dit_digits", arg), 100)
+    for arg in ("moh", "mha", "long", "mha_long", "flow")
+  ),
+  *((("llm_stdlib", arg), 40) for arg in ("moh", "moh50", "bytes", "grouped")),
+  *((("llm_stdlib", arg), 5) for arg in ("tune", "tune_mha", "schedule")),
+)
+
+
+class DemosTest(parameterized.TestCase):
+  @parameterized.parameters(*_DEMOS)
+  def test_schedule_follows_the_steps(self, demo, warmup):
+    config = load_config(_spec(*demo))
+    self.assertEqual(config.scheduled().optim.warmup_steps, warmup)
+    for steps in (1, 30):
+      short = load_config(_spec(*demo), [f"train.steps={steps}"]).scheduled()
+      self.assertLessEqual(short.optim.warmup_steps, steps // 5)
+      self.assertEqual(short.log.every, 1)
+      self.assertLess(max(short.tune.top_k_steps, default=0), steps)
+
+  def test_schedule_of_heads_is_that_of_its_recorded_results(self):
+    config = load_config(_spec("llm_stdlib", "schedule")).scheduled()
+    self.assertEqual(config.tune.top_k_steps, (0, 13, 26))
+    self.assertEqual(config.tune.top_k_values, (4, 3, 2))
+
+
 class PlanTest(parameterized.TestCase):
   """Every file with every argument is planned and has its variants."""
 

@@ -14,7 +14,16 @@ import moh_jax
 _ROOT = pathlib.Path(__file__).parents[1]
 _PROMISED = (
   *("MoHAttention", "HeadRouter", "HeadMix", "HeadBudget", "RouterConfig"),
-  *("attention", "collect_aux", "ViT", "DiT", "LLM", "get_model", "restore"),
+  *(
+    "attention",
+    "collect_aux",
+    "ViT",
+    "DiT",
+    "LLM",
+    "get_model",
+    "list_models",
+  ),
+  "restore",
   *("Generator", "load_config", "train", "register_family", "Family"),
   *("register_router", "Router", "Routing"),
 )
@@ -67,6 +76,17 @@ class PublicApiTest(absltest.TestCase):
 
   def test_is_typed(self):
     self.assertTrue((_ROOT / "moh_jax" / "py.typed").is_file())
+
+  def test_list_models_says_what_each_is(self):
+    models = moh_jax.list_models()
+    self.assertEqual(
+      models["moh-dit-s2-90"]["formats"], ("moh-dit",), models.keys()
+    )
+    for name, what in models.items():
+      _, section = moh_jax.get_model(name)
+      self.assertEqual(what["family"], section.family)
+      self.assertEqual(what["activated_share"], section.activated_share)
+      self.assertNotEmpty(what["formats"], name)
 
   def test_get_model_gives_network_and_config(self):
     network, config = moh_jax.get_model("moh-dit-s2-90")

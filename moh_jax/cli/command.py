@@ -308,7 +308,8 @@ class Stored(BaseOptions):
   """Options of commands that read a checkpoint.
 
   Attributes:
-    checkpoint: workdir of `train` or output of `convert`.
+    checkpoint: workdir of `train`, output of `convert`, or folder of `export
+      --to folder`.
     step: which checkpoint: a number, newest, or whole: the newest one that is
       whole, where newer ones are damaged.
     no_verify: use a checkpoint without comparing it with its checksums, which
@@ -336,6 +337,10 @@ class Stored(BaseOptions):
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
     if self.checkpoint is not None:
+      if steps.is_exported(self.checkpoint):
+        from moh_jax.convert.checkpoints import unpacked
+
+        object.__setattr__(self, "checkpoint", unpacked(self.checkpoint))
       if "://" not in self.checkpoint:
         steps.find_step(self.checkpoint, None)
       _ = self.step_number

@@ -145,7 +145,8 @@ def run(options: Options) -> int:
   if is_text:
     values["checkpoint"] = options.checkpoint
     values["dtype"] = config.model.dtype
-    values["gate_form"] = config.model.router.gate_form
+    if config.model.router.kind == "two_stage":
+      values["gate_form"] = config.model.router.gate_form
   if options.plot:
     pictures.write_plot(options.plot, pictures.dial(rows))
   if is_text or len(runs) > 1:

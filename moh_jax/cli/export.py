@@ -1,11 +1,12 @@
 """`python -m moh_jax export`."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 from moh_jax.cli import command
 from moh_jax.config import export_forms
 from moh_jax.config.base import Dtype, Range
+from moh_jax.data.input_files import import_extra
 
 _KEYS = "eval.use_ema", "train.init_from"
 
@@ -21,15 +22,18 @@ class Options(command.Stored):
   Attributes:
     out: safetensors file to write; for a language model, and with --to, a
       folder, new or empty.
-    to: form of the folder. Of a language model: hf (default) is what
-      transformers loads, with our code where it has none for the model;
-      released is what the modeling file of the MoH-LLaMA3 release runs; peft
-      has the adapters of a run alone, as PEFT loads them. Of a plain DiT:
-      diffusers is what DiTTransformer2DModel loads.
+    to: form of the folder. Of a classifier or a DiT: folder is what `restore`
+      and the commands read, with a model card. Of a language model: hf
+      (default) is what transformers loads, with our code where it has none for
+      the model; released is what the modeling file of the MoH-LLaMA3 release
+      runs; peft has the adapters of a run alone, as PEFT loads them. Of a plain
+      DiT: diffusers is what DiTTransformer2DModel loads.
     dtype: of the stored weights.
     shard_bytes: largest file of a folder.
     license: licence that the model card states, such as apache-2.0.
     scores: scores for the model card, as `evaluate --json` writes them.
+    push: repository of the Hugging Face Hub, USER/NAME, that gets the folder
+      too, with the token of `hf auth login` or HF_TOKEN.
   """
 
   out: command.OutPath
@@ -38,6 +42,7 @@ class Options(command.Stored):
   shard_bytes: Annotated[int, Range(1, 2**53, "[]")] = 5 * 10**9
   license: str = ""
   scores: command.InPath | None = None
+  push: str = ""
 
   def check(self) -> None:
     """The form is known, and no other key is changed."""
@@ -52,11 +57,20 @@ class Options(command.Stored):
         )
 
 
+def _hub(options: Options) -> Any:
+  """The library of the Hub, with a token."""
+  hub = import_extra("huggingface_hub", "--push")
+  if hub.get_token() is None:
+    options.fail("push", "needs a token: hf auth login, or HF_TOKEN")
+  return hub.HfApi()
+
+
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
   from moh_jax.config.parse import changed
   from moh_jax.convert.checkpoints import export
 
+  hub = _hub(options) if options.push else None
   metadata, step = options.stored()
   config = changed(metadata.config, (f"{_KEYS[0]}=true", *options.changes))
   count = export(
@@ -73,4 +87,7 @@ def run(options: Options) -> int:
     verify=not options.no_verify,
   )
   print(f"{count:,} parameters written to {options.out}")
+  if hub:
+    hub.create_repo(options.push, exist_ok=True)
+    print(hub.upload_folder(repo_id=options.push, folder_path=options.out))
   return 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import inspect
+import re
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING
@@ -26,7 +28,11 @@ class Parser(argparse.ArgumentParser):
   """A parser whose errors are one line."""
 
   def error(self, message: str) -> NoReturn:
-    """Ends the program with status 2."""
+    """Ends the program with status 2; names what is near a wrong name."""
+    if found := re.search(r"invalid choice: '(.+)' \(choose from", message):
+      names = re.findall(r"[\w-]+", message[found.end() :])
+      for close in difflib.get_close_matches(found[1], names, 1):
+        message += f"; did you mean {close!r}?"
     self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 

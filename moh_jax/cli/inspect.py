@@ -272,7 +272,9 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
   if report["step"] is not None:
     yield f"step: {report['step']}"
   router = config.model.router
-  form = f" ({router.gate_form}, {router.structure})" * router.selects
+  # Other routers have gates of their own.
+  form = f"{router.gate_form}, " * (router.kind == "two_stage")
+  form = f" ({form}{router.structure})" * router.selects
   yield f"router: {router.kind}{form}"
   yield f"activated share: {report['activated_share']:.4f}"
   yield f"parameters: {report['parameters']:,}"

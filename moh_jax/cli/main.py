@@ -16,9 +16,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from moh_jax._version import __version__
 from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
+from moh_jax.config.base import MistakesError
 from moh_jax.runtime import compilation_cache, signals, steps
 
 # Commands, each a module of this folder; see `options`.
@@ -69,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
+  version = f"moh_jax {__version__}"
+  parser.add_argument("--version", action="version", version=version)
   parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
@@ -199,7 +203,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
-  """Runs a command, turning the user's mistakes into one line on stderr."""
+  """Runs a command, turning the user's mistakes into lines on stderr."""
   try:
     with signals.handled():
       return call()
@@ -217,12 +221,14 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     if show_traceback:
       traceback_lib.print_exc()
     else:
-      text = " ".join(str(error).split()) or type(error).__name__
-      if _FULL in text:
-        text += _LESS
-      if is_missing:
-        text += _INSTALL
-      print(f"error: {text}", file=sys.stderr)
+      several = isinstance(error, MistakesError)
+      for line in str(error).splitlines() if several else [str(error)]:
+        text = " ".join(line.split()) or type(error).__name__
+        if _FULL in text:
+          text += _LESS
+        if is_missing:
+          text += _INSTALL
+        print(f"error: {text}", file=sys.stderr)
     return 2
 
 

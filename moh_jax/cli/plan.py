@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import command
-from moh_jax.runtime.devices import USABLE, parse_topology
+from moh_jax.runtime.devices import parse_topology
 
 if TYPE_CHECKING:
   from moh_jax.training.plan import Plan
@@ -40,7 +40,7 @@ def run(options: Options) -> int:
   """Prints what a run needs on a topology.
 
   Returns:
-    0 if it fits, 1 if it does not.
+    0 if it fits, 1 if it does not, or may not.
   """
   import jax
 
@@ -84,14 +84,19 @@ def _lines(plan: Plan) -> Iterator[str]:
   names, share = form_summary(config, plan.attention)
   yield f"attention: {names}\n\n{_layout_table(plan)}\n"
   sizes = dataclasses.asdict(plan.memory) | {"together": plan.memory.total}
-  rows = [(name, _gb(size)) for name, size in sizes.items() if size]
-  yield command.table(rows, ("memory of a device", ""))
+  rows = [(name, _gb(size), "") for name, size in sizes.items() if size]
+  why = f"of one microbatch and the sum over {parts}" if parts > 1 else ""
+  if config.mesh.gather == "step" and plan.mesh["fsdp"] > 1:
+    why = "with the parameters of a step, whole on each device"
+  rows += [
+    ("gradients", _gb(plan.gradients), why),
+    ("activations", _gb(plan.kept), "that the backward pass reads"),
+  ]
+  yield command.table(rows, ("memory of a device", "", ""))
   yield f"\n{_verdict(plan)}"
-  if fewer := plan.fewer_microbatches():
-    yield (
-      f"fewer microbatches should fit too: optim.accumulation={fewer[0]} with "
-      f"about {_gb(fewer[1])}"
-    )
+  if other := plan.microbatches():
+    what = "fewer microbatches should fit too" if plan.fits else "should fit"
+    yield f"{what}: optim.accumulation={other[0]} with about {_gb(other[1])}"
   if plan.exchanges:
     yield f"\n{_exchange_table(plan)}"
   if plan.compiled and plan.compiled.collectives:
@@ -173,10 +178,12 @@ def _verdict(plan: Plan) -> str:
   """Whether a run fits, and who says so."""
   word, found = "fits" if plan.fits else "does not fit", plan.compiled
   if not found:
-    limit = _gb(USABLE * plan.topology.chip.memory)
+    least, most = plan.bounds
+    word = "may not fit" if least <= plan.limit else word
+    word = "should fit" if plan.fits else word
     return (
-      f"the state {word}: {_gb(plan.memory.total)} of {limit}; gradients and "
-      f"activations come on top, which the compiler counts: {plan.not_compiled}"
+      f"{word}: {_gb(least)} at least, with temporaries about {_gb(most)} at "
+      f"most, of {_gb(plan.limit)}; a compiler counts them: {plan.not_compiled}"
     )
   parts = ""
   if found.arguments is not None:
@@ -201,6 +208,7 @@ def _report(plan: Plan) -> dict[str, Any]:
   seconds, topology = plan.step_time.seconds, plan.topology
   values = dataclasses.asdict(dataclasses.replace(plan, config=None))
   values["memory"]["total"] = plan.memory.total
+  values["bounds"] = plan.bounds
   values["topology"] |= {"devices": topology.devices, "hosts": topology.hosts}
   return values | {
     "config": config_lib.to_dict(plan.config),

@@ -167,7 +167,8 @@ class Tokenize(command.Texts):
       them, or 'bytes'.
     out: folder of the token sets; OUT/SPLIT/skipped/ lists what was skipped.
     held_out: share of the documents in val/, chosen by a hash of their text;
-      the others are train/, and each gets one at least (default: 0.005).
+      the others are train/, and each gets one at least (default: 0.005). Of one
+      document the last lines are held out.
     split: put all documents into this split instead.
     on_error: what to do at a line, row or file that is not JSON, not UTF-8,
       lacks the field or is damaged.

@@ -21,7 +21,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 # Largest values of fields that have no limit of their own: what an int32 holds,
@@ -115,6 +115,29 @@ class Section:
     raise ValueError(f"{_path(self.NAME, name)}={value} {allowed}")
 
 
+class MistakesError(ValueError):
+  """Several mistakes; the text has a line for each."""
+
+
+def all_of(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+  """The results of calls.
+
+  Raises:
+    ValueError: some of them fail; where several do, it is a `MistakesError`.
+  """
+  done, wrong = [], []
+  for call in calls:
+    try:
+      done.append(call())
+    except ValueError as error:
+      wrong.append(error)
+  if len(wrong) == 1:
+    raise wrong[0]
+  if wrong:
+    raise MistakesError("\n".join(map(str, wrong)))
+  return done
+
+
 class GivenText(str):
   """The text of an override, which the type of its field says how to read."""
 
@@ -181,13 +204,15 @@ MOVED = {
 
 def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
   """Builds a section; arguments and errors as for `read_fields`."""
-  _check_keys(name, cls, values)
+  if not isinstance(values, Mapping) or values.keys() - hints(cls):
+    read_fields(name, cls, values)  # raises
   try:
     return cls(**values)
   except ValueError as error:
     # A nested section names its fields from itself on: "router.kind=...".
     parent = name.rpartition(".")[0]
-    raise ValueError(_path(parent, str(error))) from error
+    lines = (_path(parent, line) for line in str(error).splitlines())
+    raise type(error)("\n".join(lines)) from error
 
 
 def read_fields(
@@ -204,23 +229,20 @@ def read_fields(
   Raises:
     ValueError: an unknown key, a wrong type or a value out of range.
   """
-  _check_keys(name, cls, values)
-  return {
-    key: converted(_path(name, key), value, hints(cls)[key])
-    for key, value in values.items()
-  }
+  if not isinstance(values, Mapping):
+    raise ValueError(f"config section {name}={values!r} must have fields")
+
+  def read(key: str) -> Any:
+    if key not in (known := hints(cls)):
+      raise ValueError(_unknown_key(f"{name}.{key}", known))
+    return converted(_path(name, key), values[key], known[key])
+
+  found = all_of(functools.partial(read, key) for key in values)
+  return dict(zip(values, found))
 
 
 def _path(parent: str, name: str) -> str:
   return f"{parent}.{name}" if parent else name
-
-
-def _check_keys(name: str, cls: type, values: Any) -> None:
-  if not isinstance(values, Mapping):
-    raise ValueError(f"config section {name}={values!r} must have fields")
-  for key in values:
-    if key not in (known := hints(cls)):
-      raise ValueError(_unknown_key(f"{name}.{key}", known))
 
 
 def _unknown_key(path: str, known: Iterable[str]) -> str:

@@ -103,6 +103,9 @@ class DataConfig(ExamplesConfig):
     eval_resize: shorter side in pixels before the centre crop of evaluation; 0
       resizes straight to the model's image size, None is the largest centre
       crop of the images.
+    max_shrink: the images of a run that starts from a trained model
+      (`train.init_from`) are less than this many times as large as its input,
+      by the shorter sides.
     mean: subtracted from pixels in [0, 1], one value per channel; None is 0.5
       for diffusion models, ImageNet's for classifiers of three channels, the
       training scans' for "digits", else 0.5. Latents are not normalized.
@@ -123,6 +126,7 @@ class DataConfig(ExamplesConfig):
   decode: Literal["exact", "fast"] = "exact"
   bad_images: Literal["raise", "skip", "check"] = "raise"
   eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
+  max_shrink: Annotated[float, base.Range(1)] = 8.0
   mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
   std: tuple[Annotated[float, base.Range(0, 1e6, "(]")], ...] | None = None
 

@@ -220,7 +220,8 @@ class SampleConfig(base.Section):
   """How images are sampled: a run's grids, and defaults of `sample`.
 
   Attributes:
-    every: optimizer steps between grids of samples; 0 writes none.
+    every: optimizer steps between grids of samples; 0 writes none, None is a
+      fifth of `train.steps`, from 20 to 1,000.
     num: images of a grid.
     labels: of the grid's images in turn; -1 is no label. Empty goes through
       the classes.
@@ -249,7 +250,7 @@ class SampleConfig(base.Section):
 
   NAME = "sample"
 
-  every: base.Natural = 0
+  every: base.Natural | None = 0
   num: base.Count = 16
   labels: tuple[Annotated[int, base.Range(-1)], ...] = ()
   zoom: Annotated[int, base.Range(1, 64, "[]")] = 1

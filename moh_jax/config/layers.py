@@ -1,12 +1,13 @@
 """What model sections have in common: layers, their heads, and their runs."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from moh_jax.config.base import MOST_LAYERS, Dtype, Section, shown
+from moh_jax.config.base import MOST_LAYERS, Dtype, Section, all_of, shown
 from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.registry import get_source
@@ -281,12 +282,22 @@ class LayerStack(RoutedLayers):
     self.budgets()
 
   def check_lengths(self, *names: str) -> None:
-    """Raises ValueError unless these fields have a value for every part."""
+    """Gives these fields a value for every part, where one number is for all.
+
+    Raises:
+      ValueError: a field has neither.
+    """
     like = getattr(self, self.COUNTED_BY)
-    for name in names:
-      if len(getattr(self, name)) != len(like):
+
+    def check(name: str) -> None:
+      values = getattr(self, name)
+      if len(values) == 1 and not isinstance(values[0], tuple):
+        object.__setattr__(self, name, values * len(like))
+      elif len(values) != len(like):
         parts = f"as model.{self.COUNTED_BY}={shown(like)} has ({len(like)})"
-        self.fail(name, f"must have one value per {self.PART}, {parts}")
+        self.fail(name, f"must have one value per {self.PART}, or one, {parts}")
+
+    all_of(functools.partial(check, name) for name in names)
 
   def head_dims(self) -> tuple[int, ...]:
     """The width of a head in every part."""

@@ -229,7 +229,7 @@ class LLMConfig(LayerStack):
       tune.fail(
         "top_k_values", f"must end with the routing layers' top_k {ends}"
       )
-    if tune.top_k_steps[-1] >= run.train.steps:
+    if tune.top_k_steps and tune.top_k_steps[-1] >= run.train.steps:
       tune.fail("top_k_steps", f"must end before train.steps={run.train.steps}")
     if max(tune.top_k_values) > (least := _least_routed(self)):
       tune.fail(

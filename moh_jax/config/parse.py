@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from moh_jax.config.base import MOVED, GivenText, make_section
+from moh_jax.config.base import MOVED, GivenText, all_of, make_section
 from moh_jax.config.registry import FAMILIES, ROUTERS
 from moh_jax.config.run import Config, section_types
 
@@ -38,10 +39,13 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   if not isinstance(cfg["model"], Mapping):
     raise ValueError(f"config section model={cfg['model']!r} must have fields")
   family = cfg["model"].get("family")
-  known = section_types(family, cfg)
-  return Config(
-    **{name: make_section(name, known[name], cfg[name]) for name in cfg}
-  )
+  section_types(family)  # raises where there is no such family
+
+  def make(name: str) -> Any:
+    return make_section(name, section_types(family, [name])[name], cfg[name])
+
+  made = all_of(functools.partial(make, name) for name in cfg)
+  return Config(**dict(zip(cfg, made)))
 
 
 def to_dict(config: Config) -> dict[str, Any]:

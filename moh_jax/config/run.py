@@ -29,7 +29,8 @@ class OptimConfig(base.Section):
       `decay_steps` (arXiv:2405.18392). A run of "wsd" can be made longer from
       any checkpoint before its fall.
     warmup_steps: steps of the linear warm-up from `warmup_lr`, which begin the
-      run; 0 is none, None a twentieth of `train.steps`, at most 2,000.
+      run; 0 is none, None `warmup_share` of `train.steps`, at most 2,000.
+    warmup_share: of the run, where `warmup_steps` is None.
     warmup_lr: learning rate of the first step of a warm-up.
     final_lr: learning rate at the end of "cosine" and "wsd".
     decay_steps: steps of the fall of "wsd"; None is a fifth of `train.steps`.
@@ -70,6 +71,7 @@ class OptimConfig(base.Section):
   lr: base.Amount = 1e-3
   schedule: Literal["cosine", "constant", "wsd"] = "cosine"
   warmup_steps: base.Natural | None = None
+  warmup_share: base.Share = 0.05
   warmup_lr: base.Amount = 0.0
   final_lr: base.Amount = 0.0
   decay_steps: base.Natural | None = None
@@ -92,7 +94,7 @@ class OptimConfig(base.Section):
     """Steps of the warm-up in a run of so many steps."""
     if self.warmup_steps is not None:
       return self.warmup_steps
-    return min(steps // 20, 2000)
+    return min(int(steps * self.warmup_share), 2000)
 
   def decay(self, steps: int) -> int:
     """Steps in which a run of so many steps ends: the fall of "wsd"."""
@@ -136,6 +138,8 @@ class TrainConfig(base.Section):
 
   Attributes:
     steps: optimizer steps.
+    epochs: passes over the training examples in place of `steps`, which follow
+      from it; 0 leaves `steps` as it is.
     seed: seed of parameters, data order and every random choice.
     init_from: workdir or output of `convert` whose parameters the run starts
       from, with a fresh optimizer; "" initialises them at random. So is what
@@ -151,6 +155,7 @@ class TrainConfig(base.Section):
   NAME = "train"
 
   steps: base.Count = 1000
+  epochs: base.Amount = 0.0
   seed: Annotated[int, base.Range(0, 2**31 - 1, "[]")] = 0
   init_from: str = ""
   balance_weight: base.Amount = 0.01
@@ -214,7 +219,8 @@ class CheckpointConfig(base.Section):
   """When the run is saved and what is kept.
 
   Attributes:
-    every: steps between checkpoints; the last step is always saved.
+    every: steps between checkpoints; the last step is always saved. None is a
+      tenth of `train.steps`, from 20 to 1,000.
     keep_last: number of newest checkpoints that are kept.
     keep_every: steps: checkpoints at multiples of this are kept too; itself a
       multiple of `every`, 0 keeps none.
@@ -225,7 +231,7 @@ class CheckpointConfig(base.Section):
 
   NAME = "checkpoint"
 
-  every: base.Count = 1000
+  every: base.Count | None = None
   keep_last: base.Count = 2
   keep_every: base.Natural = 0
   async_save: bool = True
@@ -233,7 +239,9 @@ class CheckpointConfig(base.Section):
 
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
-    if self.keep_every % self.every:
+    if self.keep_every and not self.every:
+      self.fail("keep_every", "must be 0 where checkpoint.every=None")
+    if self.keep_every and self.keep_every % self.every:
       whole = f"a multiple of checkpoint.every={self.every}"
       self.fail("keep_every", f"must be {whole}")
 
@@ -244,7 +252,8 @@ class EvalConfig(base.Section):
 
   Attributes:
     every: steps between evaluations; the last step is always evaluated, 0
-      evaluates only there.
+      evaluates only there, None is a fifth of `train.steps`, from 20 to
+      1,000.
     batch_size: examples per batch, over all devices.
     examples: examples at most, spread evenly over the split (text: sequences);
       0 takes all.
@@ -254,7 +263,7 @@ class EvalConfig(base.Section):
 
   NAME = "eval"
 
-  every: base.Natural = 1000
+  every: base.Natural | None = None
   batch_size: base.Batch = 128
   examples: base.Natural = 0
   use_ema: bool = True
@@ -265,7 +274,8 @@ class LogConfig(base.Section):
   """What the run writes besides checkpoints.
 
   Attributes:
-    every: steps between records of metrics.
+    every: steps between records of metrics; None is a 25th of `train.steps`,
+      from 1 to 50.
     tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
     progress: whether to print a line for every row of metrics.
     profile: "A:B" traces steps A to B - 1 into WORKDIR/profile, for XProf; ""
@@ -282,7 +292,7 @@ class LogConfig(base.Section):
 
   NAME = "log"
 
-  every: base.Count = 50
+  every: base.Count | None = None
   tensorboard: bool = True
   progress: bool = True
   profile: str = ""
@@ -402,14 +412,19 @@ class Config:
     return self.data.source == "preference"
 
   def _check(self) -> None:
-    self.model.check_run(self)
+    own = self._check_tune, self._check_batch, self._check_steps
+    base.all_of([lambda: self.model.check_run(self), *own])
+
+  def _check_tune(self) -> None:
+    lora, distill = self.tune.lora, self.tune.distill
     if not self.model.READS_TEXT:
       family = f"model.family={self.model.family!r}"
-      if self.tune.top_k_steps:
-        self.tune.fail("top_k_steps", f"must be () for {family}")
-      if weight := self.tune.distill.weight:
-        raise ValueError(f"tune.distill.weight={weight} must be 0 for {family}")
-    lora, distill = self.tune.lora, self.tune.distill
+      if self.tune.top_k_values:
+        self.tune.fail("top_k_values", f"must be () for {family}")
+      if distill.weight:
+        raise ValueError(
+          f"tune.distill.weight={distill.weight} must be 0 for {family}"
+        )
     if self.prefers and not lora.rank:
       raise ValueError(
         f"tune.lora.rank={lora.rank} must be above 0 where data.source="
@@ -420,10 +435,16 @@ class Config:
         f"tune.distill.weight={distill.weight} must be 0 where data.source="
         "'preference'"
       )
-    optim, steps = self.optim, self.train.steps
-    if self.data.batch_size % (parts := optim.accumulation):
+
+  def _check_batch(self) -> None:
+    if self.data.batch_size % (parts := self.optim.accumulation):
       whole = f"a multiple of optim.accumulation={parts}"
       self.data.fail("batch_size", f"must be {whole}")
+
+  def _check_steps(self) -> None:
+    optim = self.optim
+    # The steps of a run of `epochs` are known once its examples are counted.
+    steps = base.MOST_COUNT if self.train.epochs else self.train.steps
     warmup, decay = optim.warmup(steps), optim.decay(steps)
     if warmup > steps:
       optim.fail("warmup_steps", f"must be at most train.steps={steps}")
@@ -432,6 +453,25 @@ class Config:
         f"optim.decay_steps={decay} must be at most train.steps={steps} less "
         f"the {warmup} steps of the warm-up"
       )
+
+  def scheduled(self) -> "Config":
+    """The run with the steps that it leaves to its length."""
+    steps, tune, found = self.train.steps, self.tune, {}
+    warmup = self.optim.warmup(steps)
+    found["optim"] = dataclasses.replace(self.optim, warmup_steps=warmup)
+    for name, (parts, least, most) in _INTERVALS.items():
+      section = self.by_name().get(name)
+      if getattr(section, "every", 0) is None:
+        every = min(max(steps // parts, least), most)
+        found[name] = dataclasses.replace(section, every=every)
+    if (values := tune.top_k_values) and not tune.top_k_steps:
+      gaps = 3 * max(len(values) - 1, 1)
+      # In a run of a few steps later values take the place of earlier ones.
+      kept = {i * steps // gaps: value for i, value in enumerate(values)}
+      found["tune"] = dataclasses.replace(
+        tune, top_k_steps=tuple(kept), top_k_values=tuple(kept.values())
+      )
+    return dataclasses.replace(self, **found)
 
   def served(self) -> "Config":
     """The run to serve its model with: what only trains has its defaults."""
@@ -443,6 +483,14 @@ class Config:
     return {**shared, **self.sections}
 
 
+# Of sections whose `every` may be None: the parts of a run, the least and the
+# most steps.
+_INTERVALS = {
+  "checkpoint": (10, 20, 1000),
+  "eval": (5, 20, 1000),
+  "sample": (5, 20, 1000),
+  "log": (25, 1, 50),
+}
 # The sections that are the same in all families: the fields of `Config` that
 # name a class.
 _SHARED = {

@@ -85,9 +85,10 @@ class TuneConfig(base.Section):
 
   Attributes:
     top_k_steps: optimizer steps at which the routed heads per token change, the
-      first 0; () keeps model.top_k throughout. Of language models.
+      first 0; () spreads the values evenly over the first third of the run. Of
+      language models.
     top_k_values: routed heads per token from each of these steps on, in every
-      layer that routes; the last is model.top_k.
+      layer that routes; the last is model.top_k. () keeps it throughout.
     lora: adapters, which are trained in place of the parameters that
       `train.init_from` holds.
     distill: a teacher for adapters of language models.
@@ -110,7 +111,7 @@ class TuneConfig(base.Section):
         "tune.lora.rank=0: the teacher is the model without its adapters"
       )
     steps = self.top_k_steps
-    if len(steps) != len(self.top_k_values):
+    if steps and len(steps) != len(self.top_k_values):
       self.fail("top_k_values", f"must have one value for each of {steps}")
     rising = all(a < b for a, b in itertools.pairwise(steps))
     if steps and (steps[0] != 0 or not rising):

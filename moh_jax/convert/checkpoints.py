@@ -3,12 +3,15 @@
 Both work tensor by tensor and never hold a whole model, see `stream.py`.
 """
 
+import atexit
 import dataclasses
 import functools
 import json
 import logging
 import math
 import pathlib
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +41,19 @@ Tensors = Mapping[str, Any]
 # What describes the model in the header of an exported file: the config, in
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
+_FOLDER = "folder"  # the form of one's own networks
+_CARD = """---
+library_name: moh_jax
+---
+
+# Mixture-of-Head {family}, {share:.1%} of the heads active
+
+{parameters:,} parameters, trained for {step:,} steps, stored as {dtype}. Read
+it by `moh_jax.restore("FOLDER")`; config.json has the run and the class names.
+
+Images of {size} (rows, columns, channels) are pixels / 255 less {mean}, over
+{std}.
+"""
 
 
 def convert(
@@ -124,6 +140,8 @@ def export(
   model card, and code where transformers has none for the model. Other families
   become one safetensors file; the config, in which the preprocessing is, and
   the class names are in the text of its header, where `convert` finds them.
+  `to="folder"` puts such a file into a folder, which `restore` reads, with a
+  model card and the same as JSON.
   `to="diffusers"` makes a folder of a plain DiT. Adapters become a part of the
   weights, which are then held in memory; `to="peft"` writes them alone.
 
@@ -197,8 +215,10 @@ def export(
     ]
 
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
+  stored = checkpoint.metadata_to_json(metadata)
+  if form in ("", _FOLDER):
+    text[_ENTRY] = json.dumps(stored)
   if not form:
-    text[_ENTRY] = json.dumps(checkpoint.metadata_to_json(metadata))
     tensor_files.write_file(path, plan(), dtype, text)
     return total
   with tensor_files.new_folder(path) as folder:
@@ -209,12 +229,40 @@ def export(
     exported = Exported(
       form, config, step, dtype, total, folder, tokenizer, license, scores
     )
-    for name, content in converter.folder_files(exported).items():
+    if form == _FOLDER:
+      small, stem = _own_files(exported, stored), "model"
+    else:
+      small, stem = converter.folder_files(exported), converter.stem
+    for name, content in small.items():
       (folder / name).write_text(content)
-    tensor_files.write_folder(
-      folder, plan(), dtype, text, shard_size, converter.stem
-    )
+    tensor_files.write_folder(folder, plan(), dtype, text, shard_size, stem)
   return total
+
+
+def _own_files(exported: Exported, stored: Any) -> dict[str, str]:
+  """The small files of a folder of one of our networks."""
+  model, data = exported.config.model, exported.config.data
+  told = {"family": model.family, "share": model.activated_share}
+  told |= {"size": model.input_shape, "mean": data.mean, "std": data.std}
+  return {
+    "README.md": _CARD.format(**told, **vars(exported)),
+    CONFIG_FILE: json.dumps(stored, indent=2) + "\n",
+  }
+
+
+def unpacked(directory: str) -> str:
+  """A checkpoint of a folder that `export` wrote; any other directory as it is.
+
+  It lies in a temporary folder, which is removed when the process ends.
+  """
+  metadata = _exported(directory)
+  if metadata is None:
+    return directory
+  folder = tempfile.mkdtemp(prefix="moh_jax.")
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  kind = next(iter(get_family(metadata.config.model.family).formats))
+  convert(kind, directory, folder)
+  return folder
 
 
 def model_rules(model: Any, form: str = "") -> list[rules.Rule]:
@@ -266,7 +314,9 @@ def _exported(source: str) -> checkpoint.Metadata | None:
   Raises:
     ValueError: it was another version's.
   """
-  text = tensor_files.read_text(source).get(_ENTRY)
+  if (path := pathlib.Path(source)).is_dir():
+    path = min(path.glob("*.safetensors"), default=path)
+  text = tensor_files.read_text(path).get(_ENTRY)
   if text is None:
     return None
   try:

@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from moh_jax.runtime.alive import alive
+
 Identity = dict[str, int | str]
 _EDGE = 4096  # bytes at both ends of a file that its fingerprint reads
 # Of a set of millions of small files not all are read.
@@ -44,6 +46,7 @@ def of_shards(
   }
 
 
+@alive("reading the sizes and ends of the images")
 def of_files(paths: Sequence[str]) -> str:
   """Identifies the content of local files, in order: sizes, both ends.
 

@@ -17,6 +17,7 @@ from moh_jax.config.registry import SPLITS, MissingSplitError
 from moh_jax.data import decode, sources
 from moh_jax.data.identity import Identity, of_files
 from moh_jax.data.input_files import SPLIT_WORDS
+from moh_jax.runtime.alive import alive
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Further ones that commands read, but training does not.
@@ -102,11 +103,11 @@ class EncodedSource(sources.ImageSource):
     The size is a square about as large as the images, in steps of 32 up to
     224. Images whose headers cannot be read are for `data.bad_images`.
     """
-    if not {"channels", "image_size", "num_classes"} & set(names):
+    if not {"channels", "image_size", "num_classes", "pixels"} & set(names):
       return {}
     source = cls.open(config, "train")
     told = {"num_classes": len(source.class_names)}
-    if not {"channels", "image_size"} & set(names):
+    if not {"channels", "image_size", "pixels"} & set(names):
       return told
     found, bad = [], ""
     for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
@@ -121,6 +122,7 @@ class EncodedSource(sources.ImageSource):
         f"at can be read; the first: {bad}"
       )
     sizes, greys = zip(*found)
+    told["pixels"] = tuple(map(statistics.median_low, zip(*sizes)))
     side = statistics.median_low(map(min, sizes)) // _SIDE_STEP * _SIDE_STEP
     side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
     channels = 1 if all(greys) else 3
@@ -226,6 +228,7 @@ class ImageFolderSource(EncodedSource):
     return self._files[index][0]
 
 
+@alive("listing the images")
 def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
   """Lists the images FOLDER/CLASS/*, classes in alphabetical order.
 

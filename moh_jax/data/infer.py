@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import logging
+import math
 import os
 import pathlib
 from typing import Any
@@ -16,13 +18,15 @@ from moh_jax.runtime.steps import workdir
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Fields of the section `model` that data tell.
 _FIELDS = ("channels", "num_classes", "image_size", "vocab_size")
+_LOG = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
   """Fills in what a config leaves unset; what it states stays.
 
-  `data.tokenizer_path` is the folder of `train.init_from`, `optim.warmup_steps`
-  follows from the number of steps, `model.channels`, `model.num_classes` and
+  `data.tokenizer_path` is the folder of `train.init_from`, what counts steps
+  follows from their number (`Config.scheduled`), and that from `train.epochs`
+  and the training examples, `model.channels`, `model.num_classes` and
   `model.image_size` from the images or latents, `data.mean`, `data.std` and
   `data.eval_resize` from both, `diffusion.latent_scale` from the latents,
   `model.vocab_size` from the text's tokenizer. Data are looked at only for
@@ -38,13 +42,13 @@ def resolve(config: Config) -> Config:
       path = os.fspath(workdir(start))
     data = dataclasses.replace(config.data, tokenizer_path=path)
     config = dataclasses.replace(config, data=data)
-  warmup = config.optim.warmup(config.train.steps)
-  optim = dataclasses.replace(config.optim, warmup_steps=warmup)
   wanted = [n for n in _FIELDS if getattr(config.model, n, 0) is None]
   normalizes = getattr(config.data, "mean", ()) is None
   normalizes = normalizes and not is_latent(config)
   source = imported(get_source(config.data).source)
   asked = [*wanted, *["mean", "std"] * normalizes]
+  # Where data are looked at, a model that was trained before must suit them.
+  asked += ["pixels"] * bool(asked and config.train.init_from)
   told = source.tell(config, asked) if asked else {}
   if missing := [name for name in wanted if name not in told]:
     raise ValueError(
@@ -53,6 +57,8 @@ def resolve(config: Config) -> Config:
     )
   found = {name: told[name] for name in wanted}
   model, data = dataclasses.replace(config.model, **found), config.data
+  if config.train.init_from and "pixels" in told:
+    _check_shrink(model, data, told)
   if normalizes:
     mean = std = (0.5,) * model.channels  # pixels in [-1, 1]
     if "diffusion" not in config.sections:
@@ -63,7 +69,8 @@ def resolve(config: Config) -> Config:
     data = dataclasses.replace(data, mean=mean, std=std)
   if getattr(data, "eval_resize", 0) is None:
     data = dataclasses.replace(data, eval_resize=min(model.input_shape[:2]))
-  resolved = dataclasses.replace(config, model=model, data=data, optim=optim)
+  resolved = dataclasses.replace(config, model=model, data=data)
+  resolved = _counted(resolved).scheduled()
   diffusion = config.sections.get("diffusion")
   if diffusion is None or diffusion.latent_scale is not None:
     return resolved
@@ -76,6 +83,41 @@ def resolve(config: Config) -> Config:
   diffusion = dataclasses.replace(diffusion, **stated)
   sections = {**config.sections, "diffusion": diffusion}
   return dataclasses.replace(resolved, sections=sections)
+
+
+def _check_shrink(model: Any, data: Any, told: dict[str, Any]) -> None:
+  """Says what a trained model reads, and refuses far larger images."""
+  (*size, channels), pixels = model.input_shape, told["pixels"]
+  shapes = (*pixels, told["channels"]), (*size, channels)
+  images, ours = (
+    f"{rows} x {columns} pixels, {'grey' if channels == 1 else 'RGB'}"
+    for rows, columns, channels in shapes
+  )
+  text = f"data.path={data.path!r}: images of about {images}; the model of "
+  text += f"train.init_from reads {ours}"
+  shrink = min(pixels) / min(size)
+  if shrink >= data.max_shrink:
+    raise ValueError(
+      f"{text}: they would shrink to 1/{shrink:.3g}; a larger --config.model."
+      f"{model.SIZE} or data.max_shrink={math.floor(shrink) + 1} allows them"
+    )
+  _LOG.info("%s", text)
+
+
+def _counted(config: Config) -> Config:
+  """A run with the steps that its passes over the training examples take."""
+  epochs, data = config.train.epochs, config.data
+  if not epochs:
+    return config
+  opens = imported(get_source(data).source).open
+  if config.model.READS_TEXT:
+    sources = opens(data, config.model.vocab_size, "train").values()
+    examples = sum(map(len, sources))
+  else:
+    examples = len(opens(config, "train"))
+  steps = max(math.ceil(epochs * examples / data.batch_size), 1)
+  train = dataclasses.replace(config.train, steps=steps, epochs=0.0)
+  return dataclasses.replace(config, train=train)
 
 
 def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
@@ -91,6 +133,8 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   try:
     return resolve(config), {}
   except FileNotFoundError:
+    if config.train.epochs:  # which missing data cannot count
+      raise
     data = dataclasses.replace(
       config.data, source="fake", **_usual(config.data)
     )

@@ -70,7 +70,7 @@ class ImageSource(abc.ABC):
     Args:
       config: the run.
       names: of the fields, among "channels", "num_classes", "image_size",
-        "mean" and "std".
+        "mean" and "std"; and "pixels", the usual rows and columns.
 
     Returns:
       Values by name; those that are not known are absent.
@@ -236,12 +236,6 @@ def make_source(
   if wrong:
     raise ValueError(f"{where}: {wrong}")
   _LOG.info("data: %s: %d examples of %d classes", where, len(source), found)
-  if split == "train" and data.batch_size > len(source):
-    _LOG.warning(
-      "data.batch_size=%d is more than the %d training examples, which a batch "
-      "then repeats",
-      *(data.batch_size, len(source)),
-    )
   check_class_names(class_names, source.class_names, where)
   if not kind.has_path:  # none of its examples can be bad
     return source

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import tqdm
 
+from moh_jax.config.registry import SPLITS
 from moh_jax.data import text_files
 from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
@@ -46,9 +47,16 @@ def split_of(text: str, held_out: float) -> str:
   return "val" if _number(text) < held_out else "train"
 
 
+def cut_tail(text: str, held_out: float) -> tuple[str, ...]:
+  """A text without its last lines, and these; () where it is one line."""
+  place = text.rfind("\n", 0, int(len(text) * (1 - held_out))) + 1
+  place = place or text.find("\n") + 1
+  return (text[:place], text[place:]) if 0 < place < len(text) else ()
+
+
 def fill_parts(
   held_out: float, texts: Iterable[str], skipped: collections.Counter[str]
-) -> float:
+) -> tuple[float, bool]:
   """The share that gives each part a document, where the given one does not.
 
   It moves just past the lowest or the highest number of a text. Where the hash
@@ -60,24 +68,33 @@ def fill_parts(
     texts: the documents that have text.
     skipped: what is left out of them by reason, for the message.
 
+  Returns:
+    The share, and whether it is that of the last lines of the only document.
+
   Raises:
-    ValueError: there are fewer than two documents, or all have the same text.
+    ValueError: there is no document, or one line alone, or all have the same
+      text.
   """
   low, high, count = 1.0, 0.0, 0
-  for number in map(_number, texts):
+  for text in texts:
+    number = _number(text)
     low, high, count = min(low, number), max(high, number), count + 1
     if low < held_out <= high:
-      return held_out
+      return held_out, False
   if not count:
     told = describe_skipped([{"skipped": skipped}])
     raise ValueError(f"the input has no document; {told or 'it is empty'}")
+  if count == 1 and cut_tail(text, held_out):
+    return held_out, True
   if low == high:
-    same = "document" if count == 1 else "documents, all of one text"
-    raise ValueError(
-      f"the input has {count} {same}, and documents are not cut; tokenize "
-      "other files with --split val, and this one with --split train"
+    same = (
+      "document of one line" if count == 1 else "documents, all of one text"
     )
-  return high if low < held_out else math.nextafter(low, 1)
+    raise ValueError(
+      f"the input has {count} {same}; tokenize other files with --split val, "
+      "and this one with --split train"
+    )
+  return (high if low < held_out else math.nextafter(low, 1)), False
 
 
 def _number(text: str) -> float:
@@ -94,6 +111,7 @@ class _Job:
 
   writers: dict[str, TokenSetWriter]  # by split
   held_out: float | None
+  cuts: bool  # hold out the last lines of the only document
   groups: list[tuple[text_files.Piece, ...]]
   todo: dict[int, list[str]]  # number of a group -> splits that lack its shard
   tokenizer: Tokenizer
@@ -113,24 +131,28 @@ class _Job:
           return next(iter(targets.values()))
         return targets.get(split_of(text, self.held_out))
 
-      def documents() -> Iterator[tuple[str, str]]:
+      def documents() -> Iterator[tuple[TokenShard, str, str]]:
         for piece in self.groups[group]:
           for name, text in text_files.read_documents(piece, self.field):
             if isinstance(text, str):
-              if not text or target(text):
-                yield name, text
+              # Without text, the name says the part.
+              parts = [(target(text or name), text)]
+              if self.cuts and text:
+                parts = zip(
+                  map(targets.get, SPLITS), cut_tail(text, self.held_out)
+                )
+              yield from ((found, name, x) for found, x in parts if found)
             elif self.on_error == "stop":
               raise text
-            elif found := target(name):  # without text, the name says the part
+            elif found := target(name):
               found.skip(name, text.reason, text.detail)
 
       for batch in _batches(documents()):
-        ids = self.tokenizer.encode_batch([text for _, text in batch])
-        for (name, text), tokens in zip(batch, ids):
-          found = target(text or name)
-          if found and tokens:
+        ids = self.tokenizer.encode_batch([text for *_, text in batch])
+        for (found, name, text), tokens in zip(batch, ids):
+          if tokens:
             found.add(tokens, len(text.encode()))
-          elif found:
+          else:
             found.skip(name, "empty")
     return self.size(group)
 
@@ -139,12 +161,12 @@ class _Job:
     return sum(piece.size for piece in self.groups[group])
 
 
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list]:
-  """Pairs of a name and a text, as many as one call of the tokenizer takes."""
+def _batches(documents: Iterable[tuple[Any, str, str]]) -> Iterator[list]:
+  """Shards, names and texts, as many as one call of the tokenizer takes."""
   batch, size = [], 0
-  for name, text in documents:
-    batch.append((name, text))
-    size += len(text)
+  for document in documents:
+    batch.append(document)
+    size += len(document[-1])
     if len(batch) == _BATCH or size >= _BATCH_TEXT:
       yield batch
       batch, size = [], 0
@@ -169,8 +191,9 @@ def tokenize(
 
   If no shard of a set can be written, the set is removed again, so that other
   options can be tried. If a set has no document, all of them are removed. Where
-  the share leaves one of two parts empty, it gets one document, see
-  `fill_parts`; that is known before the work starts.
+  the share leaves one of two parts empty, it gets one document, and of one
+  document the last lines are held out, see `fill_parts`; that is known before
+  the work starts.
 
   Args:
     inputs: files or patterns, see `list_pieces`.
@@ -198,18 +221,19 @@ def tokenize(
   """
   groups, out = text_files.list_pieces(inputs, piece_bytes), pathlib.Path(out)
   inside(out, split, "split")
-  keeps = {split: "all"}
+  keeps, cuts = {split: "all"}, False
   if held_out is not None:
     skipped: collections.Counter[str] = collections.Counter()
     counts = skipped if on_error == "skip" else None
     texts = text_files.read_texts(
       itertools.chain.from_iterable(groups), field, counts
     )
-    held_out = fill_parts(held_out, filter(None, texts), skipped)
+    held_out, cuts = fill_parts(held_out, filter(None, texts), skipped)
     # Sets say it as versions did that had a class for it.
     name = f"HeldOutPart(share={held_out!r}, held_out="
     parts = {"train": False, "val": True}
-    keeps = {part: f"{name}{of}) of texts" for part, of in parts.items()}
+    what = "lines" if cuts else "texts"
+    keeps = {part: f"{name}{of}) of {what}" for part, of in parts.items()}
   writers: dict[str, TokenSetWriter] = {}
   try:
     settings = {"inputs": text_files.fingerprint(groups), "field": field}
@@ -221,7 +245,9 @@ def tokenize(
     for split, writer in writers.items():
       for group in writer.todo():
         todo.setdefault(group, []).append(split)
-    job = _Job(writers, held_out, groups, todo, tokenizer, field, on_error)
+    job = _Job(
+      writers, held_out, cuts, groups, todo, tokenizer, field, on_error
+    )
     with tqdm.tqdm(
       desc=", ".join(writers),
       total=sum(map(job.size, todo)),

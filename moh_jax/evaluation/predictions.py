@@ -27,8 +27,8 @@ class Predictions:
   Attributes:
     index: [N] position of each image in the split.
     label: [N] its label in the data.
-    top: [N, 5] its most probable classes, the first the best; -1 where there
-      are fewer classes, and where the model gives NaN.
+    top: [N, 5] its most probable classes, the first the best, or [N, 1] of a
+      model with five classes or fewer; -1 where the model gives NaN.
     loss: [N] cross-entropy of the label.
     activated_share: heads used over all heads.
   """
@@ -54,8 +54,8 @@ def predict_step(model: nn.Module) -> Callable[[Any, Any], dict[str, Any]]:
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch["label"]
     )
-    top = jax.lax.top_k(logits, min(_TOP, logits.shape[-1]))[1]
-    top = jnp.pad(top, ((0, 0), (0, _TOP - top.shape[-1])), constant_values=-1)
+    shown = _TOP if logits.shape[-1] > _TOP else 1
+    top = jax.lax.top_k(logits, shown)[1]
     broken = jnp.isnan(logits).any(-1, keepdims=True)
     return {
       **{name: rows for name, rows in batch.items() if name != "image"},
@@ -100,6 +100,8 @@ def scores(
 ) -> dict[str, float]:
   """Accuracy, top-5 accuracy, loss, activated share and number of images.
 
+  Of a model with five classes or fewer there is no top-5 accuracy.
+
   Args:
     found: the predictions.
     right: for each of them the classes that are right, such as ReaL's; images
@@ -119,11 +121,12 @@ def scores(
     raise ValueError("no image has a right label")
   counted = np.array([bool(classes) for classes in right])
   ranks = np.array(ranks)
+  top5 = {"top5_accuracy": int((ranks < _TOP).sum()) / len(ranks)}
   return {
     "accuracy": int((ranks == 0).sum()) / len(ranks),
     "activated_share": found.activated_share,
     "loss": float(found.loss[counted].mean(dtype=np.float64)),
-    "top5_accuracy": int((ranks < _TOP).sum()) / len(ranks),
+    **(top5 if found.top.shape[1] > 1 else {}),
     "examples": len(ranks),
   }
 
@@ -148,12 +151,14 @@ def by_class(
     first = top[:, 0].tolist()
     wrong = [c for c in first if c not in (label, -1)]
     taken = max(set(wrong), key=lambda c: (wrong.count(c), -c), default=None)
+    hits = int((top == label).sum())
+    top5 = {"top5_accuracy": hits / total if total else None}
     rows.append(
       {
         "class": name,
         "examples": total,
         "accuracy": first.count(label) / total if total else None,
-        "top5_accuracy": int((top == label).sum()) / total if total else None,
+        **(top5 if top.shape[1] > 1 else {}),
         "taken_for": "" if taken is None else class_names[taken],
         "times": wrong.count(taken),
       }

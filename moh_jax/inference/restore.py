@@ -104,7 +104,8 @@ def restore(
   """Restores a checkpoint for inference.
 
   Args:
-    directory: a working directory of train.py or an output of `convert`.
+    directory: a working directory of train.py, an output of `convert`, or a
+      folder of `export --to folder`.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
@@ -125,6 +126,10 @@ def restore(
     ValueError: the checkpoint is damaged, or an override does not fit the
       model.
   """
+  if steps.is_exported(directory):
+    from moh_jax.convert.checkpoints import unpacked
+
+    directory = unpacked(directory)
   stored, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
   config = serving_config(stored.config, changes, overrides, sample or {})

@@ -22,6 +22,7 @@ from moh_jax.config import (
   imported,
   released_model,
 )
+from moh_jax.config.registry import released_models
 
 
 def make_model(
@@ -60,6 +61,21 @@ def get_model(name: str) -> tuple[nn.Module, Any]:
   """
   section = released_model(name)
   return imported(get_family(section.family).network)(section), section
+
+
+def list_models() -> dict[str, dict[str, Any]]:
+  """The released models by name: their family, heads and activated share.
+
+  "formats" are the values of `convert --from` that read their weights.
+  """
+  found = {}
+  for name, section in released_models().items():
+    family = get_family(section.family)
+    formats = [kind for kind, s in family.formats.items() if name.startswith(s)]
+    found[name] = {"family": family.name, "heads": section.num_heads}
+    found[name]["activated_share"] = section.activated_share
+    found[name]["formats"] = tuple(formats)
+  return found
 
 
 def fit_params(params: Any, trained: RoutedLayers, wanted: RoutedLayers) -> Any:

@@ -23,6 +23,7 @@ from flax import traverse_util
 from moh_jax import config as config_lib
 from moh_jax.config import Config, upgrade
 from moh_jax.runtime import steps
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.json_files import check_json
 from moh_jax.runtime.peers import ask_first_process
 
@@ -202,7 +203,8 @@ def _unreadable(
 ) -> Iterator[None]:
   """Makes a ValueError that names the item of any error of Orbax."""
   try:
-    yield
+    with alive(f"reading {directory}, step {step}, {item}"):
+      yield
   except Exception as error:
     text = " ".join(str(error).split())[:200]
     raise ValueError(

@@ -33,6 +33,7 @@ from moh_jax.config.parse import (
   upgrade,
 )
 from moh_jax.config.run import section_types
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.files import checksum, read_bytes, write_whole
 from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
 
@@ -164,6 +165,7 @@ def read_json_item(
   return parse_json(read_bytes(file, MAX_BYTES), kind, os.fspath(file))
 
 
+@alive("comparing a checkpoint with its checksums")
 def find_damage(
   directory: str | epath.Path, step: int, items: Collection[str] | None = None
 ) -> dict[str, str] | None:
@@ -406,6 +408,14 @@ def _expects_manifest(folder: epath.Path) -> bool:
     return bool(parse_json(content).get(MANIFEST_FLAG))
   except (OSError, ValueError):
     return False
+
+
+def is_exported(directory: str | os.PathLike) -> bool:
+  """Whether a directory may be one of `export`: weights, but no checkpoint."""
+  if "://" in os.fspath(directory):
+    return False
+  path = epath.Path(directory)
+  return (path / "config.json").is_file() and not list_steps(directory)
 
 
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.files import write_whole
 from moh_jax.runtime.json_files import parse_json
 from moh_jax.runtime.steps import list_steps
@@ -97,7 +98,7 @@ class RunClock:
       "of XLA about a slow compile or constant folding is no error"
     )
     began = self._now()
-    with self.phase("compile"):
+    with self.phase("compile"), alive("compiling the training step"):
       yield  # returns before the step is done
     _LOG.info("compiled in %.1f s", self._now() - began)
 

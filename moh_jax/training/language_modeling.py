@@ -59,7 +59,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
   return Task(
     **vars(objective),
-    batches=lambda mesh: stream(config, train, mesh),
+    batches=lambda mesh: stream(config, train, mesh, len(text)),
     evaluate=make_evaluate(objective.model, config, Metadata(config)),
     class_names=(),
     tokenizer=text.tokenizer,

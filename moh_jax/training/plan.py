@@ -1,12 +1,15 @@
 """The plan of a run: whether it fits a topology, how it is split, its time."""
 
 import dataclasses
+import functools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.linen import logical_axis_rules
 from jax.sharding import AbstractMesh, AxisType
 
 from moh_jax.config import Config, MeshConfig, without_router
@@ -17,7 +20,12 @@ from moh_jax.models.adapters import count, join
 from moh_jax.ops.target import Target
 from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import USABLE, Topology
-from moh_jax.runtime.sharding import axes_of_entry, bytes_on_device, is_box
+from moh_jax.runtime.sharding import (
+  RULES,
+  axes_of_entry,
+  bytes_on_device,
+  is_box,
+)
 from moh_jax.training.compiling import (
   Collective,
   Compiled,
@@ -32,13 +40,16 @@ from moh_jax.training.flops import (
   step_flops,
   step_forms,
 )
-from moh_jax.training.step import Program, make_program
+from moh_jax.training.step import Objective, Program, make_program
 from moh_jax.training.task import task_builder
 
 # What programs reach of published figures. These three are assumptions.
 PEAK_SHARE = 0.5
 MEMORY_SHARE = 0.8
 LINK_SHARE = 0.7
+# What a compiled step needs beside state and gradients, over the arrays that
+# its backward pass reads: 1.5 to 3.1 in the runs of docs/plan.md.
+_TEMPORARIES = 3.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +163,9 @@ class Plan:
     parameters: their number.
     layouts: how they are split.
     memory: of a device.
+    gradients: bytes of gradients and gathered parameters on a device.
+    kept: bytes of a microbatch that the backward pass reads, on a device; with
+      `mesh.tensor` some of them are split.
     attention: forms of attention, for each group of equal layers.
     flops: of a step, for the active heads.
     baseline_flops: of a step of the same model without its router.
@@ -174,6 +188,8 @@ class Plan:
   parameters: int
   layouts: tuple[Layout, ...]
   memory: Memory
+  gradients: float
+  kept: float
   attention: tuple[LayerForm, ...]
   flops: float
   baseline_flops: float
@@ -188,26 +204,44 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Whether the run fits by its compiler; without one, whether its state."""
+    """Whether the run fits by its compiler; without one, whether it should."""
     if self.compiled:
       return self.compiled.fits
-    return self.memory.total <= USABLE * self.topology.chip.memory
+    return self.bounds[1] <= self.limit
 
-  def fewer_microbatches(self) -> tuple[int, float] | None:
-    """The fewest microbatches that should fit, and the bytes that they need.
+  @property
+  def limit(self) -> float:
+    """Bytes of a device that a step may have."""
+    usable = USABLE * self.topology.chip.memory
+    return self.compiled.limit if self.compiled else usable
+
+  @property
+  def bounds(self) -> tuple[float, float]:
+    """The least bytes that a step needs, and about the most."""
+    fixed, kept = self.memory.total + self.gradients, self.kept
+    in_host = self.config.model.remat == "offload"
+    least = 0 if in_host else kept / self.mesh.get("tensor", 1)
+    return fixed + least, fixed + _TEMPORARIES * kept
+
+  def microbatches(self) -> tuple[int, float] | None:
+    """The fewest microbatches that should fit, and about the bytes they need.
 
     What is neither the state nor gradients and gathered parameters grows with
-    the microbatch. None where nothing is compiled or no fewer ones fit.
+    the microbatch. None where the run has them, or no number fits.
     """
-    found, parts = self.compiled, self.config.optim.accumulation
-    if not found or not found.fits:
-      return None
-    fixed = self.exchanges[0].memory if self.exchanges else 0
-    grows = max(found.temporaries - fixed, 0)
-    for fewer in range(1, parts):
-      total = found.total + grows * (parts / fewer - 1)
-      if parts % fewer == 0 and total <= found.limit:
-        return fewer, total
+    config, found = self.config, self.compiled
+    parts, batch = config.optim.accumulation, config.data.batch_size
+    shards = math.prod(self.mesh[axis] for axis in sharding.BATCH_AXES)
+    total = found.total if found else self.bounds[1]
+    grows = max(total - self.memory.total - self.gradients, 0)
+    # Several microbatches have the gradients of one beside their sum.
+    whole = self.mesh["fsdp"] if config.mesh.gather == "step" else 1
+    beside = whole * self.memory.parameters
+    for number in range(1, batch // shards + 1):
+      needs = total + grows * (parts / number - 1)
+      needs += beside * ((number > 1) - (parts > 1))
+      if batch % (shards * number) == 0 and needs <= self.limit:
+        return None if number == parts else (number, needs)
     return None
 
 
@@ -251,6 +285,10 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
   flops = step_flops(config)
   baseline = without_router(config.model).in_run(config)
   computed = flops.computed(forms)
+  exchanges: tuple[Exchange, ...] = ()
+  if objective.by_device:
+    exchanges = _exchanges(config, program, sizes, topology)
+  gradients = memory.parameters * (2 if config.optim.accumulation > 1 else 1)
   again = RUN_TWICE.get(config.model.remat, ())
   once = {"products": flops.in_remat, "attention": computed["attention"] / 3}
   recomputed = sum(once[part] for part in again)
@@ -266,14 +304,14 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     parameters=count(params),
     layouts=_layouts(params),
     memory=memory,
+    gradients=exchanges[0].memory if exchanges else gradients,
+    kept=_kept(config, objective, program, mesh),
     attention=forms,
     flops=flops.active,
     baseline_flops=step_flops(baseline).active,
     computed_flops=sum(computed.values()),
     recomputed_flops=recomputed,
-    exchanges=_exchanges(config, program, sizes, topology)
-    if objective.by_device
-    else (),
+    exchanges=exchanges,
     step_time=StepTime(
       products=(sum(computed.values()) + recomputed)
       / (topology.devices * published_peak(chip.kind) * PEAK_SHARE),
@@ -289,6 +327,43 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     compiled=compiled,
     not_compiled=reason,
   )
+
+
+def _kept(
+  config: Config, objective: Objective, program: Program, mesh: AbstractMesh
+) -> float:
+  """Bytes that the backward pass reads of the microbatch of a device."""
+  alone = mesh.update(axis_sizes=(1,) * len(mesh.shape))
+  shards = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
+  examples = config.data.batch_size // config.optim.accumulation // shards
+  if config.model.attention_impl == "cudnn":
+    # Its library may be missing here; other forms keep as much.
+    model = dataclasses.replace(config.model, attention_impl="auto")
+    config = dataclasses.replace(config, model=model)
+    objective = task_builder(config).make_objective(config)
+  plain = functools.partial(
+    jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  )
+
+  def residuals(params: Any, frozen: Any, batch: Any) -> Any:
+    rng = jax.random.key(0)
+
+    def loss(params: Any) -> Any:
+      return objective.loss_fn(join(frozen, params), batch, rng, jnp.int32(0))
+
+    return jax.vjp(loss, params, has_aux=True)[1]
+
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((examples, *x.shape), x.dtype),
+    objective.example,
+  )
+  params, frozen = plain(program.state.params), plain(program.frozen)
+  with jax.sharding.use_abstract_mesh(alone), logical_axis_rules(RULES):
+    found = jax.eval_shape(residuals, params, frozen, batch)
+  # Parameters are counted with the state.
+  own = {x.shape for x in jax.tree.leaves((params, frozen))}
+  kept = (x for x in jax.tree.leaves(found) if x.shape not in own)
+  return sum(x.size * x.dtype.itemsize for x in kept) / mesh.shape["sequence"]
 
 
 def _exchanges(

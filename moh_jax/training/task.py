@@ -1,6 +1,7 @@
 """Interface between a family and the training loop: its task."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics, Objective
 from moh_jax.training.stopping import interruptible
 
+_LOG = logging.getLogger(__name__)
 Evaluate = Callable[[Any, Mesh], dict[str, float]]
 Preview = Callable[[Any, Mesh], np.ndarray]
 
@@ -161,7 +163,9 @@ def image_task(
   trained = Metadata(config, train.class_names)
   return Task(
     **vars(objective),
-    batches=lambda mesh: stream(config, train_images(config, train), mesh),
+    batches=lambda mesh: stream(
+      config, train_images(config, train), mesh, len(train)
+    ),
     evaluate=make_evaluate(objective.model, config, trained),
     class_names=train.class_names,
     identity={"train": train.identity()},
@@ -171,9 +175,22 @@ def image_task(
 
 
 def stream(
-  config: Config, dataset: grain.MapDataset, mesh: Mesh
+  config: Config, dataset: grain.MapDataset, mesh: Mesh, examples: int = 0
 ) -> TrainBatches:
-  """The training batches that this process reads for a mesh."""
+  """The training batches that this process reads for a mesh.
+
+  With the number of training examples it says how often a run reads them.
+  """
+  if examples:
+    batch, steps = config.data.batch_size, config.train.steps
+    passes = steps * batch / examples
+    _LOG.log(
+      logging.WARNING if passes > steps else logging.INFO,
+      "steps: %d batches of %d examples pass over the %d training examples "
+      "%.3g times%s",
+      *(steps, batch, examples, passes),
+      ", some in one batch" * (passes > steps),
+    )
   rows = sharding.batch_rows(mesh, config.data.batch_size)
   return TrainBatches(dataset, config.data, rows)
 

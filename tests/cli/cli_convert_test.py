@@ -2,6 +2,8 @@
 
 from unittest import mock
 
+from PIL import Image
+
 from moh_jax.convert import checkpoints
 from tests.cli import tiny_checkpoint
 from tests.inference import tiny_writer
@@ -33,6 +35,35 @@ class ConvertTest(tiny_checkpoint.CommandTest):
       with mock.patch.object(checkpoints, "convert", return_value=("it", 1)):
         self.assertRegex(self.done(*argv), rf"\ntokenizer: {told}")
       (out / "tokenizer.json").unlink(missing_ok=True)
+
+  def test_a_folder_is_pushed_where_a_token_is_set(self):
+    checkpoint, out = tiny_checkpoint.stored("vit"), str(self.root / "folder")
+    argv = "export", "--checkpoint", checkpoint, "--out", out, "--to=folder"
+    argv = *argv, "--push=me/digits"
+    with mock.patch("huggingface_hub.get_token", return_value=None):
+      self.assert_refused("--push='me/digits' needs a token: hf auth", *argv)
+    self.assertFalse((self.root / "folder").exists())
+    hub = mock.Mock(**{"upload_folder.return_value": "https://hub/me/digits"})
+    with (
+      mock.patch("huggingface_hub.get_token", return_value="hf_x"),
+      mock.patch("huggingface_hub.HfApi", return_value=hub),
+    ):
+      self.assertIn("https://hub/me/digits\n", self.done(*argv))
+    hub.create_repo.assert_called_once_with("me/digits", exist_ok=True)
+    hub.upload_folder.assert_called_once_with(
+      repo_id="me/digits", folder_path=out
+    )
+
+  def test_commands_read_an_exported_folder(self):
+    checkpoint, out = tiny_checkpoint.stored("vit"), self.root / "folder"
+    self.done("export", "--checkpoint", checkpoint, "--out", out, "--to=folder")
+    image = self.root / "image.png"
+    Image.new("RGB", (8, 8)).save(image)
+    told, expected = (
+      self.done("classify", "--checkpoint", place, image)
+      for place in (out, checkpoint)
+    )
+    self.assertEqual(told, expected)
 
   def test_options_reach_the_export(self):
     checkpoint, out = tiny_checkpoint.stored("llm"), str(self.root / "out")

@@ -53,6 +53,7 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     changed = self.report(*argv, "--config.model.top_k=2")
     self.assertEqual(changed["activated_share"], 0.75)
     out = self.done(*argv)
+    self.assertIn("\nrouter: two_stage (released, free)\n", out)
     self.assertRegex(out, r"(?m)^0 +1 +1 +4 +4 .* dense$")
     self.assertRegex(out, r"(?m)^classes: 6 \(ant, bee, cat, dog, eel, fox\)$")
     self.assertRegex(out, r"(?m)^activated share: 0\.5000$")

@@ -35,14 +35,21 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertLess(plan["flops"], plan["baseline_flops"])
     self.assertGreater(plan["tokens_per_second"], 0)
 
-  def test_without_a_compiler_only_the_state_is_said_to_fit(self):
-    out = self.done("--topology=h100:8")
-    self.assertRegex(out, r"the state fits: .* activations come on top, which")
+  def test_without_a_compiler_no_run_is_said_to_fit(self):
+    out = self.done("--topology=h100:8", "--config.optim.accumulation=2")
+    self.assertRegex(out, "(?m)^should fit: .* at least, .* at most, of 80.655")
+    self.assertIn("GB  of one microbatch and the sum over 2\n", out)
     self.assertIn("the share is assumed", out)
+    argv = "--topology=v5e-8", "--config.data.batch_size=1024"
+    status, out, _ = self.call(*argv)
+    self.assertEqual(status, 1)
+    self.assertRegex(
+      out, r"(?m)^may not fit: .*\nshould fit: optim.accumulation=2 with about"
+    )
     argv = "--topology=v5e-8", f"--json={self.root / 'x.json'}"
     status, out, _ = self.call(*argv, "--config.model.width=262144")
     self.assertEqual(status, 1)
-    self.assertIn("the state does not fit: ", out)
+    self.assertIn("\ndoes not fit: ", out)
     self.assertIn('"fits": false', (self.root / "x.json").read_text())
 
   def test_what_lies_in_the_hosts_memory_is_copied_in_a_step(self):

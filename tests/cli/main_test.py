@@ -12,6 +12,7 @@ from unittest import mock
 from absl.testing import parameterized
 from PIL import Image
 
+import moh_jax
 from moh_jax.cli import classify, main
 from moh_jax.config import public_formats
 from tests.cli import tiny_checkpoint
@@ -41,6 +42,8 @@ class MainTest(tiny_checkpoint.CommandTest):
   @parameterized.parameters(
     ("", "COMMAND"),
     ("paint", "invalid choice: 'paint' (choose from 'bench'"),
+    ("evalute", "'train'); did you mean 'evaluate'?; see"),
+    ("prepare tokenise", "did you mean 'tokenize'?; see python -m moh_jax pre"),
     ("classify --checkpoint x", "IMAGES"),
     ("inspect --config x b.csv", "arguments: b.csv; see"),
     ("train --config x", "--workdir"),
@@ -61,6 +64,13 @@ class MainTest(tiny_checkpoint.CommandTest):
     self.assertRegex(
       self.call(*argv.split())[2], "; see python -m moh_jax .*--help\n$"
     )
+
+  def test_tells_its_version(self):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), self.assertRaises(SystemExit) as end:
+      main.main(["--version"])
+    self.assertEqual(end.exception.code, 0)
+    self.assertEqual(out.getvalue(), f"moh_jax {moh_jax.__version__}\n")
 
   def test_import_stands_before_or_after_the_command(self):
     option = ["--import", "no_such_module"]

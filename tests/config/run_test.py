@@ -171,6 +171,46 @@ class ChecksTest(parameterized.TestCase):
     self.assertEqual(_DIT.served(), _DIT)
 
 
+class ScheduleTest(parameterized.TestCase):
+  """What a run leaves to its number of steps."""
+
+  @parameterized.parameters(
+    (1, 0, 20, 20, 1, (0,), (2,)),
+    (2, 0, 20, 20, 1, (0,), (2,)),
+    (30, 3, 20, 20, 1, (0, 10), (3, 2)),
+    (500, 50, 50, 100, 20, (0, 166), (3, 2)),
+    (10**6, 2000, 1000, 1000, 50, (0, 333333), (3, 2)),
+  )
+  def test_follows_its_length(
+    self, steps, warmup, save, evaluate, log, begins, values
+  ):
+    run = tiny.llm_config(
+      train={"steps": steps},
+      optim={"warmup_steps": None, "warmup_share": 0.1},
+      tune={"top_k_values": (3, 2)},
+      checkpoint={"every": None},
+      eval={"every": None},
+      log={"every": None},
+    )
+    found = run.scheduled()
+    self.assertEqual(found.optim.warmup_steps, warmup)
+    sections = found.checkpoint, found.eval, found.log
+    self.assertEqual([s.every for s in sections], [save, evaluate, log])
+    self.assertEqual(found.tune.top_k_steps, begins)
+    self.assertEqual(found.tune.top_k_values, values)
+    self.assertEqual(found.scheduled(), found)
+
+  def test_what_is_stated_stays(self):
+    stated = dataclasses.replace(
+      _LLM,
+      optim=config_lib.OptimConfig(warmup_steps=3),
+      eval=config_lib.EvalConfig(every=0),
+      log=config_lib.LogConfig(every=7),
+    )
+    self.assertEqual(stated.scheduled(), stated)
+    self.assertEqual(_DIT.scheduled().sample.every, 0)
+
+
 class ConfigTest(absltest.TestCase):
   def test_sections_of_the_family_are_attributes(self):
     self.assertEqual(_DIT.diffusion.steps, 500)
@@ -221,6 +261,27 @@ class FormsTest(parameterized.TestCase):
   def test_sections_that_are_none_are_refused(self, cfg, words):
     with self.assertRaisesRegex(ValueError, words):
       config_lib.from_config_dict(cfg)
+
+  def test_all_mistakes_are_named_a_line_each(self):
+    cfg = _changed("model", num_heads=(0,), rope=3, router={"kind": 1, "p": 2})
+    cfg = {**cfg, "optim": {"lr": -1, "warmup": 3}, "nope": {}}
+    with self.assertRaises(ValueError) as caught:
+      config_lib.from_config_dict(cfg)
+    lines = str(caught.exception).splitlines()
+    names = ("num_heads[0]=0 must", "rope; ", "router.kind=1 ", "router.p; ")
+    names = [
+      *(f"model.{name}" for name in names),
+      *("optim.lr=-1.0 must", "optim.warmup; ", "section 'nope' "),
+    ]
+    self.assertLen(lines, len(names))
+    for name in names:
+      self.assertLen([line for line in lines if name in line], 1, name)
+
+  def test_sections_that_do_not_fit_are_all_named(self):
+    keys = "optim.accumulation=5 optim.warmup_steps=1001 tune.top_k_values=2,"
+    with self.assertRaises(ValueError) as caught:
+      parse.changed(_VIT, keys.split())
+    self.assertLen(str(caught.exception).splitlines(), 3)
 
   @parameterized.parameters(
     ("vit", "data", "batch_size", 8.0, "must be of type int"),

@@ -112,7 +112,12 @@ _REFUSED = (
     )
   ),
   *(
-    ("vit", name, (2,), "one value per stage, as model.depths=(1, 2) has (2)")
+    (
+      "vit",
+      name,
+      (2,) * 3,
+      "one value per stage, or one, as model.depths=(1, 2",
+    )
     for name in (
       *("embed_dims", "num_heads", "shared_heads", "top_k"),
       *("mlp_ratios", "sr_ratios"),
@@ -148,6 +153,12 @@ _REFUSED = (
   ("llm", "head_dim", 7, "even"),
   ("llm", "rope", None, "a section with the fields ['theta', "),
   ("llm", "head_order", ((0, 1, 2, 3),), "one value per layer"),
+  (
+    "llm",
+    "shared_heads",
+    (1,) * 3,
+    "one value per layer, or one, as model.num",
+  ),
   ("llm", "head_order", ((0, 1, 2, 3), (0, 1, 2, 2)), "each of the 4 heads"),
   ("llm", "head_order", ((1, 2, 3, 4),) * 2, "[0]=(1, 2, 3, 4) must hold"),
   ("rope", "low_freq_factor", 0.0, "above 0 and below"),
@@ -169,7 +180,7 @@ _REFUSED = (
   ("mix", "ratios", (100.0,), "must have one value for each of ('web'"),
   ("mix", "ratios", (100.0, 0.0), "above 0"),
   ("mix", "ratios", (60.0, 39.0), "must sum to 100 (percent), not 99"),
-  ("tune", "top_k_values", (3,), "one value for each of ()"),
+  ("tune", "top_k_steps", (0,), "one value for each of (0,)"),
   ("diffusion", "schedule", "flow", "must be 'velocity' for 'flow'"),
   ("sample", "labels", (3, -2), "labels[1]=-2 must be at least -1"),
   ("sample", "cfg_interval", (5, 5), "0 <= low < high"),
@@ -179,7 +190,7 @@ _REFUSED = (
   ("rewind", "spike", 0.5, "0 or at least 1"),
   ("rewind", "spike", 2.0, "0 where rewind.steps=0"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
-  ("checkpoint", "keep_every", 1500, "multiple of checkpoint.every=1000"),
+  ("checkpoint", "keep_every", 1500, "must be 0 where checkpoint.every=None"),
   ("log", "profile", "5:2", "'A:B' with steps 1 <= A < B"),
 )
 # Fields, and the last value inside of their ranges.
@@ -235,6 +246,7 @@ class SectionsTest(parameterized.TestCase):
     ("llm", {"shared_heads": (1, 0), "top_k": (2, 0)}, "1: shared=0 and top_k"),
     ("router", {"kind": "none", "top_p": 0.5}, "top_p=0.5 must be 0 for ro"),
     ("rope", {"scaling": "yarn", "theta": 1.0}, "theta=1.0 must be above 1"),
+    ("checkpoint", {"every": 1000, "keep_every": 1500}, "multiple of checkpoi"),
     *(
       ("tune", {"top_k_steps": steps, "top_k_values": values}, words)
       for steps, values, words in (
@@ -265,6 +277,17 @@ class SectionsTest(parameterized.TestCase):
     self.assertContainsSubset(
       {*cls.RUNTIME_FIELDS, *cls.NUMERIC_FIELDS}, fields
     )
+
+  @parameterized.parameters("top_k", "shared_heads", "mlp_ratios", "num_heads")
+  def test_one_value_stands_for_every_stage(self, field):
+    fields = {"num_heads": 4, "shared_heads": 1, "top_k": 1, field: 2}
+    one, each = (
+      dataclasses.replace(
+        small.TALL_VIT, **{name: (value,) * n for name, value in fields.items()}
+      )
+      for n in (1, 2)
+    )
+    self.assertEqual(one, each)
 
   def test_values_become_what_their_types_say(self):
     built = config_lib.ViTConfig(

@@ -136,6 +136,37 @@ class CheckpointTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "metadata: model.family='mlp'"):
       convert("moh-vit", exported, self.target())
 
+  @parameterized.parameters(*_RUNS)
+  def test_folder_is_restored_as_the_checkpoint(self, kind):
+    config, names = _RUNS[kind], tuple("abcde")
+    params = restore(_made(kind)[2]).params
+    ours, folder = self.target(), pathlib.Path(self.target(), "folder")
+    metadata = checkpoint.Metadata(config, names)
+    checkpoint.save_params(ours, params, metadata)
+    count = export(ours, str(folder), to="folder")
+    self.assertEqual(
+      {path.name for path in folder.iterdir()},
+      {"README.md", "config.json", "model.safetensors"},
+    )
+    restored = restore(str(folder))
+    self.assertEqual((restored.config, restored.class_names), (config, names))
+    chex.assert_trees_all_equal(restored.params, params)
+    card = (folder / "README.md").read_text()
+    self.assertIn(f"Mixture-of-Head {config.model.family}, ", card)
+    self.assertIn(f"Images of {config.model.input_shape} (rows", card)
+    self.assertIn(f"less {config.data.mean}, over\n{config.data.std}.", card)
+    self.assertIn(f"{count:,} parameters", card)
+    stored = json.loads((folder / "config.json").read_text())
+    self.assertEqual(stored["class_names"], list(names))
+    with self.assertRaisesRegex(ValueError, "holds 'README.md'; choose"):
+      export(ours, str(folder), to="folder")
+
+  def test_another_folder_with_a_config_holds_no_checkpoint(self):
+    folder = pathlib.Path(self.target())
+    (folder / "config.json").write_text("{}")
+    with self.assertRaisesRegex(FileNotFoundError, "holds no checkpoint"):
+      restore(str(folder))
+
 
 class ReleasedRunTest(parameterized.TestCase):
   """What a released model stands for; shapes only."""

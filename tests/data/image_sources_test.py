@@ -181,9 +181,7 @@ class BadImagesTest(_ImagesTest):
   def test_centre_crop_needs_large_images(self):
     put(self.root, "train/ant/1.png")
     put(self.root, "train/cat/1.png", size=(8, 12))
-    with self.assertLogs(level="WARNING") as logs:  # of 2 examples
-      source = make_source(self._config(augment="crop_flip"), "train")
-    self.assertIn("is more than the 2 training examples", logs.output[0])
+    source = make_source(self._config(augment="crop_flip"), "train")
     self.assertEqual(source[0]["image"].shape, (6, 5, 3))
     source = make_source(self._config(augment="center_flip"), "train")
     with self.assertRaisesRegex(

@@ -98,8 +98,47 @@ class ImagesTest(FolderTest):
     self.assertEqual(dataclasses.replace(config.data, **known), data)
     self.assertEqual(config, resolve(config))
 
+  @parameterized.parameters((64, 8.0, True), (63, 8.0, False), (64, 9.0, False))
+  def test_images_far_larger_than_a_trained_model_reads_are_refused(
+    self, side, most, is_refused
+  ):
+    put(self.root, "train/bee/0.png", "train/ant/0.png", size=(90, side))
+    data = DataConfig("image_folder", str(self.root), max_shrink=most)
+    size = {"image_size": (8, 8), "channels": 1, "patch_stride": 1}
+    model = dataclasses.replace(_VIT, **size, sr_ratios=(1,))
+    start = config_lib.TrainConfig(init_from="somewhere")
+    _resolved(model, data)  # from scratch, whose size was chosen
+    if not is_refused:
+      with self.assertLogs("moh_jax", "INFO") as logs:
+        _resolved(model, data, train=start)
+      self.assertRegex(logs.output[0], "about 90 x 6.* reads 8 x 8 pixels, gr")
+      return
+    words = (
+      "about 90 x 64 pixels, RGB; .* reads 8 x 8 pixels, grey: they would "
+      "shrink to 1/8; a larger --config.model.image_size or data.max_shrink=9 "
+    )
+    with self.assertRaisesRegex(ValueError, words):
+      _resolved(model, data, train=start)
+
+  def test_passes_over_the_examples_become_steps(self):
+    data = DataConfig(batch_size=64, fake_examples=100)
+    for epochs, steps in ((3, 5), (0.5, 1), (64, 100)):
+      train = config_lib.TrainConfig(epochs=epochs)
+      config = _resolved(_VIT, data, train=train).train
+      self.assertEqual((config.steps, config.epochs), (steps, 0))
+    run = Config(_VIT, data=data, train=config_lib.TrainConfig(epochs=2))
+    missing = DataConfig("image_folder", "nowhere")
+    with self.assertRaisesRegex(FileNotFoundError, "nowhere"):
+      resolve_without_data(dataclasses.replace(run, data=missing))
+
 
 class TextTest(FolderTest):
+  def test_passes_over_the_sequences_become_steps(self):
+    data = TextDataConfig(sequence_length=16, batch_size=8, fake_examples=20)
+    train = config_lib.TrainConfig(epochs=2)
+    config = _resolved(config_lib.LLMConfig(), data, train=train)
+    self.assertEqual(config.train.steps, 5)
+
   def _vocab_size(self, **data):
     data = TextDataConfig(**data)
     return _resolved(config_lib.LLMConfig(), data).model.vocab_size

@@ -158,8 +158,24 @@ class SplitsTest(_FilesTest):
     again = self._run("out", inputs=[files], held_out=share)
     self.assertEqual(again, metadata)
 
+  @parameterized.parameters(
+    ("a\nb\nc\nd\n", 0.25, "a\nb\nc\n", "d\n"),
+    ("a\nbbbb\nc", 0.2, "a\n", "bbbb\nc"),
+    ("aaaa\nbbbbbbb", 0.3, "aaaa\n", "bbbbbbb"),  # cut at a line all the same
+    ("aaaaaaaaa\nb", 0.9, "aaaaaaaaa\n", "b"),
+  )
+  def test_last_lines_of_one_file_are_held_out(self, text, share, head, tail):
+    (self.root / "one.txt").write_text(text)
+    (self.root / "none.txt").write_text("")
+    found = self._run("out", inputs=["*.txt"], held_out=share, on_error="skip")
+    for split, part in (("train", head), ("val", tail)):
+      self.assertEqual(self._texts("out", split), [part])
+      self.assertEqual(found[split]["text_bytes"], len(part))
+    again = self._run("out", inputs=["*.txt"], held_out=share, on_error="skip")
+    self.assertEqual(again, found)
+
   @parameterized.parameters(("in.jsonl", 0.2), ("one.txt", 0.99))
-  def test_one_document_cannot_be_divided(self, name, share):
+  def test_one_line_cannot_be_divided(self, name, share):
     self._write_lines(["", "a"])
     (self.root / "one.txt").write_text("a")
     with self.assertRaisesRegex(ValueError, "1 document.* --split val.*train"):

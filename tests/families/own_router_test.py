@@ -58,7 +58,7 @@ class OwnRouterTest(parameterized.TestCase):
     ):
       self.assertRegex(done(*command, "--checkpoint", workdir), said)
     out = done("plan", config, "--topology=v5e-4", "--no-compile")
-    self.assertIn("the state fits", out)
+    self.assertIn("should fit", out)
     self._check_unknown(
       *("export", "--checkpoint", workdir, "--out", folder / "w.safetensors")
     )

@@ -15,6 +15,7 @@ import tempfile
 from unittest import mock
 
 import chex
+import grain
 import jax
 import numpy as np
 from absl.testing import parameterized
@@ -22,8 +23,10 @@ from absl.testing import parameterized
 from moh_jax.config import RouterConfig
 from moh_jax.data import pipeline
 from moh_jax.runtime import run_lock, steps
+from moh_jax.runtime.sharding import make_mesh
 from moh_jax.training import feed
 from moh_jax.training.saving import NonFiniteLossError
+from moh_jax.training.task import stream
 from moh_jax.training.train import Log, train
 from tests.training import tiny
 
@@ -93,9 +96,22 @@ class LoopTest(parameterized.TestCase):
     count = sum(x.size for x in jax.tree.leaves(self.result.state.params))
     self.assertEqual(
       [line.partition(":")[0].partition(" ")[0] for line in self.said],
-      ["data", "data", "devices", "model", "compiling", "compiled"],
+      ["data", "data", "devices", "model", "steps", "compiling", "compiled"],
     )
     self.assertEndsWith(self.said[3], f"heads active, {count:,} parameters")
+
+  def test_says_how_often_it_reads_the_training_examples(self):
+    config = tiny.config(data={"batch_size": 16}, train={"steps": 4})
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    with self.assertLogs("moh_jax", "INFO") as logs:
+      stream(config, grain.MapDataset.range(10), mesh, 10)
+      stream(config, grain.MapDataset.range(32), mesh, 32)
+    few, enough = logs.records
+    times = "pass over the 10 training examples 6.4 times, some in one batch"
+    self.assertEqual(few.levelname, "WARNING")
+    self.assertEndsWith(few.getMessage(), times)
+    self.assertEqual(enough.levelname, "INFO")
+    self.assertEndsWith(enough.getMessage(), "the 32 training examples 2 times")
 
   def test_keeps_last_and_every_and_another_seed_is_another_run(self):
     workdir = self._dir()

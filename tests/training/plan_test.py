@@ -103,23 +103,66 @@ class ExchangesTest(parameterized.TestCase):
     self.assertEqual(count(), 1)
     self.assertEqual(count(data=1, tensor=2, sequence=2), 0)
 
-  def test_fewer_microbatches_are_those_that_leave_room(self):
+  def test_microbatches_are_the_fewest_that_leave_room(self):
     run = tiny.llm_config(mesh=_MESH, data={"batch_size": 32},
                           optim={"accumulation": 8})  # fmt: skip
     plan = _plan(run)
-    self.assertIsNone(plan.fewer_microbatches())
-    fixed = plan.exchanges[0].memory
-    for limit, fewer in ((300, 4), (501, 2), (10_000, 1), (299, None)):
-      limit = limit + fixed
+    self.assertEqual(plan.microbatches()[0], 1)
+    self.assertEqual(plan.gradients, 2 * plan.memory.parameters)
+    fixed, one = plan.memory.total + plan.gradients, plan.memory.parameters
+    grows = 10 * one
+    for limit, number in (
+      *((20, 4), (39, 4), (40, 2), (78, 2), (79, 1), (10, None), (9, None)),
+    ):
       found = compiling.Compiled(
-        "c", 1.0, True, limit, fixed + 200, 100, int(fixed) + 100
+        "c", 1.0, True, fixed + limit * one, fixed + grows
       )
       plan = dataclasses.replace(plan, compiled=found)
-      if fewer is None:
-        self.assertIsNone(plan.fewer_microbatches())
+      if number is None:
+        self.assertIsNone(plan.microbatches())
       else:
-        total = fixed + 100 + 100 * 8 / fewer
-        self.assertEqual(plan.fewer_microbatches(), (fewer, total))
+        total = fixed + grows * 8 / number - one * (number == 1)
+        self.assertEqual(plan.microbatches(), (number, total))
+
+  def test_without_a_compiler_the_most_bytes_decide(self):
+    length = {"model": {"max_length": 2048}, "data": {"sequence_length": 2048}}
+    plans = [
+      _plan(tiny.llm_config(mesh=_MESH, optim={"accumulation": n}, **length))
+      for n in (1, 2)
+    ]
+    for plan in plans:  # one or two examples a device
+      least, most = plan.bounds
+      self.assertEqual(least, plan.memory.total + plan.gradients + plan.kept)
+      self.assertTrue(plan.fits)
+      for memory, fits in ((most, True), (least, False)):
+        chip = dataclasses.replace(plan.topology.chip, memory=memory / 0.95 + 1)
+        topology = dataclasses.replace(plan.topology, chip=chip)
+        small = dataclasses.replace(plan, topology=topology)
+        self.assertEqual(small.fits, fits)
+    one, two = plans
+    self.assertAlmostEqual(one.kept / two.kept, 2, delta=0.05)
+    parameters = one.memory.parameters
+    self.assertEqual((one.gradients, two.gradients),
+                     (parameters, 2 * parameters))  # fmt: skip
+    # Where one is too much, two are proposed.
+    need = two.bounds[1] / 0.95 + 1
+    chip = dataclasses.replace(one.topology.chip, memory=need)
+    topology = dataclasses.replace(one.topology, chip=chip)
+    one = dataclasses.replace(one, topology=topology)
+    self.assertFalse(one.fits)
+    number, bytes_ = one.microbatches()
+    self.assertEqual(number, 2)
+    self.assertAlmostEqual(bytes_ / two.bounds[1], 1, delta=0.05)
+
+  def test_what_whole_layers_compute_again_is_not_kept(self):
+    runs = [
+      tiny.llm_config(
+        mesh=_MESH, model={"remat": remat}, data={"batch_size": 64}
+      )
+      for remat in ("none", "full")
+    ]
+    none, full = (_plan(run).kept for run in runs)
+    self.assertGreater(none, 2 * full)
 
 
 class SlicesTest(parameterized.TestCase):
