@@ -18,6 +18,8 @@ _SMALLEST_BUCKET = 16
 # Of the rows, the part that has to end before prompts join: reading a few at a
 # time takes less than as many times one.
 _JOINING = 4
+# A cache of other length is another program: it gets at most this part shorter.
+_SHORTER = 0.75
 # A prefix is read once if it has as many tokens, a multiple of them, ...
 _PREFIX = 32
 # ... and no more than this follows: it attends without blocks.
@@ -128,19 +130,27 @@ class Batch:
     longest = max((len(self._prompts[i]) for i in joining.values()), default=0)
     needed = max([length_bucket(longest) if joining else 0, *ends])
     slots = self._needed([*stay, *joining.values(), *self._waiting])
-    slots = min(slots, self._slots)
+    if slots > _SHORTER * self._slots:
+      slots = self._slots
     is_full = self._slot + (self._span if joining else 1) > self._slots
-    if slots < self._slots or is_full or self._slot < needed:
+    moves = needed < self._slot if is_full else self._slot < needed
+    if slots < self._slots or moves:
       shift = np.int32(self._slot - needed)
       with sharding.use_mesh(self._programs.mesh):
         self._state = decoding.move(self._state, shift, slots)
       self._slot, self._slots = needed, slots
-    if not joining:
-      return
+    rows = list(joining)
+    for start in range(0, len(rows), usual):  # one program for any number
+      self._join(
+        {row: joining[row] for row in rows[start : start + usual]}, usual
+      )
+
+  def _join(self, joining: dict[int, int], usual: int) -> None:
+    """Reads prompts, which take rows: texts by row."""
+    longest = max(len(self._prompts[i]) for i in joining.values())
     length = _power(longest)
     length = length if length <= self._slot else length_bucket(longest)
-    rows = _power(max(usual, len(joining)))
-    read = self._read(list(joining.values()), rows, length, length)
+    read = self._read(list(joining.values()), _power(usual), length, length)
     source = np.full(self._state.rows.size, read.rows.size, np.int32)
     source[list(joining)] = np.arange(len(joining))
     source = sharding.put_batch(source, self._programs.mesh)

@@ -1,7 +1,6 @@
 """Direct preference optimization against its formula, term by term."""
 
 import dataclasses
-import json
 import pathlib
 import tempfile
 
@@ -142,9 +141,7 @@ class PreferenceTest(parameterized.TestCase):
     )
     done = tiny.train(config, str(self.root / "run"))
     self.assertIn("bits_per_byte", done.evaluation)
-    lines = (self.root / "run" / "metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
-    shares = [x["train/preferred"] for x in logged if "train/preferred" in x]
+    shares = [row["preferred"] for row in tiny.rows(self.root / "run", "train")]
     self.assertEqual(shares[-1], 1)
 
   def test_what_does_not_fit_is_named(self):
