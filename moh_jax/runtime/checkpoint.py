@@ -75,6 +75,7 @@ def read_metadata(
       config.
   """
   step = steps.find_step(directory, step)
+  steps.check_regular_files(directory, step)
   if verify:
     steps.check_whole(directory, step, {"config"})
   stored = steps.read_json_item(directory, step)
@@ -259,7 +260,7 @@ def save_params(
     item_handlers=handlers or None,
     options=options,
   ) as manager:
-    items = ocp.args.Composite(params=save, config=config_item(metadata))
+    items = ocp.args.Composite(params=save, config=config_item(metadata, 0))
     manager.save(0, args=items, force=True)
 
 
@@ -269,10 +270,10 @@ def save_arrays(tree: Any) -> ocp.args.StandardSave:
   return ocp.args.StandardSave(tree, args)
 
 
-def config_item(metadata: Metadata) -> ocp.args.JsonSave:
-  """The item `config`, which also says that the step has a manifest."""
-  flag = {steps.MANIFEST_FLAG: 1}
-  return ocp.args.JsonSave(metadata_to_json(metadata) | flag)
+def config_item(metadata: Metadata, step: int) -> ocp.args.JsonSave:
+  """The item `config`, which also says its step, and that it has a manifest."""
+  flags = {steps.MANIFEST_FLAG: 1, steps.STEP_FLAG: step}
+  return ocp.args.JsonSave(metadata_to_json(metadata) | flags)
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:

@@ -283,7 +283,9 @@ class TokensTest(_SetTest):
     whole = path.read_bytes()
     for content in (b"nothing", b"", whole[:-8]):
       path.write_bytes(content)
-      with self.assertRaisesRegex(ValueError, "documents.npy: (damaged|not of)"):
+      with self.assertRaisesRegex(
+        ValueError, "documents.npy: (damaged|not of)"
+      ):
         TokenSet(self.folder)
     path.unlink()
     with self.assertRaisesRegex(FileNotFoundError, "documents.npy: no such"):
