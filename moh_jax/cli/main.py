@@ -1,7 +1,7 @@
 """Entry points: argument parsing, errors in one line, exit statuses.
 
-Exit status: 0 success, 1 a failed check, 2 wrong use or bad input. JAX takes
-seconds to import, so help and what can be refused without it come first.
+Exit status: 0 success, 1 a failed check or NaN, 2 wrong use or bad input. JAX
+takes seconds to import, so help and what can be refused without it come first.
 """
 
 import argparse
@@ -38,7 +38,10 @@ COMMANDS = (
   "sample",
   "train",
 )
-_USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
+_USER_ERRORS = (
+  *(ValueError, OSError, NotImplementedError, MemoryError),
+  FloatingPointError,  # NaN
+)
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
 _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
@@ -223,7 +226,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
       if is_missing:
         text += _INSTALL
       print(f"error: {text}", file=sys.stderr)
-    return 2
+    return 1 if isinstance(error, FloatingPointError) else 2
 
 
 def _is_missing(error: Exception) -> bool:

@@ -25,6 +25,7 @@ from moh_jax.config import Config, upgrade
 from moh_jax.runtime import steps
 from moh_jax.runtime.json_files import check_json
 from moh_jax.runtime.peers import ask_first_process
+from moh_jax.runtime.sharding import check_finite
 
 ITEMS = ("params", "train", "ema", "data", "config")
 TEMPORARY = ocp.path.atomicity_types.TMP_DIR_SUFFIX
@@ -109,6 +110,7 @@ def restore_params(
     verify: compare them with their checksums first.
 
   Raises:
+    FloatingPointError: a number is NaN or infinite.
     ValueError: they are damaged, or others than wanted.
   """
   folder = params_item(directory, step, use_ema=use_ema, verify=verify)
@@ -130,7 +132,9 @@ def restore_params(
       )
       read = jax.block_until_ready(handler.restore(folder, args=restore))
       leaves |= traverse_util.flatten_dict(read)
-  return traverse_util.unflatten_dict(leaves)
+  params = traverse_util.unflatten_dict(leaves)
+  check_finite(params, f"the parameters of {directory}, step {step},")
+  return params
 
 
 def params_item(
