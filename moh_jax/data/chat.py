@@ -2,19 +2,20 @@
 
 A template is a Jinja text of the checkpoint's author, so it runs in a sandbox
 that lets it change nothing and read nothing but the messages and the names of
-the special tokens: that of transformers, with its filters and tags.
+the special tokens: that of transformers, with its filters and tags, in a
+process with bounds on time, memory and text (`template_process.py`).
 """
 
-import os
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from moh_jax.data import tokenizers
+from moh_jax.data import template_process, tokenizers
 from moh_jax.data.input_files import import_extra
-from moh_jax.runtime.json_files import check_json, plain
+from moh_jax.runtime.json_files import check_json
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 Span = tuple[int, int]
@@ -22,6 +23,17 @@ ASSISTANT = "assistant"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KEY = "chat_template"
 _DEFAULT = "default"
+_MOST_TEXT = 1 << 22  # characters of a conversation
+
+
+def libraries() -> tuple[Any, Any]:
+  """Jinja, and the part of transformers that renders chat templates.
+
+  Raises:
+    ValueError: one of them is missing.
+  """
+  theirs = "transformers.utils.chat_template_utils"
+  return tuple(import_extra(n, "a chat template") for n in ("jinja2", theirs))
 
 
 class Template:
@@ -39,8 +51,7 @@ class Template:
       name: of the template where there are several; None is "default".
 
     Raises:
-      ValueError: there is no such template, a file is damaged, or a library is
-        missing.
+      ValueError: there is no such template, or a file is damaged.
     """
     found, wanted = _sources(tokenizer.files), name or _DEFAULT
     if not found:
@@ -53,19 +64,13 @@ class Template:
       raise ValueError(
         f"chat template {wanted!r} must be one of {tuple(found)}"
       )
-    self._source, self.file = found[wanted]
+    source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
     tokens = own | tokenizers.named_tokens(tokenizer.files)
-    self._tokens = {key: token for key, token in tokens.items() if token}
-    stops = map(tokenizer.id_to_token, tokenizer.stop_ids)
-    self._stops = tuple(filter(None, stops))
-    self._jinja = import_extra("jinja2", "a chat template")
-    # Without torch, which templates do not need, it would tell of that.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    theirs = "transformers.utils.chat_template_utils"
-    library = import_extra(theirs, "a chat template")
-    self._render = library.render_jinja_template
+    tokens = {key: token for key, token in tokens.items() if token}
+    stops = tuple(filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids)))
+    self._state = {"source": source, "tokens": tokens, "stops": stops}
 
   def render(
     self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -77,12 +82,11 @@ class Template:
       add_generation_prompt: end with what begins the assistant's answer.
 
     Raises:
-      ValueError: the template refuses the messages, for example their order, or
-        fails.
+      ValueError: the template refuses the messages, for example their order,
+        fails or takes too long, or a library is missing.
     """
     prompt = {"add_generation_prompt": add_generation_prompt}
-    text, _ = self._run(messages, **prompt)
-    return text
+    return self._call("render", messages, **prompt)
 
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """Writes a conversation, and finds in it what the assistant wrote.
@@ -99,7 +103,43 @@ class Template:
       ValueError: as `render`, or the template, without marks, writes messages
         otherwise where others follow, or changes an answer.
     """
-    if _MARK.search(self._source):
+    text, spans = self._call("answers", messages)
+    return text, [(start, stop) for start, stop in spans]
+
+  def _call(
+    self, method: str, messages: Sequence[Message], **options: Any
+  ) -> Any:
+    try:
+      return template_process.call(method, self._state, messages, **options)
+    except (ValueError, TypeError) as error:  # TypeError: no JSON
+      raise ValueError(f"{self.file}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+  """What writes conversations by a template, see `Template`.
+
+  Attributes:
+    source: of the template.
+    tokens: texts of special tokens by key, such as "bos_token".
+    stops: texts of the tokens that end a generated text.
+  """
+
+  source: str
+  tokens: dict[str, str]
+  stops: Sequence[str]
+
+  def render(
+    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+  ) -> str:
+    """As `Template.render`."""
+    prompt = {"add_generation_prompt": add_generation_prompt}
+    text, _ = self._run(messages, **prompt)
+    return text
+
+  def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    """As `Template.answers`."""
+    if _MARK.search(self.source):
       text, spans = self._run(messages, return_assistant_tokens_mask=True)
       return text, [(start, stop) for start, stop in spans if start < stop]
     text = self.render(messages, add_generation_prompt=False)
@@ -115,9 +155,9 @@ class Template:
       is_whole = all(part.strip() in answer for part in parts)
       if not text.startswith(before) or not answer or not is_whole:
         raise ValueError(
-          f"{self.file} does not write message {index} as an answer to those "
-          "before it, so what to train is unknown: it needs the marks {% "
-          "generation %} and {% endgeneration %} around answers"
+          f"does not write message {index} as an answer to those before it, so "
+          "what to train is unknown: it needs the marks {% generation %} and "
+          "{% endgeneration %} around answers"
         )
       spans.append((start, stop))
     return text, spans
@@ -126,7 +166,7 @@ class Template:
     self, text: str, messages: Sequence[Message], index: int, start: int
   ) -> int:
     """Where the answer `index` ends that begins at `start`; 0 is unknown."""
-    found = [(text.find(stop, start), stop) for stop in self._stops]
+    found = [(text.find(stop, start), stop) for stop in self.stops]
     at, stop = min((x for x in found if x[0] >= 0), default=(len(text), ""))
     if index + 1 == len(messages):
       return at + len(stop)
@@ -145,22 +185,20 @@ class Template:
     self, messages: Sequence[Message], **options: Any
   ) -> tuple[str, list[Span]]:
     """The text of a conversation, and spans where they are asked for."""
+    jinja, library = libraries()
     try:
-      texts, spans = self._render(
-        [plain(messages)],
-        chat_template=self._source,
-        **options,
-        **self._tokens,
+      texts, spans = library.render_jinja_template(
+        [messages], chat_template=self.source, **options, **self.tokens
       )
-    except self._jinja.TemplateSyntaxError as error:
-      raise ValueError(
-        f"{self.file}: line {error.lineno}: {_line(error)}"
-      ) from error
+    except jinja.TemplateSyntaxError as error:
+      raise ValueError(f"line {error.lineno}: {error}") from error
     except Exception as error:  # whatever a wrong template does
       what = f"fails: {type(error).__name__}"
-      if type(error) is self._jinja.TemplateError:  # of `raise_exception`
+      if type(error) is jinja.TemplateError:  # of `raise_exception`
         what = "refuses the messages"
-      raise ValueError(f"{self.file} {what}: {_line(error)}") from error
+      raise ValueError(f"{what}: {error}") from error
+    if len(texts[0]) > _MOST_TEXT:
+      raise ValueError(f"fails: more than {_MOST_TEXT:,} characters of text")
     return texts[0], spans[0] if spans else []
 
 
@@ -286,8 +324,3 @@ def _text(path: str, content: bytes) -> str:
     return content.decode()
   except UnicodeDecodeError as error:
     raise ValueError(f"{path}: not UTF-8: {error}") from error
-
-
-def _line(error: Exception) -> str:
-  """The message of an error in one line."""
-  return " ".join(str(error).split())

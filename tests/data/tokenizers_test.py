@@ -1,5 +1,6 @@
 """Tokenizers, the files beside them, and chat templates."""
 
+import concurrent.futures
 import functools
 import hashlib
 import itertools
@@ -163,7 +164,7 @@ class LoadTest(FolderTest):
       if name == "sentencepiece":
         tokenizers.load_tokenizer(self.root / "a.model")
       else:
-        _render("x")
+        chat.Writer("x", {}, ()).render(_USER)
 
 
 def _content(template=None, specials=("<s>", "</s>", "<e>"), word=0):
@@ -294,6 +295,11 @@ def _render(source, messages=_USER, **options):
   return render_chat(tokenizer, messages, **options)
 
 
+def _in_thread(call, *args):
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    return pool.submit(call, *args).result()
+
+
 class TemplatesTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"chat_template.jinja": "x"},),
@@ -323,6 +329,34 @@ class TemplatesTest(parameterized.TestCase):
 
 
 class TemplateErrorsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("{{ 'a' * 10**10 }}", "fails: MemoryError"),
+    ("{{ [0] * 10**10 }}", "fails: MemoryError"),
+    ("{{ 'a' * 10**7 }}", "fails: more than 4,194,304 characters"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionErr"),
+    ("{{ raise_exception('no' * 10**6) }}", "refuses the messages: no"),
+  )
+  def test_what_would_take_all_memory_ends(self, source, message):
+    for run in (_render, lambda x: _in_thread(_render, x)):
+      with self.assertRaisesRegex(ValueError, f"jinja: {message}.{{0,500}}\\Z"):
+        run(source)
+      self.assertEqual(run("x"), "x")
+
+  def test_what_would_never_end_ends(self):
+    loop = "{% for i in range(99999) %}"
+    end = "{% endfor %}"
+    with self.assertRaisesRegex(ValueError, "fails: it takes more than 10 sec"):
+      _render(f"{loop * 3}{end * 3}")
+    self.assertEqual(_render("x"), "x")
+
+  def test_an_interrupted_call_is_not_the_answer_of_the_next(self):
+    with (
+      mock.patch.object(json, "loads", side_effect=KeyboardInterrupt),
+      self.assertRaises(KeyboardInterrupt),
+    ):
+      _render("x")
+    self.assertEqual(_render("y"), "y")
+
   @parameterized.parameters(
     ("{{ raise_exception('no\nway') }}", "refuses the messages: no way"),
     ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
