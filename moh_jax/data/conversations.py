@@ -35,6 +35,7 @@ from moh_jax.data.text_files import ROW_SUFFIXES, read_rows
 from moh_jax.data.tokenizers import (
   JsonTokenizer,
   check_vocabulary,
+  library_errors,
   load_tokenizer,
 )
 
@@ -262,7 +263,8 @@ def _tokenized(
   written = _written(data, Template(tokenizer, data.template or None), split)
   while some := list(itertools.islice(written, _AT_ONCE)):
     texts = [text for text, _ in some]
-    encoded = tokenizer.parser.encode_batch(texts, add_special_tokens=False)
+    with library_errors("the tokenizer cannot encode a text"):
+      encoded = tokenizer.parser.encode_batch(texts, add_special_tokens=False)
     for one, (_, spans) in zip(encoded, some):
       ids = np.array(one.ids, np.int32)
       yield _Conversation(ids, _in_spans(one.offsets, spans))

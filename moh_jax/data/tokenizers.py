@@ -13,14 +13,17 @@ tokenizer goes: into token sets, runs, converted and exported models. What
 identifies a tokenizer is its own file alone.
 """
 
+import base64
+import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -63,6 +66,9 @@ _BEGIN_END = (
 )
 Ids = tuple[int | None, int | None]  # of begin and end of text
 _MOST_ENTRIES = 1 << 22  # of a trained vocabulary
+_MOST_GROWTH = 1 << 10  # of a text by normalizing or decoding
+_MOST_STATE = 1 << 16  # characters of a post_processor
+_ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 
 _Id = Annotated[int, msgspec.Meta(ge=0)]
@@ -217,6 +223,62 @@ class TokenizerFileError(ValueError):
   """A tokenizer's own file cannot be used, or its library is missing."""
 
 
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+  """Makes a TokenizerFileError of any error of a library of tokenizers."""
+  try:
+    yield
+  except BaseException as error:
+    # Panics of `tokenizers` are no Exceptions; nor are interrupts.
+    if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
+      raise
+    raise TokenizerFileError(f"{what}: {error}") from error
+
+
+def _check_parts(tokenizer: hf.Tokenizer) -> None:
+  """Refuses parts that make endless text, or tokens, of a short one."""
+  for name in ("normalizer", "decoder"):
+    if part := getattr(tokenizer, name):
+      _check_growth(name, _growth(json.loads(part.__getstate__())))
+  if part := tokenizer.post_processor:
+    if (size := len(part.__getstate__())) > _MOST_STATE:
+      raise TokenizerFileError(
+        f"its post_processor has {size:,} characters, must be at most "
+        f"{_MOST_STATE:,}"
+      )
+
+
+def _check_growth(name: str, growth: float) -> None:
+  if growth > _MOST_GROWTH:
+    raise TokenizerFileError(
+      f"its {name} may make {growth:.3g} characters of one, must be at most "
+      f"{_MOST_GROWTH:,}"
+    )
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+  """Characters that a part of a tokenizer.json makes of one, at most."""
+  kind = part["type"]
+  if kind == "Sequence":
+    return math.prod(map(_growth, part.get("normalizers") or part["decoders"]))
+  if kind == "Replace":
+    shortest = len(part["pattern"].get("String", ""))
+    made = len(part["content"])
+    return max(1.0, made / shortest) if shortest else 1.0 + made
+  if kind == "Prepend":
+    return 1.0 + len(part["prepend"])
+  if kind == "Precompiled":
+    return _longest_rule(base64.b64decode(part["precompiled_charsmap"]))
+  return 4.0 if kind == "ByteLevel" else 1.0
+
+
+def _longest_rule(charsmap: bytes) -> float:
+  """Bytes that SentencePiece's table of rules makes of a character, at most."""
+  # The length of a trie, the trie, and texts that end with a null byte.
+  texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+  return float(max(map(len, texts.split(b"\0"))))
+
+
 class Tokenizer:
   """What all tokenizers have in common; they are picklable.
 
@@ -330,23 +392,25 @@ class JsonTokenizer(Tokenizer):
   def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
     super().__init__(content, files)
     self._tokenizer = self._parse(special_as_text=True)
+    _check_parts(self._tokenizer)
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
     # The special tokens that the file's post-processor puts around a text.
-    made = self._tokenizer.encode("a", add_special_tokens=True)
+    with library_errors("its post_processor fails"):
+      made = self._tokenizer.post_process(_ONE_TOKEN.encode("a"))
     ids = [i if m else None for i, m in zip(made.ids, made.special_tokens_mask)]
     first, *others = ids or [None]
     self._set_special(vocabulary.get, (first, others[-1] if others else None))
 
   def _parse(self, *, special_as_text: bool) -> hf.Tokenizer:
-    try:
+    with library_errors("not a tokenizer.json"):
       tokenizer = hf.Tokenizer.from_str(self.content.decode())
-    except Exception as error:  # the library raises bare Exceptions
-      raise TokenizerFileError(f"not a tokenizer.json: {error}") from error
     tokenizer.encode_special_tokens = special_as_text
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+      tokenizer.model.dropout = None  # of its training: equal texts, equal ids
     return tokenizer
 
   @functools.cached_property
@@ -358,16 +422,19 @@ class JsonTokenizer(Tokenizer):
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
     used = self.parser if parse_special else self._tokenizer
-    return used.encode(text, add_special_tokens=False).ids
+    with library_errors("the tokenizer cannot encode a text"):
+      return used.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
     encode = self._tokenizer.encode_batch_fast
-    return [e.ids for e in encode(list(texts), add_special_tokens=False)]
+    with library_errors("the tokenizer cannot encode a text"):
+      return [e.ids for e in encode(list(texts), add_special_tokens=False)]
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
-    return self._tokenizer.decode([int(i) for i in ids])
+    with library_errors("the tokenizer cannot decode its tokens"):
+      return self._tokenizer.decode([int(i) for i in ids])
 
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id."""
@@ -394,6 +461,11 @@ class SentencePieceTokenizer(Tokenizer):
     except (RuntimeError, ValueError) as error:
       what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
       raise TokenizerFileError(f"{what}{error}") from error
+    proto = import_extra("sentencepiece.sentencepiece_model_pb2", "a model")
+    parsed = proto.ModelProto.FromString(content)
+    for name in ("normalizer_spec", "denormalizer_spec"):
+      rules = getattr(parsed, name).precompiled_charsmap
+      _check_growth(name, _longest_rule(rules))
     self.vocab_size = model.vocab_size()
     self._special = {
       model.id_to_piece(i): i
@@ -440,17 +512,22 @@ class SentencePieceTokenizer(Tokenizer):
     ids: list[int] = []
     for part in re.split(pattern, text) if parse_special else [text]:
       special = self._special.get(part) if parse_special else None
-      ids += self._processor.encode(part) if special is None else [special]
+      ids += self._encode(part) if special is None else [special]
     return ids
+
+  def _encode(self, text: str | list[str]) -> list:
+    with library_errors("the tokenizer cannot encode a text"):
+      return self._processor.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
-    return self._processor.encode(list(texts))
+    return self._encode(list(texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
     known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-    return self._processor.decode(known)
+    with library_errors("the tokenizer cannot decode its tokens"):
+      return self._processor.decode(known)
 
 
 class BytesTokenizer(Tokenizer):

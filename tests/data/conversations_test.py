@@ -155,7 +155,9 @@ class AnswersTest(parameterized.TestCase):
     template = Template(_tokenizer(source))
     messages = _ask("one", "two")
     if expected is None:
-      with self.assertRaisesRegex(ValueError, "jinja: does not write message 1"):
+      with self.assertRaisesRegex(
+        ValueError, "jinja: does not write message 1"
+      ):
         template.answers(messages)
       return
     text, spans = template.answers(messages)
@@ -174,7 +176,9 @@ class AnswersTest(parameterized.TestCase):
   )
   def test_templates_that_rewrite_are_refused(self, source, index):
     template = Template(_tokenizer(source))
-    message = f"chat_template.jinja: does not write message {index} as an answer"
+    message = (
+      f"chat_template.jinja: does not write message {index} as an answer"
+    )
     with self.assertRaisesRegex(ValueError, message):
       template.answers(_ask("one", "b. c"))
 
