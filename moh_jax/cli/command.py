@@ -70,10 +70,11 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-_IN, _OUT = _Path(), _Path()
+_IN, _OUT, _OUT_PLACE = _Path(), _Path(), _Path()
 Place = Annotated[str, _Path()]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
-OutPath = Annotated[str, _OUT]  # must be writable
+OutPath = Annotated[str, _OUT]  # must be local and writable
+OutPlace = Annotated[str, _OUT_PLACE]  # must be an address or writable
 
 
 def option(how: str, **field: Any) -> Any:
@@ -146,9 +147,13 @@ class BaseOptions(base.Section):
         raise FileNotFoundError(f"{path}: no such file or folder")
       if not os.path.isdir(path):
         files.check_regular(path)
-    for name, path in self._paths(_OUT):
-      if path != "-" and "://" not in path:
-        files.check_writable(path, flag(name))
+    for mark in (_OUT, _OUT_PLACE):
+      for name, path in self._paths(mark):
+        if "://" in path:
+          if mark is _OUT:
+            self.fail(name, "must be local")
+        elif path != "-":
+          files.check_writable(path, flag(name))
 
   def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:
     """Names and values of the paths of a kind."""
@@ -292,7 +297,7 @@ class Workdir(RunConfig):
       takes the time of reading it.
   """
 
-  workdir: OutPath
+  workdir: OutPlace
   no_verify: bool = False
 
   def prepare(self) -> None:

@@ -43,6 +43,7 @@ _USER_ERRORS = (
   FloatingPointError,  # NaN
 )
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
+_NO_DEVICE = "Unable to initialize backend"  # as of JAX_PLATFORMS=nope
 _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
   "optim.accumulation for parts of it, and model.remat)"
@@ -108,9 +109,10 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   for module in modules:
     try:
       importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # also of the module's own code
       raise ValueError(
-        f"--import {module}: {error}; it takes a name as `import` does"
+        f"--import {module!r}: {type(error).__name__}: {error}; it takes a "
+        "name as `import` does"
       ) from error
   given, run = parsed(name, argv)
   given.prepare()
@@ -214,19 +216,29 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     return 1
   except Exception as error:
     is_missing = _is_missing(error)
-    is_users = isinstance(error, _USER_ERRORS) or _FULL in str(error)
+    is_users = isinstance(error, _USER_ERRORS)
+    is_users |= any(text in str(error) for text in (_FULL, _NO_DEVICE))
+    is_users |= _lacks_file_system(error)
     if not is_missing and not is_users:
       raise
     if show_traceback:
       traceback_lib.print_exc()
     else:
       text = " ".join(str(error).split()) or type(error).__name__
+      if isinstance(error, KeyError):
+        text = f"there is no file system {text}"
       if _FULL in text:
         text += _LESS
       if is_missing:
         text += _INSTALL
       print(f"error: {text}", file=sys.stderr)
     return 1 if isinstance(error, FloatingPointError) else 2
+
+
+def _lacks_file_system(error: Exception) -> bool:
+  """Whether nothing here can read an address, such as gs:// or foo://."""
+  is_unknown = isinstance(error, KeyError) and "://" in str(error)
+  return is_unknown or (type(error) is ImportError and error.name is None)
 
 
 def _is_missing(error: Exception) -> bool:

@@ -505,6 +505,7 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     NotADirectoryError: a parent folder is a file.
     ValueError: `path` is a file, or a folder with something in it.
   """
+  path = path.resolve()  # of a link, what it leads to
   if path.is_dir() and (found := sorted(path.iterdir())):
     raise ValueError(
       f"{path} holds {found[0].name!r}; choose a new or an empty folder"

@@ -113,6 +113,8 @@ def check_writable(path: str | os.PathLike, what: str) -> None:
     OSError: it cannot be written.
   """
   place = pathlib.Path(path).expanduser().absolute()
+  if place.is_symlink() and not place.exists():
+    raise OSError(f"{what} {path}: is a link to nothing; remove it")
   if place.exists() and not place.is_dir():
     if not os.access(place, os.W_OK):
       raise PermissionError(f"{what} {path}: cannot be written")

@@ -52,6 +52,8 @@ _REFUSED = {
   "export --out {here}/x --checkpoint": {
     "nope": "nope holds no checkpoint",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
+    "{vit} --out {here}/link": "is a link to nothing; remove it",
+    "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
   },
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
@@ -156,6 +158,7 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     cls.places = {n: tiny_checkpoint.stored(n) for n in tiny_checkpoint.SAVED}
     cls.places["here"] = here
     (here / "empty").mkdir()
+    (here / "link").symlink_to("nowhere")
     tiny_vae.save_images(here / "images")
     tiny_vae.save(here / "vae")
     (good,) = put(here, "good.png", size=(8, 8))

@@ -65,7 +65,13 @@ class MainTest(tiny_checkpoint.CommandTest):
   def test_import_stands_before_or_after_the_command(self):
     option = ["--import", "no_such_module"]
     for argv in ([*option, "inspect"], ["inspect", *option]):
-      self.assert_refused("--import no_such_module: No module", *argv)
+      said = "--import 'no_such_module': ModuleNotFoundError: No module"
+      self.assert_refused(said, *argv)
+    (self.root / "failing.py").write_text("1 / 0")
+    with mock.patch.object(sys, "path", [str(self.root), *sys.path]):
+      for name in ("../x", ".x", "", "failing"):
+        argv = ("--import", name, "inspect")
+        self.assert_refused(f"--import '{name}': ", *argv)
 
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
@@ -201,6 +207,9 @@ class ReportErrorsTest(parameterized.TestCase):
     (OSError("no space"), "no space"),
     (NotImplementedError(), "NotImplementedError"),
     (RuntimeError("RESOURCE_EXHAUSTED: 9 bytes."), "R.*data.batch_size.*"),
+    (RuntimeError("Unable to initialize backend 'nope'"), "Unable .*'nope'"),
+    (ImportError("Please install gcsfs"), "Please install gcsfs"),
+    (KeyError("foo://"), "there is no file system 'foo://'"),
     (
       ModuleNotFoundError("No module named 'grain'", name="grain"),
       r"No module named 'grain'; pip install 'moh_jax\[train\]'",
