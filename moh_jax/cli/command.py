@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import itertools
 import json as json_lib
+import logging
 import os
 import pathlib
 import typing
@@ -190,7 +191,7 @@ class Output(BaseOptions):
       print(strict_json(values), flush=True)
       return
     for line in lines:
-      print(line)
+      print(files.printable(line))
     if self.json:
       path = pathlib.Path(self.json)
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -455,6 +456,14 @@ class Texts(BaseOptions):
     return read_texts(pieces, self.field, skipped)
 
 
+class OneLine(logging.Formatter):
+  """The message of a record alone, as text that a terminal only shows."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    """The line of a record."""
+    return files.printable(record.getMessage())
+
+
 def out_file(path: str, *suffixes: str) -> pathlib.Path:
   """The file that --out names, whose folder is there.
 
@@ -472,7 +481,10 @@ def out_file(path: str, *suffixes: str) -> pathlib.Path:
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
   """Aligns rows under a header, as text."""
-  cells = [[str(value) for value in row] for row in (header, *rows)]
+  cells = [
+    [files.printable(str(value), kept="") for value in row]
+    for row in (header, *rows)
+  ]
   widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
   lines = [
     "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
-from moh_jax.runtime import compilation_cache, signals, steps
+from moh_jax.runtime import compilation_cache, files, signals, steps
 
 # Commands, each a module of this folder; see `options`.
 COMMANDS = (
@@ -196,7 +196,10 @@ def _plain_warnings() -> Iterator[None]:
   ours = logging.getLogger("moh_jax")
   before = ours.handlers, ours.propagate
   if not ours.handlers:
-    ours.handlers, ours.propagate = [logging.lastResort], False
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(command.OneLine())
+    terminal.setLevel(logging.WARNING)
+    ours.handlers, ours.propagate = [terminal], False
   try:
     yield
   finally:
@@ -231,7 +234,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
         text += _LESS
       if is_missing:
         text += _INSTALL
-      print(f"error: {text}", file=sys.stderr)
+      print(f"error: {files.printable(text)}", file=sys.stderr)
     return 1 if isinstance(error, FloatingPointError) else 2
 
 
