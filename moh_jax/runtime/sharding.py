@@ -324,8 +324,8 @@ def check_finite(tree: Any, what: str) -> None:
   Raises:
     FloatingPointError: it does.
   """
-  paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(tree))
-  for path, finite in zip(paths, _are_finite(leaves)):
+  found = jax.tree_util.tree_leaves_with_path(tree)
+  for (path, _), finite in zip(found, _are_finite([x for _, x in found])):
     if not finite:
       place = jax.tree_util.keystr(path, simple=True, separator="/")
       where = f" (in {place})" if place else ""
