@@ -276,7 +276,14 @@ class TokensTest(_SetTest):
     tiny_text.write(self.folder, [[[1], [2]]])
     path = self.folder / DOCUMENTS
     self._change(files=[])  # the file has no checksum
-    for wrong in ([0, 3], [0, 3, 7], [0, 7, 6], [1, 3, 6], [0.0, 3.0, 6.0]):
+    for wrong in (
+      [0, 3],
+      [0, 3, 7],
+      [0, 7, 6],
+      [0, 2, 6],
+      [1, 3, 6],
+      [0.0, 3.0, 6.0],
+    ):
       np.save(path, np.array(wrong))
       with self.assertRaisesRegex(ValueError, "documents.npy: not of the 2"):
         TokenSet(self.folder)
