@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-SECONDS = 8  # of computing, for one conversation
+SECONDS = 5  # of computing, for one conversation
 _MEMORY = 1 << 29  # bytes beside what the libraries take
 _MOST_MESSAGE = 500  # characters of an error
 _CODE = "from moh_jax.data import template_process; template_process.main()"
