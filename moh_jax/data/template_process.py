@@ -7,6 +7,7 @@ take all memory or for ever, and nothing within a process could end them.
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -14,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 SECONDS = 5  # of computing, for one conversation
@@ -23,15 +23,37 @@ _MOST_MESSAGE = 500  # characters of an error
 _CODE = "from moh_jax.data import template_process; template_process.main()"
 
 
-class _Process:
-  """The process, which is started when it is needed; safe among threads."""
+_LOCK = threading.Lock()
 
-  def __init__(self):
-    self._lock, self._process, self._owner = threading.Lock(), None, 0
 
-  def ask(self, request: bytes) -> bytes:
-    """Sends a line to `main`; returns its answer."""
-    with self._lock, self._started() as process:
+@functools.cache
+def _process(owner: int) -> subprocess.Popen:
+  """The process of this one, whose id is `owner`: forks have their own."""
+  del owner
+  path = os.pathsep.join(map(os.path.abspath, sys.path))
+  process = subprocess.Popen(
+    [sys.executable, "-P", "-c", _CODE],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    env={**os.environ, "PYTHONPATH": path},
+    start_new_session=True,  # Ctrl-C is for the program that asks
+  )
+  atexit.register(_end, process)
+  return process
+
+
+def _end(process: subprocess.Popen) -> None:
+  process.kill()
+  with contextlib.suppress(BrokenPipeError), process:
+    pass  # closes its pipes
+
+
+def _ask(request: bytes) -> bytes:
+  """Sends a line to `main`; returns its answer."""
+  with _LOCK:
+    process = _process(os.getpid())
+    try:
       with contextlib.suppress(BrokenPipeError):  # then there is no answer
         process.stdin.write(request + b"\n")
         process.stdin.flush()
@@ -41,38 +63,10 @@ class _Process:
       if process.returncode == -signal.SIGPROF:
         what = f"it takes more than {SECONDS} seconds"
       raise ValueError(f"fails: {what}")
-
-  @contextlib.contextmanager
-  def _started(self) -> Iterator[subprocess.Popen]:
-    if self._owner != os.getpid():  # after a fork the process is the parent's
-      self._process, self._owner = None, os.getpid()
-    if self._process is None:
-      path = os.pathsep.join(map(os.path.abspath, sys.path))
-      self._process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _CODE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C is for the program that asks
-      )
-    try:
-      yield self._process
     except BaseException:  # its next answer would be that of this request
-      self.end()
+      _end(process)
+      _process.cache_clear()
       raise
-
-  def end(self) -> None:
-    """Ends the process, if there is one and it is ours."""
-    process, self._process = self._process, None
-    if process is not None and self._owner == os.getpid():
-      process.kill()
-      with contextlib.suppress(BrokenPipeError), process:
-        pass  # closes its pipes
-
-
-_PROCESS = _Process()
-atexit.register(_PROCESS.end)
 
 
 def call(method: str, state: dict[str, Any], *args: Any, **options: Any) -> Any:
@@ -88,7 +82,7 @@ def call(method: str, state: dict[str, Any], *args: Any, **options: Any) -> Any:
     ValueError: the method fails, or takes too much time or memory.
   """
   request = [method, state, args, options]
-  answer = json.loads(_PROCESS.ask(json.dumps(request).encode()))
+  answer = json.loads(_ask(json.dumps(request).encode()))
   if "error" in answer:
     raise ValueError(answer["error"])
   return answer["value"]

@@ -235,20 +235,8 @@ def library_errors(what: str) -> Iterator[None]:
     raise TokenizerFileError(f"{what}: {error}") from error
 
 
-def _check_parts(tokenizer: hf.Tokenizer) -> None:
-  """Refuses parts that make endless text, or tokens, of a short one."""
-  for name in ("normalizer", "decoder"):
-    if part := getattr(tokenizer, name):
-      _check_growth(name, _growth(json.loads(part.__getstate__())))
-  if part := tokenizer.post_processor:
-    if (size := len(part.__getstate__())) > _MOST_STATE:
-      raise TokenizerFileError(
-        f"its post_processor has {size:,} characters, must be at most "
-        f"{_MOST_STATE:,}"
-      )
-
-
 def _check_growth(name: str, growth: float) -> None:
+  """Refuses a part that makes endless text of a short one."""
   if growth > _MOST_GROWTH:
     raise TokenizerFileError(
       f"its {name} may make {growth:.3g} characters of one, must be at most "
@@ -392,7 +380,15 @@ class JsonTokenizer(Tokenizer):
   def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
     super().__init__(content, files)
     self._tokenizer = self._parse(special_as_text=True)
-    _check_parts(self._tokenizer)
+    used = self._tokenizer
+    for name in ("normalizer", "decoder"):
+      if part := getattr(used, name):
+        _check_growth(name, _growth(json.loads(part.__getstate__())))
+    part = used.post_processor
+    if part and len(part.__getstate__()) > _MOST_STATE:
+      raise TokenizerFileError(
+        f"its post_processor has more than {_MOST_STATE:,} characters"
+      )
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
