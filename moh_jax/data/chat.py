@@ -2,18 +2,29 @@
 
 A template is a Jinja text of the checkpoint's author, so it runs in a sandbox
 that lets it change nothing and read nothing but the messages and the names of
-the special tokens: that of transformers, with its filters and tags, in a
-process with bounds on time, memory and text (`template_process.py`).
+the special tokens: that of transformers, with its filters and tags. Even there
+`'a' * 10**10` or loops in loops would take all memory or never end, and nothing
+in a process could end them, so templates run in another one with bounds.
 """
 
+import atexit
+import contextlib
 import dataclasses
+import functools
+import json
+import os
 import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from moh_jax.data import template_process, tokenizers
+from moh_jax.data import tokenizers
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.json_files import check_json
 
@@ -24,6 +35,11 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KEY = "chat_template"
 _DEFAULT = "default"
 _MOST_TEXT = 1 << 22  # characters of a conversation
+SECONDS = 5  # of computing, for one conversation
+_MEMORY = 1 << 29  # bytes beside what the libraries take
+_MOST_MESSAGE = 500  # characters of an error
+_CODE = "from moh_jax.data import chat; chat.main()"
+_LOCK = threading.Lock()
 
 
 def libraries() -> tuple[Any, Any]:
@@ -110,7 +126,7 @@ class Template:
     self, method: str, messages: Sequence[Message], **options: Any
   ) -> Any:
     try:
-      return template_process.call(method, self._state, messages, **options)
+      return _call(method, self._state, messages, **options)
     except (ValueError, TypeError) as error:  # TypeError: no JSON
       raise ValueError(f"{self.file}: {error}") from error
 
@@ -200,6 +216,88 @@ class Writer:
     if len(texts[0]) > _MOST_TEXT:
       raise ValueError(f"fails: more than {_MOST_TEXT:,} characters of text")
     return texts[0], spans[0] if spans else []
+
+
+@functools.cache
+def _process(owner: int) -> subprocess.Popen:
+  """The process of this one, whose id is `owner`: forks have their own."""
+  del owner
+  path = os.pathsep.join(map(os.path.abspath, sys.path))
+  process = subprocess.Popen(
+    [sys.executable, "-P", "-c", _CODE],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    env={**os.environ, "PYTHONPATH": path},
+    start_new_session=True,  # Ctrl-C is for the program that asks
+  )
+  atexit.register(_end, process)
+  return process
+
+
+def _end(process: subprocess.Popen) -> None:
+  process.kill()
+  with contextlib.suppress(BrokenPipeError), process:
+    pass  # closes its pipes
+
+
+def _ask(request: bytes) -> bytes:
+  """Sends a line to `main`; returns its answer."""
+  with _LOCK:
+    process = _process(os.getpid())
+    try:
+      with contextlib.suppress(BrokenPipeError):  # then there is no answer
+        process.stdin.write(request + b"\n")
+        process.stdin.flush()
+      if answer := process.stdout.readline():
+        return answer
+      what = f"its process ended with {process.wait()}"
+      if process.returncode == -signal.SIGPROF:
+        what = f"it takes more than {SECONDS} seconds"
+      raise ValueError(f"fails: {what}")
+    except BaseException:  # its next answer would be that of this request
+      _end(process)
+      _process.cache_clear()
+      raise
+
+
+def _call(method: str, state: dict[str, Any], *args: Any, **given: Any) -> Any:
+  """Calls a method of a `Writer` with these fields in the process.
+
+  All values are JSON.
+
+  Raises:
+    ValueError: the method fails, or takes too much time or memory.
+  """
+  request = [method, state, args, given]
+  answer = json.loads(_ask(json.dumps(request).encode()))
+  if "error" in answer:
+    raise ValueError(answer["error"])
+  return answer["value"]
+
+
+def main() -> None:
+  """Answers requests, one a line, until there are no more."""
+  os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+  with contextlib.suppress(ValueError):  # each call says what is missing
+    libraries()
+  with contextlib.suppress(OSError, ValueError):  # as on macOS
+    with open("/proc/self/statm") as file:
+      used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY,) * 2)
+  for line in sys.stdin.buffer:
+    # Without a handler the signal ends the process whatever it computes.
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+      method, state, args, options = json.loads(line)
+      value = getattr(Writer(**state), method)(*args, **options)
+      answer = json.dumps({"value": value})
+    except (ValueError, MemoryError) as error:
+      text = str(error)[:_MOST_MESSAGE] or "fails: MemoryError"
+      answer = json.dumps({"error": " ".join(text.split())})
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sys.stdout.write(answer + "\n")
+    sys.stdout.flush()
 
 
 def render_chat(

@@ -32,10 +32,10 @@ from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
 from moh_jax.data.text_files import ROW_SUFFIXES, read_rows
+from moh_jax.data.tokenizer_limits import library_errors
 from moh_jax.data.tokenizers import (
   JsonTokenizer,
   check_vocabulary,
-  library_errors,
   load_tokenizer,
 )
 

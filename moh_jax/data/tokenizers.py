@@ -13,17 +13,14 @@ tokenizer goes: into token sets, runs, converted and exported models. What
 identifies a tokenizer is its own file alone.
 """
 
-import base64
-import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +28,13 @@ import tokenizers as hf
 from etils import epath
 
 from moh_jax.data.input_files import import_extra
+from moh_jax.data.tokenizer_limits import (
+  TokenizerFileError,
+  check_rules,
+  library_errors,
+  read_tokenizer_json,
+  special_ends,
+)
 from moh_jax.runtime.files import read_bytes, write_whole
 from moh_jax.runtime.json_files import parse_json
 
@@ -66,9 +70,6 @@ _BEGIN_END = (
 )
 Ids = tuple[int | None, int | None]  # of begin and end of text
 _MOST_ENTRIES = 1 << 22  # of a trained vocabulary
-_MOST_GROWTH = 1 << 10  # of a text by normalizing or decoding
-_MOST_STATE = 1 << 16  # characters of a post_processor
-_ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 
 _Id = Annotated[int, msgspec.Meta(ge=0)]
@@ -219,54 +220,6 @@ def named_tokens(files: Mapping[str, bytes]) -> dict[str, str | None]:
   return found
 
 
-class TokenizerFileError(ValueError):
-  """A tokenizer's own file cannot be used, or its library is missing."""
-
-
-@contextlib.contextmanager
-def library_errors(what: str) -> Iterator[None]:
-  """Makes a TokenizerFileError of any error of a library of tokenizers."""
-  try:
-    yield
-  except BaseException as error:
-    # Panics of `tokenizers` are no Exceptions; nor are interrupts.
-    if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
-      raise
-    raise TokenizerFileError(f"{what}: {error}") from error
-
-
-def _check_growth(name: str, growth: float) -> None:
-  """Refuses a part that makes endless text of a short one."""
-  if growth > _MOST_GROWTH:
-    raise TokenizerFileError(
-      f"its {name} may make {growth:.3g} characters of one, must be at most "
-      f"{_MOST_GROWTH:,}"
-    )
-
-
-def _growth(part: Mapping[str, Any]) -> float:
-  """Characters that a part of a tokenizer.json makes of one, at most."""
-  kind = part["type"]
-  if kind == "Sequence":
-    return math.prod(map(_growth, part.get("normalizers") or part["decoders"]))
-  if kind == "Replace":
-    shortest = len(part["pattern"].get("String", ""))
-    made = len(part["content"])
-    return max(1.0, made / shortest) if shortest else 1.0 + made
-  if kind == "Prepend":
-    return 1.0 + len(part["prepend"])
-  if kind == "Precompiled":
-    return _longest_rule(base64.b64decode(part["precompiled_charsmap"]))
-  return 4.0 if kind == "ByteLevel" else 1.0
-
-
-def _longest_rule(charsmap: bytes) -> float:
-  """Bytes that SentencePiece's table of rules makes of a character, at most."""
-  # The length of a trie, the trie, and texts that end with a null byte.
-  texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
-  return float(max(map(len, texts.split(b"\0"))))
-
-
 class Tokenizer:
   """What all tokenizers have in common; they are picklable.
 
@@ -379,41 +332,17 @@ class JsonTokenizer(Tokenizer):
 
   def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
     super().__init__(content, files)
-    self._tokenizer = self._parse(special_as_text=True)
-    used = self._tokenizer
-    for name in ("normalizer", "decoder"):
-      if part := getattr(used, name):
-        _check_growth(name, _growth(json.loads(part.__getstate__())))
-    part = used.post_processor
-    if part and len(part.__getstate__()) > _MOST_STATE:
-      raise TokenizerFileError(
-        f"its post_processor has more than {_MOST_STATE:,} characters"
-      )
+    self._tokenizer = read_tokenizer_json(content, special_as_text=True)
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
-    # The special tokens that the file's post-processor puts around a text.
-    with library_errors("its post_processor fails"):
-      made = self._tokenizer.post_process(_ONE_TOKEN.encode("a"))
-    ids = [i if m else None for i, m in zip(made.ids, made.special_tokens_mask)]
-    first, *others = ids or [None]
-    self._set_special(vocabulary.get, (first, others[-1] if others else None))
-
-  def _parse(self, *, special_as_text: bool) -> hf.Tokenizer:
-    with library_errors("not a tokenizer.json"):
-      tokenizer = hf.Tokenizer.from_str(self.content.decode())
-    tokenizer.encode_special_tokens = special_as_text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if getattr(tokenizer.model, "dropout", None):
-      tokenizer.model.dropout = None  # of its training: equal texts, equal ids
-    return tokenizer
+    self._set_special(vocabulary.get, special_ends(self._tokenizer))
 
   @functools.cached_property
   def parser(self) -> hf.Tokenizer:
     """That of the library to which names of special tokens are these tokens."""
     # A second one, since the switch of the library is not thread-safe.
-    return self._parse(special_as_text=False)
+    return read_tokenizer_json(self.content, special_as_text=False)
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
@@ -457,11 +386,7 @@ class SentencePieceTokenizer(Tokenizer):
     except (RuntimeError, ValueError) as error:
       what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
       raise TokenizerFileError(f"{what}{error}") from error
-    proto = import_extra("sentencepiece.sentencepiece_model_pb2", "a model")
-    parsed = proto.ModelProto.FromString(content)
-    for name in ("normalizer_spec", "denormalizer_spec"):
-      rules = getattr(parsed, name).precompiled_charsmap
-      _check_growth(name, _longest_rule(rules))
+    check_rules(content)
     self.vocab_size = model.vocab_size()
     self._special = {
       model.id_to_piece(i): i

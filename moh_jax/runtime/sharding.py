@@ -315,14 +315,9 @@ def gather(arrays: Any) -> Any:
 
 
 def check_finite(tree: Any, what: str) -> None:
-  """Checks that a tree of arrays, global ones too, holds no NaN or infinity.
+  """Raises FloatingPointError where arrays or numbers of a tree are not finite.
 
-  Args:
-    tree: of arrays on devices or on the host, or of numbers.
-    what: names it, for the message.
-
-  Raises:
-    FloatingPointError: it does.
+  Arrays may be global ones; `what` names the tree.
   """
   found = jax.tree_util.tree_leaves_with_path(tree)
   for (path, _), finite in zip(found, _are_finite([x for _, x in found])):
