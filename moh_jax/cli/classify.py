@@ -4,6 +4,7 @@ import dataclasses
 
 from moh_jax.cli import command
 from moh_jax.config.base import Count
+from moh_jax.runtime.files import printable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,10 @@ def run(options: Options) -> int:
     for file, best in zip(files, found)
   ]
   lines = (
-    f"{file}: " + ", ".join(f"{p.name} {p.probability:.1%}" for p in best)
+    printable(
+      f"{file}: " + ", ".join(f"{p.name} {p.probability:.1%}" for p in best),
+      kept="",
+    )
     for file, best in zip(files, found)
   )
   options.give(rows, lines)

@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import itertools
 import json as json_lib
+import logging
 import os
 import pathlib
 import typing
@@ -70,10 +71,11 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-_IN, _OUT = _Path(), _Path()
+_IN, _OUT, _OUT_PLACE = _Path(), _Path(), _Path()
 Place = Annotated[str, _Path()]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
-OutPath = Annotated[str, _OUT]  # must be writable
+OutPath = Annotated[str, _OUT]  # must be local and writable
+OutPlace = Annotated[str, _OUT_PLACE]  # must be an address or writable
 
 
 def option(how: str, **field: Any) -> Any:
@@ -146,9 +148,13 @@ class BaseOptions(base.Section):
         raise FileNotFoundError(f"{path}: no such file or folder")
       if not os.path.isdir(path):
         files.check_regular(path)
-    for name, path in self._paths(_OUT):
-      if path != "-" and "://" not in path:
-        files.check_writable(path, flag(name))
+    for mark in (_OUT, _OUT_PLACE):
+      for name, path in self._paths(mark):
+        if "://" in path:
+          if mark is _OUT:
+            self.fail(name, "must be local")
+        elif path != "-":
+          files.check_writable(path, flag(name))
 
   def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:
     """Names and values of the paths of a kind."""
@@ -185,7 +191,7 @@ class Output(BaseOptions):
       print(strict_json(values), flush=True)
       return
     for line in lines:
-      print(line)
+      print(files.printable(line))
     if self.json:
       path = pathlib.Path(self.json)
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +298,7 @@ class Workdir(RunConfig):
       takes the time of reading it.
   """
 
-  workdir: OutPath
+  workdir: OutPlace
   no_verify: bool = False
 
   def prepare(self) -> None:
@@ -455,6 +461,14 @@ class Texts(BaseOptions):
     return read_texts(pieces, self.field, skipped)
 
 
+class OneLine(logging.Formatter):
+  """The message of a record alone, as text that a terminal only shows."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    """The line of a record."""
+    return files.printable(record.getMessage())
+
+
 def out_file(path: str, *suffixes: str) -> pathlib.Path:
   """The file that --out names, whose folder is there.
 
@@ -472,7 +486,10 @@ def out_file(path: str, *suffixes: str) -> pathlib.Path:
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
   """Aligns rows under a header, as text."""
-  cells = [[str(value) for value in row] for row in (header, *rows)]
+  cells = [
+    [files.printable(str(value), kept="") for value in row]
+    for row in (header, *rows)
+  ]
   widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
   lines = [
     "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()

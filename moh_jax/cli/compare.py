@@ -39,7 +39,7 @@ class Options(command.Workdir, command.Distributed, command.Output):
     vae: autoencoder weights that show samples of latent diffusion.
   """
 
-  workdir: command.OutPath = "runs/compare"
+  workdir: command.OutPlace = "runs/compare"
   variants: tuple[str, ...] = ("mha", "config")
   seeds: Count = 3
   sweep: str = ""

@@ -30,7 +30,7 @@ class Options(command.RunConfig):
 
   from_: str
   source: command.InPath
-  out: command.OutPath
+  out: command.OutPlace
   key: str | None = None
   model: str | None = None
   config: command.Place | None = None

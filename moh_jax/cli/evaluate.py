@@ -135,6 +135,8 @@ def run(options: Options) -> int:
     restored = options.restore(mesh=mesh, top_k=None)
     choices = [restored.at_top_k(k) for k in options.top_k] or [restored]
     rows = [score(choice) for choice in choices]
+  for row in rows:
+    sharding.check_finite(row.get("loss", 0.0), "the model's losses")
   if not options.is_first():
     return 0
   values: dict[str, Any] = {"step": restored.step}

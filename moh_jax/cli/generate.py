@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from moh_jax.cli import command
 from moh_jax.config.base import Amount, Count, Natural, Range
 from moh_jax.config.llm import Sampling
+from moh_jax.runtime.files import printable
 
 if TYPE_CHECKING:
   from moh_jax.inference.generate import Generator, Prompt
@@ -203,7 +204,7 @@ def run(options: Options) -> int:
     shown = asked[0].get("prompt", "")
     for piece in itertools.chain([shown, first], pieces, ["\n"]):
       if options.is_first():
-        print(piece, end="", flush=True)
+        _print(piece)
   else:
     completions = generator.generate(prompts, options.sampling)
     told = [
@@ -261,6 +262,13 @@ def _settings(
   }
 
 
+def _print(piece: str) -> None:
+  """Shows text of the model; a terminal takes no commands from it."""
+  if sys.stdout.isatty():
+    piece = printable(piece)
+  print(piece, end="", flush=True)
+
+
 def _interact(
   generator: Generator,
   sampling: Sampling,
@@ -299,7 +307,7 @@ def _interact(
     try:
       for piece in generator.stream(prompt_of(turns), seeded):
         answer += piece
-        print(piece, end="", flush=True)
+        _print(piece)
     except ValueError as error:  # such as a prompt that is too long
       print(f"error: {error}", end="")
       turns.clear()  # or a conversation that became too long could not end

@@ -1,7 +1,7 @@
 """Entry points: argument parsing, errors in one line, exit statuses.
 
-Exit status: 0 success, 1 a failed check, 2 wrong use or bad input. JAX takes
-seconds to import, so help and what can be refused without it come first.
+Exit status: 0 success, 1 a failed check or NaN, 2 wrong use or bad input. JAX
+takes seconds to import, so help and what can be refused without it come first.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
 from moh_jax.config.base import MistakesError
-from moh_jax.runtime import compilation_cache, signals, steps
+from moh_jax.runtime import compilation_cache, files, signals, steps
 
 # Commands, each a module of this folder; see `options`.
 COMMANDS = (
@@ -40,8 +40,12 @@ COMMANDS = (
   "sample",
   "train",
 )
-_USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
+_USER_ERRORS = (
+  *(ValueError, OSError, NotImplementedError, MemoryError),
+  FloatingPointError,  # NaN
+)
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
+_NO_DEVICE = "Unable to initialize backend"  # as of JAX_PLATFORMS=nope
 _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
   "optim.accumulation for parts of it, and model.remat)"
@@ -109,9 +113,10 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   for module in modules:
     try:
       importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # also of the module's own code
       raise ValueError(
-        f"--import {module}: {error}; it takes a name as `import` does"
+        f"--import {module!r}: {type(error).__name__}: {error}; it takes a "
+        "name as `import` does"
       ) from error
   given, run = parsed(name, argv)
   given.prepare()
@@ -195,7 +200,10 @@ def _plain_warnings() -> Iterator[None]:
   ours = logging.getLogger("moh_jax")
   before = ours.handlers, ours.propagate
   if not ours.handlers:
-    ours.handlers, ours.propagate = [logging.lastResort], False
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(command.OneLine())
+    terminal.setLevel(logging.WARNING)
+    ours.handlers, ours.propagate = [terminal], False
   try:
     yield
   finally:
@@ -215,7 +223,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     return 1
   except Exception as error:
     is_missing = _is_missing(error)
-    is_users = isinstance(error, _USER_ERRORS) or _FULL in str(error)
+    is_users = isinstance(error, _USER_ERRORS)
+    is_users |= any(text in str(error) for text in (_FULL, _NO_DEVICE))
+    is_users |= _lacks_file_system(error)
     if not is_missing and not is_users:
       raise
     if show_traceback:
@@ -224,12 +234,20 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
       several = isinstance(error, MistakesError)
       for line in str(error).splitlines() if several else [str(error)]:
         text = " ".join(line.split()) or type(error).__name__
+        if isinstance(error, KeyError):
+          text = f"there is no file system {text}"
         if _FULL in text:
           text += _LESS
         if is_missing:
           text += _INSTALL
-        print(f"error: {text}", file=sys.stderr)
-    return 2
+        print(f"error: {files.printable(text)}", file=sys.stderr)
+    return 1 if isinstance(error, FloatingPointError) else 2
+
+
+def _lacks_file_system(error: Exception) -> bool:
+  """Whether nothing here can read an address, such as gs:// or foo://."""
+  is_unknown = isinstance(error, KeyError) and "://" in str(error)
+  return is_unknown or (type(error) is ImportError and error.name is None)
 
 
 def _is_missing(error: Exception) -> bool:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from moh_jax.cli.command import OneLine
 from moh_jax.runtime.peers import LOG
 from moh_jax.runtime.steps import absolute
 
@@ -78,7 +79,7 @@ def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
   ours, root = logging.getLogger(_OURS), logging.getLogger()
   terminal = logging.StreamHandler()
   terminal.setLevel(level)
-  terminal.setFormatter(_OneLine())
+  terminal.setFormatter(OneLine())  # tracebacks are in the file
   # Some library may have sent all messages to stderr.
   kept = [h for h in root.handlers if not isinstance(h, logging.StreamHandler)]
   with contextlib.ExitStack() as before:
@@ -102,13 +103,6 @@ def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
     finally:
       with contextlib.suppress(OSError):
         file.close()
-
-
-class _OneLine(logging.Formatter):
-  """The message alone; the traceback is in the file."""
-
-  def format(self, record: logging.LogRecord) -> str:
-    return record.getMessage()
 
 
 def _open(workdir: str) -> logging.Handler:

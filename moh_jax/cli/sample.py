@@ -167,17 +167,20 @@ def _labels(text: str, class_names: Sequence[str]) -> tuple[int | None, ...]:
   """Labels of "3,none,cat"; a class whose name has a comma has a number.
 
   Raises:
-    ValueError: a name is none of the model's.
+    ValueError: a name is none of the model's, or may mean several classes.
   """
-  named = {name.strip(): label for label, name in enumerate(class_names)}
-  named["none"] = None
-  labels = []
+  labels: list[int | None] = []
   for name in map(str.strip, text.split(",") if text else ()):
-    if re.fullmatch("-?[0-9]{1,18}", name):
-      labels.append(int(name))
-    elif name in named:
-      labels.append(named[name])
-    else:
+    found = {i for i, own in enumerate(class_names) if own.strip() == name}
+    found |= {None} if name == "none" else set()
+    found |= {int(name)} if re.fullmatch("-?[0-9]{1,18}", name) else set()
+    if len(found) > 1:
+      raise ValueError(
+        f"--labels: {name!r} may be any of the labels {found}; give a number "
+        "that is no class name, such as 07 for 7"
+      )
+    labels += found
+    if not found:
       known = ", ".join(class_names[:10]) + ", ..." * (len(class_names) > 10)
       raise ValueError(
         f"--labels: {name!r} must be a number, none, or one of the model's "

@@ -281,8 +281,10 @@ def register_router(
     Its record. Registering a class of the same name again replaces it.
 
   Raises:
-    ValueError: the name is that of another router.
+    ValueError: the name is that of another router, or there is no module.
   """
+  if module is None and name != "none":
+    raise ValueError(f"router name={name!r}: module=None must be a class")
   return ROUTERS.add(RouterKind(name, module, **properties))
 
 

@@ -26,6 +26,7 @@ from moh_jax.convert import llama_config, rules
 from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
 from moh_jax.data import tokenizers
 from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.runtime.files import printable
 from moh_jax.runtime.json_files import read_json
 
 _ROUTER_NAMES = {
@@ -342,7 +343,13 @@ def _training(config: Config, step: int) -> str:
 
 def _table(names: tuple[str, ...], rows: list[tuple]) -> str:
   lines = [names, ("---",) * len(names), *rows]
-  return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+  return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+  """A value as a cell of a table, where nothing in it is Markdown."""
+  text = printable(str(value), kept="")
+  return re.sub(r"([\\`*\[\]<>|!])", r"\\\1", text)
 
 
 CONVERTER = Converter(

@@ -28,6 +28,7 @@ tests what they and the handler do.
 
 import dataclasses
 import itertools
+import logging
 import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,6 +84,9 @@ class SourceLeaf(_Leaf):
       stack = () if layer is ... else (slice(layer, layer + 1),)
       for index in _tiles(part.shape, self.block_shape[len(stack) :]):
         block = np.array(part[index], self.dtype, order="C")
+        if not np.isfinite(block).all():
+          names = ", ".join(rule.theirs)
+          raise FloatingPointError(f"{names}: holds NaN or infinity")
         yield (*stack, *index), block[None] if stack else block
 
 
@@ -254,9 +258,16 @@ def save_params(
   """Writes a tree of `SourceLeaf`s as the checkpoint of step 0.
 
   Raises:
+    FloatingPointError: a tensor holds NaN or infinity.
     ValueError: the directory already holds checkpoints.
   """
-  checkpoint.save_params(directory, params, metadata, handler=_tree_handler())
+  # Orbax's threads would print an error that is raised here, too.
+  log = logging.getLogger("absl")
+  before, log.disabled = log.disabled, True
+  try:
+    checkpoint.save_params(directory, params, metadata, handler=_tree_handler())
+  finally:
+    log.disabled = before
 
 
 def open_params(

@@ -407,6 +407,7 @@ def write_file(
     metadata: texts to store in the header.
 
   Raises:
+    FloatingPointError: a tensor holds NaN or infinite numbers.
     NotADirectoryError: a parent folder is a file.
     ValueError: `path` is a directory.
   """
@@ -428,11 +429,13 @@ def write_file(
   with replacing(path) as temporary, temporary.open("wb") as file:
     file.write(len(text).to_bytes(8, "little") + text)
     for part in planned:
-      for array in part.make():
-        _write_array(file, array, dtype)
+      for name, array in zip(part.names, part.make()):
+        _write_array(file, name, array, dtype)
 
 
-def _write_array(file: BinaryIO, array: np.ndarray, dtype: str) -> None:
+def _write_array(
+  file: BinaryIO, name: str, array: np.ndarray, dtype: str
+) -> None:
   """Writes an array some rows at a time, so that no whole copy is made."""
   if not array.ndim:
     array = array[None]
@@ -440,6 +443,10 @@ def _write_array(file: BinaryIO, array: np.ndarray, dtype: str) -> None:
   rows = max(1, _ROWS_BYTES // row)
   for start in range(0, len(array), rows):
     part = array[start : start + rows].astype(dtype, order="C")
+    if not np.isfinite(part).all():
+      raise FloatingPointError(
+        f"tensor {name!r} holds NaN or infinite numbers as {dtype}"
+      )
     file.write(part.reshape(-1).view(np.uint8).data)
 
 
@@ -498,6 +505,7 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     NotADirectoryError: a parent folder is a file.
     ValueError: `path` is a file, or a folder with something in it.
   """
+  path = path.resolve()  # of a link, what it leads to
   if path.is_dir() and (found := sorted(path.iterdir())):
     raise ValueError(
       f"{path} holds {found[0].name!r}; choose a new or an empty folder"

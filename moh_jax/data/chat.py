@@ -2,11 +2,23 @@
 
 A template is a Jinja text of the checkpoint's author, so it runs in a sandbox
 that lets it change nothing and read nothing but the messages and the names of
-the special tokens: that of transformers, with its filters and tags.
+the special tokens: that of transformers, with its filters and tags. Even there
+`'a' * 10**10` or loops in loops would take all memory or never end, and nothing
+in a process could end them, so templates run in another one with bounds.
 """
 
+import atexit
+import contextlib
+import dataclasses
+import functools
+import json
 import os
 import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +26,7 @@ import msgspec
 
 from moh_jax.data import tokenizers
 from moh_jax.data.input_files import import_extra
-from moh_jax.runtime.json_files import check_json, plain
+from moh_jax.runtime.json_files import check_json
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 Span = tuple[int, int]
@@ -22,6 +34,22 @@ ASSISTANT = "assistant"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KEY = "chat_template"
 _DEFAULT = "default"
+_MOST_TEXT = 1 << 22  # characters of a conversation
+SECONDS = 5  # of computing, for one conversation
+_MEMORY = 1 << 29  # bytes beside what the libraries take
+_MOST_MESSAGE = 500  # characters of an error
+_CODE = "from moh_jax.data import chat; chat.main()"
+_LOCK = threading.Lock()
+
+
+def libraries() -> tuple[Any, Any]:
+  """Jinja, and the part of transformers that renders chat templates.
+
+  Raises:
+    ValueError: one of them is missing.
+  """
+  theirs = "transformers.utils.chat_template_utils"
+  return tuple(import_extra(n, "a chat template") for n in ("jinja2", theirs))
 
 
 class Template:
@@ -39,8 +67,7 @@ class Template:
       name: of the template where there are several; None is "default".
 
     Raises:
-      ValueError: there is no such template, a file is damaged, or a library is
-        missing.
+      ValueError: there is no such template, or a file is damaged.
     """
     found, wanted = _sources(tokenizer.files), name or _DEFAULT
     if not found:
@@ -53,19 +80,13 @@ class Template:
       raise ValueError(
         f"chat template {wanted!r} must be one of {tuple(found)}"
       )
-    self._source, self.file = found[wanted]
+    source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
     tokens = own | tokenizers.named_tokens(tokenizer.files)
-    self._tokens = {key: token for key, token in tokens.items() if token}
-    stops = map(tokenizer.id_to_token, tokenizer.stop_ids)
-    self._stops = tuple(filter(None, stops))
-    self._jinja = import_extra("jinja2", "a chat template")
-    # Without torch, which templates do not need, it would tell of that.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    theirs = "transformers.utils.chat_template_utils"
-    library = import_extra(theirs, "a chat template")
-    self._render = library.render_jinja_template
+    tokens = {key: token for key, token in tokens.items() if token}
+    stops = tuple(filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids)))
+    self._state = {"source": source, "tokens": tokens, "stops": stops}
 
   def render(
     self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -77,12 +98,11 @@ class Template:
       add_generation_prompt: end with what begins the assistant's answer.
 
     Raises:
-      ValueError: the template refuses the messages, for example their order, or
-        fails.
+      ValueError: the template refuses the messages, for example their order,
+        fails or takes too long, or a library is missing.
     """
     prompt = {"add_generation_prompt": add_generation_prompt}
-    text, _ = self._run(messages, **prompt)
-    return text
+    return self._call("render", messages, **prompt)
 
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """Writes a conversation, and finds in it what the assistant wrote.
@@ -99,7 +119,43 @@ class Template:
       ValueError: as `render`, or the template, without marks, writes messages
         otherwise where others follow, or changes an answer.
     """
-    if _MARK.search(self._source):
+    text, spans = self._call("answers", messages)
+    return text, [(start, stop) for start, stop in spans]
+
+  def _call(
+    self, method: str, messages: Sequence[Message], **options: Any
+  ) -> Any:
+    try:
+      return _call(method, self._state, messages, **options)
+    except (ValueError, TypeError) as error:  # TypeError: no JSON
+      raise ValueError(f"{self.file}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+  """What writes conversations by a template, see `Template`.
+
+  Attributes:
+    source: of the template.
+    tokens: texts of special tokens by key, such as "bos_token".
+    stops: texts of the tokens that end a generated text.
+  """
+
+  source: str
+  tokens: dict[str, str]
+  stops: Sequence[str]
+
+  def render(
+    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+  ) -> str:
+    """As `Template.render`."""
+    prompt = {"add_generation_prompt": add_generation_prompt}
+    text, _ = self._run(messages, **prompt)
+    return text
+
+  def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    """As `Template.answers`."""
+    if _MARK.search(self.source):
       text, spans = self._run(messages, return_assistant_tokens_mask=True)
       return text, [(start, stop) for start, stop in spans if start < stop]
     text = self.render(messages, add_generation_prompt=False)
@@ -115,9 +171,9 @@ class Template:
       is_whole = all(part.strip() in answer for part in parts)
       if not text.startswith(before) or not answer or not is_whole:
         raise ValueError(
-          f"{self.file} does not write message {index} as an answer to those "
-          "before it, so what to train is unknown: it needs the marks {% "
-          "generation %} and {% endgeneration %} around answers"
+          f"does not write message {index} as an answer to those before it, so "
+          "what to train is unknown: it needs the marks {% generation %} and "
+          "{% endgeneration %} around answers"
         )
       spans.append((start, stop))
     return text, spans
@@ -126,7 +182,7 @@ class Template:
     self, text: str, messages: Sequence[Message], index: int, start: int
   ) -> int:
     """Where the answer `index` ends that begins at `start`; 0 is unknown."""
-    found = [(text.find(stop, start), stop) for stop in self._stops]
+    found = [(text.find(stop, start), stop) for stop in self.stops]
     at, stop = min((x for x in found if x[0] >= 0), default=(len(text), ""))
     if index + 1 == len(messages):
       return at + len(stop)
@@ -145,23 +201,103 @@ class Template:
     self, messages: Sequence[Message], **options: Any
   ) -> tuple[str, list[Span]]:
     """The text of a conversation, and spans where they are asked for."""
+    jinja, library = libraries()
     try:
-      texts, spans = self._render(
-        [plain(messages)],
-        chat_template=self._source,
-        **options,
-        **self._tokens,
+      texts, spans = library.render_jinja_template(
+        [messages], chat_template=self.source, **options, **self.tokens
       )
-    except self._jinja.TemplateSyntaxError as error:
-      raise ValueError(
-        f"{self.file}: line {error.lineno}: {_line(error)}"
-      ) from error
+    except jinja.TemplateSyntaxError as error:
+      raise ValueError(f"line {error.lineno}: {error}") from error
     except Exception as error:  # whatever a wrong template does
       what = f"fails: {type(error).__name__}"
-      if type(error) is self._jinja.TemplateError:  # of `raise_exception`
+      if type(error) is jinja.TemplateError:  # of `raise_exception`
         what = "refuses the messages"
-      raise ValueError(f"{self.file} {what}: {_line(error)}") from error
+      raise ValueError(f"{what}: {error}") from error
+    if len(texts[0]) > _MOST_TEXT:
+      raise ValueError(f"fails: more than {_MOST_TEXT:,} characters of text")
     return texts[0], spans[0] if spans else []
+
+
+@functools.cache
+def _process(owner: int) -> subprocess.Popen:
+  """The process of this one, whose id is `owner`: forks have their own."""
+  del owner
+  path = os.pathsep.join(map(os.path.abspath, sys.path))
+  process = subprocess.Popen(
+    [sys.executable, "-P", "-c", _CODE],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    env={**os.environ, "PYTHONPATH": path},
+    start_new_session=True,  # Ctrl-C is for the program that asks
+  )
+  atexit.register(_end, process)
+  return process
+
+
+def _end(process: subprocess.Popen) -> None:
+  process.kill()
+  with contextlib.suppress(BrokenPipeError), process:
+    pass  # closes its pipes
+
+
+def _ask(request: bytes) -> bytes:
+  """Sends a line to `main`; returns its answer."""
+  with _LOCK:
+    process = _process(os.getpid())
+    try:
+      with contextlib.suppress(BrokenPipeError):  # then there is no answer
+        process.stdin.write(request + b"\n")
+        process.stdin.flush()
+      if answer := process.stdout.readline():
+        return answer
+      what = f"its process ended with {process.wait()}"
+      if process.returncode == -signal.SIGPROF:
+        what = f"it takes more than {SECONDS} seconds"
+      raise ValueError(f"fails: {what}")
+    except BaseException:  # its next answer would be that of this request
+      _end(process)
+      _process.cache_clear()
+      raise
+
+
+def _call(method: str, state: dict[str, Any], *args: Any, **given: Any) -> Any:
+  """Calls a method of a `Writer` with these fields in the process.
+
+  All values are JSON.
+
+  Raises:
+    ValueError: the method fails, or takes too much time or memory.
+  """
+  request = [method, state, args, given]
+  answer = json.loads(_ask(json.dumps(request).encode()))
+  if "error" in answer:
+    raise ValueError(answer["error"])
+  return answer["value"]
+
+
+def main() -> None:
+  """Answers requests, one a line, until there are no more."""
+  os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+  with contextlib.suppress(ValueError):  # each call says what is missing
+    libraries()
+  with contextlib.suppress(OSError, ValueError):  # as on macOS
+    with open("/proc/self/statm") as file:
+      used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY,) * 2)
+  for line in sys.stdin.buffer:
+    # Without a handler the signal ends the process whatever it computes.
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+      method, state, args, options = json.loads(line)
+      value = getattr(Writer(**state), method)(*args, **options)
+      answer = json.dumps({"value": value})
+    except (ValueError, MemoryError) as error:
+      text = str(error)[:_MOST_MESSAGE] or "fails: MemoryError"
+      answer = json.dumps({"error": " ".join(text.split())})
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sys.stdout.write(answer + "\n")
+    sys.stdout.flush()
 
 
 def render_chat(
@@ -286,8 +422,3 @@ def _text(path: str, content: bytes) -> str:
     return content.decode()
   except UnicodeDecodeError as error:
     raise ValueError(f"{path}: not UTF-8: {error}") from error
-
-
-def _line(error: Exception) -> str:
-  """The message of an error in one line."""
-  return " ".join(str(error).split())

@@ -35,6 +35,7 @@ from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
 from moh_jax.data.text_files import ROW_SUFFIXES, read_rows
+from moh_jax.data.tokenizer_limits import library_errors
 from moh_jax.data.tokenizers import (
   JsonTokenizer,
   check_vocabulary,
@@ -334,7 +335,8 @@ def _tokenized(
   written = _written(data, template, split, read)
   while rows := list(itertools.islice(written, _AT_ONCE)):
     texts = [text for row in rows for text, _ in row]
-    encoded = tokenizer.parser.encode_batch(texts, add_special_tokens=False)
+    with library_errors("the tokenizer cannot encode a text"):
+      encoded = tokenizer.parser.encode_batch(texts, add_special_tokens=False)
     following = iter(encoded)
     for row in rows:
       made = []

@@ -31,6 +31,24 @@ from moh_jax.runtime import files
 # A larger image takes more than a gigabyte while it is decoded.
 _MOST_PIXELS = 89_478_485
 _MOST_BYTES = 1 << 28  # of an image file
+# What is opened, whatever a file is called. Pillow knows more; for EPS it runs
+# another program, Ghostscript.
+_FORMATS = (
+  *("AVIF", "BMP", "CUR", "DDS", "DIB", "FITS", "GIF", "ICNS", "ICO", "JPEG"),
+  *(
+    "JPEG2000",
+    "PCX",
+    "PNG",
+    "PPM",
+    "PSD",
+    "QOI",
+    "SGI",
+    "TGA",
+    "TIFF",
+    "WEBP",
+  ),
+  *("WEBP", "XBM", "XPM"),
+)
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
@@ -57,7 +75,7 @@ _OF_THREAD = threading.local()
 
 
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
-  """Reads one image file in any format that Pillow knows.
+  """Reads one image file in one of `_FORMATS`.
 
   Args:
     file: path, local or in a bucket.
@@ -102,7 +120,7 @@ def decode_image(
   """Decodes one image from the bytes of its file.
 
   Args:
-    content: bytes of a file in any format that Pillow knows.
+    content: bytes of a file in one of `_FORMATS`.
     channels: 1 converts to grey, 3 to RGB.
     name: name of the image, for error messages.
     factor: 2, 4 or 8 decodes a JPEG file to so many times fewer rows and
@@ -136,7 +154,7 @@ def _named_errors(name: str) -> Iterator[None]:
   try:
     yield
   except UnidentifiedImageError as error:
-    raise ValueError(f"{name}: not an image that Pillow can read") from error
+    raise ValueError(f"{name}: not an image of a known format") from error
   except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(f"{name}: damaged or truncated image: {error}") from error
 
@@ -151,7 +169,7 @@ def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
   with warnings.catch_warnings():
     # Pillow warns of odd but readable files; unreadable ones raise.
     warnings.simplefilter("ignore")
-    with Image.open(file) as image:
+    with Image.open(file, formats=_FORMATS) as image:
       if math.prod(image.size) > _MOST_PIXELS:
         columns, rows = image.size
         raise ValueError(
@@ -177,7 +195,7 @@ def describe_image(content: bytes, name: str) -> tuple[tuple[int, int], bool]:
   """What the header of an image file says; its pixels are not decoded.
 
   Args:
-    content: bytes of a file in any format that Pillow knows.
+    content: bytes of a file in one of `_FORMATS`.
     name: name of the image, for error messages.
 
   Returns:

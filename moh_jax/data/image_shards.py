@@ -254,11 +254,11 @@ def pack_images(
     packed_from: where they are from, for the reader of metadata.json.
     shard_size: images per shard.
     shorter_side: makes images whose shorter side has more pixels smaller
-      (bicubic, JPEG of quality 95); the others, and all with 0, are copied
-      unchanged and not decoded: `data.bad_images` decides how training treats
-      them.
-    bad_images: "raise" ends at a file that cannot be read (or made smaller),
-      "skip" leaves it out.
+      (bicubic, JPEG of quality 95); of the others, and of all with 0, only the
+      header is read: `data.bad_images` decides how training treats truncated
+      ones.
+    bad_images: "raise" ends at a file that is no image or cannot be read (or
+      made smaller), "skip" leaves it out.
 
   Returns:
     The content of metadata.json.
@@ -287,7 +287,7 @@ def pack_images(
   def prepare(item: int) -> Record | Exception:
     try:
       record = source.read(item)
-      return _shrunk(record, shorter_side) if shorter_side else record
+      return _checked(record, shorter_side)
     except (ValueError, FileNotFoundError) as error:
       return error
 
@@ -313,14 +313,14 @@ def pack_images(
   return writer.finish()
 
 
-def _shrunk(record: Record, shorter: int) -> Record:
-  """The image with a shorter side of at most `shorter` pixels.
+def _checked(record: Record, shorter: int) -> Record:
+  """The image with a shorter side of at most `shorter` pixels; 0 is any.
 
   Raises:
-    ValueError: it is to be made smaller, and damaged.
+    ValueError: it is no image, or to be made smaller and damaged.
   """
   size, grey = decode.describe_image(record.content, record.place)
-  if min(size) <= shorter:
+  if not shorter or min(size) <= shorter:
     return record
   pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
   scale = shorter / min(size)

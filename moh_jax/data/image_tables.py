@@ -135,7 +135,8 @@ class ParquetSource(EncodedSource):
       self._rows, self._held_out = np.array(chosen), f"{selection.val_share:g}"
     if selection.class_names:
       self.class_names, labels = match_classes(
-        self.class_names, selection.class_names, str(self._root)
+        *(self.class_names, selection.class_names, str(self._root)),
+        are_labels=self._are_labels,
       )
       self._labels = np.array(labels, np.int32)[self._labels]
 
@@ -190,6 +191,7 @@ class ParquetSource(EncodedSource):
     """The label of every row, and the names of the classes."""
     pyarrow = input_files.import_extra("pyarrow", str(self._root), "images")
     _, column, names = self._columns
+    self._are_labels = False
     if not column:
       return np.zeros(sum(self._file_rows), np.int32), (FLAT_CLASS,)
     files = (str(self._root / name) for name in self._names)
@@ -212,6 +214,7 @@ class ParquetSource(EncodedSource):
           f"without labels cannot be used) and below {most}, the number of "
           "classes"
         )
+    self._are_labels = not names
     return numbers.astype(np.int32), names or tuple(map(str, range(label + 1)))
 
 

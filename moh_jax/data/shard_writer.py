@@ -195,10 +195,11 @@ class ShardSetWriter:
       raise ValueError(f"{self._folder} lacks the shards {missing[:5]}")
     return [done[name] for name in names]
 
-  def finish(self, **notes: Any) -> dict[str, Any]:
+  def finish(self, files: Iterable[str] = (), **notes: Any) -> dict[str, Any]:
     """Writes metadata.json.
 
     Args:
+      files: names of the set's other files.
       **notes: further fields of metadata.json.
 
     Returns:
@@ -218,6 +219,13 @@ class ShardSetWriter:
     metadata |= {**self._settings, **self._notes, **notes}
     skipped = _count_skipped(entries).total()
     metadata |= {"examples": examples, "skipped": skipped, "shards": entries}
+    sums = {name: checksum(self._folder / name) for name in sorted(files)}
+    metadata["files"] = [
+      {"file": name, "bytes": length, "xxh3": summed}
+      for name, (summed, length) in sums.items()
+    ]
+    metadata = plain(metadata)
+    metadata["checksum"] = shards.metadata_checksum(metadata)
     _write_json(self._folder / shards.METADATA, metadata)
     remove_files(self._unfinished, *_OURS)
     return metadata

@@ -18,15 +18,16 @@ import json
 import os
 import pathlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
+import xxhash
 from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
-from moh_jax.runtime.files import checksum
+from moh_jax.runtime.files import checksum, inside
 from moh_jax.runtime.json_files import (
   Count,
   FileName,
@@ -62,6 +63,14 @@ class Entry(msgspec.Struct, kw_only=True):
   skipped: dict[str, Count | str] = {}
 
 
+class FileEntry(msgspec.Struct):
+  """What metadata.json says of a file beside the shards."""
+
+  file: str
+  bytes: Count
+  xxh3: str
+
+
 class TokenEntry(Entry):
   """What metadata.json says of a shard of tokens."""
 
@@ -74,6 +83,9 @@ class _Set(msgspec.Struct, kw_only=True):
   examples: Count
   shards: list[Entry]
   skipped: Count = 0
+  # Older versions wrote neither.
+  files: list[FileEntry] = []
+  checksum: str = ""
 
 
 class Images(_Set):
@@ -192,6 +204,8 @@ def read_metadata(
       f"{' or '.join(map(repr, kinds))} of version {VERSION}"
     )
   check_json(metadata, SCHEMAS[found], os.fspath(path))
+  if metadata.get("checksum", "") not in ("", metadata_checksum(metadata)):
+    raise ValueError(f"{path}: its content is not what was written")
   for name in _SUMS & metadata.keys():
     stated = metadata[name]
     total = sum(entry.get(name, 0) for entry in metadata["shards"])
@@ -202,24 +216,36 @@ def read_metadata(
   return metadata
 
 
+def metadata_checksum(metadata: dict[str, Any]) -> str:
+  """The checksum that a metadata.json holds of its other fields."""
+  others = {n: value for n, value in metadata.items() if n != "checksum"}
+  return xxhash.xxh3_128_hexdigest(json.dumps(others, sort_keys=True).encode())
+
+
 def damage(folder: pathlib.Path) -> list[str]:
-  """Compares the shards of a set of any kind with their checksums.
+  """Compares the files of a set of any kind with their checksums.
 
   Args:
     folder: folder of the set.
 
   Returns:
-    A line for each shard that is missing or not as it was written. Sets of
+    A line for each file that is missing or not as it was written. Sets of
     older versions have no checksums, so only their lengths are compared.
 
   Raises:
     ValueError: metadata.json is damaged.
   """
+  metadata = read_metadata(folder)
+  return _differing(folder, metadata["shards"] + metadata.get("files", []))
+
+
+def _differing(
+  folder: pathlib.Path, entries: Iterable[dict[str, Any]]
+) -> list[str]:
   lines = []
-  for entry in read_metadata(folder)["shards"]:
-    file, found = folder / entry["file"], ("", -1)
-    if file.is_file():
-      found = checksum(file)
+  for entry in entries:
+    file = inside(folder, entry["file"], METADATA)
+    found = checksum(file) if file.is_file() else ("", -1)
     if found != (entry.get("xxh3", found[0]), entry["bytes"]):
       what = "its content is not what was written"
       lines.append(f"{file}: {what if found[0] else 'no such file'}")
@@ -305,6 +331,11 @@ class Shards:
       raise FileNotFoundError(
         f"{self._folder} lacks {len(missing)} of its {len(paths)} shards: "
         f"{', '.join(missing[:5])}"
+      )
+    # The files beside them are small, so that their content is compared too.
+    if lines := _differing(self._folder, self.metadata.get("files", [])):
+      raise ValueError(
+        f"{lines[0]}; the command that made the set writes it again"
       )
     found = [path.stat() for path in paths]
     for shard, stat in zip(self._shards, found):

@@ -325,7 +325,11 @@ def listed_classes(file: str) -> ClassList | tuple[()]:
 
 
 def match_classes(
-  found: tuple[str, ...], wanted: tuple[str, ...] | ClassList, where: str
+  found: tuple[str, ...],
+  wanted: tuple[str, ...] | ClassList,
+  where: str,
+  *,
+  are_labels: bool = False,
 ) -> tuple[tuple[str, ...], list[int]]:
   """Finds the labels of class folders among a model's classes, by name.
 
@@ -338,6 +342,7 @@ def match_classes(
     wanted: classes of the model, or a list of them, of which the first word of
       a line is the name where the whole line is not in `found`.
     where: name of the data, for the message.
+    are_labels: `found` are the labels from 0 on, not names.
 
   Returns:
     The wanted classes, and the label of each folder.
@@ -353,6 +358,19 @@ def match_classes(
     if twice := [name for name in names if names.count(name) > 1]:
       raise ValueError(f"{wanted.where}: class {twice[0]!r} is there twice")
     wanted = names
+  if are_labels:
+    if len(found) > len(wanted):
+      raise ValueError(
+        f"{where}: label {found[-1]} is none of {whose} {_few(wanted)}{origin}"
+      )
+    return wanted, [*range(len(found))]
+  if found == wanted:  # also where some classes have one name
+    return wanted, [*range(len(found))]
+  for names in (found, wanted):
+    if twice := [n for n in found if names.count(n) > 1]:
+      raise ValueError(
+        f"{where}: class {twice[0]!r} may be several of {whose} classes{origin}"
+      )
   labels = {name: label for label, name in enumerate(wanted)}
   if any(name not in labels for name in found) and all(
     map(str.isdecimal, found)

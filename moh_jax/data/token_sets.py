@@ -11,8 +11,8 @@ The folder also holds the tokenizer's files, documents.npy (int64 [D + 1]: the
 index of the first token of each of the D documents, then the number of tokens)
 and metadata.json with the fields "tokenizer" (kind, sha256, file),
 "vocab_size", "bos_id", "eos_id", "documents", "tokens", "text_bytes" (UTF-8
-bytes of the documents; these three also in the entry of each shard) and
-"notes".
+bytes of the documents; these three also in the entry of each shard), "notes",
+"files" (the checksums of the files named above) and "checksum" (its own).
 """
 
 import bisect
@@ -184,18 +184,25 @@ class TokenSet:
     try:
       # A plain array view, since indexing a memmap is slow.
       ends = np.asarray(np.load(path, mmap_mode="r"))
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
       raise ValueError(f"{path}: damaged: {error}") from error
     if (
       ends.shape != (documents + 1,)
       or ends.dtype != np.int64
       or (ends[0], ends[-1]) != (0, self.num_tokens)
+      or not (self.metadata.get("files") or self._fits(ends))
     ):
       raise ValueError(
         f"{path}: not of the {documents} documents and {self.num_tokens} "
         "tokens of metadata.json"
       )
     return ends
+
+  def _fits(self, ends: np.ndarray) -> bool:
+    """Whether the shards say the same; older versions wrote no checksum."""
+    records = itertools.accumulate(entry["examples"] for entry in self._entries)
+    lengths = [self._shards.record(number - 1) for number in records]
+    return b"".join(lengths) == np.diff(ends).astype(_LENGTHS_DTYPE).tobytes()
 
 
 class TokenShard:
@@ -307,10 +314,12 @@ class TokenSetWriter(ShardSetWriter):
     ends = np.cumsum(lengths, dtype=np.int64)
     with replacing(self._folder / DOCUMENTS) as path, path.open("wb") as file:
       np.save(file, ends)
-    if self._tokenizer.file_name:
-      own = {self._tokenizer.file_name: self._tokenizer.content}
-      write_tokenizer_files(self._folder, {**own, **self._tokenizer.files})
-    return super().finish(**totals, notes=self._set_notes)
+    beside: dict[str, bytes] = {}
+    if name := self._tokenizer.file_name:
+      beside = {name: self._tokenizer.content, **self._tokenizer.files}
+      write_tokenizer_files(self._folder, beside)
+    names = (DOCUMENTS, *beside)
+    return super().finish(names, **totals, notes=self._set_notes)
 
   def _lengths(self, entry: dict[str, Any]) -> np.ndarray:
     """Reads the number of tokens of each document of a shard."""

@@ -28,6 +28,13 @@ import tokenizers as hf
 from etils import epath
 
 from moh_jax.data.input_files import import_extra
+from moh_jax.data.tokenizer_limits import (
+  TokenizerFileError,
+  check_rules,
+  library_errors,
+  read_tokenizer_json,
+  special_ends,
+)
 from moh_jax.runtime.files import read_bytes, write_whole
 from moh_jax.runtime.json_files import parse_json
 
@@ -213,10 +220,6 @@ def named_tokens(files: Mapping[str, bytes]) -> dict[str, str | None]:
   return found
 
 
-class TokenizerFileError(ValueError):
-  """A tokenizer's own file cannot be used, or its library is missing."""
-
-
 class Tokenizer:
   """What all tokenizers have in common; they are picklable.
 
@@ -329,45 +332,34 @@ class JsonTokenizer(Tokenizer):
 
   def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
     super().__init__(content, files)
-    self._tokenizer = self._parse(special_as_text=True)
+    self._tokenizer = read_tokenizer_json(content, special_as_text=True)
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
-    # The special tokens that the file's post-processor puts around a text.
-    made = self._tokenizer.encode("a", add_special_tokens=True)
-    ids = [i if m else None for i, m in zip(made.ids, made.special_tokens_mask)]
-    first, *others = ids or [None]
-    self._set_special(vocabulary.get, (first, others[-1] if others else None))
-
-  def _parse(self, *, special_as_text: bool) -> hf.Tokenizer:
-    try:
-      tokenizer = hf.Tokenizer.from_str(self.content.decode())
-    except Exception as error:  # the library raises bare Exceptions
-      raise TokenizerFileError(f"not a tokenizer.json: {error}") from error
-    tokenizer.encode_special_tokens = special_as_text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    self._set_special(vocabulary.get, special_ends(self._tokenizer))
 
   @functools.cached_property
   def parser(self) -> hf.Tokenizer:
     """That of the library to which names of special tokens are these tokens."""
     # A second one, since the switch of the library is not thread-safe.
-    return self._parse(special_as_text=False)
+    return read_tokenizer_json(self.content, special_as_text=False)
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
     used = self.parser if parse_special else self._tokenizer
-    return used.encode(text, add_special_tokens=False).ids
+    with library_errors("the tokenizer cannot encode a text"):
+      return used.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
     encode = self._tokenizer.encode_batch_fast
-    return [e.ids for e in encode(list(texts), add_special_tokens=False)]
+    with library_errors("the tokenizer cannot encode a text"):
+      return [e.ids for e in encode(list(texts), add_special_tokens=False)]
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
-    return self._tokenizer.decode([int(i) for i in ids])
+    with library_errors("the tokenizer cannot decode its tokens"):
+      return self._tokenizer.decode([int(i) for i in ids])
 
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id."""
@@ -394,6 +386,7 @@ class SentencePieceTokenizer(Tokenizer):
     except (RuntimeError, ValueError) as error:
       what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
       raise TokenizerFileError(f"{what}{error}") from error
+    check_rules(content)
     self.vocab_size = model.vocab_size()
     self._special = {
       model.id_to_piece(i): i
@@ -440,17 +433,22 @@ class SentencePieceTokenizer(Tokenizer):
     ids: list[int] = []
     for part in re.split(pattern, text) if parse_special else [text]:
       special = self._special.get(part) if parse_special else None
-      ids += self._processor.encode(part) if special is None else [special]
+      ids += self._encode(part) if special is None else [special]
     return ids
+
+  def _encode(self, text: str | list[str]) -> list:
+    with library_errors("the tokenizer cannot encode a text"):
+      return self._processor.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
-    return self._processor.encode(list(texts))
+    return self._encode(list(texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
     known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-    return self._processor.decode(known)
+    with library_errors("the tokenizer cannot decode its tokens"):
+      return self._processor.decode(known)
 
 
 class BytesTokenizer(Tokenizer):

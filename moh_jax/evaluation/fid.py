@@ -363,6 +363,11 @@ def read_statistics(
       )
     if not np.isfinite(array).all():
       raise ValueError(f"{path}: {key} holds NaN or infinity")
+    if array.ndim == 2 and not _is_covariance(array):
+      raise ValueError(
+        f"{path}: {key} must be a covariance, symmetric and without negative "
+        "eigenvalues"
+      )
     arrays.append(array.astype(np.float64))
   made_with = {}
   if _MADE_WITH in names:
@@ -370,6 +375,15 @@ def read_statistics(
     made_with = parse_json(content, dict[str, str], f"{path}: {_MADE_WITH}")
   spatial = Gaussian(*arrays[2:]) if len(arrays) > 2 else None
   return Statistics(Gaussian(*arrays[:2]), spatial, made_with)
+
+
+def _is_covariance(matrix: np.ndarray) -> bool:
+  """Whether a matrix is one, up to the rounding of its dtype."""
+  noise = 4 * max(float(np.finfo(matrix.dtype).eps), 1e-9)
+  matrix = matrix.astype(np.float64)
+  noise *= abs(np.trace(matrix))
+  is_symmetric = np.abs(matrix - matrix.T).max() <= noise
+  return is_symmetric and np.linalg.eigvalsh(matrix)[0] >= -noise
 
 
 def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:

@@ -181,6 +181,7 @@ def head_stats(
     maps: examples whose routing maps are kept, about as many of each label.
 
   Raises:
+    FloatingPointError: routers give NaN.
     ValueError: there is no example.
   """
   layers = routed_layers(config, probe)
@@ -209,6 +210,7 @@ def head_stats(
     total = sums if total is None else jax.tree.map(np.add, total, sums)
   if not kept:
     raise ValueError("there is no example to measure heads on")
+  sharding.check_finite(total, "the sums of the routers' scores")
   groups = {
     kind: _means(grouping.names, total[kind])
     for kind, grouping in groupings.items()

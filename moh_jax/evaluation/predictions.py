@@ -203,6 +203,7 @@ def read_right(
       )
     stored = dict(zip(sorted(files, key=_by_number), stored))
   labels = {name: label for label, name in enumerate(class_names)}
+  shared = {n for n, k in collections.Counter(class_names).items() if k > 1}
   right = []
   for name, file in zip(names, files):
     entry = stored.get(name, None if file in twice else stored.get(file))
@@ -210,6 +211,11 @@ def read_right(
       others = ", and others have that file name" * (file in twice)
       raise ValueError(f"no entry for the image {name!r}{others}")
     classes = entry if isinstance(entry, list) else [entry]
+    if unclear := [c for c in classes if c in shared]:
+      raise ValueError(
+        f"{name!r} has the label {unclear[0]!r}, the name of several classes; "
+        "give the number"
+      )
     classes = [labels.get(c, c) for c in classes]
     known = range(len(class_names))
     if unknown := [c for c in classes if c not in known]:

@@ -14,6 +14,7 @@ from PIL import Image
 from moh_jax.config import Config, check_command
 from moh_jax.data.decode import read_image, to_picture, to_pixels
 from moh_jax.data.transforms import eval_transforms
+from moh_jax.runtime.sharding import check_finite
 
 # A path, a picture, or [X, Y] or [X, Y, channels] uint8.
 ImageLike = str | os.PathLike | Image.Image | np.ndarray
@@ -66,6 +67,7 @@ def classify(
 
   Raises:
     FileNotFoundError: a file does not exist.
+    FloatingPointError: the model gives NaN.
     ValueError: the model classifies no images, a file is no image or a damaged
       one, an array is not uint8 or no such picture, or an argument is out of
       range.
@@ -93,6 +95,7 @@ def classify(
     part = ready[start : start + size]
     batch = np.stack(part + part[:1] * (size - len(part)))
     rows += list(np.asarray(_probabilities(model, params, batch)))
+  check_finite(rows, "the model's probabilities of classes")
   names = class_names or [str(i) for i in range(config.model.num_classes)]
   return [
     [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -351,6 +352,8 @@ class CompletionWriter:
     """Adds the next token; tokens after the end of the text are ignored."""
     if self.finish_reason or token == NO_TOKEN:
       return
+    if not math.isfinite(log_prob):
+      raise FloatingPointError(f"the model's probabilities are {log_prob}")
     self._tokens.append(token)
     self._log_probs.append(log_prob)
     reason = "length" if len(self._tokens) == self._limit else ""

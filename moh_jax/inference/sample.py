@@ -92,8 +92,11 @@ class Sampler:
     )
     known = [classes if label is None else label for label in labels]
     self.labels = np.asarray(known or range(classes), np.int32)
-    names = restored.class_names or map(str, range(classes))
-    self._names = (*names, "none")
+    names = (*(restored.class_names or map(str, range(classes))), "none")
+    self._names = tuple(
+      name if names.count(name) == 1 else f"{name}-{label}"
+      for label, name in enumerate(names)
+    )
     self._mesh, self._seed, self._params = mesh, seed, restored.params
 
   def batch(self, start: int, size: int) -> np.ndarray:
@@ -114,7 +117,10 @@ class Sampler:
     return self.labels[index % len(self.labels)]
 
   def name(self, label: int) -> str:
-    """Name of a label: of its class, else its number; "none" for no label."""
+    """Name of a label: of its class, else its number; "none" for no label.
+
+    Where several classes have one name, the number follows it.
+    """
     return self._names[label]
 
 

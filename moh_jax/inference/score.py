@@ -9,6 +9,7 @@ known, K tokens that are compared after the last place, V vocabulary.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -292,6 +293,8 @@ def _collect(batch: Sequence[_Row], outputs: Any, results: list[Score]) -> int:
     for request, number, column in row.requests:
       part = slice(stop - (number - 1), stop)
       total = nats[i, part].sum(dtype=np.float64) + choice_nats[i, column]
+      if not math.isfinite(total):
+        raise FloatingPointError("the model gives NaN or infinite likelihoods")
       greedy = likeliest[i, part].all() and best[i, column]
       results[request] = Score(-float(total), bool(greedy), number)
       done += 1

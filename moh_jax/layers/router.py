@@ -93,7 +93,7 @@ class HeadRouter(nn.Module):
 
     Raises:
       ValueError: the kind reads norms and there are none, or a registered
-        router returned arrays of other shapes.
+        router fails or returned something else.
     """
     budget, config = self.budget, self.config
     chex.assert_rank(x, 3)
@@ -119,10 +119,15 @@ class HeadRouter(nn.Module):
       if norms is not None:
         squares = jnp.square(norms.reshape(*norms.shape[:-1], -1, units.size))
         norms = jnp.sqrt(squares.sum(-1))
-    module = imported(get_router(config.kind).module)
-    router = module(units.budget, config, self.kernel_init)
-    nn.share_scope(self, router)  # parameters lie directly under this layer
-    decided = router(x, norms=norms, top_k=top_k)
+    try:
+      module = imported(get_router(config.kind).module)
+      router = module(units.budget, config, self.kernel_init)
+      nn.share_scope(self, router)  # parameters lie directly under this layer
+      decided = router(x, norms=norms, top_k=top_k)
+    except Exception as error:  # of another package's code
+      raise ValueError(
+        f"router.kind={config.kind!r} fails: {type(error).__name__}: {error}"
+      ) from error
     self._check(decided, x)
     aux = routing.router_aux(
       decided, units.budget, token_mask=token_mask, form=config.gate_form
@@ -148,6 +153,11 @@ class HeadRouter(nn.Module):
   @nn.nowrap
   def _check(self, decided: Routing, x: jax.Array) -> None:
     """Refuses shapes that later sums would broadcast."""
+    if not isinstance(decided, Routing):
+      raise ValueError(
+        f"router.kind={self.config.kind!r} returned {type(decided).__name__}, "
+        "must be a moh_jax.Routing"
+      )
     budget = self.units.budget
     sizes = {
       "gates": budget.num_heads,

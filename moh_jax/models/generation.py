@@ -19,6 +19,7 @@ from moh_jax.models.diffusion import (
   respace,
 )
 from moh_jax.models.samplers import guide, sample
+from moh_jax.runtime.sharding import check_finite
 
 _GAP = 2  # white pixels between the images of a grid
 
@@ -132,7 +133,8 @@ def make_image_sampler(
 
   Returns:
     (params, seed, index, labels, noise=None, start=None) -> [B, X, Y, channels]
-    uint8, see `make_sampler`.
+    uint8, see `make_sampler`; raises FloatingPointError where they are not
+    finite.
 
   Raises:
     ValueError: the model samples latents and `decode` is missing.
@@ -152,6 +154,7 @@ def make_image_sampler(
     x = sample_fn(*args, **given)
     # Not part of the jitted programs: its weights would become constants there.
     x = x if in_pixels else decode(x / factor + offset)
+    check_finite(x, "the images that the model makes")
     return finish(x)
 
   return sample_images

@@ -26,6 +26,7 @@ from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
 from moh_jax.runtime.json_files import check_json
 from moh_jax.runtime.peers import ask_first_process
+from moh_jax.runtime.sharding import check_finite
 
 ITEMS = ("params", "train", "ema", "data", "config")
 TEMPORARY = ocp.path.atomicity_types.TMP_DIR_SUFFIX
@@ -76,6 +77,7 @@ def read_metadata(
       config.
   """
   step = steps.find_step(directory, step)
+  steps.check_regular_files(directory, step)
   if verify:
     steps.check_whole(directory, step, {"config"})
   stored = steps.read_json_item(directory, step)
@@ -109,6 +111,7 @@ def restore_params(
     verify: compare them with their checksums first.
 
   Raises:
+    FloatingPointError: a number is NaN or infinite.
     ValueError: they are damaged, or others than wanted.
   """
   folder = params_item(directory, step, use_ema=use_ema, verify=verify)
@@ -130,7 +133,9 @@ def restore_params(
       )
       read = jax.block_until_ready(handler.restore(folder, args=restore))
       leaves |= traverse_util.flatten_dict(read)
-  return traverse_util.unflatten_dict(leaves)
+  params = traverse_util.unflatten_dict(leaves)
+  check_finite(params, f"the parameters of {directory}, step {step},")
+  return params
 
 
 def params_item(
@@ -261,7 +266,7 @@ def save_params(
     item_handlers=handlers or None,
     options=options,
   ) as manager:
-    items = ocp.args.Composite(params=save, config=config_item(metadata))
+    items = ocp.args.Composite(params=save, config=config_item(metadata, 0))
     manager.save(0, args=items, force=True)
 
 
@@ -271,10 +276,10 @@ def save_arrays(tree: Any) -> ocp.args.StandardSave:
   return ocp.args.StandardSave(tree, args)
 
 
-def config_item(metadata: Metadata) -> ocp.args.JsonSave:
-  """The item `config`, which also says that the step has a manifest."""
-  flag = {steps.MANIFEST_FLAG: 1}
-  return ocp.args.JsonSave(metadata_to_json(metadata) | flag)
+def config_item(metadata: Metadata, step: int) -> ocp.args.JsonSave:
+  """The item `config`, which also says its step, and that it has a manifest."""
+  flags = {steps.MANIFEST_FLAG: 1, steps.STEP_FLAG: step}
+  return ocp.args.JsonSave(metadata_to_json(metadata) | flags)
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import io
 import math
 import os
 import pathlib
+import re
 import stat
 import tempfile
 import uuid
@@ -26,6 +27,7 @@ from moh_jax.runtime.devices import check_bytes
 
 # Deflate, as in zip and PNG files, makes at most this many bytes of one.
 DEFLATE_RATIO = 1032
+_CONTROL = re.compile(r"(?!\033\[(?:32|0)m)[\x00-\x1f\x7f-\x9f]")
 _CHUNK = 1 << 20
 
 
@@ -113,6 +115,8 @@ def check_writable(path: str | os.PathLike, what: str) -> None:
     OSError: it cannot be written.
   """
   place = pathlib.Path(path).expanduser().absolute()
+  if place.is_symlink() and not place.exists():
+    raise OSError(f"{what} {path}: is a link to nothing; remove it")
   if place.exists() and not place.is_dir():
     if not os.access(place, os.W_OK):
       raise PermissionError(f"{what} {path}: cannot be written")
@@ -197,15 +201,43 @@ def write_whole(path: Any, content: bytes) -> None:
     temporary.write_bytes(content)
 
 
+def printable(text: str, kept: str = "\n\t") -> str:
+  """Text whose control characters are written as text.
+
+  Names in files may hold sequences that change what a terminal shows or does.
+
+  Args:
+    text: any; our own marks in green stay.
+    kept: control characters that stay.
+  """
+
+  def written(found: re.Match[str]) -> str:
+    return found[0] if found[0] in kept else f"\\x{ord(found[0]):02x}"
+
+  return _CONTROL.sub(written, text)
+
+
 def write_csv(
   path: str | os.PathLike, header: Sequence[str], rows: Iterable[Iterable[Any]]
 ) -> None:
-  """Writes a table as a CSV file, whole or not at all."""
+  """Writes a table as a CSV file, whole or not at all.
+
+  Text that spreadsheets take for a formula gets an apostrophe before it.
+  """
   text = io.StringIO()
-  csv.writer(text).writerows([header, *rows])
+  csv.writer(text).writerows([map(_csv_cell, row) for row in [header, *rows]])
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   write_whole(path, text.getvalue().encode(errors="surrogateescape"))
+
+
+def _csv_cell(value: Any) -> Any:
+  if isinstance(value, str) and value[:1] in (*"=+-@\t\r",):
+    with contextlib.suppress(ValueError):
+      float(value)
+      return value
+    return f"'{value}"
+  return value
 
 
 Header = tuple[tuple[int, ...], bool, np.dtype]

@@ -160,7 +160,13 @@ def _check_free(file: int, path: pathlib.Path) -> None:
   owner = _read(path)
   if not owner or (locks and owner.get("boot") == _boot()):
     return  # released, or its process has ended
-  if _age(path) > STALE_SECONDS:
+  age = _age(path)
+  if age < -STALE_SECONDS:
+    raise RunningError(
+      f"{_taken(path)}. Its clock is {-age:.0f} seconds ahead, so that nobody "
+      f"can tell whether it goes on: if it does not, remove {path}"
+    )
+  if age > STALE_SECONDS:
     before = os.stat(path).st_mtime_ns
     deadline = time.monotonic() + _WATCH_SECONDS
     while time.monotonic() < deadline:

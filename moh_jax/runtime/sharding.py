@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import (
@@ -311,6 +312,24 @@ def gather(arrays: Any) -> Any:
     return np.asarray(array)  # a process's own, which others need not have
 
   return jax.tree.map(copy, arrays)
+
+
+def check_finite(tree: Any, what: str) -> None:
+  """Raises FloatingPointError where arrays or numbers of a tree are not finite.
+
+  Arrays may be global ones; `what` names the tree.
+  """
+  found = jax.tree_util.tree_leaves_with_path(tree)
+  for (path, _), finite in zip(found, _are_finite([x for _, x in found])):
+    if not finite:
+      place = jax.tree_util.keystr(path, simple=True, separator="/")
+      where = f" (in {place})" if place else ""
+      raise FloatingPointError(f"{what} are NaN or infinite{where}")
+
+
+@jax.jit
+def _are_finite(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  return [jnp.isfinite(leaf).all() for leaf in leaves]
 
 
 def batch_shards(mesh: Mesh) -> int:

@@ -3,7 +3,8 @@
 A run keeps the checkpoint of a step in the folder DIR/checkpoints/STEP. The
 file `manifest.txt` of such a folder is written last, before the folder gets its
 name. Its first line holds the checksum of the others, each of which states the
-checksum, the length and the path of a file of the step. The checksum is XXH3 of
+checksum, the length and the path of a file of the step; a file that it does not
+list is damage, as is the item `config` of another step. The checksum is XXH3 of
 128 bits, so that reading a file takes longer than summing it up.
 
 A config file may leave the model to a checkpoint (`load_config`).
@@ -34,14 +35,21 @@ from moh_jax.config.parse import (
 )
 from moh_jax.config.run import section_types
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.files import checksum, read_bytes, write_whole
+from moh_jax.runtime.files import (
+  check_regular,
+  checksum,
+  read_bytes,
+  write_whole,
+)
 from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.txt"
 # What the item `config` states where a manifest belongs to a step, so that its
-# loss is found. Steps of older versions do not state it.
-MANIFEST_FLAG = "manifest"
+# loss is found, and which step it is. Older versions stated neither, or only
+# the first.
+MANIFEST_FLAG, STEP_FLAG = "manifest", "step"
+_CONFIG = "config/metadata"
 _LOG = logging.getLogger(__name__)
 _HEADER = "moh_jax manifest 1, XXH3-128 of the following lines: "
 _MOST_BYTES = 64 << 20  # of a manifest
@@ -188,16 +196,25 @@ def find_damage(
     return {MANIFEST: str(error)}
   if entries is None:
     return None
-  wanted = {
-    name: entry
-    for name, entry in entries.items()
-    if items is None or "/" not in name or name.partition("/")[0] in items
-  }
+
+  def is_wanted(name: str) -> bool:
+    item, inside, _ = name.partition("/")
+    return items is None or not inside or item in items
+
+  wanted = {n: entry for n, entry in entries.items() if is_wanted(n)}
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     found = pool.map(
       lambda name: _difference(folder / name, *wanted[name]), wanted
     )
-    return {name: what for name, what in zip(wanted, found) if what}
+    damage = {name: what for name, what in zip(wanted, found) if what}
+  if not in_bucket(folder):  # where asking takes long
+    for name in filter(is_wanted, _files(folder)):
+      # Programs leave hidden files, such as .DS_Store.
+      if name not in entries and not name.rpartition("/")[2].startswith("."):
+        damage[name] = f"not among the files of {MANIFEST}"
+  if not damage and (stated := _stated(folder).get(STEP_FLAG, step)) != step:
+    damage[_CONFIG] = f"of step {stated}: the folder was renamed or copied"
+  return damage
 
 
 def describe(step: int, damage: Mapping[str, str] | None) -> str:
@@ -337,7 +354,7 @@ def read_manifest(folder: epath.Path) -> dict[str, tuple[str, int]] | None:
   """
   path = folder / MANIFEST
   if not path.exists():
-    if _expects_manifest(folder):
+    if _stated(folder).get(MANIFEST_FLAG):
       raise ValueError("missing")
     return None
   length = _length(path)
@@ -355,6 +372,8 @@ def read_manifest(folder: epath.Path) -> dict[str, tuple[str, int]] | None:
     if ".." in name.split("/") or name.startswith("/"):
       raise ValueError(f"names a file outside of the checkpoint: {name!r}")
     entries[name] = digest, int(size)
+  if _CONFIG not in entries:
+    raise ValueError(f"lists no {_CONFIG}, so it is none of a checkpoint")
   return entries
 
 
@@ -401,13 +420,23 @@ def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
       yield name
 
 
-def _expects_manifest(folder: epath.Path) -> bool:
-  """Whether the item `config` says that the step was written with one."""
+def _stated(folder: epath.Path) -> dict[str, Any]:
+  """The item `config`; {} where it cannot be read."""
   try:
-    content = (folder / "config" / "metadata").read_bytes()
-    return bool(parse_json(content).get(MANIFEST_FLAG))
+    return parse_json(read_bytes(folder / _CONFIG, MAX_BYTES))
   except (OSError, ValueError):
-    return False
+    return {}
+
+
+def check_regular_files(directory: str | epath.Path, step: int) -> None:
+  """Checks that a step has no pipes or devices, which readers would wait for.
+
+  Raises:
+    ValueError: it does.
+  """
+  folder = step_folder(directory, step)
+  for name in () if in_bucket(folder) else _files(folder):
+    check_regular(folder / name)
 
 
 def is_exported(directory: str | os.PathLike) -> bool:

@@ -203,7 +203,7 @@ class Saver:
     items = {n: checkpoint.save_arrays(t) for n, t in _items(state).items()}
     data = {"position": position, "stream": self._stream, "watch": watch}
     items["data"] = ocp.args.JsonSave(data)
-    items["config"] = checkpoint.config_item(self._metadata)
+    items["config"] = checkpoint.config_item(self._metadata, step)
     with self.guard(f"the checkpoint of step {step}", step):
       self._check_space(state)
       self._saving = step

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -422,11 +423,12 @@ def match_classes(
     return {}
   pairs: list[tuple[int, int]] = []
   if named:
-    labels = {name: label for label, name in enumerate(theirs.class_names)}
+    counts = Counter(theirs.class_names), Counter(ours.class_names)
     pairs = [
-      (label, labels[name])
+      (label, theirs.class_names.index(name))
       for label, name in enumerate(ours.class_names)
-      if name in labels
+      # A name of several classes tells none of them.
+      if counts[0][name] == counts[1][name] == 1
     ]
   elif model.num_classes == other.num_classes:
     pairs = [(label, label) for label in range(model.num_classes)]

@@ -192,5 +192,5 @@ class ChatTest(_GenerateTest):
       self.assertEqual(completion["messages"], expected)
     refusing = "{{ raise_exception('no users') }}"
     (self.root / "chat_template.jinja").write_text(refusing)
-    message = "chat_template.jinja refuses the messages: no users"
+    message = "chat_template.jinja: refuses the messages: no users"
     self.assert_refused(message, "--chat", "--prompt=a", *where)

@@ -7,9 +7,11 @@ import shutil
 
 import jax
 import numpy as np
+from etils import epath
 
 from moh_jax import config as config_lib
 from moh_jax.runtime import checkpoint
+from moh_jax.runtime.steps import write_manifest
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import stored
 from tests.data.tiny_images import put
@@ -63,6 +65,9 @@ class HeadsTest(tiny_checkpoint.CommandTest):
       self.assertIn(f"features, {folder}, step 0", text)
     steps = self.root / "run/checkpoints"
     shutil.copytree(steps / "0", steps / "1")  # another step is another model
+    file = steps / "1/config/metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 1}))
+    write_manifest(epath.Path(steps / "1"))
     argv = *self.run_of, "--batches=1", "--against", self.root / "run"
     text = self.done(*argv, "--step=0")
     for step in (0, 1):

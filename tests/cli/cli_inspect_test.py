@@ -92,8 +92,12 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
   def test_checkpoints(self):
     for step in (2, 4):
       folder = self.root / "checkpoints" / str(step)
-      (folder / "params").mkdir(parents=True)
-      (folder / "params" / "d").write_bytes(b"values")
+      for name, content in {
+        "config/metadata": "{}",
+        "params/d": "values",
+      }.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(content)
       steps.write_manifest(epath.Path(folder))
     argv = "--checkpoint", self.root
     whole = "step 2: whole\n"

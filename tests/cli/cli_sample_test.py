@@ -68,6 +68,18 @@ class SampleTest(tiny_checkpoint.CommandTest):
       {"folder/cup%2Fmug/000000.png", "folder/tench, Tinca tinca/000001.png"},
     )
 
+  def test_names_and_numbers_that_may_be_several_classes_are_refused(self):
+    names = ("9", "cat", "none", "cat", *"345678")
+    run = self.root / "named"
+    tiny_checkpoint.save_random(run, tiny_checkpoint.DIT_CONFIG, names)
+    argv = "--checkpoint", run, "--labels"
+    for label in ("9", "cat", "none", "3"):
+      message = f"--labels: '{label}' may be any of the labels"
+      self.assert_refused(message, *argv, f"0,{label}", "--out", "x.png")
+    self.done(*argv, "1,03", "--num=2", "--out", self.root / "folder")
+    folders = {file.parent.name for file in self.root.rglob("*.png")}
+    self.assertEqual(folders, {"cat-1", "cat-3"})
+
   def test_folder_has_a_file_for_every_image_below_its_label(self):
     argv = ("--num", 12, "--labels", "3,none", "--batch-size", 8)
     images, _ = self._images(*argv)

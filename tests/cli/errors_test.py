@@ -8,12 +8,16 @@ import json
 import pathlib
 import tempfile
 
+import jax
 import numpy as np
 from absl.testing import parameterized
 
+from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.data.tiny_images import put
 from tests.inference import tiny_vae
+from tests.training import tiny
 
 # Commands, options that are added to them, and what is said of these.
 _REFUSED = {
@@ -48,6 +52,8 @@ _REFUSED = {
   "export --out {here}/x --checkpoint": {
     "nope": "nope holds no checkpoint",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
+    "{vit} --out {here}/link": "is a link to nothing; remove it",
+    "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
   },
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
@@ -152,6 +158,7 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     cls.places = {n: tiny_checkpoint.stored(n) for n in tiny_checkpoint.SAVED}
     cls.places["here"] = here
     (here / "empty").mkdir()
+    (here / "link").symlink_to("nowhere")
     tiny_vae.save_images(here / "images")
     tiny_vae.save(here / "vae")
     (good,) = put(here, "good.png", size=(8, 8))
@@ -175,3 +182,35 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     before = sorted(self.places["here"].rglob("*"))
     self.assert_refused(message, *argv)
     self.assertEqual(sorted(self.places["here"].rglob("*")), before)
+
+
+class NanTest(tiny_checkpoint.CommandTest):
+  @parameterized.parameters(
+    ("vit", np.nan, "classify {image} --checkpoint"),
+    ("vit", np.nan, "export --out {here}/x --checkpoint"),
+    ("vit", 1e30, "classify {image} --checkpoint"),
+    ("vit", 1e30, "evaluate --checkpoint"),
+    ("vit", 1e30, "heads --json - --checkpoint"),
+    ("dit", 1e30, "sample --out {here}/x.png --checkpoint"),
+    ("text", np.nan, "generate --prompt a --checkpoint"),
+  )
+  def test_numbers_that_are_not_finite_are_a_line_and_status_1(
+    self, name, factor, command
+  ):
+    config = {
+      "vit": tiny_checkpoint.CONFIG,
+      "dit": tiny_checkpoint.DIT_CONFIG,
+      "text": tiny_checkpoint.TEXT_CONFIG,
+    }[name]
+    params = jax.tree.map(lambda x: x * factor, tiny.random_params(config))
+    sha256 = BytesTokenizer.sha256 if name == "text" else ""
+    metadata = checkpoint.Metadata(config, tokenizer_sha256=sha256)
+    checkpoint.save_params(self.root / "run", params, metadata)
+    (image,) = put(self.root, "a.png")
+    argv = command.format(image=image, here=self.root).split()
+    status, out, err = self.call(*argv, self.root / "run")
+    self.assertEqual((status, out), (1, ""), err)
+    self.assertRegex(err, r"\Aerror: .*(NaN|infinite).*\n\Z")
+    self.assertCountEqual(
+      [p.name for p in self.root.iterdir()], ["run", "a.png"]
+    )

@@ -75,7 +75,13 @@ class MainTest(tiny_checkpoint.CommandTest):
   def test_import_stands_before_or_after_the_command(self):
     option = ["--import", "no_such_module"]
     for argv in ([*option, "inspect"], ["inspect", *option]):
-      self.assert_refused("--import no_such_module: No module", *argv)
+      said = "--import 'no_such_module': ModuleNotFoundError: No module"
+      self.assert_refused(said, *argv)
+    (self.root / "failing.py").write_text("1 / 0")
+    with mock.patch.object(sys, "path", [str(self.root), *sys.path]):
+      for name in ("../x", ".x", "", "failing"):
+        argv = ("--import", name, "inspect")
+        self.assert_refused(f"--import '{name}': ", *argv)
 
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
@@ -84,6 +90,20 @@ class MainTest(tiny_checkpoint.CommandTest):
     self.assertEqual(status, 2)
     self.assertIn("Traceback (most recent call last)", long)
     self.assertIn("FileNotFoundError", long)
+
+  def test_names_are_text_to_the_terminal(self):
+    names = ("a\x1b[2Jt", "b\r", "\x9bm", *"abc")
+    run, image = self.root / "run", str(self.root / "\x1b]0;x\x07\n.png")
+    tiny_checkpoint.save_random(run, tiny_checkpoint.CONFIG, names)
+    Image.new("RGB", (8, 8)).save(image)
+    for command in (
+      ["inspect"],
+      ["classify", image],
+      ["classify", f"{image}\a"],
+    ):
+      found = self.call(*command, "--checkpoint", str(run))
+      self.assertNotRegex("".join(found[1:]), r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+      self.assertRegex("".join(found[1:]), r"\\x1b")
 
   def test_names_that_the_terminal_cannot_show_end_no_command(self):
     names = ("\u0436\u0443\u043a", "\udcff", "\U0001f41d", *"abc")
@@ -211,6 +231,9 @@ class ReportErrorsTest(parameterized.TestCase):
     (OSError("no space"), "no space"),
     (NotImplementedError(), "NotImplementedError"),
     (RuntimeError("RESOURCE_EXHAUSTED: 9 bytes."), "R.*data.batch_size.*"),
+    (RuntimeError("Unable to initialize backend 'nope'"), "Unable .*'nope'"),
+    (ImportError("Please install gcsfs"), "Please install gcsfs"),
+    (KeyError("foo://"), "there is no file system 'foo://'"),
     (
       ModuleNotFoundError("No module named 'grain'", name="grain"),
       r"No module named 'grain'; pip install 'moh_jax\[train\]'",

@@ -72,6 +72,15 @@ class WriteTest(FolderTest):
         self.assertEqual(kernel.sharding.mesh.shape, mesh.shape)
         self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
 
+  def test_tensors_that_are_not_finite_leave_no_checkpoint(self):
+    tensors = tiny_llm.tensors(tiny_llm.MOH, "float32")
+    name = "model.norm.weight"
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    with self.assertNoLogs(), self.assertRaisesRegex(FloatingPointError, name):
+      _save(self.root, _source(tensors))
+    with self.assertRaises(FileNotFoundError):
+      steps.find_step(self.root, None)
+
   def test_kill_in_the_middle_leaves_no_checkpoint(self):
     done = _run_program(f"""
       import os

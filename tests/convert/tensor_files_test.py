@@ -232,6 +232,12 @@ class WriteTest(_Case):
         self.assertEmpty(list(self.path.parent.iterdir()))
     self.assertEqual((self.path / "a").read_text(), "1")
     self.assertLen(list(self.path.parent.iterdir()), 1)
+    target, link = self.path.parent / "empty", self.path.parent / "link"
+    target.mkdir()
+    link.symlink_to(target)
+    with tensor_files.new_folder(link) as folder:
+      (folder / "b").write_text("2")
+    self.assertEqual((target / "b").read_text(), "2")
     with self.assertRaisesRegex(ValueError, "weights holds 'a'; choose a new"):
       with tensor_files.new_folder(self.path):
         self.fail("entered")

@@ -139,7 +139,9 @@ class AnswersTest(parameterized.TestCase):
     template = Template(tiny_chat.tokenizer(source))
     messages = _ask("one", "two")
     if expected is None:
-      with self.assertRaisesRegex(ValueError, "jinja does not write message 1"):
+      with self.assertRaisesRegex(
+        ValueError, "jinja: does not write message 1"
+      ):
         template.answers(messages)
       return
     text, spans = template.answers(messages)
@@ -158,7 +160,9 @@ class AnswersTest(parameterized.TestCase):
   )
   def test_templates_that_rewrite_are_refused(self, source, index):
     template = Template(tiny_chat.tokenizer(source))
-    message = f"chat_template.jinja does not write message {index} as an answer"
+    message = (
+      f"chat_template.jinja: does not write message {index} as an answer"
+    )
     with self.assertRaisesRegex(ValueError, message):
       template.answers(_ask("one", "b. c"))
 
@@ -321,7 +325,7 @@ class SourceTest(_ChatTest):
     ('{"instruction": "a", "output": "\\ud800"}', ":2: .*surrogates"),
     (
       '{"instruction": "a", "output": "b<|stop|>c"}',
-      ":2: chat_template.jinja does not write message 1",
+      ":2: chat_template.jinja: does not write message 1",
     ),
   )
   def test_bad_rows_are_named(self, row, message):

@@ -112,6 +112,13 @@ class ReadImageTest(FolderTest):
     image = decode.decode_image(content, 1, "x.png")
     np.testing.assert_array_equal(image, np.zeros((1500, 1500, 1)))
 
+  def test_formats_that_run_other_programs_are_not_opened(self):
+    content = encode(Image.new("RGB", (4, 4)), "EPS")
+    with self.assertRaisesRegex(ValueError, "a.png: not an image of a known"):
+      decode.decode_image(content, 3, "a.png")
+    with self.assertRaisesRegex(ValueError, "a.png: not an image of a known"):
+      decode.describe_image(content, "a.png")
+
   @parameterized.parameters(
     ("L", True), ("1", True), ("LA", True), ("I;16", True), ("RGB", False),
     ("P", False), ("RGBA", False),

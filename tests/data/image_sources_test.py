@@ -212,6 +212,13 @@ class ShardsTest(_ImagesTest):
       source, self.root / out, packed_from="", shard_size=4, **options
     )
 
+  def test_what_is_no_image_ends_or_is_left_out(self):
+    put(self.root / "images", "ant/0.png", "ant/1.png")
+    (self.root / "images/ant/0.png").write_text("no image")
+    with self.assertRaisesRegex(ValueError, "ant/0.png: not an image"):
+      self._pack("out")
+    self.assertEqual(self._pack("out", bad_images="skip")["examples"], 1)
+
   def test_larger_images_become_smaller_and_bad_ones_end_or_are_left_out(self):
     ant, cat = (self.root / f"images/{name}" for name in ("ant", "cat"))
     put(ant, "3.png", "4.png", size=(11, 18))
@@ -333,6 +340,28 @@ class TablesTest(_ImagesTest):
     self.assertEqual(found, labels)
     expected = names or tuple(sorted(set(map(str, rows))))
     self.assertEqual(source.class_names, expected)
+
+  def test_labels_without_names_are_labels_whatever_the_classes_are_called(
+    self,
+  ):
+    table = make_table([2, 0, 1], features={"image": IMAGE})
+    write(self.root / "0.parquet", table)
+    source = self._tables(class_names=("1", "2", "0", "3"))
+    self.assertEqual([int(source[i]["label"]) for i in range(3)], [2, 0, 1])
+    with self.assertRaisesRegex(ValueError, "label 2 is none of the model's 2"):
+      self._tables(class_names=("1", "2"))
+
+  def test_classes_of_one_name_are_kept_apart(self):
+    twice = {"_type": "ClassLabel", "names": ["crane", "ant", "crane"]}
+    features = {"image": IMAGE, "label": twice}
+    write(self.root / "0.parquet", make_table([2, 0, 1], features=features))
+    names = ("crane", "ant", "crane")
+    for known in ((), names):
+      source = self._tables(class_names=known)
+      self.assertEqual([int(source[i]["label"]) for i in range(3)], [2, 0, 1])
+    for found, wanted in ((names, names[:2]), (names[:2], names)):
+      with self.assertRaisesRegex(ValueError, "'crane' may be several of the"):
+        match_classes(found, wanted, "x")
 
   def test_identity_changes_with_rows_labels_and_content(self):
     cases = (([0, 1], 0), ([0, 0], 0), ([0, 1], 5), ([0, 1, 1], 0), ([0, 1], 0))

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import json
 import pickle
+import re
 import resource
 
 import numpy as np
@@ -59,8 +60,10 @@ class _SetTest(FolderTest):
     return [read[i][0]["label"] for i in range(len(read))]
 
   def _change(self, **entries):
+    """Changes metadata.json, which then is as older versions wrote it."""
     path = self.folder / shards.METADATA
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    entries = {**json.loads(path.read_text()), "checksum": "", **entries}
+    path.write_text(json.dumps(entries))
 
 
 class ReadTest(_SetTest):
@@ -113,6 +116,14 @@ class ReadTest(_SetTest):
       del entry["xxh3"]  # as in sets of older versions
     self._change(shards=metadata["shards"])
     self.assertEqual(shards.damage(self.folder), told[1:])
+
+  def test_a_changed_metadata_is_no_metadata(self):
+    self._whole()
+    path = self.folder / shards.METADATA
+    path.write_text(path.read_text().replace('"items": 10', '"items": 11'))
+    for read in (shards.damage, shards.read_metadata):
+      with self.assertRaisesRegex(ValueError, "json: its content is not what"):
+        read(self.folder)
 
 
 class WriteTest(_SetTest):
@@ -264,16 +275,46 @@ class TokensTest(_SetTest):
   def test_ends_of_documents_that_do_not_fit_are_refused(self):
     tiny_text.write(self.folder, [[[1], [2]]])
     path = self.folder / DOCUMENTS
-    for wrong in ([0, 3], [0, 3, 7], [1, 3, 6], [0.0, 3.0, 6.0]):
+    self._change(files=[])  # the file has no checksum
+    for wrong in (
+      [0, 3],
+      [0, 3, 7],
+      [0, 7, 6],
+      [0, 2, 6],
+      [1, 3, 6],
+      [0.0, 3.0, 6.0],
+    ):
       np.save(path, np.array(wrong))
       with self.assertRaisesRegex(ValueError, "documents.npy: not of the 2"):
         TokenSet(self.folder)
-    path.write_bytes(b"nothing")
-    with self.assertRaisesRegex(ValueError, "documents.npy: damaged"):
-      TokenSet(self.folder)
+    whole = path.read_bytes()
+    for content in (b"nothing", b"", whole[:-8]):
+      path.write_bytes(content)
+      with self.assertRaisesRegex(
+        ValueError, "documents.npy: (damaged|not of)"
+      ):
+        TokenSet(self.folder)
     path.unlink()
     with self.assertRaisesRegex(FileNotFoundError, "documents.npy: no such"):
       TokenSet(self.folder)
+
+  def test_files_beside_the_shards_are_compared(self):
+    content = train_bpe(iter(["some text"]), 260)
+    files = {tokenizers.GENERATION_CONFIG: b'{"eos_token_id": 1}'}
+    used = tokenizers.JsonTokenizer(content, files)
+    tiny_text.write(self.folder, [[[5], [6, 7], [8]]], used)
+    TokenSet(self.folder)
+    for name in (DOCUMENTS, "tokenizer.json", tokenizers.GENERATION_CONFIG):
+      path = self.folder / name
+      whole = path.read_bytes()
+      path.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])
+      told = f"{path}: its content is not what was written"
+      self.assertEqual(shards.damage(self.folder), [told])
+      with self.assertRaisesRegex(ValueError, re.escape(told)):
+        TokenSet(self.folder)
+      path.unlink()
+      self.assertEqual(shards.damage(self.folder), [f"{path}: no such file"])
+      path.write_bytes(whole)
 
   def test_a_lost_list_of_documents_is_written_again(self):
     documents = tiny_text.random_documents(3, 50, 400)

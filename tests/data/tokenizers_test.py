@@ -1,5 +1,6 @@
 """Tokenizers, the files beside them, and chat templates."""
 
+import concurrent.futures
 import functools
 import hashlib
 import itertools
@@ -32,6 +33,10 @@ _TEXTS = (
   "<|end_of_text|> is text here, and so is <|begin_of_text|>",
 )
 _CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
+
+
+def _replace(pattern, content):
+  return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def _bpe(vocab_size=300):
@@ -152,6 +157,50 @@ class LoadTest(FolderTest):
     with self.assertRaisesRegex(error, message):
       tokenizers.load_tokenizer(self.root / name)
 
+  @parameterized.parameters(
+    ("normalizer", [_replace({"String": "a"}, "aa")] * 30, "1.07e.09 char"),
+    ("normalizer", [_replace({"String": ""}, "xxxx")] * 8, "3.91e.05 char"),
+    ("normalizer", [_replace({"Regex": "."}, "x" * 2000)], "2e.03 char"),
+    ("normalizer", [{"type": "ByteLevel"}] * 9, "normalizer may make 2.62e.05"),
+    ("decoder", [_replace({"String": "a"}, "aa")] * 30, "its decoder may make"),
+    ("post_processor", [], "its post_processor has more than 65,536"),
+    ("normalizer", [{"type": "Precompiled", "precompiled_charsmap": "EA=="}],
+     "not a tokenizer.json: .*charsmap"),
+  )  # fmt: skip
+  def test_parts_that_make_endless_text_are_refused(self, name, parts, message):
+    stored = json.loads(tokenizers.train_bpe(iter(_CORPUS), 260))
+    stored[name] = {"type": "Sequence", f"{name}s": parts}
+    if name == "post_processor":
+      token = {"id": "x", "ids": [1] * 500_000, "tokens": []}
+      single = [{"Sequence": {"id": "A", "type_id": 0}}]
+      stored[name] = {"type": "TemplateProcessing", "single": single}
+      stored[name] |= {"pair": single, "special_tokens": {"x": token}}
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+      tokenizers.JsonTokenizer(json.dumps(stored).encode())
+
+  def test_rules_of_sentencepiece_that_make_endless_text_are_refused(self):
+    rules = self.root / "rules.tsv"
+    rules.write_text("61\t" + " ".join(["62"] * 2000) + "\n")
+    content = tiny_words.sentencepiece_model(str(rules))
+    with self.assertRaisesRegex(ValueError, "normalizer_spec may make 2e.03"):
+      tokenizers.SentencePieceTokenizer(content)
+
+  def test_texts_that_cannot_be_encoded_are_one_line(self):
+    made = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="?"))
+    used = tokenizers.JsonTokenizer(made.to_str().encode())
+    made.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex("(a+)+b"), "isolated")
+    endless = tokenizers.JsonTokenizer(made.to_str().encode())  # a panic
+    for one, text in ((used, "b"), (endless, "a" * 30 + "c"), (used, "\ud800")):
+      for encode in (one.encode, lambda x, one=one: one.encode_batch([x])):
+        with self.assertRaisesRegex(ValueError, "cannot encode a text: "):
+          encode(text)
+
+  def test_equal_texts_have_equal_ids(self):
+    stored = json.loads(tokenizers.train_bpe(iter(_CORPUS), 300))
+    stored["model"]["dropout"] = 0.5
+    used = tokenizers.JsonTokenizer(json.dumps(stored).encode())
+    self.assertLen({tuple(used.encode(_CORPUS[0])) for _ in range(9)}, 1)
+
   @parameterized.parameters("sentencepiece", "jinja2", "transformers")
   def test_missing_library_says_how_to_install_it(self, name):
     (self.root / "a.model").write_bytes(b"")
@@ -163,7 +212,7 @@ class LoadTest(FolderTest):
       if name == "sentencepiece":
         tokenizers.load_tokenizer(self.root / "a.model")
       else:
-        _render("x")
+        chat.Writer("x", {}, ()).render(_USER)
 
 
 def _content(template=None, specials=("<s>", "</s>", "<e>"), word=0):
@@ -294,6 +343,11 @@ def _render(source, messages=_USER, **options):
   return render_chat(tokenizer, messages, **options)
 
 
+def _in_thread(call, *args):
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    return pool.submit(call, *args).result()
+
+
 class TemplatesTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"chat_template.jinja": "x"},),
@@ -323,6 +377,34 @@ class TemplatesTest(parameterized.TestCase):
 
 
 class TemplateErrorsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("{{ 'a' * 10**10 }}", "fails: MemoryError"),
+    ("{{ [0] * 10**10 }}", "fails: MemoryError"),
+    ("{{ 'a' * 10**7 }}", "fails: more than 4,194,304 characters"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionErr"),
+    ("{{ raise_exception('no' * 10**6) }}", "refuses the messages: no"),
+  )
+  def test_what_would_take_all_memory_ends(self, source, message):
+    for run in (_render, lambda x: _in_thread(_render, x)):
+      with self.assertRaisesRegex(ValueError, f"jinja: {message}.{{0,500}}\\Z"):
+        run(source)
+      self.assertEqual(run("x"), "x")
+
+  def test_what_would_never_end_ends(self):
+    loop = "{% for i in range(99999) %}"
+    end = "{% endfor %}"
+    with self.assertRaisesRegex(ValueError, "fails: it takes more than 5 sec"):
+      _render(f"{loop * 3}{end * 3}")
+    self.assertEqual(_render("x"), "x")
+
+  def test_an_interrupted_call_is_not_the_answer_of_the_next(self):
+    with (
+      mock.patch.object(json, "loads", side_effect=KeyboardInterrupt),
+      self.assertRaises(KeyboardInterrupt),
+    ):
+      _render("x")
+    self.assertEqual(_render("y"), "y")
+
   @parameterized.parameters(
     ("{{ raise_exception('no\nway') }}", "refuses the messages: no way"),
     ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),

@@ -124,6 +124,12 @@ class StatisticsFilesTest(folders.FolderTest):
       with self.assertRaisesRegex(ValueError, message):
         read.check_made_with({**_MADE_WITH, name: other}, "x.npz")
 
+  @parameterized.parameters(np.float16, np.float32, np.float64)
+  def test_rounded_covariances_of_few_or_equal_images_are_covariances(self, to):
+    for features in (_features(9, 24), np.ones((9, 24))):
+      covariance = moments(features).gaussian().covariance
+      self.assertTrue(fid._is_covariance(covariance.astype(to)))
+
   def test_file_of_pytorch_fid_has_no_spatial_features(self):
     with np.load(_RECORDED) as stored:
       np.savez(self.file, **{k: np.float32(stored[k]) for k in ("mu", "sigma")})
@@ -141,6 +147,8 @@ class StatisticsFilesTest(folders.FolderTest):
     ("whole", {"mu": np.zeros(24, int)}, "mu has dtype int64"),
     ("objects", {"mu": np.array([None])}, "damaged npz"),
     ("broken", {"sigma": np.full((24, 24), np.nan)}, "sigma holds NaN"),
+    ("askew", {"sigma": np.tri(24)}, "sigma must be a covariance"),
+    ("negative", {"sigma": np.diag([1.0] * 23 + [-1e-3])}, "without negative"),
     ("note", {"made_with": np.frombuffer(b"[1", np.uint8)}, "made_with"),
   )
   def test_other_content_is_refused(self, changes, pattern):

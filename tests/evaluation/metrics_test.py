@@ -352,6 +352,12 @@ class ReadRightTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       predictions.read_right(stored, names, self.classes)
 
+  def test_classes_of_one_name_are_told_by_their_numbers(self):
+    right = predictions.read_right([1, "b"], ("1", "2"), ("a", "a", "b"))
+    self.assertEqual(right, [{1}, {2}])
+    with self.assertRaisesRegex(ValueError, "'a', the name of several classes"):
+      predictions.read_right([1, "a"], ("1", "2"), ("a", "a", "b"))
+
 
 class DevicesTest(parameterized.TestCase):
   def test_any_number_of_devices_counts_the_same_images(self):

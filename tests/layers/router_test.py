@@ -139,6 +139,20 @@ class Short(Router):
     return self.routing(*[jnp.zeros((*x.shape[:2], 2))] * 3)
 
 
+class Nothing(Router):
+  """Wrong: returns nothing."""
+
+  def __call__(self, x, *, norms=None, top_k=None):
+    return None
+
+
+class Raises(Router):
+  """Wrong: fails."""
+
+  def __call__(self, x, *, norms=None, top_k=None):
+    return 1 / 0
+
+
 class Norms(Router):
   """Reads the norms of the queries."""
 
@@ -153,6 +167,9 @@ register_router("threshold", Threshold, varies=True)
 register_router("undeclared", Threshold)
 register_router("short", Short)
 register_router("norms", Norms, reads_norms=True)
+register_router("nothing", Nothing)
+register_router("raises", Raises)
+register_router("lost", "moh_jax.no_such_module:Router")
 
 
 class RegisteredTest(parameterized.TestCase):
@@ -182,6 +199,9 @@ class RegisteredTest(parameterized.TestCase):
     ("norms", "kind is 'norms'"),
     ("query_norm", "norms=None must be .*query_norm"),
     ("short", "'short' returned gates of shape"),
+    ("nothing", "'nothing' returned NoneType, must be a moh_jax.Routing"),
+    ("raises", "kind='raises' fails: ZeroDivisionError: division"),
+    ("lost", "kind='lost' fails: ModuleNotFoundError: "),
   )
   def test_missing_norms_and_other_shapes_are_refused(self, kind, message):
     layer = HeadRouter(small.BUDGET, RouterConfig(kind))
@@ -194,5 +214,7 @@ class TableTest(absltest.TestCase):
     for name in ("norms", "two_stage", "none"):
       with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):
         register_router(name, Threshold)
+    with self.assertRaisesRegex(ValueError, "'new': module=None must be a cl"):
+      register_router("new", None)
     again = register_router("threshold", Threshold, varies=True)
     self.assertIs(registry.get_router("threshold"), again)

@@ -1,5 +1,6 @@
 """Checksums of checkpoints: what they find, name and leave alone."""
 
+import json
 import os
 import pathlib
 import random
@@ -54,6 +55,40 @@ class ManifestTest(parameterized.TestCase):
       self.assertEqual([*self._found()], [name], damaged[:100])
     file.unlink()
     self.assertEqual([*self._found()], [name])
+
+  def test_a_file_that_was_added_is_damage(self):
+    for name in (".DS_Store", "params/d/.x", "train/d/1", "params/d/1"):
+      (self.folder / name).write_bytes(b"new")
+    told = "not among the files of manifest.txt"
+    self.assertEqual(self._found({"params"}), {"params/d/1": told})
+    self.assertEqual({*self._found()}, {"params/d/1", "train/d/1"})
+
+  def test_a_manifest_that_lists_too_little_is_none(self):
+    for kept in (0, 1):
+      path = self.folder / steps.MANIFEST
+      lines = "".join(path.read_text().splitlines(True)[1 : kept + 1])
+      path.write_text(steps._header(lines) + lines)
+      self.assertRegex(
+        self._found()[steps.MANIFEST], "lists no config/metadata"
+      )
+
+  def test_a_step_under_another_name_is_named(self):
+    for step in (2, 4):
+      (self.folder / "config/metadata").write_text(json.dumps({"step": step}))
+      steps.write_manifest(epath.Path(self.folder))
+      found = self._found({"params"})
+      self.assertEqual(bool(found), step == 4)
+    self.assertIn("of step 4: the folder was renamed", steps.describe(2, found))
+
+  def test_pipes_are_refused_before_anything_is_read(self):
+    steps.check_regular_files(self.workdir, 2)
+    for name in _FILES:
+      (self.folder / name).unlink()
+      os.mkfifo(self.folder / name)
+      with self.assertRaisesRegex(ValueError, f"{name}: is a pipe"):
+        steps.check_regular_files(self.workdir, 2)
+      self.assertNotEmpty(self._found())
+      (self.folder / name).unlink()
 
   def test_only_what_is_read_is_compared(self):
     (self.folder / "train/d/0").write_bytes(b"State")

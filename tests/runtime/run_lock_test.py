@@ -70,6 +70,8 @@ class RunLockTest(parameterized.TestCase):
       self._of_another_host(age)
       with self.assertRaisesRegex(RunningError, "process 7 on host elsewhere"):
         self._take()
+    with self.assertRaisesRegex(RunningError, f"ahead.*remove {self.file}"):
+      self._take()
     self._of_another_host(age=10_000)  # the clock jumped: it is renewed
     with (
       mock.patch.object(run_lock.time, "sleep", lambda _: os.utime(self.file)),

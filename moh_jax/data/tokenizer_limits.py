@@ -1,0 +1,120 @@
+"""What tokenizer files may ask of their libraries: bounds, errors in one line.
+
+A normalizer or decoder of thirty rules that double a letter makes gigabytes of
+a word, so the text that parts make of a character is bounded before any is
+used.
+"""
+
+import base64
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tokenizers as hf
+
+from moh_jax.data.input_files import import_extra
+
+_MOST_GROWTH = 1 << 10  # of a text by normalizing or decoding
+_MOST_STATE = 1 << 16  # characters of a post_processor
+_ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
+
+
+class TokenizerFileError(ValueError):
+  """A tokenizer's own file cannot be used, or its library is missing."""
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+  """Makes a TokenizerFileError of any error of a library of tokenizers."""
+  try:
+    yield
+  except BaseException as error:
+    # Panics of `tokenizers` are no Exceptions; nor are interrupts.
+    if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
+      raise
+    raise TokenizerFileError(f"{what}: {error}") from error
+
+
+def _check(name: str, growth: float) -> None:
+  """Refuses a part that makes endless text of a short one."""
+  if growth > _MOST_GROWTH:
+    raise TokenizerFileError(
+      f"its {name} may make {growth:.3g} characters of one, must be at most "
+      f"{_MOST_GROWTH:,}"
+    )
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+  """Characters that a part of a tokenizer.json makes of one, at most."""
+  kind = part["type"]
+  if kind == "Sequence":
+    return math.prod(map(_growth, part.get("normalizers") or part["decoders"]))
+  if kind == "Replace":
+    shortest = len(part["pattern"].get("String", ""))
+    made = len(part["content"])
+    return max(1.0, made / shortest) if shortest else 1.0 + made
+  if kind == "Prepend":
+    return 1.0 + len(part["prepend"])
+  if kind == "Precompiled":
+    return _longest_rule(base64.b64decode(part["precompiled_charsmap"]))
+  return 4.0 if kind == "ByteLevel" else 1.0
+
+
+def _longest_rule(charsmap: bytes) -> float:
+  """Bytes that SentencePiece's table of rules makes of a character, at most."""
+  # The length of a trie, the trie, and texts that end with a null byte.
+  texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+  return float(max(map(len, texts.split(b"\0"))))
+
+
+def read_tokenizer_json(
+  content: bytes, *, special_as_text: bool
+) -> hf.Tokenizer:
+  """Parses a tokenizer.json; its truncation, padding and dropout are left out.
+
+  Args:
+    content: of the file.
+    special_as_text: text that looks like a special token is encoded as text.
+
+  Raises:
+    TokenizerFileError: it is none, or makes endless text or ids of a short one.
+  """
+  with library_errors("not a tokenizer.json"):
+    tokenizer = hf.Tokenizer.from_str(content.decode())
+  for name in ("normalizer", "decoder"):
+    if part := getattr(tokenizer, name):
+      _check(name, _growth(json.loads(part.__getstate__())))
+  part = tokenizer.post_processor
+  if part and len(part.__getstate__()) > _MOST_STATE:
+    raise TokenizerFileError(
+      f"its post_processor has more than {_MOST_STATE:,} characters"
+    )
+  tokenizer.encode_special_tokens = special_as_text
+  tokenizer.no_truncation()
+  tokenizer.no_padding()
+  if getattr(tokenizer.model, "dropout", None):
+    tokenizer.model.dropout = None  # of its training: equal texts, equal ids
+  return tokenizer
+
+
+def special_ends(tokenizer: hf.Tokenizer) -> tuple[int | None, int | None]:
+  """The special tokens that a post-processor puts around a text."""
+  with library_errors("its post_processor fails"):
+    made = tokenizer.post_process(_ONE_TOKEN.encode("a"))
+  ids = [i if m else None for i, m in zip(made.ids, made.special_tokens_mask)]
+  first, *others = ids or [None]
+  return first, others[-1] if others else None
+
+
+def check_rules(content: bytes) -> None:
+  """Refuses a SentencePiece model that makes endless text of a short one.
+
+  Raises:
+    TokenizerFileError: it may.
+  """
+  proto = import_extra("sentencepiece.sentencepiece_model_pb2", "a model")
+  model = proto.ModelProto.FromString(content)
+  for name in ("normalizer_spec", "denormalizer_spec"):
+    _check(name, _longest_rule(getattr(model, name).precompiled_charsmap))

@@ -1,0 +1,26 @@
+"""Text that other programs read: terminals and spreadsheets."""
+
+import csv
+
+from moh_jax.runtime import files
+from tests.folders import FolderTest
+
+
+class TextTest(FolderTest):
+  def test_control_characters_are_written_as_text(self):
+    for text, expected in (
+      ("a\tb\nc é \udcff", "a\tb\nc é \udcff"),
+      ("\033[2J\x07\r\x9b", "\\x1b[2J\\x07\\x0d\\x9b"),
+      ("\033[32mours\033[0m", "\033[32mours\033[0m"),
+    ):
+      self.assertEqual(files.printable(text), expected)
+    self.assertEqual(files.printable("a\nb", kept=""), "a\\x0ab")
+
+  def test_formulas_are_text_to_spreadsheets(self):
+    names = ["=1+1", "+x", "-x", "@x", "\tx", "-0.5", "+2", "ant", "", "a=b"]
+    files.write_csv(self.root / "a.csv", names, [[-1, None, *names[2:]]])
+    with (self.root / "a.csv").open(newline="") as file:
+      header, row = csv.reader(file)
+    quoted = [f"'{name}" for name in names[:5]]
+    self.assertEqual(header, [*quoted, *names[5:]])
+    self.assertEqual(row, ["-1", "", *header[2:]])
