@@ -102,6 +102,9 @@ def _runs(segments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   return jnp.where(exact, begin, 0), jnp.where(exact, end, count), exact
 
 
+# What calls need that have `AttentionCase.checked`.
+UNCHECKED = "check_vma=False of jax.shard_map"
+
 # Largest size of the logits [B, H, N, M] float32 that a device holds at once.
 # On a CPU it is what the caches hold: several times slower beyond.
 MAX_LOGITS_BYTES = {"cpu": 12 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
@@ -134,6 +137,7 @@ class AttentionCase:
     one_device: whether the arrays are one device's own. Else the compiler
       splits them over a mesh, which it can do to plain XLA alone.
     has_cudnn: whether programs with cuDNN can be traced here.
+    checked: whether `jax.shard_map` checks how values vary, `check_vma`.
   """
 
   target: Target
@@ -150,6 +154,7 @@ class AttentionCase:
   dtype: str = "float32"
   one_device: bool = True
   has_cudnn: bool = True
+  checked: bool = False
 
   @property
   def on_cpu(self) -> bool:
