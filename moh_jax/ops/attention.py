@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import blocked, cudnn, dense, splash
@@ -127,6 +127,8 @@ def attend(call: Call, implementation: str) -> jax.Array:
       raise ValueError(
         f"max_per_token={active.max_per_token} must be at least 1"
       )
+  if not (q.size and k.size):
+    return jnp.zeros(q.shape, call.v.dtype)
   mesh = jax.typeof(q).sharding.mesh
   axes = zip(mesh.axis_names, mesh.axis_types)
   if axes := {name for name, kind in axes if kind == AxisType.Explicit}:
@@ -168,11 +170,10 @@ def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
   few operations take every split. Tokens are gathered.
   """
   own = jax.typeof(call.q).sharding
-  batch, _, heads, _ = own.spec
-  whole = (batch, None, heads)
+  batch, heads = own.spec[0], jax.typeof(call.k).sharding.spec[2]
 
   def spec(x: jax.Array) -> PartitionSpec:
-    return PartitionSpec(*whole[: x.ndim])
+    return PartitionSpec(*(batch, None, heads)[: x.ndim])
 
   specs = jax.tree.map(spec, call)
   if call.bias is not None:
@@ -184,11 +185,12 @@ def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
     lambda call: attend(call, implementation),
     mesh=own.mesh,
     in_specs=(specs,),
-    out_specs=PartitionSpec(*whole),
+    out_specs=specs.q,
     axis_names=axes,
     check_vma=False,  # not all forms' kernels are typed
   )
-  return reshard(run(jax.tree.map(reshard, call, specs)), own.spec)
+  shardings = jax.tree.map(lambda x: NamedSharding(own.mesh, x), specs)
+  return reshard(run(jax.tree.map(reshard, call, shardings)), own)
 
 
 def choose_form(implementation: str, case: AttentionCase) -> Form:

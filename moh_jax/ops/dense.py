@@ -225,9 +225,7 @@ def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
   return dq, jnp.einsum("...nm,...nd->...md", grad, q)
 
 
-_half_logits.defvjp(
-  lambda q, k: (_half_logits(q, k), (q, k)), _logits_backward
-)
+_half_logits.defvjp(lambda q, k: (_half_logits(q, k), (q, k)), _logits_backward)
 
 
 @jax.custom_vjp
