@@ -1,0 +1,73 @@
+"""MoH attention for models in Flax NNX.
+
+The layer of `moh_jax.layers.moh` with the same parameters and numbers, as an
+NNX module.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moh_jax.config.heads import HeadBudget
+from moh_jax.layers import moh
+from moh_jax.ops.routing import RouterAux
+
+
+class MoHAttention(nnx.bridge.ToNNX):
+  """Softmax attention with routed heads.
+
+    layer = MoHAttention(64, HeadBudget(8, shared=2, top_k=4, head_dim=8),
+                         rngs=nnx.Rngs(0))
+    y, aux = layer(x)
+
+  Its parameters are attributes, for instance `layer.out["kernel"]`, under the
+  names that they have in Linen.
+  """
+
+  def __init__(
+    self,
+    in_features: int,
+    budget: HeadBudget,
+    *,
+    rngs: nnx.Rngs,
+    context_features: int | None = None,
+    deterministic: bool = False,
+    **fields: Any,
+  ):
+    """Makes the parameters.
+
+    Args:
+      in_features: C, width of the tokens and of the result.
+      budget: the layer's head split.
+      rngs: of the parameters, and of "dropout".
+      context_features: width of the context, of a layer that attends to one.
+      deterministic: drop nothing.
+      **fields: others of `moh_jax.MoHAttention`.
+    """
+    layer = moh.MoHAttention(budget, **fields)
+    super().__init__(layer, rngs.params())
+    self.deterministic = deterministic
+    widths = filter(None, (in_features, context_features))
+    self.lazy_init(*(jnp.zeros((1, 1, width)) for width in widths))
+    drops = nnx.Rngs(dropout=rngs.dropout()) if layer.dropout_rate else None
+    self.to_nnx__rngs = drops
+
+  # The bridge takes other attributes than those with its prefix for variables.
+  @property
+  def deterministic(self) -> bool:
+    """Whether nothing is dropped; `model.eval()` and `model.train()` set it."""
+    return self.to_nnx__deterministic
+
+  @deterministic.setter
+  def deterministic(self, value: bool) -> None:
+    self.to_nnx__deterministic = value
+
+  def __call__(
+    self, *args: Any, deterministic: bool | None = None, **options: Any
+  ) -> tuple[jax.Array, RouterAux]:
+    """Attends, as `moh_jax.MoHAttention` does with the same arguments."""
+    if deterministic is None:
+      deterministic = self.deterministic
+    return super().__call__(*args, deterministic=deterministic, **options)
