@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.ops import attention_forms
+from moh_jax.ops.attention import attention
 
 # Half of the heads: "auto" packs 1,024 tokens of float32.
 _BUDGET = HeadBudget(num_heads=8, shared=2, top_k=2, head_dim=8)
@@ -206,6 +207,26 @@ class TransformationsTest(parameterized.TestCase):
   @parameterized.parameters("within shard_map", "Explicit axes")
   def test_sequences_that_are_packed(self, name):
     _check(name, "auto", 1024, "float32")
+
+  @parameterized.parameters(("tpu", "TPU v5"), ("gpu", "NVIDIA H100"))
+  def test_kernels_lower_where_shard_map_checks(self, platform, kind):
+    device = jax.sharding.AbstractDevice(
+      device_kind=kind, num_cores=1, platform=platform
+    )
+    mesh = _mesh(AxisType.Auto).abstract_mesh.update(abstract_device=device)
+    q = jnp.ones((2, 256, 2, 128), jnp.bfloat16)
+
+    def loss(q):
+      attend = jax.shard_map(
+        lambda q: attention(q, q, q), in_specs=_EACH, out_specs=_EACH
+      )
+      return attend(q).astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+      traced = jax.jit(jax.grad(loss)).trace(q)
+      name = {"gpu": "cuda"}.get(platform, platform)
+      traced.lower(lowering_platforms=(name,))
+    self.assertIn("moh_", str(traced.jaxpr))
 
   @parameterized.parameters(
     *itertools.product(_ALL, _FORMS, (16, 1024), ("float32", "bfloat16"))
