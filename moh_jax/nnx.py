@@ -1,8 +1,4 @@
-"""MoH attention for models in Flax NNX.
-
-The layer of `moh_jax.layers.moh` with the same parameters and numbers, as an
-NNX module.
-"""
+"""MoH attention for models in Flax NNX."""
 
 from typing import Any
 
@@ -18,12 +14,10 @@ from moh_jax.ops.routing import RouterAux
 class MoHAttention(nnx.bridge.ToNNX):
   """Softmax attention with routed heads.
 
-    layer = MoHAttention(64, HeadBudget(8, shared=2, top_k=4, head_dim=8),
-                         rngs=nnx.Rngs(0))
-    y, aux = layer(x)
+    budget = HeadBudget(8, shared=2, top_k=4, head_dim=8)
+    y, aux = MoHAttention(64, budget, rngs=nnx.Rngs(0))(x)
 
-  Its parameters are attributes, for instance `layer.out["kernel"]`, under the
-  names that they have in Linen.
+  Parameters have the names and numbers of Linen, as `layer.out["kernel"]`.
   """
 
   def __init__(

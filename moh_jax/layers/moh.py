@@ -89,7 +89,6 @@ class MoHAttention(nn.Module):
     implementation: see `attention` and `cached_attention` of
       `ops.attention`.
     dropout_rate: share of the outputs' elements that training drops.
-    deterministic: drop none; None is where there is no rng "dropout".
     dtype: compute dtype; the router's is float32.
     param_dtype: of the parameters, but the router's, which are float32.
   """
@@ -105,7 +104,6 @@ class MoHAttention(nn.Module):
   output_major: bool = False
   implementation: str = "auto"
   dropout_rate: float = 0.0
-  deterministic: bool | None = None
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
 
@@ -136,7 +134,8 @@ class MoHAttention(nn.Module):
       context_mask: [..., M] bool, False for padding of the context.
       places: where the tokens stand in their texts, for x [B, N, C].
       choice: runtime overrides of the budget.
-      deterministic: in place of the layer's.
+      deterministic: whether none are dropped; None is where there is no rng
+        "dropout".
 
     Returns:
       [..., N, C] and the router's side values.
@@ -147,26 +146,21 @@ class MoHAttention(nn.Module):
     self._check(x, context, token_mask, context_mask, places)
     lead = x.shape[:-2]
 
-    def flat(x: jax.Array | None, ndim: int) -> jax.Array | None:
+    def flat(x: jax.Array) -> jax.Array:
       """Merges the leading dimensions, which alone may be split, into one."""
-      x = x if x is None else gather(x, len(lead))
-      same = x is None or x.ndim == ndim
-      return x if same else x.reshape(math.prod(lead), *x.shape[len(lead) :])
+      rest = x.shape[len(lead) :]
+      return gather(x, len(lead)).reshape(math.prod(lead), *rest)
 
-    out, aux, _ = self.extend(
-      flat(x, 3),
-      None,
-      None,
-      flat(token_mask, 2),
-      context=flat(context, 3),
-      context_mask=flat(context_mask, 2),
-      places=places,
-      choice=choice,
-      deterministic=deterministic,
-    )
-    out = out.reshape(*lead, *out.shape[1:])
-    own, there = (jax.typeof(a).sharding for a in (x, out))
-    return out if own == there else reshard(out, own), aux
+    given = {"token_mask": token_mask, "context_mask": context_mask}
+    given = jax.tree.map(flat, {**given, "context": context})
+    given |= {
+      "places": places,
+      "choice": choice,
+      "deterministic": deterministic,
+    }
+    out, aux, _ = self.extend(flat(x), None, None, **given)
+    out, own = out.reshape(*lead, *out.shape[1:]), jax.typeof(x).sharding
+    return reshard(out, own) if any(own.spec) else out, aux
 
   @nn.compact
   def extend(
@@ -295,15 +289,11 @@ class MoHAttention(nn.Module):
   def _drop(self, x: jax.Array, deterministic: bool | None) -> jax.Array:
     """Drops elements of the output, in training."""
     if deterministic is None:
-      deterministic = self.deterministic
-    if deterministic is None:
       deterministic = not self.has_rng("dropout")
     if deterministic or not self.dropout_rate:
       return x
-    keep = 1 - self.dropout_rate
-    draw = functools.partial(
-      jax.random.bernoulli, self.make_rng("dropout"), keep
-    )
+    keep, key = 1 - self.dropout_rate, self.make_rng("dropout")
+    draw = functools.partial(jax.random.bernoulli, key, keep)
     return jnp.where(draw_examples(draw, x.shape), x / keep, 0)
 
   @nn.nowrap
@@ -329,23 +319,18 @@ class MoHAttention(nn.Module):
       raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")
     if x.ndim < 2:
       raise ValueError(f"x has shape {x.shape}, must be [..., N, C]")
+    keys, lead = () if context is None else context.shape[:-1], x.shape[:-2]
+    if context is not None and (len(keys) < 1 or keys[:-1] != lead):
+      raise ValueError(
+        f"context has shape {context.shape}, must be {lead} and [M, width]; a "
+        "mask is token_mask="
+      )
+    if context is not None and self.causal:
+      raise ValueError("causal=True must be False where there is a context")
     if places is not None and (x.ndim != 3 or context is not None):
       raise ValueError("places must be None but for x [B, N, C] alone")
-    keys = x
-    if context is not None:
-      keys, lead = context, x.shape[:-2]
-      if context.ndim != x.ndim or context.shape[:-2] != lead:
-        raise ValueError(
-          f"context has shape {context.shape}, must be {lead} and [M, width]; "
-          "a mask is token_mask="
-        )
-      if self.causal:
-        raise ValueError("causal=True must be False where there is a context")
-    elif context_mask is not None:
-      raise ValueError("context_mask must be None where context is None")
-    masks = ("token_mask", token_mask, x), ("context_mask", context_mask, keys)
-    for name, mask, tokens in masks:
-      shape = tokens.shape[:-1]
+    masks = (token_mask, x.shape[:-1]), (context_mask, keys)
+    for name, (mask, shape) in zip(("token_mask", "context_mask"), masks):
       if mask is not None and (mask.shape != shape or mask.dtype != bool):
         raise ValueError(
           f"{name} {mask.dtype}{mask.shape} must be bool{shape}, False for "

@@ -32,16 +32,11 @@ class LogicalAxes(nn.LogicallyPartitioned):
   inputs: int | None = flax.struct.field(default=None, pytree_node=False)
 
   def add_axis(self, index: int, params: dict[Any, Any]) -> "LogicalAxes":
-    """Adds the axis of `nn.scan` or `nn.vmap`, which need not give it a name.
-
-    Args:
-      index: where the axis is.
-      params: the `metadata_params` of the transformation.
-    """
+    """Adds the axis of `nn.scan` or `nn.vmap`, which need not name it."""
     return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
 
   def remove_axis(self, index: int, params: dict[Any, Any]) -> "LogicalAxes":
-    """Removes that axis; its arguments are those of `add_axis`."""
+    """Removes such an axis."""
     return super().remove_axis(index, {nn.PARTITION_NAME: None, **params})
 
   def to_nnx_metadata(self) -> dict[str, Any]:
@@ -100,14 +95,9 @@ def declare(
 
 
 def gather(x: jax.Array, kept: int = 0) -> jax.Array:
-  """Gathers an array that Explicit axes of a mesh split, but for some of it.
+  """Gathers what Explicit axes of a mesh split, but for the first dimensions.
 
-  Along such axes types say how arrays are split, and few operations take every
-  split. Along others this is the identity.
-
-  Args:
-    x: any array.
-    kept: first dimensions that stay split.
+  Few operations take every split that types of arrays say.
   """
   own = jax.typeof(x).sharding
   if not any(own.spec[kept:]):

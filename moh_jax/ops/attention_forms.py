@@ -102,9 +102,6 @@ def _runs(segments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   return jnp.where(exact, begin, 0), jnp.where(exact, end, count), exact
 
 
-# What calls need that have `AttentionCase.checked`.
-UNCHECKED = "check_vma=False of jax.shard_map"
-
 # Largest size of the logits [B, H, N, M] float32 that a device holds at once.
 # On a CPU it is what the caches hold: several times slower beyond.
 MAX_LOGITS_BYTES = {"cpu": 12 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
@@ -160,6 +157,11 @@ class AttentionCase:
   def on_cpu(self) -> bool:
     """Whether it runs on a CPU."""
     return self.target.platform == "cpu"
+
+  @property
+  def check_problem(self) -> str:
+    """What a kernel needs whose results have no type that can be checked."""
+    return "check_vma=False of jax.shard_map" if self.checked else ""
 
   @property
   def is_small(self) -> bool:

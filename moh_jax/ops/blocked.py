@@ -124,12 +124,7 @@ blocked_attention.defvjp(_forward, _backward)
 
 
 def _like_dense(run: Callable, dense: Callable) -> Callable:
-  """Lets a loop be differentiated again, as all logits at once would be.
-
-  Args:
-    run: (*arrays) -> (result, what derivatives do not need).
-    dense: (*arrays) -> the same result.
-  """
+  """Lets run(*arrays) -> (result, rest) be differentiated as dense(*arrays)."""
   run = jax.custom_jvp(run)
 
   @run.defjvp

@@ -16,13 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import (
-  UNCHECKED,
-  AttentionCase,
-  Call,
-  Form,
-  Visible,
-)
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.basics import HALF
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
@@ -48,7 +42,7 @@ def unable(case: AttentionCase) -> str:
   if case.head_dim > _HEAD_DIM:
     return f"a head_dim of at most {_HEAD_DIM}, not {case.head_dim}"
   if case.checked:
-    return UNCHECKED
+    return case.check_problem
   if case.biased and (case.queries % 2 or case.keys % 2):
     # Its gradients exist for even numbers alone.
     sizes = f"{case.queries} and {case.keys}"

@@ -13,13 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
 
-from moh_jax.ops.attention_forms import (
-  UNCHECKED,
-  AttentionCase,
-  Call,
-  Form,
-  Visible,
-)
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.basics import ATTENTION
 from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
 
@@ -35,7 +29,7 @@ def unable(case: AttentionCase) -> str:
   if jax.config.jax_enable_x64:
     return "no jax_enable_x64: its gradients mix int32 and int64"
   if case.checked:
-    return UNCHECKED
+    return case.check_problem
   if case.biased:
     return "logits without a bias"
   if case.dtype not in _DTYPES:

@@ -133,14 +133,10 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def vary_alike(tree: Any, like: Any = ()) -> Any:
-  """Types arrays as different on all devices on which any of them differs.
+  """Types arrays, or shapes, as different along any axis where one differs.
 
-  Where `jax.shard_map` checks which values differ, what a loop starts from must
-  have the type of what it returns, and a kernel's results a type at all.
-
-  Args:
-    tree: arrays, or shapes of a kernel's results.
-    like: other arrays.
+  Where `jax.shard_map` checks it, what a loop starts from must have the type of
+  what it returns, and a kernel's results a type at all.
   """
   arrays = (x for x in jax.tree.leaves(tree) if not isinstance(x, _Shape))
   axes = varying_axes((like, *arrays))

@@ -19,7 +19,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import UNCHECKED, AttentionCase, Call, Form
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import HALF, keep_attention
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads, HeadBlocks, blocks_of
@@ -52,7 +52,7 @@ def unable(case: AttentionCase) -> str:
   if case.dtype not in _DTYPES:
     return f"one of the dtypes {', '.join(_DTYPES)}, not {case.dtype}"
   if case.on_cpu and case.checked:
-    return f"{UNCHECKED} in Pallas's interpreter, which runs it on a CPU"
+    return f"{case.check_problem} in Pallas's interpreter, as on this CPU"
   return pallas_backend(case.target, case.dtype, case.head_dim)[1]
 
 
