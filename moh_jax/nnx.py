@@ -30,13 +30,13 @@ class MoHAttention(nnx.bridge.ToNNX):
     deterministic: bool = False,
     **fields: Any,
   ):
-    """Makes the parameters.
+    """Makes the parameters for tokens, and a context, of such widths.
 
     Args:
-      in_features: C, width of the tokens and of the result.
+      in_features: C.
       budget: the layer's head split.
       rngs: of the parameters, and of "dropout".
-      context_features: width of the context, of a layer that attends to one.
+      context_features: None where the layer attends to its own tokens.
       deterministic: drop nothing.
       **fields: others of `moh_jax.MoHAttention`.
     """
@@ -46,7 +46,7 @@ class MoHAttention(nnx.bridge.ToNNX):
     widths = filter(None, (in_features, context_features))
     self.lazy_init(*(jnp.zeros((1, 1, width)) for width in widths))
     drops = nnx.Rngs(dropout=rngs.dropout()) if layer.dropout_rate else None
-    self.to_nnx__rngs = drops
+    self.to_nnx__rngs = drops  # applying draws no keys for parameters
 
   # The bridge takes other attributes than those with its prefix for variables.
   @property

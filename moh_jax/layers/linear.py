@@ -166,23 +166,15 @@ class KernelLayer(nn.Module, kw_only=True):
     dims = tuple(range(len(shape)))
     init = self.kernel_init(*(dims[:count], dims[count:])[order])
     adapts = len(inputs) if self.adapts else None
-    kernel = declare(
-      self, "kernel", init, shape, names, self.dtype, adapts, self.param_dtype
-    )
+    make = functools.partial(declare, self, param_dtype=self.param_dtype)
+    kernel = make("kernel", init, shape, names, self.dtype, adapts)
     if self.has_variable("params", KERNEL_SCALE):
       kernel = kernel * self.get_variable("params", KERNEL_SCALE)
     kernel = self._deal(kernel, names)
     if not self.use_bias:
       return kernel, None
     bias_axes = bias_axes or axes[1]
-    bias = declare(
-      self,
-      "bias",
-      nn.initializers.zeros,
-      outputs,
-      bias_axes,
-      param_dtype=self.param_dtype,
-    )
+    bias = make("bias", nn.initializers.zeros, outputs, bias_axes)
     return kernel, self._deal(bias, bias_axes)
 
   def multiply(

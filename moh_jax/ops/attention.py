@@ -171,11 +171,8 @@ def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
   """
   own = jax.typeof(call.q).sharding
   batch, heads = own.spec[0], jax.typeof(call.k).sharding.spec[2]
-
-  def spec(x: jax.Array) -> PartitionSpec:
-    return PartitionSpec(*(batch, None, heads)[: x.ndim])
-
-  specs = jax.tree.map(spec, call)
+  lead = (batch, None, heads)
+  specs = jax.tree.map(lambda x: PartitionSpec(*lead[: x.ndim]), call)
   if call.bias is not None:
     bias = jax.lax.broadcast_to_rank(call.bias, 4)
     lead = (a if n > 1 else None for a, n in zip((batch, heads), bias.shape))

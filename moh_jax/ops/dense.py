@@ -78,7 +78,11 @@ def dense_attention(call: Call) -> jax.Array:
   q = call.q.reshape(batch, queries, groups, -1, dim).transpose(0, 2, 3, 1, 4)
   q = q.reshape(*lead, -1, dim)
   k, v = (x.swapaxes(1, 2).reshape(*lead, keys, dim) for x in (call.k, call.v))
-  logits = _logits(q, k)
+  # Autodiff does the same products for float32, and has forward mode too.
+  arrays = (call.q, call.k, call.v)
+  plain = all(x.dtype == jnp.float32 for x in arrays)
+  multiply, mix = (x.fun if plain else x for x in (_logits, _mix_values))
+  logits = multiply(q, k)
   logits = logits.reshape(batch, heads, queries, keys) * call.scale
   if call.bias is not None:
     logits = logits + call.bias
@@ -87,7 +91,7 @@ def dense_attention(call: Call) -> jax.Array:
   # Dividing after the product with the values saves one pass over the logits.
   masked = mask is not None or call.bias is not None
   weights, total, _ = unnormalized_softmax(logits, masked=masked)
-  out = _mix_values(weights.reshape(*q.shape[:-1], keys), v)
+  out = mix(weights.reshape(*q.shape[:-1], keys), v)
   out = out.reshape(batch, heads, queries, dim) / total
   return out.astype(v.dtype).swapaxes(1, 2)
 
@@ -195,26 +199,12 @@ def attend_to_groups(
   return out.reshape(q.shape)
 
 
-def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
-  """Multiplies q [..., n, D] and k [..., m, D] to float32 [..., n, m]."""
-  if q.dtype == k.dtype == jnp.float32:
-    return einsum_float32("...nd,...md->...nm", q, k)
-  return _half_logits(q, k)
-
-
-def _mix_values(weights: jax.Array, v: jax.Array) -> jax.Array:
-  """Multiplies weights [..., n, m] and v [..., m, D] to float32 [..., n, D]."""
-  if v.dtype == jnp.float32:
-    return einsum_float32("...nm,...md->...nd", weights, v)
-  return _mix_half(weights, v)
-
-
 # Both products have float32 results, so their gradients arrive in float32. They
 # are rounded to the inputs' dtype before the products of the backward pass:
-# autodiff would multiply float32 by bfloat16, at a fraction of the speed. For
-# float32 inputs it does the same products, and has forward mode too.
+# autodiff would multiply float32 by bfloat16, at a fraction of the speed.
 @jax.custom_vjp
-def _half_logits(q: jax.Array, k: jax.Array) -> jax.Array:
+def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
+  """Multiplies q [..., n, D] and k [..., m, D] to float32 [..., n, m]."""
   return einsum_float32("...nd,...md->...nm", q, k)
 
 
@@ -225,11 +215,12 @@ def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
   return dq, jnp.einsum("...nm,...nd->...md", grad, q)
 
 
-_half_logits.defvjp(lambda q, k: (_half_logits(q, k), (q, k)), _logits_backward)
+_logits.defvjp(lambda q, k: (_logits(q, k), (q, k)), _logits_backward)
 
 
 @jax.custom_vjp
-def _mix_half(weights: jax.Array, v: jax.Array) -> jax.Array:
+def _mix_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+  """Multiplies weights [..., n, m] and v [..., m, D] to float32 [..., n, D]."""
   return einsum_float32("...nm,...md->...nd", weights.astype(v.dtype), v)
 
 
@@ -245,4 +236,4 @@ def _mix_backward(saved: tuple, grad: jax.Array) -> tuple:
   return einsum_float32("...nd,...md->...nm", grad, v), dv
 
 
-_mix_half.defvjp(_mix_forward, _mix_backward)
+_mix_values.defvjp(_mix_forward, _mix_backward)
