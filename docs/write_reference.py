@@ -8,6 +8,7 @@ public names, whose docstrings mkdocstrings puts in. None of them is in git.
 """
 
 import contextlib
+import inspect
 import io
 import os
 import pathlib
@@ -25,6 +26,7 @@ FOLDER = pathlib.Path(__file__).parent / "reference"
 GROUPS = {
   "Layers": (
     "MoHAttention",
+    "nnx",
     "HeadRouter",
     "HeadMix",
     "HeadBudget",
@@ -154,9 +156,11 @@ def api() -> str:
 
 def _block(name: str) -> str:
   value = getattr(moh_jax, name)
+  where = value.__name__
+  if not inspect.ismodule(value):
+    where = f"{value.__module__}.{value.__qualname__}"
   return (
-    f"::: {value.__module__}.{value.__qualname__}\n    options:\n"
-    f"      heading: {name}\n      toc_label: {name}"
+    f"::: {where}\n    options:\n      heading: {name}\n      toc_label: {name}"
   )
 
 

@@ -21,6 +21,7 @@ from moh_jax.config.registry import register_router as register_router
 from moh_jax.config.registry import register_source as register_source
 
 if _typing.TYPE_CHECKING:
+  from moh_jax import nnx as nnx
   from moh_jax.config.heads import HeadBudget as HeadBudget
   from moh_jax.config.heads import RouterConfig as RouterConfig
   from moh_jax.config.llm import Sampling as Sampling
@@ -72,6 +73,7 @@ __all__ = [  # noqa: PLE0604 (all are text)
   "MissingSplitError",
   "__version__",
   "get_family",
+  "nnx",
   "register_family",
   "register_router",
   "register_source",
@@ -81,6 +83,8 @@ __all__ = [  # noqa: PLE0604 (all are text)
 
 def __getattr__(name: str) -> _typing.Any:
   """Imports a public name."""
+  if name == "nnx":
+    return _importlib.import_module("moh_jax.nnx")
   for module, names in _LAZY.items():
     if name in names:
       found = getattr(_importlib.import_module(f"moh_jax.{module}"), name)

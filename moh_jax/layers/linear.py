@@ -96,7 +96,7 @@ def product(
     out = einsum_float32("rc,fc->rf", rows, matrix)
   else:
     out = rows @ matrix
-  return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
+  return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], out.shape[-1])
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
@@ -125,7 +125,8 @@ class KernelLayer(nn.Module, kw_only=True):
     use_bias: add a learned bias.
     kernel_init: initializer of the kernel.
     output_major: the kernel is [*outputs, *inputs], else [*inputs, *outputs].
-    dtype: compute dtype; parameters are float32.
+    dtype: compute dtype.
+    param_dtype: of the parameters.
     layout: of the heads, for a kernel with the logical axis "heads"; None is
       in the order of the parameters.
   """
@@ -134,6 +135,7 @@ class KernelLayer(nn.Module, kw_only=True):
   kernel_init: KernelInit = normal_init
   output_major: bool = False
   dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
   layout: HeadLayout | None = None
   adapts = True  # whether the layer's products add those of its adapter
 
@@ -164,14 +166,15 @@ class KernelLayer(nn.Module, kw_only=True):
     dims = tuple(range(len(shape)))
     init = self.kernel_init(*(dims[:count], dims[count:])[order])
     adapts = len(inputs) if self.adapts else None
-    kernel = declare(self, "kernel", init, shape, names, self.dtype, adapts)
+    make = functools.partial(declare, self, param_dtype=self.param_dtype)
+    kernel = make("kernel", init, shape, names, self.dtype, adapts)
     if self.has_variable("params", KERNEL_SCALE):
       kernel = kernel * self.get_variable("params", KERNEL_SCALE)
     kernel = self._deal(kernel, names)
     if not self.use_bias:
       return kernel, None
     bias_axes = bias_axes or axes[1]
-    bias = declare(self, "bias", nn.initializers.zeros, outputs, bias_axes)
+    bias = make("bias", nn.initializers.zeros, outputs, bias_axes)
     return kernel, self._deal(bias, bias_axes)
 
   def multiply(

@@ -7,13 +7,17 @@ The contract that every family follows: it makes per-head outputs
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import reshard
 
+from moh_jax.config.base import make_section
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.attend import (
   active_heads,
@@ -23,7 +27,12 @@ from moh_jax.layers.attend import (
 )
 from moh_jax.layers.heads import HeadMix, HeadProjection, layer_layout
 from moh_jax.layers.linear import KernelInit, normal_init
-from moh_jax.layers.partitioning import axes_of, constrain
+from moh_jax.layers.partitioning import (
+  axes_of,
+  constrain,
+  draw_examples,
+  gather,
+)
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.attention_forms import Visible
@@ -63,11 +72,11 @@ class MoHAttention(nn.Module):
     y, aux = layer.apply({"params": params}, x)
 
   `apply` takes boxed parameters as well and gives the same result. In NNX it is
-  `nnx.bridge.ToNNX(layer, rngs=nnx.Rngs(0)).lazy_init(x)`.
+  `moh_jax.nnx.MoHAttention`.
 
   Attributes:
     budget: the layer's head split; H * D need not equal the width.
-    router: the kind and form of the router.
+    router: the kind and form of the router, also as a dict of its fields.
     num_kv_heads: key/value heads; None is one per query head.
     causal: whether a token sees only itself and the tokens before it.
     use_bias: biases of the query, key and value projections.
@@ -79,7 +88,9 @@ class MoHAttention(nn.Module):
     output_major: how the projections' kernels are stored, see `KernelLayer`.
     implementation: see `attention` and `cached_attention` of
       `ops.attention`.
-    dtype: compute dtype; parameters and the router are float32.
+    dropout_rate: share of the outputs' elements that training drops.
+    dtype: compute dtype; the router's is float32.
+    param_dtype: of the parameters, but the router's, which are float32.
   """
 
   budget: HeadBudget
@@ -92,35 +103,64 @@ class MoHAttention(nn.Module):
   kernel_init: KernelInit = normal_init
   output_major: bool = False
   implementation: str = "auto"
+  dropout_rate: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  def __post_init__(self):
+    if isinstance(self.router, Mapping):
+      self.router = make_section("router", RouterConfig, self.router)
+    super().__post_init__()
 
   def __call__(
     self,
     x: jax.Array,
-    token_mask: jax.Array | None = None,
+    context: jax.Array | None = None,
     *,
+    token_mask: jax.Array | None = None,
+    context_mask: jax.Array | None = None,
     places: Places | None = None,
     choice: HeadChoice | None = None,
+    deterministic: bool | None = None,
   ) -> tuple[jax.Array, RouterAux]:
     """Attends.
 
     Args:
-      x: [B, N, C] tokens.
-      token_mask: [B, N] bool, False for padding: unseen as keys, not counted by
-        the router's statistics.
-      places: where the tokens stand in their texts.
+      x: [..., N, C] tokens.
+      context: [..., M, any width] tokens that those of x attend to, which still
+        choose the heads; None is x.
+      token_mask: [..., N] bool, False for padding: unseen as keys, not counted
+        by the router's statistics.
+      context_mask: [..., M] bool, False for padding of the context.
+      places: where the tokens stand in their texts, for x [B, N, C].
       choice: runtime overrides of the budget.
+      deterministic: whether none are dropped; None is where there is no rng
+        "dropout".
 
     Returns:
-      [B, N, C] and the router's side values.
+      [..., N, C] and the router's side values.
 
     Raises:
-      ValueError: shapes of x or token_mask, or its dtype, are none of these.
+      ValueError: shapes or dtypes are none of these.
     """
-    out, aux, _ = self.extend(
-      x, None, None, token_mask, places=places, choice=choice
-    )
-    return out, aux
+    self._check(x, context, token_mask, context_mask, places)
+    lead = x.shape[:-2]
+
+    def flat(x: jax.Array) -> jax.Array:
+      """Merges the leading dimensions, which alone may be split, into one."""
+      rest = x.shape[len(lead) :]
+      return gather(x, len(lead)).reshape(math.prod(lead), *rest)
+
+    given = {"token_mask": token_mask, "context_mask": context_mask}
+    given = jax.tree.map(flat, {**given, "context": context})
+    given |= {
+      "places": places,
+      "choice": choice,
+      "deterministic": deterministic,
+    }
+    out, aux, _ = self.extend(flat(x), None, None, **given)
+    out, own = out.reshape(*lead, *out.shape[1:]), jax.typeof(x).sharding
+    return reshard(out, own) if any(own.spec) else out, aux
 
   @nn.compact
   def extend(
@@ -130,8 +170,11 @@ class MoHAttention(nn.Module):
     slots: Slots | None,
     token_mask: jax.Array | None = None,
     *,
+    context: jax.Array | None = None,
+    context_mask: jax.Array | None = None,
     places: Places | None = None,
     choice: HeadChoice | None = None,
+    deterministic: bool | None = None,
   ) -> tuple[jax.Array, RouterAux, LayerCache | None]:
     """Attends to earlier tokens too, whose keys and values are in a cache.
 
@@ -145,19 +188,21 @@ class MoHAttention(nn.Module):
         needed with a cache alone.
       token_mask: as in `__call__`; keys are masked only if `slots.first` is
         None, which else says what tokens see. The same holds for segments.
+      context: as in `__call__`, without a cache; so are all below.
+      context_mask: as in `__call__`.
       places: as in `__call__`.
       choice: as in `__call__`.
+      deterministic: as in `__call__`.
 
     Returns:
       [B, N, C], the router's side values, and the cache with the new tokens in
       it; the one that was given is unchanged.
     """
-    self._check(x, token_mask)
     if cache is not None and slots is None:
       raise ValueError("slots=None must be Slots where there is a cache")
     places, choice = places or Places(), choice or HeadChoice()
     layout = self._layout(cached=cache is not None)
-    q, k, v = self.project(x, layout)
+    q, k, v = self.project(x, layout, context)
     reads = self.router.reads_norms
     norms = layout.undealt(routing.query_norms(q)) if reads else None
     router = HeadRouter(
@@ -177,29 +222,33 @@ class MoHAttention(nn.Module):
       gates = constrain(gates, "batch", "tokens", None)
     gates = layout.dealt(gates)
     kinds = self.budget, self.router, choice, layout, self.num_kv_heads
+    key_mask = token_mask if context is None else context_mask
     heads = self.attend(
       q,
       k,
       v,
       layout,
       active=active_heads(gates, *kinds),
-      visible=Visible(token_mask, places.segments, self.causal),
+      visible=Visible(key_mask, places.segments, self.causal),
       cache=cache,
       slots=slots,
     )
     bias = self.use_bias if self.out_bias is None else self.out_bias
     mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, layout))
-    return mix(heads, gates), aux, cache
+    return self._drop(mix(heads, gates), deterministic), aux, cache
 
-  def project(self, x: jax.Array, layout: HeadLayout) -> list[jax.Array]:
+  def project(
+    self, x: jax.Array, layout: HeadLayout, context: jax.Array | None = None
+  ) -> list[jax.Array]:
     """Queries, keys and values, [B, N, H or K, the layout's width]."""
     heads, dim = self.budget.num_heads, self.budget.head_dim
     kinds = self._kinds(self.use_bias, layout)
-    if self.num_kv_heads in (None, heads):
+    if context is None and self.num_kv_heads in (None, heads):
       return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
     query = HeadProjection(1, heads, dim, name="q", **kinds)
-    pair = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)
-    return [*query(x), *pair(x)]
+    kv_heads = self.num_kv_heads or heads
+    pair = HeadProjection(2, kv_heads, dim, name="kv", **kinds)
+    return [*query(x), *pair(x if context is None else context)]
 
   def rotate(
     self,
@@ -212,7 +261,7 @@ class MoHAttention(nn.Module):
     parts = [q, k]
     if self.qk_norm is not None:
       parts = [
-        nn.RMSNorm(self.qk_norm, dtype=self.dtype, name=name)(x)
+        nn.RMSNorm(self.qk_norm, self.dtype, self.param_dtype, name=name)(x)
         for name, x in zip(("q_norm", "k_norm"), parts)
       ]
     if angles is not None:
@@ -237,23 +286,56 @@ class MoHAttention(nn.Module):
       return attend_to_cache(q, cache, slots, **how)
     return attend(q, k, v, visible=visible, scale=layout.dim**-0.5, **how)
 
+  def _drop(self, x: jax.Array, deterministic: bool | None) -> jax.Array:
+    """Drops elements of the output, in training."""
+    if deterministic is None:
+      deterministic = not self.has_rng("dropout")
+    if deterministic or not self.dropout_rate:
+      return x
+    keep, key = 1 - self.dropout_rate, self.make_rng("dropout")
+    draw = functools.partial(jax.random.bernoulli, key, keep)
+    return jnp.where(draw_examples(draw, x.shape), x / keep, 0)
+
   @nn.nowrap
-  def _check(self, x: jax.Array, token_mask: jax.Array | None) -> None:
+  def _check(
+    self,
+    x: jax.Array,
+    context: jax.Array | None,
+    token_mask: jax.Array | None,
+    context_mask: jax.Array | None,
+    places: Places | None,
+  ) -> None:
     """Refuses what would fail later, or be taken for something else."""
     if not isinstance(self.budget, HeadBudget):
       raise ValueError(f"budget={self.budget!r} must be a HeadBudget")
+    if not isinstance(self.router, RouterConfig):
+      raise ValueError(
+        f"router={self.router!r} must be a RouterConfig or a dict of its fields"
+      )
     heads, kv_heads = self.budget.num_heads, self.num_kv_heads
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
       raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={heads}")
-    if x.ndim != 3:
-      raise ValueError(f"x has shape {x.shape}, must be [B, N, C]")
-    if token_mask is None:
-      return
-    if token_mask.shape != x.shape[:2] or token_mask.dtype != bool:
+    if not 0 <= self.dropout_rate < 1:
+      raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")
+    if x.ndim < 2:
+      raise ValueError(f"x has shape {x.shape}, must be [..., N, C]")
+    keys, lead = () if context is None else context.shape[:-1], x.shape[:-2]
+    if context is not None and (len(keys) < 1 or keys[:-1] != lead):
       raise ValueError(
-        f"token_mask {token_mask.dtype}{token_mask.shape} must be bool"
-        f"{x.shape[:2]}, False for padding"
+        f"context has shape {context.shape}, must be {lead} and [M, width]; a "
+        "mask is token_mask="
       )
+    if context is not None and self.causal:
+      raise ValueError("causal=True must be False where there is a context")
+    if places is not None and (x.ndim != 3 or context is not None):
+      raise ValueError("places must be None but for x [B, N, C] alone")
+    masks = (token_mask, x.shape[:-1]), (context_mask, keys)
+    for name, (mask, shape) in zip(("token_mask", "context_mask"), masks):
+      if mask is not None and (mask.shape != shape or mask.dtype != bool):
+        raise ValueError(
+          f"{name} {mask.dtype}{mask.shape} must be bool{shape}, False for "
+          "padding"
+        )
 
   @nn.nowrap
   def _layout(self, *, cached: bool) -> HeadLayout:
@@ -286,5 +368,6 @@ class MoHAttention(nn.Module):
       "kernel_init": self.kernel_init,
       "output_major": self.output_major,
       "dtype": self.dtype,
+      "param_dtype": self.param_dtype,
       "layout": layout,
     }

@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from moh_jax.runtime.sharding import axes_of_entry, resolve_spec
 
@@ -30,6 +30,14 @@ class LogicalAxes(nn.LogicallyPartitioned):
 
   dtype: Any = flax.struct.field(default=None, pytree_node=False)
   inputs: int | None = flax.struct.field(default=None, pytree_node=False)
+
+  def add_axis(self, index: int, params: dict[Any, Any]) -> "LogicalAxes":
+    """Adds the axis of `nn.scan` or `nn.vmap`, which need not name it."""
+    return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
+
+  def remove_axis(self, index: int, params: dict[Any, Any]) -> "LogicalAxes":
+    """Removes such an axis."""
+    return super().remove_axis(index, {nn.PARTITION_NAME: None, **params})
 
   def to_nnx_metadata(self) -> dict[str, Any]:
     """Metadata of the `nnx.Variable` that stands for this parameter."""
@@ -68,8 +76,9 @@ def declare(
   axes: Sequence[str | None],
   dtype: jnp.dtype | None = None,
   inputs: int | None = None,
+  param_dtype: jnp.dtype = jnp.float32,
 ) -> jax.Array:
-  """Declares a float32 parameter of a module, with its logical names.
+  """Declares a parameter of a module, with its logical names.
 
   Args:
     module: the module that owns it.
@@ -79,9 +88,21 @@ def declare(
     axes: one logical name, or None, per dimension.
     dtype: see `LogicalAxes`.
     inputs: see `LogicalAxes`.
+    param_dtype: of the parameter.
   """
   boxed = with_axes(init, axes, dtype, inputs)
-  return module.param(name, boxed, tuple(shape), jnp.float32)
+  return gather(module.param(name, boxed, tuple(shape), param_dtype))
+
+
+def gather(x: jax.Array, kept: int = 0) -> jax.Array:
+  """Gathers what Explicit axes of a mesh split, but for the first dimensions.
+
+  Few operations take every split that types of arrays say.
+  """
+  own = jax.typeof(x).sharding
+  if not any(own.spec[kept:]):
+    return x
+  return reshard(x, NamedSharding(own.mesh, PartitionSpec(*own.spec[:kept])))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import blocked, cudnn, dense, splash
@@ -31,7 +32,14 @@ from moh_jax.ops.kernels import attention as kernel
 from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
 from moh_jax.ops.picked_heads import attend_picked
-from moh_jax.ops.target import Target, has_cudnn, on_one_device, target
+from moh_jax.ops.target import (
+  Target,
+  has_cudnn,
+  on_one_device,
+  target,
+  vary_alike,
+  varying_axes,
+)
 
 # All forms, equal up to rounding. "auto" takes the first one that suits a call.
 BACKENDS: dict[str, Backend] = {
@@ -101,7 +109,7 @@ def attention(
 
 def attend(call: Call, implementation: str) -> jax.Array:
   """`attention` of a `Call`."""
-  q, k, visible, bias = call.q, call.k, call.visible, call.bias
+  q, k = call.q, call.k
   chex.assert_rank((q, k, call.v), 4)
   chex.assert_equal_shape((k, call.v))
   batch, queries, heads, dim = q.shape
@@ -111,13 +119,20 @@ def attend(call: Call, implementation: str) -> jax.Array:
       f"{heads} query heads are not a multiple of the {k.shape[2]} key/value "
       "heads"
     )
-  active = call.active
+  call = vary_alike(call)
+  active, visible, bias = call.active, call.visible, call.bias
   if active is not None:
     chex.assert_shape(active.mask, (batch, queries, heads))
     if active.max_per_token < 1:
       raise ValueError(
         f"max_per_token={active.max_per_token} must be at least 1"
       )
+  if not (q.size and k.size):
+    return jnp.zeros(q.shape, call.v.dtype)
+  mesh = jax.typeof(q).sharding.mesh
+  axes = zip(mesh.axis_names, mesh.axis_types)
+  if axes := {name for name, kind in axes if kind == AxisType.Explicit}:
+    return _attend_on(axes, call, implementation)
   hides = visible.key_mask is not None or queries != keys
   case = AttentionCase(
     target=target(),
@@ -134,6 +149,7 @@ def attend(call: Call, implementation: str) -> jax.Array:
     dtype=jnp.result_type(q, k, call.v).name,
     one_device=on_one_device(),
     has_cudnn=has_cudnn(),
+    checked=bool(varying_axes(call)),
   )
   form = choose_form(implementation, case)
   active, factor = active.bounded() if form.packs else (None, 1.0)
@@ -145,6 +161,33 @@ def attend(call: Call, implementation: str) -> jax.Array:
   call = dataclasses.replace(call, visible=visible, bias=bias, active=active)
   out = BACKENDS[form.name].attend(call, form)
   return factor * out if form.packs else out
+
+
+def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
+  """Runs `attend` on each device's own part of the batch and the heads.
+
+  Along Explicit axes of a mesh the types of arrays say how they are split, and
+  few operations take every split. Tokens are gathered.
+  """
+  own = jax.typeof(call.q).sharding
+  batch, heads = own.spec[0], jax.typeof(call.k).sharding.spec[2]
+  lead = (batch, None, heads)
+  specs = jax.tree.map(lambda x: PartitionSpec(*lead[: x.ndim]), call)
+  if call.bias is not None:
+    bias = jax.lax.broadcast_to_rank(call.bias, 4)
+    lead = (a if n > 1 else None for a, n in zip((batch, heads), bias.shape))
+    call = dataclasses.replace(call, bias=bias)
+    specs = dataclasses.replace(specs, bias=PartitionSpec(*lead))
+  run = jax.shard_map(
+    lambda call: attend(call, implementation),
+    mesh=own.mesh,
+    in_specs=(specs,),
+    out_specs=specs.q,
+    axis_names=axes,
+    check_vma=False,  # not all forms' kernels are typed
+  )
+  shardings = jax.tree.map(lambda x: NamedSharding(own.mesh, x), specs)
+  return reshard(run(jax.tree.map(reshard, call, shardings)), own)
 
 
 def choose_form(implementation: str, case: AttentionCase) -> Form:

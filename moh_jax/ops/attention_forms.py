@@ -134,6 +134,7 @@ class AttentionCase:
     one_device: whether the arrays are one device's own. Else the compiler
       splits them over a mesh, which it can do to plain XLA alone.
     has_cudnn: whether programs with cuDNN can be traced here.
+    checked: whether `jax.shard_map` checks how values vary, `check_vma`.
   """
 
   target: Target
@@ -150,11 +151,17 @@ class AttentionCase:
   dtype: str = "float32"
   one_device: bool = True
   has_cudnn: bool = True
+  checked: bool = False
 
   @property
   def on_cpu(self) -> bool:
     """Whether it runs on a CPU."""
     return self.target.platform == "cpu"
+
+  @property
+  def check_problem(self) -> str:
+    """What a kernel needs whose results have no type that can be checked."""
+    return "check_vma=False of jax.shard_map" if self.checked else ""
 
   @property
   def is_small(self) -> bool:

@@ -28,13 +28,14 @@ from moh_jax.ops.basics import (
   keep_attention,
   unnormalized_softmax,
 )
+from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import (
   HeadBlocks,
   blocks_of,
   gather_rows,
   scatter_rows,
 )
-from moh_jax.ops.target import target
+from moh_jax.ops.target import target, vary_alike
 
 # A causal step reads the keys up to its last token. Array sizes are static, so
 # this number is rounded up to one of a few lengths, each compiled on its own.
@@ -108,6 +109,47 @@ def blocked_attention(
 
 
 def _forward(call, blocks, blocks_per_step):
+  run = _like_dense(functools.partial(_run, blocks_per_step), _dense)
+  out, log_sums = keep_attention(run(call, blocks))
+  return out, (call, blocks, out, log_sums)
+
+
+def _backward(blocks_per_step, saved, grad):
+  run = functools.partial(_gradients, blocks_per_step)
+  (dq, dk, dv, dbias), _ = _like_dense(run, _dense_gradients)(saved, grad)
+  return Call(dq, dk, dv, None, saved[0].scale, dbias), None
+
+
+blocked_attention.defvjp(_forward, _backward)
+
+
+def _like_dense(run: Callable, dense: Callable) -> Callable:
+  """Lets run(*arrays) -> (result, rest) be differentiated as dense(*arrays)."""
+  run = jax.custom_jvp(run)
+
+  @run.defjvp
+  def differentiate(arrays: tuple, tangents: tuple) -> tuple:
+    result, rest = run(*arrays)
+    _, tangent = jax.jvp(dense, arrays, tangents)
+    return (result, rest), (tangent, jax.tree.map(jnp.zeros_like, rest))
+
+  return run
+
+
+def _dense(call: Call, blocks: HeadBlocks) -> jax.Array:
+  return jnp.where(blocks.active[..., None], dense_attention(call), 0)
+
+
+def _dense_gradients(saved: tuple, grad: jax.Array) -> tuple:
+  call, blocks, *_ = saved
+
+  def attend(q, k, v, bias):
+    return _dense(dataclasses.replace(call, q=q, k=k, v=v, bias=bias), blocks)
+
+  return jax.vjp(attend, call.q, call.k, call.v, call.bias)[1](grad)
+
+
+def _run(blocks_per_step, call, blocks):
   problem, v = _Problem(call, blocks, blocks_per_step), call.v
   queries, keys, values = problem.by_head()
 
@@ -131,13 +173,12 @@ def _forward(call, blocks, blocks_per_step):
     problem.no_rows(v.shape[-1:], v.dtype),
     problem.no_rows((), jnp.float32),
   )
+  results = vary_alike(results, call)
   out, log_sums = lax.fori_loop(0, problem.groups, group, results)
-  out = scatter_rows(out, blocks)
-  out, log_sums = keep_attention((out, log_sums))
-  return out, (call, blocks, out, log_sums)
+  return scatter_rows(out, blocks), log_sums
 
 
-def _backward(blocks_per_step, saved, grad):
+def _gradients(blocks_per_step, saved, grad):
   call, blocks, out, log_sums = saved
   problem = _Problem(call, blocks, blocks_per_step)
   q, k, v, bias = call.q, call.k, call.v, call.bias
@@ -163,7 +204,7 @@ def _backward(blocks_per_step, saved, grad):
       dq = einsum_float32("rm,md->rd", dlogits, ours[:length]).astype(q.dtype)
       return (dq,), (dk, dv, dbias)
 
-    none = jnp.zeros(ours.shape[::-1], jnp.float32)
+    none = vary_alike(jnp.zeros(ours.shape[::-1], jnp.float32), dk)
     (dq,), sums = problem.over_blocks(g, work, (dq,), (none, none, dbias))
     dk = dk.at[g].set(sums[0].astype(k.dtype))
     dv = dv.at[g].set(sums[1].astype(v.dtype))
@@ -175,15 +216,13 @@ def _backward(blocks_per_step, saved, grad):
     jnp.zeros_like(values.swapaxes(1, 2)),
     None if bias is None else jnp.zeros(bias.shape, jnp.float32),
   )
+  start = vary_alike(start, call)
   dq, dk, dv, dbias = lax.fori_loop(0, problem.groups, group, start)
   if bias is not None:
     dbias = dbias.astype(bias.dtype)
   dq, batch = scatter_rows(dq, blocks), len(q)
   dk, dv = _from_heads(dk, batch), _from_heads(dv, batch)
-  return Call(dq, dk, dv, None, call.scale, dbias), None
-
-
-blocked_attention.defvjp(_forward, _backward)
+  return (dq, dk, dv, dbias), ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,8 @@ def unable(case: AttentionCase) -> str:
     return f"a head_dim that is a multiple of 8, not {case.head_dim}"
   if case.head_dim > _HEAD_DIM:
     return f"a head_dim of at most {_HEAD_DIM}, not {case.head_dim}"
+  if case.checked:
+    return case.check_problem
   if case.biased and (case.queries % 2 or case.keys % 2):
     # Its gradients exist for even numbers alone.
     sizes = f"{case.queries} and {case.keys}"

@@ -78,7 +78,11 @@ def dense_attention(call: Call) -> jax.Array:
   q = call.q.reshape(batch, queries, groups, -1, dim).transpose(0, 2, 3, 1, 4)
   q = q.reshape(*lead, -1, dim)
   k, v = (x.swapaxes(1, 2).reshape(*lead, keys, dim) for x in (call.k, call.v))
-  logits = _logits(q, k)
+  # Autodiff does the same products for float32, and has forward mode too.
+  arrays = (call.q, call.k, call.v)
+  plain = all(x.dtype == jnp.float32 for x in arrays)
+  multiply, mix = (x.fun if plain else x for x in (_logits, _mix_values))
+  logits = multiply(q, k)
   logits = logits.reshape(batch, heads, queries, keys) * call.scale
   if call.bias is not None:
     logits = logits + call.bias
@@ -87,7 +91,7 @@ def dense_attention(call: Call) -> jax.Array:
   # Dividing after the product with the values saves one pass over the logits.
   masked = mask is not None or call.bias is not None
   weights, total, _ = unnormalized_softmax(logits, masked=masked)
-  out = _mix_values(weights.reshape(*q.shape[:-1], keys), v)
+  out = mix(weights.reshape(*q.shape[:-1], keys), v)
   out = out.reshape(batch, heads, queries, dim) / total
   return out.astype(v.dtype).swapaxes(1, 2)
 

@@ -399,7 +399,7 @@ def over_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
   Returns:
     [..., S, W]; [..., H, 1], which broadcasts to that, if m = 1.
   """
-  x = x.reshape(*x.shape[:-1], -1, count, 1)
+  x = x.reshape(*x.shape[:-1], x.shape[-1] // count, count, 1)
   out = x[..., 0, :]
   ones = [1] * (x.ndim - 2)
   # Place by place: a masked sum over places compiles to more memory on a TPU.

@@ -102,7 +102,8 @@ class PickedHeads:
       )
       for place in range(self.count)
     ]
-    picked = jnp.stack(picked, axis=-2).reshape(*lead, -1, q.shape[-1])
+    picked = jnp.stack(picked, axis=-2)
+    picked = picked.reshape(*lead, parts * self.count, q.shape[-1])
     # Else XLA picks again wherever attention reads them.
     return lax.optimization_barrier(picked)
 
@@ -128,7 +129,8 @@ class PickedHeads:
       )
       for head in range(size)
     ]
-    out = jnp.stack(heads, axis=-2).reshape(*lead, -1, out.shape[-1])
+    out = jnp.stack(heads, axis=-2)
+    out = out.reshape(*lead, parts * size, out.shape[-1])
     return jnp.where(self.wrong[..., None, None], jnp.nan, out)
 
   def _where(self, head: int, place: int, x: jax.Array) -> jax.Array:

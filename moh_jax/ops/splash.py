@@ -28,6 +28,8 @@ def unable(case: AttentionCase) -> str:
     return f"a TPU, this is a {case.target.platform}"
   if jax.config.jax_enable_x64:
     return "no jax_enable_x64: its gradients mix int32 and int64"
+  if case.checked:
+    return case.check_problem
   if case.biased:
     return "logits without a bias"
   if case.dtype not in _DTYPES:

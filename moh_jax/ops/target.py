@@ -6,8 +6,10 @@ import functools
 import importlib
 import importlib.util
 import re
+from typing import Any
 
 import jax
+from jax.sharding import ManualAxisType
 
 # JAX knows the compute capability of devices that are here. Of others a mesh
 # tells the kind alone; 7.5 stands for all before 8.0.
@@ -23,6 +25,9 @@ _TPUS = {
   "TPU v6 lite": "TPU v6e",
 }
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+_Shape = jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +124,30 @@ def cuda_version() -> int | None:
 def _default_device() -> jax.Device:
   device = jax.config.jax_default_device
   return device if isinstance(device, jax.Device) else jax.devices(device)[0]
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+  """Mesh axes along which `jax.shard_map` knows that arrays differ."""
+  types = map(jax.typeof, jax.tree.leaves(tree))
+  return frozenset().union(*(x.manual_axis_type.varying for x in types))
+
+
+def vary_alike(tree: Any, like: Any = ()) -> Any:
+  """Types arrays, or shapes, as different along any axis where one differs.
+
+  Where `jax.shard_map` checks it, what a loop starts from must have the type of
+  what it returns, and a kernel's results a type at all.
+  """
+  arrays = (x for x in jax.tree.leaves(tree) if not isinstance(x, _Shape))
+  axes = varying_axes((like, *arrays))
+
+  def cast(x: Any) -> Any:
+    if isinstance(x, _Shape):
+      return x.update(manual_axis_type=ManualAxisType(varying=axes))
+    more = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, more, to="varying") if more else x
+
+  return jax.tree.map(cast, tree)
 
 
 def on_one_device() -> bool:

@@ -14,11 +14,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 # The pages that make runs come first; others use these runs.
 FIRST = ("docs/index.md", "README.md", "docs/vit.md", "docs/dit.md")
 
-# A mark, and a block below it. ``` {.python} has an included file, which other
-# tests run.
+# A mark, and a block below it.
 _BLOCK = re.compile(
   r"(?:^<!-- test: (?:(slow)|(parse|none): [^\n]+) -->\n)?"
-  r"^```(\w*)(?: \{[^\n]*\})?\n(.*?)^```$",
+  r"^```(\w*)\n(.*?)^```$",
   re.DOTALL | re.MULTILINE,
 )
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")

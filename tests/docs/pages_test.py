@@ -30,6 +30,14 @@ from tests.training import tiny
 _PROJECT = tomllib.loads((blocks.ROOT / "pyproject.toml").read_text())
 
 
+_CODE = r"^```python\n(.*?)^```$"
+_COPIED = re.compile(
+  rf"^<!-- test: none: the code of (\S+), which is tested -->\n{_CODE}",
+  re.DOTALL | re.MULTILINE,
+)
+_COUNTED = re.compile(rf"^## .* in (\d+) lines\n.*?{_CODE}", re.DOTALL | re.M)
+
+
 def _rows(page, heading):
   """Cells of the first table below a heading."""
   text = (blocks.ROOT / "docs" / page).read_text()
@@ -174,6 +182,28 @@ def test_tables_of_values_are_whole():
     text = (blocks.ROOT / f"docs/{page}.md").read_text()
     (table,) = re.findall(rf"^\| {header} \|.*\n((?:\|.*\n)+)", text, re.M)
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.M)) == sorted(names)
+
+
+def test_code_of_a_file_is_that_of_the_file():
+  copied = []
+  for page in blocks.pages():
+    text = (blocks.ROOT / page).read_text()
+    assert "--8<--" not in text, page  # only the site would show what it names
+    for file, code in _COPIED.findall(text):
+      source = (blocks.ROOT / file).read_text()
+      assert code in source if file.endswith(".md") else code == source, file
+      copied.append(file)
+  assert len(copied) == 5, copied
+
+
+def test_headings_count_lines():
+  headings = 0
+  for page in blocks.pages():
+    text = (blocks.ROOT / page).read_text()
+    for count, code in _COUNTED.findall(text):
+      assert sum(map(bool, code.split("\n"))) == int(count), page
+      headings += 1
+  assert headings == 2
 
 
 def test_tables_are_those_of_the_results_which_name_their_commit():

@@ -160,7 +160,8 @@ class LayerTest(parameterized.TestCase):
 
     def loss(params, x, implementation):
       same = dataclasses.replace(layer, implementation=implementation)
-      out, aux = same.apply(params, x, mask, places=places, choice=choice)
+      given = {"places": places, "choice": choice}
+      out, aux = same.apply(params, x, token_mask=mask, **given)
       return jnp.square(out).sum() + aux.balance_loss, out
 
     grad = jax.value_and_grad(loss, (0, 1), has_aux=True)

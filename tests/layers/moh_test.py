@@ -7,12 +7,12 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from absl.testing import absltest, parameterized
-from flax import nnx
+import numpy as np
+from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.aggregated import AggregatedAttention
-from moh_jax.layers.moh import MoHAttention
+from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops.position import relative_coordinates
 from tests.layers import small
 
@@ -21,16 +21,19 @@ _QUERY_NORM = RouterConfig("query_norm")
 
 class MoHAttentionTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({}, (6, 16), None, r"x has shape \(6, 16\), must be \[B, N, C\]"),
+    ({}, (16,), None, r"x has shape \(16,\), must be \[..., N, C\]"),
     ({}, (2, 6, 8), jnp.ones((2, 6)), r"float32\(2, 6\) must be bool\(2, 6\)"),
     ({"budget": 8}, (2, 6, 8), None, "budget=8 must be a HeadBudget"),
     ({"num_kv_heads": 0}, (2, 6, 8), None, "num_kv_heads=0 must"),
     ({"num_kv_heads": 4}, (2, 6, 8), None, "num_kv_heads=4 must"),
     ({"implementation": "flush"}, (2, 6, 8), None, "implementation='flush'"),
+    ({"dropout_rate": 1.0}, (2, 6, 8), None, r"dropout_rate=1.0 must be in"),
+    ({"router": "none"}, (2, 6, 8), None, "router='none' must be a Router"),
+    ({"router": {"knd": 1}}, (2, 6, 8), None, "key router.knd; .* 'kind'"),
   )
   def test_what_does_not_fit_is_named(self, fields, shape, mask, message):
-    layer = MoHAttention(**{"budget": small.BUDGET} | fields)
     with self.assertRaisesRegex(ValueError, message):
+      layer = MoHAttention(**{"budget": small.BUDGET} | fields)
       layer.init(jax.random.key(0), jnp.ones(shape), token_mask=mask)
 
   @parameterized.parameters(
@@ -44,6 +47,116 @@ class MoHAttentionTest(parameterized.TestCase):
     coordinates = relative_coordinates(*grids.values())
     with self.assertRaisesRegex(ValueError, message):
       module.init(jax.random.key(0), jnp.ones((2, 24, 12)), coordinates)
+
+  @parameterized.parameters(
+    ({}, {"context": jnp.ones((2, 5), bool)}, r"\(2, 5\), must.* token_mask="),
+    ({}, {"context": jnp.ones((3, 7, 8))}, r"must be \(2,\) and \[M, width\]"),
+    ({"causal": True}, {"context": jnp.ones((2, 7, 8))}, "causal=True must be"),
+    ({}, {"context_mask": jnp.ones((2, 5), bool)}, r"must be bool\(\), False"),
+    ({}, {"context": jnp.ones((2, 7, 8)), "places": Places()}, "places must"),
+    ({}, {"context": jnp.ones((2, 7, 8)), "context_mask": jnp.ones((2, 5))},
+     r"context_mask float32\(2, 5\) must be bool\(2, 7\)"),
+  )  # fmt: skip
+  def test_contexts_that_do_not_fit_are_named(self, fields, given, message):
+    layer = MoHAttention(small.BUDGET, **fields)
+    with self.assertRaisesRegex(ValueError, message):
+      layer.init(jax.random.key(0), small.tokens(), **given)
+
+  @parameterized.parameters("dense", "packed", "kernel")
+  def test_leading_dimensions_are_a_batch(self, implementation):
+    layer = MoHAttention(small.BUDGET, implementation=implementation)
+    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 8))
+    mask = jnp.asarray(
+      np.arange(5) < np.array([[5, 4, 3], [2, 1, 5]])[..., None]
+    )
+    variables = small.params(layer, x)
+    flat, aux = layer.apply(
+      variables, x.reshape(6, 5, 8), token_mask=mask.reshape(6, 5)
+    )
+    y, own = layer.apply(variables, x, token_mask=mask)
+    chex.assert_trees_all_equal((y.reshape(6, 5, 8), own), (flat, aux))
+    one = layer.apply(variables, x[0, 0])[0]
+    chex.assert_trees_all_close(one, y[0, 0], atol=2e-6)
+
+  @parameterized.product(
+    implementation=("packed", "kernel", "auto"),
+    shape=((0, 5, 8), (2, 0, 8)),
+    structure=("free", "per_group"),
+  )
+  def test_nothing_gives_nothing(self, implementation, shape, structure):
+    layer = MoHAttention(
+      small.BUDGET,
+      {"structure": structure},
+      num_kv_heads=2,
+      implementation=implementation,
+    )
+    variables = small.params(layer, small.tokens())
+
+    def loss(variables):
+      y, aux = layer.apply(variables, jnp.ones(shape))
+      self.assertEqual(y.shape, shape)
+      return y.sum() + aux.balance_loss
+
+    grads = jax.grad(loss)(variables)
+    chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
+
+  @parameterized.parameters("dense", "packed", "kernel")
+  def test_context_gives_keys_and_values_and_x_chooses(self, implementation):
+    layer = MoHAttention(small.BUDGET, implementation=implementation)
+    x, keys = small.tokens(), jnp.arange(7)[None].repeat(small.B, 0) < 4
+    context = jax.random.normal(jax.random.key(1), (small.B, 7, 11))
+    variables = small.params(layer, x, context)
+    self.assertEqual(variables["params"]["kv"]["kernel"].shape, (11, 2, 6, 3))
+    y, aux = layer.apply(variables, x, context, context_mask=keys)
+    short = layer.apply(variables, x, context[:, :4])[0]
+    chex.assert_trees_all_close(y, short, atol=2e-6)
+    other = layer.apply(variables, x, -context)
+    chex.assert_trees_all_equal(other[1], aux)
+    self.assertGreater(float(jnp.abs(other[0] - y).max()), 1e-2)
+
+  def test_dropout_needs_an_rng_and_ends_by_deterministic(self):
+    layer, x = MoHAttention(small.BUDGET, dropout_rate=0.5), small.tokens()
+    variables, rngs = small.params(layer, x), {"dropout": jax.random.key(1)}
+    whole = layer.apply(variables, x)[0]
+    dropped = layer.apply(variables, x, rngs=rngs)[0]
+    share = float((dropped == 0).mean())
+    self.assertBetween(share, 0.3, 0.7)
+    kept = jnp.where(dropped == 0, 0, 2 * whole)
+    chex.assert_trees_all_close(dropped, kept, rtol=1e-6)
+    same = layer.apply(variables, x, deterministic=True, rngs=rngs)[0]
+    chex.assert_trees_all_equal(same, whole)
+    with self.assertRaisesRegex(Exception, 'needs PRNG for "dropout"'):
+      layer.apply(variables, x, deterministic=False)
+
+  def test_param_dtype_is_that_of_all_but_the_router(self):
+    layer = MoHAttention(
+      small.BUDGET, qk_norm=1e-6, param_dtype=jnp.bfloat16, num_kv_heads=2
+    )
+    params = nn.unbox(layer.init(jax.random.key(0), small.tokens()))["params"]
+    chex.assert_trees_all_equal_dtypes(
+      params.pop("router"),
+      {x: jnp.ones(1) for x in ("group", "routed", "shared")},
+    )
+    self.assertEqual(
+      {x.dtype.name for x in jax.tree.leaves(params)}, {"bfloat16"}
+    )
+
+  def test_scan_and_vmap_need_no_metadata(self):
+    class Layer(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return MoHAttention(small.BUDGET)(x)
+
+    how = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    for module, x in (
+      (nn.scan(Layer, length=3, **how), small.tokens()),
+      (nn.vmap(Layer, **how), jnp.stack([small.tokens()] * 3)),
+    ):
+      variables = module().init(jax.random.key(0), x)
+      out = variables["params"]["MoHAttention_0"]["out"]["kernel"]
+      self.assertEqual(out.names, (None, "heads", "head_dim", "embed"))
+      self.assertEqual(out.value.shape[0], 3)
+      module().apply(variables, x)
 
 
 class QueryNormAttentionTest(parameterized.TestCase):
@@ -61,27 +174,3 @@ class QueryNormAttentionTest(parameterized.TestCase):
     )
     chex.assert_trees_all_equal(ours[1], theirs[1])
     self.assertGreater(float(jnp.abs(ours[0][0] - theirs[0][0]).max()), 1e-2)
-
-
-class FlaxTest(absltest.TestCase):
-  def test_boxed_and_plain_parameters_and_nnx_give_the_same(self):
-    module, x = MoHAttention(small.BUDGET, num_kv_heads=3), small.tokens()
-    layer = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)
-    variables = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
-    boxed = module.init(jax.random.key(0), x)
-    plain = nn.unbox(boxed)
-    chex.assert_trees_all_equal_shapes(variables, plain)
-    chex.assert_trees_all_equal(module.apply(plain, x), module.apply(boxed, x))
-    want = module.apply(variables, x)
-    chex.assert_trees_all_close(layer(x), want, rtol=1e-6)
-    axes = layer.out["kernel"].out_sharding
-    self.assertEqual(axes, ("heads", "head_dim", "embed"))
-
-    def loss(result):
-      return jnp.sum(result[0] ** 2) + result[1].balance_loss
-
-    ours = nnx.jit(nnx.grad(lambda layer: loss(layer(x))))(layer)
-    want = jax.jit(jax.grad(lambda v: loss(module.apply(v, x))))(variables)
-    chex.assert_trees_all_close(
-      {"params": nnx.to_pure_dict(ours)}, want, rtol=1e-5, atol=1e-6
-    )

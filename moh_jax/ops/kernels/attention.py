@@ -51,6 +51,8 @@ def unable(case: AttentionCase) -> str:
     return f"a head_dim of at most {MAX_HEAD_DIM}, not {case.head_dim}"
   if case.dtype not in _DTYPES:
     return f"one of the dtypes {', '.join(_DTYPES)}, not {case.dtype}"
+  if case.on_cpu and case.checked:
+    return f"{case.check_problem} in Pallas's interpreter, as on this CPU"
   return pallas_backend(case.target, case.dtype, case.head_dim)[1]
 
 
@@ -161,9 +163,23 @@ def _attend(q, k, v, problem, options):
   return _forward(q, k, v, problem, options)[0]
 
 
+@jax.custom_jvp
+def _once(arrays):
+  return arrays
+
+
+@_once.defjvp
+def _refuse(arrays, tangents):
+  raise ValueError(
+    "kernels of attention have no second derivatives; implementation='packed' "
+    "and 'dense' have them"
+  )
+
+
 # Indices in kernels are int32, also with `jax_enable_x64`.
 @jax.enable_x64(False)
 def _forward(q, k, v, problem, options):
+  q, k, v = _once((q, k, v))
   (kernels, sizes), dim = options, q.shape[-1]
   if not kernels.picks_rows:
     q = kernels.to_rows(problem, q)
@@ -176,7 +192,7 @@ def _forward(q, k, v, problem, options):
 
 @jax.enable_x64(False)
 def _backward(options, saved, grad):
-  (kernels, sizes), dim = options, grad.shape[-1]
+  (kernels, sizes), dim, grad = options, grad.shape[-1], _once(grad)
   q, k, v, problem, out, log_sums = saved
   rows = kernels.to_rows(problem, q) if kernels.picks_rows else q
   grad = kernels.to_rows(problem, grad)

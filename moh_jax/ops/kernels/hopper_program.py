@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.kernels.problem import Arrays, Problem, Tile, across, times
-from moh_jax.ops.target import target
+from moh_jax.ops.target import target, vary_alike
 
 # Rows of a consumer's part of a tile: what one product instruction takes.
 PART = 64
@@ -528,7 +528,7 @@ class Launch:
       thread_name="warpgroup",
       interpret=_interpreter() if self.problem.interpret else None,
     )
-    return tuple(launch(*arrays))
+    return vary_alike(tuple(launch(*arrays)), arrays)
 
   def _set_registers(self, number: int, action: str) -> None:
     if self.consumers > 1:  # else there are enough for all

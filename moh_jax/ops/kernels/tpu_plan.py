@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from moh_jax.ops.head_layout import LANES
 from moh_jax.ops.kernels.problem import Argument, Problem, keys_of_rows
-from moh_jax.ops.target import target
+from moh_jax.ops.target import target, vary_alike
 
 _MIB = 1 << 20
 # By `Target.name`: VMEM of a core and the cores of a device, as
@@ -297,9 +297,11 @@ class Plan:
       step = Step(self, lists, masks, columns)
       kernel(step, rows, keys, refs[:2], refs[2:])
 
+    outputs, inputs = jax.tree.map(lambda x: x.array, (outputs, inputs))
+    given = vary_alike((*lists, *inputs))
     launch = pl.pallas_call(
       run,
-      out_shape=jax.tree.map(lambda x: x.array, outputs),
+      out_shape=vary_alike(outputs, given),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(lists),
         grid=(cut.cores, jnp.diff(lists.first).max()),
@@ -314,7 +316,7 @@ class Plan:
       interpret=problem.interpret,
       name="moh" + kernel.__name__,
     )
-    results = launch(*lists, *jax.tree.map(lambda x: x.array, inputs))
+    results = launch(*given)
     return results, visited
 
 

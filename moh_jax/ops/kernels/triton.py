@@ -48,7 +48,7 @@ from moh_jax.ops.kernels.problem import (
   rows_of_keys,
   times,
 )
-from moh_jax.ops.target import Target
+from moh_jax.ops.target import Target, vary_alike
 
 try:
   from jax.experimental.pallas import triton as plgpu
@@ -511,17 +511,18 @@ class Program:
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
+    arrays = jax.tree.map(lambda x: x.array, (outputs, inputs))
     call = launch(
       functools.partial(kernel, plan=self),
       self.tile,
-      out_shape=jax.tree.map(lambda x: x.array, outputs),
+      out_shape=vary_alike(*arrays),
       grid=grid,
       in_specs=in_specs,
       out_specs=out_specs,
       interpret=self.problem.interpret,
       name="moh" + kernel.__name__,
     )
-    return call(*jax.tree.map(lambda x: x.array, inputs))
+    return call(*arrays[1])
 
   @property
   def _padded_keys(self) -> int:

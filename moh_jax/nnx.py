@@ -1,0 +1,67 @@
+"""MoH attention for models in Flax NNX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moh_jax.config.heads import HeadBudget
+from moh_jax.layers import moh
+from moh_jax.ops.routing import RouterAux
+
+
+class MoHAttention(nnx.bridge.ToNNX):
+  """Softmax attention with routed heads.
+
+    budget = HeadBudget(8, shared=2, top_k=4, head_dim=8)
+    y, aux = MoHAttention(64, budget, rngs=nnx.Rngs(0))(x)
+
+  Parameters have the names and numbers of Linen, as `layer.out["kernel"]`.
+  """
+
+  def __init__(
+    self,
+    in_features: int,
+    budget: HeadBudget,
+    *,
+    rngs: nnx.Rngs,
+    context_features: int | None = None,
+    deterministic: bool = False,
+    **fields: Any,
+  ):
+    """Makes the parameters for tokens, and a context, of such widths.
+
+    Args:
+      in_features: C.
+      budget: the layer's head split.
+      rngs: of the parameters, and of "dropout".
+      context_features: None where the layer attends to its own tokens.
+      deterministic: drop nothing.
+      **fields: others of `moh_jax.MoHAttention`.
+    """
+    layer = moh.MoHAttention(budget, **fields)
+    super().__init__(layer, rngs.params())
+    self.deterministic = deterministic
+    widths = filter(None, (in_features, context_features))
+    self.lazy_init(*(jnp.zeros((1, 1, width)) for width in widths))
+    drops = nnx.Rngs(dropout=rngs.dropout()) if layer.dropout_rate else None
+    self.to_nnx__rngs = drops  # applying draws no keys for parameters
+
+  # The bridge takes other attributes than those with its prefix for variables.
+  @property
+  def deterministic(self) -> bool:
+    """Whether nothing is dropped; `model.eval()` and `model.train()` set it."""
+    return self.to_nnx__deterministic
+
+  @deterministic.setter
+  def deterministic(self, value: bool) -> None:
+    self.to_nnx__deterministic = value
+
+  def __call__(
+    self, *args: Any, deterministic: bool | None = None, **options: Any
+  ) -> tuple[jax.Array, RouterAux]:
+    """Attends, as `moh_jax.MoHAttention` does with the same arguments."""
+    if deterministic is None:
+      deterministic = self.deterministic
+    return super().__call__(*args, deterministic=deterministic, **options)

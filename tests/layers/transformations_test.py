@@ -1,0 +1,236 @@
+"""The layer in any JAX program: each transformation of each form of attention.
+
+All give what the dense form gives on one device, or refuse in one line.
+"""
+
+import functools
+import itertools
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from moh_jax.config.heads import HeadBudget
+from moh_jax.layers.moh import MoHAttention
+from moh_jax.ops import attention_forms
+from moh_jax.ops.attention import attention
+
+# Half of the heads: "auto" packs 1,024 tokens of float32.
+_BUDGET = HeadBudget(num_heads=8, shared=2, top_k=2, head_dim=8)
+_FORMS = ("dense", "packed", "kernel", "auto")
+_EACH = PartitionSpec("data")
+
+
+def _layer(form, dtype="float32"):
+  return MoHAttention(_BUDGET, implementation=form, dtype=jnp.dtype(dtype))
+
+
+@functools.cache
+def _inputs(tokens):
+  x = jax.random.normal(jax.random.key(0), (2, tokens, 16))
+  params = nn.unbox(_layer("dense").init(jax.random.key(1), x))
+  return jax.tree.map(lambda p: 10 * p if p.ndim > 1 else p, params), x
+
+
+def _apply(layer):
+  return lambda params, x: layer.apply(params, x)[0].astype(jnp.float32)
+
+
+def _loss(apply):
+  return lambda params, x: jnp.sum(apply(params, x) ** 2) / 100
+
+
+def _results(apply):
+  """Outputs and gradients of parameters and tokens."""
+  gradients = jax.grad(_loss(apply), argnums=(0, 1))
+  return lambda *args: (apply(*args), gradients(*args))
+
+
+def _mesh(kind):
+  return jax.make_mesh((2,), ("data",), axis_types=(kind,))
+
+
+def _plain(apply, params, x):
+  return _results(apply)(params, x)
+
+
+def _vmap(apply, params, x):
+  each = jax.vmap(lambda params, x: apply(params, x[None])[0], (None, 0))
+  return _results(each)(params, x)
+
+
+def _pmap(apply, params, x):
+  each = jax.pmap(_results(apply), in_axes=(None, 0))
+  y, (grads, dx) = each(params, x[:, None])
+  return y[:, 0], (jax.tree.map(lambda g: g.sum(0), grads), dx[:, 0])
+
+
+def _shard_map(apply, params, x):
+  specs = {"in_specs": (PartitionSpec(), _EACH), "out_specs": _EACH}
+  with jax.set_mesh(_mesh(AxisType.Auto)):
+    return jax.jit(_results(jax.shard_map(apply, **specs)))(params, x)
+
+
+def _within_shard_map(apply, params, x):
+  mesh = _mesh(AxisType.Explicit)
+  with jax.set_mesh(mesh):
+    x = jax.device_put(x, NamedSharding(mesh, _EACH))
+    run = jax.shard_map(
+      _results(apply),
+      in_specs=(PartitionSpec(), _EACH),
+      out_specs=(_EACH, (PartitionSpec(), _EACH)),
+    )
+    return jax.jit(run)(params, x)
+
+
+def _on_mesh(kind, apply, params, x):
+  mesh = _mesh(kind)
+  with jax.set_mesh(mesh):
+    whole = NamedSharding(mesh, PartitionSpec())
+    params = jax.device_put(params, whole)
+    x = jax.device_put(x, NamedSharding(mesh, _EACH))
+    return jax.jit(_results(apply))(params, x)
+
+
+def _scan(apply, params, x):
+  def stacked(params, x):
+    step = lambda x, _: (apply(params, x), None)  # noqa: E731
+    return jax.lax.scan(step, x, None, length=1)[0]
+
+  return _results(stacked)(params, x)
+
+
+def _remat(apply, params, x):
+  return _results(jax.checkpoint(apply))(params, x)
+
+
+def _direction(tree):
+  return jax.tree.map(
+    lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), tree
+  )
+
+
+def _jvp(apply, params, x):
+  return jax.jvp(apply, (params, x), _direction((params, x)))
+
+
+def _forward_over_reverse(apply, params, x):
+  gradient = jax.grad(_loss(apply))
+  moved = jax.jvp(lambda p: gradient(p, x), (params,), (_direction(params),))
+  return moved[1]
+
+
+def _reverse_over_reverse(apply, params, x):
+  def along(params):
+    grads = jax.grad(_loss(apply))(params, x)
+    both = zip(jax.tree.leaves(grads), jax.tree.leaves(_direction(params)))
+    return sum(jnp.vdot(*pair) for pair in both)
+
+  return jax.grad(along)(params)
+
+
+_SECOND = {
+  "forward over reverse": _forward_over_reverse,
+  "reverse over reverse": _reverse_over_reverse,
+}
+_ON_SEVERAL_DEVICES = {
+  "pmap": _pmap,
+  "shard_map": _shard_map,
+  "within shard_map": _within_shard_map,
+  "Explicit axes": functools.partial(_on_mesh, AxisType.Explicit),
+  "Auto axes": functools.partial(_on_mesh, AxisType.Auto),
+}
+_ALL = {"jit": _plain, "vmap": _vmap, "scan": _scan, "remat": _remat}
+_ALL |= {**_ON_SEVERAL_DEVICES, "jvp": _jvp, **_SECOND}
+
+
+def _refusal(name, form, tokens, dtype):
+  """What a transformation is refused with; empty if it works."""
+  if form == "kernel" and name in _SECOND:
+    return "no second derivatives; implementation='packed' and 'dense' have"
+  if form == "kernel" and "shard_map" in name:
+    return "implementation='kernel' needs check_vma=False of jax.shard_map"
+  all_logits = tokens == 16 and form in ("dense", "auto")
+  forward = {"jvp": not all_logits, "forward over reverse": False}
+  if name in forward and (forward[name] or (all_logits and dtype != "float32")):
+    return "forward-mode"
+  return ""
+
+
+@functools.cache
+def _expected(name, tokens, dtype):
+  """What the dense form gives on one device, in float32 if that is needed."""
+  function = {"jvp": _jvp, **dict.fromkeys(_SECOND, _forward_over_reverse)}
+  function = function.get(name, _plain)
+  apply = _apply(_layer("dense", dtype if function is _plain else "float32"))
+  with mock.patch.dict(attention_forms.MAX_LOGITS_BYTES, cpu=1 << 30):
+    run = jax.jit(functools.partial(function, apply))
+    return jax.tree.map(np.asarray, run(*_inputs(tokens)))
+
+
+def _check(name, form, tokens, dtype):
+  function = functools.partial(_ALL[name], _apply(_layer(form, dtype)))
+  if name not in _ON_SEVERAL_DEVICES:
+    function = jax.jit(function)
+  if message := _refusal(name, form, tokens, dtype):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+      function(*_inputs(tokens))
+    assert "\n" not in str(caught.value)
+    return
+  got = function(*_inputs(tokens))
+  expected = _expected(name, tokens, dtype)
+  tolerance = 2e-6 if dtype == "float32" else 2e-2
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    atol = tolerance * max(1, np.abs(b).max())
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+_SHORT = (
+  *((name, "packed") for name in _ALL if name not in ("jit", "Auto axes")),
+  ("Explicit axes", "dense"), ("Explicit axes", "kernel"),
+  ("shard_map", "auto"), ("shard_map", "kernel"), ("jvp", "dense"),
+  ("reverse over reverse", "kernel"), ("forward over reverse", "auto"),
+)  # fmt: skip
+
+
+class TransformationsTest(parameterized.TestCase):
+  @parameterized.parameters(*_SHORT)
+  def test_short_sequences(self, name, form):
+    _check(name, form, 16, "float32")
+
+  @parameterized.parameters("within shard_map", "Explicit axes")
+  def test_sequences_that_are_packed(self, name):
+    _check(name, "auto", 1024, "float32")
+
+  @parameterized.parameters(("tpu", "TPU v5"), ("gpu", "NVIDIA H100"))
+  def test_kernels_lower_where_shard_map_checks(self, platform, kind):
+    device = jax.sharding.AbstractDevice(
+      device_kind=kind, num_cores=1, platform=platform
+    )
+    mesh = _mesh(AxisType.Auto).abstract_mesh.update(abstract_device=device)
+    q = jnp.ones((2, 256, 2, 128), jnp.bfloat16)
+
+    def loss(q):
+      attend = jax.shard_map(
+        lambda q: attention(q, q, q), in_specs=_EACH, out_specs=_EACH
+      )
+      return attend(q).astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+      traced = jax.jit(jax.grad(loss)).trace(q)
+      name = {"gpu": "cuda"}.get(platform, platform)
+      traced.lower(lowering_platforms=(name,))
+    self.assertIn("moh_", str(traced.jaxpr))
+
+  @parameterized.parameters(
+    *itertools.product(_ALL, _FORMS, (16, 1024), ("float32", "bfloat16"))
+  )
+  @pytest.mark.slow
+  def test_every_form(self, *case):
+    _check(*case)

@@ -1,0 +1,90 @@
+"""The NNX layer: the parameters and numbers of the Linen one, and training."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from absl.testing import absltest
+from flax import nnx
+
+import moh_jax
+from moh_jax.nnx import MoHAttention
+from tests.layers import small
+
+
+class MoHAttentionTest(absltest.TestCase):
+  def test_has_the_parameters_and_numbers_of_linen(self):
+    linen, x = (
+      moh_jax.MoHAttention(small.BUDGET, num_kv_heads=3),
+      small.tokens(),
+    )
+    layer = MoHAttention(8, small.BUDGET, num_kv_heads=3, rngs=nnx.Rngs(0))
+    boxed = linen.init(jax.random.key(0), x)
+    plain = nn.unbox(boxed)
+    chex.assert_trees_all_equal(linen.apply(plain, x), linen.apply(boxed, x))
+    params = nnx.to_pure_dict(nnx.state(layer))
+    chex.assert_trees_all_equal_shapes(params, plain["params"])
+    nnx.update(layer, plain["params"])
+    chex.assert_trees_all_equal(layer(x), linen.apply(plain, x))
+    axes = layer.out["kernel"].out_sharding
+    self.assertEqual(axes, ("heads", "head_dim", "embed"))
+
+    def loss(result):
+      return jnp.sum(result[0] ** 2) + result[1].balance_loss
+
+    ours = nnx.jit(nnx.grad(lambda layer: loss(layer(x))))(layer)
+    want = jax.jit(jax.grad(lambda v: loss(linen.apply(v, x))))(plain)
+    chex.assert_trees_all_close(
+      nnx.to_pure_dict(ours), want["params"], rtol=1e-5, atol=1e-6
+    )
+
+  def test_is_trained_with_dropout_which_eval_ends(self):
+    class Model(nnx.Module):
+      def __init__(self, rngs):
+        self.attention = MoHAttention(
+          8, small.BUDGET, context_features=3, dropout_rate=0.5, rngs=rngs
+        )
+
+      def __call__(self, x, context):
+        return self.attention(x, context)
+
+    model, x = Model(nnx.Rngs(0)), small.tokens()
+    context = jax.random.normal(jax.random.key(1), (small.B, 7, 3))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+      grads = nnx.grad(lambda m: jnp.sum((m(x, context)[0] - 1) ** 2))(model)
+      optimizer.update(model, grads)
+
+    first, second = (model(x, context)[0] for _ in range(2))
+    self.assertBetween(float((first == 0).mean()), 0.3, 0.7)
+    self.assertTrue(bool((first != second).any()))  # another mask each time
+    model.eval()
+    before = float(jnp.sum((model(x, context)[0] - 1) ** 2))
+    model.train()
+    for _ in range(20):
+      step(model, optimizer)
+    model.eval()
+    after = model(x, context)[0]
+    chex.assert_trees_all_equal(after, model(x, context)[0])
+    self.assertLess(float(jnp.sum((after - 1) ** 2)), before)
+
+  def test_is_stacked_and_scanned(self):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+      return MoHAttention(8, small.BUDGET, rngs=rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer, x):
+      return x + layer(x)[0]
+
+    stack, x = make(nnx.Rngs(0)), small.tokens()
+    params = nnx.to_pure_dict(nnx.state(stack))
+    y, linen = x, moh_jax.MoHAttention(small.BUDGET)
+    for i in range(3):
+      each = jax.tree.map(lambda p, i=i: p[i], params)
+      y = y + linen.apply({"params": each}, y)[0]
+    chex.assert_trees_all_close(run(stack, x), y, rtol=1e-6)
