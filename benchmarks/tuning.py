@@ -1,16 +1,19 @@
-"""Three ways to continue-tune a multi-head language model into MoH.
+"""Ways to continue-tune a multi-head language model into MoH.
 
   python train.py --config=configs/llm_stdlib.py:mha --workdir=runs/mha
   python -m benchmarks.tuning --checkpoint runs/mha --workdir runs/tuning \
-    --json benchmarks/results/tuning_cpu.json
+    --seeds 3 --json benchmarks/results/tuning_cpu.json
 
 The ways are: the first heads are shared, the most important heads are shared,
-or the number of active heads falls step by step. The same number of steps
-without a router is the baseline. The table has held-out bits per byte when the
-router is turned on, before any step, and after tuning.
+the number of active heads falls step by step, or the important heads are shared
+and adapters are trained, without and with the model before the tuning as
+teacher. The same number of steps without a router is the baseline. The table
+has held-out bits per byte when the router is turned on, before any step, and
+after tuning: mean and sample standard deviation over seeds.
 """
 
 import pathlib
+import statistics
 
 from benchmarks.common import finish, make_parser
 from moh_jax.cli import main as cli
@@ -22,6 +25,7 @@ from moh_jax.training.language_modeling import make_evaluate
 from moh_jax.training.train import train
 
 _CONFIG = "configs/llm_stdlib.py"
+_ADAPTERS = ("tune.lora.rank=64", "optim.lr=5e-3", "optim.final_lr=5e-4")
 
 
 def main() -> None:
@@ -29,27 +33,39 @@ def main() -> None:
   parser = make_parser(__doc__)
   parser.add_argument("--checkpoint", required=True, metavar="DIR")
   parser.add_argument("--workdir", required=True, metavar="DIR")
+  parser.add_argument("--seeds", type=int, default=1)
   args = parser.parse_args()
   workdir = pathlib.Path(args.workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   heads = workdir / "heads.json"
   cli.main(["heads", "--checkpoint", args.checkpoint, "--json", str(heads)])
 
+  important = f"importance:{heads}"
+  ways = {
+    "mha": ("tune_mha", ()),
+    "first": ("tune", ()),
+    "importance": (important, ()),
+    "schedule": ("schedule", ()),
+    "adapters": (important, _ADAPTERS),
+    "taught": (important, (*_ADAPTERS, "tune.distill.weight=1")),
+  }
   rows, before = [], _bits(args.checkpoint)
   if args.json != "-":
     print(f"before: {before:.4f} bits per byte, all heads on")
-  for kind in ("tune_mha", "tune", f"importance:{heads}", "schedule"):
-    name = kind.partition(":")[0]
-    config = load_config(
-      f"{_CONFIG}:{kind}", [f"train.init_from={args.checkpoint}"]
-    )
-    result = train(config, str(workdir / name))
+  for name, (kind, changes) in ways.items():
+    found = []
+    for seed in range(1, args.seeds + 1):
+      own = (f"train.init_from={args.checkpoint}", f"train.seed={seed}")
+      config = load_config(f"{_CONFIG}:{kind}", [*own, *changes])
+      found.append(train(config, str(workdir / f"{name}{seed}")).evaluation)
+    tuned = [one["bits_per_byte"] for one in found]
     rows.append(
       {
         "kind": name,
-        "activated_share": result.evaluation["activated_share"],
+        "activated_share": found[0]["activated_share"],
         "router_on": _bits(args.checkpoint, config),
-        "tuned": result.evaluation["bits_per_byte"],
+        "tuned": statistics.mean(tuned),
+        "spread": statistics.stdev(tuned) if len(tuned) > 1 else 0.0,
       }
     )
   finish(args, rows, before=before)
