@@ -66,6 +66,10 @@ def run(options: Options) -> int:
   from moh_jax.runtime import sharding
   from moh_jax.runtime.files import write_csv, write_whole
 
+  def generate(count: int) -> tuple[np.ndarray, list[str]]:
+    sampler = Sampler(restored, mesh=mesh)
+    return sampler.batch(0, count), sampler.names(count)
+
   mesh = sharding.make_mesh(options.stored()[0].config.mesh)
   sharding.check_batch("--batch-size", options.batch_size, mesh)
   with sharding.use_mesh(mesh):
@@ -92,7 +96,7 @@ def run(options: Options) -> int:
       shown = report.samples(
         *(config, params, probe, stats, ours.tokenizer, mesh),
         preview=report.run_preview(options.checkpoint, restored.step),
-        generate=lambda count: Sampler(restored, mesh=mesh).batch(0, count),
+        generate=generate,
       )
   if not options.is_first():
     return 0

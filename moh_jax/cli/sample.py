@@ -34,9 +34,9 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   as --config.sample.steps=50 and --config.sample.cfg_scale=4.
 
   Attributes:
-    out: .png: one grid of all images; .npz: arr_0 uint8 [N, X, Y, channels] and
-      labels arr_1, in parts that survive a kill; no suffix: a folder of files
-      CLASS/NUMBER.png.
+    out: .png: one grid of all images with their classes; .npz: arr_0 uint8 [N,
+      X, Y, channels] and labels arr_1, in parts that survive a kill; no suffix:
+      a folder of files CLASS/NUMBER.png.
     labels: classes of the images in turn, as "L,L,...": names, numbers (from 0,
       in alphabetical order of the folders) or none (default: every class).
     num: images (default: one for each of the labels).
@@ -116,10 +116,9 @@ def run(options: Options) -> int:
     size = min(options.batch_size, num)
     if out.suffix == ".png":
       images = sample.sample_images(sampler, num, size)
-      zoom = config.sample.zoom
-      images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
       if options.is_first():
-        sample.write_grid(out, images, options.columns or min(num, 10))
+        columns, zoom = options.columns or min(num, 10), config.sample.zoom
+        sample.write_grid(out, images, columns, sampler.names(num), zoom)
     else:
       settings = _settings(options, metadata, labels, start) | {
         "checkpoint": fingerprint(restored.config.model, restored.params),

@@ -16,14 +16,22 @@ import importlib
 import io
 import math
 import os
+import pathlib
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import numpy as np
 from etils import epath
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import (
+  ExifTags,
+  Image,
+  ImageDraw,
+  ImageFont,
+  ImageOps,
+  UnidentifiedImageError,
+)
 
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime import files
@@ -34,6 +42,7 @@ _MOST_BYTES = 1 << 28  # of an image file
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
+_SEEN = 112  # columns that an image is enlarged to in a grid
 # What Pillow multiplies the samples of grey PNG files of 2 and 4 bits by.
 _SCALES = {"L;2": 85, "L;4": 17}
 
@@ -507,6 +516,49 @@ def to_picture(image: np.ndarray) -> Image.Image:
   if image.shape[-1] not in (1, 3):
     raise ValueError(f"image of shape {image.shape} must have 1 or 3 channels")
   return Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+
+
+def grid_zoom(width: int, zoom: int = 0) -> int:
+  """How often a grid repeats pixels of images so wide, see `tiles`."""
+  return zoom or -(-_SEEN // width)
+
+
+def tiles(
+  images: np.ndarray, names: Sequence[str] = (), zoom: int = 0
+) -> np.ndarray:
+  """Images as a grid shows them: at a size that is seen, named beneath.
+
+  Args:
+    images: [B, X, Y, 1 or 3] uint8.
+    names: of the images, cut to their width; without any there is no text.
+    zoom: how often a pixel is repeated in each direction; 0 makes an image at
+      least 112 pixels wide.
+
+  Returns:
+    [B, rows, columns, 1 or 3] uint8.
+  """
+  zoom = grid_zoom(images.shape[2], zoom)
+  images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+  if not names:
+    return images
+  width = images.shape[2]
+  # matplotlib comes with a font of more alphabets than Pillow's own.
+  from matplotlib import get_data_path
+
+  font = pathlib.Path(get_data_path(), "fonts/ttf/DejaVuSans.ttf")
+  font = ImageFont.truetype(font, max(12, width // 9))
+  room = sum(font.getmetrics()) + 2
+  out = []
+  for image, name in zip(images, names):
+    white = np.full((room, *image.shape[1:]), 255, np.uint8)
+    picture = to_picture(np.concatenate([image, white]))
+    text = name.encode(errors="replace").decode()
+    while font.getlength(text) > width - 2:
+      text = text[:-1]
+    place = 1, len(image) + 1
+    ImageDraw.Draw(picture).text(place, text, font=font, fill="black")
+    out.append(to_array(picture))
+  return np.stack(out)
 
 
 def to_array(picture: Image.Image) -> np.ndarray:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
+from moh_jax.data.decode import tiles
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import pictures
 from moh_jax.evaluation.head_stats import VALUES, HeadStats
@@ -55,7 +56,6 @@ _MOST_METRICS, _MOST_PNG = 1 << 30, 1 << 26  # bytes that are read of a file
 _POINTS = 500  # of a curve; more are thinned out
 _SAMPLES, _COLUMNS = 8, 4
 _TOKENS = 200  # of a text that are coloured
-_ZOOM_TO = 256  # pixels that small samples are enlarged to, about
 
 Points = list[tuple[int, Any]]
 
@@ -298,7 +298,7 @@ def samples(
   mesh: Mesh,
   *,
   preview: bytes | None = None,
-  generate: Callable[[int], np.ndarray] | None = None,
+  generate: Callable[[int], tuple[np.ndarray, list[str]]] | None = None,
 ) -> str:
   """HTML of images with their classes, a generated grid, or coloured text.
 
@@ -310,7 +310,8 @@ def samples(
     tokenizer: of a language model, or None.
     mesh: the devices.
     preview: PNG file of samples that the run drew, see `run_preview`.
-    generate: of a diffusion model, number -> images uint8.
+    generate: of a diffusion model, number -> images uint8 and their
+      names.
   """
   family = get_family(config.model.family)
   if config.model.READS_TEXT:
@@ -349,15 +350,13 @@ def run_preview(directory: str, last: int) -> bytes | None:
 def _generated(
   config: Config,
   preview: bytes | None,
-  generate: Callable[[int], np.ndarray] | None,
+  generate: Callable[[int], tuple[np.ndarray, list[str]]] | None,
 ) -> str:
   if preview is not None:
     return _image(pictures.shrunk(preview), "samples of the run")
   if config.diffusion.space != "pixel":
     return "<p>Latents need their autoencoder to be shown: see `sample`.</p>"
-  grid = image_grid(generate(_SAMPLES), columns=_COLUMNS)
-  zoom = max(1, _ZOOM_TO // grid.shape[0])
-  grid = grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
+  grid = image_grid(tiles(*generate(_SAMPLES)), columns=_COLUMNS)
   png = pictures.shrunk(pictures.png_of_pixels(grid))
   return _image(png, "generated samples")
 

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, MeshConfig, check_command
-from moh_jax.data.decode import to_picture
+from moh_jax.data.decode import grid_zoom, tiles, to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
@@ -117,6 +117,10 @@ class Sampler:
     """Name of a label: of its class, else its number; "none" for no label."""
     return self._names[label]
 
+  def names(self, count: int) -> list[str]:
+    """Names of the first images' labels."""
+    return [self.name(label) for label in self.label(np.arange(count))]
+
 
 def _rows(name: str, rows: np.ndarray, config: Config) -> np.ndarray:
   rows = np.asarray(rows, np.float32)
@@ -185,9 +189,11 @@ def check_size(config: Config, num: int, out: pathlib.Path) -> None:
   Raises:
     ValueError: they need more.
   """
-  size = math.prod(config.model.input_shape)
+  size, width = math.prod(config.model.input_shape), config.model.input_size[1]
   if config.diffusion.space == "latent":
-    size = 3 * 64 * math.prod(config.model.input_size)
+    size, width = 3 * 64 * math.prod(config.model.input_size), 8 * width
+  if out.suffix == ".png":
+    size *= grid_zoom(width, config.sample.zoom) ** 2
   what = f"{num:,} images of {size:,} bytes"
   if out.suffix == ".png":
     check_bytes(num * size, what)
@@ -289,10 +295,16 @@ def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
   to_picture(pixels).save(path, "PNG")
 
 
-def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
-  """Writes images [n, X, Y, 1 or 3] uint8 side by side into a PNG file."""
+def write_grid(
+  path: pathlib.Path,
+  images: np.ndarray,
+  columns: int,
+  names: Sequence[str] = (),
+  zoom: int = 0,
+) -> None:
+  """Writes `tiles` of images [n, X, Y, 1 or 3] uint8 into a PNG file."""
   with replacing(path) as fresh:
-    write_png(fresh, image_grid(images, columns))
+    write_png(fresh, image_grid(tiles(images, names, zoom), columns))
 
 
 def _parts(out: pathlib.Path) -> pathlib.Path:
