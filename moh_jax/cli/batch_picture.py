@@ -15,6 +15,7 @@ from moh_jax.config import (
   MeshConfig,
 )
 from moh_jax.convert.vae import load_autoencoder
+from moh_jax.data.decode import tiles
 from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sequences import Text
@@ -57,7 +58,7 @@ def write_batch(
   images, targets = (part[:num] for part in _mixed(config, batch))
   columns = columns or min(len(images), 8)
   names = [_name(target, source.class_names) for target in targets]
-  write_grid(out, images, columns, names)
+  write_grid(out, tiles(images, names), columns)
   return _by_row(names, columns)
 
 
@@ -155,7 +156,7 @@ def write_latents(
   )
   columns = columns or max(1, round(num**0.5))
   names = [source.class_names[int(x["label"])] for x in examples]
-  write_grid(out, images, columns, names)
+  write_grid(out, tiles(images, names), columns)
   return _by_row(names, columns)
 
 

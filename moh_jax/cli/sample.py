@@ -77,8 +77,11 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 
 def run(options: Options) -> int:
   """Samples images and writes them."""
+  import numpy as np
+
   from moh_jax.convert import HOW_TO_GET_VAE
   from moh_jax.convert.vae import load_autoencoder
+  from moh_jax.data.decode import tiles
   from moh_jax.data.image_folders import find_images
   from moh_jax.inference import sample
   from moh_jax.inference.restore import fingerprint
@@ -117,8 +120,9 @@ def run(options: Options) -> int:
     if out.suffix == ".png":
       images = sample.sample_images(sampler, num, size)
       if options.is_first():
-        columns, zoom = options.columns or min(num, 10), config.sample.zoom
-        sample.write_grid(out, images, columns, sampler.names(num), zoom)
+        names = [*map(sampler.name, sampler.label(np.arange(num)))]
+        images = tiles(images, names, config.sample.zoom)
+        sample.write_grid(out, images, options.columns or min(num, 10))
     else:
       settings = _settings(options, metadata, labels, start) | {
         "checkpoint": fingerprint(restored.config.model, restored.params),

@@ -225,8 +225,7 @@ class SampleConfig(base.Section):
     num: images of a grid.
     labels: of the grid's images in turn; -1 is no label. Empty goes through
       the classes.
-    zoom: how often a pixel of a grid is repeated in each direction; 0 makes an
-      image at least 112 pixels wide.
+    zoom: repeats of a pixel of a grid, each way; 0 is to 112 pixels of width.
     method: sampler: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
       (DPM-Solver++ 2M, arXiv:2211.01095); for flow matching "euler" or "heun",
       which evaluates the network twice a step.

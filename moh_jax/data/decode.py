@@ -24,14 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 from etils import epath
-from PIL import (
-  ExifTags,
-  Image,
-  ImageDraw,
-  ImageFont,
-  ImageOps,
-  UnidentifiedImageError,
-)
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime import files
@@ -526,37 +519,31 @@ def grid_zoom(width: int, zoom: int = 0) -> int:
 def tiles(
   images: np.ndarray, names: Sequence[str] = (), zoom: int = 0
 ) -> np.ndarray:
-  """Images as a grid shows them: at a size that is seen, named beneath.
+  """Images at a size that is seen, with names beneath.
 
   Args:
     images: [B, X, Y, 1 or 3] uint8.
-    names: of the images, cut to their width; without any there is no text.
+    names: of the images, cut to their width; () leaves no room for any.
     zoom: how often a pixel is repeated in each direction; 0 makes an image at
       least 112 pixels wide.
-
-  Returns:
-    [B, rows, columns, 1 or 3] uint8.
   """
   zoom = grid_zoom(images.shape[2], zoom)
   images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
   if not names:
     return images
-  width = images.shape[2]
-  # matplotlib comes with a font of more alphabets than Pillow's own.
-  from matplotlib import get_data_path
+  from matplotlib import get_data_path  # has a font of more than ASCII
+  from PIL import ImageDraw, ImageFont
 
+  (height, width), out = images.shape[1:3], []
   font = pathlib.Path(get_data_path(), "fonts/ttf/DejaVuSans.ttf")
   font = ImageFont.truetype(font, max(12, width // 9))
-  room = sum(font.getmetrics()) + 2
-  out = []
-  for image, name in zip(images, names):
-    white = np.full((room, *image.shape[1:]), 255, np.uint8)
-    picture = to_picture(np.concatenate([image, white]))
-    text = name.encode(errors="replace").decode()
+  room = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
+  for image, name in zip(np.pad(images, room, constant_values=255), names):
+    picture, text = to_picture(image), name.encode(errors="replace").decode()
     while font.getlength(text) > width - 2:
       text = text[:-1]
-    place = 1, len(image) + 1
-    ImageDraw.Draw(picture).text(place, text, font=font, fill="black")
+    draw = ImageDraw.Draw(picture)
+    draw.text((1, height + 1), text, fill="black", font=font)
     out.append(to_array(picture))
   return np.stack(out)
 

@@ -244,8 +244,6 @@ def plot(rows: Sequence[Row]) -> Any:
     beside["bbox"] = {"color": color, "alpha": 0.25, "pad": 1, "linewidth": 0}
     axis.annotate(label, named[-1], fontsize=8, va="center", **beside)
   axis.set_xlabel("activated share of the heads")
-  axis.set_ylabel(name)
-  what = "points: seeds; bars: their mean ± a sample standard deviation"
-  axis.set_title(what, fontsize=8)
+  axis.set_ylabel(f"{name} (bars: mean ± standard deviation)")
   axis.grid(alpha=0.3)
   return figure

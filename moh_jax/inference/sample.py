@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, MeshConfig, check_command
-from moh_jax.data.decode import grid_zoom, tiles, to_picture
+from moh_jax.data.decode import grid_zoom, to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
@@ -116,10 +116,6 @@ class Sampler:
   def name(self, label: int) -> str:
     """Name of a label: of its class, else its number; "none" for no label."""
     return self._names[label]
-
-  def names(self, count: int) -> list[str]:
-    """Names of the first images' labels."""
-    return [self.name(label) for label in self.label(np.arange(count))]
 
 
 def _rows(name: str, rows: np.ndarray, config: Config) -> np.ndarray:
@@ -295,16 +291,10 @@ def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
   to_picture(pixels).save(path, "PNG")
 
 
-def write_grid(
-  path: pathlib.Path,
-  images: np.ndarray,
-  columns: int,
-  names: Sequence[str] = (),
-  zoom: int = 0,
-) -> None:
-  """Writes `tiles` of images [n, X, Y, 1 or 3] uint8 into a PNG file."""
+def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
+  """Writes images [n, X, Y, 1 or 3] uint8 side by side into a PNG file."""
   with replacing(path) as fresh:
-    write_png(fresh, image_grid(tiles(images, names, zoom), columns))
+    write_png(fresh, image_grid(images, columns))
 
 
 def _parts(out: pathlib.Path) -> pathlib.Path:
