@@ -542,8 +542,7 @@ def tiles(
     picture, text = to_picture(image), name.encode(errors="replace").decode()
     while font.getlength(text) > width - 2:
       text = text[:-1]
-    draw = ImageDraw.Draw(picture)
-    draw.text((1, height + 1), text, fill="black", font=font)
+    ImageDraw.Draw(picture).text((1, height + 1), text, "black", font)
     out.append(to_array(picture))
   return np.stack(out)
 

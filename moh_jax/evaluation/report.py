@@ -56,11 +56,9 @@ _WORDS = {
   "same: of attention weights (patterns), of what they add (features)",
   "best head": "of those that a token selected the one with the highest score",
 }
-_EVEN, _EQUAL = 0.9, 0.95  # entropy of the load, similarity of two heads
 # What may stand out, and what to do about it.
 _REMEDIES = {
-  "collapsed": "raise train.balance_weight several times where nearly all "
-  "tokens select the same heads",
+  "collapsed to the same heads": "raise train.balance_weight several times",
   "uneven load": "a larger train.balance_weight evens the load",
   "load 1": "share heads that all tokens select (model.shared_heads)",
   "load 0": "leave out heads that no token selects (model.num_heads)",
@@ -216,10 +214,10 @@ def _page(found: Findings, images: Mapping[str, str]) -> str:
   said = verdict(config, stats, found.similarity[found.checkpoint].features)
   load = "".join(x for name, x in images.items() if name.startswith("load_by_"))
   sections = {
-    "In short": f'<p class="verdict">{"<br>".join(map(html.escape, said))}</p>',
+    "In short": f'<p class="verdict">{"<br>".join(map(html.escape, said))}</p>'
+    + _explained(_WORDS, "load", "entropy"),
     "Layers": stats.layers
-    and _table(*layer_table(stats))
-    + _explained(_WORDS, "load", "entropy", "weight of shared"),
+    and _table(*layer_table(stats)) + _explained(_WORDS, "weight of shared"),
     "Curves": "curves" in images and images["curves"] + _losses(found),
     "Load of heads": load and load + _explained(_WORDS, "load"),
     "Load over the training": images.get("load_over_steps"),
@@ -261,30 +259,32 @@ def verdict(
   """
   found: dict[str, list[str]] = collections.defaultdict(list)
   entropies = dict(zip([x.name for x in stats.layers], stats.entropy()[:, 0]))
+  uneven = [name for name, entropy in entropies.items() if entropy < 0.9]
   for layer, load in zip(stats.layers, stats.groups["all"].load):
     budget, name = layer.budget, layer.name
     if budget.top_k in (0, budget.routed) and not config.model.router.varies:
       found["no choice"].append(name)
       del entropies[name]
     elif entropies[name] < config.log.collapse_entropy:
-      found["collapsed"].append(name)
+      found["collapsed to the same heads"].append(name)
     else:
-      if entropies[name] < _EVEN:
+      if name in uneven:
         found["uneven load"].append(name)
       for head, share in zip(layer.routed, load[0, budget.shared :]):
         if not 0.005 < share < 0.995:
           found[f"load {share:.0f}"].append(f"head {head} of {name}")
   for name, cosines in features.items():
-    for one, other in np.argwhere(np.triu(cosines, 1) > _EQUAL):
+    for one, other in np.argwhere(np.triu(cosines, 1) > 0.95):
       found["equal"].append(f"heads {one} and {other} of {name}")
   first = "No layer has a choice of heads."
   if not stats.layers:
     first = "As multi-head attention it has no router: tokens use every head."
   if entropies:
     least = min(entropies, key=entropies.__getitem__)
-    even = "evenly" if entropies[least] >= _EVEN else "unevenly"
+    even = f"unevenly in {len(uneven)} of {len(entropies)} layers"
     first = (
-      f"Heads are used {even}: the smallest entropy of a load, of {least}, is "
+      f"Heads are used {even if uneven else 'evenly'}: the smallest entropy of "
+      f"the load is that of {least}, "
       f"{entropies[least]:.2f} (1: all heads equally, 0: always the same ones)."
     )
   seen = "; ".join(

@@ -131,7 +131,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     argv = *self.run_of, "--data", data, "--maps=10"
     out, page, text, _ = self._heads(*argv)
     for said in (page, text):
-      self.assertRegex(said, r"What stands out: .*stage2\.1.* \(collapsed\)")
+      self.assertRegex(said, r"What stands out: .*stage2\.1.* \(collapsed")
     self.assertIn(b"caf\xe9", (out / "heads.csv").read_bytes())
     self.assertIn("caf?", page)
 

@@ -109,7 +109,11 @@ class VerdictTest(absltest.TestCase):
         "3 of blocks0.0 (load 0)",
         "leave out heads",
       ),
-      (self._verdict(1, 0, 0), "blocks0.0 (collapsed)", "raise"),
+      (
+        self._verdict(1, 0, 0),
+        "blocks0.0 (collapsed to the same heads)",
+        "raise",
+      ),
       (self._verdict(1, 1, 1, top_k=3), "blocks0.0 (no choice)", "model.top_k"),
       (self._verdict(0.1, 0.1, 0.8), "blocks0.0 (uneven load)", "evens"),
       (
@@ -121,7 +125,9 @@ class VerdictTest(absltest.TestCase):
       self.assertStartsWith(second, "What stands out: ")
       self.assertIn(seen, second)
       self.assertIn(remedy, third)
-    self.assertIn("unevenly: the", self._verdict(0.1, 0.1, 0.8)[0])
+    self.assertIn(
+      "unevenly in 1 of 1 layers: the", self._verdict(0.1, 0.1, 0.8)[0]
+    )
     self.assertIn("No layer has a choice", self._verdict(1, 1, 1, top_k=3)[0])
     # With top_p tokens have a choice whatever the budget says.
     second = self._verdict(0.5, 0.6, 0.7, top_k=3, top_p=0.6)[1]
