@@ -15,6 +15,7 @@ from moh_jax.config import (
   MeshConfig,
 )
 from moh_jax.convert.vae import load_autoencoder
+from moh_jax.data.decode import tiles
 from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sequences import Text
@@ -25,7 +26,6 @@ from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding
 from moh_jax.training import classification
 
-_SMALLEST_SIDE = 112  # columns of an image in the grid
 _LATENTS = 64  # that are decoded at a time
 
 
@@ -56,11 +56,9 @@ def write_batch(
   batch = _read(config, source, step, num)
   # Images are mixed in pairs, which may be one more than was asked for.
   images, targets = (part[:num] for part in _mixed(config, batch))
-  zoom = -(-_SMALLEST_SIDE // images.shape[2])
-  images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
   columns = columns or min(len(images), 8)
-  write_grid(out, images, columns)
   names = [_name(target, source.class_names) for target in targets]
+  write_grid(out, tiles(images, names), columns)
   return _by_row(names, columns)
 
 
@@ -157,8 +155,8 @@ def write_latents(
     ]
   )
   columns = columns or max(1, round(num**0.5))
-  write_grid(out, images, columns)
   names = [source.class_names[int(x["label"])] for x in examples]
+  write_grid(out, tiles(images, names), columns)
   return _by_row(names, columns)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -96,12 +95,13 @@ def run(options: Options) -> int:
       )
   if not options.is_first():
     return 0
-  collapsed = stats.collapsed(config.log.collapse_entropy)
-  for line in collapsed:
-    print(f"warning: {line}", file=sys.stderr)
-  lines = list(_lines(stats, importance))
+  features = similarity[ours.name].features if similarity else {}
+  verdict = report.verdict(config, stats, features)
+  lines = [*verdict, "", *_lines(stats, importance)]
   if rows := report.similarity_rows(similarity):
-    lines.append(f"\nsimilarity of heads\n{command.table(rows[1:], rows[0])}")
+    others = "".join(f", other: {name}" for name in [*similarity][1:])
+    table = command.table(rows[1:], rows[0])
+    lines.append(f"\nsimilarity of heads{others}\n{table}")
   if options.out:
     found = report.Findings(
       config=config,
@@ -122,35 +122,17 @@ def run(options: Options) -> int:
     report.write_report(found, folder)
     lines.append(f"report: {folder / 'report.html'}")
   values = {"step": restored.step, **_values(stats, importance)}
-  options.give(values | {"collapsed": list(collapsed)}, lines)
+  options.give(values | {"verdict": verdict}, lines)
   return 0
 
 
 def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
   """A row for each layer, and the importance of its heads."""
-  if not stats.layers:
-    from moh_jax.evaluation.report import NO_ROUTER
+  from moh_jax.evaluation.report import layer_table
 
-    yield NO_ROUTER
-  rows = []
-  entropies = stats.entropy()[:, 0]
-  for place, (layer, entropy) in enumerate(zip(stats.layers, entropies)):
-    budget, groups = layer.budget, stats.groups["all"]
-    loads = groups.load[place][0, budget.shared :]
-    numbers = layer.order[budget.shared :]
-    by_load = loads.argsort(kind="stable") if budget.top_k else []
-    least, most = (
-      f"{numbers[head]}: {loads[head]:.1%}" if len(by_load) else "none routed"
-      for head in [*by_load[:1], *by_load[-1:]] or (0, 0)
-    )
-    weight = f"{groups.weights[place, 0, 0]:.2f}"
-    cells = (budget.num_heads, budget.shared, budget.top_k, weight)
-    rows.append((layer.name, *cells, f"{entropy:.2f}", least, most))
+  header, rows = layer_table(stats)
   if rows:
-    header = ("heads", "shared", "top_k", "weight of shared")
-    yield command.table(
-      rows, ("layer", *header, "entropy", "least used", "most used")
-    )
+    yield command.table(rows, header)
   if importance is not None:
     rows = [
       (layer, *(f"{value:.3f}" for value in values))

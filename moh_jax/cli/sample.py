@@ -34,9 +34,9 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   as --config.sample.steps=50 and --config.sample.cfg_scale=4.
 
   Attributes:
-    out: .png: one grid of all images; .npz: arr_0 uint8 [N, X, Y, channels] and
-      labels arr_1, in parts that survive a kill; no suffix: a folder of files
-      CLASS/NUMBER.png.
+    out: .png: one grid of all images with their classes; .npz: arr_0 uint8 [N,
+      X, Y, channels] and labels arr_1, in parts that survive a kill; no suffix:
+      a folder of files CLASS/NUMBER.png.
     labels: classes of the images in turn, as "L,L,...": names, numbers (from 0,
       in alphabetical order of the folders) or none (default: every class).
     num: images (default: one for each of the labels).
@@ -77,8 +77,11 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 
 def run(options: Options) -> int:
   """Samples images and writes them."""
+  import numpy as np
+
   from moh_jax.convert import HOW_TO_GET_VAE
   from moh_jax.convert.vae import load_autoencoder
+  from moh_jax.data.decode import tiles
   from moh_jax.data.image_folders import find_images
   from moh_jax.inference import sample
   from moh_jax.inference.restore import fingerprint
@@ -116,9 +119,9 @@ def run(options: Options) -> int:
     size = min(options.batch_size, num)
     if out.suffix == ".png":
       images = sample.sample_images(sampler, num, size)
-      zoom = config.sample.zoom
-      images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
       if options.is_first():
+        names = [*map(sampler.name, sampler.label(np.arange(num)))]
+        images = tiles(images, names, config.sample.zoom)
         sample.write_grid(out, images, options.columns or min(num, 10))
     else:
       settings = _settings(options, metadata, labels, start) | {

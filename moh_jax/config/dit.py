@@ -225,7 +225,7 @@ class SampleConfig(base.Section):
     num: images of a grid.
     labels: of the grid's images in turn; -1 is no label. Empty goes through
       the classes.
-    zoom: how often a pixel of the grid is repeated in each direction.
+    zoom: repeats of a pixel of a grid, each way; 0 is to 112 pixels of width.
     method: sampler: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
       (DPM-Solver++ 2M, arXiv:2211.01095); for flow matching "euler" or "heun",
       which evaluates the network twice a step.
@@ -253,7 +253,7 @@ class SampleConfig(base.Section):
   every: base.Natural | None = 0
   num: base.Count = 16
   labels: tuple[Annotated[int, base.Range(-1)], ...] = ()
-  zoom: Annotated[int, base.Range(1, 64, "[]")] = 1
+  zoom: Annotated[int, base.Range(0, 64, "[]")] = 0
   method: Literal["ddpm", "ddim", "dpm", "euler", "heun"] = "ddpm"
   steps: str = "250"
   eta: base.Share = 0.0

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from moh_jax.evaluation import pictures
 
 _HIGHER = {"accuracy", "top5_accuracy", "precision", "recall"}  # is better
@@ -212,24 +214,36 @@ def plot(rows: Sequence[Row]) -> Any:
   """The first metric over the activated share: every seed, mean and spread.
 
   Returns:
-    A figure with the best setting of each variant.
+    A figure with the best setting of each variant, its name beside its mean.
   """
   name = next(iter(rows[0].metrics))
-  figure = pictures.new_figure(figsize=(5.6, 3.8))
+  figure = pictures.new_figure(figsize=(7, 4.5))
   axis = figure.subplots()
   shown = [row for row in rows if row.best]
-  for row, color in zip(shown, pictures.head_colors(len(shown))):
+  shown.sort(key=lambda row: row.metrics[name].mean)
+  colors = pictures.head_colors(len(shown))
+  for row, color in zip(shown, colors):
     spread, share = row.metrics[name], row.activated_share
-    label = f"{row.variant} {row.setting}".rstrip()
-    if row.failed:
-      label += f" ({row.failed} of {row.runs} diverged)"
     places = [share] * len(spread.values)
     axis.plot(places, spread.values, "o", color=color, alpha=0.4)
     line = {"color": color, "marker": "_", "markersize": 14, "capsize": 4}
-    axis.errorbar(share, spread.mean, spread.deviation, label=label, **line)
+    axis.errorbar(share, spread.mean, spread.deviation, **line)
+  axis.margins(x=0.3)  # room for the names
+  x_range, y_range = np.ptp(axis.get_xlim()), np.ptp(axis.get_ylim())
+  named: list[tuple[float, float]] = []  # where names stand, from below
+  for row, color in zip(shown, colors):
+    share, height = row.activated_share, row.metrics[name].mean
+    for x, y in named:  # a name that would cover another moves up
+      if abs(x - share) < 0.3 * x_range:
+        height = max(height, y + 0.05 * y_range)
+    named.append((share, height))
+    label = f"{row.variant} {row.setting}".rstrip()
+    if row.failed:
+      label += f" ({row.failed} of {row.runs} diverged)"
+    beside: dict[str, Any] = {"xytext": (10, 0), "textcoords": "offset points"}
+    beside["bbox"] = {"color": color, "alpha": 0.25, "pad": 1, "linewidth": 0}
+    axis.annotate(label, named[-1], fontsize=8, va="center", **beside)
   axis.set_xlabel("activated share of the heads")
-  axis.set_ylabel(name)
+  axis.set_ylabel(f"{name} (bars: mean ± standard deviation)")
   axis.grid(alpha=0.3)
-  if shown:
-    axis.legend(fontsize=8)
   return figure

@@ -27,7 +27,7 @@ from moh_jax.evaluation.probe import (
   on_host,
   recorded_layers,
 )
-from moh_jax.ops.routing import Routing, collapse_lines, load_entropy
+from moh_jax.ops.routing import Routing, load_entropy
 from moh_jax.runtime import sharding
 
 # What is averaged over the tokens of a group, for every head.
@@ -137,11 +137,6 @@ class HeadStats:
     for row, layer, load in zip(out, self.layers, groups.load):
       row[:] = load_entropy(load[:, layer.budget.shared :])
     return out
-
-  def collapsed(self, bound: float) -> list[str]:
-    """A line for each layer whose load has an entropy under `bound`."""
-    names = [layer.name for layer in self.layers]
-    return collapse_lines(dict(zip(names, self.entropy()[:, 0])), bound)
 
 
 def routed_layers(config: Config, probe: Probe) -> tuple[Layer, ...]:

@@ -197,7 +197,8 @@ def load_over_steps(
   for axis, (name, points) in zip(axes, loads.items()):
     steps, values = zip(*points)
     for head, line in zip(routed.get(name, ()), np.transpose(values)):
-      axis.plot(steps, line, color=colors[head], linewidth=1)
+      marker = "." if len(points) < 20 else None  # one point is no line
+      axis.plot(steps, line, color=colors[head], linewidth=1, marker=marker)
     axis.set_ylim(0, 1.02)  # a line at 1 is seen
   figure.supxlabel("step", fontsize=8)
   figure.supylabel("share of tokens", fontsize=8)
@@ -215,6 +216,7 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
   figure, axes = _panels(features, (2, 2.1), (0.8, 0.5), title)
   for axis, values in zip(axes, features.values()):
     image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
+    axis.locator_params(integer=True)  # as the numbers of heads are
   figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.6)
   return figure
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
+from moh_jax.data.decode import tiles
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import pictures
 from moh_jax.evaluation.head_stats import VALUES, HeadStats
@@ -30,32 +31,60 @@ from moh_jax.ops.routing import LOAD_SPLIT
 from moh_jax.runtime import sharding, steps
 from moh_jax.runtime.files import read_bytes, write_whole
 
-# Metrics whose curves the page has, those that the run recorded of them.
-_CURVES = (
-  *("loss", "task_loss", "accuracy", "bits_per_byte", "mse"),
-  *("balance_loss", "activated_share", "load_entropy", "lr"),
-)
-NO_ROUTER = (
-  "the model is multi-head attention: it has no router, and every token uses "
-  "every head"
-)
+# Metrics whose curves the page has, and words of its tables.
+_CURVES = {
+  "loss": "task_loss + train.balance_weight * balance_loss; of val the task's",
+  "task_loss": "the task's loss on the training batch",
+  "accuracy": "share of images whose class is found",
+  "bits_per_byte": "bits that the model needs for a byte of text",
+  "mse": "mean squared error of what the denoiser predicts",
+  "balance_loss": "how unevenly heads are used",
+  "activated_share": "heads that tokens use over heads present",
+  "load_entropy": "the smallest entropy of the load of any layer",
+  "lr": "learning rate",
+}
+_WORDS = {
+  "load": "share of tokens that use a head; even is top_k, which a token "
+  "selects, over the number of routed heads; shared heads have a load of 1",
+  "entropy": "how even the load is: 1 where routed heads are selected equally "
+  "often, 0 where all tokens select the same ones",
+  "weight of shared": "part of shared heads in the output; 0.5 if not learned",
+  "score": "mean of the router's softmax, among the shared or the routed heads",
+  "gate": "mean weight of a head's output, 0 for tokens that do not use it",
+  "importance": "to first order, how much the loss changes without the head",
+  "similarity": "mean cosine between different heads, near 1 if they do the "
+  "same: of attention weights (patterns), of what they add (features)",
+  "best head": "of those that a token selected the one with the highest score",
+}
+# What may stand out, and what to do about it.
+_REMEDIES = {
+  "collapsed to the same heads": "raise train.balance_weight several times",
+  "uneven load": "a larger train.balance_weight evens the load",
+  "load 1": "share heads that all tokens select (model.shared_heads)",
+  "load 0": "leave out heads that no token selects (model.num_heads)",
+  "no choice": "set model.top_k between no and all routed heads for a choice",
+  "equal": "leave out one of two heads that add the same, or share fewer",
+}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
   max-width: 70rem; padding: 0 1rem; color: #222; background: #fff; }
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { border: 1px solid #ccc; padding: .15rem .5rem; text-align: right; }
-.scroll { max-height: 28rem; overflow: auto; }
-.warning { background: #fff3cd; padding: .4rem .8rem; }
+.scroll { overflow-x: auto; }
+.verdict { background: #eef3fb; padding: .4rem .8rem; }
 img { max-width: 100%; } pre { font-size: .8rem; overflow: auto; }
 p.text { white-space: pre-wrap; }
 figure { display: inline-block; margin: .4rem; font-size: .8rem; }
 figure img { width: 96px; image-rendering: pixelated; }
+@media (max-width: 45rem) {
+  th, td { padding: .1rem .2rem; font-size: .7rem; }
+  section { overflow-x: auto; } section > img { max-width: 45rem; }
+}
 """
 _MOST_METRICS, _MOST_PNG = 1 << 30, 1 << 26  # bytes that are read of a file
 _POINTS = 500  # of a curve; more are thinned out
 _SAMPLES, _COLUMNS = 8, 4
 _TOKENS = 200  # of a text that are coloured
-_ZOOM_TO = 256  # pixels that small samples are enlarged to, about
 
 Points = list[tuple[int, Any]]
 
@@ -180,56 +209,123 @@ def _figures(found: Findings) -> Iterator[tuple[str, Any]]:
 
 
 def _page(found: Findings, images: Mapping[str, str]) -> str:
-  config, stats = found.config, found.stats
-  warnings = stats.collapsed(config.log.collapse_entropy)
-  warnings += [] if stats.layers else [NO_ROUTER]
-  budgets = [
-    (n, b.num_heads, b.shared, b.routed, b.top_k, f"{b.share:.1%}")
-    for n, b in config.model.layer_budgets().items()
-  ]
-  header = ("layer", "heads", "shared", "routed", "top_k", "active")
-  similarity = similarity_rows(found.similarity)
+  config, stats, title = found.config, found.stats, "How heads are used"
+  rows, others = similarity_rows(found.similarity), [*found.similarity][1:]
+  said = verdict(config, stats, found.similarity[found.checkpoint].features)
+  load = "".join(x for name, x in images.items() if name.startswith("load_by_"))
   sections = {
-    "Warnings": "".join(
-      f'<p class="warning">{html.escape(text)}</p>' for text in warnings
-    ),
-    "Head budget": f"<p>Activated share of all heads: "
-    f"{config.model.activated_share:.1%}</p>{_table(header, budgets)}",
-    "Curves": images.get("curves", ""),
-    f"Load of heads on {found.where}": "".join(
-      image for name, image in images.items() if name.startswith("load_by_")
-    ),
-    "Load over the training": images.get("load_over_steps", ""),
-    "Every head": _heads(found),
-    "Similarity of heads": similarity
-    and "<p>Mean cosine between different heads of a layer, of their attention "
-    "weights and of what they add to the tokens.</p>"
-    + _table(similarity[0], similarity[1:])
+    "In short": f'<p class="verdict">{"<br>".join(map(html.escape, said))}</p>'
+    + _explained(_WORDS, "load", "entropy"),
+    "Layers": stats.layers
+    and _table(*layer_table(stats)) + _explained(_WORDS, "weight of shared"),
+    "Curves": "curves" in images and images["curves"] + _losses(found),
+    "Load of heads": load and load + _explained(_WORDS, "load"),
+    "Load over the training": images.get("load_over_steps"),
+    "Similarity of heads": rows
+    and _table(rows[0], rows[1:])
+    + "".join(f"<p>other: {html.escape(name)}</p>" for name in others)
+    + _explained(_WORDS, "similarity")
     + images["similarity"],
-    "Which head each token chose": images.get("routing_maps", ""),
+    "Which head each token chose": "routing_maps" in images
+    and images["routing_maps"] + _explained(_WORDS, "best head"),
     "Samples": found.samples,
-    f"Config ({config.model.family})": _preformatted(
-      json.dumps(config_lib.to_dict(config), indent=1)
-    ),
+    "Every head": _heads(found),
+    "Config": _preformatted(json.dumps(config_lib.to_dict(config), indent=1)),
   }
-  title = html.escape(found.checkpoint)
   parts = "\n".join(
     f"<section><h2>{html.escape(heading)}</h2>\n{body}</section>"
     for heading, body in sections.items()
     if body
   )
+  where = html.escape(f"{found.checkpoint}, measured on {found.where}")
   return (
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width">\n'
     f"<title>{title}</title>\n<style>{_STYLE}</style></head>\n"
-    f"<body><h1>{title}</h1>\n{parts}\n</body></html>\n"
+    f"<body><h1>{title}</h1>\n<p>{where}: {config.model.activated_share:.1%} "
+    f"of all heads are active</p>\n{parts}\n</body></html>\n"
   )
+
+
+def verdict(
+  config: Config, stats: HeadStats, features: Mapping[str, np.ndarray]
+) -> list[str]:
+  """Three sentences: how evenly heads are used, what stands out, what to do.
+
+  Args:
+    config: of the model.
+    stats: of its heads.
+    features: of its `HeadSimilarity`; {} where that was not measured.
+  """
+  found: dict[str, list[str]] = collections.defaultdict(list)
+  entropies = dict(zip([x.name for x in stats.layers], stats.entropy()[:, 0]))
+  uneven = [name for name, entropy in entropies.items() if entropy < 0.9]
+  for layer, load in zip(stats.layers, stats.groups["all"].load):
+    budget, name = layer.budget, layer.name
+    if budget.top_k in (0, budget.routed) and not config.model.router.varies:
+      found["no choice"].append(name)
+      del entropies[name]
+    elif entropies[name] < config.log.collapse_entropy:
+      found["collapsed to the same heads"].append(name)
+    else:
+      if name in uneven:
+        found["uneven load"].append(name)
+      for head, share in zip(layer.routed, load[0, budget.shared :]):
+        if not 0.005 < share < 0.995:
+          found[f"load {share:.0f}"].append(f"head {head} of {name}")
+  for name, cosines in features.items():
+    for one, other in np.argwhere(np.triu(cosines, 1) > 0.95):
+      found["equal"].append(f"heads {one} and {other} of {name}")
+  first = "No layer has a choice of heads."
+  if not stats.layers:
+    first = "As multi-head attention it has no router: tokens use every head."
+  if entropies:
+    least = min(entropies, key=entropies.__getitem__)
+    even = f"unevenly in {len(uneven)} of {len(entropies)} layers"
+    first = (
+      f"Heads are used {even if uneven else 'evenly'}: the smallest entropy of "
+      f"the load is that of {least}, "
+      f"{entropies[least]:.2f} (1: all heads equally, 0: always the same ones)."
+    )
+  seen = "; ".join(
+    f"{', '.join(places[:4])}{', ...' * (len(places) > 4)} ({kind})"
+    for kind, places in found.items()
+  )
+  todo = "; ".join(_REMEDIES[kind] for kind in found)
+  second = f"What stands out: {seen or 'no layer and no head'}."
+  return [first, second, f"What to do: {todo or 'nothing'}."]
+
+
+def _losses(found: Findings) -> str:
+  """What the curves are, and why those of held-out data differ."""
+  config, values = found.config, dict[str, Any]()
+  for section in (config.data, config.model, *config.sections.values()):
+    values |= vars(section)
+  only = ", ".join(
+    f"{name}={values[name]}"
+    for name in (
+      *("augment", "auto_augment", "color_jitter", "random_erasing", "mixup"),
+      *("cutmix", "label_smoothing", "drop_path", "label_dropout"),
+    )
+    if values.get(name) not in (None, 0, "", "none")
+  )
+  why = f" Only train has {only}: its loss may rightly lie above that of val."
+  shown = [name for name in _CURVES if name in found.metrics.curves]
+  text = "train: batches of the training; val: what the run held out."
+  return f"{_explained(_CURVES, *shown)}<p>{text}{why * bool(only)}</p>"
+
+
+def _explained(meanings: Mapping[str, str], *names: str) -> str:
+  """What words mean, as a list."""
+  rows = (f"<li><b>{name}</b>: {meanings[name]}</li>" for name in names)
+  return f"<ul>{''.join(rows)}</ul>"
 
 
 def similarity_rows(similarity: Mapping[str, HeadSimilarity]) -> list[tuple]:
   """A header, and a row for each layer: means over pairs of heads."""
   columns = {
-    f"{kind}, {name}": getattr(one, kind)
-    for name, one in similarity.items()
+    kind if number == 0 else f"{kind}, other": getattr(one, kind)
+    for number, one in enumerate(similarity.values())
     for kind in ("patterns", "features")
   }
   layers = dict.fromkeys(itertools.chain(*columns.values()))
@@ -239,6 +335,26 @@ def similarity_rows(similarity: Mapping[str, HeadSimilarity]) -> list[tuple]:
     cells = ["" if x is None else f"{mean_similarity(x):.3f}" for x in found]
     rows.append((layer, *cells))
   return rows
+
+
+def layer_table(stats: HeadStats) -> tuple[tuple[str, ...], list[tuple]]:
+  """A header, and a row for each layer with a router."""
+  rows = []
+  for place, layer in enumerate(stats.layers):
+    budget, groups = layer.budget, stats.groups["all"]
+    loads = groups.load[place][0, budget.shared :]
+    numbers = layer.order[budget.shared :]
+    by_load = loads.argsort(kind="stable") if budget.top_k else []
+    least, most = (
+      f"{numbers[head]}: {loads[head]:.1%}" if len(by_load) else "none routed"
+      for head in [*by_load[:1], *by_load[-1:]] or (0, 0)
+    )
+    measured = groups.weights[place, 0, 0], stats.entropy()[place, 0]
+    cells = (budget.num_heads, budget.shared, budget.top_k)
+    cells += tuple(f"{value:.2f}" for value in measured)
+    rows.append((layer.name, *cells, least, most))
+  header = ("layer", "heads", "shared", "top_k", "weight of shared", "entropy")
+  return (*header, "least used", "most used"), rows
 
 
 def _heads(found: Findings) -> str:
@@ -259,7 +375,8 @@ def _heads(found: Findings) -> str:
       for (place, head), worth in np.ndenumerate(importance)
     ]
   measured = (*(VALUES if stats.layers else ()), *["importance"] * has_worth)
-  return rows and _table(("layer", "head", "kind", *measured), rows)
+  table = _table(("layer", "head", "kind", *measured), rows)
+  return rows and _explained(_WORDS, *measured) + table
 
 
 def _pixels(config: Config, inputs: np.ndarray) -> np.ndarray | None:
@@ -355,9 +472,7 @@ def _generated(
     return _image(pictures.shrunk(preview), "samples of the run")
   if config.diffusion.space != "pixel":
     return "<p>Latents need their autoencoder to be shown: see `sample`.</p>"
-  grid = image_grid(generate(_SAMPLES), columns=_COLUMNS)
-  zoom = max(1, _ZOOM_TO // grid.shape[0])
-  grid = grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
+  grid = image_grid(tiles(generate(_SAMPLES)), columns=_COLUMNS)
   png = pictures.shrunk(pictures.png_of_pixels(grid))
   return _image(png, "generated samples")
 

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, MeshConfig, check_command
-from moh_jax.data.decode import to_picture
+from moh_jax.data.decode import grid_zoom, to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
@@ -191,9 +191,11 @@ def check_size(config: Config, num: int, out: pathlib.Path) -> None:
   Raises:
     ValueError: they need more.
   """
-  size = math.prod(config.model.input_shape)
+  size, width = math.prod(config.model.input_shape), config.model.input_size[1]
   if config.diffusion.space == "latent":
-    size = 3 * 64 * math.prod(config.model.input_size)
+    size, width = 3 * 64 * math.prod(config.model.input_size), 8 * width
+  if out.suffix == ".png":
+    size *= grid_zoom(width, config.sample.zoom) ** 2
   what = f"{num:,} images of {size:,} bytes"
   if out.suffix == ".png":
     check_bytes(num * size, what)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.convert.inception import load_inception
+from moh_jax.data.decode import tiles
 from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import make_source
 from moh_jax.evaluation.fid import (
@@ -200,8 +201,8 @@ def _make_preview(
     batch = (index, wanted[index % len(wanted)])
     batch = [sharding.put_batch(part, mesh) for part in batch]
     pictures = sharding.gather(paint(params, seed, *batch))[:num]
-    grid = image_grid(pictures, columns=min(num, max(1, round(num**0.5))))
-    return grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
+    columns = min(num, max(1, round(num**0.5)))
+    return image_grid(tiles(pictures, zoom=zoom), columns)
 
   return preview
 

@@ -61,8 +61,10 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     out, page, text, _ = self._heads(
       *self.run_of, "--json", numbers, "--against", stored("vit")
     )
-    for folder in (self.root / "run", stored("vit")):
-      self.assertIn(f"features, {folder}, step 0", text)
+    self.assertIn(f"similarity of heads, other: {stored('vit')}, step 0", text)
+    self.assertIn("features, other", text)
+    headings = re.findall(r"<(?:h\d|th)>(.*?)</", page)
+    self.assertNotIn("/", "".join(headings))  # no path is one
     steps = self.root / "run/checkpoints"
     shutil.copytree(steps / "0", steps / "1")  # another step is another model
     file = steps / "1/config/metadata"
@@ -70,8 +72,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     write_manifest(epath.Path(steps / "1"))
     argv = *self.run_of, "--batches=1", "--against", self.root / "run"
     text = self.done(*argv, "--step=0")
-    for step in (0, 1):
-      self.assertIn(f"patterns, {self.root / 'run'}, step {step}", text)
+    self.assertIn(f"other: {self.root / 'run'}, step 1", text)
     self.assert_refused("must be another checkpoint", *argv)
     for name in ("load_by_class", "routing_maps", "load_over_steps", "curves"):
       for form, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
@@ -133,9 +134,9 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     data = self.root / "data"
     put(data, *(f"{name}/0.png" for name in names[:9]))
     argv = *self.run_of, "--data", data, "--maps=10"
-    out, page, _, error = self._heads(*argv)
-    for said in (page, error):
-      self.assertIn("the router of layer stage2.1 has collapsed", said)
+    out, page, text, _ = self._heads(*argv)
+    for said in (page, text):
+      self.assertRegex(said, r"What stands out: .*stage2\.1.* \(collapsed")
     self.assertIn(b"caf\xe9", (out / "heads.csv").read_bytes())
     self.assertIn("caf?", page)
 

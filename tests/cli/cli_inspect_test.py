@@ -160,7 +160,8 @@ class BatchTest(tiny_checkpoint.CommandTest):
       image = batch["image"][row][..., 0]
       zoom = 112 // len(image)
       side = zoom * len(image)
-      tile = sheet[down * (side + 2) :, right * (side + 2) :][:side, :side]
+      below = down * (len(sheet) // 2 + 1)  # of two rows, with names below
+      tile = sheet[below:, right * (side + 2) :][:side, :side]
       np.testing.assert_array_equal(tile[::zoom, ::zoom], image)
 
   def test_mixed_images_have_both_names_and_shares(self):
@@ -199,8 +200,9 @@ class LatentsTest(tiny_checkpoint.CommandTest):
     )
     with Image.open(self.root / "x.png") as picture:
       grid = np.asarray(picture)
-    self.assertEqual(grid.shape, (18, 18, 3))
-    gap = grid[10:, 10:].astype(int) - to_pixels(image)[0]
+    self.assertEqual(grid.shape[1], 2 * 112 + 2)
+    last = grid[len(grid) // 2 + 1 :][:112, 114:]
+    gap = last[7::14, 7::14].astype(int) - to_pixels(image)[0]
     self.assertLessEqual(np.abs(gap).max(), 1)
     tiny_vae.save(self.root / "other", seed=1)
     with self.assertLogs("moh_jax", "WARNING") as logs:

@@ -81,7 +81,7 @@ _OUTSIDE = """
   1048577 | must be at most 1048576 | data.batch_size
   20 | must be in [21, 100000] | diffusion.steps
   100001 | must be in [21, 100000] | diffusion.steps
-  0 | must be in [1, 64] | sample.zoom
+  -1 | must be in [0, 64] | sample.zoom
   '?' | must be one of ('float32', 'bfloat16') | vit.dtype dit.dtype llm.dtype
     vae.dtype optim.moment_dtype optim.ema_dtype
   '?' | ('auto', 'dense', 'packed', 'kernel' | llm.attention_impl

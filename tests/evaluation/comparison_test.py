@@ -97,8 +97,23 @@ class ComparisonTest(absltest.TestCase):
       self.assertIn(f"| {wins} |", line)
       self.assertIn(f"({failed} of 3 diverged)", line)
     (axis,) = comparison.plot(rows).axes
-    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    labels = [text.get_text() for text in axis.texts]
     self.assertEqual(labels, ["mha lr=1", "moh50 lr=1 (1 of 3 diverged)"])
+
+  def test_names_stand_beside_their_means_and_apart(self):
+    results = {
+      "mha": _seeds(0.5, 0.7),
+      "gate": _seeds(0.51, 0.7),
+      "moh50": _seeds(0.59, 0.6, share=0.5),
+    }
+    (axis,) = comparison.plot(_compare(results, 2)[0]).axes
+    places = {text.get_text(): text.xy for text in axis.texts}
+    self.assertEqual(places["moh50"], (0.5, 0.595))
+    self.assertEqual(places["mha"], (1.0, 0.6))
+    share, height = places["gate"]  # its mean is 0.605: above the other name
+    self.assertEqual(share, 1.0)
+    self.assertGreater(height, 0.606)
+    self.assertLess(height, 0.63)
 
   def test_metrics(self):
     found = [_seeds(0.5), _seeds(0.6)]

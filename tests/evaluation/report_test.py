@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest
@@ -46,6 +47,11 @@ def _stats(grid=None, top_k=1, best=((1, 2, -1, 1),) * 2, counted=True):
   return HeadStats(layers, {"all": groups, "class": groups}, maps)
 
 
+def _budget(top_k):
+  budget = HeadBudget(4, 1, top_k, 4)
+  return budget, Units(budget)
+
+
 class PicturesTest(absltest.TestCase):
   def test_any_name_can_be_shown(self):
     for figure in (
@@ -72,6 +78,70 @@ class PicturesTest(absltest.TestCase):
       self.assertEqual(labels, ["head 0", "head 1"])
       colors = [to_hex(x.get_facecolor()).upper() for x in legend.get_patches()]
       self.assertEqual(colors, pictures.head_colors(3)[:2])
+
+
+class VerdictTest(absltest.TestCase):
+  def _verdict(self, *loads, top_k=1, similarity=0.0, **router):
+    """The sentences of a layer with 1 shared and 3 routed heads."""
+    layer = Layer("blocks0.0", *_budget(top_k), (2, 0, 1, 3))
+    load = (np.array([[1.0, *loads]]),)
+    groups = GroupStats(
+      ("all",), np.ones((1, 1)), load, load, load, np.ones((1, 1, 2))
+    )
+    stats = HeadStats((layer,), {"all": groups}, None)
+    cosines = np.eye(4)
+    cosines[1, 3] = cosines[3, 1] = similarity
+    config = tiny.llm_config(model={"router": router})
+    return report.verdict(config, stats, {"blocks0.0": cosines})
+
+  def test_even_heads_need_nothing(self):
+    first, second, third = self._verdict(0.3, 0.33, 0.37)
+    self.assertStartsWith(first, "Heads are used evenly: ")
+    self.assertIn("1.00 (1: all heads", first)
+    self.assertEqual(second, "What stands out: no layer and no head.")
+    self.assertEqual(third, "What to do: nothing.")
+
+  def test_what_stands_out_is_named_with_what_to_do(self):
+    for sentences, seen, remedy in (
+      (self._verdict(1, 0.6, 0.4, top_k=2), "0 of blocks0.0 (load 1)", "share"),
+      (
+        self._verdict(0.5, 0.5, 0),
+        "3 of blocks0.0 (load 0)",
+        "leave out heads",
+      ),
+      (
+        self._verdict(1, 0, 0),
+        "blocks0.0 (collapsed to the same heads)",
+        "raise",
+      ),
+      (self._verdict(1, 1, 1, top_k=3), "blocks0.0 (no choice)", "model.top_k"),
+      (self._verdict(0.1, 0.1, 0.8), "blocks0.0 (uneven load)", "evens"),
+      (
+        self._verdict(0.3, 0.3, 0.4, similarity=0.99),
+        *("heads 1 and 3 of blocks0.0 (equal)", "leave out one of two"),
+      ),
+    ):
+      _, second, third = sentences
+      self.assertStartsWith(second, "What stands out: ")
+      self.assertIn(seen, second)
+      self.assertIn(remedy, third)
+    self.assertIn(
+      "unevenly in 1 of 1 layers: the", self._verdict(0.1, 0.1, 0.8)[0]
+    )
+    self.assertIn("No layer has a choice", self._verdict(1, 1, 1, top_k=3)[0])
+    # With top_p tokens have a choice whatever the budget says.
+    second = self._verdict(0.5, 0.6, 0.7, top_k=3, top_p=0.6)[1]
+    self.assertNotIn("no choice", second)
+
+  def test_losses_are_explained_where_training_differs(self):
+    def page(**sections):
+      config = tiny.deterministic_config(**sections)
+      return report._losses(mock.Mock(config=config, metrics=metrics))
+
+    metrics = report.RunMetrics({"loss": {"val": [(1, 2.0)]}}, {})
+    self.assertNotIn("rightly", page(data={"augment": "none"}))
+    text = page(data={"augment": "shift"}, classifier={"label_smoothing": 0.1})
+    self.assertIn("has augment=shift, label_smoothing=0.1: its", text)
 
 
 class SamplesTest(folders.FolderTest):

@@ -28,7 +28,7 @@ from tests.training import tiny
 from tests.training.tiny import make_task
 
 _EXAMPLES = 4096
-_PREVIEW = {"every": 2, "num": 5}
+_PREVIEW = {"every": 2, "num": 5, "zoom": 1}
 _NO_LABEL = tiny.DIT.num_classes
 
 
@@ -195,12 +195,13 @@ class PreviewTest(absltest.TestCase):
     gap = np.abs(picture.astype(int) - self._preview(devices=8))
     self.assertLessEqual(gap.max(), 1)  # where the rounding is a tie
     labelled = self._preview(labels=(0, 1, -1), zoom=3)
-    self.assertEqual(labelled.shape, (84, 54, 1))
-    pixels = labelled[1::3, 1::3]
-    np.testing.assert_array_equal(pixels.repeat(3, 0).repeat(3, 1), labelled)
+    self.assertEqual(labelled.shape, (76, 50, 1))
     # The first two images have the classes' labels, the third one has none.
-    np.testing.assert_array_equal(pixels[:8], picture[:8])
-    self.assertFalse(np.array_equal(pixels[10:18, :8], picture[10:18, :8]))
+    second = labelled[:24, 26:]
+    np.testing.assert_array_equal(second[1::3, 1::3], picture[:8, 10:])
+    third = labelled[26:50, :24]
+    np.testing.assert_array_equal(third[1::3].repeat(3, 0), third)
+    self.assertFalse(np.array_equal(third[1::3, 1::3], picture[10:18, :8]))
 
   def test_latents_are_shown_as_the_autoencoder_decodes_them(self):
     decode = mock.Mock(side_effect=lambda x: jnp.zeros((len(x), 16, 16, 3)))
