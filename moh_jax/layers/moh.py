@@ -203,8 +203,12 @@ class MoHAttention(nn.Module):
     places, choice = places or Places(), choice or HeadChoice()
     layout = self._layout(cached=cache is not None)
     q, k, v = self.project(x, layout, context)
-    reads = self.router.reads_norms
-    norms = layout.undealt(routing.query_norms(q)) if reads else None
+    norms = None
+    if self.router.reads_norms:
+      # Whole before its heads change places: XLA ends the process where it
+      # splits a gather of heads on a mesh of three axes.
+      norms = constrain(routing.query_norms(q), "batch", "tokens", None)
+      norms = layout.undealt(norms)
     router = HeadRouter(
       self.budget,
       self.router,
