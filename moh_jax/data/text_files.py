@@ -383,8 +383,9 @@ def _read_rows(piece: Piece, field: str | None) -> Iterator[tuple[str, Any]]:
             break
           whole = field is None
           column = batch.to_struct_array() if whole else batch.column(field)
-          kind = _BYTES.get(str(column.type), column.type)
-          column.view(kind).validate(full=True)
+          kind = _BYTES.get(str(column.type))
+          checked = column if kind is None else column.view(kind)
+          checked.validate(full=True)
       except BadTextError as problem:
         if not (read or before):
           break  # nothing is left after what was reported
