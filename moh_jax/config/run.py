@@ -416,7 +416,7 @@ class Config:
     base.all_of([lambda: self.model.check_run(self), *own])
 
   def _check_tune(self) -> None:
-    lora, distill = self.tune.lora, self.tune.distill
+    distill = self.tune.distill
     if not self.model.READS_TEXT:
       family = f"model.family={self.model.family!r}"
       if self.tune.top_k_values:
@@ -425,11 +425,6 @@ class Config:
         raise ValueError(
           f"tune.distill.weight={distill.weight} must be 0 for {family}"
         )
-    if self.prefers and not lora.rank:
-      raise ValueError(
-        f"tune.lora.rank={lora.rank} must be above 0 where data.source="
-        "'preference': the reference is the model without its adapters"
-      )
     if self.prefers and distill.weight:
       raise ValueError(
         f"tune.distill.weight={distill.weight} must be 0 where data.source="

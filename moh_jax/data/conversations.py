@@ -266,10 +266,19 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
       raise ValueError(f"message {index}: role {role!r} must be one of {known}")
   if ASSISTANT not in roles:
     raise ValueError(f"no message of {ASSISTANT!r} in roles {roles}")
-  # Tables have every field in every row; a template asks whether it is there.
+  return _without_nulls(messages)
+
+
+def _without_nulls(messages: list[Any]) -> list[Any]:
+  """Messages without fields that are null, but for their content.
+
+  Tables have every field in every row; a template asks whether it is there.
+  """
   return [
-    {k: x for k, x in message.items() if x is not None or k == "content"}
-    for message in messages
+    {k: x for k, x in one.items() if x is not None or k == "content"}
+    if isinstance(one, dict)
+    else one
+    for one in messages
   ]
 
 
@@ -294,8 +303,10 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
       said = [{"role": ASSISTANT, "content": said}]
     if not (isinstance(asked, list) and isinstance(said, list)):
       raise ValueError(f"'prompt' and {name!r} must be texts or messages")
-    # A whole conversation begins with the question that may stand beside it.
-    whole = said[: len(asked)] == asked
+    asked, said = _without_nulls(asked), _without_nulls(said)
+    # A whole conversation has the question that may stand beside it.
+    starts = range(len(said) - len(asked) + 1)
+    whole = any(said[i : i + len(asked)] == asked for i in starts)
     pair.append(read_messages({"messages": said if whole else asked + said}))
   if pair[0] == pair[1]:
     raise ValueError("'chosen' and 'rejected' must differ")

@@ -122,9 +122,14 @@ def check_router(config: Config, *_: Any) -> None:
 
 def check_teacher(config: Config, mesh: Mesh, program: Program) -> None:
   """Teachers and references do not change: none of what they use is trained."""
-  weight = config.tune.distill.weight
+  weight, lora = config.tune.distill.weight, config.tune.lora
   if not weight and not config.prefers:
     return
+  if not lora.rank:  # a teacher's config has them; a served one may lack them
+    raise ValueError(
+      f"tune.lora.rank={lora.rank} must be above 0 where data.source="
+      "'preference': the reference is the model without its adapters"
+    )
   for path in flatten_dict(program.state.params):
     used = config.prefers or "router" not in path  # a teacher has no routers
     if path[-1] not in (LORA_A, LORA_B) and used:
@@ -132,7 +137,7 @@ def check_teacher(config: Config, mesh: Mesh, program: Program) -> None:
       if config.prefers:
         allowed, where = "nothing", "data.source='preference'"
       raise ValueError(
-        f"tune.lora.whole={config.tune.lora.whole} must name {allowed} where "
+        f"tune.lora.whole={lora.whole} must name {allowed} where "
         f"{where}, not {'/'.join(path)}: what adapters are compared with would "
         "change with it"
       )

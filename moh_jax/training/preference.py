@@ -39,6 +39,8 @@ def make_loss(
 
   def log_probs(params: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
     kernel = output_kernel(params, config.model)
+    # Its sums over devices have no derivative.
+    x, kernel = jax.lax.stop_gradient((x, kernel))
     return -token_nats(x, kernel, targets, chunk)[0]
 
   def loss_fn(
@@ -49,10 +51,9 @@ def make_loss(
       model, params, batch, top_k=scheduled(step), rngs=rngs
     )
     own = without_adapters(params)
-    gained = jax.lax.stop_gradient(
-      log_probs(params, x, batch["targets"])
-      - log_probs(own, apply_packed(model, own, batch)[0], batch["targets"])
-    )
+    gained = log_probs(params, x, batch["targets"])
+    known = apply_packed(model, own, batch)[0]
+    gained -= log_probs(own, known, batch["targets"])
     sign = jnp.where(batch["segments"] == 1, 1, -1) * batch["weights"]
     margin = beta * (gained * sign).sum(-1)
     # The gradient of the loss in each token's cross-entropy: with it as weight,

@@ -18,7 +18,12 @@ from moh_jax.cli import batch_picture
 from moh_jax.config import TextDataConfig
 from moh_jax.data import conversations, docstrings, infer
 from moh_jax.data.chat import Template
-from moh_jax.data.conversations import ChatSource, PreferenceSource, best_fit
+from moh_jax.data.conversations import (
+  ChatSource,
+  PreferenceSource,
+  best_fit,
+  read_pair,
+)
 from moh_jax.data.sequences import Text
 from moh_jax.layers.vocabulary import token_nats
 from moh_jax.models.llm import apply_packed, output_kernel
@@ -254,7 +259,10 @@ class SourceTest(_ChatTest):
     import pyarrow as pa
     import pyarrow.parquet
 
-    rows = [{"messages": _ask(x)} for x in ("é", "two")]
+    # A field that is null in all rows has no type.
+    rows = [
+      {"messages": [{**m, "name": None} for m in _ask(x)]} for x in ("é", "two")
+    ]
     rows[0]["messages"][1]["tool_calls"] = [{"name": "add"}]
     rows[1]["messages"][1]["tool_calls"] = None
     table = pa.Table.from_pylist(rows)
@@ -378,6 +386,17 @@ class PreferenceTest(_ChatTest):
     ]
     self.assertEqual("".join(shown).count("two"), 4)
     self.assertNotIn("Q", "".join(shown))
+
+  def test_questions_of_tables_and_after_a_system_message_stand_once(self):
+    ask, better, worse = (*_ask("two ")[:1], _ask("two ")[1], _ask("Q")[1])
+    said = {"role": "system", "content": "é"}
+    empty = {"tool_calls": None}  # as tables have it
+    for before in ([], [said]):
+      want = [[*before, ask, better], [*before, ask, worse]]
+      whole = [[{**one, **empty} for one in side] for side in want]
+      for asked in ("a?", [ask]):
+        row = {"prompt": asked, "chosen": whole[0], "rejected": whole[1]}
+        self.assertEqual(read_pair(row), want)
 
   def test_long_pairs_are_cut_or_skipped(self):
     rows = [

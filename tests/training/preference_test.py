@@ -9,15 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import LoraConfig, RouterConfig, TextDataConfig, TuneConfig
+from moh_jax.config import (
+  LoraConfig,
+  MeshConfig,
+  RouterConfig,
+  TextDataConfig,
+  TuneConfig,
+)
 from moh_jax.config.tune import DistillConfig, DpoConfig
 from moh_jax.data.conversations import PreferenceSource
+from moh_jax.inference.restore import restore
 from moh_jax.models.adapters import Adapters, join, without_adapters
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_params
 from moh_jax.training.language_modeling import make_objective
+from moh_jax.training.train import train
 from tests.data.tiny_chat import write_rows, write_tokenizer
 from tests.training import tiny
 
@@ -143,11 +151,34 @@ class PreferenceTest(parameterized.TestCase):
     self.assertIn("bits_per_byte", done.evaluation)
     shares = [row["preferred"] for row in tiny.rows(self.root / "run", "train")]
     self.assertEqual(shares[-1], 1)
+    served = restore(str(self.root / "run"))  # without adapters in its config
+    self.assertEqual(served.config.data.source, "preference")
+
+  def test_devices_share_the_pairs(self):
+    config = _config(self.root)
+    base = _save(self.root, config)
+    config = dataclasses.replace(
+      config,
+      data=dataclasses.replace(config.data, batch_size=8),
+      train=dataclasses.replace(config.train, steps=2, init_from=base),
+      optim=dataclasses.replace(config.optim, lr=2e-2, warmup_steps=0),
+    )
+    tiny.train(config, str(self.root / "one"))
+    train(
+      dataclasses.replace(config, mesh=MeshConfig(**tiny.MESH)),
+      str(self.root / "mesh"),
+    )
+    margins = [
+      [row["margin"] for row in tiny.rows(self.root / name, "train")]
+      for name in ("one", "mesh")
+    ]
+    np.testing.assert_allclose(*margins, rtol=1e-3, atol=1e-6)
+    self.assertGreater(margins[0][-1], 0)
 
   def test_what_does_not_fit_is_named(self):
     config = _config(self.root)
     with self.assertRaisesRegex(ValueError, "lora.rank=0 must be above 0"):
-      dataclasses.replace(config, tune=TuneConfig())
+      tiny.train(dataclasses.replace(config, tune=TuneConfig()), str(self.root))
     taught = TuneConfig(lora=_LORA, distill=DistillConfig(1.0))
     with self.assertRaisesRegex(ValueError, "distill.weight=1.0 must be 0"):
       dataclasses.replace(config, tune=taught)
