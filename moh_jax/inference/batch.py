@@ -37,7 +37,8 @@ class Programs:
     decode: of `decoding.make_decode`.
     mesh: of the parameters.
     shares: whether prompts may attend to a prefix in a cache: not to one that
-      is rounded to int8, as their own tokens are not.
+      is rounded, as their own tokens are not, or whose angles depend on what
+      follows ("dynamic").
   """
 
   config: LLMConfig

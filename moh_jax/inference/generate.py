@@ -116,7 +116,8 @@ class Generator:
       decoding.make_prefill(model, cache_dtype),
       decoding.make_decode(model, tokenizer.stop_ids, _SPAN),
       mesh,
-      shares=cache_dtype != "int8",
+      shares=cache_dtype in (config.dtype, "float32")
+      and config.rope.scaling != "dynamic",
     )
 
   @classmethod

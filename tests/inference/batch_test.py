@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.llm import Sampling
+from moh_jax.config.llm import RotaryConfig, Sampling
 from moh_jax.inference import decoding
 from moh_jax.inference.generate import Generator
 from moh_jax.runtime import sharding
@@ -22,13 +22,13 @@ _DRAWN = Sampling(max_new_tokens=60, temperature=1.0, seed=5)
 
 
 @functools.cache
-def _generator(size, cache_dtype=None, on_mesh=False):
+def _generator(size, cache_dtype=None, on_mesh=False, config=_RANDOM):
   mesh = None
   if on_mesh:
     mesh = sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
-  params = tiny_writer.random_params(_RANDOM)
+  params = tiny_writer.random_params(config)
   return Generator(
-    tiny_writer.restored(_RANDOM, params, mesh),
+    tiny_writer.restored(config, params, mesh),
     tiny_writer.WORDS,
     mesh=mesh,
     cache_dtype=cache_dtype,
@@ -86,6 +86,15 @@ class BatchTest(parameterized.TestCase):
     read = [call.args[1].shape for call in prefill.call_args_list]
     self.assertEqual(read[0], (1, 64))
     self.assertLess(max(length for _, length in read[1:]), 64)
+
+  def test_no_prefix_is_shared_that_alone_has_other_keys(self):
+    rope = RotaryConfig(scaling="dynamic", factor=4.0, original_length=32)
+    model = dataclasses.replace(_RANDOM.model, rope=rope)
+    config = dataclasses.replace(_RANDOM, model=model)
+    several, alone = (_generator(size, config=config) for size in (2, 1))
+    self._check(several, alone, _prompts((3, 20, 1), 96))
+    self.assertTrue(_generator(2)._programs.shares)
+    self.assertFalse(_generator(2, "bfloat16")._programs.shares)  # it rounds
 
   def test_devices_share_the_rows(self):
     generator = _generator(4, on_mesh=True)
