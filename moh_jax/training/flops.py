@@ -305,7 +305,7 @@ def step_flops(run: Config) -> StepFlops:
       jax.ShapeDtypeStruct((), jnp.int32),
     )
   every_head = passes * _products(program.jaxpr)
-  active, attention = every_head, []
+  active, attending, attention = every_head, 0.0, []
   for group in run.model.layer_groups():
     budget = group.budget
     length = getattr(run.data, "sequence_length", group.tokens)
@@ -317,14 +317,15 @@ def step_flops(run: Config) -> StepFlops:
     if group.sees != "window":
       causal = group.sees == "before"
       one = depth * attention_flops(tokens, length, budget.head_dim, causal)
-    active += 3 * budget.active * one
+    attending += 3 * budget.active * one
     attention.append(3 * budget.num_heads * one)
-  whole = every_head + sum(attention)
+  parts = (active, attending), (every_head, sum(attention))
+  active, whole = map(sum, parts)
+  forward = [products / passes + attended / 3 for products, attended in parts]
   if distill.weight:  # the forward pass of every head
-    teacher = every_head / passes + sum(attention) / 3
-    active, whole = (x + teacher / distill.every for x in (active, whole))
-  if prefers:  # the forward pass without adapters: a third of each of these
-    active, whole = (x + x / (passes + 1) for x in (active, whole))
+    active, whole = (x + forward[1] / distill.every for x in (active, whole))
+  if prefers:  # the forward pass without adapters
+    active, whole = active + forward[0], whole + forward[1]
   in_remat = _products(program.jaxpr, _REMAT)
   return StepFlops(active, whole, tuple(attention), in_remat)
 

@@ -24,6 +24,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_params
+from moh_jax.training.flops import step_flops
 from moh_jax.training.language_modeling import make_objective
 from moh_jax.training.train import train
 from tests.data.tiny_chat import write_rows, write_tokenizer
@@ -174,6 +175,17 @@ class PreferenceTest(parameterized.TestCase):
     ]
     np.testing.assert_allclose(*margins, rtol=1e-3, atol=1e-6)
     self.assertGreater(margins[0][-1], 0)
+
+  def test_the_reference_is_a_forward_pass_like_that_of_a_teacher(self):
+    config = _config(self.root)
+    taught = dataclasses.replace(
+      config,
+      data=dataclasses.replace(config.data, source="chat"),
+      tune=TuneConfig(lora=_LORA, distill=DistillConfig(1.0)),
+    )
+    ours, theirs = step_flops(config), step_flops(taught)
+    self.assertEqual(ours.every_head, theirs.every_head)
+    self.assertLess(ours.active, theirs.active)  # which uses all heads
 
   def test_what_does_not_fit_is_named(self):
     config = _config(self.root)
