@@ -93,6 +93,7 @@ class Batch:
 
   def _start(self) -> None:
     """Reads the prompts of all rows into a new cache."""
+    self._state = None  # its memory is for the new one
     texts, programs = self._rows + self._waiting, self._programs
     rows = batch_bucket(len(self._rows), programs.config)
     self._slots = self._needed(texts)
