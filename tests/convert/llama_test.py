@@ -197,7 +197,7 @@ class BadOptionsTest(_Case):
     ('{"a": "b"}', "scores.json: holds no numbers"),
     ('{"a": 1, "step": 7}', "scores of step 7, the checkpoint is of step 0"),
     (None, "scores.json"),
-    ({"to": "hf"}, "--to 'hf', for a model of 'vit', must be left out"),
+    ({"to": "hf"}, "--to 'hf', for a model of 'vit', must be 'folder'"),
     ({"license": "mit"}, "--license and --scores .* model of 'vit'"),
   )
   def test_are_named(self, options, regex):

@@ -47,7 +47,9 @@ class ImagesTest(FolderTest):
       Image.new("RGB", size).save(folder / f"{i}.png")
     (folder / "4.png").write_text("no image, for data.bad_images to decide on")
     source = ImageFolderSource(str(self.root / "train"), "", 3)
-    image_shards.pack_images(source, self.root / "out/train", packed_from="")
+    image_shards.pack_images(
+      source, self.root / "out/train", packed_from="", bad_images="skip"
+    )
     model = dataclasses.replace(_VIT, image_size=None)
     for kind, path in (("image_folder", ""), ("array_record", "out")):
       data = DataConfig(source=kind, path=str(self.root / path))

@@ -200,7 +200,8 @@ class NpzTest(FolderTest):
     ("x.npz", sample_lib.shutil, "disk_usage", "bytes are free"),
   )
   def test_more_images_than_there_is_room_for(self, name, place, call, text):
-    config, out = tiny.dit_config(mesh={"data": -1}), self.root / name
+    config = tiny.dit_config(mesh={"data": -1}, sample={"zoom": 1})
+    out = self.root / name
     size = 64 * 10  # ten images of 8 x 8 grey pixels
     have = {"total_memory": size, "disk_usage": mock.Mock(free=size)}[call]
     with mock.patch.object(place, call, lambda *_: have):
