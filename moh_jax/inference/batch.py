@@ -18,8 +18,6 @@ _SMALLEST_BUCKET = 16
 # Of the rows, the part that has to end before prompts join: reading a few at a
 # time takes less than as many times one.
 _JOINING = 4
-# A cache of other length is another program: it gets at most this part shorter.
-_SHORTER = 0.75
 # A prefix is read once if it has as many tokens, a multiple of them, ...
 _PREFIX = 32
 # ... and no more than this follows: it attends without blocks.
@@ -132,8 +130,7 @@ class Batch:
     longest = max((len(self._prompts[i]) for i in joining.values()), default=0)
     needed = max([length_bucket(longest) if joining else 0, *ends])
     slots = self._needed([*stay, *joining.values(), *self._waiting])
-    if slots > _SHORTER * self._slots:
-      slots = self._slots
+    slots = min(slots, self._slots)
     is_full = self._slot + (self._span if joining else 1) > self._slots
     moves = needed < self._slot if is_full else self._slot < needed
     if slots < self._slots or moves:

@@ -35,7 +35,7 @@ from moh_jax.runtime.peers import ask_first_process
 
 Prompt = str | Sequence[int]
 
-_SPAN = 32  # tokens between two looks at what was written
+_SPAN = 16  # tokens between two looks at what was written
 _GREEDY = Sampling()
 # Batches of a file whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8
