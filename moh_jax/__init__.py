@@ -182,16 +182,15 @@ _BOTH = ("images", "latents")
 _source("fake", "sources:FakeSource", holds=_BOTH, has_path=False)
 
 
-def _text(name: str, code: str, *options: str, has_path: bool = True) -> None:
-  _source(name, code, reads="text", options=options, has_path=has_path)
+def _text(name: str, code: str, *options: str, **properties: bool) -> None:
+  _source(name, code, reads="text", options=options, **properties)
 
 
 _text("tokens", "sequences:PackedSource", "separate_documents", "mix", "ratios")
 _text("stdlib", "stdlib:StdlibSource", "separate_documents")
 _FITTED = ("template", "too_long")
 _text("chat", "conversations:ChatSource", "tokenizer_path", *_FITTED)
-_text(
-  "preference", "conversations:PreferenceSource", "tokenizer_path", *_FITTED
-)
+_PAIRS = "conversations:PreferenceSource"
+_text("preference", _PAIRS, "tokenizer_path", *_FITTED, pairs=True)
 _text("docstrings", "docstrings:DocstringSource", *_FITTED)
 _text("fake", "sequences:FakeSequences", "separate_documents", has_path=False)

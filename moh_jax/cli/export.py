@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from moh_jax.cli import command
-from moh_jax.config import export_forms
+from moh_jax.config import export_forms, get_family
 from moh_jax.config.base import Dtype, Range
 from moh_jax.data.input_files import import_extra
 
@@ -72,6 +72,9 @@ def run(options: Options) -> int:
 
   hub = _hub(options) if options.push else None
   metadata, step = options.stored()
+  forms = get_family(metadata.config.model.family).exports
+  if hub and not (options.to or forms[0]):
+    options.fail("push", "needs a folder: --to folder")
   config = changed(metadata.config, (f"{_KEYS[0]}=true", *options.changes))
   count = export(
     options.checkpoint,

@@ -41,7 +41,10 @@ COMMANDS = (
   "train",
 )
 _USER_ERRORS = (
-  *(ValueError, OSError, NotImplementedError, MemoryError),
+  ValueError,
+  OSError,
+  NotImplementedError,
+  MemoryError,
   FloatingPointError,  # NaN
 )
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full

@@ -278,10 +278,10 @@ class LayerStack(RoutedLayers):
       self.fail("num_heads", "must have at least one layer")
     if self.depth > MOST_LAYERS:
       self.fail("num_heads", f"must have at most {MOST_LAYERS} layers")
-    self.check_lengths("shared_heads", "top_k")
+    self.fill_parts("shared_heads", "top_k")
     self.budgets()
 
-  def check_lengths(self, *names: str) -> None:
+  def fill_parts(self, *names: str) -> None:
     """Gives these fields a value for every part, where one number is for all.
 
     Raises:

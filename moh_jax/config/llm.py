@@ -189,7 +189,7 @@ class LLMConfig(LayerStack):
   def _check_order(self) -> None:
     if not self.head_order:
       return
-    self.check_lengths("head_order")
+    self.fill_parts("head_order")
     for layer, (order, heads) in enumerate(
       zip(self.head_order, self.num_heads)
     ):

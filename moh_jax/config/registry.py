@@ -308,6 +308,8 @@ class SourceKind:
     has_path: whether `data.path` names its directory.
     options: fields of the section `data` that only some sources read, this one
       among them.
+    pairs: whether examples are pairs of answers, for which adapters learn a
+      preference (`tune.dpo`).
   """
 
   name: str
@@ -315,6 +317,7 @@ class SourceKind:
   holds: tuple[str, ...]
   has_path: bool = True
   options: tuple[str, ...] = ()
+  pairs: bool = False
 
 
 # By what the section `data` reads: images (or latents), or text.
@@ -333,8 +336,8 @@ def register_source(
     name: value of `data.source`.
     source: class with the class methods `open` and `tell`, or "MODULE:CLASS".
     reads: "images" or "text", the section `data` that it is for.
-    **properties: `holds`, `has_path` and `options` of `SourceKind`; without
-      `holds` the examples are images, or tokens.
+    **properties: `holds`, `has_path`, `options` and `pairs` of `SourceKind`;
+      without `holds` the examples are images, or tokens.
 
   Returns:
     Its record. Registering a class of the same name again replaces it.

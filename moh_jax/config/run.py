@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from moh_jax.config import base
-from moh_jax.config.registry import get_family, imported
+from moh_jax.config.registry import get_family, get_source, imported
 from moh_jax.config.tune import TuneConfig
 
 Fields = dict[str, dict[str, Any]]  # by section
@@ -409,7 +409,7 @@ class Config:
   @property
   def prefers(self) -> bool:
     """Whether the data are pairs of answers."""
-    return self.data.source == "preference"
+    return get_source(self.data).pairs
 
   def _check(self) -> None:
     own = self._check_tune, self._check_batch, self._check_steps

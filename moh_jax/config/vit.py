@@ -111,7 +111,7 @@ class ViTConfig(LayerStack, ImageClassifier):
     if not self.depths:
       self.fail("depths", "must have at least one stage")
     names = "embed_dims", "num_heads", "shared_heads", "top_k"
-    self.check_lengths(*names, "mlp_ratios", "sr_ratios")
+    self.fill_parts(*names, "mlp_ratios", "sr_ratios")
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
       if dim % heads:
         raise ValueError(

@@ -30,10 +30,11 @@ import xxhash
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.chat import ASSISTANT, Message, Span, Template, check_messages
+from moh_jax.data.chat import Template, check_messages
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
+from moh_jax.data.template_process import ASSISTANT, Message, Span
 from moh_jax.data.text_files import ROW_SUFFIXES, read_rows
 from moh_jax.data.tokenizer_limits import library_errors
 from moh_jax.data.tokenizers import (

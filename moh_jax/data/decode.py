@@ -34,21 +34,9 @@ _MOST_PIXELS = 89_478_485
 _MOST_BYTES = 1 << 28  # of an image file
 # What is opened, whatever a file is called. Pillow knows more; for EPS it runs
 # another program, Ghostscript.
-_FORMATS = (
-  *("AVIF", "BMP", "CUR", "DDS", "DIB", "FITS", "GIF", "ICNS", "ICO", "JPEG"),
-  *(
-    "JPEG2000",
-    "PCX",
-    "PNG",
-    "PPM",
-    "PSD",
-    "QOI",
-    "SGI",
-    "TGA",
-    "TIFF",
-    "WEBP",
-  ),
-  *("WEBP", "XBM", "XPM"),
+_FORMATS = tuple(
+  "AVIF BMP CUR DDS DIB FITS GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM PSD QOI "
+  "SGI TGA TIFF WEBP XBM XPM".split()
 )
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
@@ -541,7 +529,7 @@ def tiles(
 
   Args:
     images: [B, X, Y, 1 or 3] uint8.
-    names: of the images, cut to their width; () leaves no room for any.
+    names: of the images, cut to their width; () writes none.
     zoom: how often a pixel is repeated in each direction; 0 makes an image at
       least 112 pixels wide.
   """
@@ -555,8 +543,8 @@ def tiles(
   (height, width), out = images.shape[1:3], []
   font = pathlib.Path(get_data_path(), "fonts/ttf/DejaVuSans.ttf")
   font = ImageFont.truetype(font, max(12, width // 9))
-  room = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
-  for image, name in zip(np.pad(images, room, constant_values=255), names):
+  margin = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
+  for image, name in zip(np.pad(images, margin, constant_values=255), names):
     picture, text = to_picture(image), name.encode(errors="replace").decode()
     while font.getlength(text) > width - 2:
       text = text[:-1]

@@ -121,7 +121,7 @@ class Batch:
       self._start()
 
   def _refill(self, usual: int) -> None:
-    """Makes room, and reads prompts into the rows of texts that ended."""
+    """Frees slots, and reads prompts into the rows of texts that ended."""
     free = [r for r, i in enumerate(self._rows) if not self._goes_on(i)]
     joining = dict(zip(free, self._waiting))
     self._waiting = self._waiting[len(joining) :]

@@ -66,9 +66,8 @@ def make_prefill(model: LLM, cache_dtype: str) -> Any:
   Returns:
     (params, tokens [B, P], padding [B], rows [B], finished [B], slots, length,
     prefix) -> Decoding; `slots` and `length` are static. Prompts end at slot
-    `length`, which is P. With `prefix`, the caches of a text of one batch that
-    all prompts begin with, `tokens` has only what stands before `length`; they
-    attend to the prefix.
+    `length`. Without `prefix` that is P; with it, the caches of what all
+    prompts begin with, `tokens` are the last P, which attend to the prefix.
   """
   config = model.config
 

@@ -109,10 +109,10 @@ class Generator:
     )
     model = LLM(served, unrolled=True)
     with sharding.use_mesh(mesh):
-      self._params = serving_params(restored.params, config)
+      params = serving_params(restored.params, config)
     self._programs = Programs(
       config,
-      self._params,
+      params,
       decoding.make_prefill(model, cache_dtype),
       decoding.make_decode(model, tokenizer.stop_ids, _SPAN),
       mesh,
@@ -144,7 +144,7 @@ class Generator:
 
   def fingerprint(self) -> str:
     """Identifies the model by its content; reads all parameters."""
-    return fingerprint(self.config, self._params)
+    return fingerprint(self.config, self._programs.params)
 
   def chat(
     self,

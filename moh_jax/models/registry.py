@@ -72,9 +72,12 @@ def list_models() -> dict[str, dict[str, Any]]:
   for name, section in released_models().items():
     family = get_family(section.family)
     formats = [kind for kind, s in family.formats.items() if name.startswith(s)]
-    found[name] = {"family": family.name, "heads": section.num_heads}
-    found[name]["activated_share"] = section.activated_share
-    found[name]["formats"] = tuple(formats)
+    found[name] = {
+      "family": family.name,
+      "heads": section.num_heads,
+      "activated_share": section.activated_share,
+      "formats": tuple(formats),
+    }
   return found
 
 

@@ -81,7 +81,7 @@ def dense_attention(call: Call) -> jax.Array:
   # Autodiff does the same products for float32, and has forward mode too.
   arrays = (call.q, call.k, call.v)
   plain = all(x.dtype == jnp.float32 for x in arrays)
-  multiply, mix = (x.fun if plain else x for x in (_logits, _mix_values))
+  multiply, mix = (_multiply, _mix) if plain else (_logits, _mix_values)
   logits = multiply(q, k)
   logits = logits.reshape(batch, heads, queries, keys) * call.scale
   if call.bias is not None:
@@ -202,10 +202,12 @@ def attend_to_groups(
 # Both products have float32 results, so their gradients arrive in float32. They
 # are rounded to the inputs' dtype before the products of the backward pass:
 # autodiff would multiply float32 by bfloat16, at a fraction of the speed.
-@jax.custom_vjp
-def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
+def _multiply(q: jax.Array, k: jax.Array) -> jax.Array:
   """Multiplies q [..., n, D] and k [..., m, D] to float32 [..., n, m]."""
   return einsum_float32("...nd,...md->...nm", q, k)
+
+
+_logits = jax.custom_vjp(_multiply)
 
 
 def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
@@ -218,10 +220,12 @@ def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
 _logits.defvjp(lambda q, k: (_logits(q, k), (q, k)), _logits_backward)
 
 
-@jax.custom_vjp
-def _mix_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
   """Multiplies weights [..., n, m] and v [..., m, D] to float32 [..., n, D]."""
   return einsum_float32("...nm,...md->...nd", weights.astype(v.dtype), v)
+
+
+_mix_values = jax.custom_vjp(_mix)
 
 
 def _mix_forward(weights: jax.Array, v: jax.Array) -> tuple:

@@ -276,7 +276,7 @@ def step_flops(run: Config) -> StepFlops:
   distill, tune = run.tune.distill, run.tune
   tune = dataclasses.replace(tune, distill=DistillConfig())
   prefers, data = run.prefers, run.data
-  if prefers:
+  if prefers:  # the loss without its reference, which is added below
     data = dataclasses.replace(data, source="chat")
   run = dataclasses.replace(run, model=model, tune=tune, data=data)
   objective = task_builder(run).make_objective(run)

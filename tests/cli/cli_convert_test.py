@@ -40,6 +40,9 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     checkpoint, out = tiny_checkpoint.stored("vit"), str(self.root / "folder")
     argv = "export", "--checkpoint", checkpoint, "--out", out, "--to=folder"
     argv = *argv, "--push=me/digits"
+    with mock.patch("huggingface_hub.get_token", return_value="hf_x"):
+      file = (word for word in argv if word != "--to=folder")
+      self.assert_refused("--push='me/digits' needs a folder: --to", *file)
     with mock.patch("huggingface_hub.get_token", return_value=None):
       self.assert_refused("--push='me/digits' needs a token: hf auth", *argv)
     self.assertFalse((self.root / "folder").exists())

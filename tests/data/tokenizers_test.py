@@ -15,7 +15,7 @@ import pytest
 import tokenizers as hf
 from absl.testing import parameterized
 
-from moh_jax.data import chat, tokenizers
+from moh_jax.data import chat, template_process, tokenizers
 from moh_jax.data.chat import render_chat
 from moh_jax.data.tokenizers import load_tokenizer, read_files_beside
 from moh_jax.inference.decoding import StreamDecoder, prompt_ids
@@ -212,7 +212,7 @@ class LoadTest(FolderTest):
       if name == "sentencepiece":
         tokenizers.load_tokenizer(self.root / "a.model")
       else:
-        chat.Writer("x", {}, ()).render(_USER)
+        template_process.Writer("x", {}, ()).render(_USER)
 
 
 def _content(template=None, specials=("<s>", "</s>", "<e>"), word=0):

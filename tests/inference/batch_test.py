@@ -1,7 +1,6 @@
 """Prompts that wait for rows of a batch, and prefixes that are read once."""
 
 import dataclasses
-import functools
 from unittest import mock
 
 import numpy as np
@@ -9,10 +8,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.llm import RotaryConfig, Sampling
 from moh_jax.inference import decoding
-from moh_jax.inference.generate import Generator
-from moh_jax.runtime import sharding
 from tests.inference import tiny_writer
-from tests.training import tiny
 
 _RANDOM = dataclasses.replace(
   tiny_writer.RANDOM,
@@ -21,19 +17,9 @@ _RANDOM = dataclasses.replace(
 _DRAWN = Sampling(max_new_tokens=60, temperature=1.0, seed=5)
 
 
-@functools.cache
 def _generator(size, cache_dtype=None, on_mesh=False, config=_RANDOM):
-  mesh = None
-  if on_mesh:
-    mesh = sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
-  params = tiny_writer.random_params(config)
-  return Generator(
-    tiny_writer.restored(config, params, mesh),
-    tiny_writer.WORDS,
-    mesh=mesh,
-    cache_dtype=cache_dtype,
-    batch_size=size,
-  )
+  how = {"cache_dtype": cache_dtype, "on_mesh": on_mesh}
+  return tiny_writer.generator(config, size=size, **how)
 
 
 def _prompts(lengths, shared=0):

@@ -28,11 +28,9 @@ from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import kernel_decode
-from moh_jax.runtime import sharding
 from tests.data import tiny_words
 from tests.folders import FolderTest
 from tests.inference import tiny_writer
-from tests.training import tiny
 
 _PROMPTS = ((5, 9, 33), (7,), (1, 2, 3, 4, 5, 6, 7), (40, 41, 42, 40, 41))
 _SHORT = Sampling(max_new_tokens=2)
@@ -49,19 +47,8 @@ def _config(router="two_stage", straight_through="selected", **changes):
   return dataclasses.replace(tiny_writer.RANDOM, model=model)
 
 
-@functools.cache
-def _generator(config=None, on_mesh=False, cache_dtype=None, size=4):
-  config, mesh = config or _config(), None
-  if on_mesh:
-    mesh = sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
-  params = tiny_writer.random_params(config)
-  return Generator(
-    tiny_writer.restored(config, params, mesh),
-    tiny_writer.WORDS,
-    mesh=mesh,
-    cache_dtype=cache_dtype,
-    batch_size=size,
-  )
+def _generator(config=None, **options):
+  return tiny_writer.generator(config or _config(), **options)
 
 
 def _alphabet(tokenizer=tiny_writer.WORDS, **options):

@@ -8,9 +8,10 @@ import numpy as np
 
 from moh_jax.config import RouterConfig
 from moh_jax.data.tokenizers import BytesTokenizer, write_tokenizer_files
+from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.sharding import abstract_on
 from tests.data import tiny_words
 from tests.training import tiny
@@ -37,6 +38,21 @@ def restored(config, params, mesh=None):
 def random_params(config=RANDOM):
   """Parameters that make the best token a clear one."""
   return jax.tree.map(lambda x: 3 * x, tiny.random_params(config))
+
+
+@functools.cache
+def generator(config=RANDOM, on_mesh=False, cache_dtype=None, size=4):
+  """A generator of random parameters; on a mesh of eight devices, or of one."""
+  mesh = None
+  if on_mesh:
+    mesh = sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
+  return Generator(
+    restored(config, random_params(config), mesh),
+    WORDS,
+    mesh=mesh,
+    cache_dtype=cache_dtype,
+    batch_size=size,
+  )
 
 
 def alphabet_params():

@@ -1,0 +1,226 @@
+"""Chat templates in a process of their own, with bounds.
+
+A template runs in the sandbox of transformers, where `'a' * 10**10` or loops in
+loops would still take all memory or never end, and nothing in a process could
+end them.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moh_jax.data.input_files import import_extra
+
+Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
+Span = tuple[int, int]
+ASSISTANT = "assistant"
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MOST_TEXT = 1 << 22  # characters of a conversation
+SECONDS = 5  # of computing, for one conversation
+_MEMORY = 1 << 29  # bytes beside what the libraries take
+_MOST_MESSAGE = 500  # characters of an error
+_CODE = "from moh_jax.data import template_process; template_process.main()"
+_LOCK = threading.Lock()
+
+
+def libraries() -> tuple[Any, Any]:
+  """Jinja, and the part of transformers that renders chat templates.
+
+  Raises:
+    ValueError: one of them is missing.
+  """
+  theirs = "transformers.utils.chat_template_utils"
+  return tuple(import_extra(n, "a chat template") for n in ("jinja2", theirs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+  """What writes conversations by a template, see `chat.Template`.
+
+  Attributes:
+    source: of the template.
+    tokens: texts of special tokens by key, such as "bos_token".
+    stops: texts of the tokens that end a generated text.
+  """
+
+  source: str
+  tokens: dict[str, str]
+  stops: Sequence[str]
+
+  def render(
+    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+  ) -> str:
+    """As `chat.Template.render`."""
+    prompt = {"add_generation_prompt": add_generation_prompt}
+    text, _ = self._run(messages, **prompt)
+    return text
+
+  def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    """As `chat.Template.answers`."""
+    if _MARK.search(self.source):
+      text, spans = self._run(messages, return_assistant_tokens_mask=True)
+      return text, [(start, stop) for start, stop in spans if start < stop]
+    text = self.render(messages, add_generation_prompt=False)
+    spans = []
+    for index, message in enumerate(messages):
+      if message["role"] != ASSISTANT:
+        continue
+      before = self.render(messages[:index])
+      start, stop = len(before), self._stop(text, messages, index, len(before))
+      answer = text[start:stop]
+      parts = message.get("content") or ""
+      parts = [parts] if isinstance(parts, str) else [_part(x) for x in parts]
+      is_whole = all(part.strip() in answer for part in parts)
+      if not text.startswith(before) or not answer or not is_whole:
+        raise ValueError(
+          f"does not write message {index} as an answer to those before it, so "
+          "what to train is unknown: it needs the marks {% generation %} and "
+          "{% endgeneration %} around answers"
+        )
+      spans.append((start, stop))
+    return text, spans
+
+  def _stop(
+    self, text: str, messages: Sequence[Message], index: int, start: int
+  ) -> int:
+    """Where the answer `index` ends that begins at `start`; 0 is unknown."""
+    found = [(text.find(stop, start), stop) for stop in self.stops]
+    at, stop = min((x for x in found if x[0] >= 0), default=(len(text), ""))
+    if index + 1 == len(messages):
+      return at + len(stop)
+    # The first stop may be that of a later message: then a change of the next
+    # one changes text before the stop.
+    following = messages[index + 1]
+    longer = {**following, "content": _longer(following.get("content"))}
+    changed = [*messages[: index + 1], longer, *messages[index + 2 :]]
+    other = self.render(changed, add_generation_prompt=False)
+    if stop and other[start : at + len(stop)] == text[start : at + len(stop)]:
+      return at + len(stop)
+    ended = self.render(messages[: index + 1], add_generation_prompt=False)
+    return len(ended) if text.startswith(ended) else 0
+
+  def _run(
+    self, messages: Sequence[Message], **options: Any
+  ) -> tuple[str, list[Span]]:
+    """The text of a conversation, and spans where they are asked for."""
+    jinja, library = libraries()
+    try:
+      texts, spans = library.render_jinja_template(
+        [messages], chat_template=self.source, **options, **self.tokens
+      )
+    except jinja.TemplateSyntaxError as error:
+      raise ValueError(f"line {error.lineno}: {error}") from error
+    except Exception as error:  # whatever a wrong template does
+      what = f"fails: {type(error).__name__}"
+      if type(error) is jinja.TemplateError:  # of `raise_exception`
+        what = "refuses the messages"
+      raise ValueError(f"{what}: {error}") from error
+    if len(texts[0]) > _MOST_TEXT:
+      raise ValueError(f"fails: more than {_MOST_TEXT:,} characters of text")
+    return texts[0], spans[0] if spans else []
+
+
+@functools.cache
+def _process(owner: int) -> subprocess.Popen:
+  """The process of this one, whose id is `owner`: forks have their own."""
+  del owner
+  path = os.pathsep.join(map(os.path.abspath, sys.path))
+  process = subprocess.Popen(
+    [sys.executable, "-P", "-c", _CODE],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    env={**os.environ, "PYTHONPATH": path},
+    start_new_session=True,  # Ctrl-C is for the program that asks
+  )
+  atexit.register(_end, process)
+  return process
+
+
+def _end(process: subprocess.Popen) -> None:
+  process.kill()
+  with contextlib.suppress(BrokenPipeError), process:
+    pass  # closes its pipes
+
+
+def _ask(request: bytes) -> bytes:
+  """Sends a line to `main`; returns its answer."""
+  with _LOCK:
+    process = _process(os.getpid())
+    try:
+      with contextlib.suppress(BrokenPipeError):  # then there is no answer
+        process.stdin.write(request + b"\n")
+        process.stdin.flush()
+      if answer := process.stdout.readline():
+        return answer
+      what = f"its process ended with {process.wait()}"
+      if process.returncode == -signal.SIGPROF:
+        what = f"it takes more than {SECONDS} seconds"
+      raise ValueError(f"fails: {what}")
+    except BaseException:  # its next answer would be that of this request
+      _end(process)
+      _process.cache_clear()
+      raise
+
+
+def call(method: str, state: dict[str, Any], *args: Any, **given: Any) -> Any:
+  """Calls a method of a `Writer` with these fields in the process.
+
+  All values are JSON.
+
+  Raises:
+    ValueError: the method fails, or takes too much time or memory.
+  """
+  request = [method, state, args, given]
+  answer = json.loads(_ask(json.dumps(request).encode()))
+  if "error" in answer:
+    raise ValueError(answer["error"])
+  return answer["value"]
+
+
+def main() -> None:
+  """Answers requests, one a line, until there are no more."""
+  os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+  with contextlib.suppress(ValueError):  # each call says what is missing
+    libraries()
+  with contextlib.suppress(OSError, ValueError):  # as on macOS
+    with open("/proc/self/statm") as file:
+      used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY,) * 2)
+  for line in sys.stdin.buffer:
+    # Without a handler the signal ends the process whatever it computes.
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+      method, state, args, options = json.loads(line)
+      value = getattr(Writer(**state), method)(*args, **options)
+      answer = json.dumps({"value": value})
+    except (ValueError, MemoryError) as error:
+      text = str(error)[:_MOST_MESSAGE] or "fails: MemoryError"
+      answer = json.dumps({"error": " ".join(text.split())})
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sys.stdout.write(answer + "\n")
+    sys.stdout.flush()
+
+
+def _part(part: Any) -> str:
+  """The text of a part of a content, "" of an image and the like."""
+  text = part.get("text") if isinstance(part, Mapping) else None
+  return text if isinstance(text, str) else ""
+
+
+def _longer(content: Any) -> Any:
+  """A content with a word more."""
+  if isinstance(content, list):
+    return [*content, {"type": "text", "text": "x"}]
+  return f"{content or ''}x"
