@@ -119,7 +119,10 @@ register_family(
     network="moh_jax.models.vit:ViT",
     converter="moh_jax.convert.vit:CONVERTER",
     released="moh_jax.config.released:VIT_MODELS",
-    formats={"moh-vit": ("moh-vit",), "transnext": ("transnext",)},
+    formats={
+      "moh-vit": ("moh-vit", "moh-transnext"),
+      "transnext": ("transnext",),
+    },
     exports=("", "folder"),
   )
 )
@@ -133,7 +136,11 @@ register_family(
     probe="moh_jax.evaluation.probe:diffusion_probe",
     released="moh_jax.config.released:DIT_MODELS",
     commands=frozenset({"sample"}),
-    formats={"moh-dit": ("moh-dit",), "dit": ("dit",), "diffusers": ()},
+    formats={
+      "moh-dit": ("moh-dit",),
+      "diffusers": ("dittransformer",),
+      "dit": ("dit",),
+    },
     exports=("", "folder", "diffusers"),
   )
 )
@@ -148,7 +155,7 @@ register_family(
     released="moh_jax.config.released:LLM_MODELS",
     commands=frozenset({"generate"}),
     formats={
-      "llama": ("llama", "llm", "moh-llm"),
+      "llama": ("llama", "llm", "moh-llm", "meta-llama", "mistral", "qwen"),
       "moh-llama3": ("moh-llama3",),
       "moh-hf": ("moh-",),
       "peft": (),

@@ -343,11 +343,12 @@ class Stored(BaseOptions):
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
     if self.checkpoint is not None:
-      if steps.is_exported(self.checkpoint):
+      in_bucket = steps.in_bucket(self.checkpoint)
+      if not in_bucket and not steps.list_steps(self.checkpoint):
         from moh_jax.convert.checkpoints import unpacked
 
         object.__setattr__(self, "checkpoint", unpacked(self.checkpoint))
-      if "://" not in self.checkpoint:
+      if not in_bucket:
         steps.find_step(self.checkpoint, None)
       _ = self.step_number
     super().prepare()

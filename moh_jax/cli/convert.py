@@ -3,7 +3,7 @@
 import dataclasses
 
 from moh_jax.cli import command
-from moh_jax.config import family_of_format, imported, public_formats
+from moh_jax.config import public_formats
 from moh_jax.config.base import Count
 
 
@@ -12,12 +12,14 @@ class Options(command.RunConfig):
   """Turn a public checkpoint into one of ours.
 
   Attributes:
-    from_: format of the source. Of image classifiers: moh-vit, transnext; of
-      diffusion models: moh-dit, dit, diffusers; of language models: llama,
-      moh-llama3, moh-hf, and peft, adapters of one.
-    source: safetensors file or folder, or .pth/.pt; a folder of transformers
-      says in its config.json which model it is, a file of `export` in its
-      metadata.
+    from_: format of the source (default: as its name or config.json tells). Of
+      image classifiers: moh-vit, transnext; of diffusion models: moh-dit, dit,
+      diffusers; of language models: llama, moh-llama3, moh-hf, and peft,
+      adapters of one.
+    source: file of safetensors, .pth, .pt or .bin, a folder of them, or a
+      repository that is in the cache of the Hugging Face Hub, such as
+      Chat-UniVi/MoH-ViT-S-80; a folder of transformers says in its config.json
+      which model it is, a file of `export` in its metadata.
     out: folder of the checkpoint.
     key: entry of a .pth that holds the weights (default: found).
     model: released model (default: the one that the source names, or the one
@@ -28,8 +30,8 @@ class Options(command.RunConfig):
     base: checkpoint of the model that adapters of PEFT were trained on.
   """
 
-  from_: str
-  source: command.InPath
+  from_: str | None = None
+  source: str
   out: command.OutPlace
   key: str | None = None
   model: str | None = None
@@ -40,7 +42,7 @@ class Options(command.RunConfig):
   def check(self) -> None:
     """The format is known, and one option says which model it is."""
     super().check()
-    if self.from_ not in public_formats():
+    if self.from_ not in (None, *public_formats()):
       self.fail("from_", f"must be one of {public_formats()}")
     if self.model is not None and self.config is not None:
       self.fail("model", "must not be given with --config")
@@ -53,6 +55,7 @@ def run(options: Options) -> int:
   from moh_jax.data.infer import resolve
   from moh_jax.data.tokenizers import TokenizerFileError
   from moh_jax.inference.restore import load_checkpoint_tokenizer
+  from moh_jax.runtime import checkpoint
 
   name, count = convert(
     options.from_,
@@ -65,7 +68,8 @@ def run(options: Options) -> int:
     base=options.base,
   )
   print(f"{name}: {count:,} parameters written to {options.out}")
-  if imported(family_of_format(options.from_).model).READS_TEXT:
+  metadata, _ = checkpoint.read_metadata(options.out, None)
+  if metadata.config.model.READS_TEXT:
     try:
       tokenizer = load_checkpoint_tokenizer(options.out)
       begin = "with" if tokenizer.add_bos else "without"

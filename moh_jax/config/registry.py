@@ -117,7 +117,8 @@ class Family:
     commands: commands that work with this family but not with all: "classify",
       "generate", "sample".
     formats: formats that `convert` reads, each with the beginnings of the names
-      of the released models that have it.
+      of the released models that have it, and of their usual files, folders and
+      values in config.json (in lower case, with - for _).
     exports: forms that `export` writes, the default first: "" is one file of
       tensors, the others are folders.
   """

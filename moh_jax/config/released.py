@@ -168,3 +168,67 @@ LLM_MODELS: dict[str, LLMConfig] = {
   "llama3-8b": _llm("8b", "none", 32, 0),
   "llama3-70b": _llm("70b", "none", 64, 0),
 }
+
+PARAMETERS = {
+  "moh-vit-s80": 49_910_548,
+  "moh-vit-s75": 49_910_548,
+  "moh-vit-b75": 90_020_632,
+  "moh-vit-b50": 90_023_512,
+  "transnext-micro": 12_809_304,
+  "transnext-tiny": 28_258_960,
+  "transnext-small": 49_741_564,
+  "transnext-base": 89_721_496,
+  "moh-dit-s2-90": 32_898_848,
+  "moh-dit-s2-75": 32_900_384,
+  "moh-dit-b2-90": 130_441_760,
+  "moh-dit-b2-75": 130_441_760,
+  "moh-dit-l2-90": 458_250_272,
+  "moh-dit-l2-75": 458_266_656,
+  "moh-dit-xl2-90": 675_371_552,
+  "moh-dit-xl2-75": 675_394_592,
+  "dit-s2": 32_865_056,
+  "dit-s4": 32_920_448,
+  "dit-s8": 33_142_016,
+  "dit-b2": 130_315_808,
+  "dit-b4": 130_426_496,
+  "dit-b8": 130_869_248,
+  "dit-l2": 457_840_672,
+  "dit-l4": 457_988_224,
+  "dit-l8": 458_578_432,
+  "dit-xl2": 674_834_720,
+  "dit-xl4": 675_000_704,
+  "dit-xl8": 675_664_640,
+  "moh-llm-s-75": 185_746_176,
+  "moh-llm-s-50": 185_746_176,
+  "moh-llm-b-75": 881_542_656,
+  "moh-llm-b-50": 881_542_656,
+  "moh-llm-sg-75": 185_819_904,
+  "moh-llm-sg-67": 185_819_904,
+  "moh-llm-sg-50": 185_819_904,
+  "moh-llm-bg-75": 881_542_656,
+  "moh-llm-bg-50": 881_542_656,
+  "llm-s": 185_617_152,
+  "llm-b": 880_879_104,
+  "llm-sg": 185_690_880,
+  "llm-bg": 880_879_104,
+  "moh-llama3-8b": 8_297_648_128,
+  "llama3-8b-expanded": 8_297_648_128,
+  "llama3-8b": 8_030_261_248,
+  "llama3-70b": 70_553_706_496,
+}
+
+# Repositories of the Hugging Face Hub that hold released weights.
+REPOSITORIES = {
+  **{
+    f"moh-vit-{name}": f"Chat-UniVi/MoH-ViT-{name[0].upper()}-{name[1:]}"
+    for name in _VIT_BUDGETS
+  },
+  **{
+    f"transnext-{size}": f"DaiShiResearch/transnext-{size}-224-1k"
+    for size in _VIT_SIZES
+  },
+  "moh-dit-xl2-90": "Chat-UniVi/MoH-DiT-XL-90",
+  "moh-llama3-8b": "Chat-UniVi/MoH-LLaMA3-8B",
+  "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+  "llama3-70b": "meta-llama/Meta-Llama-3-70B",
+}

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from moh_jax.config import (
   family_of_format,
   get_family,
   imported,
+  public_formats,
   released_model,
 )
 from moh_jax.convert import peft, rules, stream, tensor_files
@@ -30,10 +32,11 @@ from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
 from moh_jax.data import tokenizers
 from moh_jax.data.infer import resolve
+from moh_jax.data.input_files import import_extra
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
 from moh_jax.runtime import checkpoint, steps
-from moh_jax.runtime.json_files import parse_json
+from moh_jax.runtime.json_files import parse_json, read_json
 from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ Tensors = Mapping[str, Any]
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
 _FOLDER = "folder"  # the form of one's own networks
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
+_WEIGHTS = (".safetensors", *tensor_files.TORCH_SUFFIXES)
 _CARD = """---
 library_name: moh_jax
 ---
@@ -57,7 +62,7 @@ Images of {size} (rows, columns, channels) are pixels / 255 less {mean}, over
 
 
 def convert(
-  kind: str,
+  kind: str | None,
   source: str,
   out: str,
   *,
@@ -73,8 +78,11 @@ def convert(
   `out`.
 
   Args:
-    kind: one of `config.public_formats()`.
-    source: safetensors file or folder, or a torch zip checkpoint.
+    kind: one of `config.public_formats()`; None takes the one that the usual
+      name of the source tells, or its config.json.
+    source: safetensors file, zip checkpoint of torch, a folder of either, or a
+      repository of the Hugging Face Hub ("Chat-UniVi/MoH-ViT-S-80") that is in
+      its cache.
     out: directory to write to; must hold no checkpoint yet.
     key: entry of a torch checkpoint that holds the weights.
     model: released name; None takes the model that the source names (in its
@@ -99,6 +107,13 @@ def convert(
     )
   if base is not None:
     return "adapters", peft.import_adapters(source, base, out)
+  named, source = source, _located(source)
+  kind = kind or _kind_of(named, source)
+  if kind is None:
+    raise ValueError(
+      f"{named}: neither its name nor a config.json tells the format; name it "
+      f"(--from), one of {public_formats()}"
+    )
   name, metadata, tensors = _open(kind, source, key, model, config)
   config = metadata.config
   if image_size:
@@ -250,19 +265,75 @@ def _own_files(exported: Exported, stored: Any) -> dict[str, str]:
   }
 
 
-def unpacked(directory: str) -> str:
-  """A checkpoint of a folder that `export` wrote; any other directory as it is.
+def unpacked(source: str) -> str:
+  """A checkpoint made of public weights, such as a folder of `export`.
 
   It lies in a temporary folder, which is removed when the process ends.
+
+  Args:
+    source: as of `convert`. A directory of ours comes back as it is, and so
+      does what is not there or of no known format.
   """
-  metadata = _exported(directory)
-  if metadata is None:
-    return directory
+  if steps.in_bucket(source) or steps.list_steps(source):
+    return source
+  try:
+    path = _located(source)
+  except FileNotFoundError:
+    return source
+  kind = _kind_of(source, path)
+  if kind is None:
+    return source
   folder = tempfile.mkdtemp(prefix="moh_jax.")
   atexit.register(shutil.rmtree, folder, ignore_errors=True)
-  kind = next(iter(get_family(metadata.config.model.family).formats))
-  convert(kind, directory, folder)
+  convert(kind, path, folder)
   return folder
+
+
+def _located(source: str) -> str:
+  """A path as it is, a repository of the Hub as its folder in the cache."""
+  if pathlib.Path(source).exists():
+    return source
+  missing = f"{source}: no such file or folder"
+  if not _REPOSITORY.fullmatch(source):
+    raise FileNotFoundError(missing)
+  hub = import_extra("huggingface_hub", f"{missing}; a repository of the Hub")
+  try:
+    return hub.snapshot_download(source, local_files_only=True)
+  except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
+    raise FileNotFoundError(
+      f"{missing}, nor a repository in the cache of the Hugging Face Hub, "
+      f"which `hf download {source}` would fetch"
+    ) from None
+
+
+def _kind_of(source: str, path: str) -> str | None:
+  """The format of weights by what is said beside them, or their usual name.
+
+  Args:
+    source: what the user named.
+    path: where it lies.
+
+  Returns:
+    One of `public_formats()`; None where nothing tells, or there is none.
+  """
+  folder, beside = _folder(path), {}
+  files = folder.iterdir() if folder == pathlib.Path(path) else [folder / path]
+  weights = sorted(f.name for f in files if f.suffix in _WEIGHTS)
+  if not weights:
+    return None
+  if (metadata := _exported(path)) is not None:
+    return next(iter(get_family(metadata.config.model.family).formats))
+  if (folder / CONFIG_FILE).is_file():
+    beside = read_json(folder / CONFIG_FILE)
+  names = [str(beside.get("_class_name")), str(beside.get("model_type"))]
+  if names[1] == "llama" and "auto_map" in beside:
+    names = []  # computed by its own code: the release's, if so named
+  for name in (*names, pathlib.Path(source).name, *weights):
+    usual = name.lower().replace("_", "-")
+    for kind in public_formats():
+      if usual.startswith(family_of_format(kind).formats[kind]):
+        return kind
+  return None
 
 
 def model_rules(model: Any, form: str = "") -> list[rules.Rule]:

@@ -39,12 +39,13 @@ from moh_jax.runtime.json_files import (
 _LOG = logging.getLogger(__name__)
 _Tensors = dict[str, Any]
 _EXPECTED = (
-  "a safetensors file, a directory or *.index.json of safetensors shards, or"
-  " a zip checkpoint of torch.save (torch >= 1.6)"
+  "a safetensors file, a zip checkpoint of torch.save (torch >= 1.6), a"
+  " directory or *.index.json of such shards, or a directory with one of them"
 )
 # Bytes of a safetensors header. The format allows 100 MB, of which its own
 # parser makes ten times as much; a tensor takes about 100 bytes.
 _MAX_HEADER = MAX_BYTES
+TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 _NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
 _MAX_LISTED = 20  # keys named in an error
 _MAX_CLASSES = 500  # of a pickle that is read again for each dict or list
@@ -122,8 +123,9 @@ def open_tensors(
   those of a safetensors file by `np.asarray`.
 
   Args:
-    path: `.safetensors` file, directory or `*.index.json` of safetensors
-      shards, or zip checkpoint of `torch.save` (`.pth`, `.pt`, `.bin`).
+    path: `.safetensors` file, zip checkpoint of `torch.save` (`.pth`, `.pt`,
+      `.bin`), a directory or `*.index.json` of such shards, or a directory with
+      one such file. In a directory safetensors come first.
     key: top-level entry that holds the weights. By default it is the first of
       "ema", "model" and "state_dict" that is a dict, else the top level itself;
       a message says which where there are several.
@@ -220,13 +222,18 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
   """Opens the shards that a directory holds or an index file lists."""
   weight_map, folder = {}, path
   if path.is_dir():
-    shards = [file.name for file in sorted(path.glob("*.safetensors"))]
-    indexes = sorted(path.glob("*.safetensors.index.json"))
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    saved = sorted(f.name for f in path.iterdir() if f.suffix in TORCH_SUFFIXES)
+    kind = "safetensors" if shards else "bin"
+    indexes = sorted(path.glob(f"*.{kind}.index.json"))
     if len(indexes) == 1:
       return _open_shards(indexes[0], key)
+    if not shards and len(saved) == 1:
+      shards = saved
     if indexes or not shards:
-      found = f"a directory with {len(indexes)} indexes, {len(shards)} shards"
-      error = ValueError if indexes else FileNotFoundError
+      files = f"{len(shards)} shards, {len(saved)} files of torch.save"
+      found = f"a directory with {len(indexes)} indexes, {files}"
+      error = ValueError if indexes or saved else FileNotFoundError
       raise error(f"{path}: found {found}; expected {_EXPECTED}")
   else:
     try:

@@ -104,8 +104,10 @@ def restore(
   """Restores a checkpoint for inference.
 
   Args:
-    directory: a working directory of train.py, an output of `convert`, or a
-      folder of `export --to folder`.
+    directory: a working directory of train.py or an output of `convert`; also
+      public weights as `convert` reads them, by their usual name: a file, a
+      folder such as `export` writes, or a repository that is in the cache of
+      the Hugging Face Hub. They are converted in a temporary folder.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
@@ -126,7 +128,7 @@ def restore(
     ValueError: the checkpoint is damaged, or an override does not fit the
       model.
   """
-  if steps.is_exported(directory):
+  if not steps.in_bucket(directory) and not steps.list_steps(directory):
     from moh_jax.convert.checkpoints import unpacked
 
     directory = unpacked(directory)

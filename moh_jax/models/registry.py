@@ -23,6 +23,7 @@ from moh_jax.config import (
   released_model,
 )
 from moh_jax.config.registry import released_models
+from moh_jax.config.released import PARAMETERS, REPOSITORIES
 
 
 def make_model(
@@ -64,9 +65,11 @@ def get_model(name: str) -> tuple[nn.Module, Any]:
 
 
 def list_models() -> dict[str, dict[str, Any]]:
-  """The released models by name: their family, heads and activated share.
+  """The released models by name, and what each is.
 
-  "formats" are the values of `convert --from` that read their weights.
+  "heads" are those of a layer (ViT: stage), "formats" the values of `convert
+  --from` that read its weights, and "repository" where the Hugging Face Hub has
+  them, or None: `restore(REPOSITORY)` and `convert` take them from its cache.
   """
   found = {}
   for name, section in released_models().items():
@@ -74,9 +77,11 @@ def list_models() -> dict[str, dict[str, Any]]:
     formats = [kind for kind, s in family.formats.items() if name.startswith(s)]
     found[name] = {
       "family": family.name,
+      "parameters": PARAMETERS.get(name),
       "heads": section.num_heads,
       "activated_share": section.activated_share,
       "formats": tuple(formats),
+      "repository": REPOSITORIES.get(name),
     }
   return found
 

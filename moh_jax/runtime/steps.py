@@ -439,14 +439,6 @@ def check_regular_files(directory: str | epath.Path, step: int) -> None:
     check_regular(folder / name)
 
 
-def is_exported(directory: str | os.PathLike) -> bool:
-  """Whether a directory may be one of `export`: weights, but no checkpoint."""
-  if "://" in os.fspath(directory):
-    return False
-  path = epath.Path(directory)
-  return (path / "config.json").is_file() and not list_steps(directory)
-
-
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
   """Loads a config file and changes some of its keys.
 

@@ -11,7 +11,7 @@ from tests.inference import tiny_writer
 
 class ConvertTest(tiny_checkpoint.CommandTest):
   def test_options_reach_the_conversion(self):
-    source, out = str(self.root), str(self.root / "out")
+    source, out = str(self.root), str(tiny_checkpoint.stored("vit"))
     with mock.patch.object(checkpoints, "convert") as convert:
       convert.return_value = "it", 1234
       told = self.done(
@@ -67,6 +67,27 @@ class ConvertTest(tiny_checkpoint.CommandTest):
       for place in (out, checkpoint)
     )
     self.assertEqual(told, expected)
+
+  def test_commands_read_public_weights_by_their_usual_names(self):
+    checkpoint = tiny_checkpoint.stored("vit")
+    folder = self.root / "models--Chat-UniVi--MoH-ViT-S-80"
+    snapshot = folder / "snapshots" / ("0" * 40)
+    file = snapshot / "moh_transnext_small_80.safetensors"
+    self.done("export", "--checkpoint", checkpoint, "--out", file)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    image = self.root / "image.png"
+    Image.new("RGB", (8, 8)).save(image)
+    expected = self.done("classify", "--checkpoint", checkpoint, image)
+    cache = mock.patch("huggingface_hub.constants.HF_HUB_CACHE", self.root)
+    for place in (file, snapshot, "Chat-UniVi/MoH-ViT-S-80"):
+      with cache:
+        told = self.done("classify", "--checkpoint", place, image)
+      self.assertEqual(told, expected, place)
+    with cache:
+      for name, hint in (("a/b", "hf download a/b"), ("a", "no such file")):
+        argv = "--source", name, "--out", self.root / "out"
+        self.assert_refused(hint, "convert", *argv)
 
   def test_options_reach_the_export(self):
     checkpoint, out = tiny_checkpoint.stored("llm"), str(self.root / "out")

@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import json
 import os
 import pathlib
 import zipfile
@@ -93,6 +94,24 @@ class ReadTest(_Case):
       self.assertEqual((read[name].dtype, read[name].shape),
                        (values.dtype, want.shape))  # fmt: skip
       np.testing.assert_array_equal(read[name], want)
+
+  def test_folder_of_one_file_or_of_shards_with_an_index(self):
+    one, two = torch.arange(3.0), torch.ones(2)
+    torch.save({"model": {"a": one}, "epoch": 3}, self.path)
+    read = tensor_files.read_tensors(self.path.parent)
+    np.testing.assert_array_equal(read.pop("a"), one.numpy())
+    self.assertEmpty(read)
+    self.path.unlink()
+    files = {"a": "pytorch_model-1-of-2.bin", "b": "pytorch_model-2-of-2.bin"}
+    for (name, file), tensor in zip(files.items(), (one, two)):
+      torch.save({name: tensor}, self.path.with_name(file))
+    with self.assertRaisesRegex(ValueError, "2 files of torch.save"):
+      tensor_files.read_tensors(self.path.parent)
+    index = self.path.with_name("pytorch_model.bin.index.json")
+    index.write_text(json.dumps({"weight_map": files}))
+    read = tensor_files.read_tensors(self.path.parent)
+    for name, tensor in (("a", one), ("b", two)):
+      np.testing.assert_array_equal(read[name], tensor.numpy())
 
   def test_tied_weights_share_memory(self):
     whole = torch.nn.Parameter(torch.arange(6.0))

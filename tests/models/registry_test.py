@@ -14,7 +14,7 @@ from absl.testing import parameterized
 from moh_jax.config import Config, released_model, released_models
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
-from moh_jax.models.registry import make_model
+from moh_jax.models.registry import list_models, make_model
 from moh_jax.runtime.sharding import abstract_params, unbox
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -99,6 +99,11 @@ class RegistryTest(parameterized.TestCase):
     recorded = {*_PUBLIC.values(), *_LLAMA.values()}
     self.assertCountEqual(_tables(), recorded)
 
+  @parameterized.parameters(*released_models())
+  def test_parameters_are_those_that_are_told(self, name):
+    count = sum(leaf.size for leaf in jax.tree.leaves(_params(name)))
+    self.assertEqual(count, list_models()[name]["parameters"])
+
   @parameterized.parameters(*_PUBLIC, *_LLAMA)
   def test_has_the_public_names_shapes_and_total(self, name):
     table = (_PUBLIC | _LLAMA)[name]
@@ -111,8 +116,7 @@ class RegistryTest(parameterized.TestCase):
 
   @parameterized.parameters(*(_SIZED | _LLAMA_70B).items())
   def test_language_model_has_the_parameters_of_its_sizes(self, name, expected):
-    leaves = jax.tree.leaves(_params(name))
-    self.assertEqual(sum(leaf.size for leaf in leaves), expected)
+    self.assertEqual(list_models()[name]["parameters"], expected)
 
   @parameterized.parameters(*_OTHER_PATCHES)
   def test_sizes_of_one_name_differ_in_their_patches_alone(self, name):
