@@ -182,6 +182,7 @@ class _Stored(msgspec.Struct):
   attention_bias: bool = False
   mlp_bias: bool = False
   partial_rotary_factor: float = 1.0
+  rotary_percent: float = 1.0  # the same of Megatron; MoH-LLaMA3's file has it
   quantization_config: Any = None
   rope_theta: float = 10000.0
   rope_scaling: _Rope | None = None
@@ -241,6 +242,7 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   for name, fits, what in (
     ("hidden_act", keys.hidden_act in ("silu", "swish"), "'silu'"),
     ("partial_rotary_factor", keys.partial_rotary_factor == 1, _WHOLLY),
+    ("rotary_percent", keys.rotary_percent == 1, _WHOLLY),
     ("quantization_config", not keys.quantization_config,
      "absent: weights must not be quantized"),
     ("hidden_size", dim == int(dim),

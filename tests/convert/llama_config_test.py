@@ -140,6 +140,7 @@ class ReadTest(parameterized.TestCase):
       "quantization_config=.* must be absent",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
+    ({"rotary_percent": 0.5}, "rotary_percent=0.5 must be 1"),
     (
       {"rope_scaling": {"type": "longrope", "factor": 2.0}},
       "rope_scaling.rope_type='longrope' must be one of .*'llama3', 'yarn'",
