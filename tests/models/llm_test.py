@@ -148,10 +148,13 @@ class ParametersTest(parameterized.TestCase):
     )
     gaps = np.abs(np.concatenate(logits, axis=1) - expected)
     gap = max(gaps[0].max(), gaps[1, 2:].max())
+    largest = float(jnp.abs(expected).max())
     if dtype == "int8":
-      self.assertBetween(gap, 1e-5, 0.05 * float(jnp.abs(expected).max()))
+      self.assertBetween(gap, 1e-5, 0.05 * largest)
     else:
-      self.assertLess(gap, 2e-5)
+      # One token's logits differ from those in float64 by 2e-5 (of 7) with one
+      # row a product, by 5e-6 with all: rounding that depends on the processor.
+      self.assertLess(gap, 1e-5 * largest)
 
   @parameterized.parameters(small.CONFIG, small.TIED)
   def test_new_tokens_are_the_mean_of_the_old(self, config):
