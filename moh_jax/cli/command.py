@@ -314,8 +314,8 @@ class Stored(BaseOptions):
   """Options of commands that read a checkpoint.
 
   Attributes:
-    checkpoint: workdir of `train`, output of `convert`, or folder of `export
-      --to folder`.
+    checkpoint: workdir of `train`, output of `convert`, or public weights that
+      `convert` knows by their name, such as a folder of `export`.
     step: which checkpoint: a number, newest, or whole: the newest one that is
       whole, where newer ones are damaged.
     no_verify: use a checkpoint without comparing it with its checksums, which
