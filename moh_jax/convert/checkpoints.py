@@ -36,6 +36,7 @@ from moh_jax.data.input_files import import_extra
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
 from moh_jax.runtime import checkpoint, steps
+from moh_jax.runtime.files import check_regular
 from moh_jax.runtime.json_files import parse_json, read_json
 from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
@@ -278,7 +279,7 @@ def unpacked(source: str) -> str:
     return source
   try:
     path = _located(source)
-  except FileNotFoundError:
+  except (FileNotFoundError, ValueError):  # also without the Hub's library
     return source
   kind = _kind_of(source, path)
   if kind is None:
@@ -387,6 +388,8 @@ def _exported(source: str) -> checkpoint.Metadata | None:
   """
   if (path := pathlib.Path(source)).is_dir():
     path = min(path.glob("*.safetensors"), default=path)
+  if not path.is_dir():
+    check_regular(path)
   text = tensor_files.read_text(path).get(_ENTRY)
   if text is None:
     return None
