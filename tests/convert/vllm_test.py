@@ -187,7 +187,7 @@ class VllmTest(parameterized.TestCase):
     with socket.socket() as free:
       free.bind(("localhost", 0))
       port = str(free.getsockname()[1])
-    asked = asked.replace("8000", port).replace("hf/llm", "tuned")
+    asked = asked.replace("8000", port).replace("hf/served", "tuned")
     python = os.environ.get("MOH_JAX_VLLM_PYTHON", sys.executable)
     options = ["--port", port, "--model", base, "--dtype", "float32"]
     options += ["--enforce-eager", "--max-model-len", "64", *command.split()]
