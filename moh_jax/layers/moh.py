@@ -50,8 +50,9 @@ class Places:
 
   Attributes:
     rotation: RoPE's angles of the tokens.
-    segments: [B, N] int32 number of the document that each token belongs to,
-      where several are packed into a sequence; a token sees only its own.
+    segments: [B, N] int32 number from 1 of the document that each token belongs
+      to, where several are packed into a sequence; a token sees only its own.
+      Tokens of 0 are padding: they are not counted.
   """
 
   rotation: Rotation | None = None
@@ -216,7 +217,11 @@ class MoHAttention(nn.Module):
       self.num_kv_heads,
       name="router",
     )
-    gates, aux = router(x, token_mask, norms=norms, choice=choice)
+    counted = token_mask
+    if places.segments is not None:
+      counted = places.segments > 0
+      counted = counted if token_mask is None else counted & token_mask
+    gates, aux = router(x, counted, norms=norms, choice=choice)
     q, k = self.rotate(q, k, places.rotation, layout)
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)

@@ -151,9 +151,10 @@ class LLM(nn.Module):
         needed without a cache.
       positions: [B, N] int32; None is 0 to N - 1, or with a cache the number of
         the slot, right for texts without padding.
-      segments: [B, N] int32 documents packed into a sequence; a token sees only
-        its own. None is one document. Read only if `slots.first` is None,
-        which else says what tokens see.
+      segments: [B, N] int32 documents packed into a sequence, from 1 on; a
+        token sees only its own, and 0 is padding, which is not counted. None is
+        one document. Read only if `slots.first` is None, which else says
+        what tokens see.
       token_mask: [B, N] bool, False for padding: not counted, and unseen if
         `slots.first` is None.
       top_k: [layers] int32 routed heads per token, at least 1, in place of the

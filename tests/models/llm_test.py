@@ -38,11 +38,13 @@ class LLMTest(parameterized.TestCase):
       alone, _ = small.forward(config, tokens[:, part])
       np.testing.assert_allclose(packed[:, part], alone, atol=1e-5)
 
-  def test_padding_does_not_count_in_the_side_values(self):
+  @parameterized.parameters("token_mask", "segments")
+  def test_padding_does_not_count_in_the_side_values(self, name):
     mask = jnp.array([[True] * small.N, [False] * small.N])
-    _, aux = small.forward(token_mask=mask)
+    padding = {name: mask if name == "token_mask" else mask.astype(jnp.int32)}
+    _, aux = small.forward(**padding)
     _, other = small.forward(
-      small.LLM, small.random_tokens().at[1].set(7), token_mask=mask
+      small.LLM, small.random_tokens().at[1].set(7), **padding
     )
     chex.assert_trees_all_close(aux, other, rtol=1e-6)
     _, counted = small.forward()
