@@ -156,17 +156,10 @@ def _forward_kernel(
   launch, (out_ref, sum_ref) = part.launch, outputs
   keys, values = part.rings
   q, span = part.own(tiles[0]), _own_rows(part)
-  end = part.done + part.work.end - part.work.begin
-  # The other consumer has read a tile before the next but one: with one slot
-  # it cannot, before its turn comes.
-  ahead = launch.tile.stages > 1
-
-  def wait_for_keys(turn: jax.Array) -> None:
-    pl.when(turn < end)(lambda: keys.wait(turn))
 
   def step(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
     acc, highest, total = carry
-    [k] = keys.at(turn) if ahead else keys.take(turn)
+    [k] = keys.take(turn)
     logits = launch.problem.scaled(launch.across(q, k, part.switch))
     keys.release(turn)
     logits = hide(logits)
@@ -178,10 +171,8 @@ def _forward_kernel(
     total = total * decay + weights.sum(1)
     acc = acc * row(decay, acc.shape)
     weights = weights.astype(q.dtype)
-    [v] = values.take(turn)
-    if ahead:
-      wait_for_keys(turn + 1)
     part.switch()
+    [v] = values.take(turn)
     acc = launch.add_product(acc, weights, v)
     values.release(turn)
     return acc, new, total
@@ -191,9 +182,7 @@ def _forward_kernel(
   # Two consumers take turns at the tensor cores: one computes products while
   # the other one, half a turn behind, computes exponentials. In each piece of
   # work anew: the one ahead would otherwise wait for memory that the other one
-  # frees only when its turn comes. Nobody waits for memory in a turn.
-  if ahead:
-    wait_for_keys(part.done)
+  # frees only when its turn comes.
   pl.when(part.consumer == 1)(part.switch)
   done, (acc, highest, total) = part.over_tiles(step, start)
   pl.when(part.consumer == 0)(part.switch)  # as many switches for both

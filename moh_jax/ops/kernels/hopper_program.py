@@ -64,18 +64,11 @@ class Ring:
     for source, buffer in zip(sources, self.buffers, strict=True):
       plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.ready.at[slot])
 
-  def wait(self, step: jax.Array) -> None:
-    """Waits for the step-th tile; each consumer must, once."""
-    plgpu.barrier_wait(self.ready.at[self.slot(step)])
-
-  def at(self, step: jax.Array) -> tuple:
-    """References to the buffers of the step-th tile, which was waited for."""
-    return tuple(x.at[self.slot(step)] for x in self.buffers)
-
   def take(self, step: jax.Array) -> tuple:
     """Waits for the step-th tile and returns references to its buffers."""
-    self.wait(step)
-    return self.at(step)
+    slot = self.slot(step)
+    plgpu.barrier_wait(self.ready.at[slot])
+    return tuple(x.at[slot] for x in self.buffers)
 
   def release(self, step: jax.Array) -> None:
     """Tells that this consumer has read the step-th tile."""
