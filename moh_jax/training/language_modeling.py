@@ -1,4 +1,4 @@
-"""Next-token prediction: the task of MoH-LLM."""
+"""Next-token prediction and preferences: the task of MoH-LLM."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +19,13 @@ from moh_jax.evaluation.metrics import (
   perplexity,
   sum_metrics,
 )
-from moh_jax.layers.vocabulary import summed_nats
+from moh_jax.layers.vocabulary import summed_nats, token_nats
 from moh_jax.models.adapters import without_adapters
 from moh_jax.models.generation import Decode
 from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.ops.cross_entropy import summed_divergence
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training import preference
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
@@ -72,11 +71,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
   model, inputs = make_model(config)
-  data, loss_fn = config.data, make_loss(model, config)
-  if config.prefers:
-    scheduled = top_k_schedule(config.tune, config.model.depth)
-    loss_fn = preference.make_loss(model, config, scheduled)
-  length = data.sequence_length
+  data, length = config.data, config.data.sequence_length
   sequence = pack(np.zeros(length + 1, np.int32), np.empty(0, int), length)
   return Objective(
     model=model,
@@ -85,7 +80,7 @@ def make_objective(config: Config) -> Objective:
       name: jax.ShapeDtypeStruct(x.shape, x.dtype)
       for name, x in sequence.items()
     },
-    loss_fn=loss_fn,
+    loss_fn=make_loss(model, config),
     unit="tokens",
     units_per_step=data.batch_size * length,
     by_device=True,
@@ -142,19 +137,17 @@ def make_evaluate(
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:
-  """Makes the loss: cross-entropy of the next tokens plus the balance loss.
-
-  The minimized loss divides by the number of positions in the batch, padding
-  included, so every target has the same weight in any batch or microbatch. The
-  metric "task_loss" is the mean over targets alone. A teacher adds the
-  divergence from it (`tune.distill`).
+  """Makes the loss: of the next tokens or of preferences, plus the balance.
 
   Args:
     model: the network.
     config: config of the run.
   """
   scheduled = top_k_schedule(config.tune, config.model.depth)
-  teach = _make_teaching(config)
+  if config.prefers:
+    task_loss = _make_preference(model, config)
+  else:
+    task_loss = _make_prediction(config)
 
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
@@ -163,27 +156,92 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     x, aux = apply_packed(
       model, params, batch, top_k=scheduled(step), rngs=rngs
     )
-    weights = batch["weights"]
-    # Dividing the weights is cheaper than dividing the loss: the gradient of
-    # the output layer, the largest of all, then needs no pass to scale it.
-    kernel, chunk = output_kernel(params, config.model), config.model.loss_chunk
-    nats = summed_nats(
-      x, kernel, batch["targets"], weights / weights.size, chunk
-    )
-    mean = Mean(nats * weights.size, weights.sum())
-    weight, metrics = config.train.balance_weight, {"task_loss": mean}
-    loss = nats
-    if teach is not None:
-      taught, metrics["distill_loss"] = teach(params, batch, x, step)
-      loss += taught
-    return add_balance_loss(loss, aux, weight, **metrics)
+    loss, metrics = task_loss(params, batch, x, step)
+    return add_balance_loss(loss, aux, config.train.balance_weight, **metrics)
 
   return loss_fn
 
 
-def _make_teaching(
-  config: Config,
-) -> Callable[..., tuple[jax.Array, Mean]] | None:
+# (parameters, batch, what the output layer reads, step) -> (loss, metrics).
+_TaskLoss = Callable[..., tuple[jax.Array, dict[str, Mean]]]
+_Teaching = Callable[..., tuple[jax.Array, Mean]]
+
+
+def _make_prediction(config: Config) -> _TaskLoss:
+  """Cross-entropy of the next tokens.
+
+  The minimized loss divides by the number of positions in the batch, padding
+  included, so every target has the same weight in any batch or microbatch. The
+  metric "task_loss" is the mean over targets alone. A teacher adds the
+  divergence from it (`tune.distill`).
+  """
+  teach = _make_teaching(config)
+
+  def task_loss(
+    params: Any, batch: Any, x: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, dict[str, Mean]]:
+    weights = batch["weights"]
+    # Dividing the weights is cheaper than dividing the loss: the gradient of
+    # the output layer, the largest of all, then needs no pass to scale it.
+    kernel, chunk = output_kernel(params, config.model), config.model.loss_chunk
+    loss = summed_nats(
+      x, kernel, batch["targets"], weights / weights.size, chunk
+    )
+    metrics = {"task_loss": Mean(loss * weights.size, weights.sum())}
+    if teach is not None:
+      taught, metrics["distill_loss"] = teach(params, batch, x, step)
+      loss += taught
+    return loss, metrics
+
+  return task_loss
+
+
+def _make_preference(model: nn.Module, config: Config) -> _TaskLoss:
+  """Direct preference optimization of pairs of answers (arXiv:2305.18290).
+
+  With the log-probability r(y) that training has given an answer y beyond the
+  reference's, the loss of a pair is -log sigmoid(beta * (r(better) -
+  r(worse))). The reference is the model without its adapters, so it costs a
+  forward pass and no memory. Of every sequence the first segment is the better
+  answer, with its question, and the second the worse one
+  (`data.conversations.PreferenceSource`).
+  """
+  beta, chunk = config.tune.dpo.beta, config.model.loss_chunk
+
+  def log_probs(params: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+    kernel = output_kernel(params, config.model)
+    # Its sums over devices have no derivative.
+    x, kernel = jax.lax.stop_gradient((x, kernel))
+    return -token_nats(x, kernel, targets, chunk)[0]
+
+  def task_loss(
+    params: Any, batch: Any, x: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, dict[str, Mean]]:
+    del step
+    own = without_adapters(params)
+    gained = log_probs(params, x, batch["targets"])
+    known = apply_packed(model, own, batch)[0]
+    gained -= log_probs(own, known, batch["targets"])
+    sign = jnp.where(batch["segments"] == 1, 1, -1) * batch["weights"]
+    margin = beta * (gained * sign).sum(-1)
+    # The gradient of the loss in each token's cross-entropy: with it as weight,
+    # the logits of all tokens need not be kept for the backward pass.
+    slope = beta * jax.nn.sigmoid(-margin)[:, None] * sign / len(sign)
+    kernel = output_kernel(params, config.model)
+    nats = summed_nats(x, kernel, batch["targets"], slope, chunk)
+    losses = jax.nn.softplus(-margin)
+    loss = nats + jax.lax.stop_gradient(losses.mean() - nats)
+    count = jnp.float32(len(sign))
+    return loss, {
+      "task_loss": Mean(losses.sum(), count),
+      "preferred": Mean((margin > 0).sum().astype(jnp.float32), count),
+      "margin": Mean(margin.sum(), count),
+    }
+
+  return task_loss
+
+
+def _make_teaching(config: Config) -> _Teaching | None:
   """Makes what a teacher adds to the loss; None without one.
 
   Returns:
