@@ -67,8 +67,7 @@ def run(options: Options) -> int:
   from moh_jax.data.infer import resolve
   from moh_jax.evaluation import comparison, pictures
   from moh_jax.training import bench
-  from moh_jax.training.comparison import compare
-  from moh_jax.training.variants import compared_runs
+  from moh_jax.training.variants import compare, compared_runs
 
   runs = compared_runs(
     options.loaded, options.variants, options.sweep, options.seeds

@@ -2,7 +2,7 @@ import json
 import math
 from unittest import mock
 
-from moh_jax.training import bench, comparison
+from moh_jax.training import bench, variants
 from moh_jax.training.bench import Timing
 from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.train import Result
@@ -16,7 +16,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
     """Runs the command with another `train`."""
     config = tiny_checkpoint.write_config(self.root, tiny_checkpoint.CONFIG)
     where = "--config", config, "--workdir", self.root / "runs"
-    with mock.patch.object(comparison, "train", train or _fake_train):
+    with mock.patch.object(variants, "train", train or _fake_train):
       return super().call(*where, *argv)
 
   def _rows(self, *argv):
@@ -24,7 +24,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
 
   def test_trains_as_train_does(self):
     argv = "--rounds=1", "--variants=config", "--json=-"
-    status, out, err = self.call(*argv, train=comparison.train)
+    status, out, err = self.call(*argv, train=variants.train)
     self.assertEqual(status, 0, err)
     result = json.loads(out)
     self.assertIn("commit", result["machine"])
