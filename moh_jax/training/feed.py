@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import time
 from typing import Any
 
 from jax.sharding import Mesh
@@ -20,7 +19,6 @@ class Feed:
 
   Attributes:
     position: number of batches taken.
-    waited: seconds that `next` has waited for the thread, in total.
   """
 
   def __init__(self, batches: TrainBatches, mesh: Mesh, ahead: int):
@@ -34,7 +32,7 @@ class Feed:
     self._batches, self._mesh, self._ahead = batches, mesh, ahead
     self._ready: collections.deque = collections.deque()
     self._thread = concurrent.futures.ThreadPoolExecutor(1)
-    self.position, self.waited = batches.position, 0.0
+    self.position = batches.position
 
   def __enter__(self) -> "Feed":
     return self
@@ -47,13 +45,11 @@ class Feed:
 
   def __next__(self) -> Any:
     self._fill(1)
-    began = time.perf_counter()
     try:
       batch = self._ready.popleft().result()
     except BaseException:
       self.close()
       raise
-    self.waited += time.perf_counter() - began
     self.position += 1
     self._fill(self._ahead)
     return batch
