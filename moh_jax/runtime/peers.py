@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
@@ -77,7 +78,7 @@ def agree(values: Mapping[str, Any]) -> None:
   All of them must call it. With one process nothing is done.
 
   Args:
-    values: nested mappings of JSON values, such as a config.
+    values: nested dicts of JSON values, such as a config.
 
   Raises:
     ValueError: they differ; the message names what does, and is the same in all
@@ -94,7 +95,7 @@ def agree(values: Mapping[str, Any]) -> None:
     "version of jax": jax.__version__,
     "version of Python": platform.python_version(),
   }
-  ours = json.dumps(_flat({**versions, **values}))
+  ours = json.dumps(flatten_dict({**versions, **values}, sep="."))
   client.key_value_set(f"{prefix}/{index}", ours)
 
   def read(name: int | str, whose: int) -> str:
@@ -115,17 +116,6 @@ def agree(values: Mapping[str, Any]) -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       client.wait_at_barrier(f"{prefix}/read", 1000 * _READ_SECONDS)
     raise ValueError(verdict)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """{"a": {"b": 1}} as {"a.b": 1}."""
-  flat = {}
-  for name, value in values.items():
-    if isinstance(value, Mapping):
-      flat |= _flat(value, f"{prefix}{name}.")
-    else:
-      flat[f"{prefix}{name}"] = value
-  return flat
 
 
 def _differences(told: list[dict[str, Any]]) -> str:

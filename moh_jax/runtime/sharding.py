@@ -449,14 +449,22 @@ def abstract_boxed(boxed: Any, mesh: Mesh | AbstractMesh | None) -> Any:
   """Takes abstract parameters out of their boxes; they get shardings.
 
   Args:
-    boxed: abstract parameters in boxes of logical axes.
+    boxed: abstract parameters in boxes of logical axes; those without a box are
+      replicated.
     mesh: the devices; None is the first device alone.
   """
+  device = None
   if mesh is None:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = jax.tree.map(lambda _: device, unbox(boxed))
-  else:
-    shardings = param_shardings(boxed, mesh)
+
+  def sharding(leaf: Any) -> jax.sharding.Sharding:
+    if device is not None or not is_box(leaf):
+      return device or replicated(mesh)
+    sizes = dict(mesh.shape)
+    spec = resolve_spec(leaf.names, leaf.value.shape, sizes, RULES)
+    return NamedSharding(mesh, spec)
+
+  shardings = jax.tree.map(sharding, boxed, is_leaf=is_box)
   return with_shardings(unbox(boxed), shardings)
 
 
@@ -467,28 +475,6 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
     tree,
     shardings,
   )
-
-
-def param_shardings(boxed: Any, mesh: Mesh | AbstractMesh) -> Any:
-  """Shardings of parameters, from their logical axes.
-
-  Args:
-    boxed: abstract parameters in their boxes, see `abstract_params`.
-    mesh: the devices.
-
-  Returns:
-    Tree of NamedSharding with the structure of the unboxed parameters.
-    Parameters without logical axes are replicated.
-  """
-  sizes = dict(mesh.shape)
-
-  def one(leaf: Any) -> NamedSharding:
-    if not is_box(leaf):
-      return replicated(mesh)
-    spec = resolve_spec(leaf.names, leaf.value.shape, sizes, RULES)
-    return NamedSharding(mesh, spec)
-
-  return jax.tree.map(one, boxed, is_leaf=is_box)
 
 
 @dataclasses.dataclass(frozen=True)
