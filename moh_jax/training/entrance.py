@@ -1,8 +1,8 @@
 """What may refuse a run: all checks, before anything is compiled.
 
 `train` makes them in this order: those of the processes need nothing but the
-config, `CHECKS` the mesh and the abstract program (as in `plan`), the rest the
-working directory and the data. What follows the entrance trusts its callers.
+config, `check_run` the mesh and the abstract program (as in `plan`), the rest
+the working directory and the data. What follows trusts its callers.
 """
 
 import contextlib
@@ -46,25 +46,16 @@ _INDEX_BYTES = 8  # of an entry of a table of relative positions
 _TOKEN_BYTES = 20  # of a packed sequence: five int32 or float32 arrays
 # Fields that determine the training stream, the random choices and what the
 # optimizer keeps.
-_SAME_FIELDS = (
-  ("optim", "name"),
-  ("train", "seed"),
-  ("data", "source"),
-  ("data", "batch_size"),
-  ("data", "repeats"),
-  ("data", "mix"),
-  ("data", "ratios"),
-  ("data", "sequence_length"),
-  ("data", "separate_documents"),
-  ("data", "template"),
-  ("data", "too_long"),
-)
+_SAME_FIELDS = {
+  "optim": ("name",),
+  "train": ("seed",),
+  "data": (
+    *("source", "batch_size", "repeats", "mix", "ratios", "sequence_length"),
+    *("separate_documents", "template", "too_long"),
+  ),
+}
 # Fields of which only zero or not matters: it decides the state's structure.
-_STRUCTURE_FIELDS = (
-  ("optim", "ema_decay"),
-  ("optim", "clip_norm"),
-  ("optim", "b1"),
-)
+_STRUCTURE_FIELDS = {"optim": ("ema_decay", "clip_norm", "b1")}
 
 
 def check_processes(config: Config, workdir: str) -> None:
@@ -96,7 +87,7 @@ def check_processes(config: Config, workdir: str) -> None:
 def check_run(
   config: Config, mesh: Mesh | AbstractMesh, program: Program
 ) -> None:
-  """Makes all checks of `CHECKS`: what a config and its devices allow.
+  """Checks what a config and its devices allow.
 
   Args:
     config: of the run.
@@ -107,20 +98,32 @@ def check_run(
   Raises:
     ValueError: names what does not fit.
   """
-  for check in CHECKS:
-    check(config, mesh, program)
-
-
-def check_router(config: Config, *_: Any) -> None:
-  """Choosing heads by their probability is for serving."""
   if config.model.router.top_p:
     raise ValueError(
       f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
       "it serves a trained model"
     )
+  _check_teacher(config, program)
+  check_mixed_images(config, mesh)
+  check_host_memory(config, mesh)
+  # Devices have equally many examples of a microbatch or an evaluation.
+  batch, parts = config.data.batch_size, config.optim.accumulation
+  check_batch("data.batch_size", batch, mesh, parts)
+  check_batch("eval.batch_size", config.eval.batch_size, mesh)
+  # The mesh can split the heads, and the tokens of an example.
+  check_heads(config.model, mesh, config.mesh.max_imbalance)
+  length = getattr(config.data, "sequence_length", None)
+  check_tokens(config.model, mesh, length)
+  # An axis splits parameters, and less than `mesh.max_whole` stays whole.
+  boxed, adapters = program.boxed, program.adapters
+  if adapters is not None:
+    boxed = join(adapters.frozen, adapters.trained)
+  if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
+    _LOG.info("mesh: %s", line)
+  check_memory(config, mesh, program)
 
 
-def check_teacher(config: Config, mesh: Mesh, program: Program) -> None:
+def _check_teacher(config: Config, program: Program) -> None:
   """Teachers and references do not change: none of what they use is trained."""
   weight, lora = config.tune.distill.weight, config.tune.lora
   if not weight and not config.prefers:
@@ -143,7 +146,7 @@ def check_teacher(config: Config, mesh: Mesh, program: Program) -> None:
       )
 
 
-def check_mixed_images(config: Config, mesh: Mesh, *_: Any) -> None:
+def check_mixed_images(config: Config, mesh: Mesh | AbstractMesh) -> None:
   """Images of slices are mixed with others of their device, so need one."""
   batch, classifier = config.data.batch_size, config.sections.get("classifier")
   each = batch // config.optim.accumulation
@@ -157,7 +160,7 @@ def check_mixed_images(config: Config, mesh: Mesh, *_: Any) -> None:
     )
 
 
-def check_host_memory(config: Config, mesh: Mesh, *_: Any) -> None:
+def check_host_memory(config: Config, mesh: Mesh | AbstractMesh) -> None:
   """Devices can use memory of their host where the config asks for it."""
   asked = []
   if config.model.remat == "offload":
@@ -175,30 +178,9 @@ def check_host_memory(config: Config, mesh: Mesh, *_: Any) -> None:
     )
 
 
-def check_batches(config: Config, mesh: Mesh, *_: Any) -> None:
-  """Devices have equally many examples of a microbatch or an evaluation."""
-  batch, parts = config.data.batch_size, config.optim.accumulation
-  check_batch("data.batch_size", batch, mesh, parts)
-  check_batch("eval.batch_size", config.eval.batch_size, mesh)
-
-
-def check_layers(config: Config, mesh: Mesh, *_: Any) -> None:
-  """The mesh can split the heads, and the tokens of an example."""
-  check_heads(config.model, mesh, config.mesh.max_imbalance)
-  length = getattr(config.data, "sequence_length", None)
-  check_tokens(config.model, mesh, length)
-
-
-def check_params(config: Config, mesh: Mesh, program: Program) -> None:
-  """An axis splits parameters, and less than `mesh.max_whole` stays whole."""
-  boxed, adapters = program.boxed, program.adapters
-  if adapters is not None:
-    boxed = join(adapters.frozen, adapters.trained)
-  if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
-    _LOG.info("mesh: %s", line)
-
-
-def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
+def check_memory(
+  config: Config, mesh: Mesh | AbstractMesh, program: Program
+) -> None:
   """Lower bounds are less than memory: what passes may still be too large.
 
   They are those of the batches that are prepared ahead, of the tables of
@@ -231,19 +213,6 @@ def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
   check_bytes(kept, "the layers' inputs of one example", each * len(devices))
   state = "the state of the run (parameters and optimizer)"
   check_tree((program.state, program.frozen), state)
-
-
-# Each takes (config, mesh, program) and raises ValueError.
-CHECKS = (
-  check_router,
-  check_teacher,
-  check_mixed_images,
-  check_host_memory,
-  check_batches,
-  check_layers,
-  check_params,
-  check_memory,
-)
 
 
 def check_writable(workdir: str) -> epath.Path:
@@ -320,13 +289,17 @@ def check_same_run(
       f"sha256 of the tokenizer: {ours.tokenizer_sha256[:16]!r} here, "
       f"{metadata.tokenizer_sha256[:16]!r} there"
     )
-  for section, name in (*_STRUCTURE_FIELDS, *_SAME_FIELDS):
-    here, there = (  # a field that the family's section lacks is None twice
-      getattr(getattr(run, section), name, None) for run in (config, stored)
-    )
-    as_stored = bool if (section, name) in _STRUCTURE_FIELDS else lambda x: x
-    if as_stored(here) != as_stored(there):
-      fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
+  for table, as_stored in (
+    (_SAME_FIELDS, lambda x: x),
+    (_STRUCTURE_FIELDS, bool),
+  ):
+    for section, names in table.items():
+      parts = getattr(config, section), getattr(stored, section)
+      for name in names:
+        # A field that the family's section lacks is None twice.
+        here, there = (getattr(part, name, None) for part in parts)
+        if as_stored(here) != as_stored(there):
+          fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
   if not fields:  # the same config, so that the data should be the same too
     stored_stream = steps.read_json_item(workdir, step, "data").get("stream")
     if stored_stream is not None:

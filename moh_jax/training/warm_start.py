@@ -240,16 +240,13 @@ def warm_start(
   fitted = jax.eval_shape(fit, theirs)
   needed, given = _flat(abstract), _flat(fitted)
   classes = match_classes(ours, metadata, needed, given)
-  _check_shapes(source, needed, given, classes)
-  taken = _describe(needed, given, classes)
+  taken = _taken(source, needed, given, classes)
 
   def combine(params: Any, initial: Any) -> Any:
-    found = _flat(initial) | _flat(fit(params))
-    rows = {
-      name: one.take(found[name], _flat(initial)[name])
-      for name, one in classes.items()
-    }
-    found |= rows
+    initial = _flat(initial)
+    found = initial | _flat(fit(params))
+    for name, one in classes.items():
+      found[name] = one.take(found[name], initial[name])
     return unflatten_dict({name: found[name] for name in needed}, sep="/")
 
   def read(initial: Any) -> tuple[Any, str]:
@@ -339,8 +336,7 @@ def _check_tokenizer(source: str, ours: Metadata, theirs: Metadata) -> None:
     )
   _LOG.warning(
     "another tokenizer than that of %s: the first %d ids must mean the same",
-    source,
-    old,
+    *(source, old),
   )
 
 
@@ -348,14 +344,36 @@ def _flat(tree: Any) -> dict[str, Any]:
   return flatten_dict(tree, sep="/")
 
 
-def _describe(
+def _taken(
+  source: str,
   needed: Mapping[str, Any],
   given: Mapping[str, Any],
   classes: Mapping[str, ClassRows],
 ) -> str:
-  """Says which parameters a run takes, initialises and leaves out."""
+  """Says which parameters a run takes, initialises and leaves out.
+
+  Raises:
+    ValueError: others than routers are missing or left, or of another shape.
+  """
   new = [name for name in needed if name not in given]
   unused = [name for name in given if name not in needed]
+  wrong = [
+    f"{name} missing, {needed[name].shape} needed"
+    for name in new
+    if "/router/" not in name
+  ]
+  wrong += [
+    f"{name} {given[name].shape}, {leaf.shape} needed"
+    for name, leaf in needed.items()
+    if name in given.keys() - classes and given[name].shape != leaf.shape
+  ]
+  wrong += [f"{name} not used" for name in unused if "/router/" not in name]
+  if wrong:
+    more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    raise ValueError(
+      f"train.init_from={source!r} does not fit the model: "
+      f"{'; '.join(wrong[:3])}{more}"
+    )
   taken = len(needed) - len(new) - len(classes)
   parts = [f"took {taken} of {len(needed)} parameters"]
   parts += [f"{name}: {rows}" for name, rows in classes.items()]
@@ -363,33 +381,6 @@ def _describe(
     if names:
       parts.append(f"{what} {', '.join(names)}")
   return "; ".join(parts)
-
-
-def _check_shapes(
-  source: str,
-  needed: Mapping[str, Any],
-  given: Mapping[str, Any],
-  classes: Mapping[str, ClassRows],
-) -> None:
-  shapes = {name: leaf.shape for name, leaf in given.items()}
-  wrong = [
-    f"{name} {shapes.get(name, 'missing')}, {leaf.shape} needed"
-    for name, leaf in needed.items()
-    if shapes.get(name) != leaf.shape
-    and name not in classes
-    and (name in shapes or "/router/" not in name)
-  ]
-  wrong += [
-    f"{name} not used"
-    for name in given
-    if name not in needed and "/router/" not in name
-  ]
-  if wrong:
-    more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    raise ValueError(
-      f"train.init_from={source!r} does not fit the model: "
-      f"{'; '.join(wrong[:3])}{more}"
-    )
 
 
 def match_classes(
