@@ -42,7 +42,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
-  return image_objective(config, make_loss, by_device=True)
+  return image_objective(config, make_loss)
 
 
 def make_evaluate(
@@ -159,23 +159,15 @@ def mix_images(
     targets: [B, K].
     config: section with `mixup`, `cutmix` and `cutmix_prob`; with both alphas 0
       nothing is mixed.
-    parts: equal parts of the examples that are here, each of which is mixed so
-      by itself, where no image should move to another device; None is the batch
-      of all devices.
+    parts: equal parts of the examples that are here, of two or more, each of
+      which is mixed so by itself, where no image should move to another device;
+      None is the batch of all devices.
 
   Returns:
     Mixed images and targets.
-
-  Raises:
-    ValueError: parts of a single image, which has none to be mixed with.
   """
   if not config.mixes:
     return images, targets
-  if parts and len(images) // parts < 2:
-    raise ValueError(
-      f"classifier.mixup={config.mixup} and classifier.cutmix={config.cutmix} "
-      f"need two images on each device, a batch has {len(images)} on {parts}"
-    )
   choose, draw, place = jax.random.split(rng, 3)
   cut_prob = config.cutmix_prob if config.mixup else 1.0
   if not config.cutmix:

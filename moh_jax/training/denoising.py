@@ -90,7 +90,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
-  return image_objective(config, make_loss, by_device=True)
+  return image_objective(config, make_loss)
 
 
 def make_evaluate(

@@ -26,7 +26,7 @@ from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn, Metrics, Objective
+from moh_jax.training.step import LossFn, Objective
 from moh_jax.training.stopping import interruptible
 
 _LOG = logging.getLogger(__name__)
@@ -114,18 +114,17 @@ class Task(Objective):
 def image_objective(
   config: Config,
   make_loss: Callable[[nn.Module, Config], LossFn],
-  *,
-  by_device: bool = False,
 ) -> Objective:
   """The objective of a network that reads labelled images or latents.
 
   Args:
     config: of the run.
-    make_loss: (network, config) -> its loss on float32 pixels.
-    by_device: see `Objective`.
+    make_loss: (network, config) -> its loss on float32 pixels, which may see
+      the examples of one device alone.
   """
   model, inputs = make_model(config)
-  # Pixels cross to the devices as bytes, see `_normalizing`.
+  loss_fn, normalize = make_loss(model, config), normalizer(config.data)
+  # Pixels cross to the devices as bytes.
   dtype = "float32" if config.data.mean is None else "uint8"
   return Objective(
     model=model,
@@ -134,10 +133,12 @@ def image_objective(
       "image": jax.ShapeDtypeStruct(config.model.input_shape, dtype),
       "label": jax.ShapeDtypeStruct((), "int32"),
     },
-    loss_fn=_normalizing(config, make_loss(model, config)),
+    loss_fn=lambda params, batch, *args: loss_fn(
+      params, normalize(batch), *args
+    ),
     unit="images",
     units_per_step=config.data.batch_size,
-    by_device=by_device,
+    by_device=True,
   )
 
 
@@ -193,18 +194,6 @@ def stream(
     )
   rows = sharding.batch_rows(mesh, config.data.batch_size)
   return TrainBatches(dataset, config.data, rows)
-
-
-def _normalizing(config: Config, loss_fn: LossFn) -> LossFn:
-  """The loss of batches whose pixels are uint8, from that of float32 ones."""
-  normalize = normalizer(config.data)
-
-  def normalized(
-    params: Any, batch: Any, rng: jax.Array, step: jax.Array
-  ) -> tuple[jax.Array, Metrics]:
-    return loss_fn(params, normalize(batch), rng, step)
-
-  return normalized
 
 
 def held_out_batches(
