@@ -344,7 +344,7 @@ class Stored(BaseOptions):
     """Checks that there is such a checkpoint, too."""
     if self.checkpoint is not None:
       in_bucket = steps.in_bucket(self.checkpoint)
-      if not in_bucket and not steps.list_steps(self.checkpoint):
+      if not in_bucket and steps.may_be_public(self.checkpoint):
         from moh_jax.convert.checkpoints import unpacked
 
         object.__setattr__(self, "checkpoint", unpacked(self.checkpoint))

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import pathlib
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,6 @@ Tensors = Mapping[str, Any]
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
 _FOLDER = "folder"  # the form of one's own networks
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
 _WEIGHTS = (".safetensors", *tensor_files.TORCH_SUFFIXES)
 _CARD = """---
 library_name: moh_jax
@@ -275,7 +273,7 @@ def unpacked(source: str) -> str:
     source: as of `convert`. A directory of ours comes back as it is, and so
       does what is not there or of no known format.
   """
-  if steps.in_bucket(source) or steps.list_steps(source):
+  if steps.in_bucket(source) or not steps.may_be_public(source):
     return source
   try:
     path = _located(source)
@@ -295,7 +293,7 @@ def _located(source: str) -> str:
   if pathlib.Path(source).exists():
     return source
   missing = f"{source}: no such file or folder"
-  if not _REPOSITORY.fullmatch(source):
+  if not steps.REPOSITORY.fullmatch(source):
     raise FileNotFoundError(missing)
   hub = import_extra("huggingface_hub", f"{missing}; a repository of the Hub")
   try:

@@ -128,7 +128,7 @@ def restore(
     ValueError: the checkpoint is damaged, or an override does not fit the
       model.
   """
-  if not steps.in_bucket(directory) and not steps.list_steps(directory):
+  if not steps.in_bucket(directory) and steps.may_be_public(directory):
     from moh_jax.convert.checkpoints import unpacked
 
     directory = unpacked(directory)

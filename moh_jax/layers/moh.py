@@ -50,13 +50,15 @@ class Places:
 
   Attributes:
     rotation: RoPE's angles of the tokens.
-    segments: [B, N] int32 number from 1 of the document that each token belongs
-      to, where several are packed into a sequence; a token sees only its own.
-      Tokens of 0 are padding: they are not counted.
+    segments: [B, N] int32 number of the document that each token belongs to,
+      where several are packed into a sequence; a token sees only its own.
+    counted: [B, N] bool, tokens that the balance loss and the statistics count;
+      None is those of the token mask.
   """
 
   rotation: Rotation | None = None
   segments: jax.Array | None = None
+  counted: jax.Array | None = None
 
 
 class MoHAttention(nn.Module):
@@ -217,10 +219,7 @@ class MoHAttention(nn.Module):
       self.num_kv_heads,
       name="router",
     )
-    counted = token_mask
-    if places.segments is not None:
-      counted = places.segments > 0
-      counted = counted if token_mask is None else counted & token_mask
+    counted = token_mask if places.counted is None else places.counted
     gates, aux = router(x, counted, norms=norms, choice=choice)
     q, k = self.rotate(q, k, places.rotation, layout)
     if cache is not None:

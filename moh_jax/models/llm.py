@@ -135,6 +135,7 @@ class LLM(nn.Module):
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     token_mask: jax.Array | None = None,
+    counted: jax.Array | None = None,
     top_k: jax.Array | None = None,
     head_scale: jax.Array | None = None,
     with_logits: bool = True,
@@ -151,12 +152,13 @@ class LLM(nn.Module):
         needed without a cache.
       positions: [B, N] int32; None is 0 to N - 1, or with a cache the number of
         the slot, right for texts without padding.
-      segments: [B, N] int32 documents packed into a sequence, from 1 on; a
-        token sees only its own, and 0 is padding, which is not counted. None is
-        one document. Read only if `slots.first` is None, which else says
-        what tokens see.
+      segments: [B, N] int32 documents packed into a sequence; a token sees only
+        its own. None is one document. Read only if `slots.first` is None,
+        which else says what tokens see.
       token_mask: [B, N] bool, False for padding: not counted, and unseen if
         `slots.first` is None.
+      counted: [B, N] bool, tokens that the side values count; None is those of
+        the token mask.
       top_k: [layers] int32 routed heads per token, at least 1, in place of the
         config's where a layer routes.
       head_scale: [layers, H] or [layers, B, 1, H] float32 that multiplies the
@@ -185,6 +187,7 @@ class LLM(nn.Module):
     places = Places(
       rotation(positions, cfg.rope, cfg.head_dim, token_mask, segments),
       segments,
+      counted,
     )
     order = None
     if cfg.head_order:
@@ -283,10 +286,12 @@ def apply_packed(
   Args:
     model: an `LLM`.
     params: of the network.
-    batch: "inputs", "positions" and "segments" [B, N] int32.
+    batch: "inputs", "positions" and "segments" [B, N] int32; segment 0 is
+      padding, which the side values do not count.
     **options: of `extend`, or of `flax.linen.Module.apply`.
   """
   places = {name: batch[name] for name in ("positions", "segments")}
+  places["counted"] = batch["segments"] > 0
   options = {**places, "with_logits": False, **options}
   return model.apply({"params": params}, batch["inputs"], **options)
 

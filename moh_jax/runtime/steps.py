@@ -16,6 +16,7 @@ import concurrent.futures
 import itertools
 import logging
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -44,6 +45,7 @@ from moh_jax.runtime.files import (
 from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
 
 FOLDER = "checkpoints"
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 MANIFEST = "manifest.txt"
 # What the item `config` states where a manifest belongs to a step, so that its
 # loss is found, and which step it is. Older versions stated neither, or only
@@ -437,6 +439,15 @@ def check_regular_files(directory: str | epath.Path, step: int) -> None:
   folder = step_folder(directory, step)
   for name in () if in_bucket(folder) else _files(folder):
     check_regular(folder / name)
+
+
+def may_be_public(source: str | os.PathLike) -> bool:
+  """Whether a local path may be public weights: it holds no checkpoint of ours.
+
+  What is not there may be a repository in the cache of the Hugging Face Hub.
+  """
+  there = os.path.exists(source) or REPOSITORY.fullmatch(os.fspath(source))
+  return bool(there) and not list_steps(source)
 
 
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:

@@ -13,7 +13,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.config import RotaryConfig
-from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.llm import LLM, apply_packed, unroll
 from moh_jax.models.registry import fit_params, restack
 from moh_jax.ops.cache import Slots
 from moh_jax.runtime.sharding import init_params, unbox
@@ -38,18 +38,30 @@ class LLMTest(parameterized.TestCase):
       alone, _ = small.forward(config, tokens[:, part])
       np.testing.assert_allclose(packed[:, part], alone, atol=1e-5)
 
-  @parameterized.parameters("token_mask", "segments")
+  @parameterized.parameters("token_mask", "counted")
   def test_padding_does_not_count_in_the_side_values(self, name):
-    mask = jnp.array([[True] * small.N, [False] * small.N])
-    padding = {name: mask if name == "token_mask" else mask.astype(jnp.int32)}
-    _, aux = small.forward(**padding)
+    mask = {name: jnp.array([[True] * small.N, [False] * small.N])}
+    _, aux = small.forward(**mask)
     _, other = small.forward(
-      small.LLM, small.random_tokens().at[1].set(7), **padding
+      small.LLM, small.random_tokens().at[1].set(7), **mask
     )
     chex.assert_trees_all_close(aux, other, rtol=1e-6)
     _, counted = small.forward()
     gap = abs(float(aux.balance_loss) - float(counted.balance_loss))
     self.assertGreater(gap, 1e-4)
+
+  def test_padding_of_packed_sequences_does_not_count(self):
+    params = small.random_variables(small.CONFIG)["params"]
+    tokens = small.random_tokens()
+    places = jnp.broadcast_to(jnp.arange(small.N), tokens.shape)
+    segments = jnp.array([[1] * small.N, [1, 1] + [0] * (small.N - 2)])
+    batch = {"inputs": tokens, "positions": places, "segments": segments}
+    model = LLM(small.CONFIG)
+    (_, aux), (_, other) = (
+      apply_packed(model, params, {**batch, "inputs": inputs})
+      for inputs in (tokens, tokens.at[1, 2:].set(7))
+    )
+    chex.assert_trees_all_close(aux, other, rtol=1e-6)
 
   def test_matrices_start_with_one_deviation(self):
     config = dataclasses.replace(small.BIASED, width=64, vocab_size=200)
