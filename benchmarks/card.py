@@ -29,7 +29,7 @@ from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import has_kernels
-from moh_jax.ops.target import has_cudnn, target
+from moh_jax.ops.target import target
 from moh_jax.runtime.json_files import read_json
 from moh_jax.training import bench
 from moh_jax.training.bench import (
@@ -92,16 +92,13 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
     for mode in modes:
       for length in lengths:
         for dim in has["dims"]:
-          # The fast forms that compute the active heads alone.
-          fast = ["kernel"] * has_kernels(target(), dtype, dim)
-          on_gpu = target().platform == "gpu" and has_cudnn()
-          fast += ["cudnn"] * (on_gpu and "causal" not in mode)
+          fast = has_kernels(target(), dtype, dim)
           yield stage(
             f"core_{dim}_{mode}_{length}",
             moh_jax,
             f"bench attention --modes {mode} --lengths {length} --head-dim "
             f"{dim} --batch {max(1, has['tokens'] // length)} {shape} --shares "
-            f"{shares} --implementations {','.join(fast or ['packed'])}",
+            f"{shares} --implementations {'kernel' if fast else 'packed'}",
           )
 
   def decodes(slots: Sequence[int]) -> Iterator[_Stage]:

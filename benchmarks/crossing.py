@@ -45,7 +45,7 @@ def crossovers(results: Iterable[Mapping[str, Any]]) -> list[Crossover]:
     parts.setdefault(key, []).extend(read_rows(result))
   entries = []
   for (dim, dtype), rows in sorted(parts.items()):
-    backends = {"packed": "xla", "cudnn": "cudnn"}
+    backends = {"packed": "xla"}
     if has_kernels(target(), dtype, dim):
       options = kernel_options(target(), dtype, dim)
       backends["kernel"] = options["backend"]

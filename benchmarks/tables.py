@@ -57,8 +57,8 @@ def rendered(text: str) -> str:
   return _MARKED.sub(lambda m: m[1] + _TABLES[m[2]](m[3]) + m[4], text)
 
 
-def _load(name: str) -> dict[str, Any]:
-  path = _ROOT / "benchmarks" / "results" / f"{name}_cpu.json"
+def _load(name: str, device: str = "cpu") -> dict[str, Any]:
+  path = _ROOT / "benchmarks" / "results" / f"{name}_{device}.json"
   return json.loads(path.read_text())
 
 
@@ -159,6 +159,36 @@ def _pays(_: str) -> str:
   return markdown(header, lines)
 
 
+def _card(_: str) -> str:
+  """The kernels on a card: a line for a pass and a length."""
+  result, cells = _load("card", "h100"), {}
+  for stage in result["stages"].values():
+    dim = stage["settings"].get("head_dim")
+    for row in read_rows(stage) if "modes" in stage["settings"] else ():
+      if row.implementation == "kernel" and row.share < 1:
+        cells[row.mode, row.length, dim, row.share] = row.to_mha
+  both = "causal_forward_backward"
+  names = {**_PASSES, both: "causal forward + backward", "decode": "decode"}
+  modes = list(names)
+  heads = sorted({key[2:] for key in cells})
+  lines = [
+    (
+      names[mode],
+      f"{length:,}",
+      *(cells.get((mode, length, *head), "") for head in heads),
+    )
+    for mode, length in sorted(
+      {key[:2] for key in cells}, key=lambda x: (modes.index(x[0]), x[1])
+    )
+  ]
+  header = ("pass", "tokens", *(f"{dim}, {share:.0%}" for dim, share in heads))
+  machine = result["machine"]
+  return (
+    f"{machine['device']}, jax {machine['jax']}, commit `{machine['commit']}`; "
+    f"columns are head dim and active heads:\n\n{markdown(header, lines)}"
+  )
+
+
 def _routing(_: str) -> str:
   result = _load("trained_routing")
   has = result["settings"]
@@ -234,6 +264,7 @@ _TABLES: dict[str, Callable[[str], str]] = {
   "layer": functools.partial(_heads, names=("layer",)),
   "models": _models,
   "pays": _pays,
+  "card": _card,
   "routing": _routing,
   "readme": _readme,
 }

@@ -43,7 +43,7 @@ from moh_jax.ops.target import (
 
 # All forms, equal up to rounding. "auto" takes the first one that suits a call.
 BACKENDS: dict[str, Backend] = {
-  "cudnn": cudnn,  # NVIDIA GPUs; active heads where it is bidirectional
+  "cudnn": cudnn,  # every head, on NVIDIA GPUs
   "splash": splash,  # every head, in JAX's kernel for TPUs
   "kernel": kernel,  # every head or the active ones, in one Pallas kernel
   "dense": dense,  # every head, all logits at once
@@ -333,7 +333,7 @@ class Crossover:
 
   Attributes:
     device: whole words of the device's kind, or its platform: "H100", "cpu".
-    backend: what packs: "xla", "cudnn", or a back end of Pallas.
+    backend: what packs: "xla" or a back end of Pallas.
     dtypes: names of the queries' dtypes.
     head_dim: D, the largest that this holds for.
     causal: whether attention is causal; None is either.

@@ -219,29 +219,23 @@ def blocks_of(
   )
 
 
-def sequence_rows(
-  active: ActiveHeads, group: int = 1
-) -> tuple[PairRows, jax.Array]:
-  """Makes the table of the active pairs with one range of rows per group.
+def sequence_rows(active: ActiveHeads) -> tuple[PairRows, jax.Array]:
+  """Makes the table of the active pairs with one range of rows per head.
 
-  Rows of a range are filled from its start, sorted by token, then by head.
+  Rows of a range are filled from its start, sorted by token.
 
   Args:
     active: the heads that each token uses.
-    group: G, neighbouring heads that share a range; a divisor of H.
 
   Returns:
-    The table, whose X rows are B * H / G ranges of equal length,
-    N * min(G, active.max_per_token); and the rows used of each, [B * H / G]
-    int32.
+    The table, whose rows are B * H ranges of N; and the rows used of each,
+    [B * H] int32.
   """
   batch, tokens, heads = active.mask.shape
-  groups = heads // group
-  span = tokens * min(group, active.max_per_token)
-  rank, place = _ranks(active.mask, group)
-  start = jnp.arange(batch * groups, dtype=jnp.int32) * span
-  row = place + _each(start.reshape(batch, 1, groups), group)
-  table = _pair_rows(active.mask, row, batch * groups * span)
+  rank, place = _ranks(active.mask, 1)
+  start = jnp.arange(batch * heads, dtype=jnp.int32) * tokens
+  row = place + start.reshape(batch, 1, heads)
+  table = _pair_rows(active.mask, row, batch * heads * tokens)
   return table, rank[:, -1].reshape(-1)
 
 

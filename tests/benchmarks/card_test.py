@@ -180,7 +180,7 @@ class StepTest(absltest.TestCase):
     self.assertAlmostEqual(row["mfu"], row["flops"] / seconds / 4e9)
 
 
-def _row(length, share, ratio, form="cudnn", mode="forward", **changes):
+def _row(length, share, ratio, form="kernel", mode="forward", **changes):
   fields = {"computed_share": share, "ratio_to_mha": ratio, **changes}
   return Row("NVIDIA X", "attention", mode, length, share, form, **fields)
 
@@ -212,17 +212,17 @@ class CrossingTest(parameterized.TestCase):
     self.assertEqual(LENGTHS[:4], (256, 512, 1024, 2048))
     # The crossing at 2,048 is at 0.8; 1,024 is half way there from 512.
     shares = [0.0, 0.5, 0.65, 0.8, 0.8, 0.8, 0.8]
-    kind = "NVIDIA X", "cudnn", ["bfloat16"], 64, False
+    kind = "NVIDIA X", "mosaic_gpu", ["bfloat16"], 64, False
     self.assertEqual(entry, Crossover(*kind, shares, True))
 
   @parameterized.parameters((64, "mosaic_gpu"), (72, "triton"))
   def test_causal_has_an_entry_of_the_kernel_that_ran(self, dim, kernel):
     cases = itertools.product(("forward", "causal"), (0.5, 0.75))
-    rows = [_row(256, s, s + 0.1, "kernel", mode) for mode, s in cases]
-    entries = self._entries([*rows, _row(256, 0.5, 0.5)], dim)
+    rows = [_row(256, s, s + 0.1, mode=mode) for mode, s in cases]
+    entries = self._entries([*rows, _row(256, 0.5, 0.5, "packed")], dim)
     self.assertEqual(
       [(entry.backend, entry.causal) for entry in entries],
-      [("cudnn", False), (kernel, False), (kernel, True)],
+      [("xla", False), (kernel, False), (kernel, True)],
     )
 
   def test_rows_that_tell_nothing_are_left_out(self):
@@ -242,7 +242,7 @@ class CrossingTest(parameterized.TestCase):
       case = AttentionCase(
         Target("gpu", "NVIDIA X"), 1, 256, 256, 8, 64, 0.5, dtype="bfloat16"
       )
-      share = largest_share(case, "cudnn")
+      share = largest_share(case, "mosaic_gpu")
     self.assertEqual(share, 0.7)
 
 
@@ -252,8 +252,8 @@ class AmdahlTest(absltest.TestCase):
       return Row("X", "", "forward", length, share, form, ms, **more)
 
     cores = [row(1.0, "dense", 9.0), row(1.0, "mha", 4.0)]
-    cores += [row(0.5, "kernel", 3.0), row(0.5, "cudnn", 2.0)]
-    cores += [row(0.5, "cudnn", 1.0, length=512)]
+    cores += [row(0.5, "kernel", 3.0), row(0.5, "packed", 2.0)]
+    cores += [row(0.5, "packed", 1.0, length=512)]
     packed = row(0.5, "auto", 8.5, computed_share=0.5)
     layers = [
       row(1.0, "mha", 10.0),

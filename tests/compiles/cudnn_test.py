@@ -12,7 +12,6 @@ from absl.testing import parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.ops.attention import attention
-from moh_jax.ops.head_blocks import ActiveHeads
 from tests.compiles.compiling import compile_for, programs
 
 pytestmark = pytest.mark.compiles
@@ -25,12 +24,9 @@ def _shape(*shape, dtype=jnp.bfloat16):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _gradients(q, k, v, mask, key_mask, grad):
+def _gradients(q, k, v, key_mask, grad):
   def attend(q, k, v):
-    active = None if mask is None else ActiveHeads(mask, _H // 2)
-    return attention(
-      q, k, v, active=active, key_mask=key_mask, implementation="cudnn"
-    )
+    return attention(q, k, v, key_mask=key_mask, implementation="cudnn")
 
   out, pull = jax.vjp(attend, q, k, v)
   return out, pull(grad)
@@ -40,14 +36,12 @@ class CudnnTest(parameterized.TestCase):
   @parameterized.product(
     target=("h100", "a100"),
     kv_heads=(_H, 4),
-    packed=(False, True),
     key_mask=(False, True),
   )
-  def test_reads_keys_and_values_once(self, target, kv_heads, packed, key_mask):
+  def test_reads_keys_and_values_once(self, target, kv_heads, key_mask):
     q, k = _shape(_B, _N, _H, _D), _shape(_B, _N, kv_heads, _D)
-    mask = _shape(_B, _N, _H, dtype=bool) if packed else None
     key_mask = _shape(_B, _N, dtype=bool) if key_mask else None
-    compiled = compile_for(target, _gradients, q, k, k, mask, key_mask, q)
+    compiled = compile_for(target, _gradients, q, k, k, key_mask, q)
     found = programs(compiled)
     # No mask is written out: it would have the size of the logits.
     self.assertEqual(
@@ -56,8 +50,8 @@ class CudnnTest(parameterized.TestCase):
     # The only scatter is that of the table's numbers.
     for line in re.findall(r".* scatter\(.*", compiled.as_text()):
       self.assertIn(" = s32[", line)
-    # Queries, gradient, output and gradient of the queries as rows, at most;
-    # keys, values and their gradients. cuDNN adds the queries' gradients up in
+    # Queries, gradient, output and gradient of the queries, at most; keys,
+    # values and their gradients. cuDNN adds the queries' gradients up in
     # float32 where it has to.
     rows, ours, theirs = _N * _D, _B * _H * 2, _B * kv_heads * 2
     largest = rows * (4 * ours + 2 * ours + 4 * theirs) + (1 << 20)
@@ -81,6 +75,6 @@ class CudnnTest(parameterized.TestCase):
       for line, shapes in programs(compiled)
       if max(map(math.prod, shapes), default=0) >= _B * _N * _H * _D
     ]
-    # The projection; queries as rows, keys and values by head; cuDNN; rows back
-    # to their tokens, times the gates; the output projection and its bias.
+    # The projection; queries, keys and values out of it; cuDNN; times the
+    # gates; the output projection and its bias.
     self.assertLen(large, 6)

@@ -39,6 +39,7 @@ _CASE = AttentionCase(
 _TPU = Target("tpu", "TPU v5 lite")
 _A100 = Target("gpu", "NVIDIA A100-SXM4-80GB")
 _H100 = Target("gpu", "NVIDIA H100 80GB HBM3")
+_H200 = Target("gpu", "NVIDIA H200")
 _GPU_CASE = {"target": _A100, "dtype": "bfloat16", "share": 0.4}
 _TPU_CASE = _GPU_CASE | {"target": _TPU}
 
@@ -98,7 +99,7 @@ class ChooseTest(_TestCase):
     self.assertEqual(_form(**changes), expected)
 
   @parameterized.parameters(
-    ({}, "cudnn+"),
+    ({}, "kernel+"),
     ({"share": 0.9}, "cudnn"),  # too short for what it saves
     ({"share": 1.0}, "cudnn"), ({"causal": True}, "cudnn"),
     ({"causal": True, "tokens": 4096}, "kernel+"),
@@ -145,7 +146,7 @@ class ChooseTest(_TestCase):
     ("kernel", _GPU_CASE | {"tokens": 4096}, Form("kernel", True, 128)),
     ("kernel", _TPU_CASE | {"tokens": 512}, Form("kernel", True, 128)),
     ("kernel", _TPU_CASE | {"tokens": 4096}, Form("kernel", True, 256)),
-    ("cudnn", _GPU_CASE, Form("cudnn", True)),
+    ("cudnn", _GPU_CASE, Form("cudnn")),
     ("kernel", {"biased": True}, "'kernel' needs .* without a bias"),
     ("cudnn", _TPU_CASE, "an NVIDIA GPU, this is a tpu"),
     ("cudnn", {"target": _A100}, "bfloat16 or float16, not float32"),
@@ -181,14 +182,14 @@ class ChooseTest(_TestCase):
 # get: the form, and "+" where it packs.
 _KINDS = {
   ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 80GB HBM3",
-   "NVIDIA H100 PCIe", "NVIDIA H200"): ("kernel+", "cudnn+", "kernel+"),
+   "NVIDIA H100 PCIe", "NVIDIA H200"): ("kernel+", "kernel+", "kernel+"),
   # Without figures of their own: only what is the same kernel on both sides.
   ("NVIDIA B200", "NVIDIA GB200", "NVIDIA B300", "NVIDIA RTX PRO 6000", "gpu",
    "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA A10", "NVIDIA A1000",
    "NVIDIA L4", "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA X1",
    "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX 2000 Ada Generation",
    "NVIDIA RTX A6000", "NVIDIA GeForce MX570"):
-    ("cudnn", "cudnn+", "kernel+"),
+    ("cudnn", "cudnn", "kernel+"),
   # Neither cuDNN's attention nor Triton.
   ("Tesla T4", "NVIDIA T4", "Tesla V100-SXM2-16GB", "NVIDIA TITAN V", "T4G",
    "NVIDIA GeForce RTX 2080 Ti", "NVIDIA GeForce GTX 1650", "Quadro RTX 6000",
@@ -311,16 +312,16 @@ class CrossoversTest(parameterized.TestCase):
       self.assertBetween(entry.shares[-1], 0.5, 1)
 
   def test_lengths_between_are_interpolated(self):
-    def share(tokens, device=_H100):
+    def share(tokens, device=_H200):
       case = {"target": device, "queries": tokens, "dtype": "bfloat16"}
-      return largest_share(dataclasses.replace(_CASE, **case), "cudnn")
+      return largest_share(dataclasses.replace(_CASE, **case), "mosaic_gpu")
 
-    self.assertEqual((share(1024), share(2048)), (0.73, 0.85))
-    self.assertAlmostEqual(share(1448), 0.79, places=3)
+    self.assertEqual((share(1024), share(2048)), (0.7, 0.79))
+    self.assertAlmostEqual(share(1448), 0.745, places=3)
     self.assertEqual(share(10**6), share(LENGTHS[-1]))
     self.assertEqual(share(LENGTHS[0] - 1), 0)
-    # The faster the kernel, the longer it takes.
-    self.assertLess(share(512), share(512, _A100))
+    # The faster the memory, the cheaper the tables of short sequences.
+    self.assertLess(share(512, _H100), share(512))
     self.assertEqual(share(4096, Target("npu", "x")), 0)
 
 

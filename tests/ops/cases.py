@@ -171,9 +171,6 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
     options = {"backend": form, "interpret": True, **options}
     return kernel_attention(call, blocks, **options)
   if form == "cudnn":
-    active = ActiveHeads(chosen, case.heads)
-    active = None if case.causal or case.segments or case.bias else active
-    call = dataclasses.replace(call, active=active)
     out = cudnn.attend(call, Form(form), backend="xla")
   elif form == "splash":
     out = splash.attend(call, Form(form), interpret=True)

@@ -126,21 +126,20 @@ class BoundTest(parameterized.TestCase):
 
 
 class SequencesTest(parameterized.TestCase):
-  @parameterized.product(group=(1, 2, 4), most=(1, 3, 4))
-  def test_rows_fill_a_range_per_group_from_its_start(self, group, most):
+  @parameterized.parameters(1, 3, 4)
+  def test_rows_fill_a_range_per_head_from_its_start(self, most):
     rng = np.random.default_rng(0)
     order = rng.permuted(np.tile(np.arange(4), (2, 5, 1)), axis=-1)
     mask = order < most
     mask[1, :, :2] = False
-    table, lengths = sequence_rows(ActiveHeads(jnp.asarray(mask), most), group)
+    table, lengths = sequence_rows(ActiveHeads(jnp.asarray(mask), most))
     _check_pair_rows(self, mask, table)
     ranges = np.asarray(table.pair).reshape(len(lengths), -1)
-    self.assertEqual(ranges.shape, (8 // group, 5 * min(group, most)))
-    counts = mask.reshape(2, 5, -1, group).sum((1, 3))
-    np.testing.assert_array_equal(lengths, counts.reshape(-1))
+    self.assertEqual(ranges.shape, (8, 5))
+    np.testing.assert_array_equal(lengths, mask.sum(1).reshape(-1))
     for i, (pairs, length) in enumerate(zip(ranges, lengths)):
       np.testing.assert_array_equal(pairs >= 0, np.arange(len(pairs)) < length)
       pairs = pairs[:length]
       self.assertTrue((np.diff(pairs) > 0).all())
-      np.testing.assert_array_equal(pairs // 20, i * group // 4)
-      np.testing.assert_array_equal(pairs % 4 // group, i % (4 // group))
+      np.testing.assert_array_equal(pairs // 20, i // 4)
+      np.testing.assert_array_equal(pairs % 4, i % 4)
