@@ -121,10 +121,15 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
     ValueError: a change of a key has no value.
   """
   argv, changes = split_changes(argv)
-  args, unknown = parser.parse_known_args(argv)
+  known = ["--help", *(flag(field.name) for field in dataclasses.fields(cls))]
+  options = [arg for arg in argv if re.match(r"--[\w.-]+(=|$)", arg)]
+  # A wrong name is told before the option that it was to be is told as missing.
+  unknown = [arg for arg in options if arg.partition("=")[0] not in known]
+  if not unknown:
+    args, unknown = parser.parse_known_args(argv)
   if unknown:
     said = f"unrecognized arguments: {' '.join(unknown)}"
-    parser.error(f"{said}{_meant(unknown)}")
+    parser.error(f"{said}{_meant(unknown, known)}")
   given = {
     name: _value(value, base.hints(cls)[name])
     for name, value in vars(args).items()
@@ -171,11 +176,13 @@ def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   return others, changes
 
 
-def _meant(unknown: Sequence[str]) -> str:
-  """A hint at keys of the config without their prefix."""
+def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
+  """A hint at keys of the config without their prefix, and at near names."""
   for argument in unknown:
     name, equals, _ = argument.partition("=")
     if "." in name and (equals or name.startswith("--")):
       key = argument.lstrip("-").removeprefix("config.")
       return f"; did you mean --config.{key}?"
+    for close in difflib.get_close_matches(name, known, 1):
+      return f"; did you mean {close}?"
   return ""

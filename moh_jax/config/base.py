@@ -200,6 +200,12 @@ MOVED = {
   "train.cutmix": "classifier.cutmix",
   "train.cutmix_prob": "classifier.cutmix_prob",
 }
+# Keys that are looked for where they never were.
+_ELSEWHERE = {
+  "model.router.top_k": "model.top_k",
+  "model.router.topk": "model.top_k",
+  "model.router.shared_heads": "model.shared_heads",
+}
 
 
 def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
@@ -246,8 +252,8 @@ def _path(parent: str, name: str) -> str:
 
 
 def _unknown_key(path: str, known: Iterable[str]) -> str:
-  if path in MOVED:
-    return f"unknown config key {path}; it is now {MOVED[path]}"
+  if place := (MOVED | _ELSEWHERE).get(path):
+    return f"unknown config key {path}; it is {place}"
   hint = f"; known: {sorted(known)}"
   for close in difflib.get_close_matches(path.rpartition(".")[2], known, 1):
     hint = f"; did you mean {close!r}?{hint}"
