@@ -322,7 +322,9 @@ def hold_out(
   if not chosen:
     raise ValueError(f"{what} no image; add images, or raise it")
   if absent:
-    _LOG.warning("%s no image of %d classes", what, len(absent))
+    left_out = ", ".join(repr(class_names[i]) for i in sorted(absent)[:5])
+    count = f"{len(absent)} of {len(set(labels))} classes"
+    _LOG.warning("%s no image of %s, such as %s", what, count, left_out)
   return chosen
 
 

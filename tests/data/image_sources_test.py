@@ -90,6 +90,17 @@ class FoldersTest(_ImagesTest):
     self.assertEqual(self._names("train", 0.0), {"1.png"})
     self.assertEqual(self._names("val", 0.0), {"2.png"})
 
+  def test_classes_without_a_held_out_image_are_named(self):
+    names = [f"{name}/{i}.png" for name in ("ant", "bee") for i in (1, 2)]
+    classes = ("ant", "bee")
+    with self.assertLogs(level="WARNING") as logs:
+      image_folders.hold_out(names, (0, 0, 1, 1), "val", 0.5, classes, "PETS")
+    self.assertEndsWith(
+      logs.output[0],
+      "PETS: data.val_share=0.5 holds out no image of 1 of 2 classes, such as "
+      "'ant'",
+    )
+
   def test_class_may_be_called_train(self):
     put(self.root, "bus/1.png", "train/1.png")
     self.assertEqual(image_folders.find_splits(self.root), {"train": self.root})
