@@ -34,6 +34,7 @@ from moh_jax.runtime.sharding import init_params, unbox
 from moh_jax.training.bench import Program, Row, compile_program, time_rows
 from moh_jax.training.flops import (
   LayerForm,
+  StepFlops,
   form_summary,
   published_peak,
   step_flops,
@@ -130,9 +131,10 @@ def predict_model(
   """
   model = dataclasses.replace(run.model, dtype="bfloat16")
   runs = _pair(dataclasses.replace(run, model=model), "moh").values()
+  pair = [(one, step_flops(one)) for one in runs]
   rows = []
   for name in ("limit", *devices):
-    ours, mha = (_predicted(one, name) for one in runs)
+    ours, mha = (_predicted(*one, name) for one in pair)
     for mode, cost in ours.items():
       row = Row(name, "model", mode, length, model.activated_share, name)
       ms = None if name == "limit" else cost * 1e3
@@ -142,9 +144,9 @@ def predict_model(
   return rows
 
 
-def _predicted(run: Config, name: str) -> dict[str, float]:
+def _predicted(run: Config, flops: StepFlops, name: str) -> dict[str, float]:
   """Seconds by mode; of "limit" FLOPs, of its writing bytes."""
-  model, groups, flops = run.model, run.model.layer_groups(), step_flops(run)
+  model, groups = run.model, run.model.layer_groups()
   limit = [LayerForm(name, group.budget.share) for group in groups]
   if name == "limit":
     rate, speed, forms, device = 1.0, 1.0, limit, None

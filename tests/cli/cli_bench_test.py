@@ -211,12 +211,13 @@ class ModelTest(parameterized.TestCase):
 
   def test_the_changes_are_of_what_is_timed(self):
     # 1 is no multiple of the file's optim.accumulation, and there are no data.
-    changes = ("data.batch_size=1",)
-    for config in ("configs/llm.py", "configs/images.py"):
-      options = ModelOptions(config=config, predict=("h100",), changes=changes)
+    for name, more in (("llm", ()), ("images", ("model.depths=1,1,1",))):
+      options = ModelOptions(
+        config=f"configs/{name}.py", changes=("data.batch_size=1", *more)
+      )
       [run] = options.runs().values()
       self.assertEqual(run.data.batch_size, 1)
-      self.assertTrue(run_speed.predict_model(run, None, options.predict))
+      self.assertTrue(run_speed.predict_model(run, None, ()))
 
   def test_unknown_devices_are_refused(self):
     with self.assertRaisesRegex(ValueError, "--predict.* must be some of"):

@@ -93,7 +93,7 @@ class PreferenceTest(parameterized.TestCase):
     )
     frozen = adapters.freeze(params)
     source = PreferenceSource(config.data, 320, "train")
-    rows = [source[i] for i in range(4)]
+    rows = [source[i] for i in range(2)]
     batch = jax.tree.map(lambda *x: np.stack(x), *rows)
 
     def answers(params, row):
@@ -126,8 +126,9 @@ class PreferenceTest(parameterized.TestCase):
       balance = config.train.balance_weight * metrics["balance_loss"]
       return loss - balance, metrics
 
-    want, slopes = jax.value_and_grad(formula)(trained)
-    (got, metrics), found = jax.value_and_grad(ours, has_aux=True)(trained)
+    want, slopes = jax.jit(jax.value_and_grad(formula))(trained)
+    both = jax.jit(jax.value_and_grad(ours, has_aux=True))
+    (got, metrics), found = both(trained)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     self.assertNotAlmostEqual(float(want), float(np.log(2)), places=2)
     jax.tree.map(
@@ -136,7 +137,7 @@ class PreferenceTest(parameterized.TestCase):
       slopes,
     )
     mean = metrics["preferred"]
-    self.assertIn(mean.total / mean.weight, (0, 0.25, 0.5, 0.75, 1))
+    self.assertIn(mean.total / mean.weight, (0, 0.5, 1))
     (begins, _) = ours(begun)
     np.testing.assert_allclose(begins, np.log(2), rtol=1e-6)
 
