@@ -22,9 +22,9 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 
   Attributes:
     data: of language models files of text, addresses (hf://datasets/...) or
-      quoted patterns, each a task; without it the text that the model was
-      trained on. Of models of images one folder, of images in a folder per
-      class, of shards or of latents; without it what the run held out.
+      quoted patterns, each a task; of models of images one folder, of images in
+      a folder per class, of shards or of latents. Without it what the run held
+      out.
     field: field of JSON objects and tables that is the text.
     out: folder for the statistics (CSV, npz), the pictures (PNG, SVG) and
       report.html, made if needed.
@@ -142,7 +142,10 @@ def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
     yield f"\nimportance\n{command.table(rows, ('layer', *heads))}"
     if top_k := _top_k(stats, importance):
       values = ",".join(map(str, top_k))
-      yield f"as many routed heads in all, by importance: --top-k {values}"
+      yield (
+        "as many routed heads in all, but more in layers whose heads are worth "
+        f"more: evaluate --top-k {values}"
+      )
 
 
 def _top_k(stats: HeadStats, importance: np.ndarray) -> tuple[int, ...]:

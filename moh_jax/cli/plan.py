@@ -105,7 +105,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     f"FLOPs of a step: {plan.flops:.4g} for the active heads, "
     f"{plan.baseline_flops:.4g} with every head (multi-head attention)\n"
     f"  {plan.computed_flops:.4g} computed: projections of all heads, "
-    f"attention of {share:.1%} ({names})"
+    f"attention of {share:.1%} of the heads ({names})"
   )
   if plan.recomputed_flops:
     remat = f"model.remat={config.model.remat}"

@@ -101,6 +101,12 @@ class Section:
   # others.
   NUMERIC_FIELDS: ClassVar[tuple[str, ...]] = ()
 
+  def __new__(cls, *_: Any, **fields: Any) -> "Section":
+    """Refuses fields that the section does not have, and names near ones."""
+    for name in fields.keys() - hints(cls):
+      raise ValueError(_unknown_key(_path(cls.NAME, name), hints(cls)))
+    return super().__new__(cls)
+
   def __post_init__(self):
     for name, value in read_fields(self.NAME, type(self), vars(self)).items():
       object.__setattr__(self, name, value)
@@ -200,11 +206,12 @@ MOVED = {
   "train.cutmix": "classifier.cutmix",
   "train.cutmix_prob": "classifier.cutmix_prob",
 }
-# Keys that are looked for where they never were.
+# Keys that are looked for where they never were, and other names of some.
 _ELSEWHERE = {
   "model.router.top_k": "model.top_k",
   "model.router.topk": "model.top_k",
   "model.router.shared_heads": "model.shared_heads",
+  "optim.learning_rate": "optim.lr",
 }
 
 
@@ -311,7 +318,9 @@ def _tuple(path: str, value: Any, item: Any, length: int | None) -> tuple:
       f"{path}={shown(value)} must be a tuple, {_MOST_ITEMS} values at most"
     )
   if length not in (None, len(value)):
-    raise ValueError(f"{path}={value!r} must have {length} values")
+    told = f"{path}={value!r} must have {length} values"
+    same = ",".join(map(str, value * length))
+    raise ValueError(f"{told}, as in {same}" if len(value) == 1 else told)
   return tuple(
     converted(f"{path}[{i}]", part, item) for i, part in enumerate(value)
   )

@@ -135,7 +135,9 @@ def train(
         state, stored = begin.state(), {}
       else:
         state, stored = saving.restore(directory, start, program.state)
-        _LOG.info("resumed from step %d in %s", start, directory)
+        is_done = start >= config.train.steps
+        end = f"; train.steps={config.train.steps} are done" if is_done else ""
+        _LOG.info("resumed from step %d in %s%s", start, directory, end)
       watch.restore(stored.get("watch"))
       batches.seek(max(stored.get("position", 0), skipped))
       first = step = start or 0

@@ -295,6 +295,8 @@ class FormsTest(parameterized.TestCase):
     ("vit", "optim", "no_decay", "*/bias", "must be a tuple"),
     ("vit", "checkpoint", "async_save", 1, "must be of type bool"),
     ("vit", "model", "image_size", (8, 8, 3), "must have 2 values"),
+    ("vit", "model", "image_size", (8,), "must have 2 values, as in 8,8"),
+    ("dit", "optim", "learning_rate", 1e-3, "learning_rate; it is optim.lr"),
     ("vit", "model", "router", {"kinds": "none"},
      "unknown config key model.router.kinds; did you mean 'kind'?; known:"),
     ("vit", "model", "router", {"two_stage": "yes"},

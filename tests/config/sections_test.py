@@ -11,6 +11,7 @@ from moh_jax import config as config_lib
 from moh_jax.config import HeadBudget, reference
 from moh_jax.config.data import RandAugmentPolicy, parse_policy
 from moh_jax.config.dit import LatentScaling
+from moh_jax.config.llm import LLMConfig
 from tests.models import small
 
 _SECTIONS = {
@@ -288,6 +289,10 @@ class SectionsTest(parameterized.TestCase):
       for n in (1, 2)
     )
     self.assertEqual(one, each)
+
+  def test_unknown_fields_are_named_with_near_ones(self):
+    with self.assertRaisesRegex(ValueError, "model.n_heads; .* 'num_heads'"):
+      LLMConfig(n_heads=8)
 
   def test_values_become_what_their_types_say(self):
     built = config_lib.ViTConfig(

@@ -179,8 +179,12 @@ class LoopTest(parameterized.TestCase):
     self.assertIn("resumed from step 4 in ", said)
 
   def test_finished_run_started_again_only_evaluates(self):
-    with mock.patch.object(feed.Feed, "__next__", side_effect=AssertionError):
+    no_batch = mock.patch.object(
+      feed.Feed, "__next__", side_effect=AssertionError
+    )
+    with no_batch, self.assertLogs("moh_jax", "INFO") as logs:
       self._check_goes_on(self._copy())
+    self.assertIn("; train.steps=4 are done", "\n".join(logs.output))
 
   def test_run_stopped_by_sigterm_resumes_bit_identically(self):
     workdir = self._dir()
