@@ -22,9 +22,9 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 
   Attributes:
     data: of language models files of text, addresses (hf://datasets/...) or
-      quoted patterns, each a task; of models of images one folder, of images in
-      a folder per class, of shards or of latents. Without it what the run held
-      out.
+      quoted patterns, each a task; without it the text that the model was
+      trained on. Of models of images one folder, of images in a folder per
+      class, of shards or of latents; without it what the run held out.
     field: field of JSON objects and tables that is the text.
     out: folder for the statistics (CSV, npz), the pictures (PNG, SVG) and
       report.html, made if needed.
