@@ -71,6 +71,18 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
+class _Words:
+  """A type's mark of text that people write."""
+
+  METAVAR = "TEXT"
+
+  def refusal(self, value: str) -> str:
+    """Nothing is refused."""
+    del value
+    return ""
+
+
+Words = Annotated[str, _Words()]
 _IN, _OUT, _OUT_PLACE = _Path(), _Path(), _Path()
 Place = Annotated[str, _Path()]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist

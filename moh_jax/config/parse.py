@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
@@ -223,7 +224,11 @@ def run_file(spec: str) -> dict[str, Any]:
       raise ValueError(f"{path}: needs an argument, {path}:ARG")
     known = content.get("ARGUMENTS")
     if argument and known and argument.partition(":")[0] not in known:
-      raise ValueError(f"{path}: {argument!r} must be one of {tuple(known)}")
+      near = difflib.get_close_matches(argument, known, 1)
+      hint = "".join(f"; did you mean {name!r}?" for name in near)
+      raise ValueError(
+        f"{path}: {argument!r} must be one of {tuple(known)}{hint}"
+      )
     cfg = get_config(argument) if argument else get_config()
     cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
   except (Exception, SystemExit) as error:  # the user's code may raise anything

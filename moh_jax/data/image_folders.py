@@ -170,7 +170,10 @@ class ImageFolderSource(EncodedSource):
     self._root, self.channels = epath.Path(path), channels
     if split:
       if not self._root.is_dir():
-        raise FileNotFoundError(f"data.path={path!r}: no such directory")
+        raise FileNotFoundError(
+          f"data.path={path!r}: no such directory; --config.data.path=DIR "
+          "names yours"
+        )
       found = find_splits(path)
       divided = "train" in found and "val" not in found and share > 0
       name = "train" if divided else split
