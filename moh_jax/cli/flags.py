@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import re
 import typing
@@ -31,8 +30,7 @@ class Parser(argparse.ArgumentParser):
     """Ends the program with status 2; names what is near a wrong name."""
     if found := re.search(r"invalid choice: '(.+)' \(choose from", message):
       names = re.findall(r"[\w-]+", message[found.end() :])
-      for close in difflib.get_close_matches(found[1], names, 1):
-        message += f"; did you mean {close!r}?"
+      message += base.near(found[1], names)
     self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
@@ -183,6 +181,6 @@ def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
     if "." in name and (equals or name.startswith("--")):
       key = argument.lstrip("-").removeprefix("config.")
       return f"; did you mean --config.{key}?"
-    for close in difflib.get_close_matches(name, known, 1):
-      return f"; did you mean {close}?"
+    if hint := base.near(name, known):
+      return hint
   return ""

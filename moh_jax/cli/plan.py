@@ -101,14 +101,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"\n{_exchange_table(plan)}"
   if plan.compiled and plan.compiled.collectives:
     yield f"\n{_collective_table(plan)}\n"
-  leaves_out = config.model.activated_share < share
-  is_auto = config.model.attention_impl == "auto"
-  why = ", faster than to leave more out" if leaves_out and is_auto else ""
   yield (
     f"FLOPs of a step: {plan.flops:.4g} for the active heads, "
     f"{plan.baseline_flops:.4g} with every head (multi-head attention)\n"
     f"  {plan.computed_flops:.4g} computed: projections of all heads, "
-    f"attention of {share:.1%} of the heads ({names}){why}"
+    f"attention of {share:.1%} of the heads ({names})"
   )
   if plan.recomputed_flops:
     remat = f"model.remat={config.model.remat}"

@@ -261,10 +261,14 @@ def _path(parent: str, name: str) -> str:
 def _unknown_key(path: str, known: Iterable[str]) -> str:
   if place := (MOVED | _ELSEWHERE).get(path):
     return f"unknown config key {path}; it is {place}"
-  hint = f"; known: {sorted(known)}"
-  for close in difflib.get_close_matches(path.rpartition(".")[2], known, 1):
-    hint = f"; did you mean {close!r}?{hint}"
-  return f"unknown config key {path}{hint}"
+  hint = near(path.rpartition(".")[2], known)
+  return f"unknown config key {path}{hint}; known: {sorted(known)}"
+
+
+def near(name: str, known: Iterable[str]) -> str:
+  """A hint for a message at the known name that is most like a wrong one."""
+  close = difflib.get_close_matches(name, known, 1)
+  return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def converted(path: str, value: Any, hint: Any) -> Any:

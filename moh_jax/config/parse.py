@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -14,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from moh_jax.config.base import MOVED, GivenText, all_of, make_section
+from moh_jax.config.base import MOVED, GivenText, all_of, make_section, near
 from moh_jax.config.registry import FAMILIES, ROUTERS
 from moh_jax.config.run import Config, section_types
 
@@ -224,10 +223,9 @@ def run_file(spec: str) -> dict[str, Any]:
       raise ValueError(f"{path}: needs an argument, {path}:ARG")
     known = content.get("ARGUMENTS")
     if argument and known and argument.partition(":")[0] not in known:
-      near = difflib.get_close_matches(argument, known, 1)
-      hint = "".join(f"; did you mean {name!r}?" for name in near)
       raise ValueError(
-        f"{path}: {argument!r} must be one of {tuple(known)}{hint}"
+        f"{path}: {argument!r} must be one of {tuple(known)}"
+        f"{near(argument, known)}"
       )
     cfg = get_config(argument) if argument else get_config()
     cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)

@@ -56,7 +56,7 @@ class MainTest(tiny_checkpoint.CommandTest):
     ("bench attention --lengths 1.5", "[0]=1.5 must be of type int"),
     ("heads --checkpoint x --out=", "--out='' must be the name of a file or"),
     ("inspect --nope", "unrecognized arguments: --nope"),
-    ("train --confg=x --workdir y", "--confg=x; did you mean --config?"),
+    ("train --confg=x --workdir y", "--confg=x; did you mean '--config'?"),
     ("inspect --check x", "unrecognized arguments: --check"),  # not shortened
     ("inspect --config.a.b=1", "--config.a.b=1 needs --config FILE[:ARG]"),
   )
