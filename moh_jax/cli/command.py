@@ -71,18 +71,6 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-class _Words:
-  """A type's mark of text that people write."""
-
-  METAVAR = "TEXT"
-
-  def refusal(self, value: str) -> str:
-    """Nothing is refused."""
-    del value
-    return ""
-
-
-Words = Annotated[str, _Words()]
 _IN, _OUT, _OUT_PLACE = _Path(), _Path(), _Path()
 Place = Annotated[str, _Path()]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
@@ -90,15 +78,17 @@ OutPath = Annotated[str, _OUT]  # must be local and writable
 OutPlace = Annotated[str, _OUT_PLACE]  # must be an address or writable
 
 
-def option(how: str, **field: Any) -> Any:
-  """A field whose values are given in another way than "--flag value".
+def option(how: str = "", metavar: str = "", **field: Any) -> Any:
+  """A field that is given, or shown in the help, in another way than others.
 
   Args:
     how: "positional" (without a flag), "listed" (several values after the
-      flag), "repeated" (the flag several times), or "hidden" (no option).
+      flag), "repeated" (the flag several times), "hidden" (no option), or ""
+      ("--flag value").
+    metavar: stands for the value in the help; "" is by type.
     **field: of `dataclasses.field`, such as a default.
   """
-  return dataclasses.field(metadata={"how": how}, **field)
+  return dataclasses.field(metadata={"how": how, "metavar": metavar}, **field)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

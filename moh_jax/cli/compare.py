@@ -42,7 +42,7 @@ class Options(command.Workdir, command.Distributed, command.Output):
   workdir: command.OutPlace = "runs/compare"
   variants: tuple[str, ...] = ("mha", "config")
   seeds: Count = 3
-  sweep: str = ""
+  sweep: str = command.option(metavar="FIELD=VALUE,...", default="")
   metrics: tuple[str, ...] = ()
   rounds: Natural = 5
   plot: command.OutPath | None = None

@@ -123,6 +123,7 @@ def run(options: Options) -> int:
   from moh_jax.evaluation import pictures
   from moh_jax.inference.restore import with_top_k
   from moh_jax.runtime import sharding
+  from moh_jax.runtime.alive import alive
   from moh_jax.runtime.files import write_csv
 
   config = options.stored()[0].config
@@ -134,7 +135,8 @@ def run(options: Options) -> int:
     score = (_text if is_text else _held_out)(options, config, mesh)
     restored = options.restore(mesh=mesh, top_k=None)
     choices = [restored.at_top_k(k) for k in options.top_k] or [restored]
-    rows = [score(choice) for choice in choices]
+    with alive("scoring"):
+      rows = [score(choice) for choice in choices]
   for row in rows:
     sharding.check_finite(row.get("loss", 0.0), "the model's losses")
   if not options.is_first():

@@ -70,7 +70,7 @@ def _add(
   names = ",".join(map(str, base.choices(cls, field.name)))
   settings: dict[str, Any] = {
     "default": argparse.SUPPRESS,
-    "metavar": f"{{{names}}}" if names else _metavar(item),
+    "metavar": f"{{{names}}}" if names else _metavar(field, item),
   }
   if how == "positional":
     settings["metavar"] = field.name.upper()
@@ -98,8 +98,10 @@ def _add(
   parser.add_argument(name, help=text, **settings)
 
 
-def _metavar(hint: Any) -> str:
-  """What stands for a value of a type in the help."""
+def _metavar(field: dataclasses.Field, hint: Any) -> str:
+  """What stands for a field's value, of a type, in the help."""
+  if own := field.metadata.get("metavar"):
+    return own
   mark = getattr(hint, "__metadata__", (None,))[0]
   if hasattr(mark, "METAVAR"):
     return mark.METAVAR

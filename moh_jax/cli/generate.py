@@ -53,13 +53,13 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       float32.
   """
 
-  prompt: tuple[command.Words, ...] = command.option("repeated", default=())
+  prompt: tuple[str, ...] = command.option("repeated", "TEXT", default=())
   messages: command.InPath | None = None
   prompt_file: command.InPath | None = None
   interactive: bool = False
   out: command.OutPath | None = None
   chat: bool = False
-  system: command.Words | None = None
+  system: str | None = command.option(metavar="TEXT", default=None)
   chat_template: str | None = None
   no_bos: bool = False
   parse_special: bool = False
@@ -68,7 +68,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
   sample_top_k: Natural = 0
   seed: Annotated[int, Range(0, _SEEDS - 1, "[]")] = 0
-  stop: tuple[command.Words, ...] = command.option("repeated", default=())
+  stop: tuple[str, ...] = command.option("repeated", "TEXT", default=())
   batch_size: Count = 8
   cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
 

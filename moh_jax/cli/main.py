@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   if _HELP.intersection(argv[:1]):
     sentences = {name: _sentence(name) for name in COMMANDS}
     parser.epilog = _listed("commands", sentences)
+  if not argv:
+    parser.error(f"the command is missing: {', '.join(COMMANDS)}")
   args = parser.parse_args(argv)
   return report_errors(
     lambda: _run(args.command, args.arguments, given.modules),

@@ -96,7 +96,8 @@ def _lines(plan: Plan) -> Iterator[str]:
   yield f"\n{_verdict(plan)}"
   if other := plan.microbatches():
     what = "fewer microbatches should fit too" if plan.fits else "should fit"
-    yield f"{what}: optim.accumulation={other[0]} with about {_gb(other[1])}"
+    change = f"--config.optim.accumulation={other[0]}"
+    yield f"{what}: {change} with about {_gb(other[1])}"
   if plan.exchanges:
     yield f"\n{_exchange_table(plan)}"
   if plan.compiled and plan.compiled.collectives:

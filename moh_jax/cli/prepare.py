@@ -169,7 +169,7 @@ class Tokenize(command.Texts):
     held_out: share of the documents in val/, chosen by a hash of their text;
       the others are train/, and each gets one at least (default: 0.005). Of one
       document the last lines are held out.
-    split: put all documents into this split instead.
+    split: put all documents into OUT/NAME instead, such as OUT/train.
     on_error: what to do at a line, row or file that is not JSON, not UTF-8,
       lacks the field or is damaged.
     shard_bytes: input of a shard in bytes, about.
@@ -179,7 +179,7 @@ class Tokenize(command.Texts):
   tokenizer: command.Place
   out: command.OutPath
   held_out: Part | None = None
-  split: command.Place | None = None
+  split: command.Place | None = command.option(metavar="NAME", default=None)
   on_error: Literal["stop", "skip"] = "stop"
   shard_bytes: Count = 256 << 20
   workers: Count | None = None

@@ -146,7 +146,8 @@ class ClassifierConfig(base.Section):
 
   Attributes:
     label_smoothing: share of the target that is spread over all classes, in
-      [0, 1]; 0 is off.
+      [0, 1]; 0 is off. The loss of training then cannot reach 0: with 0.1 it is
+      at least 0.29 for 3 classes, 0.50 for 10 and 1.01 for 1,000.
     mixup: alpha of the Beta distribution of mixup (arXiv:1710.09412), which
       blends two images; 0 is off.
     cutmix: alpha of the Beta distribution of CutMix (arXiv:1905.04899), which

@@ -44,7 +44,9 @@ class PlanTest(tiny_checkpoint.CommandTest):
     status, out, _ = self.call(*argv)
     self.assertEqual(status, 1)
     self.assertRegex(
-      out, r"(?m)^may not fit: .*\nshould fit: optim.accumulation=2 with about"
+      out,
+      r"(?m)^may not fit: .*\n"
+      r"should fit: --config.optim.accumulation=2 with about",
     )
     argv = "--topology=v5e-8", f"--json={self.root / 'x.json'}"
     status, out, _ = self.call(*argv, "--config.model.width=262144")

@@ -40,7 +40,7 @@ class HelpTest(parameterized.TestCase):
 
 class MainTest(tiny_checkpoint.CommandTest):
   @parameterized.parameters(
-    ("", "COMMAND"),
+    ("", "the command is missing: bench, classify"),
     ("paint", "invalid choice: 'paint' (choose from 'bench'"),
     ("evalute", "'train'); did you mean 'evaluate'?; see"),
     ("prepare tokenise", "did you mean 'tokenize'?; see python -m moh_jax pre"),
