@@ -4,6 +4,7 @@ import dataclasses
 
 from moh_jax.cli import command
 from moh_jax.config.base import Count
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.files import printable
 
 
@@ -22,6 +23,7 @@ class Options(command.Checkpoint, command.Output):
   batch_size: Count = 32
 
 
+@alive("classifying")
 def run(options: Options) -> int:
   """Prints the most probable classes of each image."""
   from moh_jax.data.decode import read_image

@@ -10,6 +10,7 @@ from moh_jax.cli import command
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural
+from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
   from moh_jax.training.bench import Timing
@@ -83,7 +84,8 @@ def run(options: Options) -> int:
   seconds = {}
   if outcomes is not None and options.rounds:
     programs = {_step(one): one for one in configs.values()}
-    seconds = bench.step_seconds(programs, options.rounds)
+    with alive("measuring the times of a step"):
+      seconds = bench.step_seconds(programs, options.rounds)
   if not options.is_first():
     return 0
   if outcomes is None:

@@ -5,6 +5,7 @@ import dataclasses
 from moh_jax.cli import command
 from moh_jax.config import public_formats
 from moh_jax.config.base import Count
+from moh_jax.runtime.alive import alive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Options(command.RunConfig):
       self.fail("model", "must not be given with --config")
 
 
+@alive("converting")
 def run(options: Options) -> int:
   """Writes the converted checkpoint, and says what was taken."""
   from moh_jax.convert.checkpoints import convert

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moh_jax.cli import command
 from moh_jax.config import Config, apply_overrides, check_command
 from moh_jax.config.base import Count, Natural
+from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
@@ -117,13 +118,13 @@ class Options(
     return is_text
 
 
+@alive("evaluating")
 def run(options: Options) -> int:
   """Prints the metrics, a column for each --top-k."""
   options.join()
   from moh_jax.evaluation import pictures
   from moh_jax.inference.restore import with_top_k
   from moh_jax.runtime import sharding
-  from moh_jax.runtime.alive import alive
   from moh_jax.runtime.files import write_csv
 
   config = options.stored()[0].config
@@ -135,8 +136,7 @@ def run(options: Options) -> int:
     score = (_text if is_text else _held_out)(options, config, mesh)
     restored = options.restore(mesh=mesh, top_k=None)
     choices = [restored.at_top_k(k) for k in options.top_k] or [restored]
-    with alive("scoring"):
-      rows = [score(choice) for choice in choices]
+    rows = [score(choice) for choice in choices]
   for row in rows:
     sharding.check_finite(row.get("loss", 0.0), "the model's losses")
   if not options.is_first():

@@ -7,6 +7,7 @@ from moh_jax.cli import command
 from moh_jax.config import export_forms, get_family
 from moh_jax.config.base import Dtype, Range
 from moh_jax.data.input_files import import_extra
+from moh_jax.runtime.alive import alive
 
 _KEYS = "eval.use_ema", "train.init_from"
 
@@ -65,6 +66,7 @@ def _hub(options: Options) -> Any:
   return hub.HfApi()
 
 
+@alive("exporting")
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
   from moh_jax.config.parse import changed

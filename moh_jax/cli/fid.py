@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from moh_jax.cli import command
 from moh_jax.config import MeshConfig
 from moh_jax.config.base import Count
+from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
   from moh_jax.evaluation.fid import Statistics
@@ -73,6 +74,7 @@ class _Side:
   statistics: Statistics | None
 
 
+@alive("scoring images")
 def run(options: Options) -> int:
   """Prints the metrics of the samples."""
   from moh_jax.evaluation import fid

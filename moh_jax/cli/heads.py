@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import command
 from moh_jax.config.base import Count
+from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
   import numpy as np
@@ -51,6 +52,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       self.fail("out", "is a file, must be a folder")
 
 
+@alive("looking at the heads")
 def run(options: Options) -> int:
   """Prints which heads the tokens use, and what each head is worth.
 

@@ -98,6 +98,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     what = "fewer microbatches should fit too" if plan.fits else "should fit"
     change = f"--config.optim.accumulation={other[0]}"
     yield f"{what}: {change} with about {_gb(other[1])}"
+  elif not plan.fits:
+    yield (
+      f"no number of microbatches fits: {_gb(plan.memory.total)} of state and "
+      f"{_gb(plan.gradients)} of gradients are there with any; more devices "
+      "(mesh.fsdp, mesh.tensor) split them, model.remat keeps fewer activations"
+    )
   if plan.exchanges:
     yield f"\n{_exchange_table(plan)}"
   if plan.compiled and plan.compiled.collectives:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moh_jax.cli import command
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural, Share
+from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
   import numpy as np
@@ -75,6 +76,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       self.fail("strength", "needs --start")
 
 
+@alive("sampling")
 def run(options: Options) -> int:
   """Samples images and writes them."""
   import numpy as np

@@ -284,7 +284,7 @@ class LogConfig(base.Section):
       `wandb`); "" is none.
     heads: steps between records of the load of every head: a row of the split
       "heads" in metrics.jsonl, and a picture of each layer in tensorboard and
-      wandb; 0 records none.
+      wandb; None is a 10th of `train.steps`, from 1 to 100, and 0 records none.
     collapse_entropy: a router whose load has a smaller entropy has collapsed,
       which is said in the log; 0 says nothing. The entropy is 0 where all
       tokens select the same heads, 1 where all heads are selected as often.
@@ -297,7 +297,7 @@ class LogConfig(base.Section):
   progress: bool = True
   profile: str = ""
   wandb: str = ""
-  heads: base.Natural = 100
+  heads: base.Natural | None = None
   collapse_entropy: base.Share = 0.1
 
   def check(self) -> None:
@@ -454,11 +454,12 @@ class Config:
     steps, tune, found = self.train.steps, self.tune, {}
     warmup = self.optim.warmup(steps)
     found["optim"] = dataclasses.replace(self.optim, warmup_steps=warmup)
-    for name, (parts, least, most) in _INTERVALS.items():
-      section = self.by_name().get(name)
-      if getattr(section, "every", 0) is None:
+    for key, (parts, least, most) in _INTERVALS.items():
+      name, _, field = key.partition(".")
+      section = found.get(name, self.by_name().get(name))
+      if getattr(section, field, 0) is None:
         every = min(max(steps // parts, least), most)
-        found[name] = dataclasses.replace(section, every=every)
+        found[name] = dataclasses.replace(section, **{field: every})
     if (values := tune.top_k_values) and not tune.top_k_steps:
       gaps = 3 * max(len(values) - 1, 1)
       # In a run of a few steps later values take the place of earlier ones.
@@ -478,13 +479,14 @@ class Config:
     return {**shared, **self.sections}
 
 
-# Of sections whose `every` may be None: the parts of a run, the least and the
-# most steps.
+# Of intervals that may be None: the parts of a run, the least and the most
+# steps.
 _INTERVALS = {
-  "checkpoint": (10, 20, 1000),
-  "eval": (5, 20, 1000),
-  "sample": (5, 20, 1000),
-  "log": (25, 1, 50),
+  "checkpoint.every": (10, 20, 1000),
+  "eval.every": (5, 20, 1000),
+  "sample.every": (5, 20, 1000),
+  "log.every": (25, 1, 50),
+  "log.heads": (10, 1, 100),
 }
 # The sections that are the same in all families: the fields of `Config` that
 # name a class.

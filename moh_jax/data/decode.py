@@ -17,6 +17,7 @@ import io
 import math
 import os
 import pathlib
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,11 +33,16 @@ from moh_jax.runtime import files
 # A larger image takes more than a gigabyte while it is decoded.
 _MOST_PIXELS = 89_478_485
 _MOST_BYTES = 1 << 28  # of an image file
+# Larger ones are decoded one at a time, in bands of so many pixels.
+_LARGE, _BAND = 1 << 23, 1 << 20
+_ONE_AT_A_TIME = threading.Lock()
+# Of formats that Pillow decodes in Python, which takes seconds.
+_MOST_SLOW_PIXELS = 1 << 24
 # What is opened, whatever a file is called. Pillow knows more; for EPS it runs
 # another program, Ghostscript.
 _FORMATS = tuple(
-  "AVIF BMP CUR DDS DIB FITS GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM PSD QOI "
-  "SGI TGA TIFF WEBP XBM XPM".split()
+  "AVIF BMP CUR DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM PSD QOI SGI "
+  "TGA TIFF WEBP XBM XPM".split()
 )
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
@@ -48,7 +54,9 @@ _SCALES = {"L;2": 85, "L;4": 17}
 _JPEG_START = b"\xff\xd8\xff"
 _JPEG_END = b"\xff\xd9"
 _MARKER = 0xFF
+_NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # among pixels
 _SCAN = 0xDA  # after which come pixels
+_MOST_SCANS = 64  # each passes over all pixels; encoders write about ten
 # Markers of the size of an image whose pixels come row by row, not in passes.
 _SIZES = (0xC0, 0xC1)
 _SPARE_ROWS = 2  # below a row, from which its colours are interpolated
@@ -127,6 +135,8 @@ def decode_image(
   Raises:
     ValueError: the bytes are not an image, or truncated.
   """
+  with _named_errors(name):
+    _check_scans(content)
   if channels in _MODES:
     pixels = decode_jpeg(content, channels, factor, rows, fast=fast)
     if pixels is not None:
@@ -135,7 +145,9 @@ def decode_image(
     _check_plausible(image, len(content))
     if factor > 1:
       image.draft(None, (image.width // factor, image.height // factor))
-    return to_pixels(image, channels)
+    is_large = math.prod(image.size) > _LARGE
+    with _ONE_AT_A_TIME if is_large else contextlib.nullcontext():
+      return to_pixels(image, channels)
 
 
 @contextlib.contextmanager
@@ -169,8 +181,30 @@ def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
       yield image
 
 
+def _check_scans(content: bytes) -> None:
+  """Refuses a JPEG file that passes over its pixels too often."""
+  if not content.startswith(_JPEG_START):
+    return
+  size, place = _places(content)
+  scans = 0
+  while not size and (found := _NEXT_MARKER.search(content, place)):
+    marker, place = content[found.start() + 1], found.end()
+    scans += marker == _SCAN
+    if scans > _MOST_SCANS:
+      raise ValueError(f"more than {_MOST_SCANS} passes over its pixels")
+    if marker == _JPEG_END[1]:
+      return
+    place += int.from_bytes(content[place : place + 2])
+
+
 def _check_plausible(image: Image.Image, size: int) -> None:
-  """Refuses a PNG file too short for the pixels that its header states."""
+  """Refuses what is too large for its decoder, or for the size of its file."""
+  decoder = image.tile[0].codec_name if image.tile else ""
+  if decoder in Image.DECODERS and math.prod(image.size) > _MOST_SLOW_PIXELS:
+    raise ValueError(
+      f"{image.size[1]} rows x {image.size[0]} columns, must be at most "
+      f"{_MOST_SLOW_PIXELS:,} pixels in this kind of {image.format} file"
+    )
   bits = {"1": 1, "P": 1, "L;2": 2, "L;4": 4, "I;16": 16, "RGB": 24}
   bits = bits.get(_stored_mode(image), bits.get(image.mode, 8))
   least = math.prod(image.size) * bits // 8 // files.DEFLATE_RATIO
@@ -240,9 +274,15 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
       "bits"
     )
   _scale_transparency(image)
-  image = _on_white(_to_8_bits(ImageOps.exif_transpose(image)))
-  pixels = np.asarray(image.convert(_MODES[channels]))
-  return pixels.reshape(*pixels.shape[:2], channels)
+  image = ImageOps.exif_transpose(image)
+  pixels = np.empty((image.height, image.width, channels), np.uint8)
+  step = max(_BAND // image.width, 1)
+  for row in range(0, image.height, step):
+    box = (0, row, image.width, min(row + step, image.height))
+    band = _on_white(_to_8_bits(image.crop(box)))
+    band = np.asarray(band.convert(_MODES[channels]))
+    pixels[row : row + step] = band.reshape(-1, image.width, channels)
+  return pixels
 
 
 def _stored_mode(image: Image.Image) -> str:

@@ -53,6 +53,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertEqual(status, 1)
     self.assertIn("\ndoes not fit: ", out)
     self.assertIn('"fits": false', (self.root / "x.json").read_text())
+    self.assertIn("no number of microbatches fits: ", out)
 
   def test_what_lies_in_the_hosts_memory_is_copied_in_a_step(self):
     keys = "--config.model.remat=dots", "--config.optim.state_memory=host"

@@ -175,14 +175,14 @@ class ScheduleTest(parameterized.TestCase):
   """What a run leaves to its number of steps."""
 
   @parameterized.parameters(
-    (1, 0, 20, 20, 1, (0,), (2,)),
-    (2, 0, 20, 20, 1, (0,), (2,)),
-    (30, 3, 20, 20, 1, (0, 10), (3, 2)),
-    (500, 50, 50, 100, 20, (0, 166), (3, 2)),
-    (10**6, 2000, 1000, 1000, 50, (0, 333333), (3, 2)),
+    (1, 0, 20, 20, 1, 1, (0,), (2,)),
+    (2, 0, 20, 20, 1, 1, (0,), (2,)),
+    (30, 3, 20, 20, 1, 3, (0, 10), (3, 2)),
+    (500, 50, 50, 100, 20, 50, (0, 166), (3, 2)),
+    (10**6, 2000, 1000, 1000, 50, 100, (0, 333333), (3, 2)),
   )
   def test_follows_its_length(
-    self, steps, warmup, save, evaluate, log, begins, values
+    self, steps, warmup, save, evaluate, log, heads, begins, values
   ):
     run = tiny.llm_config(
       train={"steps": steps},
@@ -196,6 +196,7 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(found.optim.warmup_steps, warmup)
     sections = found.checkpoint, found.eval, found.log
     self.assertEqual([s.every for s in sections], [save, evaluate, log])
+    self.assertEqual(found.log.heads, heads)
     self.assertEqual(found.tune.top_k_steps, begins)
     self.assertEqual(found.tune.top_k_values, values)
     self.assertEqual(found.scheduled(), found)
@@ -205,7 +206,7 @@ class ScheduleTest(parameterized.TestCase):
       _LLM,
       optim=config_lib.OptimConfig(warmup_steps=3),
       eval=config_lib.EvalConfig(every=0),
-      log=config_lib.LogConfig(every=7),
+      log=config_lib.LogConfig(every=7, heads=0),
     )
     self.assertEqual(stated.scheduled(), stated)
     self.assertEqual(_DIT.scheduled().sample.every, 0)

@@ -112,12 +112,43 @@ class ReadImageTest(FolderTest):
     image = decode.decode_image(content, 1, "x.png")
     np.testing.assert_array_equal(image, np.zeros((1500, 1500, 1)))
 
-  def test_formats_that_run_other_programs_are_not_opened(self):
-    content = encode(Image.new("RGB", (4, 4)), "EPS")
-    with self.assertRaisesRegex(ValueError, "a.png: not an image of a known"):
-      decode.decode_image(content, 3, "a.png")
-    with self.assertRaisesRegex(ValueError, "a.png: not an image of a known"):
-      decode.describe_image(content, "a.png")
+  def test_formats_that_run_programs_or_unpack_all_are_not_opened(self):
+    fits = b"SIMPLE  = T".ljust(80) + b"END".ljust(2800)
+    for content in (encode(Image.new("RGB", (4, 4)), "EPS"), fits):
+      with self.assertRaisesRegex(ValueError, "a.png: not an image of a known"):
+        decode.decode_image(content, 3, "a.png")
+      with self.assertRaisesRegex(ValueError, "a.png: not an image of a known"):
+        decode.describe_image(content, "a.png")
+
+  def test_jpeg_with_endless_passes_is_refused(self):
+    image = Image.effect_noise((64, 64), 50).convert("RGB")
+    content = encode(image, "JPEG", progressive=True)
+    scan, end = content.rindex(b"\xff\xda"), len(content) - 2
+    many = content[:end] + content[scan:end] * 100 + content[end:]
+    self.assertEqual(decode.decode_image(content, 3, "x").shape, (64, 64, 3))
+    with self.assertRaisesRegex(ValueError, "x.jpg: .* more than 64 passes"):
+      decode.decode_image(many, 3, "x.jpg")
+
+  def test_formats_decoded_by_python_have_fewer_pixels(self):
+    side = 4097
+    head = struct.pack("<2sIHHI", b"BM", 1 << 20, 0, 0, 1078)
+    head += struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 0, 0)
+    content = head + bytes(1024) + b"\x00\x00" * side  # rows that are left out
+    with self.assertRaisesRegex(ValueError, "x.bmp: .*at most 16,777,216 pix"):
+      decode.decode_image(content, 3, "x.bmp")
+
+  @parameterized.product(mode=("P", "RGBA", "LA", "I;16"), channels=(1, 3))
+  def test_bands_are_the_whole(self, mode, channels):
+    image = photo((37, 23)).convert("RGBA")
+    image.putalpha(image.getchannel("G"))
+    if mode == "I;16":
+      image = Image.fromarray(np.asarray(image).view(np.uint16)[..., 0].copy())
+    else:
+      image = image.convert(mode)
+    whole = decode.to_pixels(image.copy(), channels)
+    with mock.patch.object(decode, "_BAND", 64):
+      bands = decode.to_pixels(image, channels)
+    np.testing.assert_array_equal(whole, bands)
 
   @parameterized.parameters(
     ("L", True), ("1", True), ("LA", True), ("I;16", True), ("RGB", False),
