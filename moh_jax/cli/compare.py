@@ -11,6 +11,7 @@ from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural
 from moh_jax.runtime.alive import alive
+from moh_jax.runtime.files import printable
 
 if TYPE_CHECKING:
   from moh_jax.training.bench import Timing
@@ -97,7 +98,7 @@ def run(options: Options) -> int:
     seeds = results.setdefault((one.variant, one.setting), {})
     outcome = outcomes[one.name]
     if outcome.fault:
-      print(f"warning: {one.name}: {outcome.fault}", file=sys.stderr)
+      print(printable(f"warning: {one.name}: {outcome.fault}"), file=sys.stderr)
     else:
       seeds[one.seed] = outcome.metrics
   metrics = options.metrics or ["loss"]

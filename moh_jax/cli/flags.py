@@ -181,7 +181,10 @@ def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
   for argument in unknown:
     name, equals, _ = argument.partition("=")
     if "." in name and (equals or name.startswith("--")):
-      key = argument.lstrip("-").removeprefix("config.")
+      key = argument.lstrip("-")
+      first, _, rest = key.partition(".")
+      if base.near(first, ["config"]):
+        key = rest
       return f"; did you mean --config.{key}?"
     if hint := base.near(name, known):
       return hint

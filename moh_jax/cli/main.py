@@ -10,6 +10,7 @@ import importlib
 import inspect
 import logging
 import os
+import pathlib
 import sys
 import traceback as traceback_lib
 import warnings
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     action="append",
     default=[],
     metavar="MODULE",
-    help="import a module first, such as one that registers a family",
+    help="import a module first, such as one that registers a family, by its "
+    "name in the current folder or installed",
   )
   parser = Parser(
     prog="python -m moh_jax",
@@ -119,9 +121,11 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
     try:
       importlib.import_module(module)
     except Exception as error:  # also of the module's own code
+      name = pathlib.PurePath(module).stem if module.endswith(".py") else ""
       raise ValueError(
         f"--import {module!r}: {type(error).__name__}: {error}; it takes a "
-        "name as `import` does"
+        f"name as `import` does{name and f', {name!r} of this file'}, in the "
+        "current folder or installed"
       ) from error
   given, run = parsed(name, argv)
   given.prepare()

@@ -318,9 +318,8 @@ def _of_type(path: str, value: Any, kind: type) -> Any:
 def _tuple(path: str, value: Any, item: Any, length: int | None) -> tuple:
   """Items of one type, so many of them where that is stated."""
   if not isinstance(value, list | tuple) or len(value) > _MOST_ITEMS:
-    raise ValueError(
-      f"{path}={shown(value)} must be a tuple, {_MOST_ITEMS} values at most"
-    )
+    many = length or f"at most {_MOST_ITEMS}"
+    raise ValueError(f"{path}={shown(value)} must be a tuple of {many} values")
   if length not in (None, len(value)):
     told = f"{path}={value!r} must have {length} values"
     same = ",".join(map(str, value * length))

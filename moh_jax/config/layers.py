@@ -213,9 +213,19 @@ class ImageModel(RoutedLayers):
     return (((1, *self.input_shape), "float32"),)
 
   def token_grids(self) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of the tokens, by layer group: here of square images."""
-    sides = [math.isqrt(group.tokens) for group in self.layer_groups()]
-    return tuple((side, side) for side in sides)
+    """Rows and columns of the tokens, by layer group.
+
+    Here those that come nearest to the shape of the image.
+    """
+    rows, columns, _ = self.input_shape
+
+    def grid(tokens: int) -> tuple[int, int]:
+      every = [(n, tokens // n) for n in range(1, tokens + 1) if not tokens % n]
+      return min(
+        every, key=lambda x: abs(math.log(x[0] * columns / x[1] / rows))
+      )
+
+    return tuple(grid(group.tokens) for group in self.layer_groups())
 
   def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """The network and its normalization; the classes are those of the data."""

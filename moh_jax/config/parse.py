@@ -243,7 +243,8 @@ def run_file(spec: str) -> dict[str, Any]:
         del sys.modules[name]
   if not isinstance(cfg, dict):
     raise ValueError(
-      f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
+      f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict or "
+      "dict"
     )
   return cfg
 

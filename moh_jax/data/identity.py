@@ -37,7 +37,9 @@ def of_shards(
   for entry in entries:
     line = f"{entry['file']} {entry['bytes']} {entry['examples']}\n"
     state.update(line.encode(errors="surrogateescape"))
-    state.update(_ends(pathlib.Path(folder) / entry["file"], entry["bytes"]))
+    state.update(
+      read_ends(pathlib.Path(folder) / entry["file"], entry["bytes"])
+    )
   return {
     "examples": sum(entry["examples"] for entry in entries),
     "shards": len(entries),
@@ -62,7 +64,7 @@ def of_files(paths: Sequence[str]) -> str:
         size = os.stat(path).st_size
         state.update(b"%d %d\n" % (number, size))
         if number % step == 0 and os.path.isfile(path):
-          state.update(_ends(path, size))
+          state.update(read_ends(path, size))
     return state.digest()
 
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -70,7 +72,7 @@ def of_files(paths: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
-def _ends(path: str | os.PathLike, size: int) -> bytes:
+def read_ends(path: str | os.PathLike, size: int) -> bytes:
   """The first and the last bytes of a file."""
   with open(path, "rb") as stream:
     first = stream.read(_EDGE)

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import msgspec
 
+from moh_jax.runtime.files import DEFLATE_RATIO
 from moh_jax.runtime.json_files import MAX_BYTES, FileName, parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -34,6 +35,7 @@ SPLIT_WORDS = {
 _WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 # Of unpacked text, read at one time. pyarrow loses so much before damage.
 _UNPACKED_BYTES = 1 << 12
+_DEEP = "/**/"  # of a pattern: any number of folders
 
 
 class _Splits(msgspec.Struct):
@@ -178,7 +180,8 @@ def open_unpacked(file: str, packing: str) -> IO[bytes]:
   if packing == ".zst":
     pyarrow = import_extra("pyarrow", file)
     unpacked = pyarrow.CompressedInputStream(open_file(file), "zstd")
-    return io.BufferedReader(unpacked, _UNPACKED_BYTES)
+    most = max(DEFLATE_RATIO * file_size(file), _UNPACKED_BYTES)
+    return io.BufferedReader(_Bounded(unpacked, most), _UNPACKED_BYTES)
   stream = open_file(file)
   if not packing:
     return stream
@@ -199,7 +202,8 @@ def open_parquet(file: str) -> Iterator[Any]:
   with contextlib.ExitStack() as stack:
     source = stack.enter_context(open_file(file)) if is_address(file) else file
     try:
-      table = stack.enter_context(parquet.ParquetFile(source))
+      opened = parquet.ParquetFile(source, page_checksum_verification=True)
+      table = stack.enter_context(opened)
     except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
       raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
     yield table
@@ -226,6 +230,28 @@ def open_arrow(file: str) -> tuple[IO[bytes], Any]:
   has_footer = stream.read(len(_FEATHER)) == _FEATHER
   stream.seek(0)
   return stream, (ipc.open_file if has_footer else ipc.open_stream)(stream)
+
+
+class _Bounded(io.RawIOBase):
+  """An unpacked stream that makes no more of its file than Deflate can."""
+
+  def __init__(self, stream: Any, most: int):
+    self._stream, self._left = stream, most
+
+  def readable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int:
+    count = self._stream.readinto(buffer)
+    self._left -= count
+    if self._left < 0:
+      raise OSError(f"unpacks to more than {DEFLATE_RATIO} times its size")
+    return count
+
+  def close(self) -> None:
+    if not self.closed:
+      self._stream.close()
+    super().close()
 
 
 class _RemoteFile(io.RawIOBase):
@@ -265,8 +291,20 @@ def _find(pattern: str) -> list[str]:
     return [path]
   if os.path.isdir(path):
     return _saved_files(path)
-  found = glob.glob(path, recursive=True)
+  found = _matches(f"{path}/*" if path.endswith("/**") else path)
   return [file for file in found if os.path.isfile(file)]
+
+
+def _matches(pattern: str) -> Iterator[str]:
+  """As `glob.glob`, but ** follows no links, which may lead in a circle."""
+  above, deep, below = pattern.partition(_DEEP)
+  if not deep:
+    yield from glob.iglob(pattern)
+    return
+  for root in glob.iglob(above or "/"):
+    for folder, names, _ in os.walk(root):
+      names[:] = [name for name in names if not name.startswith(".")]
+      yield from _matches(f"{glob.escape(folder)}/{below}")
 
 
 def _find_remote(pattern: str) -> list[str]:

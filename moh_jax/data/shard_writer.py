@@ -171,7 +171,9 @@ class ShardSetWriter:
           os.fsync(file.fileno())
         summed, length = checksum(growing)
         entry = {"file": name, "examples": target.examples, "bytes": length}
-        entry |= {"xxh3": summed, **target.notes, "skipped": target.skipped}
+        ends = shards.checksum_of_ends(growing)
+        entry |= {"xxh3": summed, "ends_xxh3": ends}
+        entry |= {**target.notes, "skipped": target.skipped}
         if target.skipped:
           lists = self._folder / _SKIPPED
           lists.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ import xxhash
 from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.identity import Identity, of_shards
+from moh_jax.data.identity import Identity, of_shards, read_ends
 from moh_jax.runtime.files import checksum, inside
 from moh_jax.runtime.json_files import (
   Count,
@@ -58,7 +58,9 @@ class Entry(msgspec.Struct, kw_only=True):
   file: FileName
   examples: Count
   bytes: Count
-  xxh3: str = ""  # of the whole file; sets of older versions lack it
+  # Of the whole file, and of its two ends; sets of older versions lack them.
+  xxh3: str = ""
+  ends_xxh3: str = ""
   # Older sets have a reason for each name in place of counts by reason.
   skipped: dict[str, Count | str] = {}
 
@@ -252,6 +254,11 @@ def _differing(
   return lines
 
 
+def checksum_of_ends(file: str | os.PathLike) -> str:
+  """XXH3 of the first and last bytes of a shard, which tell it from others."""
+  return xxhash.xxh3_128_hexdigest(read_ends(file, os.path.getsize(file)))
+
+
 class Shards:
   """Random access to the records of a set; picklable and thread-safe.
 
@@ -302,7 +309,8 @@ class Shards:
     """
     shard, position = self._find(index)
     try:
-      reader = _reader(str(self.path(shard)), self._written[shard])
+      ends = self._shards[shard].get("ends_xxh3", "")
+      reader = _reader(str(self.path(shard)), self._written[shard], ends)
       return parse(reader.read([position])[0])
     except (RuntimeError, ValueError, IndexError) as error:
       where = self.locate(index)
@@ -348,16 +356,20 @@ class Shards:
 
 
 @functools.lru_cache(_MOST_OPEN)
-def _reader(path: str, written: int) -> Any:
+def _reader(path: str, written: int, ends: str) -> Any:
   """Opens a shard, or returns it from those that were used last.
 
   Args:
     path: of the file.
     written: time of its last change, since another file may take its place.
+    ends: their checksum; "" is not known.
 
   Raises:
     RuntimeError: it cannot be opened.
+    ValueError: it is another shard.
   """
+  if ends and checksum_of_ends(path) != ends:
+    raise ValueError("the shard is not as it was written")
   reader = array_record_module.ArrayRecordReader(
     path, options=_READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
   )

@@ -41,7 +41,10 @@ ROW_SUFFIXES = (
   *_TABLES,
 )
 _CHUNK = 1 << 20
-_ROWS = 256  # rows of a Parquet table that are read into memory at one time
+# Rows of a Parquet table that are read into memory at one time: from 4, below
+# which reading slows down, to 256, and between them as many as have so many
+# bytes.
+_ROWS, _ROWS_BYTES = (4, 256), 1 << 26
 # Whether texts lie within their batch is checked as of bytes, since reading
 # them elsewhere would end the process; that they are UTF-8, one by one.
 _BYTES = {"string": "binary", "large_string": "large_binary"}
@@ -297,9 +300,9 @@ def _read_lines(
     if not packing:
       stream.seek(piece.start)
       left = piece.stop - piece.start
-    for number in itertools.count(piece.first):
-      if left is not None and left <= 0:
-        return
+    number = piece.first - 1
+    while left is None or left > 0:
+      number += 1
       name, where = f"{piece.name}:{number}", f"{piece.file}, line {number}"
       try:
         with damage(where):
@@ -309,6 +312,10 @@ def _read_lines(
           while len(part) > MOST_LINE_BYTES and not part.endswith(b"\n"):
             part = stream.readline(MOST_LINE_BYTES + 1)
             size += len(part)
+          if line == b"\n":  # a packed file may have a billion
+            ahead = stream.peek(1)[: None if left is None else left - 1]
+            blank = stream.read(len(ahead) - len(ahead.lstrip(b"\n")))
+            number, size = number + len(blank), size + len(blank)
       except BadTextError as problem:
         yield name, problem
         return
@@ -416,8 +423,10 @@ def _groups(
       columns = None if field is None else [field]
       options = {"columns": columns, "use_threads": False}
       for group in range(piece.start, piece.stop):
-        batches = table.iter_batches(_ROWS, row_groups=[group], **options)
-        yield table.metadata.row_group(group).num_rows, batches
+        about = table.metadata.row_group(group)
+        rows = _rows_at_once(about, field)
+        batches = table.iter_batches(rows, row_groups=[group], **options)
+        yield about.num_rows, batches
     return
   pyarrow = input_files.import_extra("pyarrow", piece.file)
   with damage(piece.file, pyarrow.ArrowException):
@@ -429,6 +438,17 @@ def _groups(
         yield None, map(reader.get_batch, [index])
     else:
       yield None, reader
+
+
+def _rows_at_once(group: Any, field: str | None) -> int:
+  """How many rows of a row group of Parquet are read at one time."""
+  largest = 1.0  # bytes of a row; one of a dictionary may be as large as all
+  for column in map(group.column, range(group.num_columns)):
+    if field in (None, column.path_in_schema):
+      shared = 1 if column.has_dictionary_page else max(group.num_rows, 1)
+      largest += column.total_uncompressed_size / shared
+  least, most = _ROWS
+  return min(max(least, int(_ROWS_BYTES / largest)), most)
 
 
 def _check_column(file: str, schema: Any, field: str | None) -> None:
@@ -452,6 +472,7 @@ def _checked_text(value: Any, field: str | None, where: str) -> Any:
     if not isinstance(value, str):
       reason = f"{field!r} is {type(value).__name__}, expected text"
       raise BadTextError(where, reason)
+    _check_size(len(value), where, MOST_BYTES)
     value.encode()
   except UnicodeDecodeError as error:
     raise BadTextError(where, "not UTF-8", f": {error}") from error

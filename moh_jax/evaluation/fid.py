@@ -14,8 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moh_jax.runtime.files import npz_names, read_npz, replacing
-from moh_jax.runtime.json_files import parse_json
+from moh_jax.runtime.files import (
+  npz_damage,
+  npz_names,
+  open_member,
+  read_npz,
+  replacing,
+)
+from moh_jax.runtime.json_files import MAX_BYTES, parse_json
 
 INCEPTION_BLOCK = 5000  # samples per block of the published scores
 NEIGHBOURS = 3  # of the published precision and recall
@@ -354,13 +360,15 @@ def read_statistics(
       "or mu and sigma alone"
     )
   shapes = ((pool_dim,), (pool_dim,) * 2, (spatial_dim,), (spatial_dim,) * 2)
+  for key, shape in zip(keys, shapes):  # before what may be large is read
+    with open_member(path, key) as (_, (found, _, dtype)):
+      if found != shape or dtype.kind != "f":
+        raise ValueError(
+          f"{path}: {key} has dtype {dtype} and shape {found}; must be a float "
+          f"array of shape {shape}"
+        )
   arrays = []
-  for (key, array), shape in zip(read_npz(path, keys).items(), shapes):
-    if array.shape != shape or array.dtype.kind != "f":
-      raise ValueError(
-        f"{path}: {key} has dtype {array.dtype} and shape {array.shape}; must "
-        f"be a float array of shape {shape}"
-      )
+  for key, array in read_npz(path, keys).items():
     if not np.isfinite(array).all():
       raise ValueError(f"{path}: {key} holds NaN or infinity")
     if array.ndim == 2 and not _is_covariance(array):
@@ -371,7 +379,8 @@ def read_statistics(
     arrays.append(array.astype(np.float64))
   made_with = {}
   if _MADE_WITH in names:
-    content = read_npz(path, [_MADE_WITH])[_MADE_WITH].tobytes()
+    with open_member(path, _MADE_WITH) as (stream, _), npz_damage(path):
+      content = stream.read(MAX_BYTES + 1)
     made_with = parse_json(content, dict[str, str], f"{path}: {_MADE_WITH}")
   spatial = Gaussian(*arrays[2:]) if len(arrays) > 2 else None
   return Statistics(Gaussian(*arrays[:2]), spatial, made_with)

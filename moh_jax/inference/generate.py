@@ -1,5 +1,6 @@
 """Text generation with a key/value cache, and completions of whole files."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -339,7 +340,7 @@ def complete_file(
   }
   for index, prompt in enumerate(prompts):
     generator.encode(index, prompt_of([prompt]), sampling)
-  (done,) = ask_first_process(lambda: [_open(out, settings)], 1)
+  (done,) = ask_first_process(lambda: [_open(out, settings, prompts)], 1)
   is_first = jax.process_index() == 0
   size = _CHUNK_BATCHES * generator.batch_size
   # A chunk that is half written is made again, with the same batches.
@@ -370,7 +371,7 @@ def complete_file(
   return done
 
 
-def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
+def _open(out: pathlib.Path, settings: dict[str, Any], prompts: Prompts) -> int:
   """Starts the file, or cuts off a half-written line; returns whole lines."""
   stated = out.with_name(out.name + ".settings.json")
   if not out.exists():
@@ -384,9 +385,18 @@ def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
       "with; choose another --out"
     )
   lines = size = 0
+  texts = iter(prompts)
   with out.open("r+b") as file:
     for line in file:
       if line.endswith(b"\n"):
-        lines, size = lines + 1, size + len(line)
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+          row = json.loads(line)
+          if (row["index"], row["prompt"]) == (lines, next(texts, None)):
+            lines, size = lines + 1, size + len(line)
+            continue
+        raise ValueError(
+          f"{out}, line {lines + 1}: not what was written for prompt {lines}; "
+          "remove the file, or choose another --out"
+        )
     file.truncate(size)
   return lines

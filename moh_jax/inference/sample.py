@@ -353,6 +353,21 @@ def _remove_parts(
   remove_files(parts, _GROWING, _SETTINGS)
 
 
+def _read_part(part: pathlib.Path) -> np.ndarray:
+  """Images that `_write_part` wrote.
+
+  Raises:
+    ValueError: the file is damaged, or another one.
+  """
+  try:
+    images = np.load(part)
+  except (OSError, EOFError, ValueError) as error:
+    raise ValueError(f"{part}: damaged, remove it: {error}") from error
+  if images.dtype != np.uint8 or not images.ndim:
+    raise ValueError(f"{part}: of dtype {images.dtype}, not images; remove it")
+  return images
+
+
 def _join(
   out: pathlib.Path,
   parts: list[pathlib.Path],
@@ -361,14 +376,17 @@ def _join(
   settings: dict[str, Any],
 ) -> None:
   """Streams the parts into one npz, a part in memory at a time."""
-  first = np.load(parts[0], mmap_mode="r")
-  header = np.lib.format.header_data_from_array_1_0(first)
-  header["shape"] = (num, *first.shape[1:])
+  rows = settings["batch_size"]
+  shape = _read_part(parts[0]).shape[1:]
+  header = {"descr": "|u1", "fortran_order": False, "shape": (num, *shape)}
   with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
     with archive.open("arr_0.npy", "w", force_zip64=True) as member:
       np.lib.format.write_array_header_2_0(member, header)
-      for part in parts:
-        member.write(np.load(part).tobytes())
+      for start, part in zip(range(0, num, rows), parts, strict=True):
+        images = _read_part(part)
+        if images.shape != (min(rows, num - start), *shape):
+          raise ValueError(f"{part}: of shape {images.shape}; remove it")
+        member.write(images.tobytes())
     with archive.open("arr_1.npy", "w") as member:
       np.save(member, labels)
     archive.comment = _comment(settings)

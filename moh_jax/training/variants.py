@@ -22,9 +22,10 @@ from moh_jax.config import Config, differing_fields, to_dict, without_router
 from moh_jax.config.base import split_items
 from moh_jax.config.heads import Units
 from moh_jax.config.parse import from_config_dict, override, upgrade
+from moh_jax.data.shards import metadata_checksum
 from moh_jax.models.generation import Decode
-from moh_jax.runtime.files import write_whole
-from moh_jax.runtime.json_files import parse_json
+from moh_jax.runtime.files import read_bytes, write_whole
+from moh_jax.runtime.json_files import MAX_BYTES, parse_json
 from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.entrance import check_writable
 from moh_jax.training.saving import NonFiniteLossError
@@ -310,6 +311,7 @@ class _Stored(msgspec.Struct):
 
   config: dict[str, dict]
   outcomes: dict[str, Outcome]
+  checksum: str = ""  # of the two; older versions wrote none
 
 
 def compare(
@@ -349,6 +351,7 @@ def compare(
   def write() -> None:
     known = msgspec.to_builtins(outcomes)
     content = {"config": to_dict(config), "outcomes": known}
+    content["checksum"] = metadata_checksum(content)
     write_whole(file, f"{json.dumps(content, indent=2)}\n".encode())
 
   done = ask_first_process(read, len(runs))
@@ -379,10 +382,22 @@ def compare(
 def _read(file: epath.Path, config: Config) -> dict[str, Outcome]:
   """The outcomes of an earlier call, which had the same config."""
   # Earlier versions wrote numbers that JSON cannot hold, at ends of lines.
-  content = re.sub(rb": (NaN|-?Infinity)(?=,?\n)", b": null", file.read_bytes())
+  content = read_bytes(file, MAX_BYTES)
+  content = re.sub(rb": (NaN|-?Infinity)(?=,?\n)", b": null", content)
   stored = parse_json(content, _Stored, str(file))
+  shares = [
+    one["metrics"].get("activated_share")
+    for one in stored["outcomes"].values()
+    if one.get("metrics")
+  ]
+  is_whole = stored.get("checksum", "") in ("", metadata_checksum(stored))
+  if None in shares or not is_whole:
+    raise ValueError(f"{file}: its content is not what was written")
   ours = config.by_name()
-  theirs = from_config_dict(upgrade(stored["config"])).by_name()
+  try:
+    theirs = from_config_dict(upgrade(stored["config"])).by_name()
+  except (KeyError, ValueError) as error:
+    raise ValueError(f"{file}: config: {error}") from error
   lines = []
   for name in sorted({*ours, *theirs}):
     if name in ours and name in theirs:

@@ -53,6 +53,23 @@ class CompareTest(tiny_checkpoint.CommandTest):
     self.assertGreater(mha["step_flops"], moh["step_flops"])
     self.assert_refused("lr: 0.25 here, 0.001 there", "--config.optim.lr=0.25")
 
+  def test_changed_results_are_refused(self):
+    self._rows()
+    file = self.root / "runs/comparison.json"
+    stored = json.loads(file.read_text())
+    stored["outcomes"]["mha-seed0"]["metrics"]["loss"] = 0.001
+    file.write_text(json.dumps(stored))
+    status, _, err = self.call("--rounds=0")
+    self.assertEqual(status, 2)
+    self.assertIn("comparison.json: its content is not what was written", err)
+    del stored["checksum"]  # as older versions wrote it
+    file.write_text(json.dumps(stored))
+    self.assertEqual(self.call("--rounds=0", train=_fake_train)[0], 0)
+    del stored["outcomes"]["mha-seed0"]["metrics"]["activated_share"]
+    file.write_text(json.dumps(stored))
+    status, _, err = self.call("--rounds=0")
+    self.assertIn("comparison.json: its content is not what was written", err)
+
   def test_runs_that_diverged_are_not_run_again(self):
     def train(config, *args, **options):
       result = _fake_train(config, *args, **options)

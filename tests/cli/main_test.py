@@ -56,6 +56,7 @@ class MainTest(tiny_checkpoint.CommandTest):
     ("bench attention --lengths 1.5", "[0]=1.5 must be of type int"),
     ("heads --checkpoint x --out=", "--out='' must be the name of a file or"),
     ("inspect --nope", "unrecognized arguments: --nope"),
+    ("train --confg.train.steps=3", "did you mean --config.train.steps=3?"),
     ("train --confg=x --workdir y", "--confg=x; did you mean '--config'?"),
     ("inspect --check x", "unrecognized arguments: --check"),  # not shortened
     ("inspect --config.a.b=1", "--config.a.b=1 needs --config FILE[:ARG]"),
@@ -83,6 +84,8 @@ class MainTest(tiny_checkpoint.CommandTest):
       for name in ("../x", ".x", "", "failing"):
         argv = ("--import", name, "inspect")
         self.assert_refused(f"--import '{name}': ", *argv)
+      said = "it takes a name as `import` does, 'mine' of this file, in the"
+      self.assert_refused(said, "--import", "./mine.py", "inspect")
 
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")

@@ -243,7 +243,7 @@ def _of_text(root):
   )
   for metadata in sets.values():
     for shard in metadata["shards"]:
-      del shard["bytes"], shard["xxh3"]
+      del shard["bytes"], shard["xxh3"], shard["ends_xxh3"]
   yield "set of files", {"metadata": sets}
   data = TextDataConfig(source="tokens", path=str(root / "tokenized"), **short)
   yield "tokens of files", _text(data)

@@ -73,6 +73,10 @@ class ReadTest(_SetTest):
     content = path.read_bytes()
     self.assertEqual(content.count(b"item 6\n"), 1)
     path.write_bytes(content.replace(b"item 6\n", b"item 9\n"))
+    with self.assertRaisesRegex(ValueError, rf"{_SHARD}\[1\]: damaged record"):
+      shards.Shards(self.folder, "images")[5]
+    entries = shards.read_metadata(self.folder)["shards"]
+    self._change(shards=[{**entry, "ends_xxh3": ""} for entry in entries])
     read = shards.Shards(self.folder, "images")
     self.assertEqual(read[5][0], {"label": 5})
     with self.assertRaisesRegex(ValueError, rf"{_SHARD}\[2\]: damaged record"):
@@ -91,6 +95,16 @@ class ReadTest(_SetTest):
     (self.folder / name).write_text(text)
     with self.assertRaisesRegex(ValueError, reason):
       shards.Shards(self.folder, "images")
+
+  def test_shard_of_another_set_is_named(self):
+    self._whole()
+    mine = (self.folder / _SHARD).read_bytes()
+    self._empty()
+    self._whole(first=1)
+    self.assertLen(mine, (self.folder / _SHARD).stat().st_size)
+    (self.folder / _SHARD).write_bytes(mine)
+    with self.assertRaisesRegex(ValueError, f"{_SHARD}.*not as it was written"):
+      self._labels()
 
   def test_set_that_is_written_anew_is_read_anew(self):
     self._whole()

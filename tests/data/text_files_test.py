@@ -121,6 +121,26 @@ class LinesTest(_FilesTest):
     self.assertEqual(found, expected)
     self.assertEqual(left_out, [(f"{name}:{place + 1}", "too long")])
 
+  @parameterized.parameters(1, 5000, 10**6)
+  def test_empty_lines_are_counted(self, piece_bytes):
+    self._write("a.jsonl", b"\n" * 9999 + b'{"text": "a"}\n\n\n{"text": "b"}')
+    found = self._read("a.jsonl", piece_bytes=piece_bytes)
+    self.assertEqual(found, [("a.jsonl:10000", "a"), ("a.jsonl:10003", "b")])
+
+  def test_a_small_file_makes_no_endless_text(self):
+    self._write("a.jsonl.zst", _zstd(b"\n" * (1 << 26)))
+    with self.assertRaisesRegex(ValueError, "zst, line .*1032 times its size"):
+      self._read("a.jsonl.zst")
+
+  def test_links_in_a_circle_and_hidden_folders_are_left_out(self):
+    for name in ("x/a.txt", "x/y/b.txt", ".hidden/c.txt"):
+      self._write(name, name.encode())
+    for name in ("x/one", "x/two", "x/y/three"):
+      (self.root / name).symlink_to(self.root / "x")
+    for pattern in ("**/*.txt", "**", "x/**/*.txt", "?/**/**"):
+      found = [text for _, text in self._read(pattern)]
+      self.assertEqual(found, ["x/a.txt", "x/y/b.txt"], pattern)
+
   @parameterized.parameters("truncated", "damaged", "other")
   def test_damage_of_zstandard_is_named(self, how):
     lines = [json.dumps({"text": f"{i * i} {i}"}) for i in range(20000)]
@@ -160,6 +180,18 @@ class TablesTest(_FilesTest):
     self._table(["a"], "body")
     with self.assertRaisesRegex(ValueError, message):
       self._read("a.parquet", field=field)
+
+  def test_few_large_rows_are_read_at_a_time(self):
+    self._table(["x" * (1 << 20), "y"] * 20, rows=40)
+    with mock.patch.object(
+      parquet.ParquetFile, "iter_batches", autospec=True, return_value=iter([])
+    ) as batches:
+      self._read("a.parquet")
+    self.assertLess(batches.call_args.args[1], 64)
+    with mock.patch.object(text_files, "MOST_BYTES", 1 << 19):
+      found, left_out = self._skip("a.parquet")
+    self.assertEqual([text for _, text in found], ["y"] * 20)
+    self.assertEqual(left_out[0], ("a.parquet:1", "too long"))
 
   def test_only_the_damaged_group_of_parquet_is_left_out(self):
     texts = [f"{i * i} {i}" * 50 for i in range(400)]

@@ -150,6 +150,11 @@ class StatisticsFilesTest(folders.FolderTest):
     ("askew", {"sigma": np.tri(24)}, "sigma must be a covariance"),
     ("negative", {"sigma": np.diag([1.0] * 23 + [-1e-3])}, "without negative"),
     ("note", {"made_with": np.frombuffer(b"[1", np.uint8)}, "made_with"),
+    (
+      "endless",
+      {"made_with": np.zeros((64 << 20) + 1, np.uint8)},
+      "made_with: .*most",
+    ),
   )
   def test_other_content_is_refused(self, changes, pattern):
     with np.load(_RECORDED) as stored:

@@ -66,6 +66,12 @@ class OwnFamilyTest(parameterized.TestCase):
       out = done(*command.split(), "--checkpoint", self.workdir)
       self.assertRegex(out, said)
 
+  @parameterized.parameters(
+    ((4, 8), (2, 4)), ((8, 4), (4, 2)), ((6, 10), (3, 5)), ((8, 8), (4, 4))
+  )
+  def test_maps_have_the_shape_of_the_image(self, size, grid):
+    self.assertEqual(PatchConfig(image_size=size).token_grids(), (grid,))
+
   def test_is_served_with_fewer_heads(self):
     restored = moh_jax.restore(str(self.workdir), top_k=(1, 1))
     self.assertIsInstance(restored.model, PatchNet)

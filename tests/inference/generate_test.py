@@ -355,6 +355,21 @@ class PromptFileTest(FolderTest):
     self.assertEqual(self._complete(), len(_TEXTS))
     self.assertEqual(self.out.read_bytes(), expected)
 
+  @parameterized.parameters(
+    (lambda lines: [*lines[1:], lines[0]], 1),
+    (lambda lines: [*lines[:2], b'["x"]\n', *lines[3:]], 3),
+    (lambda lines: [*lines[:4], b"x\n", *lines[5:]], 5),
+    (lambda lines: [*lines, lines[0]], len(_TEXTS) + 1),
+  )
+  def test_lines_of_others_are_named(self, change, line):
+    self._complete()
+    lines = self.out.read_bytes().splitlines(keepends=True)
+    self.out.write_bytes(b"".join(change(lines)))
+    with self.assertRaisesRegex(
+      ValueError, f"out.jsonl, line {line}: not what"
+    ):
+      self._complete()
+
   def test_lines_appear_before_the_last_chunk(self):
     generate = self.generator.generate
 

@@ -183,6 +183,21 @@ class NpzTest(FolderTest):
     self._assert_whole(self.parts)
 
   @parameterized.parameters(
+    (np.zeros((_SIZE - 1, 2, 2, 3), np.uint8), "000000000.npy.*shape"),
+    (np.zeros((_SIZE, 2, 2, 3), np.float32), "000000000.npy: of dtype"),
+    (None, "000000000.npy: damaged, remove it"),
+  )
+  def test_parts_that_are_others_are_named(self, content, message):
+    self._killed(kill_before=16)
+    part = self.parts / "000000000.npy"
+    if content is None:
+      part.write_bytes(part.read_bytes()[:-1])
+    else:
+      np.save(part, content)
+    with self.assertRaisesRegex(ValueError, message):
+      self._run()
+
+  @parameterized.parameters(
     ("settings.json", "000000000.npy is there, and no"),
     (None, "parts is a symbolic link"),
   )
