@@ -17,6 +17,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
 from moh_jax.config.layers import Implementation
 from moh_jax.config.parse import changed
 from moh_jax.runtime import steps
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.devices import CHIPS
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ def report(options: command.Output, rows: Sequence[Row], settings: dict) -> int:
   return 1 if any(row.fault for row in rows) else 0
 
 
+@alive("measuring")
 def run_attention(options: HeadOptions) -> int:
   """Prints a table of what was measured; 1 if any of it is not exact."""
   from moh_jax.cli.bench_attention import compare_forms, splits
@@ -238,6 +240,7 @@ def run_attention(options: HeadOptions) -> int:
   return report(options, rows, options.values())
 
 
+@alive("measuring")
 def run_model(options: ModelOptions) -> int:
   """Prints a table of what was measured and predicted."""
   from moh_jax.cli.run_speed import measure_model, predict_model
@@ -258,6 +261,7 @@ def run_model(options: ModelOptions) -> int:
   return report(options, rows, settings)
 
 
+@alive("measuring")
 def run_input(options: InputOptions) -> int:
   """Prints examples per second by stage, and which stage is the slowest."""
   from moh_jax.cli.run_speed import measure_input

@@ -342,9 +342,14 @@ class Stored(BaseOptions):
       return steps.newest_whole_step(self.checkpoint)
     return None if self.step == "newest" else int(self.step)
 
+  @functools.cached_property
+  def named(self) -> str | None:
+    """What the user named, where public weights became a temporary folder."""
+    return self.checkpoint
+
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
-    if self.checkpoint is not None:
+    if self.named is not None:
       in_bucket = steps.in_bucket(self.checkpoint)
       if not in_bucket and steps.may_be_public(self.checkpoint):
         from moh_jax.convert.checkpoints import unpacked

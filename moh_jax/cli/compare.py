@@ -31,7 +31,7 @@ class Options(command.Workdir, command.Distributed, command.Output):
       differences are to the first one.
     seeds: runs of each variant, from train.seed on.
     sweep: train each variant with each value of a config field, such as
-      optim.lr=1e-3,2e-3 or model.top_k=(1,2),(1,3); the best one of each, and
+      optim.lr=1e-3,2e-3 or "model.top_k=(1,2),(1,3)"; the best one of each, and
       of these one of which no run diverged, stands for it.
     metrics: what to compare, the one that decides first; without it accuracy,
       bits_per_byte and loss, those that the evaluation has.

@@ -147,7 +147,7 @@ def run(options: Options) -> int:
     for choice, row in zip(choices, rows)
   ]
   if is_text:
-    values["checkpoint"] = options.checkpoint
+    values["checkpoint"] = options.named
     values["dtype"] = config.model.dtype
     if config.model.router.kind == "two_stage":
       values["gate_form"] = config.model.router.gate_form

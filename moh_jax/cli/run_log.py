@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moh_jax.cli.command import OneLine
+from moh_jax.runtime.files import check_regular
 from moh_jax.runtime.peers import LOG
 from moh_jax.runtime.steps import absolute
 
@@ -109,7 +110,10 @@ def _open(workdir: str) -> logging.Handler:
   folder = absolute(workdir)
   if "://" in os.fspath(folder):
     return logging.NullHandler()
-  file = _File(pathlib.Path(folder) / LOG, delay=True)
+  path = pathlib.Path(folder) / LOG
+  if path.exists():
+    check_regular(path)  # a pipe would block
+  file = _File(path, delay=True)
   file.setFormatter(logging.Formatter(_FORMAT))
   file.setLevel(logging.DEBUG)
   return file

@@ -16,7 +16,9 @@ import tokenizers as hf
 
 from moh_jax.data.input_files import import_extra
 
-_MOST_GROWTH = 1 << 10  # of a text by normalizing or decoding
+_MOST_GROWTH = 64  # of a text by normalizing or decoding; of NFKC it is 18
+# Characters of a word or piece, with which the time of a long word grows.
+_MOST_WORD = 1 << 10
 _MOST_STATE = 1 << 16  # characters of a post_processor
 _ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
 
@@ -91,12 +93,26 @@ def read_tokenizer_json(
     raise TokenizerFileError(
       f"its post_processor has more than {_MOST_STATE:,} characters"
     )
+  _check_model(tokenizer)
   tokenizer.encode_special_tokens = special_as_text
   tokenizer.no_truncation()
   tokenizer.no_padding()
   if getattr(tokenizer.model, "dropout", None):
     tokenizer.model.dropout = None  # of its training: equal texts, equal ids
   return tokenizer
+
+
+def _check_model(tokenizer: hf.Tokenizer) -> None:
+  """Refuses a model whose time grows with the square of a word."""
+  model = tokenizer.model
+  longest = getattr(model, "max_input_chars_per_word", 0)  # of WordPiece
+  if isinstance(model, hf.models.Unigram):
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=False)))
+  if longest > _MOST_WORD:
+    raise TokenizerFileError(
+      f"its {type(model).__name__} reads words of {longest:,} characters, must "
+      f"be at most {_MOST_WORD:,}"
+    )
 
 
 def special_ends(tokenizer: hf.Tokenizer) -> tuple[int | None, int | None]:

@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.files import write_whole
-from moh_jax.runtime.json_files import parse_json
+from moh_jax.runtime.files import read_bytes, write_whole
+from moh_jax.runtime.json_files import MAX_BYTES, parse_json
 from moh_jax.runtime.steps import list_steps
 
 NAME = "goodput.json"
@@ -57,7 +57,8 @@ class RunClock:
     if jax.process_index() or not step or not self._file.exists():
       return
     try:
-      stored = parse_json(self._file.read_bytes(), where=str(self._file))
+      content = read_bytes(self._file, MAX_BYTES)
+      stored = parse_json(content, where=str(self._file))
       self._at = dict(stored.get("at", {}))
       counts = self._at.get(str(step), stored)
       seconds = {p: float(counts["seconds"].get(p, 0)) for p in PHASES}

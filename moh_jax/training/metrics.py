@@ -21,11 +21,12 @@ from etils import epath
 from moh_jax.config import Config, LogConfig
 from moh_jax.data.decode import to_picture
 from moh_jax.ops.routing import LOAD_SPLIT, collapse_lines, load_entropy
-from moh_jax.runtime.files import write_whole
+from moh_jax.runtime.files import read_bytes, write_whole
 from moh_jax.runtime.json_files import strict_json
 from moh_jax.runtime.steps import in_bucket
 
 _LOG = logging.getLogger(__name__)
+_MOST_BYTES = 1 << 30  # of metrics.jsonl
 _BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
 
 
@@ -168,7 +169,7 @@ class _Rows:
     checkpoint, are dropped: those steps will be taken again.
     """
     self._path, self.written = path, set[tuple[int, str]]()
-    content = path.read_bytes() if path.exists() else b""
+    content = read_bytes(path, _MOST_BYTES) if path.exists() else b""
     # Of the part to keep, without what a killed run left of a row. Rows are in
     # the order of their steps; damaged lines between them stay.
     length = offset = 0
