@@ -8,32 +8,31 @@ TOKENS/mine holds train/ and val/, as `tokenize` writes them.
 
 import ml_collections
 
-from moh_jax import config as config_lib
-
 
 def get_config() -> ml_collections.ConfigDict:
   """Describes the run; what is not named here has its default."""
   depth = 4
-  return config_lib.to_config_dict(
-    config_lib.Config(
-      model=config_lib.LLMConfig(
-        max_length=1024,  # tokens of a prompt with what is written after it
-        width=256,
-        mlp_dim=704,
-        num_heads=(8,) * depth,
-        num_kv_heads=8,
-        head_dim=32,
-        shared_heads=(3,) * depth,
-        top_k=(3,) * depth,  # 75 % of the heads are active
-        tie_embeddings=True,
-      ),
-      data=config_lib.TextDataConfig(
-        source="tokens",
-        path="TOKENS/mine",  # its tokenizer says how many ids there are
-        sequence_length=256,
-        batch_size=8,
-      ),
-      optim=config_lib.OptimConfig(lr=2e-3, weight_decay=0.1, clip_norm=1.0),
-      train=config_lib.TrainConfig(steps=2000),
-    )
+  return ml_collections.ConfigDict(
+    {
+      "model": {
+        "family": "llm",
+        "max_length": 1024,  # tokens of a prompt with what is written after it
+        "width": 256,
+        "mlp_dim": 704,
+        "num_heads": (8,) * depth,
+        "num_kv_heads": 8,
+        "head_dim": 32,
+        "shared_heads": (3,) * depth,
+        "top_k": (3,) * depth,  # 75 % of the heads are active
+        "tie_embeddings": True,
+      },
+      "data": {
+        "source": "tokens",
+        "path": "TOKENS/mine",  # its tokenizer says how many ids there are
+        "sequence_length": 256,
+        "batch_size": 8,
+      },
+      "optim": {"lr": 2e-3, "weight_decay": 0.1, "clip_norm": 1.0},
+      "train": {"steps": 2000},
+    }
   )

@@ -117,12 +117,12 @@ class HeadOptions(command.Output):
 class ModelOptions(command.Stored, command.RunConfig, command.Output):
   """Time a whole model and its multi-head baseline, on random data.
 
-  Its times can also be predicted for GPUs and TPUs that are not here, beside
-  what Amdahl's law leaves. --config.KEY=VALUE changes a key of what is timed,
-  such as --config.data.batch_size=8 (of 4 examples),
-  --config.model.dtype=bfloat16, --config.model.attention_impl=dense or
-  --config.data.sequence_length=1024 (of 512 tokens, or the longest sequence of
-  the model).
+  units/s are tokens or images. The times can also be predicted for GPUs and
+  TPUs that are not here, beside what Amdahl's law leaves. --config.KEY=VALUE
+  changes a key of what is timed, such as --config.data.batch_size=8 (of 4
+  examples), --config.model.dtype=bfloat16, --config.model.attention_impl=dense
+  or --config.data.sequence_length=1024 (of 512 tokens, or the longest sequence
+  of the model).
 
   Attributes:
     model: released name of the model, where neither of the next two is given.

@@ -97,7 +97,9 @@ def _lines(plan: Plan) -> Iterator[str]:
   if other := plan.microbatches():
     what = "fewer microbatches should fit too" if plan.fits else "should fit"
     change = f"--config.optim.accumulation={other[0]}"
-    yield f"{what}: {change} with about {_gb(other[1])}"
+    again = " and gathers the parameters for each of them"
+    again *= config.mesh.gather == "microbatch" and plan.mesh["fsdp"] > 1
+    yield f"{what}: {change} needs about {_gb(other[1])}{again}"
   elif not plan.fits:
     yield (
       f"no number of microbatches fits: {_gb(plan.memory.total)} of state and "

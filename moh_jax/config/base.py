@@ -295,7 +295,7 @@ def converted(path: str, value: Any, hint: Any) -> Any:
     return _tuple(path, value, kind, None if parts == [...] else 1 + len(parts))
   if origin is Literal:
     if value not in (kind, *parts):
-      allowed = f"one of {(kind, *parts)}"
+      allowed = f"one of {(kind, *parts)}{near(str(value), (kind, *parts))}"
   else:
     value = _of_type(path, value, kind)
     allowed = parts[0].refusal(value) if parts else ""

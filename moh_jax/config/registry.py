@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from moh_jax.config.base import shown
+from moh_jax.config.base import near, shown
 
 Record = TypeVar("Record")
 
@@ -67,8 +67,8 @@ class Registry(Generic[Record]):
     if isinstance(name, str) and name in self._records:
       return ""
     return (
-      f"one of {self.names()}; a {self.what} of another package must be "
-      "imported first (--import MODULE)"
+      f"one of {self.names()}{near(str(name), self.names())}; a {self.what} "
+      "of another package must be imported first (--import MODULE)"
     )
 
   def names(self) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   if not steps:
     raise FileNotFoundError(
       f"{directory} holds no checkpoint; expected "
-      f"{steps_folder(directory)}/STEP, as train.py and `convert` write it"
+      f"{steps_folder(directory)}/STEP, as `train` and `convert` write it"
     )
   if step is None:
     return max(steps)

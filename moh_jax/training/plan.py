@@ -506,7 +506,7 @@ def assumptions(plan: Plan) -> Sequence[str]:
     f"the update reaches {MEMORY_SHARE:.0%} of {chip.memory_speed / 1e9:g} GB/s"
     " of memory (the share is assumed)",
     *collectives,
-    "input, evaluation and checkpoints take no time",
+    "input, evaluation, checkpoints and starting a step take no time",
     *more,
     f"source of the device's figures: {chip.source}",
   )

@@ -46,7 +46,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertRegex(
       out,
       r"(?m)^may not fit: .*\n"
-      r"should fit: --config.optim.accumulation=2 with about",
+      r"should fit: --config.optim.accumulation=2 needs about",
     )
     argv = "--topology=v5e-8", f"--json={self.root / 'x.json'}"
     status, out, _ = self.call(*argv, "--config.model.width=262144")
