@@ -35,6 +35,7 @@ SPLIT_WORDS = {
 _WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 # Of unpacked text, read at one time. pyarrow loses so much before damage.
 _UNPACKED_BYTES = 1 << 12
+_MOST_UNPACKED = 1 << 25  # bytes that any small file may unpack to
 _DEEP = "/**/"  # of a pattern: any number of folders
 
 
@@ -180,7 +181,7 @@ def open_unpacked(file: str, packing: str) -> IO[bytes]:
   if packing == ".zst":
     pyarrow = import_extra("pyarrow", file)
     unpacked = pyarrow.CompressedInputStream(open_file(file), "zstd")
-    most = max(DEFLATE_RATIO * file_size(file), _UNPACKED_BYTES)
+    most = max(DEFLATE_RATIO * file_size(file), _MOST_UNPACKED)
     return io.BufferedReader(_Bounded(unpacked, most), _UNPACKED_BYTES)
   stream = open_file(file)
   if not packing:
@@ -233,10 +234,10 @@ def open_arrow(file: str) -> tuple[IO[bytes], Any]:
 
 
 class _Bounded(io.RawIOBase):
-  """An unpacked stream that makes no more of its file than Deflate can."""
+  """An unpacked stream that has at most so many bytes."""
 
   def __init__(self, stream: Any, most: int):
-    self._stream, self._left = stream, most
+    self._stream, self._most, self._left = stream, most, most
 
   def readable(self) -> bool:
     return True
@@ -245,7 +246,7 @@ class _Bounded(io.RawIOBase):
     count = self._stream.readinto(buffer)
     self._left -= count
     if self._left < 0:
-      raise OSError(f"unpacks to more than {DEFLATE_RATIO} times its size")
+      raise OSError(f"unpacks to more than {self._most:,} bytes")
     return count
 
   def close(self) -> None:

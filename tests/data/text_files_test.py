@@ -129,7 +129,7 @@ class LinesTest(_FilesTest):
 
   def test_a_small_file_makes_no_endless_text(self):
     self._write("a.jsonl.zst", _zstd(b"\n" * (1 << 26)))
-    with self.assertRaisesRegex(ValueError, "zst, line .*1032 times its size"):
+    with self.assertRaisesRegex(ValueError, "zst, line .*more than 33,554,432"):
       self._read("a.jsonl.zst")
 
   def test_links_in_a_circle_and_hidden_folders_are_left_out(self):
