@@ -107,7 +107,8 @@ def _check_model(tokenizer: hf.Tokenizer) -> None:
   model = tokenizer.model
   longest = getattr(model, "max_input_chars_per_word", 0)  # of WordPiece
   if isinstance(model, hf.models.Unigram):
-    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=False)))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    longest = max(map(len, vocabulary), default=0)
   if longest > _MOST_WORD:
     raise TokenizerFileError(
       f"its {type(model).__name__} reads words of {longest:,} characters, must "
