@@ -101,10 +101,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     again *= config.mesh.gather == "microbatch" and plan.mesh["fsdp"] > 1
     yield f"{what}: {change} needs about {_gb(other[1])}{again}"
   elif not plan.fits:
+    state = plan.memory.total + plan.gradients
+    rest = ", and one example a device needs more than the rest"
     yield (
-      f"no number of microbatches fits: {_gb(plan.memory.total)} of state and "
-      f"{_gb(plan.gradients)} of gradients are there with any; more devices "
-      "(mesh.fsdp, mesh.tensor) split them, model.remat keeps fewer activations"
+      f"no number of microbatches fits: state and gradients are {_gb(state)} of "
+      f"{_gb(plan.limit)}{rest * (state < plan.limit)}; --config.mesh.fsdp=N or "
+      "mesh.tensor split them over devices, model.remat keeps fewer activations"
     )
   if plan.exchanges:
     yield f"\n{_exchange_table(plan)}"

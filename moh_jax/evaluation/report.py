@@ -38,8 +38,8 @@ _CURVES = {
   "accuracy": "share of images whose class is found",
   "bits_per_byte": "bits that the model needs for a byte of text",
   "mse": "mean squared error of what the denoiser predicts",
-  "balance_loss": "how unevenly heads are used; with the released gates the "
-  "mean top_k of the layers, if evenly",
+  "balance_loss": "what lowers the scores of heads that are selected often; how "
+  "even the load is, tells its entropy",
   "activated_share": "heads that tokens use over heads present",
   "load_entropy": "the smallest entropy of the load of any layer",
   "lr": "learning rate",
