@@ -57,6 +57,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 def pytest_configure():
   # absltest's temporary directories read flags, which pytest does not parse.
   flags.FLAGS.mark_as_parsed()
+  # On a busy machine "still ..." would come before the one line of an error.
+  importlib.import_module("moh_jax.runtime.alive")._SECONDS = 3600.0
 
 
 def pytest_collection_finish():

@@ -15,7 +15,7 @@ from moh_jax.config import (
   MeshConfig,
 )
 from moh_jax.convert.vae import load_autoencoder
-from moh_jax.data.decode import tiles
+from moh_jax.data.grids import tiles
 from moh_jax.data.image_shards import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sequences import Text

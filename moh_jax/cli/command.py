@@ -33,6 +33,7 @@ import json as json_lib
 import logging
 import os
 import pathlib
+import re
 import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -331,7 +332,7 @@ class Stored(BaseOptions):
   def check(self) -> None:
     """The step is a number or one of two words."""
     super().check()
-    is_number = self.step.isascii() and self.step.isdecimal()
+    is_number = re.fullmatch("[0-9]{1,18}", self.step)
     if self.step not in ("newest", "whole") and not is_number:
       self.fail("step", "must be a number, newest or whole")
 

@@ -120,7 +120,7 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   for module in modules:
     try:
       importlib.import_module(module)
-    except Exception as error:  # also of the module's own code
+    except (Exception, SystemExit) as error:  # also of the module's own code
       name = pathlib.PurePath(module).stem if module.endswith(".py") else ""
       raise ValueError(
         f"--import {module!r}: {type(error).__name__}: {error}; it takes a "

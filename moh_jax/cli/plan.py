@@ -104,8 +104,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     state = plan.memory.total + plan.gradients
     rest = ", and one example a device needs more than the rest"
     yield (
-      f"no number of microbatches fits: state and gradients are {_gb(state)} of "
-      f"{_gb(plan.limit)}{rest * (state < plan.limit)}; --config.mesh.fsdp=N or "
+      f"no number of microbatches fits: state and gradients are {_gb(state)} "
+      f"of {_gb(plan.limit)}{rest * (state < plan.limit)}; mesh.fsdp or "
       "mesh.tensor split them over devices, model.remat keeps fewer activations"
     )
   if plan.exchanges:

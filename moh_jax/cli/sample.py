@@ -47,8 +47,8 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       memory; 0 decodes whole images.
     start: begin from these images in turn in place of noise: files, or folders
       with all below; they are cropped to the model's size.
-    strength: part of the steps that is taken from --start on, above 0, below 1:
-      the more, the less is left of the image.
+    strength: part of the steps that is taken from --start on, which needs one
+      above 0 and below 1: the more, the less is left of the image.
     batch_size: images at a time.
     columns: of the grid.
   """
@@ -83,7 +83,7 @@ def run(options: Options) -> int:
 
   from moh_jax.convert import HOW_TO_GET_VAE
   from moh_jax.convert.vae import load_autoencoder
-  from moh_jax.data.decode import tiles
+  from moh_jax.data.grids import tiles
   from moh_jax.data.image_folders import find_images
   from moh_jax.inference import sample
   from moh_jax.inference.restore import fingerprint

@@ -331,8 +331,8 @@ def section_types(family: str, names: Iterable[str] = ()) -> dict[str, type]:
   known = {"model": model, "data": model.DATA, **_SHARED, **model.SECTIONS}
   if unknown := sorted(set(names) - set(known)):
     raise ValueError(
-      f"unknown config section {unknown[0]!r} for model.family={family!r}; "
-      f"known: {list(known)}"
+      f"unknown config section {unknown[0]!r} for model.family={family!r}"
+      f"{base.near(unknown[0], known)}; known: {list(known)}"
     )
   return known
 

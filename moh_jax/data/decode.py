@@ -16,11 +16,10 @@ import importlib
 import io
 import math
 import os
-import pathlib
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import IO, Any
 
 import numpy as np
@@ -47,7 +46,6 @@ _FORMATS = tuple(
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
-_SEEN = 112  # columns that an image is enlarged to in a grid
 # What Pillow multiplies the samples of grey PNG files of 2 and 4 bits by.
 _SCALES = {"L;2": 85, "L;4": 17}
 
@@ -555,42 +553,6 @@ def to_picture(image: np.ndarray) -> Image.Image:
   if image.shape[-1] not in (1, 3):
     raise ValueError(f"image of shape {image.shape} must have 1 or 3 channels")
   return Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
-
-
-def grid_zoom(width: int, zoom: int = 0) -> int:
-  """How often a grid repeats pixels of images so wide, see `tiles`."""
-  return zoom or -(-_SEEN // width)
-
-
-def tiles(
-  images: np.ndarray, names: Sequence[str] = (), zoom: int = 0
-) -> np.ndarray:
-  """Images at a size that is seen, with names beneath.
-
-  Args:
-    images: [B, X, Y, 1 or 3] uint8.
-    names: of the images, cut to their width; () writes none.
-    zoom: how often a pixel is repeated in each direction; 0 makes an image at
-      least 112 pixels wide.
-  """
-  zoom = grid_zoom(images.shape[2], zoom)
-  images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
-  if not names:
-    return images
-  from matplotlib import get_data_path  # has a font of more than ASCII
-  from PIL import ImageDraw, ImageFont
-
-  (height, width), out = images.shape[1:3], []
-  font = pathlib.Path(get_data_path(), "fonts/ttf/DejaVuSans.ttf")
-  font = ImageFont.truetype(font, max(12, width // 9))
-  margin = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
-  for image, name in zip(np.pad(images, margin, constant_values=255), names):
-    picture, text = to_picture(image), name.encode(errors="replace").decode()
-    while font.getlength(text) > width - 2:
-      text = text[:-1]
-    ImageDraw.Draw(picture).text((1, height + 1), text, "black", font)
-    out.append(to_array(picture))
-  return np.stack(out)
 
 
 def to_array(picture: Image.Image) -> np.ndarray:

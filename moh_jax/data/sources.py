@@ -220,23 +220,32 @@ def make_source(
     ValueError: the data is damaged or does not fit the model or its classes.
   """
   data, model, kind = config.data, config.model, get_source(config.data)
-  source = imported(kind.source).open(config, split, class_names)
+  try:
+    source = imported(kind.source).open(config, split, class_names)
+    names, channels = source.class_names, source.channels
+    size = len(source)
+  except (OSError, ValueError):
+    raise
+  except Exception as error:  # of another package's code
+    raise ValueError(
+      f"data.source={data.source!r} fails: {type(error).__name__}: {error}"
+    ) from error
   if data.decode == "fast":
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
   where = f"{data.path or data.source}, {split}"
-  wrong, names = "", source.class_names
+  wrong = ""
   if (found := len(names)) != model.num_classes:
     wrong = f"{_few(names)}, must be model.num_classes={model.num_classes}"
   elif found < 2 and "classifier" in config.sections:
     wrong = f"one class, {names[0]!r}; a classifier needs at least 2, each in "
     wrong += "a folder of its own"
-  elif source.channels != model.channels:
-    wrong = f"images of {source.channels} channels, must be model.channels="
+  elif channels != model.channels:
+    wrong = f"images of {channels} channels, must be model.channels="
     wrong += f"{model.channels}"
   if wrong:
     raise ValueError(f"{where}: {wrong}")
-  _LOG.info("data: %s: %d examples of %d classes", where, len(source), found)
-  check_class_names(class_names, source.class_names, where)
+  _LOG.info("data: %s: %d examples of %d classes", where, size, found)
+  check_class_names(class_names, names, where)
   if not kind.has_path:  # none of its examples can be bad
     return source
   checked = CheckedSource(
@@ -486,7 +495,11 @@ class CheckedSource:
     return what if bad else ""
 
   def _checked(self, example: Example, index: int) -> Example:
-    """An example that is large enough."""
+    """An example that is large enough, of one of the classes."""
+    label, classes = int(example["label"]), len(self._source.class_names)
+    if not 0 <= label < classes:
+      name = self._source.name(index)
+      raise ValueError(f"{name}: label={label} must be in [0, {classes - 1}]")
     rows, columns = example["image"].shape[:2]
     if rows < self._smallest[0] or columns < self._smallest[1]:
       raise ValueError(

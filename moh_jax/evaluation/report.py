@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
-from moh_jax.data.decode import tiles
+from moh_jax.data.grids import tiles
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import pictures
 from moh_jax.evaluation.head_stats import VALUES, HeadStats
@@ -38,7 +38,7 @@ _CURVES = {
   "accuracy": "share of images whose class is found",
   "bits_per_byte": "bits that the model needs for a byte of text",
   "mse": "mean squared error of what the denoiser predicts",
-  "balance_loss": "what lowers the scores of heads that are selected often; how "
+  "balance_loss": "lowers the scores of heads that are selected often; how "
   "even the load is, tells its entropy",
   "activated_share": "heads that tokens use over heads present",
   "load_entropy": "the smallest entropy of the load of any layer",

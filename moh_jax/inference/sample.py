@@ -17,7 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, MeshConfig, check_command
-from moh_jax.data.decode import grid_zoom, to_picture
+from moh_jax.data.decode import to_picture
+from moh_jax.data.grids import grid_zoom
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding

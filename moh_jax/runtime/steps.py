@@ -45,6 +45,7 @@ from moh_jax.runtime.files import (
 from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
 
 FOLDER = "checkpoints"
+_STEP = re.compile("0|[1-9][0-9]{0,17}")  # a folder's name, no other spelling
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 MANIFEST = "manifest.txt"
 # What the item `config` states where a manifest belongs to a step, so that its
@@ -129,7 +130,7 @@ def list_steps(directory: str | epath.Path) -> list[int]:
   return sorted(
     int(path.name)
     for path in folder.iterdir()
-    if path.name.isascii() and path.name.isdecimal() and path.is_dir()
+    if _STEP.fullmatch(path.name) and path.is_dir()
     if not marked or (path / _COMMITTED).exists()
   )
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.convert.inception import load_inception
-from moh_jax.data.decode import tiles
+from moh_jax.data.grids import tiles
 from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import make_source
 from moh_jax.evaluation.fid import (
