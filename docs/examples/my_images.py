@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
         "batch_size": 64,
         "augment": "crop_flip",
       },
-      "optim": {"lr": 1e-3, "warmup_steps": 100},
+      "optim": {"lr": 1e-3},
       "train": {"steps": 2000},
     }
   )

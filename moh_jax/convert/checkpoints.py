@@ -125,6 +125,7 @@ def convert(
   checkpoint.check_vacant(out)
   sha256 = ""
   if config.model.READS_TEXT:
+    tokenizers.check_no_other(folder, steps.absolute(out))
     sha256 = _copy_tokenizer(folder, steps.absolute(out))
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=sha256

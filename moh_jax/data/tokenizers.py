@@ -193,6 +193,25 @@ def copy_tokenizer_files(
   return hashlib.sha256(next(iter(own.values()))).hexdigest()
 
 
+def check_no_other(
+  source: str | os.PathLike, target: str | os.PathLike
+) -> None:
+  """Refuses a folder with files of another tokenizer than the source has.
+
+  Raises:
+    ValueError: it has one.
+  """
+  source, target = epath.Path(source), epath.Path(target)
+  for name in (*TOKENIZER_FILES, *_NAMES):
+    origin = _MODEL_CONFIG if name == GENERATION_CONFIG else name
+    files = source / name, source / origin
+    if (target / name).is_file() and not any(f.is_file() for f in files):
+      raise ValueError(
+        f"{target / name}: of another tokenizer than that of {source}; remove "
+        "it, or choose another --out"
+      )
+
+
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
   """Parses one of the files; {} if it is missing.
 

@@ -267,6 +267,9 @@ def sample_files(
         )
       folder.mkdir(parents=True, exist_ok=True)
       write_whole(folder / _SETTINGS, _comment(settings))
+    for place in {file.parent for file in every}:
+      for left in place.glob(".*.tmp"):  # by a kill
+        left.unlink()
     return [not all(file.exists() for file in batch) for batch in files]
 
   flags = ask_first_process(find_missing, len(files))

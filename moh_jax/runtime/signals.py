@@ -13,12 +13,15 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 # How long the main thread may take to notice a first signal that it handles
 # itself, and how long to end then, before the thread ends the process.
 _PATIENCE_SECONDS = 5.0, 10.0
+# Functions whose errors Python drops, and how long it then takes to try again.
+_DROPPING, _AGAIN_SECONDS = ("__del__", "_xla_gc_callback"), 0.02
 _asked = threading.Event()
 _deferred = threading.Event()
 
@@ -67,11 +70,15 @@ def handled() -> Iterator[None]:
   writer.setblocking(False)
   left = threading.Event()
 
-  def stop(number: int, _: Any) -> NoReturn:
+  def stop(number: int, frame: FrameType | None) -> None:
     _asked.set()
-    raise StoppedError(number)
+    if not _is_dropped(frame):
+      raise StoppedError(number)
+    signal.signal(signal.SIGALRM, lambda _, later: stop(number, later))
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
 
   before = {number: signal.signal(number, stop) for number in _NUMBERS}
+  before[signal.SIGALRM] = signal.getsignal(signal.SIGALRM)
   wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
   watcher = threading.Thread(target=_watch, args=(reader, left), daemon=True)
   watcher.start()
@@ -81,11 +88,19 @@ def handled() -> Iterator[None]:
     left.set()
     _asked.clear()  # what runs afterwards in this process was not asked to stop
     signal.set_wakeup_fd(wakeup)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in before.items():
       signal.signal(number, handler)
     writer.close()
     watcher.join()
     reader.close()
+
+
+def _is_dropped(frame: FrameType | None) -> bool:
+  """Whether Python prints and drops what is raised here."""
+  while frame is not None and frame.f_code.co_name not in _DROPPING:
+    frame = frame.f_back
+  return frame is not None
 
 
 def _watch(reader: socket.socket, left: threading.Event) -> None:

@@ -182,6 +182,12 @@ class NpzTest(FolderTest):
     self.assertLen(list(self.parts.iterdir()), 2)
     self._assert_whole(self.parts)
 
+  def test_what_a_kill_left_of_a_file_goes(self):
+    self._killed(kill_before=16)
+    (self.parts / ".000000008.npy.0123456789ab.tmp").touch()
+    self._run()
+    self._assert_whole()
+
   @parameterized.parameters(
     (np.zeros((_SIZE - 1, 2, 2, 3), np.uint8), "000000000.npy.*shape"),
     (np.zeros((_SIZE, 2, 2, 3), np.float32), "000000000.npy: of dtype"),

@@ -33,7 +33,31 @@ _PROGRAM = """
 """
 
 
+_DROPPING = """
+class _Dropping:
+  def __del__(self):
+    os.kill(os.getpid(), 15)
+    for _ in range(1000):
+      pass
+"""
+
+
 class SignalsTest(parameterized.TestCase):
+  def test_what_python_drops_is_raised_again(self):
+    work = "_Dropping(); print('working', flush=True); time.sleep(60)"
+    program = textwrap.dedent(_PROGRAM).format(
+      work=work, clean_up="pass", patience=60
+    )
+    program = f"import os\n{_DROPPING}\n{program}"
+    ended = subprocess.run(
+      [sys.executable, "-c", program],
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+    self.assertEqual(ended.stderr, "error: stopped by SIGTERM\n")
+    self.assertEqual(ended.returncode, 128 + signal.SIGTERM)
+
   def _start(self, work, clean_up="pass", patience=60):
     program = textwrap.dedent(_PROGRAM).format(
       work=work, clean_up=clean_up, patience=patience
