@@ -61,6 +61,11 @@ _SERVED = (
 )
 
 
+# Outputs that are files, by their options and by their names.
+_FILES = ("json", "per_class", "plot")
+_FILE_SUFFIXES = (".png", ".svg", ".npz", ".csv", ".json", ".jsonl")
+
+
 class _Path:
   """A type's mark of a path."""
 
@@ -157,6 +162,9 @@ class BaseOptions(base.Section):
           if mark is _OUT:
             self.fail(name, "must be local")
         elif path != "-":
+          is_file = name in _FILES or path.endswith(_FILE_SUFFIXES)
+          if is_file and os.path.isdir(path):
+            self.fail(name, "is a folder, must be a file")
           files.check_writable(path, flag(name))
 
   def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:

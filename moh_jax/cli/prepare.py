@@ -29,7 +29,9 @@ class Images(command.BaseOptions):
     label_column: column of the labels of Parquet or Arrow files (default:
       found).
     shard_size: images of a shard.
-    bad_images: end at a file that cannot be read, or leave it out.
+    bad_images: end at a file that is no image or cannot be made smaller, or
+      leave it out. Of files that are copied only the header is read: a
+      truncated one is left to data.bad_images of the run.
   """
 
   data: command.Place

@@ -39,6 +39,7 @@ _REFUSED = {
     "{vit} {here}/empty": "empty holds no image",
     "{vit} nope": "nope: no such file or",
     "{vit} {here}/good.png --json /proc/x": "--json /proc/x: ",
+    "{vit} {here}/good.png --json {here}": "is a folder, must be a file",
     "{vit} {here}/good.png --step newer": "a number, newest or whole",
     "{dit} {here}": "`classify` needs 'vit'",
   },
@@ -54,6 +55,7 @@ _REFUSED = {
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
     "{vit} --out {here}/link": "is a link to nothing; remove it",
     "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
+    "{vit} --out {here}/folder.npz": "folder.npz' is a folder, must be a file",
   },
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
@@ -158,6 +160,7 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     cls.places = {n: tiny_checkpoint.stored(n) for n in tiny_checkpoint.SAVED}
     cls.places["here"] = here
     (here / "empty").mkdir()
+    (here / "folder.npz").mkdir()
     (here / "link").symlink_to("nowhere")
     tiny_vae.save_images(here / "images")
     tiny_vae.save(here / "vae")
