@@ -197,7 +197,7 @@ def _check_scans(content: bytes) -> None:
 
 def _check_plausible(image: Image.Image, size: int) -> None:
   """Refuses what is too large for its decoder, or for the size of its file."""
-  decoder = image.tile[0].codec_name if image.tile else ""
+  decoder = image.tile[0][0] if image.tile else ""
   if decoder in Image.DECODERS and math.prod(image.size) > _MOST_SLOW_PIXELS:
     raise ValueError(
       f"{image.size[1]} rows x {image.size[0]} columns, must be at most "
