@@ -148,12 +148,12 @@ def write_latents(
   num = min(num, len(source))
   examples = [source[i * len(source) // num] for i in range(num)]
   means = np.stack([x["image"][0, 0] for x in examples]).astype(np.float32)
-  images = np.concatenate(
-    [
-      np.asarray(to_pixels(decode(means[i : i + _LATENTS])))
-      for i in range(0, num, _LATENTS)
-    ]
-  )
+  images = []
+  for i in range(0, num, _LATENTS):
+    decoded = decode(means[i : i + _LATENTS])
+    sharding.check_finite(decoded, f"the images that {vae} makes")
+    images.append(np.asarray(to_pixels(decoded)))
+  images = np.concatenate(images)
   columns = columns or max(1, round(num**0.5))
   names = [source.class_names[int(x["label"])] for x in examples]
   write_grid(out, tiles(images, names), columns)

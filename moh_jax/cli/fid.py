@@ -120,6 +120,10 @@ def run(options: Options) -> int:
     "inception_score": first.inception_score,
     "precision": precision,
     "recall": recall,
+  }
+  found = {name: x for name, x in metrics.items() if x is not None}
+  sharding.check_finite(found, "the metrics")
+  metrics |= {
     **given,
     "num_samples": first.count or None,  # None: a file's statistics
     "num_reference": last.count or None if options.reference else None,

@@ -125,7 +125,7 @@ def convert(
   checkpoint.check_vacant(out)
   sha256 = ""
   if config.model.READS_TEXT:
-    tokenizers.check_no_other(folder, steps.absolute(out))
+    _check_no_other_tokenizer(folder, steps.absolute(out))
     sha256 = _copy_tokenizer(folder, steps.absolute(out))
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=sha256
@@ -436,6 +436,19 @@ def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
 
 def _make(rule: rules.Rule, ours: Sequence[stream.StoredLeaf]) -> list[Any]:
   return rule.dump([leaf.read(rule.layer) for leaf in ours])
+
+
+def _check_no_other_tokenizer(source: pathlib.Path, target: Any) -> None:
+  """Refuses a target with files of another tokenizer than the source has."""
+  for name in (*tokenizers.TOKENIZER_FILES, *tokenizers.FILES_BESIDE):
+    # Its ends of texts may have come from config.json.
+    origin = CONFIG_FILE if name == tokenizers.GENERATION_CONFIG else name
+    files = source / name, source / origin
+    if (target / name).is_file() and not any(f.is_file() for f in files):
+      raise ValueError(
+        f"{target / name}: of another tokenizer than that of {source}; remove "
+        "it, or choose another --out"
+      )
 
 
 def _copy_tokenizer(source: Any, target: Any) -> str:

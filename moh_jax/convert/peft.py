@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -326,7 +327,14 @@ def _factors(
   """Our A and B of one layer and part, from public tensors."""
   if None in factors:
     raise ValueError(f"{source}: {name} has one factor of two")
-  a, b = (np.asarray(factor, np.float32) for factor in factors)
+  found = [np.asarray(factor) for factor in factors]
+  if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in found):
+    dtypes = " and ".join(str(x.dtype) for x in found)
+    raise ValueError(f"{source}: {name} has factors of {dtypes}, not of floats")
+  with np.errstate(over="ignore"):
+    a, b = (x.astype(np.float32) for x in found)
+  if not (np.isfinite(a).all() and np.isfinite(b).all()):
+    raise FloatingPointError(f"{source}: {name} holds NaN or infinite numbers")
   matrix = place.matrix
   each = math.prod(matrix.shape[matrix.lead :]) // (len(matrix.parts) or 1)
   ins, outs = matrix.fan_in, each // matrix.fan_in

@@ -47,7 +47,7 @@ GENERATION_CONFIG = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
 TEMPLATE_FOLDER = "additional_chat_templates"  # further templates by name
-_NAMES = (
+FILES_BESIDE = (
   TOKENIZER_CONFIG,
   SPECIAL_TOKENS,
   ADDED_TOKENS,
@@ -126,7 +126,7 @@ def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
     ValueError: config.json or generation_config.json is not a JSON object.
   """
   folder = epath.Path(folder)
-  paths = [folder / name for name in _NAMES]
+  paths = [folder / name for name in FILES_BESIDE]
   templates = folder / TEMPLATE_FOLDER
   if templates.is_dir():
     paths += sorted(templates.glob("*.jinja"))
@@ -191,25 +191,6 @@ def copy_tokenizer_files(
     return ""
   write_tokenizer_files(target, {**own, **read_files_beside(source)})
   return hashlib.sha256(next(iter(own.values()))).hexdigest()
-
-
-def check_no_other(
-  source: str | os.PathLike, target: str | os.PathLike
-) -> None:
-  """Refuses a folder with files of another tokenizer than the source has.
-
-  Raises:
-    ValueError: it has one.
-  """
-  source, target = epath.Path(source), epath.Path(target)
-  for name in (*TOKENIZER_FILES, *_NAMES):
-    origin = _MODEL_CONFIG if name == GENERATION_CONFIG else name
-    files = source / name, source / origin
-    if (target / name).is_file() and not any(f.is_file() for f in files):
-      raise ValueError(
-        f"{target / name}: of another tokenizer than that of {source}; remove "
-        "it, or choose another --out"
-      )
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from moh_jax.runtime.files import (
   npz_damage,
@@ -26,7 +27,8 @@ from moh_jax.runtime.json_files import MAX_BYTES, parse_json
 INCEPTION_BLOCK = 5000  # samples per block of the published scores
 NEIGHBOURS = 3  # of the published precision and recall
 _KEYS = ("mu", "sigma", "mu_s", "sigma_s")  # of ADM's reference batches
-_MADE_WITH = "made_with"  # JSON as bytes; files of other programs have none
+# JSON as bytes, with a checksum of the arrays; other programs' files have none.
+_MADE_WITH, _SUM = "made_with", "xxh3"
 _ROWS = 256  # with 50,000 columns, 100 MB of distances
 _COLUMNS = 4096  # in float64 at a time: all would double the memory
 
@@ -382,8 +384,18 @@ def read_statistics(
     with open_member(path, _MADE_WITH) as (stream, _), npz_damage(path):
       content = stream.read(MAX_BYTES + 1)
     made_with = parse_json(content, dict[str, str], f"{path}: {_MADE_WITH}")
+  if made_with.pop(_SUM, summed := _sum(arrays)) != summed:
+    raise ValueError(f"{path}: its content is not what was written")
   spatial = Gaussian(*arrays[2:]) if len(arrays) > 2 else None
   return Statistics(Gaussian(*arrays[:2]), spatial, made_with)
+
+
+def _sum(arrays: Iterable[np.ndarray]) -> str:
+  """The checksum of arrays of float64."""
+  state = xxhash.xxh3_128()
+  for array in arrays:
+    state.update(np.ascontiguousarray(array, np.float64))
+  return state.hexdigest()
 
 
 def _is_covariance(matrix: np.ndarray) -> bool:
@@ -399,7 +411,8 @@ def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:
   """Writes a reference file that is complete or absent, never partial."""
   pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
   arrays = dict(zip(_KEYS, (*statistics.pool3, *(statistics.spatial or ()))))
-  made_with = json.dumps(dict(statistics.made_with)).encode()
+  made_with = {**statistics.made_with, _SUM: _sum(arrays.values())}
+  made_with = json.dumps(made_with).encode()
   arrays[_MADE_WITH] = np.frombuffer(made_with, np.uint8)
   with replacing(path) as temporary, temporary.open("wb") as file:
     np.savez(file, **arrays)

@@ -103,7 +103,10 @@ class FolderTest(parameterized.TestCase):
     norms = {norm.format(i): np.full(1, 7, np.float32) for i in range(3)}
     projection = "base_model.model.model.layers.0.self_attn.o_proj.weight"
     twice = {projection: np.zeros((24, 24), np.float32)}
+    nan = {**tensors, key: np.full_like(tensors[key], np.nan)}
     for given, words in (
+      ({**tensors, key: tensors[key].astype(np.int8)}, "int8.*, not of floats"),
+      (nan, "holds NaN or infinite numbers"),
       (wrong, "no place for: other.lora_A"),
       (half, "has one factor of two"),
       (lost, "router.* is missing, must be"),
@@ -114,7 +117,7 @@ class FolderTest(parameterized.TestCase):
       ),
     ):
       save_file(given, source / _TENSORS)
-      with self.assertRaisesRegex(ValueError, words):
+      with self.assertRaisesRegex((ValueError, FloatingPointError), words):
         out = self.create_tempdir().full_path
         convert("peft", str(source), out, base=str(case / "base"))
 

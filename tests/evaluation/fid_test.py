@@ -110,6 +110,12 @@ class StatisticsFilesTest(folders.FolderTest):
     self.assertFalse(fid.has_statistics(self.file.parent))
     read = self._read()
     self.assertEqual(read.made_with, _MADE_WITH)
+    with np.load(self.file) as stored:
+      arrays = {**stored, "mu": 2 * stored["mu"]}
+    changed = self.file.with_name("changed.npz")
+    np.savez(changed, **arrays)
+    with self.assertRaisesRegex(ValueError, "not what was written"):
+      fid.read_statistics(changed, 24, 63)
     for name in ("pool3", "spatial"):
       got, want = getattr(read, name), getattr(written, name)
       np.testing.assert_array_equal(got.mean, want.mean)
