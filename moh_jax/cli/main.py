@@ -109,6 +109,7 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
     warnings.simplefilter("ignore")
   status = main(argv)
   if status:
+    files.remove_temporary()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -234,7 +235,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     is_missing = _is_missing(error)
     is_users = isinstance(error, _USER_ERRORS)
     is_users |= any(text in str(error) for text in (_FULL, _NO_DEVICE))
-    is_users |= _lacks_file_system(error)
+    is_users |= _lacks_file_system(error) or _lacks_device(error)
     if not is_missing and not is_users:
       raise
     if show_traceback:
@@ -245,6 +246,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
         text = " ".join(line.split()) or type(error).__name__
         if isinstance(error, KeyError):
           text = f"there is no file system {text}"
+        if _lacks_device(error):
+          platforms = os.environ.get("JAX_PLATFORMS", "")
+          text = f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
         if _FULL in text:
           text += _LESS
         if is_missing:
@@ -257,6 +261,19 @@ def _lacks_file_system(error: Exception) -> bool:
   """Whether nothing here can read an address, such as gs:// or foo://."""
   is_unknown = isinstance(error, KeyError) and "://" in str(error)
   return is_unknown or (type(error) is ImportError and error.name is None)
+
+
+def _lacks_device(error: Exception) -> bool:
+  """Whether JAX asserts that there is a backend, as with JAX_PLATFORMS=cuda."""
+  if not isinstance(error, AssertionError):
+    return False
+  import jax
+
+  try:
+    jax.devices()
+  except (AssertionError, RuntimeError):
+    return True
+  return False
 
 
 def _is_missing(error: Exception) -> bool:

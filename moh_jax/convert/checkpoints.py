@@ -3,15 +3,12 @@
 Both work tensor by tensor and never hold a whole model, see `stream.py`.
 """
 
-import atexit
 import dataclasses
 import functools
 import json
 import logging
 import math
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +32,7 @@ from moh_jax.data.input_files import import_extra
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
 from moh_jax.runtime import checkpoint, steps
-from moh_jax.runtime.files import check_regular
+from moh_jax.runtime.files import check_regular, temporary_folder
 from moh_jax.runtime.json_files import parse_json, read_json
 from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
@@ -283,8 +280,7 @@ def unpacked(source: str) -> str:
   kind = _kind_of(source, path)
   if kind is None:
     return source
-  folder = tempfile.mkdtemp(prefix="moh_jax.")
-  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  folder = temporary_folder()
   convert(kind, path, folder)
   return folder
 

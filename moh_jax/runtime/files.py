@@ -5,6 +5,7 @@ states are checked against memory and against the file's length before an array
 is made; `zipfile` never unpacks more than it states.
 """
 
+import atexit
 import contextlib
 import csv
 import io
@@ -12,6 +13,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import stat
 import tempfile
 import uuid
@@ -27,6 +29,7 @@ from moh_jax.runtime.devices import check_bytes
 
 # Deflate, as in zip and PNG files, makes at most this many bytes of one.
 DEFLATE_RATIO = 1032
+_TEMPORARY: list[str] = []  # folders
 _CONTROL = re.compile(r"(?!\033\[(?:32|0)m)[\x00-\x1f\x7f-\x9f]")
 _CHUNK = 1 << 20
 
@@ -168,6 +171,19 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
+
+
+def temporary_folder() -> str:
+  """A new folder that is removed when the process ends."""
+  _TEMPORARY.append(tempfile.mkdtemp(prefix="moh_jax."))
+  return _TEMPORARY[-1]
+
+
+@atexit.register
+def remove_temporary() -> None:
+  """Removes the temporary folders, before an end that runs no `atexit`."""
+  while _TEMPORARY:
+    shutil.rmtree(_TEMPORARY.pop(), ignore_errors=True)
 
 
 def remove_files(folder: pathlib.Path, *patterns: str) -> None:

@@ -67,6 +67,22 @@ class MainTest(tiny_checkpoint.CommandTest):
       self.call(*argv.split())[2], "; see python -m moh_jax .*--help\n$"
     )
 
+  def test_a_device_that_is_not_here_is_one_line(self):
+    def fail(*_):
+      raise AssertionError
+
+    err = io.StringIO()
+    with (
+      mock.patch.dict(os.environ, JAX_PLATFORMS="cuda"),
+      contextlib.redirect_stderr(err),
+    ):
+      with mock.patch("jax.devices", fail):
+        self.assertEqual(main.report_errors(fail, False), 2)
+      with self.assertRaises(AssertionError):
+        main.report_errors(fail, False)  # of another cause
+    said = "error: JAX_PLATFORMS='cuda': JAX finds no such device\n"
+    self.assertEqual(err.getvalue(), said)
+
   def test_tells_its_version(self):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), self.assertRaises(SystemExit) as end:

@@ -1,6 +1,7 @@
 """Text that other programs read: terminals and spreadsheets."""
 
 import csv
+import pathlib
 
 from moh_jax.runtime import files
 from tests.folders import FolderTest
@@ -24,3 +25,11 @@ class TextTest(FolderTest):
     quoted = [f"'{name}" for name in names[:5]]
     self.assertEqual(header, [*quoted, *names[5:]])
     self.assertEqual(row, ["-1", "", *header[2:]])
+
+
+class TemporaryTest(FolderTest):
+  def test_folders_go_when_asked(self):
+    folder = pathlib.Path(files.temporary_folder())
+    (folder / "file").touch()
+    files.remove_temporary()
+    self.assertFalse(folder.exists())
