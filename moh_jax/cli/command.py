@@ -61,8 +61,7 @@ _SERVED = (
 )
 
 
-# Outputs that are files, by their options and by their names.
-_FILES = ("json", "per_class", "plot")
+# Names of outputs that are files, where an option may be a folder too.
 _FILE_SUFFIXES = (".png", ".svg", ".npz", ".csv", ".json", ".jsonl")
 
 
@@ -77,10 +76,11 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-_IN, _OUT, _OUT_PLACE = _Path(), _Path(), _Path()
+_IN, _OUT, _OUT_FILE, _OUT_PLACE = _Path(), _Path(), _Path(), _Path()
 Place = Annotated[str, _Path()]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
 OutPath = Annotated[str, _OUT]  # must be local and writable
+OutFile = Annotated[str, _OUT_FILE]  # must be local, writable and no folder
 OutPlace = Annotated[str, _OUT_PLACE]  # must be an address or writable
 
 
@@ -156,13 +156,13 @@ class BaseOptions(base.Section):
         raise FileNotFoundError(f"{path}: no such file or folder")
       if not os.path.isdir(path):
         files.check_regular(path)
-    for mark in (_OUT, _OUT_PLACE):
+    for mark in (_OUT, _OUT_FILE, _OUT_PLACE):
       for name, path in self._paths(mark):
         if "://" in path:
-          if mark is _OUT:
+          if mark is not _OUT_PLACE:
             self.fail(name, "must be local")
         elif path != "-":
-          is_file = name in _FILES or path.endswith(_FILE_SUFFIXES)
+          is_file = mark is _OUT_FILE or path.endswith(_FILE_SUFFIXES)
           if is_file and os.path.isdir(path):
             self.fail(name, "is a folder, must be a file")
           files.check_writable(path, flag(name))
@@ -186,7 +186,7 @@ class Output(BaseOptions):
       in place of the text.
   """
 
-  json: OutPath | None = None
+  json: OutFile | None = None
 
   def give(self, values: Any, lines: Iterable[str] = ()) -> None:
     """Shows results, in the first process of a run.
@@ -358,7 +358,8 @@ class Stored(BaseOptions):
 
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
-    if self.named is not None:
+    _ = self.named  # before it is replaced
+    if self.checkpoint is not None:
       in_bucket = steps.in_bucket(self.checkpoint)
       if not in_bucket and steps.may_be_public(self.checkpoint):
         from moh_jax.convert.checkpoints import unpacked

@@ -47,7 +47,7 @@ class Options(command.Workdir, command.Distributed, command.Output):
   sweep: str = command.option(metavar="FIELD=VALUE,...", default="")
   metrics: tuple[str, ...] = ()
   rounds: Natural = 5
-  plot: command.OutPath | None = None
+  plot: command.OutFile | None = None
   vae: command.Place | None = None
 
   KEEPS_PROGRAMS = True  # runs that differ in their seed are one program

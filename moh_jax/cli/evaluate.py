@@ -72,9 +72,9 @@ class Options(
   limit: Count | None = None
   include_path: command.Place | None = None
   no_bos: bool = False
-  per_class: command.OutPath | None = None
+  per_class: command.OutFile | None = None
   labels: command.InPath | None = None
-  plot: command.OutPath | None = None
+  plot: command.OutFile | None = None
 
   def check(self) -> None:
     """Options of one kind of score are not given with another."""

@@ -45,7 +45,7 @@ class Options(command.Output):
   resize: Literal["tf1", "ptfid"] = "tf1"
   image_size: Count | None = None
   batch_size: Count = 64
-  save_stats: command.OutPath | None = None
+  save_stats: command.OutFile | None = None
 
   def check(self) -> None:
     """What compares has a reference."""

@@ -57,7 +57,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   messages: command.InPath | None = None
   prompt_file: command.InPath | None = None
   interactive: bool = False
-  out: command.OutPath | None = None
+  out: command.OutFile | None = None
   chat: bool = False
   system: str | None = command.option(metavar="TEXT", default=None)
   chat_template: str | None = None

@@ -51,7 +51,7 @@ class Options(command.Stored, command.RunConfig, command.Output):
   config: command.Place | None = None
   data: command.Place | None = None
   checksums: bool = False
-  batch: command.OutPath | None = None
+  batch: command.OutFile | None = None
   num: Count = 32
   columns: Count | None = None
   at_step: Count = 1

@@ -235,7 +235,8 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     is_missing = _is_missing(error)
     is_users = isinstance(error, _USER_ERRORS)
     is_users |= any(text in str(error) for text in (_FULL, _NO_DEVICE))
-    is_users |= _lacks_file_system(error) or _lacks_device(error)
+    lacks_device = _lacks_device(error)
+    is_users |= _lacks_file_system(error) or lacks_device
     if not is_missing and not is_users:
       raise
     if show_traceback:
@@ -246,7 +247,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
         text = " ".join(line.split()) or type(error).__name__
         if isinstance(error, KeyError):
           text = f"there is no file system {text}"
-        if _lacks_device(error):
+        if lacks_device:
           platforms = os.environ.get("JAX_PLATFORMS", "")
           text = f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
         if _FULL in text:

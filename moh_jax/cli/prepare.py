@@ -238,7 +238,7 @@ class TrainTokenizer(command.Texts):
   """
 
   vocab_size: Count
-  out: command.OutPath
+  out: command.OutFile
   on_error: Literal["stop", "skip"] = "stop"
 
   def check(self) -> None:

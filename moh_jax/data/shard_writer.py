@@ -21,7 +21,12 @@ from array_record.python import array_record_module
 from moh_jax.data import shards
 from moh_jax.data.shards import Entry
 from moh_jax.runtime.files import checksum, disk_errors, remove_files, replacing
-from moh_jax.runtime.json_files import differences, plain, read_json
+from moh_jax.runtime.json_files import (
+  differences,
+  json_checksum,
+  plain,
+  read_json,
+)
 
 # Records can be read one by one; payloads do not compress any further.
 _OPTIONS = "group_size:1,uncompressed"
@@ -227,7 +232,7 @@ class ShardSetWriter:
       for name, (summed, length) in sums.items()
     ]
     metadata = plain(metadata)
-    metadata["checksum"] = shards.metadata_checksum(metadata)
+    metadata["checksum"] = json_checksum(metadata)
     _write_json(self._folder / shards.METADATA, metadata)
     remove_files(self._unfinished, *_OURS)
     return metadata

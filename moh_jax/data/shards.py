@@ -35,6 +35,7 @@ from moh_jax.runtime.json_files import (
   Size,
   Text,
   check_json,
+  json_checksum,
   parse_json,
   read_json,
 )
@@ -206,7 +207,7 @@ def read_metadata(
       f"{' or '.join(map(repr, kinds))} of version {VERSION}"
     )
   check_json(metadata, SCHEMAS[found], os.fspath(path))
-  if metadata.get("checksum", "") not in ("", metadata_checksum(metadata)):
+  if metadata.get("checksum", "") not in ("", json_checksum(metadata)):
     raise ValueError(f"{path}: its content is not what was written")
   for name in _SUMS & metadata.keys():
     stated = metadata[name]
@@ -216,12 +217,6 @@ def read_metadata(
         f"{path}: {name}={stated} must be the sum of its shards', {total}"
       )
   return metadata
-
-
-def metadata_checksum(metadata: dict[str, Any]) -> str:
-  """The checksum that a metadata.json holds of its other fields."""
-  others = {n: value for n, value in metadata.items() if n != "checksum"}
-  return xxhash.xxh3_128_hexdigest(json.dumps(others, sort_keys=True).encode())
 
 
 def damage(folder: pathlib.Path) -> list[str]:

@@ -267,9 +267,11 @@ def sample_files(
         )
       folder.mkdir(parents=True, exist_ok=True)
       write_whole(folder / _SETTINGS, _comment(settings))
+    names = {file.name for file in every}
     for place in {file.parent for file in every}:
-      for left in place.glob(".*.tmp"):  # by a kill
-        left.unlink()
+      for left in place.glob(".*.tmp"):  # of ours, by a kill
+        if left.name[1:].rsplit(".", 2)[0] in names:
+          left.unlink()
     return [not all(file.exists() for file in batch) for batch in files]
 
   flags = ask_first_process(find_missing, len(files))

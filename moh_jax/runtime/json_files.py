@@ -15,6 +15,7 @@ import re
 from typing import Annotated, Any
 
 import msgspec
+import xxhash
 
 from moh_jax.runtime.files import read_bytes
 
@@ -196,3 +197,9 @@ def _explain(message: str, value: Any) -> str:
   shown = repr(value)
   shown = shown if len(shown) < 60 else f"{shown[:60]}..."
   return f"{place}={shown} {what}"
+
+
+def json_checksum(values: dict[str, Any]) -> str:
+  """The checksum that a file of JSON holds of its other fields, "checksum"."""
+  others = {n: value for n, value in values.items() if n != "checksum"}
+  return xxhash.xxh3_128_hexdigest(json.dumps(others, sort_keys=True).encode())

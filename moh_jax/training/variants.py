@@ -22,10 +22,9 @@ from moh_jax.config import Config, differing_fields, to_dict, without_router
 from moh_jax.config.base import split_items
 from moh_jax.config.heads import Units
 from moh_jax.config.parse import from_config_dict, override, upgrade
-from moh_jax.data.shards import metadata_checksum
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.files import read_bytes, write_whole
-from moh_jax.runtime.json_files import MAX_BYTES, parse_json
+from moh_jax.runtime.json_files import MAX_BYTES, json_checksum, parse_json
 from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.entrance import check_writable
 from moh_jax.training.saving import NonFiniteLossError
@@ -351,7 +350,7 @@ def compare(
   def write() -> None:
     known = msgspec.to_builtins(outcomes)
     content = {"config": to_dict(config), "outcomes": known}
-    content["checksum"] = metadata_checksum(content)
+    content["checksum"] = json_checksum(content)
     write_whole(file, f"{json.dumps(content, indent=2)}\n".encode())
 
   done = ask_first_process(read, len(runs))
@@ -390,7 +389,7 @@ def _read(file: epath.Path, config: Config) -> dict[str, Outcome]:
     for one in stored["outcomes"].values()
     if one.get("metrics")
   ]
-  is_whole = stored.get("checksum", "") in ("", metadata_checksum(stored))
+  is_whole = stored.get("checksum", "") in ("", json_checksum(stored))
   if None in shares or not is_whole:
     raise ValueError(f"{file}: its content is not what was written")
   ours = config.by_name()
