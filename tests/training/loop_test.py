@@ -85,8 +85,8 @@ class LoopTest(parameterized.TestCase):
     rows = tiny.rows(self.whole)
     self.assertCountEqual(
       [(row["step"], row["split"]) for row in rows],
-      [(s, "train") for s in (1, 2, 3, 4)]
-      + [(2, "val"), (4, "val"), (4, "heads")],
+      [(s, split) for s in (1, 2, 3, 4) for split in ("train", "heads")]
+      + [(2, "val"), (4, "val")],
     )
     wanted = {"loss", "balance_loss", "activated_share", "lr"}
     self.assertContainsSubset(wanted, rows[0])
