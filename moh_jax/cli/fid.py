@@ -18,6 +18,9 @@ if TYPE_CHECKING:
   from moh_jax.evaluation.image_metrics import ImageSet, Summary
 
 
+_MOST_BATCH_BYTES = 1 << 30  # of a device: 64 images of 1024 x 1024
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(command.Output):
   """Score images: FID, sFID, Inception Score, precision, recall.
@@ -92,6 +95,9 @@ def run(options: Options) -> int:
   if not names:
     names = ("fid", "sfid", "is", "pr") if options.reference else ("is",)
   passes = [_wanted(side, names, options.save_stats) for side in sides]
+  for side, wanted in zip(sides, passes):
+    if any(wanted.values()):
+      _check_batch(side.images, options.batch_size, mesh.size)
   extract, made_with = None, {}
   if any(any(wanted.values()) for wanted in passes):
     extract, made_with = _extractor(options)
@@ -186,6 +192,20 @@ def _wanted(
   return wanted
 
 
+def _check_batch(images: ImageSet, batch_size: int, devices: int) -> None:
+  """Refuses a batch that takes more memory than the network does."""
+  rows, columns = images.size
+  bytes_per_image = rows * columns * 3 * (1 + 4)  # uint8 and float32
+  most = _MOST_BATCH_BYTES // bytes_per_image * devices
+  if batch_size > most:
+    less = f"--batch-size {most}, or " if most else ""
+    raise ValueError(
+      f"--batch-size={batch_size}: so many images of {rows} rows x {columns} "
+      f"columns ({images.path}) take too much memory at once; {less}"
+      "--image-size N for smaller images of a folder"
+    )
+
+
 def _warn(side: _Side, metrics: Sequence[str]) -> None:
   """Says how many images are missing for covariances of full rank."""
   from moh_jax.models import inception
@@ -238,6 +258,7 @@ def _extractor(options: Options) -> tuple[Callable, dict[str, str]]:
   if options.inception is None:
     raise ValueError(f"no --inception was given; {HOW_TO_GET_INCEPTION}")
   loaded = load_inception(options.inception)
+  sharding.check_finite(loaded, f"parameters of {options.inception}")
   mesh = sharding.make_mesh(MeshConfig())
   params = jax.device_put(loaded, sharding.replicated(mesh))
   extract = make_extractor(InceptionV3(), options.resize)

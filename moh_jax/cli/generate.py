@@ -96,6 +96,11 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       )
     if self.out:
       command.out_file(self.out)
+    texts = {"prompt": self.prompt, "stop": self.stop}
+    texts["system"] = (self.system,) if self.system else ()
+    for name, values in texts.items():
+      if any("\udc80" <= letter <= "\udcff" for letter in "".join(values)):
+        self.fail(name, "must be UTF-8")
     is_asked = bool(self.prompt or self.messages)
     plain = "must be of plain prompts: templates write special tokens"
     for name, fits, needed in (

@@ -107,13 +107,54 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
   """
   if not sys.warnoptions:
     warnings.simplefilter("ignore")
-  status = main(argv)
+  _open_missing_streams()
+  if sys.flags.optimize > 1:
+    _print_error(
+      "python -OO and PYTHONOPTIMIZE=2 remove the texts that options are read "
+      "from; run without"
+    )
+    status = 2
+  else:
+    status = main(argv)
+  status = report_errors(_flush_stdout, False) or status
   if status:
     files.remove_temporary()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+      sys.stderr.flush()
     os._exit(status)
   sys.exit(status)
+
+
+def _open_missing_streams() -> None:
+  """Gives a process without standard streams empty ones, as of `>&-`.
+
+  Else the first file that a command opens would be taken for one.
+  """
+  for number, (name, mode) in enumerate(
+    (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+  ):
+    try:
+      os.fstat(number)
+    except OSError:
+      null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+      setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))
+
+
+def _flush_stdout() -> int:
+  """Writes what is left; a disk may be full only now."""
+  try:
+    sys.stdout.flush()
+  except BrokenPipeError:
+    raise
+  except OSError as error:
+    _drop_stdout()
+    raise OSError(f"standard output: {error.strerror}") from error
+  return 0
+
+
+def _drop_stdout() -> None:
+  """Lets what stdout still holds go nowhere, when Python closes it."""
+  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
@@ -226,10 +267,10 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     with signals.handled():
       return call()
   except signals.StoppedError as stopped:
-    print(f"error: {stopped}", file=sys.stderr)
+    _print_error(str(stopped))
     return stopped.status
   except BrokenPipeError:  # the reader of stdout has seen enough
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop_stdout()
     return 1
   except Exception as error:
     is_missing = _is_missing(error)
@@ -254,8 +295,13 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
           text += _LESS
         if is_missing:
           text += _INSTALL
-        print(f"error: {files.printable(text)}", file=sys.stderr)
+        _print_error(text)
     return 1 if isinstance(error, FloatingPointError) else 2
+
+
+def _print_error(text: str) -> None:
+  with contextlib.suppress(OSError):  # the status remains to tell
+    print(f"error: {files.printable(text)}", file=sys.stderr)
 
 
 def _lacks_file_system(error: Exception) -> bool:

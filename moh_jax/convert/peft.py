@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ from moh_jax.runtime.sharding import abstract_boxed, abstract_params, unbox
 FORM = "peft"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_LAYER = re.compile(r"model\.layers\.\d+\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
 
 
@@ -56,6 +56,31 @@ class _Stored(msgspec.Struct):
   lora_alpha: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
   lora_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
   use_rslora: bool = False
+  target_modules: list[str] | str | None = None
+  exclude_modules: list[str] | str | None = None
+  layers_to_transform: list[int] | int | None = None
+  layers_pattern: list[str] | str | None = None
+  modules_to_save: list[str] | None = None
+
+  def adapts(self, name: str) -> bool | None:
+    """Whether a Linear has an adapter; None where patterns say it."""
+    targets, others = self.target_modules, self.exclude_modules or []
+    if not isinstance(targets, list) or isinstance(others, str):
+      return None
+    layers = self.layers_to_transform
+    layers = [layers] if isinstance(layers, int) else layers
+    if layers and self.layers_pattern:
+      return None
+    layer = _LAYER.match(name)
+    is_there = not layers or name in targets
+    is_there |= layer is not None and int(layer[1]) in (layers or [])
+    others = [*others, *(self.modules_to_save or [])]
+    return _ends(name, targets) and is_there and not _ends(name, others)
+
+
+def _ends(name: str, ends: Sequence[str]) -> bool:
+  """Whether a name ends with one of several, as PEFT compares them."""
+  return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 # Fields that must have these values: others are not what we compute.
@@ -75,6 +100,25 @@ _ONLY = {
   "use_bdlora": (None, False),
   "alora_invocation_tokens": (None,),
   "arrow_config": (None,),
+}
+# Fields that matter only while adapters are made, or where others are given.
+# PEFT writes more with each version; others must be null, false or empty.
+_UNREAD = {
+  "auto_mapping",
+  "base_model_name_or_path",
+  "corda_config",
+  "eva_config",
+  "inference_mode",
+  "layers_pattern",
+  "loftq_config",
+  "lora_ga_config",
+  "megatron_config",
+  "megatron_core",
+  "peft_version",
+  "qalora_group_size",
+  "revision",
+  "runtime_config",
+  "task_type",
 }
 
 
@@ -157,9 +201,10 @@ def export_adapters(
     verify=verify,
   )
   params = {p: np.asarray(x) for p, x in flatten_dict(params).items()}
-  tensors, saved, targets = {}, set(), set()
+  tensors, saved, targets, others = {}, set(), set(), set()
   for name, place in _places(config.model, adapters, lora.rank):
     if not adapters.adapted[place.layer][place.part]:
+      others.add(name.rpartition(".")[2])
       continue
     a, b = (params[*place.layer, n][place.rule.layer] for n in (LORA_A, LORA_B))
     if place.matrix.parts:
@@ -170,7 +215,7 @@ def export_adapters(
       a, b = place.dump(a), b.T
     tensors[f"{_PREFIX}{name}.lora_A.weight"] = a
     tensors[f"{_PREFIX}{name}.lora_B.weight"] = b
-    targets.add(_LAYER.sub("", name).rpartition(".")[2])
+    targets.add(name)
   for rule in converter_of(config.model).rules(config.model):
     (path, *_) = rule.ours
     if path in params:
@@ -185,7 +230,9 @@ def export_adapters(
     "r": lora.rank,
     "lora_alpha": lora.alpha,
     "lora_dropout": lora.dropout,
-    "target_modules": sorted(targets),
+    "target_modules": sorted(
+      {n if (end := n.rpartition(".")[2]) in others else end for n in targets}
+    ),
     "modules_to_save": sorted(saved) or None,
     "bias": "none",
     "fan_in_fan_out": False,
@@ -247,6 +294,13 @@ def import_adapters(source: str, base: str, out: str) -> int:
       f"{source}: tensors that {base} has no place for: "
       f"{', '.join(sorted(unknown)[:3]) or 'none of them is an adapter'}"
     )
+  for name in places:
+    is_there = f"{name}.lora_A.weight" in tensors
+    if found.adapts(name) not in (None, is_there):
+      raise ValueError(
+        f"{source}: {name} has {'an' if is_there else 'no'} adapter, "
+        "target_modules and what goes with it say otherwise"
+      )
   both = [
     n for n in whole if f"{n.removesuffix('.weight')}.lora_A.weight" in tensors
   ]
@@ -318,6 +372,9 @@ def _read_config(path: pathlib.Path) -> _Stored:
       raise ValueError(
         f"{path}: {name}={values[name]!r} must be {allowed[0]!r}"
       )
+  known = {*_ONLY, *_UNREAD, *_Stored.__struct_fields__}
+  if new := sorted(n for n in values if values[n] and n not in known):
+    raise ValueError(f"{path}: {new[0]}={values[new[0]]!r} is unknown")
   return msgspec.convert(values, _Stored)
 
 
@@ -351,6 +408,10 @@ def _places(
   model: LLMConfig, adapters: Adapters, rank: int
 ) -> Iterator[tuple[str, _Place]]:
   """Public names of the Linears that have a place for adapters, and theirs."""
+  if not hasattr(model, "width"):
+    raise ValueError(
+      f"model.family={model.family!r} has no form {FORM!r}, language models do"
+    )
   narrow = dataclasses.replace(model, width=rank)
   for rule in converter_of(model).rules(narrow):
     *layer, name = rule.ours[0]

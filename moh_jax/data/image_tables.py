@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data import input_files
+from moh_jax.data import arrow_files, input_files
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
   ALL,
@@ -361,4 +361,4 @@ def _map_arrow(file: str) -> Any:
   """An Arrow file as a table whose data are read when they are used."""
   pyarrow = input_files.import_extra("pyarrow", file, "images")
   with damage(file, pyarrow.ArrowException):
-    return input_files.open_arrow(file)[1].read_all()
+    return arrow_files.open_arrow(file)[1].read_all()

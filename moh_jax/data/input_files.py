@@ -25,7 +25,6 @@ from moh_jax.runtime.files import DEFLATE_RATIO
 from moh_jax.runtime.json_files import MAX_BYTES, FileName, parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-_FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
 # Words in the names of files or folders, and the split that they mean.
 SPLIT_WORDS = {
   **dict.fromkeys(("train", "training"), "train"),
@@ -208,29 +207,6 @@ def open_parquet(file: str) -> Iterator[Any]:
     except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
       raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
     yield table
-
-
-def open_arrow(file: str) -> tuple[IO[bytes], Any]:
-  """Opens an Arrow file; a local one is mapped into memory.
-
-  Arrow files are streams, as the library `datasets` writes them, or the format
-  with a footer (Feather).
-
-  Returns:
-    The file, and pyarrow's reader of it, which only of a file with a footer has
-    `get_batch`.
-
-  Raises:
-    pyarrow.ArrowException: the file is damaged.
-    OSError: it cannot be read, or is damaged.
-    ValueError: the library is missing.
-  """
-  pyarrow = import_extra("pyarrow", file)
-  ipc = import_extra("pyarrow.ipc", file)
-  stream = open_file(file) if is_address(file) else pyarrow.memory_map(file)
-  has_footer = stream.read(len(_FEATHER)) == _FEATHER
-  stream.seek(0)
-  return stream, (ipc.open_file if has_footer else ipc.open_stream)(stream)
 
 
 class _Bounded(io.RawIOBase):

@@ -458,7 +458,7 @@ class CheckedSource:
     for step in range(size):
       candidate = (index + step) % size
       try:
-        example = self._checked(read(candidate), candidate)
+        example = self._checked(read, candidate)
         return fit(example) if fit else example
       except (ValueError, FileNotFoundError) as error:
         if not self._skip:
@@ -481,7 +481,7 @@ class CheckedSource:
 
     def error(index: int) -> str:
       try:
-        self._checked(self._source[index], index)
+        self._checked(self._source.__getitem__, index)
       except (ValueError, FileNotFoundError) as bad:
         return str(bad)
       return ""
@@ -494,13 +494,21 @@ class CheckedSource:
     what = f"{len(bad)} of {len(self)} images cannot be used: {named}"
     return what if bad else ""
 
-  def _checked(self, example: Example, index: int) -> Example:
+  def _checked(self, read: Callable[[int], Example], index: int) -> Example:
     """An example that is large enough, of one of the classes."""
-    label, classes = int(example["label"]), len(self._source.class_names)
+    try:
+      example = read(index)
+      label, classes = int(example["label"]), len(self._source.class_names)
+      rows, columns = example["image"].shape[:2]
+    except (OSError, ValueError):
+      raise
+    except Exception as error:  # of another package's code
+      raise ValueError(
+        f"example {index} of the data: {type(error).__name__}: {error}"
+      ) from error
     if not 0 <= label < classes:
       name = self._source.name(index)
       raise ValueError(f"{name}: label={label} must be in [0, {classes - 1}]")
-    rows, columns = example["image"].shape[:2]
     if rows < self._smallest[0] or columns < self._smallest[1]:
       raise ValueError(
         f"{self._source.name(index)}: {rows} x {columns} pixels (rows x "

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from moh_jax.data import input_files
+from moh_jax.data import arrow_files, input_files
 
 # Of a document, and of a line of JSON, after unpacking. Tokens take many times
 # the text's memory, and JSON's lists and objects up to 25 times the line's.
@@ -430,7 +430,7 @@ def _groups(
     return
   pyarrow = input_files.import_extra("pyarrow", piece.file)
   with damage(piece.file, pyarrow.ArrowException):
-    file, reader = input_files.open_arrow(piece.file)
+    file, reader = arrow_files.open_arrow(piece.file)
   with file:
     _check_column(piece.file, reader.schema, field)
     if hasattr(reader, "get_batch"):

@@ -416,10 +416,23 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _set_shots(task: Any, shots: int | None) -> None:
-  """Sets the number of examples, but for tasks whose prompt has none."""
+  """Sets the number of examples, but for tasks whose prompt has none.
+
+  Raises:
+    ValueError: the task has fewer.
+  """
   own = task.get_config("num_fewshot")
   if task.OUTPUT_TYPE == "loglikelihood_rolling" or own == 0:
     shots = 0  # text without a question; the harness's own rule
   elif shots is None:
     shots = own or 0
+  if shots and (sampler := getattr(task, "sampler", None)) is not None:
+    most = len(sampler.fewshot_indices or sampler.df)
+    # A question is none of its own examples.
+    most -= task.fewshot_cfg.split == task.config.test_split
+    if shots > most:
+      raise ValueError(
+        f"num_fewshot={shots} must be at most {most}, the examples of task "
+        f"{task.config.task!r}"
+      )
   task.set_config(key="num_fewshot", value=shots)

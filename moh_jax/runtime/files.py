@@ -6,6 +6,7 @@ is made; `zipfile` never unpacks more than it states.
 """
 
 import atexit
+import collections
 import contextlib
 import csv
 import io
@@ -161,6 +162,9 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
   Args:
     path: file to write or replace; its directory must exist.
+
+  Raises:
+    OSError: it cannot be written, as on a full disk; names `path`.
   """
   path = pathlib.Path(path)
   temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -169,6 +173,10 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     with temporary.open("r+b") as file:
       os.fsync(file.fileno())
     os.replace(temporary, path)
+  except OSError as error:
+    if error.errno and error.filename in (None, str(temporary)):
+      raise OSError(error.errno, error.strerror, str(path)) from error
+    raise
   finally:
     temporary.unlink(missing_ok=True)
 
@@ -356,7 +364,19 @@ def _open(path: str | os.PathLike) -> Iterator[zipfile.ZipFile]:
     with npz_damage(path):
       archive = stack.enter_context(zipfile.ZipFile(path))
       check_ratio(archive, path.stat().st_size, DEFLATE_RATIO)
+      check_once(archive.namelist())
     yield archive
+
+
+def check_once(names: Iterable[str]) -> None:
+  """Refuses names of which one would hide another.
+
+  Raises:
+    ValueError: a name stands twice.
+  """
+  for name, count in collections.Counter(names).items():
+    if count > 1:
+      raise ValueError(f"{name!r} stands in it {count} times")
 
 
 def check_ratio(archive: zipfile.ZipFile, size: int, most: int) -> None:

@@ -12,12 +12,13 @@ import math
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
-from moh_jax.runtime.files import read_bytes
+from moh_jax.runtime.files import check_once, read_bytes
 
 MAX_BYTES = 64 << 20  # no metadata of ours or of a public model is that large
 MAX_DEPTH = 64
@@ -86,7 +87,12 @@ def parse_json(
   try:
     # The standard library's, since names of files may hold half a surrogate
     # pair ("\\udcff" is a byte that is no UTF-8), which msgspec does not parse.
-    value = json.loads(content, parse_float=_finite, parse_constant=_finite)
+    value = json.loads(
+      content,
+      parse_float=_finite,
+      parse_constant=_finite,
+      object_pairs_hook=_without_twins,
+    )
   except RecursionError:
     raise _too_deep(where) from None
   except ValueError as error:
@@ -104,6 +110,13 @@ def check_json(value: Any, kind: Any, where: str = "") -> Any:
     raise ValueError(f"{where}: {what}" if where else what) from error
   except UnicodeError as error:  # half a surrogate pair where no text may be
     raise ValueError(f"{where}: not valid JSON: {error}") from error
+  return value
+
+
+def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+  value = dict(pairs)
+  if len(value) < len(pairs):
+    check_once(key for key, _ in pairs)
   return value
 
 

@@ -86,6 +86,12 @@ class FidTest(tiny_checkpoint.CommandTest):
     self.assertNotIn("sfid", metrics)
     self.assert_refused("resize", *argv, "--resize=ptfid")
 
+  def test_a_batch_that_needs_gigabytes_is_refused_with_one_that_does_not(self):
+    path = self.create_tempdir().create_file("large.npz").full_path
+    np.savez_compressed(path, np.zeros((1, 3000, 3000, 3), np.uint8))
+    argv = "--samples", path, "--metrics=is", "--batch-size=64", *self.network
+    self.assert_refused("too much memory at once; --batch-size 56, or", *argv)
+
   def test_without_reference_scores_what_needs_none(self):
     metrics = self.report("--samples", self.samples, *self.network)
     score = self.metrics["inception_score"]

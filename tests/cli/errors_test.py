@@ -7,6 +7,8 @@
 import json
 import pathlib
 import tempfile
+import warnings
+import zipfile
 
 import jax
 import numpy as np
@@ -85,6 +87,7 @@ _REFUSED = {
     "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
     "--save-stats {here}": "is a directory",
+    "--samples {here}/twice.npz": "'arr_0.npy' stands in it 2 times",
     "--inception no.pth": "pt_inception-2015-12-05-6726825d",
     "": "no --inception was given; ",
   },
@@ -97,6 +100,7 @@ _REFUSED = {
     "{llm} --messages {here}/one.txt": "Expecting value",
   },
   "generate --checkpoint {llm} --prompt=a": {
+    "--prompt=\udcff": "must be UTF-8",
     "--interactive": "--interactive must not be given with",
     "--out={here}/b": "--prompt and --messages have --json",
     "--system a": "--system='a' needs --chat",
@@ -167,6 +171,10 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     (good,) = put(here, "good.png", size=(8, 8))
     (here / "cut.png").write_bytes(good.read_bytes()[:60])
     np.savez(here / "samples.npz", np.zeros((5, 8, 8, 3), np.uint8))
+    with zipfile.ZipFile(here / "twice.npz", "w") as archive:
+      for _ in range(2):
+        with warnings.catch_warnings(action="ignore"):  # of two of one name
+          archive.writestr("arr_0.npy", "")
     stats = {"mu": np.zeros(2048), "sigma": np.eye(2048)}
     np.savez(here / "stats.npz", **stats)
     for name, text in (

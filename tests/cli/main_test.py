@@ -235,6 +235,29 @@ class ProcessTest(parameterized.TestCase):
       _, _, err = _python(*flags, *program, **where)
       self.assertEqual(err.count("old"), 2 * shown, err)
 
+  def test_missing_streams_and_full_disks_are_no_tracebacks(self):
+    plan = f"plan {_DIGITS} --help"
+    for argv, streams, status, said in (
+      (plan, ">&-", 0, "^$"),
+      (plan, ">/dev/full", 2, "^error: .*No space left on device\n$"),
+      (plan, "2>&-", 0, "usage: "),
+      (plan, "<&- >&- 2>&-", 0, "^$"),
+      ("inspect --config=no.py", ">&-", 2, "^error: no.py: no such .*\n$"),
+      ("inspect --config=no.py", "2>/dev/full", 2, "^$"),
+      ("generate --checkpoint=x", "<&-", 2, "^error: one of --prompt, .*\n$"),
+    ):
+      command = f"{sys.executable} -m moh_jax {argv} {streams}"
+      with self.subTest(command):
+        shell = ["sh", "-c", command]
+        found = subprocess.run(shell, cwd=_ROOT, capture_output=True, text=True)
+        self.assertEqual(found.returncode, status, found.stderr)
+        self.assertRegex(found.stdout + found.stderr, said)
+
+  def test_an_interpreter_that_drops_docstrings_is_refused(self):
+    status, _, err = _python("-OO", "-m", "moh_jax", "--help")
+    self.assertEqual(status, 2)
+    self.assertRegex(err, "^error: python -OO and PYTHONOPTIMIZE=2 .*\n$")
+
   def test_missing_library_says_what_to_install(self):
     program = (
       "import runpy, sys; sys.modules['msgspec'] = None; "

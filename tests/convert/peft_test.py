@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.inference.restore import restore
+from tests.cli import tiny_checkpoint
 from tests.convert import peft_cases, transformers_cases
 
 _TENSORS = "adapter_model.safetensors"
@@ -78,6 +79,10 @@ class FolderTest(parameterized.TestCase):
     ({"r": 4}, "factors of shapes .* needed"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be True"),
     ({"layer_replication": [[0, 2]]}, "layer_replication=.* must be None"),
+    ({"use_new_thing": True}, "use_new_thing=True is unknown"),
+    ({"target_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
+    ({"exclude_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
+    ({"layers_to_transform": [1]}, "layers.0.* has an adapter, .* otherwise"),
   )
   def test_what_we_do_not_compute_is_refused(self, change, words):
     case = self.root / "moh"
@@ -98,6 +103,7 @@ class FolderTest(parameterized.TestCase):
     wrong = {**tensors, "base_model.model.other.lora_A.weight": np.ones((3, 2))}
     half = {name: x for name, x in tensors.items() if name != key}
     router = next(key for key in tensors if "router" in key)
+    gone = {k: x for k, x in tensors.items() if key.rsplit(".", 2)[0] not in k}
     lost = {name: x for name, x in tensors.items() if name != router}
     norm = "base_model.model.model.layers.{}.input_layernorm.weight"
     norms = {norm.format(i): np.full(1, 7, np.float32) for i in range(3)}
@@ -109,6 +115,7 @@ class FolderTest(parameterized.TestCase):
       (nan, "holds NaN or infinite numbers"),
       (wrong, "no place for: other.lora_A"),
       (half, "has one factor of two"),
+      (gone, "has no adapter, target_modules and what .* say otherwise"),
       (lost, "router.* is missing, must be"),
       ({**tensors, **norms}, r"layernorm.weight is of shape \(1,\), must be"),
       (
@@ -125,6 +132,9 @@ class FolderTest(parameterized.TestCase):
     case, out = self.root / "moh", self.create_tempdir().full_path
     with self.assertRaisesRegex(ValueError, "--base None: --from 'peft'"):
       convert("peft", str(case / "peft_lora"), out)
+    with self.assertRaisesRegex(ValueError, "family='vit' has no form"):
+      base = str(tiny_checkpoint.stored("vit"))
+      convert("peft", str(case / "peft_lora"), out, base=base)
     with self.assertRaisesRegex(ValueError, "base has no adapters"):
       export(str(case / "base"), out, to="peft")
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -16,7 +17,7 @@ import pyarrow
 from absl.testing import parameterized
 from pyarrow import ipc, parquet
 
-from moh_jax.data import text_files
+from moh_jax.data import arrow_files, text_files
 from moh_jax.data.text_files import list_pieces, read_documents
 from tests.folders import FolderTest
 
@@ -229,6 +230,27 @@ class TablesTest(_FilesTest):
     self.assertEqual(left_out, [("a.arrow:21", "damaged or truncated")])
     with self.assertRaisesRegex(ValueError, "a.arrow, row 21 or after: dam"):
       self._read("a.arrow")
+
+  @parameterized.product(form=["file", "stream"], dictionary=[False, True])
+  def test_arrow_that_unpacks_without_end_is_refused(self, form, dictionary):
+    opened = ipc.new_file if form == "file" else ipc.new_stream
+    for count, is_large in ((20, False), (300, True)):
+      texts = pyarrow.array(["a" * (1 << 20)]).take([0] * count)
+      texts = texts.cast(pyarrow.large_utf8())
+      if dictionary:  # its one entry is as large
+        texts = pyarrow.DictionaryArray.from_arrays([0], ["a" * (count << 20)])
+      table = pyarrow.table({"text": texts})
+      options = ipc.IpcWriteOptions(compression="zstd")
+      path = self.root / "a.arrow"
+      with opened(path, table.schema, options=options) as writer:
+        writer.write_table(table)
+      self.assertLess(path.stat().st_size, 1 << 20)
+      if is_large:
+        with self.assertRaisesRegex(ValueError, "a.arrow: unpacks to 314,"):
+          arrow_files.open_arrow(os.fspath(path))
+      else:
+        read = arrow_files.open_arrow(os.fspath(path))[1].read_all()
+        self.assertTrue(read.equals(table))
 
   @parameterized.parameters(("cut", 10), ("other", 0), ("empty", 0))
   def test_what_is_no_whole_arrow_file_is_named_or_left_out(self, how, rows):

@@ -117,11 +117,12 @@ class HarnessTest(parameterized.TestCase):
     ("tiny_lost", "task 'tiny_lost' cannot be loaded: .*nope.jsonl"),
     ("tiny_beams", "task 'tiny_beams': .*num_beams=4 must be one of"),
     ("tiny_choice,tiny_group", "'tiny_choice' is asked for twice"),
+    ("tiny_choice", "num_fewshot=99 must be at most ., .* 'tiny_choice'", 99),
   )
-  def test_task_that_cannot_run_is_named(self, name, message):
+  def test_task_that_cannot_run_is_named(self, name, message, shots=None):
     with self._only_our_tasks():
       with self.assertRaisesRegex(ValueError, message):
-        self._load(name)
+        self._load(name, shots)
 
 
 class TasksTest(parameterized.TestCase):

@@ -39,6 +39,7 @@ class ParseTest(parameterized.TestCase):
     ('{"rows": [{"file": "a"}]}', r"rows\[0\]: has no entry 'size'"),
     ('{"rows": [{"file": "a", "size": 1, "x": 1}]}', "unknown entry 'x'"),
     ("[]", "must be 'object', not array"),
+    ('{"rows": [], "x": {"a": 1, "a": 2}}', "'a' stands in it 2 times"),
     ("{", "not valid JSON"),
     ("NaN", "NaN is no finite number"),
     ('{"rows": 1e999}', "1e999 is no finite number"),
