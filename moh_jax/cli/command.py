@@ -206,7 +206,7 @@ class Output(BaseOptions):
     if self.json:
       path = pathlib.Path(self.json)
       path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_text(strict_json(values, indent=2) + "\n")
+      files.write_whole(path, f"{strict_json(values, indent=2)}\n".encode())
 
   def is_first(self) -> bool:
     """Whether this process is the first of its run, which writes results."""
@@ -351,14 +351,8 @@ class Stored(BaseOptions):
       return steps.newest_whole_step(self.checkpoint)
     return None if self.step == "newest" else int(self.step)
 
-  @functools.cached_property
-  def named(self) -> str | None:
-    """What the user named, where public weights became a temporary folder."""
-    return self.checkpoint
-
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
-    _ = self.named  # before it is replaced
     if self.checkpoint is not None:
       in_bucket = steps.in_bucket(self.checkpoint)
       if not in_bucket and steps.may_be_public(self.checkpoint):

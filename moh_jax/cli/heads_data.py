@@ -19,7 +19,7 @@ from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.probe import Probe, make_probe
 from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from moh_jax.runtime import files, sharding
 from moh_jax.training.task import held_out_batches, stream
 
 _TEXT_BATCHES = 8
@@ -77,7 +77,7 @@ def open_both(options: Any, mesh: Mesh) -> list[Opened]:
     lines = [f"must be another checkpoint than {ours.name}"]
   elif not options.data:
     found = differences(theirs.identity(), ours.identity())
-    own = f"its own data are not those of {options.named}"
+    own = f"its own data are not those of {options.checkpoint}"
     lines = found and [f"{own}, give --data for both", *found]
   if lines:
     raise ValueError(f"--against {options.against}: {'; '.join(lines)}")
@@ -108,7 +108,7 @@ def _open(options: Any, mesh: Mesh) -> Opened:
   else:
     data = _training_text(options, config, mesh)
   probe = make_probe(restored.model, restored.config)
-  name = f"{options.named}, step {step}"
+  name = f"{files.as_named(options.checkpoint)}, step {step}"
   return Opened(name, restored, probe, tokenizer, *data)
 
 
@@ -135,7 +135,7 @@ def _texts(
   options: Any, config: Config, tokenizer: Tokenizer | None, mesh: Mesh
 ) -> _Data:
   if tokenizer is None:
-    options.fail("data", f"needs a tokenizer, {options.named} has none")
+    options.fail("data", f"needs a tokenizer, {options.checkpoint} has none")
   most = (options.batches or _TEXT_BATCHES) * options.batch_size
   length = config.data.sequence_length
   texts = LabelledTexts(options.data, options.field, tokenizer, length, most)

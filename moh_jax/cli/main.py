@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import pathlib
+import re
 import sys
 import traceback as traceback_lib
 import warnings
@@ -49,6 +50,7 @@ _USER_ERRORS = (
   FloatingPointError,  # NaN
 )
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
+_NO_SPACE, _PLACE = "No space left on device", re.compile(r'"(/[^"]+)"')
 _NO_DEVICE = "Unable to initialize backend"  # as of JAX_PLATFORMS=nope
 _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
@@ -170,7 +172,8 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
         "current folder or installed"
       ) from error
   given, run = parsed(name, argv)
-  given.prepare()
+  with _plain_warnings():
+    given.prepare()
   # Several processes would wait for one another's lock on a shared disk.
   if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
     compilation_cache.enable()
@@ -291,7 +294,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
         if lacks_device:
           platforms = os.environ.get("JAX_PLATFORMS", "")
           text = f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
-        if _FULL in text:
+        if _NO_SPACE in text and (place := _PLACE.search(text)):
+          text = f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
+        elif _FULL in text:
           text += _LESS
         if is_missing:
           text += _INSTALL
@@ -301,7 +306,8 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
 
 def _print_error(text: str) -> None:
   with contextlib.suppress(OSError):  # the status remains to tell
-    print(f"error: {files.printable(text)}", file=sys.stderr)
+    text = files.printable(files.as_named(text))
+    print(f"error: {text}", file=sys.stderr)
 
 
 def _lacks_file_system(error: Exception) -> bool:

@@ -280,7 +280,7 @@ def unpacked(source: str) -> str:
   kind = _kind_of(source, path)
   if kind is None:
     return source
-  folder = temporary_folder()
+  folder = temporary_folder(source)
   convert(kind, path, folder)
   return folder
 

@@ -28,7 +28,12 @@ import numpy as np
 import safetensors
 
 from moh_jax.data.input_files import import_extra
-from moh_jax.runtime.files import check_ratio, check_regular, replacing
+from moh_jax.runtime.files import (
+  check_ratio,
+  check_regular,
+  named_errors,
+  replacing,
+)
 from moh_jax.runtime.json_files import (
   MAX_BYTES,
   FileName,
@@ -523,7 +528,8 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   growing = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
   growing.mkdir()
   try:
-    yield growing
-    os.replace(growing, path)
+    with named_errors(path):
+      yield growing
+      os.replace(growing, path)
   finally:
     shutil.rmtree(growing, ignore_errors=True)

@@ -30,7 +30,7 @@ from moh_jax.runtime.devices import check_bytes
 
 # Deflate, as in zip and PNG files, makes at most this many bytes of one.
 DEFLATE_RATIO = 1032
-_TEMPORARY: list[str] = []  # folders
+_TEMPORARY: dict[str, str] = {}  # folders, and what the user named
 _CONTROL = re.compile(r"(?!\033\[(?:32|0)m)[\x00-\x1f\x7f-\x9f]")
 _CHUNK = 1 << 20
 
@@ -155,6 +155,17 @@ def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:
 
 
 @contextlib.contextmanager
+def named_errors(path: pathlib.Path, temporary: Any = None) -> Iterator[None]:
+  """Names `path` in errors of its disk that name no file, or `temporary`."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno and error.filename in (None, os.fspath(temporary or path)):
+      raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+    raise
+
+
+@contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   """Gives a path to write to; what is there at the end takes `path`'s place.
 
@@ -169,29 +180,38 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   path = pathlib.Path(path)
   temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
   try:
-    yield temporary
-    with temporary.open("r+b") as file:
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  except OSError as error:
-    if error.errno and error.filename in (None, str(temporary)):
-      raise OSError(error.errno, error.strerror, str(path)) from error
-    raise
+    with named_errors(path, temporary):
+      yield temporary
+      with temporary.open("r+b") as file:
+        os.fsync(file.fileno())
+      os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
 
 
-def temporary_folder() -> str:
-  """A new folder that is removed when the process ends."""
-  _TEMPORARY.append(tempfile.mkdtemp(prefix="moh_jax."))
-  return _TEMPORARY[-1]
+def temporary_folder(stands_for: str) -> str:
+  """A new folder that is removed when the process ends.
+
+  Args:
+    stands_for: what the user named, see `as_named`.
+  """
+  folder = tempfile.mkdtemp(prefix="moh_jax.")
+  _TEMPORARY[folder] = stands_for
+  return folder
+
+
+def as_named(text: str) -> str:
+  """A text in which temporary folders are called what the user named."""
+  for folder, name in _TEMPORARY.items():
+    text = text.replace(folder, name)
+  return text
 
 
 @atexit.register
 def remove_temporary() -> None:
   """Removes the temporary folders, before an end that runs no `atexit`."""
   while _TEMPORARY:
-    shutil.rmtree(_TEMPORARY.pop(), ignore_errors=True)
+    shutil.rmtree(_TEMPORARY.popitem()[0], ignore_errors=True)
 
 
 def remove_files(folder: pathlib.Path, *patterns: str) -> None:
@@ -215,13 +235,18 @@ def write_whole(path: Any, content: bytes) -> None:
 
   Args:
     path: `pathlib` or `epath` path to write or replace, also in a bucket; its
-      directory must exist.
+      directory must exist. What is no file, such as /dev/stdout, is written to.
     content: of the file.
   """
   if "://" in os.fspath(path):  # buckets always write complete files
     path.write_bytes(content)
     return
-  with replacing(path) as temporary:
+  path = pathlib.Path(path)
+  if path.exists() and not path.is_file():
+    with named_errors(path):
+      path.write_bytes(content)
+    return
+  with replacing(path.resolve()) as temporary:  # of a link, what it leads to
     temporary.write_bytes(content)
 
 

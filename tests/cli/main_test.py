@@ -274,6 +274,10 @@ class ReportErrorsTest(parameterized.TestCase):
     (OSError("no space"), "no space"),
     (NotImplementedError(), "NotImplementedError"),
     (RuntimeError("RESOURCE_EXHAUSTED: 9 bytes."), "R.*data.batch_size.*"),
+    (
+      ValueError('RESOURCE_EXHAUSTED: at "/a/b": No space left on device [x]'),
+      "/a/b: No space left on device",
+    ),
     (RuntimeError("Unable to initialize backend 'nope'"), "Unable .*'nope'"),
     (ImportError("Please install gcsfs"), "Please install gcsfs"),
     (KeyError("foo://"), "there is no file system 'foo://'"),

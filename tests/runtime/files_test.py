@@ -29,7 +29,8 @@ class TextTest(FolderTest):
 
 class TemporaryTest(FolderTest):
   def test_folders_go_when_asked(self):
-    folder = pathlib.Path(files.temporary_folder())
+    folder = pathlib.Path(files.temporary_folder("given"))
     (folder / "file").touch()
+    self.assertEqual(files.as_named(f"{folder}/a: b"), "given/a: b")
     files.remove_temporary()
     self.assertFalse(folder.exists())
