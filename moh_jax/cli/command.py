@@ -161,6 +161,8 @@ class BaseOptions(base.Section):
         if "://" in path:
           if mark is not _OUT_PLACE:
             self.fail(name, "must be local")
+        elif not base.is_utf8(path):  # libraries that write need it
+          self.fail(name, "must be UTF-8")
         elif path != "-":
           is_file = mark is _OUT_FILE or path.endswith(_FILE_SUFFIXES)
           if is_file and os.path.isdir(path):
@@ -354,6 +356,8 @@ class Stored(BaseOptions):
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
     if self.checkpoint is not None:
+      if not base.is_utf8(self.checkpoint):
+        self.fail("checkpoint", "must be UTF-8")
       in_bucket = steps.in_bucket(self.checkpoint)
       if not in_bucket and steps.may_be_public(self.checkpoint):
         from moh_jax.convert.checkpoints import unpacked

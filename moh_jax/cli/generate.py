@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from moh_jax.cli import command
-from moh_jax.config.base import Amount, Count, Natural, Range
+from moh_jax.config.base import Amount, Count, Natural, Range, is_utf8
 from moh_jax.config.llm import Sampling
 from moh_jax.runtime.files import printable
 
@@ -99,7 +99,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     texts = {"prompt": self.prompt, "stop": self.stop}
     texts["system"] = (self.system,) if self.system else ()
     for name, values in texts.items():
-      if any("\udc80" <= letter <= "\udcff" for letter in "".join(values)):
+      if not all(map(is_utf8, values)):
         self.fail(name, "must be UTF-8")
     is_asked = bool(self.prompt or self.messages)
     plain = "must be of plain prompts: templates write special tokens"
@@ -110,9 +110,12 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       ("chat_template", self.is_chat, "needs --chat or --messages"),
       ("no_bos", not self.is_chat, plain),
       ("parse_special", not self.is_chat, plain),
+      ("sample_top_k", self.temperature, "needs --temperature above 0"),
     ):
-      if getattr(self, name) not in (None, False) and not fits:
+      if getattr(self, name) not in (None, False, 0) and not fits:
         self.fail(name, needed)
+    if self.top_p != 1 and not self.temperature:
+      self.fail("top_p", "needs --temperature above 0")
     _ = self.sampling
 
   @property

@@ -51,7 +51,8 @@ _USER_ERRORS = (
 )
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
 _NO_SPACE, _PLACE = "No space left on device", re.compile(r'"(/[^"]+)"')
-_NO_DEVICE = "Unable to initialize backend"  # as of JAX_PLATFORMS=nope
+# Of JAX_PLATFORMS=nope, JAX_PLATFORM_NAME=gpu and JAX_TRANSFER_GUARD=disallow.
+_FORBIDDEN = ("Unable to initialize backend", "Unknown backend", "Disallowed ")
 _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
   "optim.accumulation for parts of it, and model.remat)"
@@ -161,6 +162,10 @@ def _drop_stdout() -> None:
 
 def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   """Parses a command's arguments, checks its inputs and runs it."""
+  try:
+    os.getcwd()
+  except FileNotFoundError as error:
+    raise FileNotFoundError("the current folder was removed") from error
   for module in modules:
     try:
       importlib.import_module(module)
@@ -278,7 +283,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   except Exception as error:
     is_missing = _is_missing(error)
     is_users = isinstance(error, _USER_ERRORS)
-    is_users |= any(text in str(error) for text in (_FULL, _NO_DEVICE))
+    is_users |= any(text in str(error) for text in (_FULL, *_FORBIDDEN))
     lacks_device = _lacks_device(error)
     is_users |= _lacks_file_system(error) or lacks_device
     if not is_missing and not is_users:

@@ -70,6 +70,8 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     out = pathlib.Path(self.out)
     if out.suffix and not out.is_dir():
       command.out_file(self.out, ".png", ".npz")
+    if self.columns and out.suffix != ".png":
+      self.fail("columns", "needs --out FILE.png")
     if self.start and not 0 < self.strength < 1:
       self.fail("strength", "must be above 0 and below 1 with --start")
     if not self.start and self.strength != 1:
@@ -124,7 +126,7 @@ def run(options: Options) -> int:
       if options.is_first():
         names = [*map(sampler.name, sampler.label(np.arange(num)))]
         images = tiles(images, names, config.sample.zoom)
-        sample.write_grid(out, images, options.columns or min(num, 10))
+        sample.write_grid(out, images, min(options.columns or 10, num))
     else:
       settings = _settings(options, metadata, labels, start) | {
         "checkpoint": fingerprint(restored.config.model, restored.params),

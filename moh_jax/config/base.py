@@ -64,7 +64,7 @@ class Range(NamedTuple):
       return f"in {self.ends[0]}{self.low}, {high}{self.ends[1]}"
     if not is_low:
       return f"at least {self.low}"
-    return "finite" if math.isinf(value) else f"at most {high}"
+    return "finite" if value == math.inf else f"at most {high}"
 
 
 Count = Annotated[int, Range(1)]
@@ -178,6 +178,11 @@ def plain(hint: Any) -> Any:
   if typing.get_origin(hint) is Annotated:
     return typing.get_args(hint)[0]
   return str if typing.get_origin(hint) is Literal else hint
+
+
+def is_utf8(text: str) -> bool:
+  """Whether a text of the command line was UTF-8."""
+  return not any("\udc80" <= letter <= "\udcff" for letter in text)
 
 
 def shown(value: Any) -> str:

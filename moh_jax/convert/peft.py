@@ -268,12 +268,10 @@ def import_adapters(source: str, base: str, out: str) -> int:
   checkpoint.check_vacant(out)
   folder = pathlib.Path(source)
   found = _read_config(folder / _CONFIG)
-  tensors = {
-    name.removeprefix(_PREFIX): tensor
-    for name, tensor in tensor_files.open_tensors(
-      os.fspath(folder / _TENSORS), None
-    ).items()
-  }
+  opened = tensor_files.open_tensors(os.fspath(folder / _TENSORS), None)
+  tensors = {name.removeprefix(_PREFIX): x for name, x in opened.items()}
+  if len(tensors) < len(opened):
+    raise ValueError(f"{source}: a name is there with and without {_PREFIX!r}")
   metadata, step = checkpoint.read_metadata(base)
   model = metadata.config.model
   table = converter_of(model).rules(model)
@@ -306,6 +304,17 @@ def import_adapters(source: str, base: str, out: str) -> int:
   ]
   if both:
     raise ValueError(f"{source}: {both[0]} is stored whole and has an adapter")
+  saved = found.modules_to_save or []
+  if other := [n for n in whole if not _ends(n.rpartition(".")[0], saved)]:
+    raise ValueError(
+      f"{source}: {other[0]} is stored whole, modules_to_save={saved} does not "
+      "name it"
+    )
+  stored_whole = [name.rpartition(".")[0] for name in whole]
+  if lost := [m for m in saved if not any(_ends(n, [m]) for n in stored_whole)]:
+    raise ValueError(
+      f"{source}: modules_to_save names {lost[0]!r}, no tensor of it is there"
+    )
   alpha = found.lora_alpha
   lora = LoraConfig(
     found.r,
@@ -346,7 +355,7 @@ def import_adapters(source: str, base: str, out: str) -> int:
       if tensor is None or tensor.shape != wanted:
         shape = "missing" if tensor is None else f"of shape {tensor.shape}"
         raise ValueError(f"{source}: {name} is {shape}, must be {wanted}")
-    given = [np.asarray(tensors[name], np.float32) for name in rule.theirs]
+    given = [_floats(source, name, tensors[name]) for name in rule.theirs]
     params[rule.ours[0]][rule.layer] = rule.load(given)[0]
   held = stored.base_abstract(metadata.config, adapters, None)
   read = stored.read_params(metadata, base, step, held, None)
@@ -378,20 +387,25 @@ def _read_config(path: pathlib.Path) -> _Stored:
   return msgspec.convert(values, _Stored)
 
 
+def _floats(source: str, name: str, tensor: Any) -> np.ndarray:
+  """A public tensor in float32."""
+  array = np.asarray(tensor)
+  if not jnp.issubdtype(array.dtype, jnp.floating):
+    raise ValueError(f"{source}: {name} is of {array.dtype}, must be of floats")
+  with np.errstate(over="ignore"):
+    array = array.astype(np.float32)
+  if not np.isfinite(array).all():
+    raise FloatingPointError(f"{source}: {name} holds NaN or infinite numbers")
+  return array
+
+
 def _factors(
   source: str, name: str, place: _Place, factors: list[Any], rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Our A and B of one layer and part, from public tensors."""
   if None in factors:
     raise ValueError(f"{source}: {name} has one factor of two")
-  found = [np.asarray(factor) for factor in factors]
-  if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in found):
-    dtypes = " and ".join(str(x.dtype) for x in found)
-    raise ValueError(f"{source}: {name} has factors of {dtypes}, not of floats")
-  with np.errstate(over="ignore"):
-    a, b = (x.astype(np.float32) for x in found)
-  if not (np.isfinite(a).all() and np.isfinite(b).all()):
-    raise FloatingPointError(f"{source}: {name} holds NaN or infinite numbers")
+  a, b = (_floats(source, name, factor) for factor in factors)
   matrix = place.matrix
   each = math.prod(matrix.shape[matrix.lead :]) // (len(matrix.parts) or 1)
   ins, outs = matrix.fan_in, each // matrix.fan_in

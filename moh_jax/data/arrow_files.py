@@ -1,22 +1,32 @@
 """Arrow files: streams, as the library `datasets` writes them, or Feather.
 
 Batches may be compressed, and pyarrow unpacks a whole one whatever size it
-states. So the sizes are read from the messages first, of which pyarrow shows
-the raw metadata: FlatBuffers as Arrow's Message.fbs describes them.
+states; rows of nulls need no bytes at all. So the sizes are read first, from
+messages of which pyarrow shows the raw metadata: FlatBuffers as Arrow's
+Message.fbs and File.fbs describe them.
 """
 
 import contextlib
 import struct
+from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
-from moh_jax.data.input_files import import_extra, is_address, open_file
+from moh_jax.data.input_files import (
+  check_rows,
+  import_extra,
+  is_address,
+  open_file,
+)
 
 _FOOTED = b"ARROW1"  # first bytes of files that have a footer
-_START = 8  # of their first message
 _RATIO = 64  # bytes that one of a file may become; texts have about 10
 _MOST_UNPACKED = 1 << 28  # bytes that any small file may unpack to
 # Places of fields in their tables.
-_HEADER, _DATA, _BUFFERS, _COMPRESSION = 2, 1, 2, 3
+_HEADER, _DATA = 2, 1  # of a message, of a dictionary
+_ROWS, _BUFFERS, _COMPRESSION = 0, 2, 3  # of a batch
+_DICTIONARIES, _BATCHES = 2, 3  # of a footer
+_BUFFER_BYTES, _BLOCK_BYTES = 16, 24
+_END = struct.Struct("<I6s")  # the footer's length and `_FOOTED`
 
 
 def open_arrow(file: str) -> tuple[IO[bytes], Any]:
@@ -29,49 +39,97 @@ def open_arrow(file: str) -> tuple[IO[bytes], Any]:
   Raises:
     pyarrow.ArrowException: the file is damaged.
     OSError: it cannot be read, or is damaged.
-    ValueError: the library is missing, or a local file unpacks to too much.
+    ValueError: the library is missing, or a local file states too many
+      rows or unpacks to too much.
   """
   pyarrow = import_extra("pyarrow", file)
   ipc = import_extra("pyarrow.ipc", file)
   stream = open_file(file) if is_address(file) else pyarrow.memory_map(file)
   has_footer = stream.read(len(_FOOTED)) == _FOOTED
   if not is_address(file):
-    stream.seek(_START if has_footer else 0)
-    most = max(_MOST_UNPACKED, _RATIO * stream.size())
-    unpacked = 0
-    # Damage shows when the rows behind it are read, which may be left out.
     with contextlib.suppress(OSError, pyarrow.ArrowException):
-      for message in ipc.MessageReader.open_stream(stream):
-        unpacked += _unpacked_bytes(message)
-    if unpacked > most:
-      raise ValueError(
-        f"{file}: unpacks to {unpacked:,} bytes, must be at most {most:,}"
-      )
+      # Damage shows when the rows behind it are read, which may be left out.
+      _check_sizes(file, stream, _messages(stream, ipc, has_footer))
   stream.seek(0)
   return stream, (ipc.open_file if has_footer else ipc.open_stream)(stream)
 
 
-def _unpacked_bytes(message: Any) -> int:
-  """What the compressed buffers of a message say that they unpack to."""
+def _messages(stream: IO[bytes], ipc: Any, has_footer: bool) -> Iterator[Any]:
+  """The messages that a reader finds: one after the other, or by the footer."""
+  if not has_footer:
+    stream.seek(0)
+    yield from ipc.MessageReader.open_stream(stream)
+    return
+  with _damage():
+    stream.seek(end := max(stream.size() - _END.size, 0))
+    (length, _) = _END.unpack(stream.read(_END.size))
+    stream.seek(max(end - length, 0))
+    footer = stream.read(length)
+    (root,) = struct.unpack_from("<I", footer)
+    starts = [
+      struct.unpack_from("<q", footer, place)[0]
+      for field in (_DICTIONARIES, _BATCHES)
+      for place in _places(footer, root, field, _BLOCK_BYTES)
+    ]
+  for start in starts:
+    stream.seek(start)
+    yield ipc.read_message(stream)
+
+
+def _check_sizes(file: str, stream: IO[bytes], messages: Iterable[Any]) -> None:
+  """Refuses what states more rows or bytes than the file may mean.
+
+  Raises:
+    OSError: a message is damaged.
+    ValueError: it does.
+  """
+  most = max(_MOST_UNPACKED, _RATIO * stream.size())
+  rows = unpacked = 0
+  for message in messages:
+    with _damage():
+      batch_rows, batch_bytes = _sizes(message)
+    rows, unpacked = rows + batch_rows, unpacked + batch_bytes
+    check_rows(file, rows)
+    if unpacked > most:
+      raise ValueError(
+        f"{file}: unpacks to {unpacked:,} bytes, must be at most {most:,}"
+      )
+
+
+def _sizes(message: Any) -> tuple[int, int]:
+  """The rows of a message, and what its compressed buffers unpack to."""
   if message.type not in ("record batch", "dictionary"):
-    return 0
-  data, total = message.metadata.to_pybytes(), 0
-  try:
-    batch = _table(data, *struct.unpack_from("<I", data), _HEADER)
-    if message.type == "dictionary":
-      batch = _table(data, batch, _DATA)
-    if not _place(data, batch, _COMPRESSION):
-      return 0
-    vector = _table(data, batch, _BUFFERS)
-    (count,) = struct.unpack_from("<I", data, vector)
-    for number in range(count):
-      start, length = struct.unpack_from("<qq", data, vector + 4 + 16 * number)
+    return 0, 0
+  data, unpacked = message.metadata.to_pybytes(), 0
+  batch = _table(data, *struct.unpack_from("<I", data), _HEADER)
+  if message.type == "dictionary":
+    batch = _table(data, batch, _DATA)
+  place = _place(data, batch, _ROWS)
+  (rows,) = struct.unpack_from("<q", data, place) if place else (0,)
+  if _place(data, batch, _COMPRESSION):
+    for place in _places(data, batch, _BUFFERS, _BUFFER_BYTES):
+      start, length = struct.unpack_from("<qq", data, place)
       if length >= 8:  # begins with its size, -1 if it is not compressed
         (size,) = struct.unpack_from("<q", message.body, start)
-        total += max(size, 0)
+        unpacked += max(size, 0)
+  return rows, unpacked
+
+
+@contextlib.contextmanager
+def _damage() -> Iterator[None]:
+  try:
+    yield
   except struct.error as error:
-    raise OSError(f"damaged batch: {error}") from error
-  return total
+    raise OSError(f"damaged metadata: {error}") from error
+
+
+def _places(data: bytes, table: int, field: int, size: int) -> Iterator[int]:
+  """Where the structs of a vector, of `size` bytes each, lie."""
+  if _place(data, table, field):
+    vector = _table(data, table, field)
+    (count,) = struct.unpack_from("<I", data, vector)
+    for number in range(min(count, len(data) // size)):
+      yield vector + 4 + size * number
 
 
 def _table(data: bytes, table: int, field: int) -> int:

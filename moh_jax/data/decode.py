@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 28  # of an image file
 # Larger ones are decoded one at a time, in bands of so many pixels.
 _LARGE, _BAND = 1 << 23, 1 << 20
 _ONE_AT_A_TIME = threading.Lock()
-# Of formats that Pillow decodes in Python, which takes seconds.
+# Of formats that Pillow decodes in Python, or in 16 bytes a pixel.
 _MOST_SLOW_PIXELS = 1 << 24
 # What is opened, whatever a file is called. Pillow knows more; for EPS it runs
 # another program, Ghostscript.
@@ -198,7 +198,8 @@ def _check_scans(content: bytes) -> None:
 def _check_plausible(image: Image.Image, size: int) -> None:
   """Refuses what is too large for its decoder, or for the size of its file."""
   decoder = image.tile[0][0] if image.tile else ""
-  if decoder in Image.DECODERS and math.prod(image.size) > _MOST_SLOW_PIXELS:
+  is_slow = decoder in Image.DECODERS or image.format == "JPEG2000"
+  if is_slow and math.prod(image.size) > _MOST_SLOW_PIXELS:
     raise ValueError(
       f"{image.size[1]} rows x {image.size[0]} columns, must be at most "
       f"{_MOST_SLOW_PIXELS:,} pixels in this kind of {image.format} file"

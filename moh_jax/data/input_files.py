@@ -35,6 +35,7 @@ _WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 # Of unpacked text, read at one time. pyarrow loses so much before damage.
 _UNPACKED_BYTES = 1 << 12
 _MOST_UNPACKED = 1 << 25  # bytes that any small file may unpack to
+_MOST_ROWS, _ROWS_PER_BYTE = 1 << 20, 8  # of a small table, of others
 _DEEP = "/**/"  # of a pattern: any number of folders
 
 
@@ -195,7 +196,8 @@ def open_parquet(file: str) -> Iterator[Any]:
   """Opens a Parquet file as `pyarrow.parquet.ParquetFile`.
 
   Raises:
-    ValueError: the file is damaged, or the library is missing.
+    ValueError: the file is damaged or states too many rows, or the library is
+      missing.
   """
   pyarrow = import_extra("pyarrow", file)
   parquet = import_extra("pyarrow.parquet", file)
@@ -206,7 +208,19 @@ def open_parquet(file: str) -> Iterator[Any]:
       table = stack.enter_context(opened)
     except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
       raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
+    check_rows(file, table.metadata.num_rows)
     yield table
+
+
+def check_rows(file: str, rows: int) -> None:
+  """Refuses a table that states more rows than its bytes may mean.
+
+  Raises:
+    ValueError: it does; equal rows need no bytes, and would be read for ever.
+  """
+  most = max(_MOST_ROWS, _ROWS_PER_BYTE * file_size(file))
+  if rows > most:
+    raise ValueError(f"{file}: {rows:,} rows, must be at most {most:,}")
 
 
 class _Bounded(io.RawIOBase):

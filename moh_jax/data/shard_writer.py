@@ -158,6 +158,8 @@ class ShardSetWriter:
         full.
     """
     name = self._name(shard)
+    if not self._unfinished.is_dir():
+      raise OSError(f"{self._folder}: another process has finished the set")
     # The unique name lets two runs of the same command write side by side.
     growing = self._unfinished / f"{name}.{uuid.uuid4().hex[:12]}.tmp"
     listing = growing.with_suffix(".txt")

@@ -30,6 +30,9 @@ from moh_jax.data import arrow_files, input_files
 # the text's memory, and JSON's lists and objects up to 25 times the line's.
 MOST_BYTES = 1 << 27
 MOST_LINE_BYTES = 1 << 25
+# A document of what is packed may have so many bytes for one of the file; of a
+# small one so many at all. Tokenizers take a hundred times the text.
+_RATIO, _MOST_SMALL = 64, 1 << 23
 PIECE_BYTES = 256 << 20
 PROMPT = "prompt"  # field of a file of prompts
 _PACKINGS = (".gz", ".zst")
@@ -232,13 +235,17 @@ def read_documents(
     ValueError: a table has no such column, or an optional library is missing.
   """
   kind, packing = file_format(piece.file)
+  most = MOST_BYTES
+  if packing or kind not in ("text", "jsonl"):  # may unpack to what it is not
+    small = _RATIO * input_files.file_size(piece.file)
+    most = min(most, max(_MOST_SMALL, small))
   try:
     if kind == "text":
-      yield piece.name, _read_text(piece.file, packing)
+      yield piece.name, _read_text(piece.file, packing, most)
     elif kind == "jsonl":
-      yield from _read_lines(piece, packing, field)
+      yield from _read_lines(piece, packing, field, most)
     else:
-      yield from _read_rows(piece, field)
+      yield from _read_rows(piece, field, most)
   except BadTextError as problem:
     yield piece.name, problem
 
@@ -285,15 +292,15 @@ def read_texts(
         skipped[text.reason] += 1
 
 
-def _read_text(file: str, packing: str) -> str:
+def _read_text(file: str, packing: str, most: int) -> str:
   with damage(file), input_files.open_unpacked(file, packing) as stream:
-    content = stream.read(MOST_BYTES + 1)
-  _check_size(len(content), file, MOST_BYTES)
+    content = stream.read(most + 1)
+  _check_size(len(content), file, most)
   return _decode(content.removeprefix(codecs.BOM_UTF8), file)
 
 
 def _read_lines(
-  piece: Piece, packing: str, field: str | None
+  piece: Piece, packing: str, field: str | None, most: int
 ) -> Iterator[tuple[str, Any]]:
   with input_files.open_unpacked(piece.file, packing) as stream:
     left = None  # bytes of the piece to read; None reads to the end
@@ -327,7 +334,7 @@ def _read_lines(
       if number == 1:
         line = line.removeprefix(codecs.BOM_UTF8)  # some programs add it
       if size > MOST_LINE_BYTES or not (line.isspace() or not line):
-        yield name, _attempt(_parse, line, size, field, where)
+        yield name, _attempt(_parse, line, size, field, where, most)
 
 
 def _attempt(read: Callable[..., Any], *args: Any) -> Any:
@@ -338,7 +345,9 @@ def _attempt(read: Callable[..., Any], *args: Any) -> Any:
     return problem
 
 
-def _parse(line: bytes, size: int, field: str | None, where: str) -> Any:
+def _parse(
+  line: bytes, size: int, field: str | None, where: str, most: int
+) -> Any:
   _check_size(size, where, MOST_LINE_BYTES)
   text = _decode(line, where)
   try:
@@ -351,7 +360,7 @@ def _parse(line: bytes, size: int, field: str | None, where: str) -> Any:
     found = sorted(value) if isinstance(value, dict) else type(value).__name__
     what = "no JSON object" if field is None else f"no field {field!r}"
     raise BadTextError(where, what, f", found {found}")
-  return _checked_text(value[field], field, where)
+  return _checked_text(value[field], field, where, most)
 
 
 def _check_size(size: int, where: str, most: int) -> None:
@@ -368,7 +377,9 @@ def _decode(content: bytes, where: str) -> str:
     raise BadTextError(where, "not UTF-8", f": {error}") from error
 
 
-def _read_rows(piece: Piece, field: str | None) -> Iterator[tuple[str, Any]]:
+def _read_rows(
+  piece: Piece, field: str | None, most: int
+) -> Iterator[tuple[str, Any]]:
   """Reads the texts, or all fields, of a table's piece.
 
   A row group or batch that is damaged counts as one bad row. How many rows a
@@ -400,7 +411,7 @@ def _read_rows(piece: Piece, field: str | None) -> Iterator[tuple[str, Any]]:
         continue
       for row, value in enumerate(column, number):
         where = f"{piece.file}, row {row}"
-        found = _attempt(_checked_text, value, field, where)
+        found = _attempt(_checked_text, value, field, where, most)
         yield f"{piece.name}:{row}", found
       number += batch.num_rows
     number = first + rows if rows is not None else number
@@ -457,7 +468,7 @@ def _check_column(file: str, schema: Any, field: str | None) -> None:
     raise ValueError(f"{file}: no column {field!r}, found {schema.names}")
 
 
-def _checked_text(value: Any, field: str | None, where: str) -> Any:
+def _checked_text(value: Any, field: str | None, where: str, most: int) -> Any:
   """A field's text, of JSON or a table; null counts as "". None: a whole row.
 
   Raises:
@@ -472,7 +483,7 @@ def _checked_text(value: Any, field: str | None, where: str) -> Any:
     if not isinstance(value, str):
       reason = f"{field!r} is {type(value).__name__}, expected text"
       raise BadTextError(where, reason)
-    _check_size(len(value), where, MOST_BYTES)
+    _check_size(len(value), where, most)
     value.encode()
   except UnicodeDecodeError as error:
     raise BadTextError(where, "not UTF-8", f": {error}") from error

@@ -30,14 +30,20 @@ from moh_jax.inference.restore import (
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import serving_dtypes
 from moh_jax.runtime import sharding
-from moh_jax.runtime.files import disk_errors, write_whole
-from moh_jax.runtime.json_files import same_settings, strict_json
+from moh_jax.runtime.files import (
+  check_regular,
+  disk_errors,
+  only_writer,
+  write_whole,
+)
+from moh_jax.runtime.json_files import parse_json, same_settings, strict_json
 from moh_jax.runtime.peers import ask_first_process
 
 Prompt = str | Sequence[int]
 
 _SPAN = 16  # tokens between two looks at what was written
 _GREEDY = Sampling()
+_MOST_LINE_BYTES = 1 << 26  # of a completion that a file holds
 # Batches of a file whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8
 _OPTIONS = ("cache_dtype", "batch_size", "add_bos", "parse_special")
@@ -340,45 +346,57 @@ def complete_file(
   }
   for index, prompt in enumerate(prompts):
     generator.encode(index, prompt_of([prompt]), sampling)
-  (done,) = ask_first_process(lambda: [_open(out, settings, prompts)], 1)
-  is_first = jax.process_index() == 0
-  size = _CHUNK_BATCHES * generator.batch_size
-  # A chunk that is half written is made again, with the same batches.
-  first = done // size * size if done < len(prompts) else done
-  texts = itertools.islice(prompts, first, None)
-  with tqdm.tqdm(
-    total=len(prompts),
-    initial=done,
-    unit="prompt",
-    disable=not is_first or None,
-  ) as bar:
-    while chunk := list(itertools.islice(texts, size)):
-      made = generator.generate(
-        [prompt_of([text]) for text in chunk], sampling, first=first
-      )
-      rows = [
-        {"index": index, "prompt": text, **dataclasses.asdict(completion)}
-        for index, text, completion in zip(itertools.count(first), chunk, made)
-      ][max(done - first, 0) :]
-      if is_first:
-        with disk_errors(str(out), "the lines before are"):
-          with out.open("ab") as file:
-            file.writelines(strict_json(x).encode() + b"\n" for x in rows)
-            file.flush()
-            os.fsync(file.fileno())
-      bar.update(len(rows))
-      first += len(chunk)
-  return done
+  with contextlib.ExitStack() as held:  # the file, by the first process
+    (done,) = ask_first_process(
+      lambda: [_open(out, settings, prompts, held)], 1
+    )
+    is_first = jax.process_index() == 0
+    size = _CHUNK_BATCHES * generator.batch_size
+    # A chunk that is half written is made again, with the same batches.
+    first = done // size * size if done < len(prompts) else done
+    texts = itertools.islice(prompts, first, None)
+    with tqdm.tqdm(
+      total=len(prompts),
+      initial=done,
+      unit="prompt",
+      disable=not is_first or None,
+    ) as bar:
+      while chunk := list(itertools.islice(texts, size)):
+        made = generator.generate(
+          [prompt_of([text]) for text in chunk], sampling, first=first
+        )
+        rows = [
+          {"index": index, "prompt": text, **dataclasses.asdict(completion)}
+          for index, text, completion in zip(
+            itertools.count(first), chunk, made
+          )
+        ][max(done - first, 0) :]
+        if is_first:
+          with disk_errors(str(out), "the lines before are"):
+            with out.open("ab") as file:
+              file.writelines(strict_json(x).encode() + b"\n" for x in rows)
+              file.flush()
+              os.fsync(file.fileno())
+        bar.update(len(rows))
+        first += len(chunk)
+    return done
 
 
-def _open(out: pathlib.Path, settings: dict[str, Any], prompts: Prompts) -> int:
+def _open(
+  out: pathlib.Path,
+  settings: dict[str, Any],
+  prompts: Prompts,
+  held: contextlib.ExitStack,
+) -> int:
   """Starts the file, or cuts off a half-written line; returns whole lines."""
   stated = out.with_name(out.name + ".settings.json")
-  if not out.exists():
+  if os.path.lexists(out):
+    check_regular(out)
+  else:
     with disk_errors(str(stated), "nothing else is"):
       write_whole(stated, json.dumps(settings, indent=2).encode() + b"\n")
     out.touch()
-    return 0
+  held.enter_context(only_writer(out))
   if not same_settings(stated, settings, f"{out} holds completions"):
     raise ValueError(
       f"{out} exists, and no {stated.name} beside it says what it was made "
@@ -387,11 +405,12 @@ def _open(out: pathlib.Path, settings: dict[str, Any], prompts: Prompts) -> int:
   lines = size = 0
   texts = iter(prompts)
   with out.open("r+b") as file:
-    for line in file:
-      if line.endswith(b"\n"):
+    while line := file.readline(_MOST_LINE_BYTES):
+      if line.endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
         with contextlib.suppress(ValueError, TypeError, KeyError):
-          row = json.loads(line)
-          if (row["index"], row["prompt"]) == (lines, next(texts, None)):
+          row = parse_json(line, max_bytes=_MOST_LINE_BYTES)
+          wanted = [(lines, text) for text in itertools.islice(texts, 1)]
+          if [(row["index"], row["prompt"])] == wanted:
             lines, size = lines + 1, size + len(line)
             continue
         raise ValueError(

@@ -1,5 +1,6 @@
 """Images from a diffusion checkpoint: a few into memory, many into files."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -13,19 +14,23 @@ from typing import Any
 import jax
 import numpy as np
 import tqdm
+import xxhash
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from PIL import PngImagePlugin
 
 from moh_jax.config import Config, MeshConfig, check_command
-from moh_jax.data.decode import to_picture
+from moh_jax.data.decode import open_picture, to_picture
 from moh_jax.data.grids import grid_zoom
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import check_bytes
 from moh_jax.runtime.files import (
+  check_regular,
   disk_errors,
   inside,
+  only_writer,
   remove_files,
   replacing,
   write_whole,
@@ -38,6 +43,7 @@ Labels = Sequence[int | None]
 _SETTINGS = "settings.json"
 # Pattern of the names of parts of which a kill stopped the writing.
 _GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
+_MARK = "moh_jax"  # name of a text in PNG files
 
 
 class Sampler:
@@ -256,6 +262,11 @@ def sample_files(
     files = [pictures[start : start + batch_size] for start in starts]
   every = list(itertools.chain.from_iterable(files))
 
+  def is_there(file: pathlib.Path) -> bool:
+    if not joined and file.exists():
+      _check_picture(file, _name(file, folder), settings)
+    return file.exists()
+
   def find_missing() -> list[bool]:
     if joined and _is_finished(out, settings):
       return [False] * len(files)
@@ -267,40 +278,75 @@ def sample_files(
         )
       folder.mkdir(parents=True, exist_ok=True)
       write_whole(folder / _SETTINGS, _comment(settings))
+    held.enter_context(only_writer(folder))
     names = {file.name for file in every}
     for place in {file.parent for file in every}:
       for left in place.glob(".*.tmp"):  # of ours, by a kill
         if left.name[1:].rsplit(".", 2)[0] in names:
           left.unlink()
-    return [not all(file.exists() for file in batch) for batch in files]
+    return [not all(map(is_there, batch)) for batch in files]
 
-  flags = ask_first_process(find_missing, len(files))
-  missing = [start for start, flag in zip(starts, flags) if flag]
-  is_first = jax.process_index() == 0
-  for start, images in _batches(sampler, num, batch_size, missing):
-    contents = zip(files[start // batch_size], [images] if joined else images)
-    for file, content in contents if is_first else ():
-      file.parent.mkdir(exist_ok=True)
-      with disk_errors(str(file), "what was written before is"):
-        with replacing(file) as fresh:
-          (_write_part if joined else write_png)(fresh, content)
-  if joined and is_first:
-    if not _is_finished(out, settings):
-      with disk_errors(str(out), f"what is in {folder} is"):
-        _join(out, every, num, labels, settings)
-    _remove_parts(folder, every, settings)
-  multihost_utils.sync_global_devices("samples written")
-  return sum(min(batch_size, num - start) for start in missing)
+  with contextlib.ExitStack() as held:  # the folder, by the first process
+    flags = ask_first_process(find_missing, len(files))
+    missing = [start for start, flag in zip(starts, flags) if flag]
+    is_first = jax.process_index() == 0
+    for start, images in _batches(sampler, num, batch_size, missing):
+      contents = zip(files[start // batch_size], [images] if joined else images)
+      for file, content in contents if is_first else ():
+        file.parent.mkdir(exist_ok=True)
+        with disk_errors(str(file), "what was written before is"):
+          mark = _mark(settings, _name(file, folder), content)
+          with replacing(file) as fresh:
+            (_write_part if joined else write_png)(fresh, content, mark)
+    if joined and is_first:
+      if not out.exists():  # else it was finished
+        with disk_errors(str(out), f"what is in {folder} is"):
+          _join(out, every, num, labels, settings)
+      _remove_parts(folder, every, settings)
+    multihost_utils.sync_global_devices("samples written")
+    return sum(min(batch_size, num - start) for start in missing)
 
 
-def _write_part(path: pathlib.Path, images: np.ndarray) -> None:
+def _name(file: pathlib.Path, folder: pathlib.Path) -> str:
+  return file.relative_to(folder).as_posix()
+
+
+def _mark(settings: dict[str, Any], name: str, pixels: np.ndarray) -> str:
+  """Tells a file of these samples from another one and from a damaged one."""
+  content = _comment(settings) + name.encode() + pixels.tobytes()
+  return xxhash.xxh3_128(content).hexdigest()
+
+
+def _write_part(path: pathlib.Path, images: np.ndarray, mark: str) -> None:
   with path.open("wb") as stream:
     np.save(stream, images)
+    stream.write(mark.encode())
 
 
-def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
-  """Writes an image [X, Y, 1 or 3] uint8."""
-  to_picture(pixels).save(path, "PNG")
+def write_png(path: pathlib.Path, pixels: np.ndarray, mark: str = "") -> None:
+  """Writes an image [X, Y, 1 or 3] uint8, with a text that `_mark` made."""
+  info = PngImagePlugin.PngInfo()
+  if mark:
+    info.add_text(_MARK, mark)
+  to_picture(pixels).save(path, "PNG", pnginfo=info)
+
+
+def _check_picture(
+  file: pathlib.Path, name: str, settings: dict[str, Any]
+) -> None:
+  """Checks that `write_png` wrote a file of these samples, and nothing since.
+
+  Raises:
+    ValueError: it is damaged, or another one.
+  """
+  check_regular(file)
+  try:
+    with open_picture(file) as picture:
+      pixels, mark = np.asarray(picture), picture.info.get(_MARK)
+  except Exception as error:  # a damaged image raises nearly anything
+    raise ValueError(f"{file}: damaged, remove it: {error}") from error
+  if mark != _mark(settings, name, pixels):
+    raise ValueError(f"{file}: is not the image sampled here; remove it")
 
 
 def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
@@ -318,16 +364,20 @@ def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
   """Whether the file is there; its comment says what it was made with."""
   if not out.exists():
     return False
-  try:
+  check_regular(out)
+  is_ours = is_whole = False
+  with contextlib.suppress(Exception):  # a damaged one raises nearly anything
     with zipfile.ZipFile(out) as archive:
-      comment = archive.comment
-  except zipfile.BadZipFile:
-    comment = b""
-  if comment != _comment(settings):
+      is_ours = archive.comment == _comment(settings)
+      is_whole = is_ours and archive.testzip() is None
+      is_whole &= archive.namelist() == ["arr_0.npy", "arr_1.npy"]
+  if not is_ours:
     raise ValueError(
       f"{out} exists and was made with other settings; remove it or choose "
       "another file"
     )
+  if not is_whole:
+    raise ValueError(f"{out} is damaged; remove it")
   return True
 
 
@@ -359,19 +409,32 @@ def _remove_parts(
   remove_files(parts, _GROWING, _SETTINGS)
 
 
-def _read_part(part: pathlib.Path) -> np.ndarray:
-  """Images that `_write_part` wrote.
+def _read_part(
+  part: pathlib.Path, count: int, settings: dict[str, Any]
+) -> np.ndarray:
+  """The `count` images that `_write_part` wrote.
 
   Raises:
     ValueError: the file is damaged, or another one.
   """
-  try:
-    images = np.load(part)
-  except (OSError, EOFError, ValueError) as error:
-    raise ValueError(f"{part}: damaged, remove it: {error}") from error
-  if images.dtype != np.uint8 or not images.ndim:
-    raise ValueError(f"{part}: of dtype {images.dtype}, not images; remove it")
-  return images
+  check_regular(part)
+  with part.open("rb") as stream:
+    try:
+      np.lib.format.read_magic(stream)
+      shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    except ValueError as error:
+      raise ValueError(f"{part}: damaged, remove it: {error}") from error
+    if dtype != np.uint8 or len(shape) != 4 or shape[0] != count:
+      raise ValueError(
+        f"{part}: of dtype {dtype} and shape {shape}, not {count} images; "
+        "remove it"
+      )
+    content = stream.read(math.prod(shape))
+    mark = stream.read(len(_mark({}, "", np.zeros(0))) + 1).decode("latin-1")
+  images = np.frombuffer(content, np.uint8)
+  if mark != _mark(settings, part.name, images):
+    raise ValueError(f"{part}: damaged, or not what was sampled; remove it")
+  return images.reshape(shape)
 
 
 def _join(
@@ -383,14 +446,14 @@ def _join(
 ) -> None:
   """Streams the parts into one npz, a part in memory at a time."""
   rows = settings["batch_size"]
-  shape = _read_part(parts[0]).shape[1:]
+  shape = _read_part(parts[0], min(rows, num), settings).shape[1:]
   header = {"descr": "|u1", "fortran_order": False, "shape": (num, *shape)}
   with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
     with archive.open("arr_0.npy", "w", force_zip64=True) as member:
       np.lib.format.write_array_header_2_0(member, header)
       for start, part in zip(range(0, num, rows), parts, strict=True):
-        images = _read_part(part)
-        if images.shape != (min(rows, num - start), *shape):
+        images = _read_part(part, min(rows, num - start), settings)
+        if images.shape[1:] != shape:
           raise ValueError(f"{part}: of shape {images.shape}; remove it")
         member.write(images.tobytes())
     with archive.open("arr_1.npy", "w") as member:

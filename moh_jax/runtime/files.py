@@ -9,6 +9,8 @@ import atexit
 import collections
 import contextlib
 import csv
+import errno
+import fcntl
 import io
 import math
 import os
@@ -152,6 +154,28 @@ def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:
   if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
     raise ValueError(f"{what}={name!r} must be a name inside {folder}")
   return pathlib.Path(folder, name)
+
+
+@contextlib.contextmanager
+def only_writer(path: str | os.PathLike) -> Iterator[None]:
+  """Keeps other processes of this machine from writing where this one does.
+
+  Args:
+    path: file or folder, which exists; file systems without locks are left.
+
+  Raises:
+    OSError: another process has it.
+  """
+  descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+  try:
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+        raise OSError(f"{path}: another process is writing it") from None
+    yield
+  finally:
+    os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -105,6 +105,8 @@ _REFUSED = {
     "--out={here}/b": "--prompt and --messages have --json",
     "--system a": "--system='a' needs --chat",
     "--chat-template a": "--chat-template='a' needs",
+    "--top-p=0.5": "--top-p=0.5 needs --temperature above 0",
+    "--sample-top-k=5": "--sample-top-k=5 needs --temperature above 0",
     "--chat --no-bos": "must be of plain prompts",
   },
   "heads --checkpoint": {
@@ -152,6 +154,7 @@ _REFUSED = {
     "--labels=--5": "'--5' must be a number, none, or one of the",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
     "--out={here}/no/x.png": "no directory",
+    "--out={here}/x.npz --columns=2": "--columns=2 needs --out FILE.png",
   },
 }
 

@@ -82,6 +82,8 @@ class FolderTest(parameterized.TestCase):
     ({"use_new_thing": True}, "use_new_thing=True is unknown"),
     ({"target_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
     ({"exclude_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
+    ({"modules_to_save": None}, "is stored whole, modules_to_save=.. does not"),
+    ({"modules_to_save": ["lm_head", "foo"]}, "modules_to_save"),
     ({"layers_to_transform": [1]}, "layers.0.* has an adapter, .* otherwise"),
   )
   def test_what_we_do_not_compute_is_refused(self, change, words):
@@ -109,15 +111,25 @@ class FolderTest(parameterized.TestCase):
     norms = {norm.format(i): np.full(1, 7, np.float32) for i in range(3)}
     projection = "base_model.model.model.layers.0.self_attn.o_proj.weight"
     twice = {projection: np.zeros((24, 24), np.float32)}
+    twin = {
+      **tensors,
+      router.removeprefix("base_model.model."): tensors[router],
+    }
+    nan_router = {**tensors, router: np.full_like(tensors[router], np.nan)}
     nan = {**tensors, key: np.full_like(tensors[key], np.nan)}
     for given, words in (
-      ({**tensors, key: tensors[key].astype(np.int8)}, "int8.*, not of floats"),
+      (
+        {**tensors, key: tensors[key].astype(np.int8)},
+        "int8, must be of float",
+      ),
+      (twin, "a name is there with and without 'base_model.model.'"),
+      (nan_router, "router.* holds NaN or infinite numbers"),
       (nan, "holds NaN or infinite numbers"),
       (wrong, "no place for: other.lora_A"),
       (half, "has one factor of two"),
       (gone, "has no adapter, target_modules and what .* say otherwise"),
       (lost, "router.* is missing, must be"),
-      ({**tensors, **norms}, r"layernorm.weight is of shape \(1,\), must be"),
+      ({**tensors, **norms}, "layernorm.weight is stored whole, modules_to_sa"),
       (
         {**tensors, **twice},
         "o_proj.weight is stored whole and has an adapter",

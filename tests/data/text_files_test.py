@@ -252,6 +252,26 @@ class TablesTest(_FilesTest):
         read = arrow_files.open_arrow(os.fspath(path))[1].read_all()
         self.assertTrue(read.equals(table))
 
+  @parameterized.parameters("a.parquet", "stream.arrow", "file.arrow")
+  def test_rows_without_end_are_refused(self, name):
+    table = pyarrow.table({"text": pyarrow.nulls(1 << 26)})
+    if name == "a.parquet":
+      table = table.cast(pyarrow.schema({"text": pyarrow.string()}))
+      parquet.write_table(table, self.root / name)
+    else:
+      opened = ipc.new_file if name == "file.arrow" else ipc.new_stream
+      with opened(self.root / name, table.schema) as writer:
+        writer.write_table(table)
+    with self.assertRaisesRegex(ValueError, f"{name}: 67,108,864 rows, must"):
+      self._read(name)
+
+  def test_a_small_packed_file_has_no_huge_document(self):
+    self._write("a.txt.gz", gzip.compress(b"a" * (1 << 23)))
+    self.assertLen(self._read("a.txt.gz"), 1)
+    self._write("a.txt.gz", gzip.compress(b"a" * ((1 << 23) + 1)))
+    with self.assertRaisesRegex(ValueError, "a.txt.gz: .* more than 8,388,608"):
+      self._read("a.txt.gz")
+
   @parameterized.parameters(("cut", 10), ("other", 0), ("empty", 0))
   def test_what_is_no_whole_arrow_file_is_named_or_left_out(self, how, rows):
     table = pyarrow.table({"text": _TEXTS[:35]})

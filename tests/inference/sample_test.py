@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 import pathlib
+import zipfile
 from unittest import mock
 
 import jax
@@ -117,6 +118,13 @@ class FilesTest(FolderTest):
     file.unlink()
     self.assertEqual(self._run(), 2)
     self.assertEqual(file.read_bytes(), content)
+    other = (self.root / "none" / "000001.png").read_bytes()
+    sample_lib.write_png(file, _images()[3])  # has no mark
+    for wrong in (file.read_bytes(), content[:60], b"", other):
+      file.write_bytes(wrong)
+      with self.assertRaisesRegex(ValueError, "none/000003.png: .*remove it"):
+        self._run()
+    file.write_bytes(content)
     (self.root / "settings.json").unlink()
     with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
       self._run()
@@ -172,6 +180,21 @@ class NpzTest(FolderTest):
     self.assertEqual(self.sampled, list(_STARTS))
     self.assertEqual(self.out.read_bytes(), written)
 
+  def test_a_finished_file_that_was_changed_is_named(self):
+    self._run()
+    content = bytearray(self.out.read_bytes())
+    with zipfile.ZipFile(self.out) as archive:
+      comment = archive.comment
+    content[500] ^= 1
+    self.out.write_bytes(content)
+    with self.assertRaisesRegex(ValueError, "images.npz is damaged; remove"):
+      self._run()
+    with zipfile.ZipFile(self.out, "w") as archive:
+      archive.writestr("other", "")
+      archive.comment = comment
+    with self.assertRaisesRegex(ValueError, "images.npz is damaged; remove"):
+      self._run()
+
   def test_other_files_among_the_parts_stay(self):
     self.parts.mkdir()
     np.save(self.parts / "mine.npy", np.zeros(3))
@@ -189,18 +212,35 @@ class NpzTest(FolderTest):
     self._assert_whole()
 
   @parameterized.parameters(
-    (np.zeros((_SIZE - 1, 2, 2, 3), np.uint8), "000000000.npy.*shape"),
-    (np.zeros((_SIZE, 2, 2, 3), np.float32), "000000000.npy: of dtype"),
-    (None, "000000000.npy: damaged, remove it"),
+    ((_SIZE - 1, 2, 2, 3), np.uint8, "000000000.npy.*shape"),
+    ((_SIZE, 2, 2, 3), np.float32, "000000000.npy: of dtype"),
   )
-  def test_parts_that_are_others_are_named(self, content, message):
+  def test_parts_of_other_arrays_are_named(self, shape, dtype, message):
+    self._killed(kill_before=16)
+    np.save(self.parts / "000000000.npy", np.zeros(shape, dtype))
+    with self.assertRaisesRegex(ValueError, message):
+      self._run()
+
+  @parameterized.parameters(
+    ("cut", "damaged, or not what was"),
+    ("swapped", "damaged, or not what was"),
+    ("flipped", "damaged, or not what was"),
+    ("archive", "damaged, remove it"),
+    ("pipe", "is a pipe"),
+  )
+  def test_damaged_parts_are_named(self, how, message):
     self._killed(kill_before=16)
     part = self.parts / "000000000.npy"
-    if content is None:
-      part.write_bytes(part.read_bytes()[:-1])
+    whole = part.read_bytes()
+    other = (self.parts / "000000008.npy").read_bytes()
+    contents = {"cut": whole[:-1], "swapped": other, "archive": b"PK\3\4"}
+    contents["flipped"] = whole[:-60] + bytes([whole[-60] ^ 1]) + whole[-59:]
+    if how in contents:
+      part.write_bytes(contents[how])
     else:
-      np.save(part, content)
-    with self.assertRaisesRegex(ValueError, message):
+      part.unlink()
+      os.mkfifo(part)
+    with self.assertRaisesRegex(ValueError, f"000000000.npy: {message}"):
       self._run()
 
   @parameterized.parameters(

@@ -27,6 +27,17 @@ class TextTest(FolderTest):
     self.assertEqual(row, ["-1", "", *header[2:]])
 
 
+class OnlyWriterTest(FolderTest):
+  def test_a_file_or_folder_has_one_writer(self):
+    (self.root / "file").touch()
+    for path in (self.root, self.root / "file"):
+      for _ in range(2):
+        with files.only_writer(path):
+          with self.assertRaisesRegex(OSError, f"{path}: another process is"):
+            with files.only_writer(path):
+              pass
+
+
 class TemporaryTest(FolderTest):
   def test_folders_go_when_asked(self):
     folder = pathlib.Path(files.temporary_folder("given"))
