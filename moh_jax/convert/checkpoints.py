@@ -127,7 +127,10 @@ def convert(
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=sha256
   )
-  stream.save_params(out, params, metadata)
+  try:
+    stream.save_params(out, params, metadata)
+  except FloatingPointError as error:
+    raise FloatingPointError(f"{named}: {error}") from error
   return name, _count(abstract)
 
 

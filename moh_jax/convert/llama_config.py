@@ -36,7 +36,7 @@ from moh_jax.config import (
   upgrade,
   without_router,
 )
-from moh_jax.config.base import MOST_LAYERS
+from moh_jax.config.base import MOST_COUNT, MOST_LAYERS
 from moh_jax.config.llm import ROPE_SCALINGS
 from moh_jax.convert import rules
 from moh_jax.runtime.json_files import Size, check_json, read_json
@@ -75,6 +75,7 @@ _ROPE_NUMBERS = {
   "yarn": "factor original_length beta_fast beta_slow truncate"
   " attention_factor",
 }
+_THETA = 10000.0  # where a file says none
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 
 # Keys of every architecture -> fields of `LLMConfig` of the same values.
@@ -184,7 +185,7 @@ class _Stored(msgspec.Struct):
   partial_rotary_factor: float = 1.0
   rotary_percent: float = 1.0  # the same of Megatron; MoH-LLaMA3's file has it
   quantization_config: Any = None
-  rope_theta: float = 10000.0
+  rope_theta: float | None = None
   rope_scaling: _Rope | None = None
   rope_parameters: _Rope | None = None
   sliding_window: int | None = None
@@ -361,6 +362,13 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
   """The longest text, and the fields of RoPE's section."""
   name = "rope_scaling" if keys.rope_scaling else "rope_parameters"
   given = getattr(keys, name) or _Rope()
+  for one, other, where in (
+    (keys.rope_scaling, keys.rope_parameters, "rope_scaling, rope_parameters"),
+    (given.rope_type, given.type, f"{name}.rope_type, {name}.type"),
+    (given.rope_theta, keys.rope_theta, f"{name}.rope_theta, rope_theta"),
+  ):
+    if None not in (one, other) and one != other:
+      raise ValueError(f"{where} must be the same where both are given")
   kind = given.rope_type or given.type or "default"
   kind = "none" if kind == "default" else kind
   if kind not in ROPE_SCALINGS:
@@ -369,7 +377,9 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
   if given.partial_rotary_factor not in (None, 1):
     found = f"{name}.partial_rotary_factor={given.partial_rotary_factor}"
     raise ValueError(f"{found} must be {_WHOLLY}")
-  theta = keys.rope_theta if given.rope_theta is None else given.rope_theta
+  theta = next(
+    x for x in (given.rope_theta, keys.rope_theta, _THETA) if x is not None
+  )
   rope: dict[str, Any] = {"theta": theta, "scaling": kind}
   for number in _ROPE_NUMBERS[kind].split():
     if (value := getattr(given, number)) is not None:
@@ -380,9 +390,10 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
   if kind not in ("none", "linear"):
     rope.setdefault("original_length", length)
   if kind in ("linear", "dynamic"):  # how long a text is, the factor alone says
-    length = int(length * rope["factor"])
+    length = int(min(length * rope["factor"], MOST_COUNT + 1))
   if kind == "yarn":
-    length = max(length, int(rope["original_length"] * rope["factor"]))
+    scaled = min(rope["original_length"] * rope["factor"], MOST_COUNT + 1)
+    length = max(length, int(scaled))
     if given.mscale and given.mscale_all_dim:
       above, below = (
         0.1 * count * math.log(rope["factor"]) + 1

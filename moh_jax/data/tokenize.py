@@ -148,7 +148,11 @@ class _Job:
               found.skip(name, text.reason, text.detail)
 
       for batch in _batches(documents()):
-        ids = self.tokenizer.encode_batch([text for *_, text in batch])
+        try:
+          ids = self.tokenizer.encode_batch([text for *_, text in batch])
+        except ValueError as error:
+          where = f"in the texts {batch[0][1]} to {batch[-1][1]}"
+          raise ValueError(f"{error}, {where}") from error
         for (found, name, text), tokens in zip(batch, ids):
           if tokens:
             found.add(tokens, len(text.encode()))

@@ -150,6 +150,18 @@ class ReadTest(parameterized.TestCase):
       "rope_scaling: unknown entry 'alpha'",
     ),
     (
+      {"rope_scaling": {"type": "linear", "factor": 1e308}},
+      "max_length=2147483648 must be at most",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "rope_type": "dynamic"}},
+      "rope_scaling.rope_type, rope_scaling.type must be the same",
+    ),
+    (
+      {"rope_parameters": {"rope_theta": 1.0}},
+      "rope_parameters.rope_theta, rope_theta must be the same",
+    ),
+    (
       {"rope_scaling": {"type": "linear", "factor": "x"}},
       "rope_scaling.factor='x' must be 'float",
     ),
