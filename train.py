@@ -7,7 +7,7 @@ is `python -m moh_jax train`.
 
 import sys
 
-from moh_jax.cli.main import run_process
+from moh_jax.__main__ import main
 
 if __name__ == "__main__":
-  run_process(["train", *sys.argv[1:]])
+  main(["train", *sys.argv[1:]])

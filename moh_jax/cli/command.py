@@ -61,6 +61,7 @@ _SERVED = (
 )
 
 
+STDOUT = "standard output"  # in errors of its disk
 # Names of outputs that are files, where an option may be a folder too.
 _FILE_SUFFIXES = (".png", ".svg", ".npz", ".csv", ".json", ".jsonl")
 
@@ -76,8 +77,8 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-_IN, _OUT, _OUT_FILE, _OUT_PLACE = _Path(), _Path(), _Path(), _Path()
-Place = Annotated[str, _Path()]  # a path or address that its reader checks
+_PLACE, _IN, _OUT, _OUT_FILE, _OUT_PLACE = (_Path() for _ in range(5))
+Place = Annotated[str, _PLACE]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
 OutPath = Annotated[str, _OUT]  # must be local and writable
 OutFile = Annotated[str, _OUT_FILE]  # must be local, writable and no folder
@@ -149,9 +150,13 @@ class BaseOptions(base.Section):
       OSError: an output cannot be written.
       ValueError: an input is a pipe or a device, which might block for ever.
     """
-    for _, path in self._paths(_IN):
+    places = {
+      os.path.realpath(path): name for name, path in self._paths(_PLACE)
+    }
+    for name, path in self._paths(_IN):
       if "://" in path:
         continue
+      places[os.path.realpath(path)] = name
       if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or folder")
       if not os.path.isdir(path):
@@ -167,6 +172,10 @@ class BaseOptions(base.Section):
           is_file = mark is _OUT_FILE or path.endswith(_FILE_SUFFIXES)
           if is_file and os.path.isdir(path):
             self.fail(name, "is a folder, must be a file")
+          place = os.path.realpath(path)
+          if os.path.isfile(place) or mark is _OUT_FILE:
+            if (other := places.setdefault(place, name)) != name:
+              self.fail(name, f"must be another file than {flag(other)}")
           files.check_writable(path, flag(name))
 
   def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:
@@ -200,13 +209,14 @@ class Output(BaseOptions):
     """
     if not self.is_first():
       return
-    if self.json == "-":
-      print(strict_json(values), flush=True)
-      return
-    for line in lines:
-      print(files.printable(line))
+    with files.named_errors(STDOUT):
+      if self.json == "-":
+        print(strict_json(values), flush=True)
+        return
+      for line in lines:
+        print(files.printable(line))
     if self.json:
-      path = pathlib.Path(self.json)
+      path = pathlib.Path(os.path.realpath(self.json))
       path.parent.mkdir(parents=True, exist_ok=True)
       files.write_whole(path, f"{strict_json(values, indent=2)}\n".encode())
 

@@ -95,9 +95,10 @@ def run(options: Options) -> int:
   if not names:
     names = ("fid", "sfid", "is", "pr") if options.reference else ("is",)
   passes = [_wanted(side, names, options.save_stats) for side in sides]
-  for side, wanted in zip(sides, passes):
+  sizes = [options.batch_size] * len(sides)
+  for i, (side, wanted) in enumerate(zip(sides, passes)):
     if any(wanted.values()):
-      _check_batch(side.images, options.batch_size, mesh.size)
+      sizes[i] = _batch_size(side.images, options.batch_size, mesh.size)
   extract, made_with = None, {}
   if any(any(wanted.values()) for wanted in passes):
     extract, made_with = _extractor(options)
@@ -109,8 +110,8 @@ def run(options: Options) -> int:
     if wanted["distributions"]:
       _warn(side, names)
   results = [
-    _summary(side, extract, options.batch_size, **wanted)
-    for side, wanted in zip(sides, passes)
+    _summary(side, extract, size, **wanted)
+    for side, wanted, size in zip(sides, passes, sizes)
   ]
   first, last = results[0], results[-1]
   if options.save_stats:
@@ -192,18 +193,21 @@ def _wanted(
   return wanted
 
 
-def _check_batch(images: ImageSet, batch_size: int, devices: int) -> None:
-  """Refuses a batch that takes more memory than the network does."""
+def _batch_size(images: ImageSet, wanted: int, devices: int) -> int:
+  """Images of a batch; fewer of large ones, which change no figure.
+
+  Raises:
+    ValueError: one of a device is too large.
+  """
   rows, columns = images.size
   bytes_per_image = rows * columns * 3 * (1 + 4)  # uint8 and float32
   most = _MOST_BATCH_BYTES // bytes_per_image * devices
-  if batch_size > most:
-    less = f"--batch-size {most}, or " if most else ""
+  if not most:
     raise ValueError(
-      f"--batch-size={batch_size}: so many images of {rows} rows x {columns} "
-      f"columns ({images.path}) take too much memory at once; {less}"
-      "--image-size N for smaller images of a folder"
+      f"{images.path}: images of {rows} rows x {columns} columns are too "
+      "large; scale them"
     )
+  return min(wanted, most)
 
 
 def _warn(side: _Side, metrics: Sequence[str]) -> None:

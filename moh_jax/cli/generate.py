@@ -112,7 +112,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       ("parse_special", not self.is_chat, plain),
       ("sample_top_k", self.temperature, "needs --temperature above 0"),
     ):
-      if getattr(self, name) not in (None, False, 0) and not fits:
+      if getattr(self, name) not in (None, False) and not fits:
         self.fail(name, needed)
     if self.top_p != 1 and not self.temperature:
       self.fail("top_p", "needs --temperature above 0")
@@ -236,13 +236,16 @@ def read_messages(path: str) -> list[dict[str, Any]]:
     FileNotFoundError: there is no such file.
     ValueError: it is no such list.
   """
+  import json
+
   from moh_jax.data.chat import check_messages
   from moh_jax.runtime.json_files import read_json
 
   messages = read_json(path, list[dict])
   try:
     check_messages(messages)
-  except ValueError as error:
+    json.dumps(messages, ensure_ascii=False).encode()
+  except ValueError as error:  # UnicodeEncodeError too: half a surrogate pair
     raise ValueError(f"{path}: {error}") from error
   return messages
 

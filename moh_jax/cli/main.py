@@ -51,8 +51,7 @@ _USER_ERRORS = (
 )
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
 _NO_SPACE, _PLACE = "No space left on device", re.compile(r'"(/[^"]+)"')
-# Of JAX_PLATFORMS=nope, JAX_PLATFORM_NAME=gpu and JAX_TRANSFER_GUARD=disallow.
-_FORBIDDEN = ("Unable to initialize backend", "Unknown backend", "Disallowed ")
+_NO_DEVICE = ("Unable to initialize backend", "Unknown backend")
 _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
   "optim.accumulation for parts of it, and model.remat)"
@@ -118,8 +117,15 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
     )
     status = 2
   else:
-    status = main(argv)
-  status = report_errors(_flush_stdout, False) or status
+    try:
+      status = main(argv)
+    except SystemExit as end:  # as after a help
+      status = end.code
+  if status:  # and an error that is told already
+    with contextlib.suppress(OSError):
+      _flush_stdout()
+  else:
+    status = report_errors(_flush_stdout, False)
   if status:
     files.remove_temporary()
     with contextlib.suppress(OSError):
@@ -151,7 +157,7 @@ def _flush_stdout() -> int:
     raise
   except OSError as error:
     _drop_stdout()
-    raise OSError(f"standard output: {error.strerror}") from error
+    raise OSError(error.errno, error.strerror, command.STDOUT) from error
   return 0
 
 
@@ -203,7 +209,9 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
     config = Parser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
     if file := config.parse_known_args(others)[0].config:
-      print(f"\n{reference.describe(steps.load_config(file, changes))}")
+      described = reference.describe(steps.load_config(file, changes))
+      with files.named_errors(command.STDOUT):
+        print(f"\n{described}")
     sys.exit(0)
   return flags.parse(parser, cls, argv), run
 
@@ -283,7 +291,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   except Exception as error:
     is_missing = _is_missing(error)
     is_users = isinstance(error, _USER_ERRORS)
-    is_users |= any(text in str(error) for text in (_FULL, *_FORBIDDEN))
+    is_users |= any(text in str(error) for text in (_FULL, *_NO_DEVICE))
     lacks_device = _lacks_device(error)
     is_users |= _lacks_file_system(error) or lacks_device
     if not is_missing and not is_users:
@@ -299,9 +307,10 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
         if lacks_device:
           platforms = os.environ.get("JAX_PLATFORMS", "")
           text = f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
-        if _NO_SPACE in text and (place := _PLACE.search(text)):
+        is_full = _FULL in text
+        if is_full and _NO_SPACE in text and (place := _PLACE.search(text)):
           text = f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
-        elif _FULL in text:
+        elif is_full:
           text += _LESS
         if is_missing:
           text += _INSTALL

@@ -253,13 +253,12 @@ def train_tokenizer(options: TrainTokenizer) -> int:
 
   from moh_jax.data.shard_writer import describe_skipped
   from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
-  from moh_jax.runtime.files import replacing
+  from moh_jax.runtime.files import write_whole
 
   skipped: collections.Counter[str] = collections.Counter()
   texts = options.texts(skipped if options.on_error == "skip" else None)
   content = train_bpe(texts, options.vocab_size)
-  with replacing(options.out) as path:
-    path.write_bytes(content)
+  write_whole(options.out, content)
   entries = JsonTokenizer(content).vocab_size
   told = describe_skipped([{"skipped": skipped}])
   print(f"{options.out}: {entries:,} entries" + (f"; {told}" if told else ""))

@@ -272,7 +272,7 @@ def _unknown_key(path: str, known: Iterable[str]) -> str:
 
 def near(name: str, known: Iterable[str]) -> str:
   """A hint for a message at the known name that is most like a wrong one."""
-  close = difflib.get_close_matches(name, known, 1)
+  close = difflib.get_close_matches(str(name), known, 1)
   return f"; did you mean {close[0]!r}?" if close else ""
 
 

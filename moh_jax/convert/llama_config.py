@@ -358,12 +358,22 @@ def _window(keys: _Stored, architecture: str) -> int | None:
   return window
 
 
+def _plain(given: _Rope) -> _Rope:
+  """The same scaling, which files say in several ways."""
+  kind = given.rope_type or given.type or "default"
+  return msgspec.structs.replace(
+    given, rope_type=kind, type=None, rope_theta=None
+  )
+
+
 def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
   """The longest text, and the fields of RoPE's section."""
-  name = "rope_scaling" if keys.rope_scaling else "rope_parameters"
-  given = getattr(keys, name) or _Rope()
+  old, new = keys.rope_scaling, keys.rope_parameters
+  name = "rope_scaling" if old else "rope_parameters"
+  given = old or new or _Rope()
+  thetas = [x.rope_theta for x in (old, new) if x] + [keys.rope_theta, _THETA]
   for one, other, where in (
-    (keys.rope_scaling, keys.rope_parameters, "rope_scaling, rope_parameters"),
+    (old and _plain(old), new and _plain(new), "rope_scaling, rope_parameters"),
     (given.rope_type, given.type, f"{name}.rope_type, {name}.type"),
     (given.rope_theta, keys.rope_theta, f"{name}.rope_theta, rope_theta"),
   ):
@@ -377,9 +387,7 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
   if given.partial_rotary_factor not in (None, 1):
     found = f"{name}.partial_rotary_factor={given.partial_rotary_factor}"
     raise ValueError(f"{found} must be {_WHOLLY}")
-  theta = next(
-    x for x in (given.rope_theta, keys.rope_theta, _THETA) if x is not None
-  )
+  theta = next(x for x in thetas if x is not None)
   rope: dict[str, Any] = {"theta": theta, "scaling": kind}
   for number in _ROPE_NUMBERS[kind].split():
     if (value := getattr(given, number)) is not None:

@@ -44,6 +44,7 @@ from moh_jax.runtime.sharding import abstract_boxed, abstract_params, unbox
 
 FORM = "peft"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_EMBEDDINGS = ("embed_tokens", "lm_head")
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
@@ -74,13 +75,27 @@ class _Stored(msgspec.Struct):
     layer = _LAYER.match(name)
     is_there = not layers or name in targets
     is_there |= layer is not None and int(layer[1]) in (layers or [])
-    others = [*others, *(self.modules_to_save or [])]
-    return _ends(name, targets) and is_there and not _ends(name, others)
+    is_whole = any(_ends(n, self.modules_to_save or []) for n in _above(name))
+    is_there &= not is_whole and not _ends(name, others)
+    return _ends(name, targets) and is_there
+
+  def saves(self, name: str) -> bool:
+    """Whether a module, which has no adapter, is stored whole."""
+    if _ends(name, _EMBEDDINGS):  # of which PEFT itself decides
+      return True
+    saved = tuple(self.modules_to_save or ())
+    return any(n.endswith(saved) for n in _above(name))
 
 
 def _ends(name: str, ends: Sequence[str]) -> bool:
   """Whether a name ends with one of several, as PEFT compares them."""
   return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def _above(name: str) -> Iterator[str]:
+  """The names of a module and of all that it is part of."""
+  parts = name.split(".")
+  return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 # Fields that must have these values: others are not what we compute.
@@ -107,6 +122,7 @@ _UNREAD = {
   "auto_mapping",
   "base_model_name_or_path",
   "corda_config",
+  "ensure_weight_tying",
   "eva_config",
   "inference_mode",
   "layers_pattern",
@@ -119,6 +135,7 @@ _UNREAD = {
   "revision",
   "runtime_config",
   "task_type",
+  "velora_config",
 }
 
 
@@ -304,17 +321,19 @@ def import_adapters(source: str, base: str, out: str) -> int:
   ]
   if both:
     raise ValueError(f"{source}: {both[0]} is stored whole and has an adapter")
-  saved = found.modules_to_save or []
-  if other := [n for n in whole if not _ends(n.rpartition(".")[0], saved)]:
-    raise ValueError(
-      f"{source}: {other[0]} is stored whole, modules_to_save={saved} does not "
-      "name it"
-    )
-  stored_whole = [name.rpartition(".")[0] for name in whole]
-  if lost := [m for m in saved if not any(_ends(n, [m]) for n in stored_whole)]:
-    raise ValueError(
-      f"{source}: modules_to_save names {lost[0]!r}, no tensor of it is there"
-    )
+  for name in (name for rule in table for name in rule.theirs):
+    module = name.rpartition(".")[0]
+    is_named = found.saves(module)
+    if name in tensors and not is_named:
+      raise ValueError(
+        f"{source}: {name} is stored whole, modules_to_save="
+        f"{found.modules_to_save} does not name it"
+      )
+    if name not in tensors and is_named and not _ends(module, _EMBEDDINGS):
+      raise ValueError(
+        f"{source}: {name} is not there, modules_to_save="
+        f"{found.modules_to_save} names it"
+      )
   alpha = found.lora_alpha
   lora = LoraConfig(
     found.r,

@@ -33,6 +33,7 @@ from moh_jax.runtime.files import (
   check_regular,
   named_errors,
   replacing,
+  write_whole,
 )
 from moh_jax.runtime.json_files import (
   MAX_BYTES,
@@ -499,8 +500,8 @@ def write_folder(
     write_file(folder / name, shard, dtype, metadata)
     weight_map |= {tensor: name for part in shard for tensor in part.names}
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-  with replacing(folder / f"{stem}.safetensors.index.json") as temporary:
-    temporary.write_text(json.dumps(index, indent=2) + "\n")
+  text = json.dumps(index, indent=2) + "\n"
+  write_whole(folder / f"{stem}.safetensors.index.json", text.encode())
 
 
 @contextmanager
@@ -528,7 +529,7 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   growing = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
   growing.mkdir()
   try:
-    with named_errors(path):
+    with named_errors(path, growing):
       yield growing
       os.replace(growing, path)
   finally:

@@ -13,14 +13,13 @@ from typing import IO, Any
 
 from moh_jax.data.input_files import (
   check_rows,
+  check_unpacked,
   import_extra,
   is_address,
   open_file,
 )
 
 _FOOTED = b"ARROW1"  # first bytes of files that have a footer
-_RATIO = 64  # bytes that one of a file may become; texts have about 10
-_MOST_UNPACKED = 1 << 28  # bytes that any small file may unpack to
 # Places of fields in their tables.
 _HEADER, _DATA = 2, 1  # of a message, of a dictionary
 _ROWS, _BUFFERS, _COMPRESSION = 0, 2, 3  # of a batch
@@ -49,7 +48,7 @@ def open_arrow(file: str) -> tuple[IO[bytes], Any]:
   if not is_address(file):
     with contextlib.suppress(OSError, pyarrow.ArrowException):
       # Damage shows when the rows behind it are read, which may be left out.
-      _check_sizes(file, stream, _messages(stream, ipc, has_footer))
+      _check_sizes(file, stream.size(), _messages(stream, ipc, has_footer))
   stream.seek(0)
   return stream, (ipc.open_file if has_footer else ipc.open_stream)(stream)
 
@@ -76,24 +75,20 @@ def _messages(stream: IO[bytes], ipc: Any, has_footer: bool) -> Iterator[Any]:
     yield ipc.read_message(stream)
 
 
-def _check_sizes(file: str, stream: IO[bytes], messages: Iterable[Any]) -> None:
+def _check_sizes(file: str, size: int, messages: Iterable[Any]) -> None:
   """Refuses what states more rows or bytes than the file may mean.
 
   Raises:
     OSError: a message is damaged.
     ValueError: it does.
   """
-  most = max(_MOST_UNPACKED, _RATIO * stream.size())
   rows = unpacked = 0
   for message in messages:
     with _damage():
       batch_rows, batch_bytes = _sizes(message)
     rows, unpacked = rows + batch_rows, unpacked + batch_bytes
-    check_rows(file, rows)
-    if unpacked > most:
-      raise ValueError(
-        f"{file}: unpacks to {unpacked:,} bytes, must be at most {most:,}"
-      )
+  check_rows(file, rows)
+  check_unpacked(file, unpacked, size)
 
 
 def _sizes(message: Any) -> tuple[int, int]:
@@ -102,9 +97,9 @@ def _sizes(message: Any) -> tuple[int, int]:
     return 0, 0
   data, unpacked = message.metadata.to_pybytes(), 0
   batch = _table(data, *struct.unpack_from("<I", data), _HEADER)
-  if message.type == "dictionary":
-    batch = _table(data, batch, _DATA)
-  place = _place(data, batch, _ROWS)
+  is_batch = message.type == "record batch"
+  batch = batch if is_batch else _table(data, batch, _DATA)
+  place = _place(data, batch, _ROWS) if is_batch else 0
   (rows,) = struct.unpack_from("<q", data, place) if place else (0,)
   if _place(data, batch, _COMPRESSION):
     for place in _places(data, batch, _BUFFERS, _BUFFER_BYTES):

@@ -35,6 +35,7 @@ _WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 # Of unpacked text, read at one time. pyarrow loses so much before damage.
 _UNPACKED_BYTES = 1 << 12
 _MOST_UNPACKED = 1 << 25  # bytes that any small file may unpack to
+_MOST_OF_TABLE, _RATIO = 1 << 28, 256  # bytes of a small table, of others
 _MOST_ROWS, _ROWS_PER_BYTE = 1 << 20, 8  # of a small table, of others
 _DEEP = "/**/"  # of a pattern: any number of folders
 
@@ -208,7 +209,11 @@ def open_parquet(file: str) -> Iterator[Any]:
       table = stack.enter_context(opened)
     except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
       raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
-    check_rows(file, table.metadata.num_rows)
+    about = table.metadata
+    check_rows(file, about.num_rows)
+    groups = map(about.row_group, range(about.num_row_groups))
+    total = sum(group.total_byte_size for group in groups)
+    check_unpacked(file, total, file_size(file))
     yield table
 
 
@@ -221,6 +226,19 @@ def check_rows(file: str, rows: int) -> None:
   most = max(_MOST_ROWS, _ROWS_PER_BYTE * file_size(file))
   if rows > most:
     raise ValueError(f"{file}: {rows:,} rows, must be at most {most:,}")
+
+
+def check_unpacked(file: str, unpacked: int, size: int) -> None:
+  """Refuses a table that unpacks to more than tables of `size` bytes do.
+
+  Raises:
+    ValueError: it does.
+  """
+  most = max(_MOST_OF_TABLE, _RATIO * size)
+  if unpacked > most:
+    raise ValueError(
+      f"{file}: unpacks to {unpacked:,} bytes, must be at most {most:,}"
+    )
 
 
 class _Bounded(io.RawIOBase):

@@ -20,7 +20,12 @@ from array_record.python import array_record_module
 
 from moh_jax.data import shards
 from moh_jax.data.shards import Entry
-from moh_jax.runtime.files import checksum, disk_errors, remove_files, replacing
+from moh_jax.runtime.files import (
+  checksum,
+  disk_errors,
+  remove_files,
+  write_whole,
+)
 from moh_jax.runtime.json_files import (
   differences,
   json_checksum,
@@ -314,5 +319,4 @@ def _list_name(shard: str) -> str:
 
 
 def _write_json(path: pathlib.Path, value: Any):
-  with replacing(path) as temporary:
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+  write_whole(path, f"{json.dumps(value, indent=2)}\n".encode())

@@ -8,6 +8,7 @@ import abc
 import concurrent.futures
 import functools
 import logging
+import operator
 import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
@@ -246,13 +247,12 @@ def make_source(
     raise ValueError(f"{where}: {wrong}")
   _LOG.info("data: %s: %d examples of %d classes", where, size, found)
   check_class_names(class_names, names, where)
-  if not kind.has_path:  # none of its examples can be bad
-    return source
   checked = CheckedSource(
     source,
     skip=data.bad_images == "skip" and split == "train",
     smallest=model.input_shape[:2] if crops_center(config, split) else (0, 0),
     decode=data.decode,
+    is_pixels=not is_latent(config),
   )
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
@@ -413,6 +413,7 @@ class CheckedSource:
     skip: bool,
     smallest: tuple[int, int] = (0, 0),
     decode: str = "exact",
+    is_pixels: bool = True,
   ):
     """Wraps a source.
 
@@ -422,9 +423,10 @@ class CheckedSource:
       skip: whether bad images are replaced; otherwise they raise.
       smallest: minimum rows and columns of an image.
       decode: `data.decode`, which changes pixels and so the identity.
+      is_pixels: images must be uint8; latents are not.
     """
     self._source, self._skip, self._smallest = source, skip, smallest
-    self._decode = decode
+    self._decode, self._is_pixels = decode, is_pixels
     self._bad: dict[int, object] = {}
 
   def __getattr__(self, name: str) -> Any:
@@ -498,14 +500,18 @@ class CheckedSource:
     """An example that is large enough, of one of the classes."""
     try:
       example = read(index)
-      label, classes = int(example["label"]), len(self._source.class_names)
-      rows, columns = example["image"].shape[:2]
-    except (OSError, ValueError):
+      label, classes = example["label"], len(self._source.class_names)
+      label, image = operator.index(label), example["image"]
+      rows, columns = image.shape[:2]
+      dtype = getattr(image, "dtype", np.uint8)  # a `LaterImage` has none
+    except (OSError, ValueError, MemoryError):
       raise
-    except Exception as error:  # of another package's code
-      raise ValueError(
+    except Exception as error:  # of another package's code; is not skipped
+      raise OSError(
         f"example {index} of the data: {type(error).__name__}: {error}"
       ) from error
+    if self._is_pixels and dtype != np.uint8:
+      raise ValueError(f"example {index} of the data: {dtype}, must be uint8")
     if not 0 <= label < classes:
       name = self._source.name(index)
       raise ValueError(f"{name}: label={label} must be in [0, {classes - 1}]")

@@ -235,17 +235,21 @@ def read_documents(
     ValueError: a table has no such column, or an optional library is missing.
   """
   kind, packing = file_format(piece.file)
-  most = MOST_BYTES
-  if packing or kind not in ("text", "jsonl"):  # may unpack to what it is not
-    small = _RATIO * input_files.file_size(piece.file)
-    most = min(most, max(_MOST_SMALL, small))
+  is_packed = bool(packing) or kind not in ("text", "jsonl")
+  most, size, total = MOST_BYTES, input_files.file_size(piece.file), 0
+  if is_packed:
+    most = min(most, max(_MOST_SMALL, _RATIO * size))
   try:
     if kind == "text":
-      yield piece.name, _read_text(piece.file, packing, most)
+      documents = iter([(piece.name, _read_text(piece.file, packing, most))])
     elif kind == "jsonl":
-      yield from _read_lines(piece, packing, field, most)
+      documents = _read_lines(piece, packing, field, most)
     else:
-      yield from _read_rows(piece, field, most)
+      documents = _read_rows(piece, field, most)
+    for name, text in documents:
+      total += len(text) if is_packed and isinstance(text, str) else 0
+      input_files.check_unpacked(piece.file, total, size)
+      yield name, text
   except BadTextError as problem:
     yield piece.name, problem
 
@@ -365,9 +369,9 @@ def _parse(
 
 def _check_size(size: int, where: str, most: int) -> None:
   if size > most:
-    raise BadTextError(
-      where, "too long", f": a document of more than {most:,} bytes; cut it"
-    )
+    unpack = ", or unpack the file" if most < MOST_LINE_BYTES else ""
+    text = f": a document of more than {most:,} bytes; cut it{unpack}"
+    raise BadTextError(where, "too long", text)
 
 
 def _decode(content: bytes, where: str) -> str:

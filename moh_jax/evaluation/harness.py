@@ -429,7 +429,8 @@ def _set_shots(task: Any, shots: int | None) -> None:
   if shots and (sampler := getattr(task, "sampler", None)) is not None:
     most = len(sampler.fewshot_indices or sampler.df)
     # A question is none of its own examples.
-    most -= task.fewshot_cfg.split == task.config.test_split
+    split = task.fewshot_cfg.split
+    most -= split is not None and split == task.config.test_split
     if shots > most:
       raise ValueError(
         f"num_fewshot={shots} must be at most {most}, the examples of task "

@@ -43,7 +43,9 @@ Prompt = str | Sequence[int]
 
 _SPAN = 16  # tokens between two looks at what was written
 _GREEDY = Sampling()
-_MOST_LINE_BYTES = 1 << 26  # of a completion that a file holds
+# Of a completion that a file holds.
+_KEYS = {"index", "prompt", *decoding.Completion.__dataclass_fields__}
+_MOST_LINE_BYTES = 1 << 28
 # Batches of a file whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8
 _OPTIONS = ("cache_dtype", "batch_size", "add_bos", "parse_special")
@@ -390,13 +392,13 @@ def _open(
 ) -> int:
   """Starts the file, or cuts off a half-written line; returns whole lines."""
   stated = out.with_name(out.name + ".settings.json")
-  if os.path.lexists(out):
+  if out.exists():
     check_regular(out)
-  else:
-    with disk_errors(str(stated), "nothing else is"):
-      write_whole(stated, json.dumps(settings, indent=2).encode() + b"\n")
+  with disk_errors(str(stated), "nothing else is"):
     out.touch()
-  held.enter_context(only_writer(out))
+    held.enter_context(only_writer(out))
+    if not out.stat().st_size:
+      write_whole(stated, json.dumps(settings, indent=2).encode() + b"\n")
   if not same_settings(stated, settings, f"{out} holds completions"):
     raise ValueError(
       f"{out} exists, and no {stated.name} beside it says what it was made "
@@ -410,7 +412,8 @@ def _open(
         with contextlib.suppress(ValueError, TypeError, KeyError):
           row = parse_json(line, max_bytes=_MOST_LINE_BYTES)
           wanted = [(lines, text) for text in itertools.islice(texts, 1)]
-          if [(row["index"], row["prompt"])] == wanted:
+          is_index = type(row["index"]) is int and row.keys() == _KEYS
+          if is_index and [(row["index"], row["prompt"])] == wanted:
             lines, size = lines + 1, size + len(line)
             continue
         raise ValueError(

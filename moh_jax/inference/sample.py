@@ -1,6 +1,7 @@
 """Images from a diffusion checkpoint: a few into memory, many into files."""
 
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ import os
 import pathlib
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ from moh_jax.runtime.files import (
   disk_errors,
   inside,
   only_writer,
+  read_bytes,
   remove_files,
   replacing,
   write_whole,
@@ -43,6 +46,9 @@ Labels = Sequence[int | None]
 _SETTINGS = "settings.json"
 # Pattern of the names of parts of which a kill stopped the writing.
 _GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
+_MOST_PNG_BYTES = 1 << 30
+# What reading a damaged archive raises, beside errors of the disk.
+_DAMAGE = zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError
 _MARK = "moh_jax"  # name of a text in PNG files
 
 
@@ -277,8 +283,9 @@ def sample_files(
           "made with; remove it, or choose another --out"
         )
       folder.mkdir(parents=True, exist_ok=True)
-      write_whole(folder / _SETTINGS, _comment(settings))
     held.enter_context(only_writer(folder))
+    if not _has_settings(folder, settings):
+      write_whole(folder / _SETTINGS, _comment(settings))
     names = {file.name for file in every}
     for place in {file.parent for file in every}:
       for left in place.glob(".*.tmp"):  # of ours, by a kill
@@ -299,7 +306,8 @@ def sample_files(
           with replacing(file) as fresh:
             (_write_part if joined else write_png)(fresh, content, mark)
     if joined and is_first:
-      if not out.exists():  # else it was finished
+      # Another process may have finished it where files have no locks.
+      if not (_is_finished(out, settings) if missing else out.exists()):
         with disk_errors(str(out), f"what is in {folder} is"):
           _join(out, every, num, labels, settings)
       _remove_parts(folder, every, settings)
@@ -313,13 +321,13 @@ def _name(file: pathlib.Path, folder: pathlib.Path) -> str:
 
 def _mark(settings: dict[str, Any], name: str, pixels: np.ndarray) -> str:
   """Tells a file of these samples from another one and from a damaged one."""
-  content = _comment(settings) + name.encode() + pixels.tobytes()
+  content = _comment(settings) + os.fsencode(name) + pixels.tobytes()
   return xxhash.xxh3_128(content).hexdigest()
 
 
 def _write_part(path: pathlib.Path, images: np.ndarray, mark: str) -> None:
   with path.open("wb") as stream:
-    np.save(stream, images)
+    np.save(stream, np.ascontiguousarray(images))
     stream.write(mark.encode())
 
 
@@ -334,18 +342,20 @@ def write_png(path: pathlib.Path, pixels: np.ndarray, mark: str = "") -> None:
 def _check_picture(
   file: pathlib.Path, name: str, settings: dict[str, Any]
 ) -> None:
-  """Checks that `write_png` wrote a file of these samples, and nothing since.
+  """Checks that a picture is whole, and one of these samples.
+
+  Versions that wrote no mark left pictures whose place nobody can check.
 
   Raises:
     ValueError: it is damaged, or another one.
   """
-  check_regular(file)
+  content = read_bytes(file, _MOST_PNG_BYTES)
   try:
-    with open_picture(file) as picture:
+    with open_picture(io.BytesIO(content)) as picture:
       pixels, mark = np.asarray(picture), picture.info.get(_MARK)
   except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(f"{file}: damaged, remove it: {error}") from error
-  if mark != _mark(settings, name, pixels):
+  if mark not in (None, _mark(settings, name, pixels)):
     raise ValueError(f"{file}: is not the image sampled here; remove it")
 
 
@@ -366,15 +376,15 @@ def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
     return False
   check_regular(out)
   is_ours = is_whole = False
-  with contextlib.suppress(Exception):  # a damaged one raises nearly anything
+  with contextlib.suppress(*_DAMAGE):
     with zipfile.ZipFile(out) as archive:
       is_ours = archive.comment == _comment(settings)
       is_whole = is_ours and archive.testzip() is None
       is_whole &= archive.namelist() == ["arr_0.npy", "arr_1.npy"]
   if not is_ours:
     raise ValueError(
-      f"{out} exists and was made with other settings; remove it or choose "
-      "another file"
+      f"{out} exists and was made with other settings, or is damaged; remove "
+      "it or choose another file"
     )
   if not is_whole:
     raise ValueError(f"{out} is damaged; remove it")
@@ -424,12 +434,14 @@ def _read_part(
       shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
     except ValueError as error:
       raise ValueError(f"{part}: damaged, remove it: {error}") from error
-    if dtype != np.uint8 or len(shape) != 4 or shape[0] != count:
+    size = math.prod(shape) if min(shape, default=0) > 0 else 0
+    is_whole = 0 < size <= part.stat().st_size
+    if dtype != np.uint8 or shape[:1] != (count,) or not is_whole:
       raise ValueError(
         f"{part}: of dtype {dtype} and shape {shape}, not {count} images; "
         "remove it"
       )
-    content = stream.read(math.prod(shape))
+    content = stream.read(size)
     mark = stream.read(len(_mark({}, "", np.zeros(0))) + 1).decode("latin-1")
   images = np.frombuffer(content, np.uint8)
   if mark != _mark(settings, part.name, images):

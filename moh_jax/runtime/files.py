@@ -35,6 +35,7 @@ DEFLATE_RATIO = 1032
 _TEMPORARY: dict[str, str] = {}  # folders, and what the user named
 _CONTROL = re.compile(r"(?!\033\[(?:32|0)m)[\x00-\x1f\x7f-\x9f]")
 _CHUNK = 1 << 20
+_FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
 
 @contextlib.contextmanager
@@ -166,25 +167,32 @@ def only_writer(path: str | os.PathLike) -> Iterator[None]:
   Raises:
     OSError: another process has it.
   """
-  descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+  # Network file systems lock only what is open for writing.
+  mode = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR
+  descriptor = os.open(path, mode | os.O_CLOEXEC)
   try:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-        raise OSError(f"{path}: another process is writing it") from None
+    except BlockingIOError:
+      raise OSError(f"{path}: another process is writing it") from None
+    except OSError:
+      pass
     yield
   finally:
     os.close(descriptor)
 
 
 @contextlib.contextmanager
-def named_errors(path: pathlib.Path, temporary: Any = None) -> Iterator[None]:
-  """Names `path` in errors of its disk that name no file, or `temporary`."""
+def named_errors(
+  path: str | os.PathLike, temporary: Any = None
+) -> Iterator[None]:
+  """Names `path` in errors of a full disk that name no file, or `temporary`."""
   try:
     yield
   except OSError as error:
-    if error.errno and error.filename in (None, os.fspath(temporary or path)):
+    inner = os.fspath(temporary or path)
+    is_ours = os.fsdecode(error.filename or inner).startswith(inner)
+    if error.errno in _FULL and is_ours:
       raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     raise
 
@@ -270,7 +278,7 @@ def write_whole(path: Any, content: bytes) -> None:
     with named_errors(path):
       path.write_bytes(content)
     return
-  with replacing(path.resolve()) as temporary:  # of a link, what it leads to
+  with replacing(path) as temporary:
     temporary.write_bytes(content)
 
 

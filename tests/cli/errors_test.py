@@ -42,6 +42,7 @@ _REFUSED = {
     "{vit} nope": "nope: no such file or",
     "{vit} {here}/good.png --json /proc/x": "--json /proc/x: ",
     "{vit} {here}/good.png --json {here}": "is a folder, must be a file",
+    "{vit} {here}/good.png --json {here}/good.png": "must be another file than",
     "{vit} {here}/good.png --step newer": "a number, newest or whole",
     "{dit} {here}": "`classify` needs 'vit'",
   },
@@ -74,6 +75,7 @@ _REFUSED = {
     "--limit 2": "--limit=2 needs --tasks",
     "--plot {here}/x.svg": "needs several --top-k",
     "--plot {here}/x.jpg": "must end in .png",
+    "--json {here}/x --per-class {here}/x": "must be another file than --",
   },
   "evaluate --checkpoint": {
     "{dit} --per-class {here}/x.csv": "needs 'vit'",

@@ -99,6 +99,12 @@ class ReadTest(parameterized.TestCase):
       {"rope": _rope("linear", factor=4.0), "max_length": 4 * 8192},
     ),
     (
+      {"rope_scaling": {"type": "linear", "factor": 4.0},
+       "rope_parameters": {"rope_type": "linear", "factor": 4.0,
+                           "rope_theta": 500000.0}},
+      {"rope": _rope("linear", factor=4.0), "max_length": 4 * 8192},
+    ),
+    (
       {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
       {"rope": _rope("dynamic", factor=4.0, original_length=8192),
        "max_length": 4 * 8192},
@@ -156,6 +162,13 @@ class ReadTest(parameterized.TestCase):
     (
       {"rope_scaling": {"type": "linear", "rope_type": "dynamic"}},
       "rope_scaling.rope_type, rope_scaling.type must be the same",
+    ),
+    (
+      {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0},
+      },
+      "rope_scaling, rope_parameters must be the same",
     ),
     (
       {"rope_parameters": {"rope_theta": 1.0}},

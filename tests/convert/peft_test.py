@@ -82,8 +82,10 @@ class FolderTest(parameterized.TestCase):
     ({"use_new_thing": True}, "use_new_thing=True is unknown"),
     ({"target_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
     ({"exclude_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
-    ({"modules_to_save": None}, "is stored whole, modules_to_save=.. does not"),
-    ({"modules_to_save": ["lm_head", "foo"]}, "modules_to_save"),
+    (
+      {"modules_to_save": None},
+      "stored whole, modules_to_save=None does not",
+    ),
     ({"layers_to_transform": [1]}, "layers.0.* has an adapter, .* otherwise"),
   )
   def test_what_we_do_not_compute_is_refused(self, change, words):
@@ -128,7 +130,7 @@ class FolderTest(parameterized.TestCase):
       (wrong, "no place for: other.lora_A"),
       (half, "has one factor of two"),
       (gone, "has no adapter, target_modules and what .* say otherwise"),
-      (lost, "router.* is missing, must be"),
+      (lost, "router.* is not there, modules_to_save"),
       ({**tensors, **norms}, "layernorm.weight is stored whole, modules_to_sa"),
       (
         {**tensors, **twice},
@@ -139,6 +141,38 @@ class FolderTest(parameterized.TestCase):
       with self.assertRaisesRegex((ValueError, FloatingPointError), words):
         out = self.create_tempdir().full_path
         convert("peft", str(source), out, base=str(case / "base"))
+
+  def _with_saved(self, saved, names):
+    """A folder of "joined" whose config saves modules, and its base."""
+    case = self.root / "joined"
+    source = pathlib.Path(self.create_tempdir().full_path, "peft")
+    shutil.copytree(case / "peft_lora", source)
+    path = source / "adapter_config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"modules_to_save": saved}))
+    tensors = load_file(source / _TENSORS)
+    base = load_file(case / "hf_base" / "model.safetensors")
+    whole = {f"base_model.model.{n}": base[n] for n in names}
+    kept = {n: x for n, x in tensors.items() if "lora_" in n}
+    save_file({**kept, **whole}, source / _TENSORS)
+    return str(source), str(case / "base")
+
+  @parameterized.parameters(
+    (["norm"], ("input_layernorm", "post_attention_layernorm"), ["model.norm"]),
+    (["input_layernorm", "wte"], ("input_layernorm",), []),
+    (None, (), ["lm_head"]),
+  )
+  def test_modules_are_saved_as_peft_names_them(self, saved, parts, others):
+    names = [
+      *(f"model.layers.{i}.{part}.weight" for i in range(3) for part in parts),
+      *(f"{name}.weight" for name in others),
+    ]
+    out = self.create_tempdir().full_path
+    source, base = self._with_saved(saved, names)
+    convert("peft", source, out, base=base)
+    source, base = self._with_saved([*(saved or []), "up_proj"], names)
+    with self.assertRaisesRegex(ValueError, "up_proj has an adapter, .* say"):
+      convert("peft", source, f"{out}/other", base=base)
 
   def test_a_base_and_adapters_belong_together(self):
     case, out = self.root / "moh", self.create_tempdir().full_path

@@ -265,6 +265,19 @@ class TablesTest(_FilesTest):
     with self.assertRaisesRegex(ValueError, f"{name}: 67,108,864 rows, must"):
       self._read(name)
 
+  def test_a_small_table_has_no_endless_texts(self):
+    large = pyarrow.array(["a" * (1 << 20)] * 300)
+    one = pyarrow.DictionaryArray.from_arrays([0] * 300, ["a" * (1 << 20)])
+    for texts, shared, unpacked in (
+      *((large, False, "314,"), (large, True, "269,"), (one, True, "269,")),
+    ):
+      table = pyarrow.table({"text": texts})
+      options = {"compression": "zstd", "use_dictionary": shared}
+      parquet.write_table(table, self.root / "a.parquet", **options)
+      self.assertLess((self.root / "a.parquet").stat().st_size, 1 << 20)
+      with self.assertRaisesRegex(ValueError, f"unpacks to {unpacked}"):
+        self._read("a.parquet")
+
   def test_a_small_packed_file_has_no_huge_document(self):
     self._write("a.txt.gz", gzip.compress(b"a" * (1 << 23)))
     self.assertLen(self._read("a.txt.gz"), 1)
