@@ -250,7 +250,7 @@ def make_source(
   checked = CheckedSource(
     source,
     skip=data.bad_images == "skip" and split == "train",
-    smallest=model.input_shape[:2] if crops_center(config, split) else (0, 0),
+    smallest=model.input_shape[:2] if crops_center(config, split) else (1, 1),
     decode=data.decode,
     is_pixels=not is_latent(config),
   )
@@ -411,7 +411,7 @@ class CheckedSource:
     source: Any,
     *,
     skip: bool,
-    smallest: tuple[int, int] = (0, 0),
+    smallest: tuple[int, int] = (1, 1),
     decode: str = "exact",
     is_pixels: bool = True,
   ):
