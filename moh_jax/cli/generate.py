@@ -254,6 +254,8 @@ def _settings(
   options: Options, generator: Generator, use_ema: bool
 ) -> dict[str, Any]:
   """What the texts depend on, beside prompts and sampling."""
+  from moh_jax.inference.restore import random_settings
+
   tokenizer = generator.tokenizer
   # With the files beside it, which say chat templates and ends of texts.
   files = repr((tokenizer.sha256, sorted(tokenizer.files.items())))
@@ -270,6 +272,7 @@ def _settings(
     "no_bos": options.no_bos,
     "parse_special": options.parse_special,
     "tokenizer": hashlib.sha256(files.encode()).hexdigest(),
+    **random_settings(),
   }
 
 

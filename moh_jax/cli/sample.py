@@ -88,7 +88,7 @@ def run(options: Options) -> int:
   from moh_jax.data.grids import tiles
   from moh_jax.data.image_folders import find_images
   from moh_jax.inference import sample
-  from moh_jax.inference.restore import fingerprint
+  from moh_jax.inference.restore import fingerprint, random_settings
   from moh_jax.models.vae import weights_sha256
   from moh_jax.runtime import sharding
 
@@ -132,6 +132,7 @@ def run(options: Options) -> int:
         "checkpoint": fingerprint(restored.config.model, restored.params),
         "step": restored.step,
         "vae": vae and weights_sha256(vae.config, vae.params),
+        **random_settings(),
       }
       sample.sample_files(sampler, num, out, batch_size=size, settings=settings)
   told = f"{num} images written to {out}"

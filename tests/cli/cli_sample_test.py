@@ -115,6 +115,8 @@ class SampleTest(tiny_checkpoint.CommandTest):
       *("--config.eval.use_ema=false", "--config.model.router.gate_form=paper"),
     ):
       self.assert_refused("made with other settings", *argv, argument)
+    with jax.default_prng_impl("rbg"):
+      self.assert_refused("made with other settings", *argv)
     after, _ = self._images("--num=4")
     np.testing.assert_array_equal(after, before)
     (self.root / "x.npz").unlink()
