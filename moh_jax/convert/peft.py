@@ -44,6 +44,7 @@ from moh_jax.runtime.sharding import abstract_boxed, abstract_params, unbox
 
 FORM = "peft"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# What PEFT may store unasked, for `save_embedding_layers`.
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -80,9 +81,7 @@ class _Stored(msgspec.Struct):
     return _ends(name, targets) and is_there
 
   def saves(self, name: str) -> bool:
-    """Whether a module, which has no adapter, is stored whole."""
-    if _ends(name, _EMBEDDINGS):  # of which PEFT itself decides
-      return True
+    """Whether a module, which has no adapter, must be stored whole."""
     saved = tuple(self.modules_to_save or ())
     return any(n.endswith(saved) for n in _above(name))
 
@@ -324,12 +323,13 @@ def import_adapters(source: str, base: str, out: str) -> int:
   for name in (name for rule in table for name in rule.theirs):
     module = name.rpartition(".")[0]
     is_named = found.saves(module)
-    if name in tensors and not is_named:
+    may_be_there = is_named or _ends(module, _EMBEDDINGS)
+    if name in tensors and not may_be_there:
       raise ValueError(
         f"{source}: {name} is stored whole, modules_to_save="
         f"{found.modules_to_save} does not name it"
       )
-    if name not in tensors and is_named and not _ends(module, _EMBEDDINGS):
+    if name not in tensors and is_named:
       raise ValueError(
         f"{source}: {name} is not there, modules_to_save="
         f"{found.modules_to_save} names it"

@@ -394,10 +394,10 @@ def _open(
   stated = out.with_name(out.name + ".settings.json")
   if out.exists():
     check_regular(out)
-  with disk_errors(str(stated), "nothing else is"):
-    out.touch()
-    held.enter_context(only_writer(out))
-    if not out.stat().st_size:
+  out.touch()
+  held.enter_context(only_writer(out))
+  if not out.stat().st_size:
+    with disk_errors(str(stated), "nothing else is"):
       write_whole(stated, json.dumps(settings, indent=2).encode() + b"\n")
   if not same_settings(stated, settings, f"{out} holds completions"):
     raise ValueError(

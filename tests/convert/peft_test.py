@@ -170,6 +170,9 @@ class FolderTest(parameterized.TestCase):
     out = self.create_tempdir().full_path
     source, base = self._with_saved(saved, names)
     convert("peft", source, out, base=base)
+    source, base = self._with_saved([*(saved or []), "embed_tokens"], names)
+    with self.assertRaisesRegex(ValueError, "embed_tokens.weight is not there"):
+      convert("peft", source, f"{out}/other", base=base)
     source, base = self._with_saved([*(saved or []), "up_proj"], names)
     with self.assertRaisesRegex(ValueError, "up_proj has an adapter, .* say"):
       convert("peft", source, f"{out}/other", base=base)

@@ -28,6 +28,7 @@ from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import attention as kernels
 from moh_jax.ops.kernels.attention import kernel_decode
+from moh_jax.runtime import files
 from tests.data import tiny_words
 from tests.folders import FolderTest
 from tests.inference import tiny_writer
@@ -360,6 +361,13 @@ class PromptFileTest(FolderTest):
     (lambda lines: [*lines[:2], b'["x"]\n', *lines[3:]], 3),
     (lambda lines: [*lines[:4], b"x\n", *lines[5:]], 5),
     (lambda lines: [*lines, lines[0]], len(_TEXTS) + 1),
+    (lambda lines: [b"[" * 100_000 + b"\n", *lines[1:]], 1),
+    (lambda lines: [lines[0], lines[1].replace(b"1", b"true", 1)], 2),
+    (lambda lines: [b'{"index": 0, "prompt": "%s"}\n' % _TEXTS[0].encode()], 1),
+    (
+      lambda lines: [*lines, b'{"index": %d, "prompt": null}\n' % len(_TEXTS)],
+      len(_TEXTS) + 1,
+    ),
   )
   def test_lines_of_others_are_named(self, change, line):
     self._complete()
@@ -369,6 +377,19 @@ class PromptFileTest(FolderTest):
       ValueError, f"out.jsonl, line {line}: not what"
     ):
       self._complete()
+
+  def test_a_file_has_one_writer_and_its_settings(self):
+    self._complete(step=1)
+    before = self.out.read_bytes()
+    settings = self.root / "out.jsonl.settings.json"
+    stated = settings.read_bytes()
+    with files.only_writer(self.out):
+      with self.assertRaisesRegex(OSError, "out.jsonl: another process is wri"):
+        self._complete(step=1)
+    with self.assertRaisesRegex(ValueError, "step: 2 here, 1 there"):
+      self._complete(step=2)
+    self.assertEqual(self.out.read_bytes(), before)
+    self.assertEqual(settings.read_bytes(), stated)
 
   def test_lines_appear_before_the_last_chunk(self):
     generate = self.generator.generate
