@@ -70,6 +70,8 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     out = pathlib.Path(self.out)
     if out.suffix and not out.is_dir():
       command.out_file(self.out, ".png", ".npz")
+    if self.vae_tile and not self.vae:
+      self.fail("vae_tile", "needs --vae")
     if self.columns and out.suffix != ".png":
       self.fail("columns", "needs --out FILE.png")
     if self.start and not 0 < self.strength < 1:

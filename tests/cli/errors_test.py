@@ -156,6 +156,7 @@ _REFUSED = {
     "--labels=--5": "'--5' must be a number, none, or one of the",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
     "--out={here}/no/x.png": "no directory",
+    "--vae-tile=8": "--vae-tile=8 needs --vae",
     "--out={here}/x.npz --columns=2": "--columns=2 needs --out FILE.png",
   },
 }
