@@ -358,9 +358,14 @@ def _window(keys: _Stored, architecture: str) -> int | None:
   return window
 
 
+def _kinds(given: _Rope) -> list[str]:
+  """The kind of a scaling, by both of its names."""
+  return list(filter(None, (given.rope_type, given.type))) or ["default"]
+
+
 def _plain(given: _Rope) -> _Rope:
   """The same scaling, which files say in several ways."""
-  kind = given.rope_type or given.type or "default"
+  kind = _kinds(given)[0]
   return msgspec.structs.replace(
     given, rope_type=kind, type=None, rope_theta=None
   )
@@ -371,15 +376,17 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
   old, new = keys.rope_scaling, keys.rope_parameters
   name = "rope_scaling" if old else "rope_parameters"
   given = old or new or _Rope()
-  thetas = [x.rope_theta for x in (old, new) if x] + [keys.rope_theta, _THETA]
-  for one, other, where in (
-    (old and _plain(old), new and _plain(new), "rope_scaling, rope_parameters"),
-    (given.rope_type, given.type, f"{name}.rope_type, {name}.type"),
-    (given.rope_theta, keys.rope_theta, f"{name}.rope_theta, rope_theta"),
+  each = [x for x in (old, new) if x]
+  thetas = [*(x.rope_theta for x in each), keys.rope_theta]
+  thetas = [x for x in thetas if x is not None]
+  for what, said in (
+    ("rope_scaling, rope_parameters", [_plain(x) for x in each]),
+    *((f"{name}.rope_type, {name}.type", _kinds(x)) for x in each),
+    ("rope_theta", thetas),
   ):
-    if None not in (one, other) and one != other:
-      raise ValueError(f"{where} must be the same where both are given")
-  kind = given.rope_type or given.type or "default"
+    if any(x != said[0] for x in said):
+      raise ValueError(f"{what} must be the same wherever it is given")
+  kind = _kinds(given)[0]
   kind = "none" if kind == "default" else kind
   if kind not in ROPE_SCALINGS:
     allowed = ("default", *ROPE_SCALINGS[1:])
@@ -387,7 +394,7 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
   if given.partial_rotary_factor not in (None, 1):
     found = f"{name}.partial_rotary_factor={given.partial_rotary_factor}"
     raise ValueError(f"{found} must be {_WHOLLY}")
-  theta = next(x for x in thetas if x is not None)
+  theta = thetas[0] if thetas else _THETA
   rope: dict[str, Any] = {"theta": theta, "scaling": kind}
   for number in _ROPE_NUMBERS[kind].split():
     if (value := getattr(given, number)) is not None:
@@ -407,6 +414,11 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
         0.1 * count * math.log(rope["factor"]) + 1
         for count in (given.mscale, given.mscale_all_dim)
       )
+      if below <= 0:
+        raise ValueError(
+          f"{name}.mscale_all_dim={given.mscale_all_dim} must make a factor "
+          "above 0"
+        )
       rope.setdefault("attention_factor", above / below)
   return length, rope
 

@@ -219,7 +219,8 @@ def export_adapters(
   params = {p: np.asarray(x) for p, x in flatten_dict(params).items()}
   tensors, saved, targets, others = {}, set(), set(), set()
   for name, place in _places(config.model, adapters, lora.rank):
-    if not adapters.adapted[place.layer][place.part]:
+    has = adapters.adapted.get(place.layer)
+    if has is None or not has[place.part]:
       others.add(name.rpartition(".")[2])
       continue
     a, b = (params[*place.layer, n][place.rule.layer] for n in (LORA_A, LORA_B))

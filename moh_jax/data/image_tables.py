@@ -42,6 +42,7 @@ _MOST_CLASSES = 1 << 20
 _KEPT_BYTES = 1 << 28  # of row groups that a process keeps
 _SUFFIXES = (".parquet", ".arrow")
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
+_ROWS_AT_ONCE = 4
 _MOST_SCHEMA = 1 << 26  # bytes that a schema's notes may have
 
 
@@ -345,7 +346,17 @@ def _read_group(place: tuple[str, int | None], column: str) -> Any:
     damage(where, pyarrow.ArrowException),
   ):
     groups = range(table.num_row_groups) if group is None else [group]
-    return table.read_row_groups(groups, columns=[column], use_threads=False)
+    options = {"columns": [column], "use_threads": False}
+    if group is None:  # of labels, which are short
+      return table.read_row_groups(groups, **options)
+    batches, total, size = [], 0, input_files.file_size(file)
+    # A value that many rows share is stored once.
+    options["row_groups"] = groups
+    for batch in table.iter_batches(_ROWS_AT_ONCE, **options):
+      total += batch.nbytes
+      input_files.check_unpacked(file, total, size)
+      batches.append(batch)
+    return pyarrow.Table.from_batches(batches, batches[0].schema)
 
 
 def _kept_bytes(place: tuple[str, int | None], group: Any) -> int:

@@ -16,9 +16,11 @@ import tokenizers as hf
 
 from moh_jax.data.input_files import import_extra
 
-_MOST_GROWTH = 64  # of a text by normalizing or decoding; of NFKC it is 18
+_MOST_GROWTH = 64  # of a text by normalizing or decoding
 # Characters of a word or piece, with which the time of a long word grows.
-_MOST_WORD = 1 << 10
+_MOST_WORD, _MOST_PIECE = 1 << 10, 1 << 8
+# Characters that a Unicode normalization makes of one, at most.
+_FORMS = {"NFD": 4.0, "NFC": 3.0, "NFKD": 18.0, "NFKC": 18.0}
 _MOST_STATE = 1 << 16  # characters of a post_processor
 _ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
 
@@ -52,7 +54,11 @@ def _growth(part: Mapping[str, Any]) -> float:
   """Characters that a part of a tokenizer.json makes of one, at most."""
   kind = part["type"]
   if kind == "Sequence":
-    return math.prod(map(_growth, part.get("normalizers") or part["decoders"]))
+    parts = part.get("normalizers") or part["decoders"]
+    # After one of these the others find little to take apart.
+    once = [x for x in parts if x["type"] in (*_FORMS, "Precompiled")]
+    others = math.prod(_growth(x) for x in parts if x not in once)
+    return others * max(map(_growth, once), default=1.0)
   if kind == "Replace":
     shortest = len(part["pattern"].get("String", ""))
     made = len(part["content"])
@@ -61,7 +67,7 @@ def _growth(part: Mapping[str, Any]) -> float:
     return 1.0 + len(part["prepend"])
   if kind == "Precompiled":
     return _longest_rule(base64.b64decode(part["precompiled_charsmap"]))
-  return 4.0 if kind == "ByteLevel" else 1.0
+  return 4.0 if kind == "ByteLevel" else _FORMS.get(kind, 1.0)
 
 
 def _longest_rule(charsmap: bytes) -> float:
@@ -106,13 +112,14 @@ def _check_model(tokenizer: hf.Tokenizer) -> None:
   """Refuses a model whose time grows with the square of a word."""
   model = tokenizer.model
   longest = getattr(model, "max_input_chars_per_word", 0)  # of WordPiece
+  most = _MOST_WORD
   if isinstance(model, hf.models.Unigram):
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    longest = max(map(len, vocabulary), default=0)
-  if longest > _MOST_WORD:
+    longest, most = max(map(len, vocabulary), default=0), _MOST_PIECE
+  if longest > most:
     raise TokenizerFileError(
       f"its {type(model).__name__} reads words of {longest:,} characters, must "
-      f"be at most {_MOST_WORD:,}"
+      f"be at most {most:,}"
     )
 
 

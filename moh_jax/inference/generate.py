@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import tqdm
+import xxhash
 from jax.sharding import Mesh
 
 from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
@@ -36,7 +37,12 @@ from moh_jax.runtime.files import (
   only_writer,
   write_whole,
 )
-from moh_jax.runtime.json_files import parse_json, same_settings, strict_json
+from moh_jax.runtime.json_files import (
+  parse_json,
+  read_json,
+  same_settings,
+  strict_json,
+)
 from moh_jax.runtime.peers import ask_first_process
 
 Prompt = str | Sequence[int]
@@ -46,6 +52,7 @@ _GREEDY = Sampling()
 # Of a completion that a file holds.
 _KEYS = {"index", "prompt", *decoding.Completion.__dataclass_fields__}
 _MOST_LINE_BYTES = 1 << 28
+_NOTE = "_written"  # beside the settings
 # Batches of a file whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8
 _OPTIONS = ("cache_dtype", "batch_size", "add_bos", "parse_special")
@@ -349,9 +356,8 @@ def complete_file(
   for index, prompt in enumerate(prompts):
     generator.encode(index, prompt_of([prompt]), sampling)
   with contextlib.ExitStack() as held:  # the file, by the first process
-    (done,) = ask_first_process(
-      lambda: [_open(out, settings, prompts, held)], 1
-    )
+    written = _Written(out, settings)
+    (done,) = ask_first_process(lambda: [_open(written, prompts, held)], 1)
     is_first = jax.process_index() == 0
     size = _CHUNK_BATCHES * generator.batch_size
     # A chunk that is half written is made again, with the same batches.
@@ -375,37 +381,66 @@ def complete_file(
         ][max(done - first, 0) :]
         if is_first:
           with disk_errors(str(out), "the lines before are"):
-            with out.open("ab") as file:
-              file.writelines(strict_json(x).encode() + b"\n" for x in rows)
-              file.flush()
-              os.fsync(file.fileno())
+            written.append(rows)
         bar.update(len(rows))
         first += len(chunk)
     return done
 
 
+class _Written:
+  """A file of completions, and beside it settings and checksum of its lines."""
+
+  def __init__(self, out: pathlib.Path, settings: dict[str, Any]):
+    self.out, self.settings = out, settings
+    self.stated = out.with_name(out.name + ".settings.json")
+    self.size, self._sum = 0, xxhash.xxh3_128()
+
+  def note(self) -> dict[str, Any]:
+    """What identifies the lines so far."""
+    return {"bytes": self.size, "xxh3": self._sum.hexdigest()}
+
+  def add(self, line: bytes) -> None:
+    """Counts a line that is in the file."""
+    self._sum.update(line)
+    self.size += len(line)
+
+  def append(self, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes lines; killed before the note, the file has more than it says."""
+    with self.out.open("ab") as file:
+      for row in rows:
+        line = strict_json(row).encode() + b"\n"
+        file.write(line)
+        self.add(line)
+      file.flush()
+      os.fsync(file.fileno())
+    self.state()
+
+  def state(self) -> None:
+    """Writes settings and note."""
+    text = json.dumps({**self.settings, _NOTE: self.note()}, indent=2)
+    write_whole(self.stated, f"{text}\n".encode())
+
+
 def _open(
-  out: pathlib.Path,
-  settings: dict[str, Any],
-  prompts: Prompts,
-  held: contextlib.ExitStack,
+  written: _Written, prompts: Prompts, held: contextlib.ExitStack
 ) -> int:
   """Starts the file, or cuts off a half-written line; returns whole lines."""
-  stated = out.with_name(out.name + ".settings.json")
+  out, stated = written.out, written.stated
   if out.exists():
     check_regular(out)
   out.touch()
   held.enter_context(only_writer(out))
   if not out.stat().st_size:
     with disk_errors(str(stated), "nothing else is"):
-      write_whole(stated, json.dumps(settings, indent=2).encode() + b"\n")
-  if not same_settings(stated, settings, f"{out} holds completions"):
+      written.state()
+  if not same_settings(stated, written.settings, f"{out} holds completions"):
     raise ValueError(
       f"{out} exists, and no {stated.name} beside it says what it was made "
       "with; choose another --out"
     )
-  lines = size = 0
-  texts = iter(prompts)
+  # Versions before left none.
+  note, notes = read_json(stated).get(_NOTE), [written.note()]
+  lines, texts = 0, iter(prompts)
   with out.open("r+b") as file:
     while line := file.readline(_MOST_LINE_BYTES):
       if line.endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
@@ -414,11 +449,18 @@ def _open(
           wanted = [(lines, text) for text in itertools.islice(texts, 1)]
           is_index = type(row["index"]) is int and row.keys() == _KEYS
           if is_index and [(row["index"], row["prompt"])] == wanted:
-            lines, size = lines + 1, size + len(line)
+            written.add(line)
+            notes.append(written.note())
+            lines += 1
             continue
         raise ValueError(
           f"{out}, line {lines + 1}: not what was written for prompt {lines}; "
           "remove the file, or choose another --out"
         )
-    file.truncate(size)
+    if note is not None and note not in notes:
+      raise ValueError(
+        f"{out}: its lines are not what was written; remove the file, or "
+        "choose another --out"
+      )
+    file.truncate(written.size)
   return lines

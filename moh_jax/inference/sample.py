@@ -11,7 +11,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ from moh_jax.runtime.files import (
   replacing,
   write_whole,
 )
-from moh_jax.runtime.json_files import same_settings
+from moh_jax.runtime.json_files import plain, read_json, same_settings
 from moh_jax.runtime.peers import ask_first_process
 
 Labels = Sequence[int | None]
@@ -48,8 +48,14 @@ _SETTINGS = "settings.json"
 _GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
 _MOST_PNG_BYTES = 1 << 30
 # What reading a damaged archive raises, beside errors of the disk.
-_DAMAGE = zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError
+_DAMAGE = (
+  *(zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError),
+  *(KeyError, AttributeError),  # an archive, or a note, without what is read
+)
 _MARK = "moh_jax"  # name of a text in PNG files
+# Beside the settings: that pictures have it; the checksum of a whole file.
+_MARKED, _SUM = "_marked", "_xxh3"
+_CHUNK = 1 << 20
 
 
 class Sampler:
@@ -268,9 +274,9 @@ def sample_files(
     files = [pictures[start : start + batch_size] for start in starts]
   every = list(itertools.chain.from_iterable(files))
 
-  def is_there(file: pathlib.Path) -> bool:
+  def is_there(file: pathlib.Path, marked: bool) -> bool:
     if not joined and file.exists():
-      _check_picture(file, _name(file, folder), settings)
+      _check_picture(file, _name(file, folder), settings, marked)
     return file.exists()
 
   def find_missing() -> list[bool]:
@@ -285,13 +291,14 @@ def sample_files(
       folder.mkdir(parents=True, exist_ok=True)
     held.enter_context(only_writer(folder))
     if not _has_settings(folder, settings):
-      write_whole(folder / _SETTINGS, _comment(settings))
+      write_whole(folder / _SETTINGS, _comment({**settings, _MARKED: True}))
     names = {file.name for file in every}
     for place in {file.parent for file in every}:
       for left in place.glob(".*.tmp"):  # of ours, by a kill
         if left.name[1:].rsplit(".", 2)[0] in names:
           left.unlink()
-    return [not all(map(is_there, batch)) for batch in files]
+    marked = read_json(folder / _SETTINGS).get(_MARKED, False)
+    return [not all(is_there(x, marked) for x in batch) for batch in files]
 
   with contextlib.ExitStack() as held:  # the folder, by the first process
     flags = ask_first_process(find_missing, len(files))
@@ -340,11 +347,12 @@ def write_png(path: pathlib.Path, pixels: np.ndarray, mark: str = "") -> None:
 
 
 def _check_picture(
-  file: pathlib.Path, name: str, settings: dict[str, Any]
+  file: pathlib.Path, name: str, settings: dict[str, Any], marked: bool
 ) -> None:
   """Checks that a picture is whole, and one of these samples.
 
-  Versions that wrote no mark left pictures whose place nobody can check.
+  Of pictures by versions that wrote no mark (`marked` is False) nobody can
+  check the place.
 
   Raises:
     ValueError: it is damaged, or another one.
@@ -355,7 +363,8 @@ def _check_picture(
       pixels, mark = np.asarray(picture), picture.info.get(_MARK)
   except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(f"{file}: damaged, remove it: {error}") from error
-  if mark not in (None, _mark(settings, name, pixels)):
+  unmarked = mark is None and not marked
+  if not unmarked and mark != _mark(settings, name, pixels):
     raise ValueError(f"{file}: is not the image sampled here; remove it")
 
 
@@ -375,12 +384,13 @@ def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
   if not out.exists():
     return False
   check_regular(out)
-  is_ours = is_whole = False
+  is_ours, is_whole = False, True
   with contextlib.suppress(*_DAMAGE):
     with zipfile.ZipFile(out) as archive:
-      is_ours = archive.comment == _comment(settings)
-      is_whole = is_ours and archive.testzip() is None
-      is_whole &= archive.namelist() == ["arr_0.npy", "arr_1.npy"]
+      stored = json.loads(archive.comment)
+      noted = stored.pop(_SUM, None)
+      is_ours, is_whole = stored == plain(settings), False
+      is_whole = is_ours and noted in (None, _sum(archive))
   if not is_ours:
     raise ValueError(
       f"{out} exists and was made with other settings, or is damaged; remove "
@@ -389,6 +399,16 @@ def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
   if not is_whole:
     raise ValueError(f"{out} is damaged; remove it")
   return True
+
+
+def _sum(archive: zipfile.ZipFile) -> str:
+  """The checksum of the arrays that `_join` wrote."""
+  state = xxhash.xxh3_128()
+  for name in ("arr_0.npy", "arr_1.npy"):
+    with archive.open(name) as member:
+      while chunk := member.read(_CHUNK):
+        state.update(chunk)
+  return state.hexdigest()
 
 
 def _comment(settings: dict[str, Any]) -> bytes:
@@ -449,6 +469,18 @@ def _read_part(
   return images.reshape(shape)
 
 
+class _Summed:
+  """A stream whose bytes are summed up as they are written."""
+
+  def __init__(self, stream: IO[bytes], state: xxhash.xxh3_128):
+    self._stream, self._state = stream, state
+
+  def write(self, content: bytes) -> int:
+    """Writes and counts."""
+    self._state.update(content)
+    return self._stream.write(content)
+
+
 def _join(
   out: pathlib.Path,
   parts: list[pathlib.Path],
@@ -460,14 +492,16 @@ def _join(
   rows = settings["batch_size"]
   shape = _read_part(parts[0], min(rows, num), settings).shape[1:]
   header = {"descr": "|u1", "fortran_order": False, "shape": (num, *shape)}
+  state = xxhash.xxh3_128()
   with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
-    with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+    with archive.open("arr_0.npy", "w", force_zip64=True) as stream:
+      member = _Summed(stream, state)
       np.lib.format.write_array_header_2_0(member, header)
       for start, part in zip(range(0, num, rows), parts, strict=True):
         images = _read_part(part, min(rows, num - start), settings)
         if images.shape[1:] != shape:
           raise ValueError(f"{part}: of shape {images.shape}; remove it")
         member.write(images.tobytes())
-    with archive.open("arr_1.npy", "w") as member:
-      np.save(member, labels)
-    archive.comment = _comment(settings)
+    with archive.open("arr_1.npy", "w") as stream:
+      np.save(_Summed(stream, state), labels)
+    archive.comment = _comment({**settings, _SUM: state.hexdigest()})

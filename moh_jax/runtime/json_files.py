@@ -153,7 +153,7 @@ def same_settings(
   """Whether a file says with which settings something was begun.
 
   Args:
-    path: the file.
+    path: the file; entries whose names begin with "_" are notes beside them.
     settings: of this call.
     what: was begun, for the message: "out.jsonl holds completions".
 
@@ -162,7 +162,8 @@ def same_settings(
   """
   if not path.exists():
     return False
-  if differing := differences(settings, read_json(path)):
+  stored = {k: v for k, v in read_json(path).items() if k[:1] != "_"}
+  if differing := differences(settings, stored):
     raise ValueError(
       f"{what} of other settings; {differing}. Choose another --out or the "
       "same settings"

@@ -172,7 +172,18 @@ class ReadTest(parameterized.TestCase):
     ),
     (
       {"rope_parameters": {"rope_theta": 1.0}},
-      "rope_parameters.rope_theta, rope_theta must be the same",
+      "rope_theta must be the same wherever it is given",
+    ),
+    (
+      {
+        "rope_scaling": {
+          "rope_type": "yarn",
+          "factor": 2.718281828459045,
+          "mscale": 1.0,
+          "mscale_all_dim": -10.0,
+        }
+      },
+      "rope_scaling.mscale_all_dim=-10.0 must make a factor",
     ),
     (
       {"rope_scaling": {"type": "linear", "factor": "x"}},

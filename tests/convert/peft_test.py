@@ -177,6 +177,23 @@ class FolderTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "up_proj has an adapter, .* say"):
       convert("peft", source, f"{out}/other", base=base)
 
+  def test_layers_without_adapters_stay_without(self):
+    source, base = self._with_saved(None, [])
+    folder, out = pathlib.Path(source), self.create_tempdir().full_path
+    kept = {
+      n: x for n, x in load_file(folder / _TENSORS).items() if "q_pr" in n
+    }
+    save_file(kept, folder / _TENSORS)
+    path = folder / "adapter_config.json"
+    stored = json.loads(path.read_text()) | {"target_modules": ["q_proj"]}
+    path.write_text(json.dumps(stored))
+    convert("peft", source, f"{out}/again", base=base)
+    export(f"{out}/again", f"{out}/peft", to="peft")
+    again = load_file(f"{out}/peft/{_TENSORS}")
+    self.assertEqual(kept.keys(), again.keys())
+    for name, x in kept.items():
+      np.testing.assert_array_equal(again[name], x)
+
   def test_a_base_and_adapters_belong_together(self):
     case, out = self.root / "moh", self.create_tempdir().full_path
     with self.assertRaisesRegex(ValueError, "--base None: --from 'peft'"):

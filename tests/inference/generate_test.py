@@ -351,6 +351,10 @@ class PromptFileTest(FolderTest):
     expected = self.out.read_bytes()
     lines = expected.splitlines(keepends=True)
     self.out.write_bytes(b"".join(lines[:whole_lines]) + lines[0][:9])
+    settings = self.root / "out.jsonl.settings.json"
+    stated = json.loads(settings.read_text())
+    del stated["_written"]  # as a version before, whose lines have no checksum
+    settings.write_text(json.dumps(stated))
     self.assertEqual(self._complete(), whole_lines)
     self.assertEqual(self.out.read_bytes(), expected)
     self.assertEqual(self._complete(), len(_TEXTS))
@@ -377,6 +381,24 @@ class PromptFileTest(FolderTest):
       ValueError, f"out.jsonl, line {line}: not what"
     ):
       self._complete()
+
+  def test_lines_are_noted_and_more_may_follow(self):
+    self._complete()
+    expected = self.out.read_bytes()
+    first, *others = expected.splitlines(keepends=True)
+    row = json.loads(first)
+    for changed in (
+      json.dumps(row | {"text": "other"}).encode() + b"\n",
+      first.replace(b'"tokens": [', b'"tokens": [ '),
+    ):
+      self.out.write_bytes(changed + b"".join(others))
+      with self.assertRaisesRegex(ValueError, "its lines are not what was wri"):
+        self._complete()
+    self.out.write_bytes(b"".join([first, *others[:-1]]))
+    with self.assertRaisesRegex(ValueError, "its lines are not what was writt"):
+      self._complete()
+    self.out.write_bytes(expected)
+    self.assertEqual(self._complete(), len(_TEXTS))
 
   def test_a_file_has_one_writer_and_its_settings(self):
     self._complete(step=1)

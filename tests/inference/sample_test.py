@@ -2,6 +2,8 @@
 
 import errno
 import functools
+import io
+import json
 import os
 import pathlib
 import zipfile
@@ -123,7 +125,13 @@ class FilesTest(FolderTest):
       file.write_bytes(wrong)
       with self.assertRaisesRegex(ValueError, "none/000003.png: .*remove it"):
         self._run()
-    sample_lib.write_png(file, _images()[3])  # as versions without marks did
+    sample_lib.write_png(file, _images()[3])
+    with self.assertRaisesRegex(ValueError, "is not the image sampled here"):
+      self._run()
+    settings = self.root / "settings.json"
+    stated = json.loads(settings.read_text())
+    del stated["_marked"]  # as versions without marks
+    settings.write_text(json.dumps(stated))
     self.assertEqual(self._run(), 0)
     (self.root / "settings.json").unlink()
     with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
@@ -189,11 +197,15 @@ class NpzTest(FolderTest):
     self.out.write_bytes(content)
     with self.assertRaisesRegex(ValueError, "images.npz is damaged; remove"):
       self._run()
-    with zipfile.ZipFile(self.out, "w") as archive:
-      archive.writestr("other", "")
-      archive.comment = comment
-    with self.assertRaisesRegex(ValueError, "images.npz is damaged; remove"):
-      self._run()
+    images = io.BytesIO()
+    np.save(images, _images()[:_NUM][::-1])
+    for name in ("other", "arr_0.npy"):
+      with zipfile.ZipFile(self.out, "w") as archive:
+        archive.writestr(name, images.getvalue())
+        archive.writestr("arr_1.npy", images.getvalue())
+        archive.comment = comment
+      with self.assertRaisesRegex(ValueError, "images.npz is damaged; remove"):
+        self._run()
 
   def test_other_files_among_the_parts_stay(self):
     self.parts.mkdir()
