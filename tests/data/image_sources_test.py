@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 from absl.testing import parameterized
 from PIL import Image
 
@@ -337,6 +338,14 @@ class TablesTest(_ImagesTest):
       self.assertEqual(example["label"], labels[i])
       self.assertEqual(example["label"].dtype, np.int32)
     self.assertEqual(source.name(4), f"train-2.{suffix}:1")
+
+  def test_an_image_that_endless_rows_share_is_refused(self):
+    large = pa.array([b"a" * (1 << 20)] * 300)
+    table = pa.table({"image": large, "label": [0] * 300})
+    pa.parquet.write_table(table, self.root / "train-0.parquet")
+    source = self._tables(class_names=("a",))
+    with self.assertRaisesRegex(ValueError, "train-0.parquet: unpacks to 268,4"):
+      source[0]
 
   @parameterized.parameters(
     ([0, 2], {}, ("cat", "dog", "bee", "ant"), [3, 0]),

@@ -161,6 +161,8 @@ class LoadTest(FolderTest):
     ("normalizer", [_replace({"String": "a"}, "aa")] * 30, "1.07e.09 char"),
     ("normalizer", [_replace({"String": ""}, "xxxx")] * 8, "3.91e.05 char"),
     ("normalizer", [_replace({"Regex": "."}, "x" * 2000)], "2e.03 char"),
+    ("normalizer", [{"type": "NFKC"}, _replace({"Regex": "."}, "ab")] * 2,
+     "162 char"),
     ("normalizer", [{"type": "ByteLevel"}] * 9, "normalizer may make 2.62e.05"),
     ("decoder", [_replace({"String": "a"}, "aa")] * 30, "its decoder may make"),
     ("post_processor", [], "its post_processor has more than 65,536"),
@@ -177,6 +179,22 @@ class LoadTest(FolderTest):
       stored[name] |= {"pair": single, "special_tokens": {"x": token}}
     with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
       tokenizers.JsonTokenizer(json.dumps(stored).encode())
+
+  @parameterized.parameters(("a" * 256, ""), ("a" * 257, "at most 256"))
+  def test_pieces_of_unigram_are_bounded(self, piece, message):
+    model = hf.models.Unigram([("?", 0.0), (piece, -1.0)], unk_id=0)
+    content = hf.Tokenizer(model).to_str().encode()
+    if not message:
+      tokenizers.JsonTokenizer(content)
+      return
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+      tokenizers.JsonTokenizer(content)
+
+  def test_normal_forms_do_not_multiply(self):
+    stored = json.loads(tokenizers.train_bpe(iter(_CORPUS), 260))
+    parts = [{"type": name} for name in ("NFKD", "Lowercase", "NFKC", "NFC")]
+    stored["normalizer"] = {"type": "Sequence", "normalizers": parts}
+    tokenizers.JsonTokenizer(json.dumps(stored).encode())
 
   def test_rules_of_sentencepiece_that_make_endless_text_are_refused(self):
     rules = self.root / "rules.tsv"
