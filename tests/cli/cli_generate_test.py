@@ -96,7 +96,8 @@ class FilesTest(_GenerateTest):
     self.assertEqual(
       json.loads(settings.read_text()).keys(),
       {
-        *("prompts", "checkpoint", "ema", "routed_heads", "gate_form", "dtype"),
+        *("_written", "prompts", "checkpoint", "ema", "routed_heads"),
+        *("gate_form", "dtype"),
         *("cache_dtype", "chat", "system", "chat_template", "no_bos"),
         *("parse_special", "tokenizer", "max_new_tokens", "temperature"),
         *("top_k", "top_p", "stop", "seed"),
