@@ -344,7 +344,7 @@ class TablesTest(_ImagesTest):
     table = pa.table({"image": large, "label": [0] * 300})
     pa.parquet.write_table(table, self.root / "train-0.parquet")
     source = self._tables(class_names=("a",))
-    with self.assertRaisesRegex(ValueError, "train-0.parquet: unpacks to 268,4"):
+    with self.assertRaisesRegex(ValueError, "0.parquet: unpacks to 268,4"):
       source[0]
 
   @parameterized.parameters(
