@@ -384,12 +384,12 @@ def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
   if not out.exists():
     return False
   check_regular(out)
-  is_ours, is_whole = False, True
+  is_ours = is_whole = False
   with contextlib.suppress(*_DAMAGE):
     with zipfile.ZipFile(out) as archive:
       stored = json.loads(archive.comment)
       noted = stored.pop(_SUM, None)
-      is_ours, is_whole = stored == plain(settings), False
+      is_ours = stored == plain(settings)
       is_whole = is_ours and noted in (None, _sum(archive))
   if not is_ours:
     raise ValueError(
@@ -461,11 +461,10 @@ def _read_part(
         f"{part}: of dtype {dtype} and shape {shape}, not {count} images; "
         "remove it"
       )
-    content = stream.read(size)
-    mark = stream.read(len(_mark({}, "", np.zeros(0))) + 1).decode("latin-1")
-  images = np.frombuffer(content, np.uint8)
-  if mark != _mark(settings, part.name, images):
-    raise ValueError(f"{part}: damaged, or not what was sampled; remove it")
+    images = np.frombuffer(stream.read(size), np.uint8)
+    mark = _mark(settings, part.name, images).encode()
+    if stream.read(len(mark) + 1) != mark:
+      raise ValueError(f"{part}: damaged, or not what was sampled; remove it")
   return images.reshape(shape)
 
 
