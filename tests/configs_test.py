@@ -150,6 +150,7 @@ class PlanTest(parameterized.TestCase):
       self.assertEqual(half.train, config.train)
 
   @parameterized.parameters(*_PLANNED)
+  @pytest.mark.integration
   def test_small_ones_are_planned(self, *run):
     self._check_plan(*run)
 

@@ -5,6 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from absl.testing import absltest
 from flax import nnx
 
@@ -39,6 +40,7 @@ class MoHAttentionTest(absltest.TestCase):
       nnx.to_pure_dict(ours), want["params"], rtol=1e-5, atol=1e-6
     )
 
+  @pytest.mark.integration
   def test_is_trained_with_dropout_which_eval_ends(self):
     class Model(nnx.Module):
       def __init__(self, rngs):
@@ -71,6 +73,7 @@ class MoHAttentionTest(absltest.TestCase):
     chex.assert_trees_all_equal(after, model(x, context)[0])
     self.assertLess(float(jnp.sum((after - 1) ** 2)), before)
 
+  @pytest.mark.integration
   def test_is_stacked_and_scanned(self):
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)

@@ -7,6 +7,7 @@ import json
 import pathlib
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import card, crossing, step, tiles
@@ -101,6 +102,7 @@ class TilesTest(parameterized.TestCase):
     return best, out.getvalue().splitlines()
 
   @parameterized.parameters(("triton", 2), ("mosaic_tpu", 1))
+  @pytest.mark.integration
   def test_runs_every_tile_in_every_kernel(self, backend, count):
     devices.need(backend)
     known = [Tile(16, 16), Tile(16, 8)][:count]
@@ -170,6 +172,7 @@ class TilesCommandTest(absltest.TestCase):
 
 
 class StepTest(absltest.TestCase):
+  @pytest.mark.integration
   def test_step_has_its_figures(self):
     run = tiny.llm_config(mesh={"data": -1})
     with mock.patch.object(step, "published_peak", lambda kind: 4e9):

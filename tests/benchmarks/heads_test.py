@@ -5,6 +5,7 @@ import json
 import pathlib
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import decode, exact, layer
@@ -34,6 +35,7 @@ def _decode_rows(options):
 
 class CommandTest(parameterized.TestCase):
   @parameterized.parameters((layer, "auto"), (decode, "dense"))
+  @pytest.mark.integration
   def test_writes_rows_and_refuses_in_one_line(self, module, form):
     path = pathlib.Path(self.create_tempdir().full_path) / "out.json"
     argv = [*_ARGV, "--implementations", form, "--json", path]
@@ -82,6 +84,7 @@ class DecodeTest(parameterized.TestCase):
     self.assertEqual(faults, [True, False])
 
   @parameterized.parameters("float32", "bfloat16")
+  @pytest.mark.integration
   def test_kernel_is_exact(self, dtype):
     options = _DECODE(
       implementations=("kernel",), kv_heads=2, batch=2, cache_dtype=dtype
@@ -101,6 +104,7 @@ class ExactTest(absltest.TestCase):
     with mock.patch.object(exact, "attention", attend):
       return exact.measure(case, 32, "float32", 8, forms)
 
+  @pytest.mark.integration
   def test_forms_are_exact_in_every_case(self):
     for case in exact.CASES:
       (check,) = self._checks(case, forms=("packed", "kernel", "cudnn"))

@@ -9,6 +9,7 @@ from unittest import mock
 import chex
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.cli import bench_attention, run_speed
@@ -36,6 +37,7 @@ class AttentionTest(tiny_checkpoint.CommandTest):
     "bench attention --lengths 16 --shares 50 --heads 4 --head-dim 8 --rounds 1"
   )
 
+  @pytest.mark.integration
   def test_every_mode_length_share_and_form_has_a_row(self):
     modes = ("forward", "causal_forward_backward")
     argv = "--lengths=8,16", "--modes", ",".join(modes), "--kv-heads=2"
@@ -58,6 +60,7 @@ class AttentionTest(tiny_checkpoint.CommandTest):
         self.assertGreater(row[name], 0)
 
   @parameterized.parameters("free", "per_group", "whole_group")
+  @pytest.mark.integration
   def test_structures_are_exact(self, structure):
     argv = "--kv-heads=2", "--shared=2", "--structure", structure
     more = "--heads=4", "--modes=causal_forward_backward", "--shares=50"
@@ -134,6 +137,7 @@ class ModelTest(parameterized.TestCase):
       self.assertEqual(run.model.num_heads, model.num_heads)
       self.assertEqual(run.data.batch_size, 4)
 
+  @pytest.mark.integration
   def test_language_model_is_scored_and_writes(self):
     layer = {"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)}
     run = bench_run(dataclasses.replace(tiny.LLM, **layer), 2)
@@ -152,6 +156,7 @@ class ModelTest(parameterized.TestCase):
       self.assertEqual((moh.length, moh.share), (16, 0.75))
       self.assertEqual((moh.form, moh.computed_share), ("dense", 1))
 
+  @pytest.mark.integration
   def test_the_limit_is_the_share_of_attention_and_of_the_cache(self):
     llm = {"width": 8, "head_dim": 4, "mlp_dim": 16, "vocab_size": 32}
     layer = {"num_heads": (2,), "shared_heads": (1,), "top_k": (0,)}
@@ -209,6 +214,7 @@ class ModelTest(parameterized.TestCase):
     [(length, run)] = options.runs().items()
     self.assertEqual((length, run.model.input_shape[:2]), (side, (side, side)))
 
+  @pytest.mark.integration
   def test_the_changes_are_of_what_is_timed(self):
     # 1 is no multiple of the file's optim.accumulation, and there are no data.
     for name, more in (("llm", ()), ("images", ("model.depths=1,1,1",))):
@@ -229,6 +235,7 @@ class ModelTest(parameterized.TestCase):
 class InputTest(tiny_checkpoint.CommandTest):
   COMMAND = "bench input --config tests/faults/tiny_run.py:vit"
 
+  @pytest.mark.integration
   def test_stages_of_images_and_the_bottleneck(self):
     splits = itertools.product(("train", "val"), range(10))
     put(self.root, *(f"{split}/c{label}/1.png" for split, label in splits))

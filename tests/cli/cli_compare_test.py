@@ -2,6 +2,8 @@ import json
 import math
 from unittest import mock
 
+import pytest
+
 from moh_jax.training import bench, variants
 from moh_jax.training.bench import Timing
 from moh_jax.training.saving import NonFiniteLossError
@@ -22,6 +24,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
   def _rows(self, *argv):
     return self.report("--rounds=0", *argv)["rows"]
 
+  @pytest.mark.integration
   def test_trains_as_train_does(self):
     argv = "--rounds=1", "--variants=config", "--json=-"
     status, out, err = self.call(*argv, train=variants.train)
@@ -35,6 +38,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
     for name, spread in row["metrics"].items():
       self.assertAlmostEqual(spread["mean"], metrics[name], places=5)
 
+  @pytest.mark.integration
   def test_trains_only_what_has_no_result(self):
     plot = self.root / "plot.png"
     rows, seeds = self._rows("--plot", plot), []
@@ -70,6 +74,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
     status, _, err = self.call("--rounds=0")
     self.assertIn("comparison.json: its content is not what was written", err)
 
+  @pytest.mark.integration
   def test_runs_that_diverged_are_not_run_again(self):
     def train(config, *args, **options):
       result = _fake_train(config, *args, **options)
@@ -87,6 +92,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
     self.assertIn("| mha | 8.0000 (2 of 3 diverged) |", out)
     self.assertEqual(self.call(*argv, train=AssertionError)[:2], (0, out))
 
+  @pytest.mark.integration
   def test_each_program_is_timed(self):
     def seconds(programs, rounds):
       timed.append((len(programs), rounds))
@@ -106,6 +112,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
       found = [float(line.split("|")[-2]) for line in out.splitlines()[2:]]
       self.assertEqual(found, ratios)
 
+  @pytest.mark.integration
   def test_a_stopped_run_goes_on(self):
     stopped = Result(state=None, evaluation={}, finished=False)
     train = mock.Mock(return_value=stopped)

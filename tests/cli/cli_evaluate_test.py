@@ -3,6 +3,7 @@ import json
 
 import chex
 import numpy as np
+import pytest
 
 from moh_jax import config as config_lib
 from tests.cli import tiny_checkpoint
@@ -23,6 +24,7 @@ class ClassifierTest(tiny_checkpoint.CommandTest):
     put(root, *(f"{n}/{n}{i}.png" for n in CLASS_NAMES[:4] for i in range(3)))
     return root
 
+  @pytest.mark.integration
   def test_several_top_k_are_columns_and_a_plot(self):
     plot = self.root / "dial.svg"
     out = self.done("--top-k=0", "--top-k=3", "--plot", plot)
@@ -32,6 +34,7 @@ class ClassifierTest(tiny_checkpoint.CommandTest):
     losses = [self.report(f"--top-k={k}")["loss"] for k in (0, 3)]
     self.assertIn(["loss", *(f"{loss:.4f}" for loss in losses)], lines)
 
+  @pytest.mark.integration
   def test_models_of_shards_and_of_folders_read_both(self):
     shards, folder = self.root / "shards", self._folder()
     argv = ("--data", folder, "--out", shards, "--split", "val")
@@ -79,6 +82,7 @@ class DiffusionTest(tiny_checkpoint.CommandTest):
     share = float(metrics["activated_share"])
     self.assertAlmostEqual(share, (1 + 4) / (2 + 4), delta=1e-4)
 
+  @pytest.mark.integration
   def test_share_of_the_heads_counts_no_padding(self):
     argv = (f"{_EXAMPLES}=119", "--config.model.router.top_p=0.6")
     shares = [
@@ -96,6 +100,7 @@ class TextTest(tiny_checkpoint.CommandTest):
     for index, text in enumerate(_TEXTS):
       (self.root / f"{index}.txt").write_text(text)
 
+  @pytest.mark.integration
   def test_several_top_k_equal_runs_of_their_own(self):
     argv = "--data", self.root / "*.txt"
     report = self.report(*argv, "--top-k=1", "--top-k=3")

@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 
 import numpy as np
+import pytest
 import threadpoolctl
 from PIL import Image
 
@@ -76,6 +77,7 @@ class FidTest(tiny_checkpoint.CommandTest):
     for name in ("fid", "precision", "num_samples", "num_reference"):
       self.assertIsNone(metrics[name])
 
+  @pytest.mark.integration
   def test_saved_statistics_serve_as_reference_of_a_folder(self):
     argv = ("--samples", self.copies, "--reference", self.stats)
     argv += ("--metrics=fid,is", *self.network)
@@ -88,6 +90,7 @@ class FidTest(tiny_checkpoint.CommandTest):
     self.assertNotIn("sfid", metrics)
     self.assert_refused("resize", *argv, "--resize=ptfid")
 
+  @pytest.mark.integration
   def test_batches_of_large_images_are_smaller(self):
     for size, expected in (((3000, 3000), 56), ((100, 100), 64)):
       images = ImageSet("x.npz", 9, size, iter)
@@ -95,6 +98,7 @@ class FidTest(tiny_checkpoint.CommandTest):
     with self.assertRaisesRegex(ValueError, "x.npz: images of 9000 rows x"):
       fid._batch_size(ImageSet("x.npz", 9, (9000, 9000), iter), 64, 8)
 
+  @pytest.mark.integration
   def test_without_reference_scores_what_needs_none(self):
     metrics = self.report("--samples", self.samples, *self.network)
     score = self.metrics["inception_score"]

@@ -3,6 +3,8 @@
 import json
 from unittest import mock
 
+import pytest
+
 from moh_jax import Generator, Sampling
 from tests import two_processes
 from tests.cli import tiny_checkpoint
@@ -111,6 +113,7 @@ class FilesTest(_GenerateTest):
     ):
       self.assert_refused(message, *self.argv, argument)
 
+  @pytest.mark.integration
   def test_a_file_is_of_one_number_of_heads_and_form_of_gates(self):
     (self.root / "in.jsonl").write_text(_ONE)
     argv = *self.argv, "--checkpoint", tiny_checkpoint.stored("text")
@@ -120,6 +123,7 @@ class FilesTest(_GenerateTest):
     paper = "--config.model.router.gate_form=paper"
     self.assert_refused(message, *argv, "--top-k=1", paper)
 
+  @pytest.mark.integration
   def test_two_processes_share_parameters_and_prompts(self):
     (self.root / "in.jsonl").write_text(_TWO * 3)
     first, second = two_processes.call(

@@ -7,6 +7,7 @@ import shutil
 
 import jax
 import numpy as np
+import pytest
 from etils import epath
 
 from moh_jax import config as config_lib
@@ -95,6 +96,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertEqual(report["layers"][0]["layer"], "stage1.0")
     self.assertIn("taken for", page)
 
+  @pytest.mark.integration
   def test_text_files_are_tasks_and_tokens_are_coloured(self):
     code = json.dumps({"code": "def f(x): return x < 3\n" * 4})
     texts = {"python.jsonl": code, "prose.txt": "It </script> rained. " * 5}
@@ -113,6 +115,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     )
     self.assertNotIn("</script>", page)
 
+  @pytest.mark.integration
   def test_models_and_layers_without_routed_heads_say_so(self):
     plain = config_lib.without_router(tiny.deterministic_config().model)
     self._save(router=plain.router, top_k=plain.top_k)
@@ -128,6 +131,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertRegex(self.done(*argv), r"stage1\.0 .* none routed")
     self.assertRegex(self.done(*argv, "--top-k=0"), r"stage2\.0 .* none routed")
 
+  @pytest.mark.integration
   def test_collapsed_routers_and_names_of_any_bytes(self):
     names = ("a$b_{$c", "caf\udce9", *"23456789")
     self._save(names, zeroed="routed")
@@ -140,6 +144,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertIn(b"caf\xe9", (out / "heads.csv").read_bytes())
     self.assertIn("caf?", page)
 
+  @pytest.mark.integration
   def test_diffusion_model(self):
     tiny_checkpoint.SAVED["dit"](self.root / "run")
     out, page, _, _ = self._heads(*self.run_of, "--batches=1")

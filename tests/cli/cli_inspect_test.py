@@ -6,6 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from etils import epath
 from PIL import Image
@@ -182,6 +183,7 @@ class BatchTest(tiny_checkpoint.CommandTest):
 class LatentsTest(tiny_checkpoint.CommandTest):
   COMMAND = "inspect"
 
+  @pytest.mark.integration
   def test_shows_latents_of_all_the_set_and_their_classes(self):
     vae, latents = self.root / "vae", self.root / "latents"
     tiny_vae.save(vae)

@@ -3,6 +3,7 @@
 import json
 from unittest import mock
 
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.ops.kernels import triton
@@ -35,6 +36,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertLess(plan["flops"], plan["baseline_flops"])
     self.assertGreater(plan["tokens_per_second"], 0)
 
+  @pytest.mark.integration
   def test_without_a_compiler_no_run_is_said_to_fit(self):
     out = self.done("--topology=h100:8", "--config.optim.accumulation=2")
     self.assertRegex(out, "(?m)^should fit: .* at least, .* at most, of 80.655")

@@ -3,6 +3,7 @@ import zipfile
 
 import jax
 import numpy as np
+import pytest
 from PIL import Image
 
 from moh_jax.convert import vae as autoencoder
@@ -65,6 +66,7 @@ class SampleTest(tiny_checkpoint.CommandTest):
     self.assertLess(last[:, :16].min(), 255)
     np.testing.assert_array_equal(last[:, 18:], 255)  # no sixth image
 
+  @pytest.mark.integration
   def test_classes_may_be_named(self):
     names = ("cat", "big dog", "tench, Tinca tinca", "cup/mug", *"456789")
     run = self.root / "named"
@@ -79,6 +81,7 @@ class SampleTest(tiny_checkpoint.CommandTest):
       {"folder/cup%2Fmug/000000.png", "folder/tench, Tinca tinca/000001.png"},
     )
 
+  @pytest.mark.integration
   def test_names_and_numbers_that_may_be_several_classes_are_refused(self):
     names = ("9", "cat", "none", "cat", *"345678")
     run = self.root / "named"
@@ -103,6 +106,7 @@ class SampleTest(tiny_checkpoint.CommandTest):
     np.testing.assert_array_equal(read, images[..., 0])
     self.assert_refused("seed: 1 here, 0 there", *argv, "--seed=1")
 
+  @pytest.mark.integration
   def test_file_is_known_by_its_settings_as_of_any_version(self):
     before, _ = self._images("--num=4")
     with zipfile.ZipFile(self.root / "x.npz", "a") as archive:
@@ -123,6 +127,7 @@ class SampleTest(tiny_checkpoint.CommandTest):
     other, _ = self._images("--num=4", f"{_KEY}method=dpm")
     self.assertFalse(np.array_equal(other, before))
 
+  @pytest.mark.integration
   def test_start_images_are_what_the_images_begin_with(self):
     pixels = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
     starts = self.root / "starts"
@@ -138,6 +143,7 @@ class SampleTest(tiny_checkpoint.CommandTest):
     Image.fromarray(pixels).save(starts / "1.png")
     self.assert_refused("other settings", *argv, "--out", self.root / "x.npz")
 
+  @pytest.mark.integration
   def test_start_images_of_latents_go_through_the_autoencoder(self):
     config = tiny.dit_config(
       model={"channels": 2}, data={"source": "fake"},

@@ -3,6 +3,7 @@ import pathlib
 from unittest import mock
 
 import chex
+import pytest
 from absl.testing import absltest
 
 from moh_jax import config as config_lib
@@ -50,6 +51,7 @@ class TrainTest(tiny_checkpoint.CommandTest):
 class OwnImagesTest(tiny_checkpoint.CommandTest):
   COMMAND = f"train --config={_ROOT / 'configs/images.py'}:finetune"
 
+  @pytest.mark.integration
   def test_from_a_folder_to_a_fine_tuned_model(self):
     root = self.root
     tiny_vae.save_images(root / "images", per_class=10)

@@ -108,11 +108,13 @@ class CheckpointTest(parameterized.TestCase):
     ("moh-dit", {"config": _DIT, "image_size": 512},
      "--image-size 512 is not for family 'dit'"),
   )  # fmt: skip
+  @pytest.mark.integration
   def test_other_formats_and_models_are_refused(self, kind, options, regex):
     source = _made("moh-dit" if "dit" in kind else "moh-vit")[0]
     with self.assertRaisesRegex(ValueError, regex):
       convert(kind, str(source), self.target(), **options)
 
+  @pytest.mark.integration
   def test_exported_file_says_itself_what_it_is(self):
     params = restore(_made("moh-vit")[2]).params
     names = ("ant", "bee", "cat", "dog", "eel")

@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tokenizers
 from absl.testing import parameterized
 
@@ -175,6 +176,7 @@ class BadSourceTest(_Case):
     ({}, "moh-hf", "use --from llama"),
     ({}, "llama", "--image-size 224 is not for family 'llm'"),
   )  # fmt: skip
+  @pytest.mark.integration
   def test_missing_file_and_config_of_another_network(
     self, changes, kind, regex
   ):
@@ -373,6 +375,7 @@ class RecordedTest(parameterized.TestCase):
   """What transformers computed with our code, see transformers_checks.py."""
 
   @parameterized.parameters("released_gates", "paper_gates", "head_order")
+  @pytest.mark.integration
   def test_transformers_computed_our_numbers(self, name):
     recorded = np.load(_GOLDENS / "transformers.npz")
     model = transformers_cases.model(name)

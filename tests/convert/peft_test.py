@@ -35,6 +35,7 @@ class FolderTest(parameterized.TestCase):
     cls.root = _written(cls, ("moh", "joined"))
 
   @parameterized.parameters("moh", "joined")
+  @pytest.mark.integration
   def test_goes_out_and_comes_back_bit_for_bit(self, name):
     case, out = self.root / name, self.create_tempdir().full_path
     base, again = str(case / "base"), f"{out}/again"
@@ -194,6 +195,7 @@ class FolderTest(parameterized.TestCase):
     for name, x in kept.items():
       np.testing.assert_array_equal(again[name], x)
 
+  @pytest.mark.integration
   def test_a_base_and_adapters_belong_together(self):
     case, out = self.root / "moh", self.create_tempdir().full_path
     with self.assertRaisesRegex(ValueError, "--base None: --from 'peft'"):

@@ -10,6 +10,7 @@ from unittest import mock
 import chex
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
@@ -58,6 +59,7 @@ class WriteTest(FolderTest):
     super().setUp()
     self.enter_context(mock.patch.object(stream, "BLOCK_BYTES", 300))
 
+  @pytest.mark.integration
   def test_standard_restore_reads_it_onto_any_mesh(self):
     dtype = "bfloat16"
     _save(self.root, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
@@ -103,6 +105,7 @@ class WriteTest(FolderTest):
 
 
 class MemoryTest(FolderTest):
+  @pytest.mark.integration
   def test_peak_is_far_below_a_stacked_leaf(self):
     # Three MLP leaves of 64 MiB in float32, their tensors of 4 MiB.
     big = dataclasses.replace(

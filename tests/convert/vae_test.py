@@ -8,6 +8,7 @@ import json
 import chex
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config.dit import LatentScaling
@@ -76,6 +77,7 @@ class LoadTest(FolderTest):
     (VAE_FILES[2], ""),
     ("vae.st", "vae.st"),
   )
+  @pytest.mark.integration
   def test_folder_or_file(self, name, given):
     file = self.folder / (name or VAE_FILES[0])
     file.parent.mkdir(exist_ok=True)
@@ -158,6 +160,7 @@ class AutoencoderTest(FolderTest):
     with self.assertRaisesRegex(ValueError, "2 latent channels must be"):
       self._load(channels=3)
 
+  @pytest.mark.integration
   def test_encodes_scaled_means_and_decodes_with_weights_on_the_device(self):
     loaded = self._load(latent_shift=0.5)
     target = jax.tree.leaves(loaded.params)[0].sharding

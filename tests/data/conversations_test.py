@@ -11,6 +11,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
@@ -459,6 +460,7 @@ class LossTest(_ChatTest):
     nats, _ = token_nats(x, kernel, batch["targets"], 8)
     return sorted(np.asarray(nats)[batch["weights"] > 0])
 
+  @pytest.mark.integration
   def test_packed_conversations_have_the_losses_of_single_ones(self):
     together = self._nats(self._batch("all"))
     alone = [x for i in range(3) for x in self._nats(self._batch(str(i)))]

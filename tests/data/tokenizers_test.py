@@ -408,6 +408,7 @@ class TemplateErrorsTest(parameterized.TestCase):
         run(source)
       self.assertEqual(run("x"), "x")
 
+  @pytest.mark.integration
   def test_what_would_never_end_ends(self):
     loop = "{% for i in range(99999) %}"
     end = "{% endfor %}"

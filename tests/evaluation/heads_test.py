@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
@@ -137,6 +138,7 @@ class HeadStatsTest(parameterized.TestCase):
           found.weights[layer, group], weights, atol=1e-6
         )
 
+  @pytest.mark.integration
   def test_loads_add_up_and_groups_are_those_of_the_labels(self):
     for family in ("vit", "dit", "llm"):
       stats = _measured(family)
@@ -248,6 +250,7 @@ class SimilarityTest(parameterized.TestCase):
         if len(values) > 2:  # heads 2 and 3 of the LLM read other keys
           self.assertLess(values[0, 2], 1 - 1e-4)
 
+  @pytest.mark.integration
   def test_a_router_changes_nothing_in_its_own_layer(self):
     # Heads that no token selects are compared too.
     moh, mha = _similar(), _similar(router=False)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 import moh_jax
@@ -53,6 +54,7 @@ class OwnFamilyTest(parameterized.TestCase):
     self.assertGreater(self.metrics["accuracy"], 0.35)  # chance is 0.1
     self.assertEqual(self.metrics["activated_share"], 0.75)
 
+  @pytest.mark.integration
   def test_commands_take_it(self):
     digit = pathlib.Path(__file__).parents[2] / "docs" / "digits" / "3.png"
     modes = r"(forward(_backward)? .*\b(auto|mha)\b.*\n){4}"

@@ -33,6 +33,7 @@ class OwnRouterTest(parameterized.TestCase):
   def test_works_with_the_commands_in_other_families(self, family):
     self.test_works_with_the_commands(family)
 
+  @pytest.mark.integration
   def test_works_with_the_commands(self, family="llm"):
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     file = tiny_checkpoint.write_config(
@@ -98,6 +99,7 @@ class ExampleTest(absltest.TestCase):
     low = jax.tree.map(lambda leaf: leaf - 1000, self.variables)
     chex.assert_tree_all_finite(jax.value_and_grad(self._loss)(low))
 
+  @pytest.mark.integration
   def test_bias_alone_follows_the_load(self):
     _, aux = self.layer.apply(self.variables, self.x)
     grads = jax.grad(self._loss)(self.variables)

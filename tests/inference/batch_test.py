@@ -4,6 +4,7 @@ import dataclasses
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.llm import RotaryConfig, Sampling
@@ -46,8 +47,14 @@ class BatchTest(parameterized.TestCase):
       )
     return {one.finish_reason for one in together}
 
-  @parameterized.parameters(None, "int8")
-  def test_prompts_join_as_texts_end(self, cache_dtype):
+  def test_prompts_join_as_texts_end(self):
+    self._check_joins(None)
+
+  @pytest.mark.integration
+  def test_prompts_join_as_texts_of_an_int8_cache_end(self):
+    self._check_joins("int8")
+
+  def _check_joins(self, cache_dtype):
     join, move = self._calls("join"), self._calls("move")
     prompts = _prompts((3, 40, 11, 1, 25, 38, 7, 16, 30, 5, 2, 9, 12, 31))
     generator = _generator(3, cache_dtype)
@@ -56,12 +63,14 @@ class BatchTest(parameterized.TestCase):
     self.assertGreater(join.call_count, 2)
     self.assertGreater(move.call_count, 0)
 
+  @pytest.mark.integration
   def test_stop_texts_give_rows_free(self):
     sampling = dataclasses.replace(_DRAWN, stop=("a", "e"))
     prompts = _prompts((3, 40, 11, 1, 25))
     reasons = self._check(_generator(2), _generator(1), prompts, sampling)
     self.assertIn("stop", reasons)
 
+  @pytest.mark.integration
   def test_a_shared_prefix_is_read_once(self):
     generator, prompts = _generator(2), _prompts((3, 9, 1, 20, 5, 2), 70)
     programs = generator._programs
@@ -73,6 +82,7 @@ class BatchTest(parameterized.TestCase):
     self.assertEqual(read[0], (1, 64))
     self.assertLess(max(length for _, length in read[1:]), 64)
 
+  @pytest.mark.integration
   def test_no_prefix_is_shared_that_alone_has_other_keys(self):
     rope = RotaryConfig(scaling="dynamic", factor=4.0, original_length=32)
     model = dataclasses.replace(_RANDOM.model, rope=rope)
@@ -82,6 +92,7 @@ class BatchTest(parameterized.TestCase):
     self.assertTrue(_generator(2)._programs.shares)
     self.assertFalse(_generator(2, "bfloat16")._programs.shares)  # it rounds
 
+  @pytest.mark.integration
   def test_devices_share_the_rows(self):
     generator = _generator(4, on_mesh=True)
     join = self._calls("join")

@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import RouterConfig
@@ -116,6 +117,7 @@ class TokensTest(parameterized.TestCase):
     for one in written:
       self.assertEqual(one.finish_reason == "length", len(one.tokens) == 36)
 
+  @pytest.mark.integration
   def test_eight_devices_are_the_same_model_and_write_the_same(self):
     meshed, theirs = _generator(on_mesh=True), _written(sampling=_DRAWN)
     prints = {_generator().fingerprint(), meshed.fingerprint()}
@@ -131,6 +133,7 @@ class TokensTest(parameterized.TestCase):
   @parameterized.parameters(
     {}, {"router": "query_norm", "straight_through": "all"}
   )
+  @pytest.mark.integration
   def test_heads_at_work_alone_write_the_same(self, **changes):
     changes["num_kv_heads"] = 2
     dense = _generator(_config(**changes, attention_impl="dense"), size=2)

@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from flax import traverse_util
 
@@ -179,6 +180,7 @@ class RestackTest(FolderTest):
     ((2, 2, 2, 2), (2, 1, 1, 3)),  # one becomes three
     ((1, 2, 1, 2), (2, 2, 1, 1)),
   )
+  @pytest.mark.integration
   def test_serves_other_shares_whatever_the_runs(self, trained, wanted):
     config = self._config(trained)
     _save(self.root, config)

@@ -3,6 +3,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax import config as config_lib
@@ -90,6 +91,7 @@ class ScorerTest(parameterized.TestCase):
     pairs = _pairs(_LENGTHS)
     self._assert_close(self.scorer.log_likelihoods(pairs), _plain(pairs))
 
+  @pytest.mark.integration
   def test_batch_size_and_order_change_no_score(self):
     pairs = _pairs([(5, 3), (9, 1), (20, 9), (1, 16), (3, 4)])
     for config in (_CONFIG, _with(tie_embeddings=True)):
@@ -97,6 +99,7 @@ class ScorerTest(parameterized.TestCase):
       ours = scorer.log_likelihoods(pairs[::-1])[::-1]
       self._assert_close(ours, _plain(pairs, config))
 
+  @pytest.mark.integration
   def test_padding_changes_no_score_of_dynamic_scaling(self):
     rope = config_lib.RotaryConfig(
       scaling="dynamic", factor=4.0, original_length=4

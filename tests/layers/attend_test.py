@@ -11,6 +11,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
@@ -135,6 +136,7 @@ class LayerTest(parameterized.TestCase):
     ("two_stage:4", "kernel", {"tensor": 4}, "random"),
     ("two_stage:2", "packed", {"sequence": 4, "tensor": 2}, "random"),
   )
+  @pytest.mark.integration
   def test_a_mesh_gives_what_one_device_gives(
     self, kinds, implementation, axes, order=None
   ):
@@ -250,6 +252,7 @@ class TpuOrderTest(parameterized.TestCase):
     {"head_dim": 64, "router": RouterConfig("none")},
     {"head_dim": 64, "output_major": True},
   )
+  @pytest.mark.integration
   def test_equals_the_plain_order(self, head_dim, **settings):
     budget = HeadBudget(4, shared=1, top_k=1, head_dim=head_dim)
     layer = MoHAttention(budget, causal=True, **settings)
@@ -262,6 +265,7 @@ class TpuOrderTest(parameterized.TestCase):
     self._check(got, want, 1e-5 if exact else 3e-2)
 
   @parameterized.product(heads=(4, 8), head_dim=(64, 96))  # one a device, two
+  @pytest.mark.integration
   def test_equals_it_where_a_mesh_splits_the_heads(self, heads, head_dim):
     layer = MoHAttention(
       HeadBudget(heads, heads // 2, top_k=1, head_dim=head_dim), causal=True

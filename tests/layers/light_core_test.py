@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from absl.testing import absltest
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -51,6 +52,7 @@ def _example() -> str:
 
 
 class LightCoreTest(absltest.TestCase):
+  @pytest.mark.integration
   def test_layers_and_the_readme_model_import_no_other_package(self):
     program = _BLOCKED + _EVERY_LAYER + _example() + _USE
     done = subprocess.run(

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -63,6 +64,7 @@ class MoHAttentionTest(parameterized.TestCase):
       layer.init(jax.random.key(0), small.tokens(), **given)
 
   @parameterized.parameters("dense", "packed", "kernel")
+  @pytest.mark.integration
   def test_leading_dimensions_are_a_batch(self, implementation):
     layer = MoHAttention(small.BUDGET, implementation=implementation)
     x = jax.random.normal(jax.random.key(0), (2, 3, 5, 8))
@@ -83,6 +85,7 @@ class MoHAttentionTest(parameterized.TestCase):
     shape=((0, 5, 8), (2, 0, 8)),
     structure=("free", "per_group"),
   )
+  @pytest.mark.integration
   def test_nothing_gives_nothing(self, implementation, shape, structure):
     layer = MoHAttention(
       small.BUDGET,
@@ -141,6 +144,7 @@ class MoHAttentionTest(parameterized.TestCase):
       {x.dtype.name for x in jax.tree.leaves(params)}, {"bfloat16"}
     )
 
+  @pytest.mark.integration
   def test_scan_and_vmap_need_no_metadata(self):
     class Layer(nn.Module):
       @nn.compact

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import registry
@@ -173,6 +174,7 @@ register_router("lost", "moh_jax.no_such_module:Router")
 
 
 class RegisteredTest(parameterized.TestCase):
+  @pytest.mark.integration
   def test_tokens_may_select_more_heads_than_the_budget_says(self):
     x, found = jax.random.normal(jax.random.key(0), (1, 1024, small.C)), []
     for kind, form in (

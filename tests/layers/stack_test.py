@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget
@@ -92,6 +93,7 @@ class ScanBlocksTest(parameterized.TestCase):
     implementation=("packed", "kernel"),
     remat=("full", "attention", "dots", "offload"),
   )
+  @pytest.mark.integration
   def test_only_full_remat_attends_once_more(self, implementation, remat):
     stack = scan_blocks(_Attention, 2, in_axes=(), remat=remat)(implementation)
     x = jnp.zeros((1, 8, 32))

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
@@ -148,6 +149,7 @@ class StructuresTest(parameterized.TestCase):
     causal=(False, True),
     implementation=("dense", "packed"),
   )
+  @pytest.mark.integration
   def test_equals_a_mask_by_brute_force(
     self, structure, router, causal, implementation
   ):
@@ -171,6 +173,7 @@ class StructuresTest(parameterized.TestCase):
     kind=("two_stage", "query_norm"),
     implementation=("dense", "packed"),
   )
+  @pytest.mark.integration
   def test_gradients_are_those_of_all_heads(
     self, structure, kind, implementation
   ):
@@ -197,6 +200,7 @@ class StructuresTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
 
   @parameterized.product(structure=tuple(_BUDGETS), tensor=(2, 4))
+  @pytest.mark.integration
   def test_a_mesh_gives_what_one_device_gives(self, structure, tensor):
     layer = _layer(structure, RouterConfig(), causal=True)
     x, params = _inputs(layer)
@@ -237,6 +241,7 @@ class StructuresTest(parameterized.TestCase):
     self.assertLess(error, tolerance)
 
   @parameterized.parameters(0, 1)
+  @pytest.mark.integration
   def test_a_head_that_weighs_nothing_takes_no_other_with_it(self, head):
     layer = _layer("whole_group", RouterConfig(), causal=True)
     x, params = _inputs(layer)
@@ -362,6 +367,7 @@ class GroupCacheTest(parameterized.TestCase):
 
 class PickedHeadsTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
+  @pytest.mark.integration
   def test_tokens_with_fewer_and_more_heads(self, causal):
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (3, 5, _HEADS, _DIM))

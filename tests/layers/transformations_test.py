@@ -205,6 +205,7 @@ class TransformationsTest(parameterized.TestCase):
     _check(name, form, 16, "float32")
 
   @parameterized.parameters("within shard_map", "Explicit axes")
+  @pytest.mark.integration
   def test_sequences_that_are_packed(self, name):
     _check(name, "auto", 1024, "float32")
 

@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import RotaryConfig
@@ -26,6 +27,7 @@ class LLMTest(parameterized.TestCase):
     # Documents keep a dynamic base of their own.
     {"rope": RotaryConfig(scaling="dynamic", factor=4.0, original_length=2)},
   )
+  @pytest.mark.integration
   def test_packed_documents_are_as_those_alone(self, **changes):
     config, tokens = small.changed(**changes), small.random_tokens()
     packed, _ = small.forward(
@@ -63,6 +65,7 @@ class LLMTest(parameterized.TestCase):
     )
     chex.assert_trees_all_close(aux, other, rtol=1e-6)
 
+  @pytest.mark.integration
   def test_matrices_start_with_one_deviation(self):
     config = dataclasses.replace(small.BIASED, width=64, vocab_size=200)
     init = functools.partial(init_params, LLM(config))
@@ -78,6 +81,7 @@ class LLMTest(parameterized.TestCase):
         spread = 4 / np.sqrt(leaf.size)
         np.testing.assert_allclose(leaf.std(), 0.02, rtol=spread, err_msg=name)
 
+  @pytest.mark.integration
   def test_order_of_heads_is_as_if_the_weights_of_each_layer_were_moved(self):
     order = ((3, 0, 1, 2), (1, 2, 3, 0), (2, 3, 0, 1))
     layers = {"num_heads": (4,) * 3, "shared_heads": (1,) * 3}
@@ -129,6 +133,7 @@ class ParametersTest(parameterized.TestCase):
     (_RUNS, True),
     (_PLAIN, True, "int8"),
   )
+  @pytest.mark.integration
   def test_logits_by_a_cache_are_those_of_the_whole(
     self, config, unrolled, dtype="float32"
   ):

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import DiTConfig, ViTConfig, without_router
@@ -55,6 +56,7 @@ class NetworksTest(parameterized.TestCase):
       if not ("stage2" in name and "cpb" in name and "bias" in name):
         self.assertGreater(float(jnp.abs(leaf).max()), 0.0, name)
 
+  @pytest.mark.integration
   def test_remat_recomputes_every_stack_and_gives_equal_gradients(self, family):
     config, _, stacks = _CASES[family]
     again = dataclasses.replace(config, remat="dots")
@@ -65,6 +67,7 @@ class NetworksTest(parameterized.TestCase):
     ours, plain = small.gradient(again), small.gradient(config)
     chex.assert_trees_all_close(ours, plain, rtol=1e-4, atol=1e-4)
 
+  @pytest.mark.integration
   def test_bfloat16_is_close_and_router_and_results_are_float32(self, family):
     config = _CASES[family][0]
     half = dataclasses.replace(config, dtype="bfloat16")
@@ -105,6 +108,7 @@ class ViTTest(parameterized.TestCase):
     {"image_size": (33, 47), "fixed_pool_size": 3},
     {"image_size": (24, 16), "window": 5, "pretrain_image_size": 16},
   )
+  @pytest.mark.integration
   def test_other_sizes_have_finite_logits(self, **changes):
     logits, aux = small.forward(_vit(**changes))
     chex.assert_shape(logits, (small.B, 5))
@@ -115,6 +119,7 @@ class ViTTest(parameterized.TestCase):
         small.random_variables(small.VIT),
       )
 
+  @pytest.mark.integration
   def test_sizes_that_change_the_logits_and_those_that_do_not(self):
     expected = small.forward(small.VIT)
     # A 4 x 4 grid over ratio 2 pools to 2 x 2 either way.
@@ -129,6 +134,7 @@ class ViTTest(parameterized.TestCase):
     np.testing.assert_allclose(first, [0.0, 0.2], atol=1e-7)
     np.testing.assert_allclose(second, [0.4], atol=1e-7)
 
+  @pytest.mark.integration
   def test_training_drops_and_evaluation_does_not(self):
     config = _vit(drop_path=0.9)
     variables, (images,) = small.random_variables(config), small.inputs(config)

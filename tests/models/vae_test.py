@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config.dit import VAEConfig
@@ -85,6 +86,7 @@ class VAETest(parameterized.TestCase):
     mean, _ = _shapes(config, "encode", (_B, 8, 8, 3))
     chex.assert_shape(mean, (_B, 4, 4, 4))
 
+  @pytest.mark.integration
   def test_bfloat16_is_near_float32_and_gives_float32(self):
     variables, images = {"params": _params(_CONFIG)}, _images()
     want = _apply(_CONFIG)(variables, images)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import parameterized
 
 from benchmarks import predict
@@ -287,6 +288,7 @@ class TritonTest(parameterized.TestCase):
       cached = choose_cached_form("auto", device, new=1, head_dim=64)
       self.assertEqual(cached, "dense")
 
+  @pytest.mark.integration
   def test_all_else_works_where_jax_has_removed_it(self):
     code = """
 import sys

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops import cudnn
@@ -64,6 +65,7 @@ class FormsTest(parameterized.TestCase):
     cases.check(got, cases.reference(case))
 
   @parameterized.parameters(*_SPLASH)
+  @pytest.mark.integration
   def test_splash_equals_float64(self, name):
     case = Case(**{"queries": 256, "keys": 256, **_SPLASH[name]})
     got = cases.results("splash", case, case.arrays(), None)
@@ -116,6 +118,7 @@ class AttentionTest(parameterized.TestCase):
     name=("one_head", "all_masks", "every_head", "hiding_bias"),
     implementation=("auto", "dense", "packed", "kernel"),
   )  # fmt: skip
+  @pytest.mark.integration
   def test_active_heads_equal_float64(self, name, implementation):
     case = _TABLE[name]
     if implementation == "kernel" and case.bias:
@@ -135,6 +138,7 @@ class AttentionTest(parameterized.TestCase):
     cases.check([out], cases.reference(case, arrays)[:1])
 
   @parameterized.product(form=("packed", "kernel"), kv_heads=(4, 2))
+  @pytest.mark.integration
   def test_a_token_with_more_heads_than_its_bound_gives_nan(
     self, form, kv_heads
   ):
@@ -155,6 +159,7 @@ class AttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(out[1][few], expected[1][few], atol=2e-6)
 
   @parameterized.parameters(("packed", "float32"), ("kernel", "bfloat16"))
+  @pytest.mark.integration
   def test_jax_enable_x64_changes_nothing(self, form, dtype):
     def run():
       case = Case(causal=True, segments=True, kv_heads=2, dtype=dtype)

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,6 +85,7 @@ class TableTest(parameterized.TestCase):
     st.data(),
   )
   @settings(max_examples=20)
+  @pytest.mark.integration
   def test_any_choice_of_heads(self, batch, tokens, heads, group, rows, data):
     heads *= group
     most = data.draw(st.integers(1, heads))
@@ -96,6 +98,7 @@ class TableTest(parameterized.TestCase):
     _check_table(self, mask, most, rows, group)
 
   @parameterized.product(rows=(1, 3, 8, 16), group=(1, 2, 4))
+  @pytest.mark.integration
   def test_every_pair(self, rows, group):
     mask = np.ones((2, 8, 4), bool)
     _check_table(self, mask, 4, rows, group)

@@ -71,6 +71,7 @@ class InterpretedTest(parameterized.TestCase):
     cases.check(results, cases.reference(case, arrays), 2e-2, 2e-2)
 
   @parameterized.parameters(("triton", 32, 64, 16), ("mosaic_tpu", 32, 32, 32))
+  @pytest.mark.integration
   def test_any_tile_gives_the_same(self, backend, rows, keys, part):
     case, tiles = CASES["all_masks"], _tiles(rows, keys, part)
     results = _run(case, backend, blocks=case.blocks(rows), tiles=tiles)
@@ -315,6 +316,7 @@ class CutsTest(parameterized.TestCase):
     ("chunks", _ALL_MASKS),
     ("chunks_on_two_cores", {"causal": True, "head_dim": 128, "queries": 40}),
   )
+  @pytest.mark.integration
   def test_any_cut_gives_the_same(self, name, options):
     cut = property(lambda self: _CUTS[name])
     with mock.patch.object(tpu_plan.Plan, "cut", cut):

@@ -20,6 +20,7 @@ from tests.parity import __main__ as command
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _CASES = sorted(path.parent.name for path in _GOLDENS.glob("*/meta.json"))
 _SMALL = "vit_full_one_shared"
+_LONG = ("diffusion", "moh_vit_tiny")  # compile for many seconds
 
 
 def _call(*argv):
@@ -38,8 +39,16 @@ class RecordedCasesTest(parameterized.TestCase):
     }
     self.assertEqual(kinds, set(command.KINDS))
 
-  @parameterized.parameters(*_CASES)
+  @parameterized.parameters(*(case for case in _CASES if case not in _LONG))
   def test_case_passes(self, case):
+    self._check_case(case)
+
+  @parameterized.parameters(*_LONG)
+  @pytest.mark.integration
+  def test_long_case_passes(self, case):
+    self._check_case(case)
+
+  def _check_case(self, case):
     status, out, _ = _call(_GOLDENS / case, "--json", "-")
     rows = json.loads(out)
     self.assertEqual([row for row in rows if not row["ok"]], [])
@@ -57,6 +66,7 @@ class RecordedCasesTest(parameterized.TestCase):
     self.assertEqual({row["case"] for row in rows}, {case})
 
   # Layers and metrics: a whole model takes many seconds to optimize.
+  @pytest.mark.integration
   def test_layers_pass_with_default_compiler_settings(self):
     self._check("dit_attn_wide", "fid_metrics", "vit_pooled_shared_routed")
 

@@ -6,6 +6,7 @@ import sys
 from unittest import mock
 
 import jax
+import pytest
 
 from moh_jax.runtime import compilation_cache
 from tests import folders
@@ -49,6 +50,7 @@ class CompilationCacheTest(folders.FolderTest):
     value, hits, limit = done.stdout.split()
     return value, int(hits), int(limit), done.stderr
 
+  @pytest.mark.integration
   def test_a_second_process_compiles_nothing(self):
     users, *folders = (self.root / name for name in ("users", "one", "two"))
     first = self._run(users, *folders)

@@ -37,6 +37,7 @@ class OldCheckpointsTest(parameterized.TestCase):
     self.assertEqual(found, set(_NAMES))
 
   @parameterized.parameters(*_NAMES)
+  @pytest.mark.integration
   def test_restored_model_computes_the_same(self, name):
     folder = self._unpack(name)
     expected = dict(np.load(folder / "expected.npz"))
@@ -56,6 +57,7 @@ class OldCheckpointsTest(parameterized.TestCase):
     self._check_resumed("vit")
 
   @parameterized.parameters(*(name for name in _NAMES if name != "vit"))
+  @pytest.mark.integration
   def test_run_resumes_to_the_same_metrics(self, name):
     self._check_resumed(name)
 

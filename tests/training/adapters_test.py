@@ -61,6 +61,7 @@ class AdaptersRunTest(parameterized.TestCase):
     return str(pathlib.Path(self.root, name))
 
   @parameterized.parameters("float32", "int8")
+  @pytest.mark.integration
   def test_a_dense_model_becomes_moh_by_adapters(self, dtype):
     base = _save(self.root, _DENSE)
     before = tiny.random_params(_DENSE)
@@ -89,6 +90,7 @@ class AdaptersRunTest(parameterized.TestCase):
     out, _ = model.apply({"params": served.params}, tokens)
     self.assertTrue(np.isfinite(out).all())
 
+  @pytest.mark.integration
   def test_a_killed_run_goes_on_exactly(self):
     base = _save(self.root, _DENSE)
     lora = dataclasses.replace(_LORA, dropout=0.2)
@@ -100,6 +102,7 @@ class AdaptersRunTest(parameterized.TestCase):
     chex.assert_trees_all_equal(whole.state, again.state)
     self.assertEqual(whole.evaluation, again.evaluation)
 
+  @pytest.mark.integration
   def test_another_or_no_base_is_refused(self):
     base = _save(self.root, _DENSE)
     config = _tuned(tiny.llm_config(), base)
@@ -136,6 +139,7 @@ class AdaptersRunTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "rank=2 needs train.init_from"):
       tiny.train(config, self._folder("run"))
 
+  @pytest.mark.integration
   def test_new_classes_are_trained_whole(self):
     names = tuple("abcdefghij")
     base = _save(self.root, tiny.config(), names)
@@ -149,6 +153,7 @@ class AdaptersRunTest(parameterized.TestCase):
     self.assertIn("head", done.state.params)
 
   @parameterized.parameters((1.0, 0), (2.0, 5))
+  @pytest.mark.integration
   def test_teacher_is_the_model_without_adapters(self, temperature, chunk):
     model = {"router": RouterConfig("query_norm"), "loss_chunk": chunk}
     config = tiny.llm_config(model=model)
@@ -220,6 +225,7 @@ class AdaptersRunTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "must be 0 for model.family='dit'"):
       dataclasses.replace(tiny.dit_config(), tune=tune)
 
+  @pytest.mark.integration
   def test_mesh_equals_one_device(self):
     _compare_mesh(self, "llm")
 

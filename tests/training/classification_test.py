@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import ClassifierConfig
@@ -103,6 +104,7 @@ class MixImagesTest(parameterized.TestCase):
       for edge in (mask.any(1), mask.any(0)):
         self.assertLessEqual(np.abs(np.diff(edge.astype(int))).sum(), 2)
 
+  @pytest.mark.integration
   def test_large_alpha_mixes_by_halves_and_the_middle_is_itself(self):
     images, _ = _mix(mixup=1e4)
     np.testing.assert_allclose(_own_share(images), 0.5, atol=0.05)

@@ -6,6 +6,7 @@ import types
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import absltest
 from etils import epath
 
@@ -94,6 +95,7 @@ class RunClockTest(absltest.TestCase):
 
 
 class RunTest(folders.FolderTest):
+  @pytest.mark.integration
   def test_run_writes_times_goodput_mfu_and_a_trace(self):
     config = tiny.llm_config(
       log={"every": 2, "profile": "2:4"}, train={"compilation_cache": "/kept"}

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest
 from PIL import Image
 
@@ -129,6 +130,7 @@ class LossTest(absltest.TestCase):
 
 
 class StepsTest(absltest.TestCase):
+  @pytest.mark.integration
   def test_loss_decreases_on_a_batch_and_every_parameter_is_trained(self):
     config = tiny.dit_config(train={"steps": 10})
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
@@ -185,6 +187,7 @@ class PreviewTest(absltest.TestCase):
     )
     return _on_mesh(make_task(config).preview, config)
 
+  @pytest.mark.integration
   def test_is_a_grid_of_wanted_labels_on_any_devices(self):
     picture = self._preview()
     # 3 rows of 2 images of 8 x 8 pixels, 2 pixels apart; the sixth is blank.
@@ -260,6 +263,7 @@ class SampledFidTest(folders.FolderTest):
     sizes = [len(call.args[0]) for call in extract.call_args_list]
     self.assertEqual(sizes, [63, 63])  # 64, and each device as many
 
+  @pytest.mark.integration
   def test_run_writes_it_with_every_evaluation_and_pictures_beside(self):
     config = _config(mesh={"data": 1}, train={"steps": 3})
     config = apply_overrides(config, "eval", every=1)

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.extend.core
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.runtime import sharding
@@ -35,12 +36,14 @@ class LossesTest(parameterized.TestCase):
     ("dit", {"data": 2, "fsdp": 2}),
     ("vit", {"data": 2, "fsdp": 2, "gather": "step"}),
   )
+  @pytest.mark.integration
   def test_random_choices_and_losses_are_those_of_one_device(self, name, mesh):
     data = {"batch_size": 16}
     ours = meshes.losses(_config(name, mesh, data=data))
     theirs = meshes.losses(_config(name, data=data))
     np.testing.assert_allclose(ours, theirs, rtol=2e-6)
 
+  @pytest.mark.integration
   def test_in_bfloat16_parameters_are_gathered_as_layers_round_them(self):
     run = {"data": {"batch_size": 16}, "optim": {"accumulation": 2, "lr": 1e-3}}
     run["model"] = {"dtype": "bfloat16"}
@@ -72,6 +75,7 @@ class ExchangeTest(parameterized.TestCase):
     text, devices = meshes.compiled_step(config)
     return config, read_collectives(text, dict(devices.shape))
 
+  @pytest.mark.integration
   def test_of_replicas_is_one_of_gradients_and_one_a_microbatch(self):
     config, found = self._collectives({"data": 8})
     self.assertEqual({one.kind for one in found}, {"all-reduce"})
@@ -80,6 +84,7 @@ class ExchangeTest(parameterized.TestCase):
     total = sum(one.bytes for one in found)
     self.assertLess(total, 1.01 * _params_bytes(config))
 
+  @pytest.mark.integration
   def test_of_split_parameters_gathers_and_scatters_each_once(self):
     config, found = self._collectives({"fsdp": 8, "gather": "step"})
     size = _params_bytes(config)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import parameterized
 
 from moh_jax import config as config_lib
@@ -59,6 +60,7 @@ class TrainFlopsTest(parameterized.TestCase):
     ("dit-xl2", 118.6, 0.001),
     ("transnext-base", 18.4, 0.03),
   )
+  @pytest.mark.integration
   def test_published_figures(self, name, expected, tolerance):
     found = _flops(config_lib.released_model(name)) / 3 / 2 / 1e9
     self.assertAlmostEqual(found, expected, delta=expected * tolerance)

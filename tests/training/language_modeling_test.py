@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import TuneConfig, apply_overrides
@@ -118,6 +119,7 @@ class TextTest(parameterized.TestCase):
     _write_sets(cls.sets)
     cls.config = _word_config(cls.sets)
 
+  @pytest.mark.integration
   def test_run_has_metrics_of_language_and_of_the_mix_and_keeps_its_text(self):
     result = tiny.train(self.config, self.workdir)
     train, val = (tiny.rows(self.workdir, name) for name in ("train", "val"))

@@ -18,6 +18,7 @@ import chex
 import grain
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import RouterConfig
@@ -113,6 +114,7 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(enough.levelname, "INFO")
     self.assertEndsWith(enough.getMessage(), "the 32 training examples 2 times")
 
+  @pytest.mark.integration
   def test_keeps_last_and_every_and_another_seed_is_another_run(self):
     workdir = self._dir()
     saves = {"every": 1, "keep_last": 1, "keep_every": 2}
@@ -122,6 +124,7 @@ class LoopTest(parameterized.TestCase):
     ours, theirs = tiny.rows(workdir)[0], tiny.rows(self.whole)[0]
     self.assertGreater(abs(ours["loss"] - theirs["loss"]), 1e-3)
 
+  @pytest.mark.integration
   def test_nonfinite_loss_names_step_and_last_checkpoint(self):
     workdir = self._dir()
     pattern = r"=(nan|inf) at step 2; the last whole checkpoint .* is step 1$"
@@ -138,6 +141,7 @@ class LoopTest(parameterized.TestCase):
     losses = [run.evaluation["loss"] for run in (self.result, raw)]
     self.assertFalse(np.isclose(losses[0], losses[1], rtol=1e-2))
 
+  @pytest.mark.integration
   def test_what_does_not_fit_is_refused(self):
     file = self.create_tempfile().full_path
     mesh = {"mesh": {"data": 8}}
@@ -168,6 +172,7 @@ class LoopTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       run(self._copy(), **sections)
 
+  @pytest.mark.integration
   def test_what_may_change_in_a_continued_run_is_said(self):
     with self.assertLogs("moh_jax", "INFO") as logs:
       longer = run(self._copy(), train={"steps": 5}, model={"remat": "full"})
@@ -186,6 +191,7 @@ class LoopTest(parameterized.TestCase):
       self._check_goes_on(self._copy())
     self.assertIn("; train.steps=4 are done", "\n".join(logs.output))
 
+  @pytest.mark.integration
   def test_run_stopped_by_sigterm_resumes_bit_identically(self):
     workdir = self._dir()
 
@@ -207,6 +213,7 @@ class LoopTest(parameterized.TestCase):
     self._check_goes_on(workdir)
 
   @parameterized.parameters("vit", "dit")
+  @pytest.mark.integration
   def test_run_of_every_family_resumes_bit_identically(self, family):
     config = tiny.CONFIGS[family](
       model=tiny.ALIKE[family], optim={"ema_decay": 0.9, "accumulation": 2}
@@ -219,6 +226,7 @@ class LoopTest(parameterized.TestCase):
     chex.assert_trees_all_equal(again.state, whole.state)
     self.assertEqual(tiny.rows(resumed), tiny.rows(workdir))
 
+  @pytest.mark.integration
   def test_stop_ends_an_evaluation_which_the_resumed_run_does(self):
     workdir = self._dir()
     stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
@@ -228,6 +236,7 @@ class LoopTest(parameterized.TestCase):
     self.assertEmpty(tiny.rows(workdir, "val"))
     self._check_goes_on(workdir)
 
+  @pytest.mark.integration
   def test_damaged_step_is_stepped_over_and_kept(self):
     workdir = self._copy()
     file = pathlib.Path(workdir, "checkpoints/4/data/metadata")
@@ -268,6 +277,7 @@ class LoopTest(parameterized.TestCase):
     return tiny.before(steps, "write_manifest", fail)
 
   @parameterized.parameters(True, False)
+  @pytest.mark.integration
   def test_failed_save_stops_the_run_at_the_next_step(self, in_background):
     workdir = self._dir()
     saves = {"every": 2, "async_save": in_background}
@@ -283,6 +293,7 @@ class LoopTest(parameterized.TestCase):
     folder = os.path.join(workdir, "checkpoints")
     self.assertEqual(os.listdir(folder), ["2"])  # no remains
 
+  @pytest.mark.integration
   def test_run_may_go_on_after_a_failed_save(self):
     workdir = self._dir()
     options = {"every": 2, "on_error": "continue"}
@@ -300,6 +311,7 @@ class LoopTest(parameterized.TestCase):
     ):
       run(self._copy(), train={"steps": 5})
 
+  @pytest.mark.integration
   def test_bad_data_end_a_run_that_names_its_last_checkpoint(self):
     def fail(batches):
       if batches.position == 3:

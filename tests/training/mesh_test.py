@@ -57,6 +57,7 @@ class RunTest(absltest.TestCase):
     ours, theirs = self.on_mesh.evaluation, self.one.evaluation
     chex.assert_trees_all_close(ours, theirs, rtol=1e-4)
 
+  @pytest.mark.integration
   def test_checkpoints_go_from_the_mesh_to_one_device_and_back(self):
     restored = restore(self.mesh_dir)
     for leaf in jax.tree.leaves(restored.params):
@@ -221,6 +222,7 @@ class LossesTest(parameterized.TestCase):
       np.testing.assert_allclose(meshes.losses(other), losses, rtol=1e-5)
 
   @parameterized.parameters("adafactor", "muon")
+  @pytest.mark.integration
   def test_of_optimizers(self, name):
     self._check(*(_config("llm", name, mesh) for mesh in ({}, tiny.MESH)))
 
@@ -296,6 +298,7 @@ class StateShardingTest(parameterized.TestCase):
     self.assertEqual((none, half, full - less), (0, size, 2 * size))
 
   @parameterized.parameters("muon", "adafactor")
+  @pytest.mark.integration
   def test_a_saved_state_continues_exactly(self, name):
     config = _config("llm", name, {}, moment_dtype="bfloat16")
     folder = self.create_tempdir().full_path
@@ -326,6 +329,7 @@ class CompiledTest(parameterized.TestCase):
       "if it should be so: python -m tests.tools.record_collectives",
     )
 
+  @pytest.mark.integration
   def test_on_one_mesh(self):
     self._check("llm", "2,4")
 
@@ -335,6 +339,7 @@ class CompiledTest(parameterized.TestCase):
     self._check(family, mesh)
 
   @parameterized.parameters(False, True)
+  @pytest.mark.integration
   def test_no_device_has_the_output_layer_or_its_gradient_whole(self, tied):
     vocab, width = meshes.VOCAB, meshes.WIDTH
     config = meshes.config_of(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import parameterized
 from flax import traverse_util
 
@@ -176,6 +177,7 @@ _FACTORS = (
 
 class LayerDecayTest(parameterized.TestCase):
   @parameterized.parameters(*_FACTORS)
+  @pytest.mark.integration
   def test_multiplies_the_updates_and_keeps_the_state(self, config, expected):
     params, plain = tiny.random_params(config), optax.sgd(0.1)
     scaled = optim.decay_by_layer(plain, 0.5, config.model)

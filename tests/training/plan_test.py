@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig, without_router
@@ -25,6 +26,7 @@ def _plan(run, name="v5e-4", compiles=False):
 
 
 class MemoryTest(absltest.TestCase):
+  @pytest.mark.integration
   def test_state_is_that_of_the_compiled_step(self):
     sections = {"data": {"batch_size": 64}, "optim": {"accumulation": 2}}
     run = tiny.llm_config(mesh=tiny.MESH, **sections)
@@ -38,6 +40,7 @@ class MemoryTest(absltest.TestCase):
 
 
 class TimeTest(parameterized.TestCase):
+  @pytest.mark.integration
   def test_products_that_run_again_take_time(self):
     none, *others = (
       _plan(
@@ -67,6 +70,7 @@ class TimeTest(parameterized.TestCase):
     self.assertLess(few.computed_flops, many.computed_flops)
 
   @parameterized.parameters(16, 2048)
+  @pytest.mark.integration
   def test_heads_that_are_computed_take_time(self, length):
     # 16 tokens are too few to leave heads out on any device.
     run = tiny.llm_config(
@@ -82,6 +86,7 @@ class TimeTest(parameterized.TestCase):
 
 
 class ExchangesTest(parameterized.TestCase):
+  @pytest.mark.integration
   def test_one_a_step_is_that_of_the_compiled_step(self):
     mesh = {"data": 2, "fsdp": 4, "gather": "step", "max_imbalance": 2.0}
     run = meshes.config_of("llm", mesh=mesh, optim={"accumulation": 8},
@@ -124,6 +129,7 @@ class ExchangesTest(parameterized.TestCase):
         total = fixed + grows * 8 / number - one * (number == 1)
         self.assertEqual(plan.microbatches(), (number, total))
 
+  @pytest.mark.integration
   def test_without_a_compiler_the_most_bytes_decide(self):
     length = {"model": {"max_length": 2048}, "data": {"sequence_length": 2048}}
     plans = [
@@ -154,6 +160,7 @@ class ExchangesTest(parameterized.TestCase):
     self.assertEqual(number, 2)
     self.assertAlmostEqual(bytes_ / two.bounds[1], 1, delta=0.05)
 
+  @pytest.mark.integration
   def test_what_whole_layers_compute_again_is_not_kept(self):
     runs = [
       tiny.llm_config(
@@ -186,6 +193,7 @@ class SlicesTest(parameterized.TestCase):
 
 
 class CompilerTest(absltest.TestCase):
+  @pytest.mark.integration
   def test_decides_and_its_collectives_take_time(self):
     one = compiling.Collective("all-reduce", "f32", ("data",), (0, 1), 1, 1e12)
     full = compiling.Compiled("libtpu 0.0", 1.0, False, 1e9, 2e9)

@@ -7,6 +7,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import (
@@ -80,6 +81,7 @@ class PreferenceTest(parameterized.TestCase):
     self.root = pathlib.Path(root)
 
   @parameterized.parameters(0, 8)
+  @pytest.mark.integration
   def test_loss_and_gradients_are_those_of_the_formula(self, chunk):
     config = _config(self.root)
     model = dataclasses.replace(config.model, loss_chunk=chunk)
@@ -141,6 +143,7 @@ class PreferenceTest(parameterized.TestCase):
     (begins, _) = ours(begun)
     np.testing.assert_allclose(begins, np.log(2), rtol=1e-6)
 
+  @pytest.mark.integration
   def test_a_run_learns_what_is_preferred(self):
     config = _config(self.root)
     base = _save(self.root, config)
@@ -156,6 +159,7 @@ class PreferenceTest(parameterized.TestCase):
     served = restore(str(self.root / "run"))  # without adapters in its config
     self.assertEqual(served.config.data.source, "preference")
 
+  @pytest.mark.integration
   def test_devices_share_the_pairs(self):
     config = _config(self.root)
     base = _save(self.root, config)

@@ -6,6 +6,7 @@ import tempfile
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.inference.restore import restore
@@ -72,6 +73,7 @@ class ProcessesTest(parameterized.TestCase):
     resumed = tiny.train(_config(train={"steps": 5}), self.root / name)
     self.assertEqual(int(resumed.state.step), 5)
 
+  @pytest.mark.integration
   def test_two_processes_draw_what_one_draws(self):
     mesh = sharding.make_mesh(_dit_config().mesh, jax.devices()[:1])
     restored = restore(str(self.root / "dit"))

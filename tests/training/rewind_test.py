@@ -12,6 +12,7 @@ from unittest import mock
 import chex
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from PIL import Image
 
@@ -87,6 +88,7 @@ class RewindTest(parameterized.TestCase):
       [(n, 0 if n < 5 else 1) for n in range(1, _STEPS + 1)],
     )
 
+  @pytest.mark.integration
   def test_bad_batches_before_the_first_checkpoint_start_anew(self):
     workdir = self._dir()
     with _batches(0):
@@ -122,6 +124,7 @@ class RewindTest(parameterized.TestCase):
 
     return tiny.before(Watch, "check", stop)
 
+  @pytest.mark.integration
   def test_pictures_are_those_of_the_steps_that_count(self):
     """Also of a run that is stopped before it shows a step again."""
     make = language_modeling.make_task
@@ -153,6 +156,7 @@ class RewindTest(parameterized.TestCase):
       expected = picture(stopped.state.ema)[..., 0]
       np.testing.assert_array_equal(np.asarray(shown), expected)
 
+  @pytest.mark.integration
   def test_sigterm_in_the_step_that_rewinds_saves_and_stops(self):
     workdir = self._dir()
     with (
@@ -170,6 +174,7 @@ class RewindTest(parameterized.TestCase):
     )
     self.assertEqual(tiny.rows(workdir, "train")[-1]["rewinds"], 1)
 
+  @pytest.mark.integration
   def test_the_limit_ends_the_run_and_names_a_whole_checkpoint(self):
     workdir, asked = self._dir(), []
 

@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moh_jax.runtime import sharding
@@ -51,6 +52,7 @@ class StepTest(absltest.TestCase):
     chex.assert_trees_all_close(state.ema, mine, atol=1e-6)
     np.testing.assert_allclose(rates[:3], [0.0, 5e-4, 1e-3], rtol=1e-6)
 
+  @pytest.mark.integration
   def test_average_of_every_third_step_decays_as_three(self):
     config = tiny.llm_config(
       optim={"lr": 1e-2, "ema_decay": 0.5, "ema_every": 3,
@@ -77,6 +79,7 @@ class StepTest(absltest.TestCase):
       jax.tree.map(np.float32, third), expected, rtol=2**-8, atol=1e-6
     )
 
+  @pytest.mark.integration
   def test_random_choices_differ_between_steps(self):
     config = tiny.dit_config(  # noise and times are sampled
       model=tiny.ALIKE["dit"],
@@ -87,6 +90,7 @@ class StepTest(absltest.TestCase):
     _, second = program.step(state, batch)
     self.assertNotEqual(float(first["loss"]), float(second["loss"]))
 
+  @pytest.mark.integration
   def test_unequal_targets_and_empty_microbatches_weigh_as_in_the_batch(self):
     config = tiny.llm_config(
       train={"balance_weight": 0.0}, optim={"lr": 1e-3, "warmup_steps": 0}
@@ -105,6 +109,7 @@ class StepTest(absltest.TestCase):
     moments = (s.opt_state[1][0].mu for s in (parts, whole))
     chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
 
+  @pytest.mark.integration
   def test_a_metric_is_the_whole_batchs_and_none_where_nothing_weighs(self):
     program, step, _ = _setup()
 

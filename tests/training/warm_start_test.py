@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax.traverse_util import flatten_dict
 
@@ -138,6 +139,7 @@ class WarmStartTest(parameterized.TestCase):
     expected = restack(stored, tiny.LLM, config.model)
     chex.assert_trees_all_equal(started, expected)
 
+  @pytest.mark.integration
   def test_all_heads_on_continue_the_baseline_exactly(self):
     config = tiny.llm_config(model={"router": _NORMS, "top_k": (3, 3)})
     stored, _, started = self._start(config, _PLAIN)
@@ -157,6 +159,7 @@ class WarmStartTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"train.init_from='.*{text}"):
       self._start(make(**{section: changes}), make())
 
+  @pytest.mark.integration
   def test_another_family_and_a_missing_checkpoint_are_refused(self):
     with self.assertRaisesRegex(ValueError, "'vit', model.family='llm'"):
       self._start(tiny.llm_config(), tiny.config())
@@ -184,6 +187,7 @@ class WarmStartTest(parameterized.TestCase):
     ("vit", ("7", "new", "2"), {0: 7, 2: 2}),
     ("dit", ("7", "new", "2"), {0: 7, 2: 2}), ("vit", tuple("abcdefghij"), {}),
   )  # fmt: skip
+  @pytest.mark.integration
   def test_known_classes_keep_their_rows_and_others_are_new(
     self, family, names, known
   ):
@@ -214,6 +218,7 @@ class WarmStartTest(parameterized.TestCase):
     ((), _TEN, {}), (_TEN, (), {}),
     (_TEN, _TEN, {"image_size": (16, 16), "pretrain_image_size": 8}),
   )  # fmt: skip
+  @pytest.mark.integration
   def test_same_classes_keep_the_head_also_at_another_size(
     self, ours, theirs, size
   ):
@@ -223,6 +228,7 @@ class WarmStartTest(parameterized.TestCase):
 
 
 class RunTest(folders.FolderTest):
+  @pytest.mark.integration
   def test_a_run_starts_from_another_and_is_resumed_without_it(self):
     stored = tiny.random_params(tiny.llm_config())
     checkpoint.save_params(
@@ -275,6 +281,7 @@ class SurvivalTest(absltest.TestCase):
     tiny.train(config, self.root / name)
     return load_checkpoint_tokenizer(str(self.root / name))
 
+  @pytest.mark.integration
   def test_run_that_starts_from_the_model_keeps_its_files(self):
     # The tokenizer's own file alone, without what lies beside it.
     plain, options = self.root / "plain", {"init_from": str(self.ours)}
@@ -293,6 +300,7 @@ class SurvivalTest(absltest.TestCase):
     self._train("tuned", load_tokenizer(plain), **options)
     self.assertEqual(mine.read_text(), "mine")
 
+  @pytest.mark.integration
   def test_set_carries_the_files_into_a_new_run(self):
     kept = self._train("new", load_tokenizer(self.ours))
     self.assertEqual(kept.stop_ids, (340, 342))
