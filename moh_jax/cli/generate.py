@@ -254,7 +254,7 @@ def _settings(
   options: Options, generator: Generator, use_ema: bool
 ) -> dict[str, Any]:
   """What the texts depend on, beside prompts and sampling."""
-  from moh_jax.inference.restore import random_settings
+  from moh_jax.runtime.devices import random_settings
 
   tokenizer = generator.tokenizer
   # With the files beside it, which say chat templates and ends of texts.

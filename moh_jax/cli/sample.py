@@ -90,9 +90,10 @@ def run(options: Options) -> int:
   from moh_jax.data.grids import tiles
   from moh_jax.data.image_folders import find_images
   from moh_jax.inference import sample
-  from moh_jax.inference.restore import fingerprint, random_settings
+  from moh_jax.inference.restore import fingerprint
   from moh_jax.models.vae import weights_sha256
   from moh_jax.runtime import sharding
+  from moh_jax.runtime.devices import random_settings
 
   options.join()
   files, out = find_images(options.start), pathlib.Path(options.out)

@@ -299,13 +299,14 @@ def moh_llama3(model: LLMConfig) -> LLMConfig:
 def _architecture(stored: Mapping[str, Any]) -> str:
   found, kind = stored.get("architectures"), stored.get("model_type")
   for name, its_kind in _ARCHITECTURES.items():
-    # Configs that were written by hand may lack the architecture.
-    if found == [name] or (not found and kind == its_kind):
-      return name
+    # Configs that were written by hand may lack one of the two.
+    if found in (None, [], [name]) and kind in (None, its_kind):
+      if found or kind:
+        return name
+  pairs = ", ".join(f"{name} ({its})" for name, its in _ARCHITECTURES.items())
   raise ValueError(
-    f"architectures={found!r}, model_type={kind!r}: must be one of "
-    f"{tuple(_ARCHITECTURES)} or, without architectures, of "
-    f"{tuple(_ARCHITECTURES.values())}"
+    f"architectures={found!r} and model_type={kind!r} must be those of one "
+    f"model, or one of them absent: {pairs}"
   )
 
 

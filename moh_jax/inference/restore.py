@@ -202,20 +202,6 @@ def fingerprint(config: Any, params: Any) -> str:
   return state.hexdigest()
 
 
-def random_settings() -> dict[str, Any]:
-  """Settings of JAX that change random numbers, where they are not its own.
-
-  Those of JAX go unsaid, as in files of versions that did not look.
-  """
-  usual = {
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_threefry_partitionable": True,
-    "jax_enable_x64": False,
-  }
-  found = {name: getattr(jax.config, name, usual[name]) for name in usual}
-  return {name: x for name, x in found.items() if x != usual[name]}
-
-
 def load_checkpoint_tokenizer(
   directory: str, step: int | None = None, *, verify: bool = True
 ) -> tokenizers.Tokenizer:

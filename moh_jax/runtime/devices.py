@@ -20,7 +20,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   import jax
@@ -310,6 +310,22 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
   finally:
     os.environ.clear()
     os.environ.update(before)
+
+
+def random_settings() -> dict[str, Any]:
+  """Settings of JAX that change random numbers, where they are not its own.
+
+  Those of JAX go unsaid, as in files of versions that did not look.
+  """
+  import jax
+
+  usual = {
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_enable_x64": False,
+  }
+  found = {name: getattr(jax.config, name, usual[name]) for name in usual}
+  return {name: x for name, x in found.items() if x != usual[name]}
 
 
 @functools.cache

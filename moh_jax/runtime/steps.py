@@ -92,6 +92,8 @@ class StoredData(msgspec.Struct):
   # Older versions stored neither.
   stream: dict[str, Any] | None = None
   watch: StoredWatch | None = None
+  # Settings of JAX: see `runtime.devices.random_settings`.
+  random: dict[str, str | bool] = {}
 
 
 def absolute(directory: str | epath.Path) -> epath.Path:

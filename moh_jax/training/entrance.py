@@ -28,7 +28,7 @@ from moh_jax.models.adapters import join
 from moh_jax.ops.head_layout import check_heads, check_tokens
 from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
-from moh_jax.runtime.devices import check_bytes
+from moh_jax.runtime.devices import check_bytes, random_settings
 from moh_jax.runtime.peers import agree, ask_first_process
 from moh_jax.runtime.run_lock import RunLock
 from moh_jax.runtime.sharding import (
@@ -300,15 +300,21 @@ def check_same_run(
         here, there = (getattr(part, name, None) for part in parts)
         if as_stored(here) != as_stored(there):
           fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
+  data = steps.read_json_item(workdir, step, "data")
+  here, there = random_settings(), data.get("random", {})
+  for name in sorted(here.keys() | there.keys()):
+    if here.get(name) != there.get(name):
+      a, b = (s.get(name, "JAX's default") for s in (here, there))
+      fields.append(f"{name}: {a!r} here, {b!r} there")
   if not fields:  # the same config, so that the data should be the same too
-    stored_stream = steps.read_json_item(workdir, step, "data").get("stream")
+    stored_stream = data.get("stream")
     if stored_stream is not None:
       fields = differences(stream, stored_stream)
   if fields:
     raise ValueError(
       f"workdir {workdir} holds another run's checkpoint; "
-      f"{'; '.join(fields)}. Choose another workdir, or the same config and "
-      "data"
+      f"{'; '.join(fields)}. Choose another workdir, or the same config, data "
+      "and settings of JAX"
     )
   before = stored.by_name()
   changed = [

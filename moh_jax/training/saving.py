@@ -18,6 +18,7 @@ from moh_jax.config import RewindConfig
 from moh_jax.data.identity import Identity
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.devices import random_settings
 from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.step import TrainState
 
@@ -201,7 +202,12 @@ class Saver:
     self.wait()
     step = int(state.step)
     items = {n: checkpoint.save_arrays(t) for n, t in _items(state).items()}
-    data = {"position": position, "stream": self._stream, "watch": watch}
+    data = {
+      "position": position,
+      "stream": self._stream,
+      "watch": watch,
+      "random": random_settings(),
+    }
     items["data"] = ocp.args.JsonSave(data)
     items["config"] = checkpoint.config_item(self._metadata, step)
     with self.guard(f"the checkpoint of step {step}", step):

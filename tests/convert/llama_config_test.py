@@ -39,9 +39,9 @@ _LLAMA3 = {
   "torch_dtype": "bfloat16",
   "vocab_size": 128256,
 }
-_MISTRAL = {"architectures": ["MistralForCausalLM"]}
-_QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
-_QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 _LLAMA, _OURS = "LlamaForCausalLM", "MoHLlamaForCausalLM"
 _MAPPED = {"auto_map": {"AutoModelForCausalLM": "modeling_llama.Llama"}}
 _ABSENT = "absent"
@@ -128,8 +128,9 @@ class ReadTest(parameterized.TestCase):
       self.assertRegex(logs.output[0], "sliding_window=.*embeddings=8192")
 
   @parameterized.parameters(
-    ({"architectures": ["GemmaForCausalLM"]}, "Gemma.*'LlamaForCausalLM'"),
-    ({"architectures": _ABSENT, "model_type": "gpt2"}, "'gpt2'.*'llama'"),
+    ({"architectures": ["GemmaForCausalLM"]}, "Gemma.*LlamaForCausalLM"),
+    ({**_MISTRAL, "model_type": "llama"}, "Mistral.*'llama' must be those of"),
+    ({"architectures": _ABSENT, "model_type": "gpt2"}, "'gpt2'.*llama"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
     ({**_MISTRAL, "sliding_window": 0}, "model.max_length=0 must be"),
     (
@@ -200,9 +201,16 @@ class ReadTest(parameterized.TestCase):
     ({"num_key_value_heads": 5}, "num_kv_heads=5 must divide .*=32"),
     ({"vocab_size": _ABSENT}, "has no entry 'vocab_size'"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be"),
-    ({"architectures": [_OURS]}, "needs router.kind"),
     (
-      {"architectures": [_OURS], "router": {"kind": "query_norm"}},
+      {"architectures": [_OURS], "model_type": "moh_llama"},
+      "needs router.kind",
+    ),
+    (
+      {
+        "architectures": [_OURS],
+        "model_type": _ABSENT,
+        "router": {"kind": "query_norm"},
+      },
       "no 'shared_heads'",
     ),
   )
@@ -307,7 +315,7 @@ class WriteTest(parameterized.TestCase):
     stored = llama_config.to_hf(without_router(_ORDER, head_order=()))
     names = ("router", "shared_heads", "top_k", "head_order")
     fields = dataclasses.asdict(_ORDER)
-    stored["architectures"] = [_OURS]
+    stored |= {"architectures": [_OURS], "model_type": "moh_llama"}
     stored["moh_jax"] = {name: fields[name] for name in names}
     read = llama_config.from_hf(json.loads(json.dumps(stored)))
     self.assertEqual(read, _ORDER)

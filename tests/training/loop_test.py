@@ -172,6 +172,13 @@ class LoopTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       run(self._copy(), **sections)
 
+  def test_other_random_numbers_cannot_continue(self):
+    name = "jax_threefry_partitionable"
+    self.addCleanup(jax.config.update, name, True)
+    jax.config.update(name, False)
+    with self.assertRaisesRegex(ValueError, f"{name}: False here, .* default"):
+      run(self._copy())
+
   @pytest.mark.integration
   def test_what_may_change_in_a_continued_run_is_said(self):
     with self.assertLogs("moh_jax", "INFO") as logs:
