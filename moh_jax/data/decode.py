@@ -45,6 +45,7 @@ _FORMATS = tuple(
 )
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
+_BITS, _BLACK, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
 # What Pillow multiplies the samples of grey PNG files of 2 and 4 bits by.
 _SCALES = {"L;2": 85, "L;4": 17}
@@ -260,18 +261,13 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     [X, Y, channels] uint8.
 
   Raises:
-    ValueError: another number of channels, or an image of fractions, whose
-      range nobody knows.
+    ValueError: another number of channels, or pixels whose range nobody knows.
   """
   if channels not in _MODES:
     raise ValueError(
       f"image files have 1 or 3 channels, the model has {channels}"
     )
-  if image.mode == "F":
-    raise ValueError(
-      "its pixels are floating-point numbers of unknown range, must be 8 or 16 "
-      "bits"
-    )
+  _check_samples(image)
   _scale_transparency(image)
   image = ImageOps.exif_transpose(image)
   pixels = np.empty((image.height, image.width, channels), np.uint8)
@@ -282,6 +278,22 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     band = np.asarray(band.convert(_MODES[channels]))
     pixels[row : row + step] = band.reshape(-1, image.width, channels)
   return pixels
+
+
+def _check_samples(image: Image.Image) -> None:
+  """Refuses pixels that Pillow hands on as they are stored, whatever they mean.
+
+  They are fractions, have a sign, 12 or 32 bits, or 16 of which 0 is white.
+  """
+  tags = getattr(image, "tag_v2", {})  # of a TIFF file
+  kinds, bits = tags.get(_SAMPLE_FORMAT, (1,)), tags.get(_BITS, (16,))
+  is_wide = image.mode.startswith("I")
+  is_usual = not is_wide or (bits == (16,) and tags.get(_BLACK, 1))
+  if image.mode == "F" or set(kinds) != {1} or not is_usual:
+    raise ValueError(
+      "its pixels are floating-point numbers, have a sign, 12 or 32 bits, or "
+      "16 bits of which 0 is white; must be 8 or 16 bits from black to white"
+    )
 
 
 def _stored_mode(image: Image.Image) -> str:

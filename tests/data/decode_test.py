@@ -15,6 +15,13 @@ from moh_jax.data import decode, transforms
 from tests.data.tiny_images import encode, photo
 from tests.folders import FolderTest
 
+# TIFF files by name: the type of their pixels, and tags that are changed.
+_TAGS = {
+  "32.tiff": (np.int32, {}),
+  "12.tiff": (np.uint16, {258: 12}),
+  "signed.tiff": (np.int32, {258: 16}),
+  "inverted.tiff": (np.uint16, {262: 0}),
+}
 _RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
 
 
@@ -163,6 +170,10 @@ class ReadImageTest(FolderTest):
   @parameterized.parameters(
     *((f"half.{kind}", 3, "") for kind in ("png", "jpg", "bmp", "gif", "webp")),
     ("fractions.tiff", 1, ".*floating-point"),
+    ("32.tiff", 3, ".*or 32 bits.* must be 8 or 16 bits"),
+    ("12.tiff", 1, ".*12 or 32 bits"),
+    ("signed.tiff", 1, ".*have a sign"),
+    ("inverted.tiff", 3, ".*of which 0 is white"),
     ("whole.png", 4, ".*1 or 3 channels.* has 4"),
     ("nope.png", 3, "no such image file"),
     (".", 3, "no such image file"),
@@ -172,6 +183,14 @@ class ReadImageTest(FolderTest):
     path = self.root / name
     if name.startswith("fractions"):
       Image.fromarray(np.ones((3, 3), np.float32)).save(path)
+    elif name in _TAGS:
+      kind, tags = _TAGS[name]
+      Image.fromarray(np.ones((4, 4), kind)).save(path)
+      content = bytearray(path.read_bytes())
+      for tag, value in tags.items():
+        entry = struct.pack("<HHI", tag, 3, 1)
+        content[content.index(entry) + len(entry)] = value
+      path.write_bytes(content)
     elif name.startswith(("half", "whole")):
       Image.fromarray(_RGB).save(path)
     if name.startswith("half"):
