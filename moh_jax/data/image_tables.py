@@ -111,6 +111,7 @@ class ParquetSource(EncodedSource):
       if not self._file_rows:
         first = schema
         self._columns = _find_columns(schema, file, selection.label_column)
+        label = self._columns.label
       for column in filter(None, self._columns[:2]):
         wanted, index = first.field(column).type, schema.get_field_index(column)
         if index < 0 or schema.field(index).type != wanted:
@@ -118,6 +119,11 @@ class ParquetSource(EncodedSource):
             f"{file}: column {column!r} must be as in {self._names[0]}, "
             f"{wanted}; columns are {schema.names}"
           )
+      if _class_names(schema, file, label) != self._columns.class_names:
+        raise ValueError(
+          f"{file}: column {label!r} must name the classes that "
+          f"{self._names[0]} names, in the same order"
+        )
       self._groups += [(file, group) for group in range(len(groups))]
       group_rows += groups
       self._file_rows.append(sum(groups))
@@ -300,7 +306,12 @@ def _find_columns(schema: Any, file: str, label: str) -> _Columns:
       "data.label_column or --label-column"
     )
   label = labels[0] if labels else ""
-  return _Columns(images[0], label, tuple(features[label].names or ()))
+  return _Columns(images[0], label, _class_names(schema, file, label))
+
+
+def _class_names(schema: Any, file: str, label: str) -> tuple[str, ...]:
+  """The classes that a column's notes name, in order; () without notes."""
+  return tuple(_features(schema, file)[label].names or ())
 
 
 def _features(schema: Any, file: str) -> dict[str, _Feature]:

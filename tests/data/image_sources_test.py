@@ -383,6 +383,15 @@ class TablesTest(_ImagesTest):
       with self.assertRaisesRegex(ValueError, "'crane' may be several of the"):
         match_classes(found, wanted, "x")
 
+  def test_all_tables_name_the_same_classes(self):
+    write(self.root / "0.parquet", make_table([0, 1]))
+    turned = {"_type": "ClassLabel", "names": LABEL["names"][::-1]}
+    for label in (turned, {}):
+      features = {"image": IMAGE, "label": label}
+      write(self.root / "1.parquet", make_table([0, 1], features=features))
+      with self.assertRaisesRegex(ValueError, "1.parquet: .* 0.parquet names"):
+        self._tables()
+
   def test_identity_changes_with_rows_labels_and_content(self):
     cases = (([0, 1], 0), ([0, 0], 0), ([0, 1], 5), ([0, 1, 1], 0), ([0, 1], 0))
     found = []
