@@ -54,6 +54,9 @@ _MAX_HEADER = MAX_BYTES
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 _NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
 _MAX_LISTED = 20  # keys named in an error
+# Tensors of torch.save may share numbers, as tied ones do: so many times the
+# file's size they may have, and in a small file so many bytes.
+_MOST_SHARED, _LEAST_BOUND = 4, 1 << 26
 _MAX_CLASSES = 500  # of a pickle that is read again for each dict or list
 
 # Names of dtypes in the safetensors format -> in NumPy.
@@ -323,7 +326,8 @@ def _open_torch(path: pathlib.Path, key: str | None) -> _Tensors:
     raise _error(
       path, f"a zip that torch does not read as data ({found})"
     ) from err
-  arrays = {}
+  arrays, total = {}, 0
+  most = max(_MOST_SHARED * path.stat().st_size, _LEAST_BOUND)
   for name, tensor in _select(path, tree, key, torch.Tensor).items():
     dtype = str(tensor.dtype).removeprefix("torch.")
     if (
@@ -334,6 +338,12 @@ def _open_torch(path: pathlib.Path, key: str | None) -> _Tensors:
       raise ValueError(
         f"{path}: tensor {name!r} is {tensor.layout} {dtype} on"
         f" {tensor.device}; expected a dense one of {', '.join(_TORCH_DTYPES)}"
+      )
+    total += tensor.numel() * tensor.element_size()
+    if total > most:  # such as one number that is expanded to a matrix
+      raise ValueError(
+        f"{path}: tensors up to {name!r} have {total:,} bytes, must be at most "
+        f"{most:,} in a file of its size"
       )
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     raw = dense.reshape(-1).view(torch.uint8).numpy()

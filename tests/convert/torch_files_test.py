@@ -195,6 +195,10 @@ class HostileTest(_Case):
     torch.load(self.path, weights_only=False)
     self.assertTrue(marker.exists(), "the attack works on a plain unpickler")
 
+  def test_one_number_expanded_to_matrices_is_refused(self):
+    torch.save({"a": torch.ones(1).expand(30_000, 30_000)}, self.path)
+    self.assert_rejected("'a' have 3,600,000,000 bytes, must be at most 67,1")
+
   def test_calls_of_unknown_functions_do_nothing(self):
     name = self.path.with_name("ran")
     tree = {"model": {"w": torch.ones(6)}, "x": _Call(open, str(name), "w")}
