@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import tokenizers as hf
 
 from moh_jax.data.input_files import import_extra
@@ -21,7 +22,22 @@ _MOST_GROWTH = 64  # of a text by normalizing or decoding
 _MOST_WORD, _MOST_PIECE = 1 << 10, 1 << 8
 # Characters that a Unicode normalization makes of one, at most.
 _FORMS = {"NFD": 4.0, "NFC": 3.0, "NFKD": 18.0, "NFKC": 18.0}
+# These write a character as four, or put one before each word or piece.
+_KINDS = {**_FORMS, "ByteLevel": 4.0, "Metaspace": 2.0, "WordPiece": 2.0}
+_PARTS = ("normalizers", "pretokenizers", "decoders")  # of a Sequence
+_MOST_AFFIX = 1 << 6  # characters that mark a piece inside or at a word's end
 _MOST_STATE = 1 << 16  # characters of a post_processor
+
+
+class _Token(msgspec.Struct):
+  id: int
+  content: str
+
+
+class _Added(msgspec.Struct):
+  added_tokens: list[_Token] = []
+
+
 _ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
 
 
@@ -54,7 +70,7 @@ def _growth(part: Mapping[str, Any]) -> float:
   """Characters that a part of a tokenizer.json makes of one, at most."""
   kind = part["type"]
   if kind == "Sequence":
-    parts = part.get("normalizers") or part["decoders"]
+    parts = next(part[name] for name in _PARTS if name in part)
     # After one of these the others find little to take apart.
     once = [x for x in parts if x["type"] in (*_FORMS, "Precompiled")]
     others = math.prod(_growth(x) for x in parts if x not in once)
@@ -67,7 +83,12 @@ def _growth(part: Mapping[str, Any]) -> float:
     return 1.0 + len(part["prepend"])
   if kind == "Precompiled":
     return _longest_rule(base64.b64decode(part["precompiled_charsmap"]))
-  return 4.0 if kind == "ByteLevel" else _FORMS.get(kind, 1.0)
+  # What stands for nothing is put between any two characters.
+  if kind == "CTC" and not part["word_delimiter_token"]:
+    return 2.0
+  if kind == "BPEDecoder" and not part["suffix"]:
+    return 2.0
+  return _KINDS.get(kind, 1.0)
 
 
 def _longest_rule(charsmap: bytes) -> float:
@@ -91,7 +112,7 @@ def read_tokenizer_json(
   """
   with library_errors("not a tokenizer.json"):
     tokenizer = hf.Tokenizer.from_str(content.decode())
-  for name in ("normalizer", "decoder"):
+  for name in ("normalizer", "pre_tokenizer", "decoder"):
     if part := getattr(tokenizer, name):
       _check(name, _growth(json.loads(part.__getstate__())))
   part = tokenizer.post_processor
@@ -100,6 +121,7 @@ def read_tokenizer_json(
       f"its post_processor has more than {_MOST_STATE:,} characters"
     )
   _check_model(tokenizer)
+  _check_ids(tokenizer, content)
   tokenizer.encode_special_tokens = special_as_text
   tokenizer.no_truncation()
   tokenizer.no_padding()
@@ -111,6 +133,12 @@ def read_tokenizer_json(
 def _check_model(tokenizer: hf.Tokenizer) -> None:
   """Refuses a model whose time grows with the square of a word."""
   model = tokenizer.model
+  for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+    length = len(getattr(model, name, None) or "")
+    if length > _MOST_AFFIX:
+      raise TokenizerFileError(
+        f"its {name} has {length:,} characters, must have at most {_MOST_AFFIX}"
+      )
   longest = getattr(model, "max_input_chars_per_word", 0)  # of WordPiece
   most = _MOST_WORD
   if isinstance(model, hf.models.Unigram):
@@ -121,6 +149,24 @@ def _check_model(tokenizer: hf.Tokenizer) -> None:
       f"its {type(model).__name__} reads words of {longest:,} characters, must "
       f"be at most {most:,}"
     )
+
+
+def _check_ids(tokenizer: hf.Tokenizer, content: bytes) -> None:
+  """Refuses tokens of one id, and added ones to which others are given.
+
+  Texts of such ids would be read as the library's hash tables happen to lie.
+  """
+  names: dict[int, str] = {}
+  for name, index in tokenizer.get_vocab().items():
+    if (other := names.setdefault(index, name)) != name:
+      both = sorted((name, other))
+      raise TokenizerFileError(f"its tokens {both} have one id, {index}")
+  for token in msgspec.json.decode(content, type=_Added).added_tokens:
+    if (given := tokenizer.token_to_id(token.content)) != token.id:
+      raise TokenizerFileError(
+        f"its added token {token.content!r} has the id {token.id}, must have "
+        f"{given}, which follows from the others"
+      )
 
 
 def special_ends(tokenizer: hf.Tokenizer) -> tuple[int | None, int | None]:

@@ -32,6 +32,11 @@ _TEXTS = (
   "a\x00b\x7f\u2028c",
   "<|end_of_text|> is text here, and so is <|begin_of_text|>",
 )
+# What parts of a tokenizer.json have beside their type.
+_OF_PARTS = {
+  "ByteLevel": {"add_prefix_space": False, "trim_offsets": False},
+  "CTC": {"pad_token": "<pad>", "cleanup": True},
+}
 _CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
 
 
@@ -165,18 +170,40 @@ class LoadTest(FolderTest):
      "162 char"),
     ("normalizer", [{"type": "ByteLevel"}] * 9, "normalizer may make 2.62e.05"),
     ("decoder", [_replace({"String": "a"}, "aa")] * 30, "its decoder may make"),
+    ("pre_tokenizer", [{"type": "ByteLevel"}] * 9, "pre_tokenizer may make"),
+    ("decoder", [{"type": "CTC", "word_delimiter_token": ""}] * 9, "512 char"),
+    ("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 9, "512 char"),
     ("post_processor", [], "its post_processor has more than 65,536"),
     ("normalizer", [{"type": "Precompiled", "precompiled_charsmap": "EA=="}],
      "not a tokenizer.json: .*charsmap"),
   )  # fmt: skip
   def test_parts_that_make_endless_text_are_refused(self, name, parts, message):
     stored = json.loads(tokenizers.train_bpe(iter(_CORPUS), 260))
-    stored[name] = {"type": "Sequence", f"{name}s": parts}
+    parts = [{**_OF_PARTS.get(part["type"], {}), **part} for part in parts]
+    listed = {"pre_tokenizer": "pretokenizers"}.get(name, f"{name}s")
+    stored[name] = {"type": "Sequence", listed: parts}
     if name == "post_processor":
       token = {"id": "x", "ids": [1] * 500_000, "tokens": []}
       single = [{"Sequence": {"id": "A", "type_id": 0}}]
       stored[name] = {"type": "TemplateProcessing", "single": single}
       stored[name] |= {"pair": single, "special_tokens": {"x": token}}
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+      tokenizers.JsonTokenizer(json.dumps(stored).encode())
+
+  @parameterized.parameters(
+    ({"continuing_subword_prefix": "#" * 65}, {}, {}, "has 65 characters, mu"),
+    ({}, {"b": 1}, {"id": 2}, r"its tokens \['a', 'b'\] have one id, 1"),
+    ({}, {}, {"id": 9}, "added token '<x>' has the id 9, must have 3"),
+  )
+  def test_ids_and_prefixes_are_checked(self, model, vocab, added, message):
+    words = hf.models.WordPiece({"?": 0, "a": 1, "b": 2}, unk_token="?")
+    tokenizer = hf.Tokenizer(words)
+    tokenizer.add_special_tokens(["<x>"])
+    tokenizers.JsonTokenizer(tokenizer.to_str().encode())
+    stored = json.loads(tokenizer.to_str())
+    stored["model"] |= model
+    stored["model"]["vocab"] |= vocab
+    stored["added_tokens"][0] |= added
     with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
       tokenizers.JsonTokenizer(json.dumps(stored).encode())
 
