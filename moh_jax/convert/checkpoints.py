@@ -17,6 +17,8 @@ from flax import traverse_util
 
 from moh_jax.config import (
   Config,
+  DistillConfig,
+  LoraConfig,
   family_of_format,
   get_family,
   imported,
@@ -27,6 +29,7 @@ from moh_jax.convert import peft, rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
 from moh_jax.data import tokenizers
+from moh_jax.data.chat import template_names
 from moh_jax.data.infer import resolve
 from moh_jax.data.input_files import import_extra
 from moh_jax.models.registry import make_model
@@ -117,6 +120,7 @@ def convert(
   folder = _folder(source)
   if config.model.READS_TEXT and (found := _tokenizer(folder)):
     tokenizers.check_vocabulary(found, config.model.vocab_size, source)
+    template_names(found)  # refuses what cannot be read before all is written
   table, abstract = model_rules(config.model, kind), _abstract(config)
   params = stream.source_params(table, tensors, abstract, source=source)
   checkpoint.check_vacant(out)
@@ -230,7 +234,7 @@ def export(
     ]
 
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
-  stored = checkpoint.metadata_to_json(metadata)
+  stored = checkpoint.metadata_to_json(_merged(metadata))
   if form in ("", _FOLDER):
     text[_ENTRY] = json.dumps(stored)
   if not form:
@@ -252,6 +256,15 @@ def export(
       (folder / name).write_text(content)
     tensor_files.write_folder(folder, plan(), dtype, text, shard_size, stem)
   return total
+
+
+def _merged(metadata: checkpoint.Metadata) -> checkpoint.Metadata:
+  """Metadata of a model whose adapters have become a part of its weights."""
+  config = metadata.config
+  plain = {"lora": LoraConfig(), "distill": DistillConfig()}
+  tune = dataclasses.replace(config.tune, **plain)
+  config = dataclasses.replace(config, tune=tune)
+  return dataclasses.replace(metadata, config=config, base_mark="")
 
 
 def _own_files(exported: Exported, stored: Any) -> dict[str, str]:
@@ -382,9 +395,12 @@ def _exported(source: str) -> checkpoint.Metadata | None:
   """What `export` said of a file; None where the source is none of its files.
 
   Raises:
-    ValueError: it was another version's.
+    ValueError: it was another version's, or the config.json of its folder says
+      something else.
   """
+  beside = None
   if (path := pathlib.Path(source)).is_dir():
+    beside = path / CONFIG_FILE
     path = min(path.glob("*.safetensors"), default=path)
   if not path.is_dir():
     check_regular(path)
@@ -392,9 +408,16 @@ def _exported(source: str) -> checkpoint.Metadata | None:
   if text is None:
     return None
   try:
-    return checkpoint.metadata_from_json(parse_json(text))
+    stored = parse_json(text)
+    metadata = checkpoint.metadata_from_json(stored)
   except ValueError as error:
     raise ValueError(f"{source}: its metadata: {error}") from error
+  if beside and beside.is_file() and read_json(beside) != stored:
+    raise ValueError(
+      f"{beside}: differs from the header of {path.name}, which says the same "
+      "in a whole folder; export it again, or remove the wrong one of the two"
+    )
+  return metadata
 
 
 def _folder(source: str) -> pathlib.Path:

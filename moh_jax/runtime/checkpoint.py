@@ -294,7 +294,14 @@ def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   check_json(stored, steps.StoredConfig)
   config = config_lib.from_config_dict(upgrade(stored["config"]))
   sums = {name: stored[name] for name in _SUMS if name in stored}
-  return Metadata(config, tuple(stored["class_names"]), **sums)
+  names = tuple(stored["class_names"])
+  classes = getattr(config.model, "num_classes", None)
+  if names and classes is not None and len(names) != classes:
+    raise ValueError(
+      f"class_names has {len(names)} entries, must have {classes}, "
+      "model.num_classes"
+    )
+  return Metadata(config, names, **sums)
 
 
 def temporary_path_class(

@@ -10,6 +10,7 @@ import unittest
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -20,7 +21,10 @@ from moh_jax.config import (
   DataConfig,
   DiffusionConfig,
   DiTConfig,
+  LoraConfig,
   SampleConfig,
+  TrainConfig,
+  TuneConfig,
   released_model,
 )
 from moh_jax.config.heads import RouterConfig
@@ -29,7 +33,9 @@ from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import restore
+from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import make_model
+from moh_jax.models.stored import base_mark
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert.stored import save_tensors
@@ -137,10 +143,15 @@ class CheckpointTest(parameterized.TestCase):
     save_tensors(exported, _made("moh-vit")[1], {"moh_jax": text})
     with self.assertRaisesRegex(ValueError, "metadata: model.family='mlp'"):
       convert("moh-vit", exported, self.target())
+    stored = checkpoint.metadata_to_json(checkpoint.Metadata(_VIT, names[:3]))
+    save_tensors(exported, _made("moh-vit")[1], {"moh_jax": json.dumps(stored)})
+    with self.assertRaisesRegex(ValueError, "has 3 entries, must have 5"):
+      convert("moh-vit", exported, self.target())
 
   @parameterized.parameters(*_RUNS)
   def test_folder_is_restored_as_the_checkpoint(self, kind):
-    config, names = _RUNS[kind], tuple("abcde")
+    config = _RUNS[kind]
+    names = tuple("abcdefghij"[: config.model.num_classes])
     params = restore(_made(kind)[2]).params
     ours, folder = self.target(), pathlib.Path(self.target(), "folder")
     metadata = checkpoint.Metadata(config, names)
@@ -160,8 +171,32 @@ class CheckpointTest(parameterized.TestCase):
     self.assertIn(f"{count:,} parameters", card)
     stored = json.loads((folder / "config.json").read_text())
     self.assertEqual(stored["class_names"], list(names))
+    stored["class_names"].reverse()
+    (folder / "config.json").write_text(json.dumps(stored))
+    with self.assertRaisesRegex(ValueError, "config.json: differs from the h"):
+      convert(kind, str(folder), self.target())
     with self.assertRaisesRegex(ValueError, "holds 'README.md'; choose"):
       export(ours, str(folder), to="folder")
+
+  def test_exported_adapters_are_a_part_of_the_weights(self):
+    base, out = _made("moh-vit")[2], self.target()
+    lora, params = LoraConfig(rank=2), restore(base).params
+    adapters = Adapters.of(abstract_params(*make_model(_VIT)), lora)
+    config = dataclasses.replace(
+      _VIT, tune=TuneConfig(lora=lora), train=TrainConfig(init_from=base)
+    )
+    metadata = checkpoint.Metadata(config, base_mark=base_mark(0, params))
+    trained = jax.tree.map(
+      lambda x: jnp.full_like(x, 0.1), adapters.begin(jax.random.key(0), params)
+    )
+    checkpoint.save_params(out, trained, metadata)
+    exported = f"{self.target()}/exported.safetensors"
+    export(out, exported)
+    converted = self.target()
+    convert("moh-vit", exported, converted)
+    again = restore(converted)
+    self.assertEqual(again.config.tune, TuneConfig())
+    chex.assert_trees_all_equal(again.params, restore(out).params)
 
   def test_another_folder_with_a_config_holds_no_checkpoint(self):
     folder = pathlib.Path(self.target())

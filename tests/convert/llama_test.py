@@ -290,6 +290,7 @@ class FilesTest(_Case):
   @parameterized.parameters(
     ({"tokenizer_config.json": b'{"bos_token": 3}'}, "bos_token=3 must be"),
     ({"tokenizer_config.json": b"{"}, "config.json: not valid JSON"),
+    ({"chat_template.jinja": b"\xff"}, "chat_template.jinja: not UTF-8"),
     ({"generation_config.json": b'{"eos_token_id": 300}'}, "id 300 must"),
     (
       {"tokenizer.json": train_bpe(["the quick brown fox jumps " * 9], 271)},

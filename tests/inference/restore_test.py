@@ -41,7 +41,8 @@ _params = functools.partial(tiny.random_params, _CONFIG)
 
 
 def _save(directory, config=_CONFIG):
-  metadata = checkpoint.Metadata(config, _NAMES)
+  names = _NAMES if config.model.num_classes == len(_NAMES) else ()
+  metadata = checkpoint.Metadata(config, names)
   checkpoint.save_params(directory, tiny.random_params(config), metadata)
 
 
