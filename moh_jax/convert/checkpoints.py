@@ -453,7 +453,7 @@ def released_run(model: Any, tensors: Tensors) -> Config:
 
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
   is_ignored = converter_of(model).is_ignored
-  return {name: t for name, t in tensors.items() if not is_ignored(model, name)}
+  return {n: x for n, x in tensors.items() if not is_ignored(model, tensors, n)}
 
 
 def _make(rule: rules.Rule, ours: Sequence[stream.StoredLeaf]) -> list[Any]:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers as hf
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig
@@ -32,6 +33,7 @@ from moh_jax.runtime.json_files import read_json
 _ROUTER_NAMES = {
   name: f"router.{name}" for name in ("routed", "group", "shared")
 }
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SEQUENCE_LENGTH = 2048  # default for training a converted model further
 _CODE = pathlib.Path(__file__).parent / "transformers_code"
 _PAPER = "https://arxiv.org/abs/2410.11842"
@@ -54,7 +56,7 @@ transformers' own LLaMA they are a model without routing.
 def model_rules(config: LLMConfig) -> list[Rule]:
   """Conversion rules of the whole network."""
   table = [
-    rules.one("model.embed_tokens.weight", "embed/embedding"),
+    rules.one(_EMBED, "embed/embedding"),
     rules.one("model.norm.weight", "norm/scale"),
   ]
   if not config.tie_embeddings:
@@ -101,15 +103,24 @@ def released_run(model: LLMConfig, tensors: Mapping[str, Any]) -> Config:
   return Config(model=model, data=TextDataConfig(sequence_length=length))
 
 
-def is_ignored(model: LLMConfig, name: str) -> bool:
+def is_ignored(model: LLMConfig, tensors: Mapping[str, Any], name: str) -> bool:
   """Whether a public tensor is redundant and so not converted.
 
   Old checkpoints store RoPE's frequencies, which follow from the config. With
-  tied embeddings the output layer is the embedding, whatever else a checkpoint
-  stores; transformers does the same.
+  tied embeddings the output layer is the embedding, which some store twice.
+
+  Raises:
+    ValueError: the two differ: versions of transformers disagree which counts.
   """
-  tied = model.tie_embeddings and name == "lm_head.weight"
-  return tied or name.endswith("rotary_emb.inv_freq")
+  if not model.tie_embeddings or name != _HEAD:
+    return name.endswith("rotary_emb.inv_freq")
+  head, embed = (np.asarray(tensors.get(key, ())) for key in (_HEAD, _EMBED))
+  if not np.array_equal(head, embed):
+    raise ValueError(
+      f"tie_word_embeddings=True, but {_HEAD} differs from {_EMBED}: set it to "
+      "false, or remove the one that does not count"
+    )
+  return True
 
 
 def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:

@@ -100,8 +100,9 @@ class Converter:
     rules: (model section) -> pairs of public tensors and our parameters.
     released_run: (model section, public tensors by name) -> the run that a
       released model stands for; the tensors may be an empty dict.
-    is_ignored: (model section, tensor name) -> whether a public tensor has no
-      meaning for the model.
+    is_ignored: (model section, public tensors by name, name) -> whether that
+      tensor has no meaning for the model; raises ValueError where it should
+      have none, but differs from what it repeats.
     described: (format, path of a config.json, which need not exist) -> the
       model section that it describes, or None: the tensors' shapes must tell.
     folder_files: (`Exported`) -> the small files of an exported folder beside
@@ -114,7 +115,9 @@ class Converter:
 
   rules: Callable[[Any], list[Rule]]
   released_run: Callable[[Any, Mapping[str, Any]], Config]
-  is_ignored: Callable[[Any, str], bool] = lambda model, name: False
+  is_ignored: Callable[[Any, Mapping[str, Any], str], bool] = (
+    lambda model, tensors, name: False
+  )
   described: Callable[[str, pathlib.Path], Any] = lambda kind, path: None
   folder_files: Callable[[Exported], Mapping[str, str]] | None = None
   other_rules: Mapping[str, Callable[[Any], list[Rule]]] = dataclasses.field(

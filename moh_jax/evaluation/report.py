@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
+from moh_jax.data.decode import decode_image
 from moh_jax.data.grids import tiles
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import pictures
@@ -457,11 +458,19 @@ def samples(
 
 
 def run_preview(directory: str, last: int) -> bytes | None:
-  """The newest picture that a run drew up to a step; None without any."""
+  """The newest picture that a run drew up to a step; None without any.
+
+  Raises:
+    ValueError: it is damaged.
+  """
   folder = steps.workdir(directory) / "samples"
   found = [file for file in folder.glob("*.png") if file.stem.isdecimal()]
   until = [file for file in sorted(found) if int(file.stem) <= last]
-  return read_bytes(until[-1], _MOST_PNG) if until else None
+  if not until:
+    return None
+  content = read_bytes(until[-1], _MOST_PNG)
+  decode_image(content, 3, str(until[-1]))  # names a damaged file
+  return content
 
 
 def _generated(

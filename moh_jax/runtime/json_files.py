@@ -22,6 +22,7 @@ from moh_jax.runtime.files import check_once, read_bytes
 
 MAX_BYTES = 64 << 20  # no metadata of ours or of a public model is that large
 MAX_DEPTH = 64
+_MOST_DIGITS = 300  # of an integer: it fits a float
 _AT = re.compile(r"(?P<what>.*) - at `\$(?P<path>.*)`", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
@@ -91,6 +92,7 @@ def parse_json(
       content,
       parse_float=_finite,
       parse_constant=_finite,
+      parse_int=_whole,
       object_pairs_hook=_without_twins,
     )
   except RecursionError:
@@ -118,6 +120,12 @@ def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   if len(value) < len(pairs):
     check_once(key for key, _ in pairs)
   return value
+
+
+def _whole(text: str) -> int:
+  if len(text) > _MOST_DIGITS:
+    raise ValueError(f"{text[:20]}... has more than {_MOST_DIGITS} digits")
+  return int(text)
 
 
 def _finite(text: str) -> float:

@@ -122,10 +122,17 @@ class ThereAndBackTest(_Case):
     stored = tiny_llm.write_folder(self.source, tiny_llm.MHA)  # has lm_head
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}
     file = self.source / "model-00001-of-00001.safetensors"
-    save_tensors(file, stored | frequencies)
+    stored |= frequencies
+    save_tensors(file, stored)
     tied = dataclasses.replace(tiny_llm.MHA, tie_embeddings=True)
     config = json.dumps(llama_config.to_hf(tied))
     (self.source / "config.json").write_text(config)
+    with self.assertRaisesRegex(
+      ValueError, "lm_head.weight differs from"
+    ):
+      self.convert()
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+    save_tensors(file, stored)
     self.assertNotIn("head", self.convert().params)
     card = (self.export() / "README.md").read_text()  # without a license
     self.assertNotIn("license:", card)

@@ -170,6 +170,8 @@ class SamplesTest(folders.FolderTest):
     noise = rng.integers(0, 256, (1024, 1024, 3), np.uint8)
     Image.fromarray(noise).save(self.root / "samples" / "00000003.png")
     (self.root / "samples" / "00000004.png").write_text("of a later step")
+    with self.assertRaisesRegex(ValueError, "00000004.png: not an image"):
+      report.run_preview(str(self.root), 4)
     preview = report.run_preview(str(self.root), 3)
     page = self._samples(_stats(), tiny.dit_config(), preview=preview)
     self.assertIn("samples of the run", page)

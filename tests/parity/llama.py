@@ -25,7 +25,7 @@ def network(case: Case) -> dict[str, Any]:
   kept = {
     name: weight
     for name, weight in case.weights.items()
-    if not llama.is_ignored(config, name)
+    if not llama.is_ignored(config, case.weights, name)
   }
   params = dataclasses.replace(case, weights=kept).load(
     LLM(config),

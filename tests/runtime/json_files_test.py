@@ -42,6 +42,7 @@ class ParseTest(parameterized.TestCase):
     ('{"rows": [], "x": {"a": 1, "a": 2}}', "'a' stands in it 2 times"),
     ("{", "not valid JSON"),
     ("NaN", "NaN is no finite number"),
+    ("[1" + "0" * 400 + "]", r"10+\.\.\. has more than 300 digits"),
     ('{"rows": 1e999}', "1e999 is no finite number"),
     (_nested(100_000), "nested more than 64 deep"),
     (_nested(65), "nested more than 64 deep"),
