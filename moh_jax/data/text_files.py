@@ -300,6 +300,8 @@ def _read_text(file: str, packing: str, most: int) -> str:
   with damage(file), input_files.open_unpacked(file, packing) as stream:
     content = stream.read(most + 1)
   _check_size(len(content), file, most)
+  if b"\0" in content:  # such as an archive, or letters of 16 bits
+    raise BadTextError(file, "no text", ": has null bytes")
   return _decode(content.removeprefix(codecs.BOM_UTF8), file)
 
 

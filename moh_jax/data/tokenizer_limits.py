@@ -9,7 +9,7 @@ import base64
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -140,14 +140,20 @@ def _check_model(tokenizer: hf.Tokenizer) -> None:
         f"its {name} has {length:,} characters, must have at most {_MOST_AFFIX}"
       )
   longest = getattr(model, "max_input_chars_per_word", 0)  # of WordPiece
-  most = _MOST_WORD
-  if isinstance(model, hf.models.Unigram):
-    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    longest, most = max(map(len, vocabulary), default=0), _MOST_PIECE
-  if longest > most:
+  if longest > _MOST_WORD:
     raise TokenizerFileError(
-      f"its {type(model).__name__} reads words of {longest:,} characters, must "
-      f"be at most {most:,}"
+      f"its max_input_chars_per_word={longest:,} must be at most {_MOST_WORD:,}"
+    )
+  if isinstance(model, hf.models.Unigram):
+    _check_pieces(tokenizer.get_vocab(with_added_tokens=False))
+
+
+def _check_pieces(pieces: Iterable[str]) -> None:
+  longest = max(map(len, pieces), default=0)
+  if longest > _MOST_PIECE:
+    raise TokenizerFileError(
+      f"its Unigram model has a piece of {longest:,} characters, must be at "
+      f"most {_MOST_PIECE:,}"
     )
 
 
@@ -179,7 +185,7 @@ def special_ends(tokenizer: hf.Tokenizer) -> tuple[int | None, int | None]:
 
 
 def check_rules(content: bytes) -> None:
-  """Refuses a SentencePiece model that makes endless text of a short one.
+  """Refuses a SentencePiece model that takes endless text or time.
 
   Raises:
     TokenizerFileError: it may.
@@ -188,3 +194,5 @@ def check_rules(content: bytes) -> None:
   model = proto.ModelProto.FromString(content)
   for name in ("normalizer_spec", "denormalizer_spec"):
     _check(name, _longest_rule(getattr(model, name).precompiled_charsmap))
+  if model.trainer_spec.model_type == proto.TrainerSpec.UNIGRAM:
+    _check_pieces(piece.piece for piece in model.pieces)

@@ -127,9 +127,7 @@ class ThereAndBackTest(_Case):
     tied = dataclasses.replace(tiny_llm.MHA, tie_embeddings=True)
     config = json.dumps(llama_config.to_hf(tied))
     (self.source / "config.json").write_text(config)
-    with self.assertRaisesRegex(
-      ValueError, "lm_head.weight differs from"
-    ):
+    with self.assertRaisesRegex(ValueError, "lm_head.weight differs from"):
       self.convert()
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
     save_tensors(file, stored)

@@ -285,6 +285,11 @@ class TablesTest(_FilesTest):
     with self.assertRaisesRegex(ValueError, "a.txt.gz: .* more than 8,388,608"):
       self._read("a.txt.gz")
 
+  def test_what_is_no_text_has_null_bytes(self):
+    self._write("a.txt", "letters of 16 bits".encode("utf-16-le"))
+    with self.assertRaisesRegex(ValueError, "a.txt: no text: has null bytes"):
+      self._read("a.txt")
+
   @parameterized.parameters(("cut", 10), ("other", 0), ("empty", 0))
   def test_what_is_no_whole_arrow_file_is_named_or_left_out(self, how, rows):
     table = pyarrow.table({"text": _TEXTS[:35]})

@@ -217,6 +217,16 @@ class LoadTest(FolderTest):
     with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
       tokenizers.JsonTokenizer(content)
 
+  def test_pieces_of_sentencepiece_unigram_are_bounded(self):
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
+    content = tiny_words.sentencepiece_model()
+    model = proto.ModelProto.FromString(content)
+    model.trainer_spec.model_type = proto.TrainerSpec.UNIGRAM
+    model.pieces[-1].piece = "a" * 257
+    with self.assertRaisesRegex(ValueError, "a piece of 257 characters, must"):
+      tokenizers.SentencePieceTokenizer(model.SerializeToString())
+
   def test_normal_forms_do_not_multiply(self):
     stored = json.loads(tokenizers.train_bpe(iter(_CORPUS), 260))
     parts = [{"type": name} for name in ("NFKD", "Lowercase", "NFKC", "NFC")]
