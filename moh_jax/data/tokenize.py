@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from moh_jax.data import text_files
 from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.runtime import signals
 from moh_jax.runtime.files import inside
 
 # Documents, and about characters, for one call of the tokenizer, on all its
@@ -291,7 +291,8 @@ def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
     initargs=(job,),
   )
   try:
-    groups = [pool.submit(_write_group, group) for group in todo]
+    with signals.for_this_process():
+      groups = [pool.submit(_write_group, group) for group in todo]
     for group in concurrent.futures.as_completed(groups):
       yield group.result()
   except concurrent.futures.BrokenExecutor as error:
@@ -311,12 +312,7 @@ def _start_worker(job: _Job):
   # There is a process for each core, so the tokenizer needs no threads.
   os.environ["TOKENIZERS_PARALLELISM"] = "false"
   _worker_job[:] = [job]
-
-  def exit_after_parent() -> None:  # also where it was killed
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-  threading.Thread(target=exit_after_parent, daemon=True).start()
+  signals.end_with_parent()
 
 
 def _write_group(group: int) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.registry import ROUTERS, RouterKind, get_router
 from moh_jax.runtime import devices as devices_lib
-from moh_jax.runtime import sharding
+from moh_jax.runtime import sharding, signals
 from moh_jax.runtime.devices import USABLE, Topology
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
@@ -136,11 +136,15 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
   spawn = multiprocessing.get_context("spawn")
   with (
     devices_lib.environment(environment),
-    concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
+    concurrent.futures.ProcessPoolExecutor(
+      1, mp_context=spawn, initializer=signals.end_with_parent
+    ) as pool,
   ):
     try:
       router = get_router(config.model.router.kind)
-      return pool.submit(_compile, config, router, topology).result()
+      with signals.for_this_process():
+        program = pool.submit(_compile, config, router, topology)
+      return program.result()
     except pickle.PicklingError as error:
       raise ValueError(
         f"the family or the router must be in a module that can be imported: "
