@@ -13,6 +13,14 @@ import msgspec
 
 from moh_jax.data import tokenizers
 from moh_jax.data.template_process import Message, Span, call
+from moh_jax.data.tokenizer_files import (
+  TEMPLATE,
+  TEMPLATE_FOLDER,
+  TEMPLATE_JSON,
+  TOKENIZER_CONFIG,
+  named_tokens,
+  read_json,
+)
 from moh_jax.runtime.json_files import check_json
 
 _KEY = "chat_template"
@@ -40,8 +48,8 @@ class Template:
     if not found:
       raise ValueError(
         "the model has no chat template: there is no "
-        f"{tokenizers.TEMPLATE} beside its tokenizer and no {_KEY!r} in "
-        f"{tokenizers.TOKENIZER_CONFIG}"
+        f"{TEMPLATE} beside its tokenizer and no {_KEY!r} in "
+        f"{TOKENIZER_CONFIG}"
       )
     if wanted not in found:
       raise ValueError(
@@ -50,7 +58,7 @@ class Template:
     source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
-    tokens = own | tokenizers.named_tokens(tokenizer.files)
+    tokens = own | named_tokens(tokenizer.files)
     tokens = {key: token for key, token in tokens.items() if token}
     stops = tuple(filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids)))
     self._state = {"source": source, "tokens": tokens, "stops": stops}
@@ -172,15 +180,15 @@ class _Message(msgspec.Struct):
 
 def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   """Templates by name, each with the file that holds it."""
-  own = {_DEFAULT: tokenizers.TEMPLATE} if tokenizers.TEMPLATE in files else {}
+  own = {_DEFAULT: TEMPLATE} if TEMPLATE in files else {}
   for path in files:
     folder, _, name = path.rpartition("/")
-    if folder == tokenizers.TEMPLATE_FOLDER:
+    if folder == TEMPLATE_FOLDER:
       own[name.removesuffix(".jinja")] = path
   if own:
     return {name: (_text(p, files[p]), p) for name, p in own.items()}
-  for file in (tokenizers.TOKENIZER_CONFIG, tokenizers.TEMPLATE_JSON):
-    stored = tokenizers.read_json(files, file).get(_KEY)
+  for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
+    stored = read_json(files, file).get(_KEY)
     if stored is not None:
       return {name: (text, file) for name, text in _named(file, stored).items()}
   return {}

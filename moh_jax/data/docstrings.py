@@ -25,7 +25,7 @@ from moh_jax.data.stdlib import (
   train_tokenizer,
   write_once,
 )
-from moh_jax.data.tokenizers import TEMPLATE, write_tokenizer_files
+from moh_jax.data.tokenizer_files import TEMPLATE, write_tokenizer_files
 
 # ChatML, with the begin and the end of text around each message.
 _CHATML = """\

@@ -30,13 +30,13 @@ from array_record.python import array_record_module
 from moh_jax.data.identity import Identity
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.shards import Shards
+from moh_jax.data.tokenizer_files import write_tokenizer_files
 from moh_jax.data.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
   SentencePieceTokenizer,
   Tokenizer,
   read_tokenizer,
-  write_tokenizer_files,
 )
 from moh_jax.runtime.files import checksum, replacing
 

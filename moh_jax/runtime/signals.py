@@ -99,7 +99,7 @@ def handled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_this_process() -> Iterator[None]:
-  """Processes that start in the block never see Ctrl-C: it is their parent's."""
+  """Processes that start in the block never see Ctrl-C, only this one does."""
   before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
     yield

@@ -11,7 +11,14 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.config.data import TextDataConfig
-from moh_jax.data import identity, sequences, shards, token_sets, tokenizers
+from moh_jax.data import (
+  identity,
+  sequences,
+  shards,
+  token_sets,
+  tokenizer_files,
+  tokenizers,
+)
 from moh_jax.data.sequences import PackedSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.token_sets import BLOCK, DOCUMENTS, TokenSet
@@ -314,11 +321,15 @@ class TokensTest(_SetTest):
 
   def test_files_beside_the_shards_are_compared(self):
     content = train_bpe(iter(["some text"]), 260)
-    files = {tokenizers.GENERATION_CONFIG: b'{"eos_token_id": 1}'}
+    files = {tokenizer_files.GENERATION_CONFIG: b'{"eos_token_id": 1}'}
     used = tokenizers.JsonTokenizer(content, files)
     tiny_text.write(self.folder, [[[5], [6, 7], [8]]], used)
     TokenSet(self.folder)
-    for name in (DOCUMENTS, "tokenizer.json", tokenizers.GENERATION_CONFIG):
+    for name in (
+      DOCUMENTS,
+      "tokenizer.json",
+      tokenizer_files.GENERATION_CONFIG,
+    ):
       path = self.folder / name
       whole = path.read_bytes()
       path.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])

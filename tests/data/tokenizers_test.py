@@ -17,7 +17,8 @@ from absl.testing import parameterized
 
 from moh_jax.data import chat, template_process, tokenizers
 from moh_jax.data.chat import render_chat
-from moh_jax.data.tokenizers import load_tokenizer, read_files_beside
+from moh_jax.data.tokenizer_files import read_files_beside
+from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.inference.decoding import StreamDecoder, prompt_ids
 from tests.data import tiny_words
 from tests.folders import FolderTest

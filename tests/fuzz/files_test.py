@@ -25,7 +25,14 @@ from moh_jax.cli import generate
 from moh_jax.config import parse
 from moh_jax.config.run import section_types
 from moh_jax.convert import llama, llama_config, tensor_files, vae
-from moh_jax.data import decode, input_files, text_files, token_sets, tokenizers
+from moh_jax.data import (
+  decode,
+  input_files,
+  text_files,
+  token_sets,
+  tokenizer_files,
+  tokenizers,
+)
 from moh_jax.data.image_shards import ArrayRecordSource, LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.evaluation import fid, image_metrics
@@ -222,7 +229,7 @@ class TokenizersTest(hostile.ReaderTest):
       self.write(other, json.dumps(value).encode())
     self.write(name, data.draw(hostile.json_files(_BESIDE[name])))
     self.check(self._read)
-    self.check(tokenizers.read_files_beside, self.folder)
+    self.check(tokenizer_files.read_files_beside, self.folder)
 
 
 _LLAMA = {
