@@ -236,6 +236,12 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
     kind = "safetensors" if shards else "bin"
     indexes = sorted(path.glob(f"*.{kind}.index.json"))
     if len(indexes) == 1:
+      whole = path / indexes[0].name.removesuffix(".index.json")
+      if whole.is_file():  # which transformers would take
+        raise ValueError(
+          f"{path}: holds {whole.name} and {indexes[0].name}; name the one of "
+          "them that is meant"
+        )
       return _open_shards(indexes[0], key)
     if not shards and len(saved) == 1:
       shards = saved
@@ -260,6 +266,9 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
       raise ValueError(
         f"{file}: {both[0]!r} is in another shard; pass one file"
       )
+    for name in content:
+      if (listed := weight_map.get(name, shard)) != shard:
+        raise ValueError(f"{path}: {name!r} is in {shard}, not in {listed}")
     tensors |= content
   if missing := sorted(weight_map.keys() - tensors.keys()):
     raise ValueError(f"{path}: no shard holds {missing[0]!r}, which it lists")

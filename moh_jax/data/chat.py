@@ -184,7 +184,10 @@ def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   for path in files:
     folder, _, name = path.rpartition("/")
     if folder == TEMPLATE_FOLDER:
-      own[name.removesuffix(".jinja")] = path
+      name = name.removesuffix(".jinja")
+      if name in own:
+        raise ValueError(f"{path}: {own[name]} is a template {name!r} too")
+      own[name] = path
   if own:
     return {name: (_text(p, files[p]), p) for name, p in own.items()}
   for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
@@ -198,8 +201,13 @@ def _named(file: str, stored: Any) -> dict[str, str]:
   """Templates by name, as a JSON file has them: one, a list, or an object."""
   if isinstance(stored, str):
     return {_DEFAULT: stored}
-  if isinstance(stored, list) and all(isinstance(x, dict) for x in stored):
-    stored = {entry.get("name"): entry.get("template") for entry in stored}
+  if isinstance(stored, list) and all(
+    isinstance(x, dict) and isinstance(x.get("name"), str) for x in stored
+  ):
+    count = len(stored)
+    stored = {entry["name"]: entry.get("template") for entry in stored}
+    if len(stored) < count:
+      raise ValueError(f"{file}: {_KEY} has two templates of one name")
   if isinstance(stored, dict) and all(
     isinstance(x, str) for pair in stored.items() for x in pair
   ):

@@ -172,6 +172,19 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
   return parse_json(files[name], kind, name) if name in files else {}
 
 
+def stored_ids(files: Mapping[str, bytes]) -> dict[str, int]:
+  """Ids of the tokens that the files add to a tokenizer, by their texts.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  ids = dict(read_json(files, ADDED_TOKENS))
+  added = read_json(files, TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
+  for index, token in added.items():
+    ids[token["content"]] = int(index) if index.isdecimal() else -1
+  return ids
+
+
 def named_tokens(files: Mapping[str, bytes]) -> dict[str, str | None]:
   """Texts of special tokens by key, such as "bos_token"; None where it is null.
 

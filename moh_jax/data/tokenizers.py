@@ -29,6 +29,7 @@ from moh_jax.data.tokenizer_files import (
   named_tokens,
   read_files_beside,
   read_json,
+  stored_ids,
 )
 from moh_jax.data.tokenizer_limits import (
   TokenizerFileError,
@@ -170,6 +171,13 @@ class JsonTokenizer(Tokenizer):
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
+    for token, index in stored_ids(self.files).items():
+      if (own := vocabulary.get(token)) != index:
+        known = "lacks it" if own is None else f"has the id {own}"
+        raise TokenizerFileError(
+          f"{TOKENIZER_CONFIG} or {ADDED_TOKENS}: token {token!r} has the id "
+          f"{index}, {self.file_name} {known}"
+        )
     self._set_special(vocabulary.get, special_ends(self._tokenizer))
 
   @functools.cached_property
@@ -234,12 +242,9 @@ class SentencePieceTokenizer(Tokenizer):
   def _check_files(self) -> None:
     """Refuses what the files beside ask for and a model alone does not do."""
     config = read_json(self.files, TOKENIZER_CONFIG)
-    added = dict(read_json(self.files, ADDED_TOKENS))
-    stripped = False
-    for index, token in (config.get("added_tokens_decoder") or {}).items():
-      added[token["content"]] = int(index) if index.isdecimal() else -1
-      stripped |= token.get("lstrip", False) or token.get("rstrip", False)
-    if stripped or not added.items() <= self._special.items():
+    added = (config.get("added_tokens_decoder") or {}).values()
+    stripped = any(x.get("lstrip") or x.get("rstrip") for x in added)
+    if stripped or not stored_ids(self.files).items() <= self._special.items():
       what = f"{TOKENIZER_CONFIG} or {ADDED_TOKENS} adds tokens to it"
     elif config.get("legacy") is False:
       what = f"{TOKENIZER_CONFIG}: 'legacy' is false"

@@ -125,6 +125,15 @@ class ShardsTest(_Case):
     self._write_index(a="0.safetensors", b="1.safetensors")
     self._check(self.index)
     self._check(self.path)
+    self._write("model.safetensors", "a")
+    with self.assertRaisesRegex(ValueError, "model.safetensors and model.saf"):
+      tensor_files.read_tensors(self.path)
+    self._check(self.index)
+
+  def test_a_name_in_another_file_than_the_index_says(self):
+    self._write_index(a="1.safetensors", b="0.safetensors")
+    with self.assertRaisesRegex(ValueError, "'module.a' is in 0.*not in 1.saf"):
+      tensor_files.read_tensors(self.path)
 
   def test_a_name_in_two_files(self):
     self._write("2.safetensors", "a")

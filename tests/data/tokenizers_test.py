@@ -192,6 +192,24 @@ class LoadTest(FolderTest):
       tokenizers.JsonTokenizer(json.dumps(stored).encode())
 
   @parameterized.parameters(
+    ({"added_tokens.json": {"[?]": 3}}, "'\\[\\?\\]' has the id 3, tok.* id 0"),
+    ({"added_tokens.json": {"<y>": 29}}, "'<y>' has the id 29, .* lacks it"),
+    (
+      {
+        "tokenizer_config.json": {
+          "added_tokens_decoder": {"x": {"content": "aA"}}
+        }
+      },
+      "'aA' has the id -1, tokenizer.json has the id 1",
+    ),
+  )
+  def test_files_beside_give_no_other_ids(self, files, message):
+    content = tiny_words.tokenizer().content
+    files = {name: json.dumps(x).encode() for name, x in files.items()}
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+      tokenizers.JsonTokenizer(content, files)
+
+  @parameterized.parameters(
     ({"continuing_subword_prefix": "#" * 65}, {}, {}, "has 65 characters, mu"),
     ({}, {"b": 1}, {"id": 2}, r"its tokens \['a', 'b'\] have one id, 1"),
     ({}, {}, {"id": 9}, "added token '<x>' has the id 9, must have 3"),
@@ -425,7 +443,18 @@ class TemplatesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"'tool' must be one of .*'rag'"):
       render_chat(tokenizer, _USER, "tool")
 
-  @parameterized.parameters((3,), ([1],), ({"default": 3},))
+  def test_two_of_one_name_are_refused(self):
+    twice = [{"name": "default", "template": x} for x in "xy"]
+    other = "additional_chat_templates/default.jinja"
+    for files in (_config(twice), {"chat_template.jinja": "x", other: "y"}):
+      with self.assertRaisesRegex(
+        ValueError, "one name|template 'default' too"
+      ):
+        render_chat(_chat_tokenizer(files), _USER)
+
+  @parameterized.parameters(
+    (3,), ([1],), ({"default": 3},), ([{"name": ["x"], "template": "y"}],)
+  )
   def test_wrong_type_names_the_file(self, stored):
     tokenizer = _chat_tokenizer(_config(stored))
     with self.assertRaisesRegex(ValueError, "tokenizer_config.json: chat_temp"):
