@@ -36,6 +36,7 @@ from moh_jax.layers.partitioning import (
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.basics import check_array
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import HeadLayout, place_heads
@@ -323,6 +324,11 @@ class MoHAttention(nn.Module):
     heads, kv_heads = self.budget.num_heads, self.num_kv_heads
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
       raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={heads}")
+    for name in ("dtype", "param_dtype"):
+      if not jnp.issubdtype(dtype := getattr(self, name), jnp.floating):
+        raise ValueError(f"{name}={jnp.dtype(dtype)} must be floating")
+    if self.qk_norm is not None and not self.qk_norm > 0:
+      raise ValueError(f"qk_norm={self.qk_norm} must be above 0, or None")
     if not 0 <= self.dropout_rate < 1:
       raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")
     if x.ndim < 2:
@@ -339,11 +345,7 @@ class MoHAttention(nn.Module):
       raise ValueError("places must be None but for x [B, N, C] alone")
     masks = (token_mask, x.shape[:-1]), (context_mask, keys)
     for name, (mask, shape) in zip(("token_mask", "context_mask"), masks):
-      if mask is not None and (mask.shape != shape or mask.dtype != bool):
-        raise ValueError(
-          f"{name} {mask.dtype}{mask.shape} must be bool{shape}, False for "
-          "padding"
-        )
+      check_array(name, mask, bool, shape, ", False for padding")
 
   @nn.nowrap
   def _layout(self, *, cached: bool) -> HeadLayout:

@@ -23,6 +23,7 @@ from moh_jax.config.registry import get_router, imported
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import declare, examples_key
 from moh_jax.ops import routing
+from moh_jax.ops.basics import check_array
 from moh_jax.ops.routing import RouterAux, Routing
 
 
@@ -92,11 +93,12 @@ class HeadRouter(nn.Module):
       one), and the side values.
 
     Raises:
-      ValueError: the kind reads norms and there are none, or a registered
-        router fails or returned something else.
+      ValueError: another mask, the kind reads norms and there are none, or a
+        registered router fails or returned something else.
     """
     budget, config = self.budget, self.config
     chex.assert_rank(x, 3)
+    check_array("token_mask", token_mask, bool, x.shape[:-1])
     choice = HeadChoice() if choice is None else choice
     if config.kind == "none":
       gates = None

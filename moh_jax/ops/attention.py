@@ -26,6 +26,7 @@ from moh_jax.ops.attention_forms import (
   Form,
   Visible,
 )
+from moh_jax.ops.basics import check_array
 from moh_jax.ops.cache import LayerCache, Slots, split_texts
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import attention as kernel
@@ -92,9 +93,10 @@ def attention(
     [B, N, H, D] in the dtype of v. A query that sees no key gets 0.
 
   Raises:
-    ValueError: the implementation is unknown or does not support the call, or
-      H is not a multiple of K.
+    ValueError: the implementation is unknown or does not support the call, H
+      is not a multiple of K, or another shape or dtype is none of these.
   """
+  _check_arguments(q, k, v, bias, key_mask, segments)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   visible = Visible(key_mask, segments, causal)
   call = Call(q, k, v, visible, scale, bias, active)
@@ -105,6 +107,34 @@ def attention(
     return attend(dataclasses.replace(call, q=q, active=None), implementation)
 
   return attend_picked(attend_to, q, active, bias)
+
+
+def _check_arguments(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  key_mask: jax.Array | None,
+  segments: jax.Array | None,
+) -> None:
+  """Refuses what the forms would take for something else."""
+  for name, array in (("q", q), ("k", k), ("v", v)):
+    if array.ndim != 4:
+      raise ValueError(f"{name} has shape {array.shape}, must have 4 axes")
+  batch, queries, heads, dim = q.shape
+  keys, kv_heads = k.shape[1:3]
+  check_array("q", q, jnp.floating, q.shape)
+  for name, array in (("k", k), ("v", v)):
+    check_array(name, array, jnp.floating, (batch, keys, kv_heads, dim))
+  check_array("key_mask", key_mask, bool, (batch, keys))
+  check_array("segments", segments, jnp.integer, (batch, keys))
+  if segments is not None and queries != keys:
+    raise ValueError(f"segments: the {queries} queries must be the {keys} keys")
+  if bias is not None:
+    sizes = zip(bias.shape[::-1], (keys, queries, heads, batch))
+    fits = bias.ndim <= 4 and all(size in (1, full) for size, full in sizes)
+    shape = bias.shape if fits else (batch, heads, queries, keys)
+    check_array("bias", bias, jnp.floating, shape)
 
 
 def attend(call: Call, implementation: str) -> jax.Array:

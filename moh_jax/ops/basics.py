@@ -11,6 +11,30 @@ HALF = ("bfloat16", "float16")
 ATTENTION = "attention"  # what `keep_attention` names
 
 
+def check_array(
+  name: str, array: Any, kind: Any, shape: tuple[int, ...], what: str = ""
+) -> None:
+  """Refuses an array, if there is one, of another kind or shape.
+
+  Args:
+    name: of the argument.
+    array: of JAX or NumPy, or None.
+    kind: what its dtype is, such as `bool` or `jnp.floating`.
+    shape: what its shape is.
+    what: end of the message.
+
+  Raises:
+    ValueError: it is another one; the message names both.
+  """
+  if array is None or (
+    array.shape == shape and jnp.issubdtype(array.dtype, kind)
+  ):
+    return
+  raise ValueError(
+    f"{name} {array.dtype}{array.shape} must be {kind.__name__}{shape}{what}"
+  )
+
+
 def einsum_float32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
   """`jnp.einsum` whose result is float32 whatever the inputs' dtypes."""
   return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

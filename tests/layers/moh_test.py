@@ -29,6 +29,8 @@ class MoHAttentionTest(parameterized.TestCase):
     ({"num_kv_heads": 4}, (2, 6, 8), None, "num_kv_heads=4 must"),
     ({"implementation": "flush"}, (2, 6, 8), None, "implementation='flush'"),
     ({"dropout_rate": 1.0}, (2, 6, 8), None, r"dropout_rate=1.0 must be in"),
+    ({"dtype": jnp.int32}, (2, 6, 8), None, "dtype=int32 must be floating"),
+    ({"qk_norm": -1.0}, (2, 6, 8), None, "qk_norm=-1.0 must be above 0"),
     ({"router": "none"}, (2, 6, 8), None, "router='none' must be a Router"),
     ({"router": {"knd": 1}}, (2, 6, 8), None, "key router.knd; .* 'kind'"),
   )

@@ -210,6 +210,13 @@ class RegisteredTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       layer.init(jax.random.key(0), small.tokens())
 
+  def test_masks_of_other_shapes_and_dtypes_are_refused(self):
+    layer, x = HeadRouter(small.BUDGET), small.tokens()
+    whole = jnp.ones(x.shape[:2], bool)
+    for mask in (whole[:1], whole[0], whole.astype(jnp.float32)):
+      with self.assertRaisesRegex(ValueError, "token_mask .* must be bool"):
+        layer.init(jax.random.key(0), x, mask)
+
 
 class TableTest(absltest.TestCase):
   def test_a_name_is_taken_once(self):

@@ -186,8 +186,25 @@ class AttentionTest(parameterized.TestCase):
     ):
       with self.assertRaisesRegex(ValueError, message):
         attention(q, keys, keys, **options)
-    with self.assertRaises(AssertionError):
-      attention(q, k, v[:, :4])
+
+  @parameterized.parameters(
+    ({"v": lambda x: x[:, :4]}, r"v float32\(.* must be floating\("),
+    ({"v": lambda x: x.astype(int)}, r"v int32\(.* must be floating\("),
+    ({"q": lambda x: x[0]}, "q has shape .* must have 4 axes"),
+    ({"key_mask": (2, 6)}, r"key_mask bool\(2, 6\) must be bool\(2, 7\)"),
+    ({"segments": (2, 7)}, "segments bool.* must be integer"),
+    ({"bias": (1, 1, 1, 2, 7)}, "bias bool.* must be floating"),
+    ({"bias": (7, 7)}, r"bias bool\(7, 7\) must be floating\(7, 7\)"),
+    ({"bias": (2, 7)}, r"bias bool\(2, 7\) must be floating\(2, 4,"),
+  )
+  def test_arguments_of_other_shapes_and_dtypes_are_named(self, given, message):
+    arrays = dict(zip("qkv", [jnp.ones((2, 7, 4, 8))] * 3))
+    for name, value in given.items():
+      is_shape = isinstance(value, tuple)
+      arrays[name] = jnp.ones(value, bool) if is_shape else value(arrays[name])
+    rest = {name: arrays.pop(name) for name in [*arrays] if name not in "qkv"}
+    with self.assertRaisesRegex(ValueError, message):
+      attention(**arrays, **rest)
 
 
 class PrecisionTest(absltest.TestCase):
