@@ -137,6 +137,11 @@ class BaseOptions(base.Section):
     every = dataclasses.asdict(self).items()
     return {k: v for k, v in every if k not in self.OF_A_PROCESS}
 
+  def need(self, name: str, fits: Any, needed: str) -> None:
+    """Refuses an option that is given where it has no effect."""
+    if not fits and getattr(self, name) != getattr(type(self), name):
+      self.fail(name, needed)
+
   def fail(self, name: str, allowed: str) -> NoReturn:
     """Raises the ValueError of an option: its flag, value and what may be."""
     value = base.shown(getattr(self, name))
@@ -427,6 +432,8 @@ class Checkpoint(Stored):
     for change in self.changes:
       if change.startswith(_OF_TRAINING):
         raise ValueError(f"{PREFIX}{change} has no effect on a trained model")
+    if self.top_k and self.change("model.top_k") is not None:
+      self.fail("top_k", f"is {PREFIX}model.top_k too; give one of them")
 
   def stored(self, command: str | None = None) -> tuple[Metadata, int]:
     """As `Stored.stored`; the config is that of the served model."""

@@ -80,8 +80,10 @@ class Options(
     """Options of one kind of score are not given with another."""
     super().check()
     for name in ("num_fewshot", "limit", "include_path", "no_bos"):
-      if getattr(self, name) not in (None, False) and self.tasks is None:
-        self.fail(name, "needs --tasks")
+      self.need(name, self.tasks is not None, "needs --tasks")
+    self.need("field", self.data, "needs --data")
+    if len(set(self.top_k)) < len(self.top_k):
+      self.fail("top_k", "must differ")
     if self.per_class and len(self.top_k) > 1:
       self.fail("per_class", f"takes one --top-k, not {self.top_k}")
     if not self.plot:

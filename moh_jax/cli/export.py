@@ -70,13 +70,17 @@ def _hub(options: Options) -> Any:
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
   from moh_jax.config.parse import changed
+  from moh_jax.convert import peft
   from moh_jax.convert.checkpoints import export
 
   hub = _hub(options) if options.push else None
   metadata, step = options.stored()
   forms = get_family(metadata.config.model.family).exports
-  if hub and not (options.to or forms[0]):
+  form = options.to or forms[0]
+  if hub and not form:
     options.fail("push", "needs a folder: --to folder")
+  of_shards = form not in ("", peft.FORM)
+  options.need("shard_bytes", of_shards, "is for the shards of a folder")
   config = changed(metadata.config, (f"{_KEYS[0]}=true", *options.changes))
   count = export(
     options.checkpoint,

@@ -54,6 +54,8 @@ class Options(command.Output):
     """What compares has a reference."""
     super().check()
     needing = [name for name in self.metrics if name != "is"]
+    folders = map(os.path.isdir, filter(None, (self.samples, self.reference)))
+    self.need("image_size", any(folders), "needs a folder of images")
     if needing and not self.reference:
       self.fail("metrics", "need --reference; without one only is")
     if self.save_stats and os.path.isdir(self.save_stats):
@@ -194,7 +196,7 @@ def _wanted(
 
 
 def _batch_size(images: ImageSet, wanted: int, devices: int) -> int:
-  """Images of a batch; fewer of large ones, which change no figure.
+  """Images of a batch; fewer of large ones or few, which change no figure.
 
   Raises:
     ValueError: one of a device is too large.
@@ -207,7 +209,7 @@ def _batch_size(images: ImageSet, wanted: int, devices: int) -> int:
       f"{images.path}: images of {rows} rows x {columns} columns are too "
       "large; scale them"
     )
-  return min(wanted, most)
+  return min(wanted, most, -(-images.count // devices) * devices)
 
 
 def _warn(side: _Side, metrics: Sequence[str]) -> None:

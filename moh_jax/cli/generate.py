@@ -111,11 +111,9 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       ("no_bos", not self.is_chat, plain),
       ("parse_special", not self.is_chat, plain),
       ("sample_top_k", self.temperature, "needs --temperature above 0"),
+      ("top_p", self.temperature, "needs --temperature above 0"),
     ):
-      if getattr(self, name) not in (None, False) and not fits:
-        self.fail(name, needed)
-    if self.top_p != 1 and not self.temperature:
-      self.fail("top_p", "needs --temperature above 0")
+      self.need(name, fits, needed)
     _ = self.sampling
 
   @property

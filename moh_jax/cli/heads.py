@@ -48,6 +48,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   def check(self) -> None:
     """The output is a folder."""
     super().check()
+    self.need("field", self.data, "needs --data")
     if self.out is not None and pathlib.Path(self.out).is_file():
       self.fail("out", "is a file, must be a folder")
 

@@ -69,6 +69,8 @@ class Options(command.Stored, command.RunConfig, command.Output):
       self.fail("batch", "must end in .png, or be - for text")
     if self.batch is not None and self.checkpoint is not None:
       self.fail("batch", "needs --config or --data")
+    for name in ("num", "columns", "at_step", "split"):
+      self.need(name, self.batch, "needs --batch")
     if self.vae is not None and not (self.data and self.batch):
       self.fail("vae", "needs --data and --batch")
     if self.checksums and self.changes:

@@ -116,6 +116,10 @@ class HeadBudget(base.Section):
       self.fail("top_k", f"must be in [0, {self.routed}], {heads}")
     if not self.active:
       self.fail("shared", "and top_k=0 leave no head active")
+    counts = {n: getattr(self, n) for n in ("num_heads", "shared", "top_k")}
+    if any(count % self.parts for count in counts.values()):
+      told = ", ".join(f"{name}={count}" for name, count in counts.items())
+      self.fail("parts", f"must divide {told}")
 
   @property
   def routed(self) -> int:

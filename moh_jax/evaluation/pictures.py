@@ -41,13 +41,17 @@ def write_plot(path: str, figure: Any) -> None:
 
 def encode(figure: Any, form: str) -> bytes:
   """A figure as the content of a file, "png" or "svg"."""
+  from matplotlib import rc_context
   from matplotlib.text import Text
 
   # Names of classes and texts may hold "$", which would begin a formula.
   for part in figure.findobj(Text):
     part.set_parse_math(False)
   stream = io.BytesIO()
-  figure.savefig(stream, format=form, dpi=_DPI)
+  # The same figure is the same file: an SVG has a date and random names else.
+  metadata = {"Date": None} if form == "svg" else None
+  with rc_context({"svg.hashsalt": "moh_jax"}):
+    figure.savefig(stream, format=form, dpi=_DPI, metadata=metadata)
   return stream.getvalue()
 
 

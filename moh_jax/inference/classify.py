@@ -123,6 +123,8 @@ def _pixels(index: int, image: ImageLike, channels: int) -> np.ndarray:
       f"image {index} has dtype {pixels.dtype}, must be uint8 in [0, 255]: "
       "normalization is done here"
     )
+  if not pixels.size:
+    raise ValueError(f"image {index} has shape {pixels.shape}, without pixels")
   if pixels.ndim == 2:
     pixels = pixels[..., None]
   if pixels.ndim != 3 or pixels.shape[-1] not in (1, 3, channels):

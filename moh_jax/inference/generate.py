@@ -202,9 +202,12 @@ class Generator:
       One completion a prompt.
 
     Raises:
-      ValueError: a prompt is empty, holds an id beyond the vocabulary, or is
-        too long for the model with what is to be written.
+      ValueError: `prompts` is one text, or a prompt is empty, holds an id
+        beyond the vocabulary, or is too long for the model with what is to be
+        written.
     """
+    if isinstance(prompts, str):
+      raise ValueError(f"prompts={prompts!r} must be a list of prompts")
     ids = [self.encode(i, p, sampling) for i, p in enumerate(prompts, first)]
     if not ids:
       return []

@@ -101,6 +101,9 @@ class Sampler:
       raise ValueError(f"strength={strength} must be above 0, at most 1")
     if start is None and strength != 1:
       raise ValueError(f"strength={strength} is of `start`, which is missing")
+    if start is not None and config.diffusion.space == "pixel":
+      if np.abs(start).max(initial=0) > 1:
+        raise ValueError("start: pixels must be in [-1, 1]")
     self._given = {
       name: _rows(name, value, config)
       for name, value in {"noise": noise, "start": start}.items()
@@ -119,7 +122,15 @@ class Sampler:
     self._mesh, self._seed, self._params = mesh, seed, restored.params
 
   def batch(self, start: int, size: int) -> np.ndarray:
-    """Images [size, X, Y, channels] uint8, from index `start` on."""
+    """Images [size, X, Y, channels] uint8, from index `start` on.
+
+    Raises:
+      ValueError: `start` is below 0, or `size` below 1.
+    """
+    if start < 0 or size < 1 or start + size > 2**31:
+      raise ValueError(
+        f"start={start}, size={size}: must be from 0 and from 1 on, below 2^31"
+      )
     index = np.arange(start, start + size, dtype=np.int32)
     index = sharding.pad_to_shards(index, self._mesh)
     labels = self.label(index)
@@ -151,6 +162,8 @@ def _rows(name: str, rows: np.ndarray, config: Config) -> np.ndarray:
       f"{name} of shape {rows.shape} must be (n, {str(shape)[1:]} with n at "
       "least 1"
     )
+  if not np.isfinite(rows).all():
+    raise ValueError(f"{name} holds NaN or infinite numbers")
   return rows
 
 
@@ -168,7 +181,7 @@ def check_request(config: Config, labels: Labels, seed: int) -> None:
         raise ValueError(
           "label none: a model with model.label_dropout=0 has no such label"
         )
-    elif not 0 <= label < classes:
+    elif label != int(label) or not 0 <= label < classes:
       raise ValueError(f"label {label} must be in [0, {classes - 1}], or none")
   if not 0 <= seed < 2**31:
     raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")

@@ -327,6 +327,9 @@ class MoHAttention(nn.Module):
     for name in ("dtype", "param_dtype"):
       if not jnp.issubdtype(dtype := getattr(self, name), jnp.floating):
         raise ValueError(f"{name}={jnp.dtype(dtype)} must be floating")
+    for name in ("causal", "use_bias", "output_major"):
+      if not isinstance(value := getattr(self, name), bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
     if self.qk_norm is not None and not self.qk_norm > 0:
       raise ValueError(f"qk_norm={self.qk_norm} must be above 0, or None")
     if not 0 <= self.dropout_rate < 1:

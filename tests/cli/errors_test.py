@@ -59,6 +59,7 @@ _REFUSED = {
     "{vit} --out {here}/link": "is a link to nothing; remove it",
     "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
     "{vit} --out {here}/folder.npz": "folder.npz' is a folder, must be a file",
+    "{vit} --shard-bytes=10": "--shard-bytes=10 is for the shards of a folder",
   },
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
@@ -73,6 +74,9 @@ _REFUSED = {
     "--data a b": "--data=('a', 'b') must be one direct",
     "--tasks piqa": "--tasks: ",
     "--limit 2": "--limit=2 needs --tasks",
+    "--field a": "--field='a' needs --data",
+    "--top-k 1 --top-k 1": "must differ",
+    "--top-k=1 --config.model.top_k=(1,1)": "give one of them",
     "--plot {here}/x.svg": "needs several --top-k",
     "--plot {here}/x.jpg": "must end in .png",
     "--json {here}/x --per-class {here}/x": "must be another file than --",
@@ -86,6 +90,7 @@ _REFUSED = {
   "fid --samples {here}/samples.npz --batch-size 8": {
     "--metrics fid,pr": "need --reference",
     "--batch-size 9": "--batch-size=9 must be a multiple of 8",
+    "--image-size 8": "--image-size=8 needs a folder of images",
     "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
     "--save-stats {here}": "is a directory",
@@ -114,6 +119,7 @@ _REFUSED = {
   "heads --checkpoint": {
     "{vit} --against {dit}": "--data for both",
     "{vit} --data a b": "must be one directory",
+    "{vit} --field a": "--field='a' needs --data",
     "{vit} --data MISSING": "MISSING",
     "{vit} --out {here}/one.txt": "must be a folder",
     "{text} --data {here}/empty.txt": "fewer than two tok",
@@ -125,6 +131,8 @@ _REFUSED = {
     "--config configs/dit.py:s2_90 --batch {here}/y.png": "shows pixels, not",
     "--data x --batch {here}/y.png": "needs --vae",
     "--config x --vae x": "--vae='x' needs --data and",
+    "--config x --at-step=2": "--at-step=2 needs --batch",
+    "--checkpoint {vit} --split=val": "--split='val' needs --batch",
     "--config x --checksums": "needs --checkpoint or --data al",
     "--config x --batch {here}/y.jpg": "must end in .png",
     "--checkpoint {vit} --batch {here}/y.png": "needs --config or --data",

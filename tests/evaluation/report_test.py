@@ -62,6 +62,12 @@ class PicturesTest(absltest.TestCase):
       self.assertIn(b"a$b_{$c", content)
       self.assertIn(b"caf?", content)
 
+  def test_the_same_picture_is_the_same_file(self):
+    made = [pictures.load_by_group(_stats(), "class") for _ in range(2)]
+    one, other = (pictures.encode(figure, "svg") for figure in made)
+    self.assertEqual(one, other)
+    self.assertNotIn(b"<dc:date>", one)
+
   def test_heads_have_one_number_everywhere(self):
     # The layer lists head 2 first: it is shared, 0 and 1 are routed.
     (axis, *_) = pictures.load_by_group(_stats(), "class").axes

@@ -113,6 +113,7 @@ class ClassifyTest(FolderTest):
     ([_RGB, np.zeros((8, 8, 2), np.uint8)], {},
      r"image 1 has shape \(8, 8, 2\), must be \[X, Y, 3\]"),
     ([_RGB, np.zeros(8, np.uint8)], {}, r"image 1 has shape \(8,\), must be"),
+    ([np.zeros((0, 8, 3), np.uint8)], {}, r"image 0 .*, 8, 3\), without pix"),
     *((image, {}, "must be a list of images")
       for image in ("3.png", _RGB, Image.fromarray(_RGB))),
     *(([], {name: 0}, f"{name}=0 must be at least 1")

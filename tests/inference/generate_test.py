@@ -290,6 +290,7 @@ class SpecialTokensTest(parameterized.TestCase):
 
 class ErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
+    ("abc", 4, "prompts='abc' must be a list of prompts"),
     ([(1,), ()], 4, "prompt 1 is empty"),
     ([(1, 60)], 4, r"prompt 0: token 60 must be in \[0, 60\)"),
     ([(-1,)], 4, r"prompt 0: token -1 must be in \[0, 60\)"),

@@ -88,12 +88,20 @@ class SamplerTest(parameterized.TestCase):
     ({"start": np.zeros((0, 8, 8, 1))}, "start of shape .* n at least 1"),
     ({"strength": 0.5}, "strength=0.5 is of `start`"),
     ({"start": np.zeros((1, 8, 8, 1)), "strength": 0.0}, "strength=0.0 must"),
+    ({"start": np.full((1, 8, 8, 1), 2.0)}, r"start: pixels must be in \[-1"),
+    ({"noise": np.full((1, 8, 8, 1), np.nan)}, "noise holds NaN"),
+    ({"labels": (1.5,)}, "label 1.5 must be in"),
     ({"labels": (3, 10)}, r"label 10 must be in \[0, 9\]"),
     ({"seed": -1}, r"seed=-1 must be in \[0, 2147483647\]"),
   )
   def test_bad_requests_are_named(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
       Sampler(_restored(), mesh=_mesh(), **options)
+
+  @parameterized.parameters((0, 0), (-1, 2), (2**31, 2))
+  def test_batches_begin_at_a_number_and_have_images(self, start, size):
+    with self.assertRaisesRegex(ValueError, f"start={start}, size={size}: mus"):
+      _sampler().batch(start, size)
 
   @parameterized.parameters(5, 8, 13)
   def test_any_number_of_images_is_sampled(self, num):

@@ -30,6 +30,7 @@ class MoHAttentionTest(parameterized.TestCase):
     ({"implementation": "flush"}, (2, 6, 8), None, "implementation='flush'"),
     ({"dropout_rate": 1.0}, (2, 6, 8), None, r"dropout_rate=1.0 must be in"),
     ({"dtype": jnp.int32}, (2, 6, 8), None, "dtype=int32 must be floating"),
+    ({"causal": "no"}, (2, 6, 8), None, "causal='no' must be True or False"),
     ({"qk_norm": -1.0}, (2, 6, 8), None, "qk_norm=-1.0 must be above 0"),
     ({"router": "none"}, (2, 6, 8), None, "router='none' must be a Router"),
     ({"router": {"knd": 1}}, (2, 6, 8), None, "key router.knd; .* 'kind'"),

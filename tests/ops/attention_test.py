@@ -177,7 +177,7 @@ class AttentionTest(parameterized.TestCase):
     chex.assert_trees_all_close(got, want, atol=1e-6)
 
   def test_what_is_wrong_is_named(self):
-    q, k, v, _ = Case(kv_heads=2).arrays()
+    q, k, *_ = Case(kv_heads=2).arrays()
     nothing = ActiveHeads(jnp.zeros(q.shape[:3], bool), 0)
     for keys, options, message in (
       (k, {"implementation": "flush"}, "implementation='flush' .*'auto', 'den"),
