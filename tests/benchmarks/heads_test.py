@@ -111,6 +111,7 @@ class ExactTest(absltest.TestCase):
       self.assertEqual((check["form"], check["fault"]), ("packed", None))
       self.assertLess(check["max_error"], 1e-5)
 
+  @pytest.mark.integration
   def test_what_fails_or_is_wrong_is_a_fault_and_the_status(self):
     def wrong(q, k, v, *, segments, implementation, **options):
       if segments is not None:

@@ -73,6 +73,7 @@ class ClassifierTest(tiny_checkpoint.CommandTest):
 class DiffusionTest(tiny_checkpoint.CommandTest):
   COMMAND, STORED = "evaluate", "dit"
 
+  @pytest.mark.integration
   def test_prints_the_losses_on_the_held_out_split(self):
     out = self.done("--top-k", "0,2")
     metrics = dict(line.split(": ") for line in out.splitlines())

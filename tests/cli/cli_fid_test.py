@@ -53,6 +53,7 @@ class FidTest(tiny_checkpoint.CommandTest):
     )
     cls.metrics = json.loads(out)  # nothing else on stdout
 
+  @pytest.mark.integration
   def test_json_has_all_metrics(self):
     metrics = self.metrics
     self.assertGreater(min(metrics["fid"], metrics["sfid"]), 1.0)

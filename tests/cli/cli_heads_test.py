@@ -49,6 +49,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     metadata = checkpoint.Metadata(config, names)
     checkpoint.save_params(str(self.root / "run"), params, metadata)
 
+  @pytest.mark.integration
   def test_classifier(self):
     tiny_checkpoint.SAVED["vit"](self.root / "run")
     rows = (

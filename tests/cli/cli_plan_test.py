@@ -81,6 +81,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
     ("a100:8", "", "kernel"), ("a100:8", "Triton", "dense"),
     ("v5e-16", "Triton", "splash"),
   )  # fmt: skip
+  @pytest.mark.integration
   def test_says_which_form_the_devices_get(self, topology, lacks, form):
     file = self.root / "plan.json"
     argv = f"--topology={topology}", "--config.model.dtype=float32"

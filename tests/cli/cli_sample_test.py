@@ -94,6 +94,7 @@ class SampleTest(tiny_checkpoint.CommandTest):
     folders = {file.parent.name for file in self.root.rglob("*.png")}
     self.assertEqual(folders, {"cat-1", "cat-3"})
 
+  @pytest.mark.integration
   def test_folder_has_a_file_for_every_image_below_its_label(self):
     argv = ("--num", 12, "--labels", "3,none", "--batch-size", 8)
     images, _ = self._images(*argv)

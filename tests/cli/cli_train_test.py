@@ -30,6 +30,7 @@ class TrainTest(tiny_checkpoint.CommandTest):
     where = "--config", config, "--workdir", self.root / "run"
     return super().call(*where, *argv)
 
+  @pytest.mark.integration
   def test_trains_a_checkpoint_that_evaluates_to_the_same_metrics(self):
     metrics = json.loads(self.done("--json=-").splitlines()[-1])
     self.assertEqual((metrics["step"], metrics["examples"]), (2, 20))

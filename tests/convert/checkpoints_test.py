@@ -178,6 +178,7 @@ class CheckpointTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "holds 'README.md'; choose"):
       export(ours, str(folder), to="folder")
 
+  @pytest.mark.integration
   def test_exported_adapters_are_a_part_of_the_weights(self):
     base, out = _made("moh-vit")[2], self.target()
     lora, params = LoraConfig(rank=2), restore(base).params

@@ -178,6 +178,7 @@ class FolderTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "up_proj has an adapter, .* say"):
       convert("peft", source, f"{out}/other", base=base)
 
+  @pytest.mark.integration
   def test_layers_without_adapters_stay_without(self):
     source, base = self._with_saved(None, [])
     folder, out = pathlib.Path(source), self.create_tempdir().full_path

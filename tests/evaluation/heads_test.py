@@ -239,6 +239,7 @@ def _similar(family="dit", router=True, data=1, tensor=1):
 
 class SimilarityTest(parameterized.TestCase):
   @parameterized.parameters(("dit", 2), ("llm", 2), ("vit", 3))
+  @pytest.mark.integration
   def test_identical_heads_give_1_and_others_less(self, family, layers):
     found = _similar(family)
     for cosines in (found.patterns, found.features):
@@ -339,6 +340,7 @@ def _mean_nats(config, params, row, scale):
 
 class ImportanceTest(parameterized.TestCase):
   @parameterized.parameters("two_stage", "none")
+  @pytest.mark.integration
   def test_is_the_slope_of_the_loss(self, router):
     # With the router "none" all heads count, whatever the budget says.
     config = dataclasses.replace(tiny.LLM, router=RouterConfig(router))

@@ -86,6 +86,7 @@ class OwnFamilyTest(parameterized.TestCase):
     ("sample", "grid.png", "family 'patch'; `sample` needs 'dit'"),
     ("export", "x.safetensors", "family='patch' has no public tensor names"),
   )
+  @pytest.mark.integration
   def test_commands_that_need_more_say_so(self, command, out, message):
     status, _, err = tiny_checkpoint.call(
       *(command, "--checkpoint", self.workdir, "--out", out)

@@ -95,6 +95,7 @@ class ExampleTest(absltest.TestCase):
   def _loss(self, variables):
     return self.layer.apply(variables, self.x)[1].balance_loss
 
+  @pytest.mark.integration
   def test_scores_may_all_underflow(self):
     low = jax.tree.map(lambda leaf: leaf - 1000, self.variables)
     chex.assert_tree_all_finite(jax.value_and_grad(self._loss)(low))

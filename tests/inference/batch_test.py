@@ -47,6 +47,7 @@ class BatchTest(parameterized.TestCase):
       )
     return {one.finish_reason for one in together}
 
+  @pytest.mark.integration
   def test_prompts_join_as_texts_end(self):
     self._check_joins(None)
 

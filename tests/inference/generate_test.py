@@ -248,6 +248,7 @@ class SpecialTokensTest(parameterized.TestCase):
     return _alphabet(JsonTokenizer(content, dict(files)), **options)
 
   @parameterized.parameters(([4, 5], 4), (3, 3), ([9, 4, 9], 4))
+  @pytest.mark.integration
   def test_each_stop_of_the_model_ends_a_text(self, stops, last):
     file = json.dumps({"eos_token_id": stops}).encode()
     generator = self._generator({"generation_config.json": file})

@@ -222,10 +222,16 @@ class StructuresTest(parameterized.TestCase):
     for a, b in zip(jax.tree.leaves(theirs), jax.tree.leaves(gradients)):
       np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
 
-  @parameterized.product(
-    structure=tuple(_BUDGETS), dtype=("float32", "int8"), single=(True, False)
-  )
-  def test_a_cache_gives_what_whole_texts_give(self, structure, dtype, single):
+  @parameterized.product(structure=tuple(_BUDGETS), single=(True, False))
+  def test_a_cache_gives_what_whole_texts_give(self, structure, single):
+    self._check_cache(structure, "float32", single)
+
+  @parameterized.product(structure=tuple(_BUDGETS), single=(True, False))
+  @pytest.mark.integration
+  def test_an_int8_cache_gives_what_whole_texts_give(self, structure, single):
+    self._check_cache(structure, "int8", single)
+
+  def _check_cache(self, structure, dtype, single):
     layer = _layer(structure, RouterConfig("query_norm"), causal=True)
     x, params = _inputs(layer)
     expected, _ = layer.apply(params, x)
@@ -341,6 +347,7 @@ class GroupCacheTest(parameterized.TestCase):
   @parameterized.product(
     dtype=("float32", "bfloat16", "int8"), starts=(False, True)
   )
+  @pytest.mark.integration
   def test_reads_the_groups_that_texts_use(self, dtype, starts):
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (3, 1, _HEADS, _DIM))

@@ -9,6 +9,7 @@ import pathlib
 import chex
 import jax
 import jax.numpy as jnp
+import pytest
 from absl.testing import parameterized
 
 from moh_jax.config import Config, released_model, released_models
@@ -70,6 +71,14 @@ _LLAMA_70B = {"llama3-70b": 70_553_706_496}
 _OTHER_PATCHES = tuple(
   f"dit-{size}{patch}" for size in ("s", "b", "l", "xl") for patch in (4, 8)
 )
+# Of each kind; the others are under the marker `integration`.
+_SMALL = (
+  "moh-vit-s80",
+  "transnext-micro",
+  "moh-dit-s2-90",
+  "dit-s2",
+  "llama3-8b",
+)
 
 
 @functools.cache
@@ -104,8 +113,16 @@ class RegistryTest(parameterized.TestCase):
     count = sum(leaf.size for leaf in jax.tree.leaves(_params(name)))
     self.assertEqual(count, list_models()[name]["parameters"])
 
-  @parameterized.parameters(*_PUBLIC, *_LLAMA)
+  @parameterized.parameters(*_SMALL)
   def test_has_the_public_names_shapes_and_total(self, name):
+    self._check_names(name)
+
+  @parameterized.parameters(*sorted({*_PUBLIC, *_LLAMA} - {*_SMALL}))
+  @pytest.mark.integration
+  def test_large_one_has_the_public_names_shapes_and_total(self, name):
+    self._check_names(name)
+
+  def _check_names(self, name):
     table = (_PUBLIC | _LLAMA)[name]
     public, tensors = _tables()[table], _tensors(name)
     shapes = {key: list(leaf.shape) for key, leaf in tensors.items()}

@@ -43,18 +43,31 @@ def _run(case, backend, arrays=None, blocks=None, tiles=None):
   return cases.results(backend, case, arrays, blocks, tiles or _tiles())
 
 
+# The others are under the marker `integration`.
+_FEW = ("all_masks", "causal", "grouped", "no_head", "grouped_in_lanes")
 # What other cases have in part already is for one back end alone.
 _OF_ONE = {"whole_blocks": "triton", "key_mask": "triton"}
 _OF_ONE |= {"fewer_keys": "mosaic_tpu", "segments": "mosaic_tpu"}
 
 
+_PAIRS = (
+  *itertools.product(sorted(CASES.keys() - _OF_ONE), _BACKENDS),
+  *_OF_ONE.items(),
+  *((x, "mosaic_tpu") for x in LANES),
+)
+
+
 class InterpretedTest(parameterized.TestCase):
-  @parameterized.parameters(
-    *itertools.product(sorted(CASES.keys() - _OF_ONE), _BACKENDS),
-    *_OF_ONE.items(),
-    *((x, "mosaic_tpu") for x in LANES),
-  )
+  @parameterized.parameters(*(pair for pair in _PAIRS if pair[0] in _FEW))
   def test_equals_float64(self, name, backend):
+    self._check(name, backend)
+
+  @parameterized.parameters(*(pair for pair in _PAIRS if pair[0] not in _FEW))
+  @pytest.mark.integration
+  def test_other_cases_equal_float64(self, name, backend):
+    self._check(name, backend)
+
+  def _check(self, name, backend):
     case = {**CASES, **LANES}[name]
     cases.check(_run(case, backend), cases.reference(case))
 
@@ -78,6 +91,7 @@ class InterpretedTest(parameterized.TestCase):
     cases.check(results, cases.reference(case))
 
   @parameterized.parameters(*_BACKENDS)
+  @pytest.mark.integration
   def test_keys_after_the_last_token_are_not_read(self, backend):
     case = Case(causal=True)
     q, k, v, grad = case.arrays()
@@ -376,6 +390,7 @@ def _check_hopper(name: str, **changes) -> None:
 
 class HopperTest(parameterized.TestCase):
   @parameterized.parameters(*_ALWAYS)
+  @pytest.mark.integration
   def test_equals_float64(self, name):
     _check_hopper(name)
 

@@ -99,6 +99,7 @@ class ExchangeTest(parameterized.TestCase):
     self.assertLessEqual(count["all-reduce"], _MICROBATCHES + 3)
 
   @parameterized.parameters("float32", "bfloat16")
+  @pytest.mark.integration
   def test_has_the_dtype_of_the_config(self, exchange):
     config = _config("llm", {"data": 2, "fsdp": 2, "exchange": exchange})
     mesh, task = meshes.mesh_of(config), tiny.make_task(config)

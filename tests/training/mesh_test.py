@@ -47,6 +47,7 @@ class RunTest(absltest.TestCase):
     cls.one = tiny.train(tiny.llm_config(), cls.one_dir)
     cls.on_mesh = train(tiny.llm_config(mesh=tiny.MESH), cls.mesh_dir)
 
+  @pytest.mark.integration
   def test_figures_equal_the_single_device_ones(self):
     losses = [
       [row["loss"] for row in tiny.rows(folder, "train")]

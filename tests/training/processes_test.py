@@ -63,6 +63,7 @@ class ProcessesTest(parameterized.TestCase):
     tiny.train(_config(), cls.root / "alone")
 
   @parameterized.parameters(*_MESHES)
+  @pytest.mark.integration
   def test_two_processes_train_and_one_continues(self, name):
     losses = [
       [row["loss"] for row in tiny.rows(self.root / run, "train")]

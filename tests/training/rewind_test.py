@@ -74,6 +74,7 @@ class RewindTest(parameterized.TestCase):
   def _dir(self):
     return self.create_tempdir().full_path
 
+  @pytest.mark.integration
   def test_goes_on_as_if_the_batches_had_never_been_and_says_so(self):
     self.assertEqual(int(self.result.state.step), _STEPS)
     chex.assert_trees_all_equal(
