@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 import math
-import multiprocessing
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +24,8 @@ from moh_jax.data import text_files
 from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.runtime import signals
 from moh_jax.runtime.files import inside
+from moh_jax.runtime.workers import process_pool
 
 # Documents, and about characters, for one call of the tokenizer, on all its
 # threads.
@@ -284,25 +283,17 @@ def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
   if workers <= 1:
     yield from map(job.write, todo)
     return
-  pool = concurrent.futures.ProcessPoolExecutor(
-    workers,
-    multiprocessing.get_context("spawn"),
-    initializer=_start_worker,
-    initargs=(job,),
-  )
   try:
-    with signals.for_this_process():
+    with process_pool(workers, _start_worker, job) as pool:
       groups = [pool.submit(_write_group, group) for group in todo]
-    for group in concurrent.futures.as_completed(groups):
-      yield group.result()
+      for group in concurrent.futures.as_completed(groups):
+        yield group.result()
   except concurrent.futures.BrokenExecutor as error:
     raise OSError(
       f"a process that tokenizes ended ({error}), perhaps for lack of memory; "
       "finished shards are whole: run the same command again, with fewer "
       "workers"
     ) from error
-  finally:
-    pool.shutdown(cancel_futures=True)
 
 
 _worker_job: list[_Job] = []  # the job of this process, if it is a worker
@@ -312,7 +303,6 @@ def _start_worker(job: _Job):
   # There is a process for each core, so the tokenizer needs no threads.
   os.environ["TOKENIZERS_PARALLELISM"] = "false"
   _worker_job[:] = [job]
-  signals.end_with_parent()
 
 
 def _write_group(group: int) -> int:

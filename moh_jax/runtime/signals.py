@@ -7,7 +7,6 @@ too, and long work asks `stop_was_asked`.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -95,29 +94,6 @@ def handled() -> Iterator[None]:
     writer.close()
     watcher.join()
     reader.close()
-
-
-@contextlib.contextmanager
-def for_this_process() -> Iterator[None]:
-  """Processes that start in the block never see Ctrl-C, only this one does."""
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-  try:
-    yield
-  finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def end_with_parent() -> None:
-  """Ends this process, a worker of multiprocessing, as soon as its parent ends.
-
-  It does so also where the parent was killed.
-  """
-
-  def wait() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-  threading.Thread(target=wait, daemon=True).start()
 
 
 def _is_dropped(frame: FrameType | None) -> bool:

@@ -9,7 +9,6 @@ import concurrent.futures
 import dataclasses
 import importlib.metadata
 import math
-import multiprocessing
 import pickle
 import re
 import time
@@ -20,8 +19,9 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.registry import ROUTERS, RouterKind, get_router
 from moh_jax.runtime import devices as devices_lib
-from moh_jax.runtime import sharding, signals
+from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import USABLE, Topology
+from moh_jax.runtime.workers import process_pool
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
@@ -133,18 +133,10 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
     "XLA_FLAGS": "--xla_gpu_autotune_level=0" if on_gpu else "",
     "TF_CPP_MIN_LOG_LEVEL": "3",
   }
-  spawn = multiprocessing.get_context("spawn")
-  with (
-    devices_lib.environment(environment),
-    concurrent.futures.ProcessPoolExecutor(
-      1, mp_context=spawn, initializer=signals.end_with_parent
-    ) as pool,
-  ):
+  with devices_lib.environment(environment), process_pool(1) as pool:
     try:
       router = get_router(config.model.router.kind)
-      with signals.for_this_process():
-        program = pool.submit(_compile, config, router, topology)
-      return program.result()
+      return pool.submit(_compile, config, router, topology).result()
     except pickle.PicklingError as error:
       raise ValueError(
         f"the family or the router must be in a module that can be imported: "
