@@ -138,7 +138,7 @@ class BaseOptions(base.Section):
     return {k: v for k, v in every if k not in self.OF_A_PROCESS}
 
   def need(self, name: str, fits: Any, needed: str) -> None:
-    """Refuses an option that is given where it has no effect."""
+    """Refuses an option that is not its default where it has no effect."""
     if not fits and getattr(self, name) != getattr(type(self), name):
       self.fail(name, needed)
 

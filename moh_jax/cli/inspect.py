@@ -69,8 +69,11 @@ class Options(command.Stored, command.RunConfig, command.Output):
       self.fail("batch", "must end in .png, or be - for text")
     if self.batch is not None and self.checkpoint is not None:
       self.fail("batch", "needs --config or --data")
-    for name in ("num", "columns", "at_step", "split"):
+    for name in ("num", "at_step"):
       self.need(name, self.batch, "needs --batch")
+    is_grid = self.batch not in (None, "-")
+    self.need("columns", is_grid, "needs --batch FILE.png")
+    self.need("split", self.data and self.batch, "needs --data and --batch")
     if self.vae is not None and not (self.data and self.batch):
       self.fail("vae", "needs --data and --batch")
     if self.checksums and self.changes:

@@ -114,8 +114,10 @@ def is_ignored(model: LLMConfig, tensors: Mapping[str, Any], name: str) -> bool:
   """
   if not model.tie_embeddings or name != _HEAD:
     return name.endswith("rotary_emb.inv_freq")
-  head, embed = (np.asarray(tensors.get(key, ())) for key in (_HEAD, _EMBED))
-  if not np.array_equal(head, embed):
+  if _EMBED not in tensors:  # which is told as missing
+    return True
+  head, embed = (np.asarray(tensors[key]) for key in (_HEAD, _EMBED))
+  if not np.array_equal(head, embed, equal_nan=True):  # NaN is told by name
     raise ValueError(
       f"tie_word_embeddings=True, but {_HEAD} differs from {_EMBED}: set it to "
       "false, or remove the one that does not count"

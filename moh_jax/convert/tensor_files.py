@@ -237,7 +237,9 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
     indexes = sorted(path.glob(f"*.{kind}.index.json"))
     if len(indexes) == 1:
       whole = path / indexes[0].name.removesuffix(".index.json")
-      if whole.is_file():  # which transformers would take
+      listed = _weight_map(indexes[0]).values()
+      # transformers would take it, whatever the index says.
+      if whole.is_file() and whole.name not in listed:
         raise ValueError(
           f"{path}: holds {whole.name} and {indexes[0].name}; name the one of "
           "them that is meant"
@@ -251,10 +253,7 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
       error = ValueError if indexes or saved else FileNotFoundError
       raise error(f"{path}: found {found}; expected {_EXPECTED}")
   else:
-    try:
-      weight_map = read_json(path, _Index)["weight_map"]
-    except ValueError as err:
-      raise _error(path, f"JSON that is no shard index ({err})") from err
+    weight_map = _weight_map(path)
     shards, folder = sorted(set(weight_map.values())), path.parent
   tensors = {}
   for shard in shards:
@@ -273,6 +272,14 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
   if missing := sorted(weight_map.keys() - tensors.keys()):
     raise ValueError(f"{path}: no shard holds {missing[0]!r}, which it lists")
   return tensors
+
+
+def _weight_map(path: pathlib.Path) -> dict[str, str]:
+  """The shard of each tensor, as an index says."""
+  try:
+    return read_json(path, _Index)["weight_map"]
+  except ValueError as err:
+    raise _error(path, f"JSON that is no shard index ({err})") from err
 
 
 class _Inert:

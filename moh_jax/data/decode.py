@@ -288,12 +288,16 @@ def _check_samples(image: Image.Image) -> None:
   tags = getattr(image, "tag_v2", {})  # of a TIFF file
   kinds, bits = tags.get(_SAMPLE_FORMAT, (1,)), tags.get(_BITS, (16,))
   is_wide = image.mode.startswith("I")
-  is_usual = not is_wide or (bits == (16,) and tags.get(_BLACK, 1))
-  if image.mode == "F" or set(kinds) != {1} or not is_usual:
-    raise ValueError(
-      "its pixels are floating-point numbers, have a sign, 12 or 32 bits, or "
-      "16 bits of which 0 is white; must be 8 or 16 bits from black to white"
-    )
+  for is_so, what in (
+    (image.mode == "F", "floating-point numbers"),
+    (set(kinds) != {1}, "numbers with a sign"),
+    (is_wide and bits != (16,), f"of {bits[0]} bits"),
+    (is_wide and not tags.get(_BLACK, 1), "of 16 bits, of which 0 is white"),
+  ):
+    if is_so:
+      raise ValueError(
+        f"its pixels are {what}, must be of 8 or 16 bits from black to white"
+      )
 
 
 def _stored_mode(image: Image.Image) -> str:

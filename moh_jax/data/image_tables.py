@@ -119,7 +119,8 @@ class ParquetSource(EncodedSource):
             f"{file}: column {column!r} must be as in {self._names[0]}, "
             f"{wanted}; columns are {schema.names}"
           )
-      if _class_names(schema, file, label) != self._columns.class_names:
+      own, names = _class_names(schema, file, label), self._columns.class_names
+      if own and names and own != names:
         raise ValueError(
           f"{file}: column {label!r} must name the classes that "
           f"{self._names[0]} names, in the same order"

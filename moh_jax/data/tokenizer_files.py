@@ -176,12 +176,17 @@ def stored_ids(files: Mapping[str, bytes]) -> dict[str, int]:
   """Ids of the tokens that the files add to a tokenizer, by their texts.
 
   Raises:
-    ValueError: a file is damaged.
+    ValueError: a file is damaged, or a token has two ids.
   """
   ids = dict(read_json(files, ADDED_TOKENS))
   added = read_json(files, TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
-  for index, token in added.items():
-    ids[token["content"]] = int(index) if index.isdecimal() else -1
+  for key, token in added.items():
+    index = int(key) if key.isdecimal() else -1
+    if (other := ids.setdefault(token["content"], index)) != index:
+      raise ValueError(
+        f"{TOKENIZER_CONFIG} or {ADDED_TOKENS}: token {token['content']!r} has "
+        f"the ids {other} and {index}"
+      )
   return ids
 
 

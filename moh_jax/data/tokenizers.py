@@ -172,11 +172,10 @@ class JsonTokenizer(Tokenizer):
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
     for token, index in stored_ids(self.files).items():
-      if (own := vocabulary.get(token)) != index:
-        known = "lacks it" if own is None else f"has the id {own}"
-        raise TokenizerFileError(
+      if (own := vocabulary.get(token, index)) != index:
+        raise ValueError(
           f"{TOKENIZER_CONFIG} or {ADDED_TOKENS}: token {token!r} has the id "
-          f"{index}, {self.file_name} {known}"
+          f"{index}, it is {own} in {self.file_name}"
         )
     self._set_special(vocabulary.get, special_ends(self._tokenizer))
 

@@ -125,11 +125,12 @@ class Sampler:
     """Images [size, X, Y, channels] uint8, from index `start` on.
 
     Raises:
-      ValueError: `start` is below 0, or `size` below 1.
+      ValueError: `start` is below 0, `size` below 1, or their sum above 2^31.
     """
     if start < 0 or size < 1 or start + size > 2**31:
       raise ValueError(
-        f"start={start}, size={size}: must be from 0 and from 1 on, below 2^31"
+        f"start={start} must be at least 0, size={size} at least 1, and their "
+        "sum at most 2^31"
       )
     index = np.arange(start, start + size, dtype=np.int32)
     index = sharding.pad_to_shards(index, self._mesh)

@@ -15,6 +15,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import reshard
 
 from moh_jax.config.base import make_section
@@ -328,9 +329,10 @@ class MoHAttention(nn.Module):
       if not jnp.issubdtype(dtype := getattr(self, name), jnp.floating):
         raise ValueError(f"{name}={jnp.dtype(dtype)} must be floating")
     for name in ("causal", "use_bias", "output_major"):
-      if not isinstance(value := getattr(self, name), bool):
+      if not isinstance(value := getattr(self, name), bool | np.bool_):
         raise ValueError(f"{name}={value!r} must be True or False")
-    if self.qk_norm is not None and not self.qk_norm > 0:
+    is_norm = not isinstance(self.qk_norm, bool) and (self.qk_norm or 0) > 0
+    if self.qk_norm is not None and not is_norm:
       raise ValueError(f"qk_norm={self.qk_norm} must be above 0, or None")
     if not 0 <= self.dropout_rate < 1:
       raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")

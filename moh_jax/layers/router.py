@@ -93,8 +93,8 @@ class HeadRouter(nn.Module):
       one), and the side values.
 
     Raises:
-      ValueError: another mask, the kind reads norms and there are none, or a
-        registered router fails or returned something else.
+      ValueError: the mask has another shape or dtype, the kind reads norms and
+        there are none, or a registered router fails or returned something else.
     """
     budget, config = self.budget, self.config
     chex.assert_rank(x, 3)

@@ -94,7 +94,7 @@ def attention(
 
   Raises:
     ValueError: the implementation is unknown or does not support the call, H
-      is not a multiple of K, or another shape or dtype is none of these.
+      is not a multiple of K, or an argument has another shape or dtype.
   """
   _check_arguments(q, k, v, bias, key_mask, segments)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -123,7 +123,7 @@ def _check_arguments(
       raise ValueError(f"{name} has shape {array.shape}, must have 4 axes")
   batch, queries, heads, dim = q.shape
   keys, kv_heads = k.shape[1:3]
-  check_array("q", q, jnp.floating, q.shape)
+  check_array("q", q, jnp.floating, (batch, queries, heads, dim))
   for name, array in (("k", k), ("v", v)):
     check_array(name, array, jnp.floating, (batch, keys, kv_heads, dim))
   check_array("key_mask", key_mask, bool, (batch, keys))
@@ -140,8 +140,6 @@ def _check_arguments(
 def attend(call: Call, implementation: str) -> jax.Array:
   """`attention` of a `Call`."""
   q, k = call.q, call.k
-  chex.assert_rank((q, k, call.v), 4)
-  chex.assert_equal_shape((k, call.v))
   batch, queries, heads, dim = q.shape
   keys = k.shape[1]
   if heads % k.shape[2]:

@@ -1,4 +1,4 @@
-"""Small functions that many files need: products, softmax, GELU, names."""
+"""Small functions that many files need: checks, products, softmax, GELU."""
 
 import math
 from typing import Any

@@ -123,7 +123,7 @@ def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int:
-  if len(text) > _MOST_DIGITS:
+  if len(text.removeprefix("-")) > _MOST_DIGITS:
     raise ValueError(f"{text[:20]}... has more than {_MOST_DIGITS} digits")
   return int(text)
 

@@ -301,11 +301,12 @@ def check_same_run(
         if as_stored(here) != as_stored(there):
           fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
   data = steps.read_json_item(workdir, step, "data")
-  here, there = random_settings(), data.get("random", {})
+  here, there = random_settings(), data.get("random")
+  there = here if there is None else there  # older versions stored none
   for name in sorted(here.keys() | there.keys()):
-    if here.get(name) != there.get(name):
-      a, b = (s.get(name, "JAX's default") for s in (here, there))
-      fields.append(f"{name}: {a!r} here, {b!r} there")
+    a, b = (str(s.get(name, "JAX's default")) for s in (here, there))
+    if a != b:
+      fields.append(f"{name}: {a} here, {b} there")
   if not fields:  # the same config, so that the data should be the same too
     stored_stream = data.get("stream")
     if stored_stream is not None:

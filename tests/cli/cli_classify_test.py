@@ -2,7 +2,6 @@ import dataclasses
 from unittest import mock
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from moh_jax.inference.restore import Restored, restore
@@ -12,7 +11,6 @@ from tests.cli import tiny_checkpoint
 class ClassifyTest(tiny_checkpoint.CommandTest):
   COMMAND, STORED = "classify", "vit"
 
-  @pytest.mark.integration
   def test_best_classes_of_every_image_of_a_folder_and_below(self):
     pixels = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
     for name in ("b/2.PNG", "a.png", ".hidden/3.png", "notes.txt"):

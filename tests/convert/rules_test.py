@@ -10,7 +10,6 @@ import functools
 import chex
 import jax
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import Config, RouterConfig, SampleConfig, without_router
@@ -77,7 +76,6 @@ def _load(name: str, tensors):
 
 class InverseTest(parameterized.TestCase):
   @parameterized.parameters(*_MODELS)
-  @pytest.mark.integration
   def test_load_and_dump_undo_each_other(self, name):
     tensors = _dump(name)
     loaded = _load(name, tensors)

@@ -126,6 +126,9 @@ class ShardsTest(_Case):
     self._check(self.index)
     self._check(self.path)
     self._write("model.safetensors", "a")
+    self._write_index(a="model.safetensors", b="1.safetensors")
+    self._check(self.path)
+    self._write_index(a="0.safetensors", b="1.safetensors")
     with self.assertRaisesRegex(ValueError, "model.safetensors and model.saf"):
       tensor_files.read_tensors(self.path)
     self._check(self.index)

@@ -192,21 +192,23 @@ class LoadTest(FolderTest):
       tokenizers.JsonTokenizer(json.dumps(stored).encode())
 
   @parameterized.parameters(
-    ({"added_tokens.json": {"[?]": 3}}, "'\\[\\?\\]' has the id 3, tok.* id 0"),
-    ({"added_tokens.json": {"<y>": 29}}, "'<y>' has the id 29, .* lacks it"),
+    (
+      {"added_tokens.json": {"[?]": 3}},
+      "'\\[\\?\\]' has the id 3, it is 0 i",
+    ),
     (
       {
         "tokenizer_config.json": {
           "added_tokens_decoder": {"x": {"content": "aA"}}
         }
       },
-      "'aA' has the id -1, tokenizer.json has the id 1",
+      "'aA' has the id -1, it is 1 in tokenizer.json",
     ),
   )
   def test_files_beside_give_no_other_ids(self, files, message):
     content = tiny_words.tokenizer().content
     files = {name: json.dumps(x).encode() for name, x in files.items()}
-    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+    with self.assertRaisesRegex(ValueError, message):
       tokenizers.JsonTokenizer(content, files)
 
   @parameterized.parameters(
@@ -223,7 +225,7 @@ class LoadTest(FolderTest):
     stored["model"] |= model
     stored["model"]["vocab"] |= vocab
     stored["added_tokens"][0] |= added
-    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+    with self.assertRaisesRegex(ValueError, message):
       tokenizers.JsonTokenizer(json.dumps(stored).encode())
 
   @parameterized.parameters(("a" * 256, ""), ("a" * 257, "at most 256"))

@@ -100,7 +100,7 @@ class SamplerTest(parameterized.TestCase):
 
   @parameterized.parameters((0, 0), (-1, 2), (2**31, 2))
   def test_batches_begin_at_a_number_and_have_images(self, start, size):
-    with self.assertRaisesRegex(ValueError, f"start={start}, size={size}: mus"):
+    with self.assertRaisesRegex(ValueError, f"start={start} must"):
       _sampler().batch(start, size)
 
   @parameterized.parameters(5, 8, 13)

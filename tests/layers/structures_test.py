@@ -149,7 +149,6 @@ class StructuresTest(parameterized.TestCase):
     causal=(False, True),
     implementation=("dense", "packed"),
   )
-  @pytest.mark.integration
   def test_equals_a_mask_by_brute_force(
     self, structure, router, causal, implementation
   ):

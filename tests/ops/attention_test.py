@@ -118,7 +118,6 @@ class AttentionTest(parameterized.TestCase):
     name=("one_head", "all_masks", "every_head", "hiding_bias"),
     implementation=("auto", "dense", "packed", "kernel"),
   )  # fmt: skip
-  @pytest.mark.integration
   def test_active_heads_equal_float64(self, name, implementation):
     case = _TABLE[name]
     if implementation == "kernel" and case.bias:

@@ -90,7 +90,6 @@ class StepTest(absltest.TestCase):
     _, second = program.step(state, batch)
     self.assertNotEqual(float(first["loss"]), float(second["loss"]))
 
-  @pytest.mark.integration
   def test_unequal_targets_and_empty_microbatches_weigh_as_in_the_batch(self):
     config = tiny.llm_config(
       train={"balance_weight": 0.0}, optim={"lr": 1e-3, "warmup_steps": 0}
