@@ -184,7 +184,8 @@ def _damaged_sets(folder: str) -> dict[str, list[str]]:
 
   found, root = {}, pathlib.Path(folder)
   for place in (root, *sorted(root.glob("*/"))):
-    if (place / shards.METADATA).is_file():
+    # Shards without metadata are what is left of a set, or not finished.
+    if (place / shards.METADATA).is_file() or any(place.glob("*.array_record")):
       try:
         found[str(place)] = shards.damage(place)
       except (ValueError, OSError) as error:  # the others are compared too

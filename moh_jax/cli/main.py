@@ -264,8 +264,10 @@ def _plain_warnings() -> Iterator[None]:
 
   Handlers that our logger has, as in programs that call `main`, stay.
   """
-  ours = logging.getLogger("moh_jax")
+  ours, pillow = logging.getLogger("moh_jax"), logging.getLogger("PIL")
   before = ours.handlers, ours.propagate
+  pillow_level = pillow.level
+  pillow.setLevel(logging.CRITICAL)  # what it logs, it raises too
   if not ours.handlers:
     terminal = logging.StreamHandler()
     terminal.setFormatter(command.OneLine())
@@ -275,6 +277,7 @@ def _plain_warnings() -> Iterator[None]:
     yield
   finally:
     ours.handlers, ours.propagate = before
+    pillow.setLevel(pillow_level)
 
 
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:

@@ -128,6 +128,10 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
     self.assertEqual(status, 1)
     self.assertIn("holds 'sounds' of version 1, expected", out.splitlines()[0])
     self.assertEndsWith(out, whole)
+    (train / "metadata.json").unlink()
+    status, out, _ = self.call(*argv)
+    self.assertEqual(status, 1)
+    self.assertIn("metadata.json: no such file; it is wr", out.splitlines()[0])
     self.assert_refused("nowhere holds no shards", "--data", "nowhere")
 
 
