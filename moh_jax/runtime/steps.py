@@ -200,7 +200,8 @@ def find_damage(
   except (ValueError, OSError) as error:
     return {MANIFEST: str(error)}
   if entries is None:
-    return None
+    is_there = (folder / _CONFIG).is_file()
+    return None if is_there else {_CONFIG: "missing"}
 
   def is_wanted(name: str) -> bool:
     item, inside, _ = name.partition("/")

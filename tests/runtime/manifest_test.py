@@ -113,6 +113,11 @@ class ManifestTest(parameterized.TestCase):
     path.write_text(steps._header(lines) + lines)
     self.assertIn("outside of the checkpoint", self._found()[steps.MANIFEST])
 
+  def test_an_empty_folder_is_no_older_checkpoint(self):
+    (pathlib.Path(self.folder).parent / "7").mkdir()
+    found = steps.find_damage(self.workdir, 7)
+    self.assertEqual(found, {"config/metadata": "missing"})
+
   def test_older_checkpoint_is_used_and_it_is_said(self):
     (self.folder / steps.MANIFEST).unlink()
     (self.folder / "config/metadata").write_bytes(b"{}")
