@@ -175,7 +175,9 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   for module in modules:
     try:
       importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # also of the module's own code
+    except (KeyboardInterrupt, signals.StoppedError):
+      raise
+    except BaseException as error:  # whatever the module's own code raises
       name = pathlib.PurePath(module).stem if module.endswith(".py") else ""
       raise ValueError(
         f"--import {module!r}: {type(error).__name__}: {error}; it takes a "

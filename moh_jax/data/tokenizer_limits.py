@@ -16,6 +16,7 @@ import msgspec
 import tokenizers as hf
 
 from moh_jax.data.input_files import import_extra
+from moh_jax.runtime.json_files import parse_json
 
 _MOST_GROWTH = 64  # of a text by normalizing or decoding
 # Characters of a word or piece, with which the time of a long word grows.
@@ -25,6 +26,8 @@ _FORMS = {"NFD": 4.0, "NFC": 3.0, "NFKD": 18.0, "NFKC": 18.0}
 # These write a character as four, or put one before each word or piece.
 _KINDS = {**_FORMS, "ByteLevel": 4.0, "Metaspace": 2.0, "WordPiece": 2.0}
 _PARTS = ("normalizers", "pretokenizers", "decoders")  # of a Sequence
+_MOST_PARTS = 1 << 7  # of each of them
+_MOST_TOKENS = (1 << 31) - 1
 _MOST_AFFIX = 1 << 6  # characters that mark a piece inside or at a word's end
 _MOST_STATE = 1 << 16  # characters of a post_processor
 
@@ -115,7 +118,12 @@ def read_tokenizer_json(
     tokenizer = hf.Tokenizer.from_str(content.decode())
   for name in ("normalizer", "pre_tokenizer", "decoder"):
     if part := getattr(tokenizer, name):
-      _check(name, _growth(json.loads(part.__getstate__())))
+      state = part.__getstate__()
+      if (count := state.count(b'"type"')) > _MOST_PARTS:
+        raise TokenizerFileError(
+          f"its {name} has {count} parts, must have at most {_MOST_PARTS}"
+        )
+      _check(name, _growth(json.loads(state)))
   part = tokenizer.post_processor
   if part and len(part.__getstate__()) > _MOST_STATE:
     raise TokenizerFileError(
@@ -165,22 +173,37 @@ def _check_ids(tokenizer: hf.Tokenizer, content: bytes) -> None:
   """
   names: dict[int, str] = {}
   for name, index in tokenizer.get_vocab().items():
+    if index >= _MOST_TOKENS:
+      raise ValueError(f"its token {name!r} has the id {index}, too large")
     if (other := names.setdefault(index, name)) != name:
       both = sorted((name, other))
       raise ValueError(f"its tokens {both} have one id, {index}")
-  for token in msgspec.json.decode(content, type=_Added).added_tokens:
-    given = tokenizer.token_to_id(token.content)
-    if given not in (None, token.id):  # None of a token without text
+  stored = parse_json(content, _Added, "it", len(content))
+  for token in stored.get("added_tokens", ()):
+    given = tokenizer.token_to_id(token["content"])
+    if given not in (None, token["id"]):  # None of a token without text
       raise ValueError(
-        f"its added token {token.content!r} has the id {token.id}, must have "
-        f"{given}, which follows from the others"
+        f"its added token {token['content']!r} has the id {token['id']}, must "
+        f"have {given}, which follows from the others"
       )
 
 
 def special_ends(tokenizer: hf.Tokenizer) -> tuple[int | None, int | None]:
-  """The special tokens that a post-processor puts around a text."""
+  """The special tokens that a post-processor puts around a text.
+
+  Raises:
+    ValueError: their ids are not those of the vocabulary.
+  """
   with library_errors("its post_processor fails"):
     made = tokenizer.post_process(_ONE_TOKEN.encode("a"))
+  for token, index, mask in zip(
+    made.tokens, made.ids, made.special_tokens_mask
+  ):
+    if mask and (own := tokenizer.token_to_id(token)) != index:
+      raise ValueError(
+        f"its post_processor gives the token {token!r} the id {index}, the "
+        f"vocabulary {own}"
+      )
   ids = [i if m else None for i, m in zip(made.ids, made.special_tokens_mask)]
   first, *others = ids or [None]
   return first, others[-1] if others else None

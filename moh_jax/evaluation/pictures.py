@@ -16,7 +16,7 @@ from PIL import Image
 
 from moh_jax.data.decode import to_picture
 from moh_jax.evaluation.head_stats import HeadStats, Layer
-from moh_jax.runtime.files import write_whole
+from moh_jax.runtime.files import printable, write_whole
 
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
 # apart. More heads than colours are shades of cividis.
@@ -47,6 +47,7 @@ def encode(figure: Any, form: str) -> bytes:
   # Names of classes and texts may hold "$", which would begin a formula.
   for part in figure.findobj(Text):
     part.set_parse_math(False)
+    part.set_text(printable(part.get_text()))
   stream = io.BytesIO()
   # The same figure is the same file: an SVG has a date and random names else.
   metadata = {"Date": None} if form == "svg" else None

@@ -30,7 +30,7 @@ from moh_jax.evaluation.similarity import HeadSimilarity, mean_similarity
 from moh_jax.models.generation import image_grid
 from moh_jax.ops.routing import LOAD_SPLIT
 from moh_jax.runtime import sharding, steps
-from moh_jax.runtime.files import read_bytes, write_whole
+from moh_jax.runtime.files import printable, read_bytes, write_whole
 
 # Metrics whose curves the page has, and words of its tables.
 _CURVES = {
@@ -216,7 +216,7 @@ def _page(found: Findings, images: Mapping[str, str]) -> str:
   said = verdict(config, stats, found.similarity[found.checkpoint].features)
   load = "".join(x for name, x in images.items() if name.startswith("load_by_"))
   sections = {
-    "In short": f'<p class="verdict">{"<br>".join(map(html.escape, said))}</p>'
+    "In short": f'<p class="verdict">{"<br>".join(map(_escaped, said))}</p>'
     + _explained(_WORDS, "load", "entropy"),
     "Layers": stats.layers
     and _table(*layer_table(stats)) + _explained(_WORDS, "weight of shared"),
@@ -225,7 +225,7 @@ def _page(found: Findings, images: Mapping[str, str]) -> str:
     "Load over the training": images.get("load_over_steps"),
     "Similarity of heads": rows
     and _table(rows[0], rows[1:])
-    + "".join(f"<p>other: {html.escape(name)}</p>" for name in others)
+    + "".join(f"<p>other: {_escaped(name)}</p>" for name in others)
     + _explained(_WORDS, "similarity")
     + images["similarity"],
     "Which head each token chose": "routing_maps" in images
@@ -235,11 +235,11 @@ def _page(found: Findings, images: Mapping[str, str]) -> str:
     "Config": _preformatted(json.dumps(config_lib.to_dict(config), indent=1)),
   }
   parts = "\n".join(
-    f"<section><h2>{html.escape(heading)}</h2>\n{body}</section>"
+    f"<section><h2>{_escaped(heading)}</h2>\n{body}</section>"
     for heading, body in sections.items()
     if body
   )
-  where = html.escape(f"{found.checkpoint}, measured on {found.where}")
+  where = _escaped(f"{found.checkpoint}, measured on {found.where}")
   return (
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
     '<meta name="viewport" content="width=device-width">\n'
@@ -452,9 +452,14 @@ def samples(
     best = int(row.argmax())
     text = f"{label}: taken for {names[best]}, {row[best]:.0%}"
     picture = _image(pictures.png_of_pixels(image), text)
-    caption = f"<figcaption>{html.escape(text)}</figcaption>"
+    caption = f"<figcaption>{_escaped(text)}</figcaption>"
     figures.append(f"<figure>{picture}{caption}</figure>")
   return "".join(figures)
+
+
+def _escaped(text: str) -> str:
+  """Text as HTML shows it; names in files may hold control characters."""
+  return html.escape(printable(text))
 
 
 def run_preview(directory: str, last: int) -> bytes | None:
@@ -496,13 +501,13 @@ def _texts(stats: HeadStats, tokenizer: Tokenizer | None) -> str:
   parts = [_preformatted(", ".join(dict.fromkeys(stats.labels)))]
   for layer, best in zip(stats.layers, stats.maps.best):
     colors = pictures.head_colors(layer.budget.num_heads)
-    parts.append(f"<details><summary>{html.escape(layer.name)}</summary>")
+    parts.append(f"<details><summary>{_escaped(layer.name)}</summary>")
     for tokens, heads, real in zip(texts, best, is_real):
       spans = [
         f'<span title="head {head}" style="background:{colors[head]}99">'
-        f"{html.escape(token)}</span>"
+        f"{_escaped(token)}</span>"
         if head >= 0
-        else html.escape(token)
+        else _escaped(token)
         for token, head in zip(tokens, heads[real].tolist())
       ]
       parts.append(f'<p class="text">{"".join(spans)}</p>')
@@ -515,7 +520,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
   def line(cells: Sequence[Any], tag: str) -> str:
     texts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells)
-    inner = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+    inner = "".join(f"<{tag}>{_escaped(text)}</{tag}>" for text in texts)
     return f"<tr>{inner}</tr>"
 
   body = "\n".join(line(row, "td") for row in rows)
@@ -524,8 +529,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _image(png: bytes, alt: str) -> str:
   data = base64.b64encode(png).decode()
-  return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+  return f'<img alt="{_escaped(alt)}" src="data:image/png;base64,{data}">'
 
 
 def _preformatted(text: str) -> str:
-  return f"<pre>{html.escape(text)}</pre>"
+  return f"<pre>{_escaped(text)}</pre>"

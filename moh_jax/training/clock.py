@@ -13,9 +13,9 @@ import numpy as np
 from etils import epath
 
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.files import read_bytes, write_whole
+from moh_jax.runtime.files import check_regular, read_bytes, write_whole
 from moh_jax.runtime.json_files import MAX_BYTES, parse_json
-from moh_jax.runtime.steps import list_steps
+from moh_jax.runtime.steps import in_bucket, list_steps
 
 NAME = "goodput.json"
 TRACE = "profile"  # folder of the trace, for XProf or Perfetto
@@ -52,8 +52,13 @@ class RunClock:
     Args:
       workdir: the run's directory.
       step: optimizer steps done; 0 begins the counts anew.
+
+    Raises:
+      ValueError: the file is a pipe or the like, for which writing would wait.
     """
     self._file = workdir / NAME
+    if self._file.exists() and not in_bucket(self._file):
+      check_regular(self._file)
     if jax.process_index() or not step or not self._file.exists():
       return
     try:

@@ -222,6 +222,14 @@ class ProcessTest(parameterized.TestCase):
     self.assertRegex(err, "^error: unknown config key model.nope; .*\n$")
     self.assertEmpty(os.listdir(folder))
 
+  def test_whatever_a_module_raises_is_a_line(self):
+    folder = self.create_tempdir()
+    folder.create_file("odd.py", "class X(BaseException): pass\nraise X('no')")
+    program = "-m", "moh_jax", "--import", "odd", "inspect"
+    status, _, err = _python(*program, PYTHONPATH=folder.full_path)
+    self.assertEqual(status, 2)
+    self.assertRegex(err, r"\Aerror: --import 'odd': X: no; .*\n\Z")
+
   def test_warnings_of_libraries_do_not_reach_the_terminal(self):
     folder = self.create_tempdir()
     folder.create_file(

@@ -174,6 +174,7 @@ class LoadTest(FolderTest):
     ("pre_tokenizer", [{"type": "ByteLevel"}] * 9, "pre_tokenizer may make"),
     ("decoder", [{"type": "CTC", "word_delimiter_token": ""}] * 9, "512 char"),
     ("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 9, "512 char"),
+    ("normalizer", [{"type": "NFC"}] * 200, "has 201 parts, must have at most"),
     ("post_processor", [], "its post_processor has more than 65,536"),
     ("normalizer", [{"type": "Precompiled", "precompiled_charsmap": "EA=="}],
      "not a tokenizer.json: .*charsmap"),
@@ -227,6 +228,26 @@ class LoadTest(FolderTest):
     stored["added_tokens"][0] |= added
     with self.assertRaisesRegex(ValueError, message):
       tokenizers.JsonTokenizer(json.dumps(stored).encode())
+
+  def test_begin_and_end_have_the_ids_of_the_vocabulary(self):
+    tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 0, "<s>": 1}, "a"))
+    for index, message in ((1, ""), (0, "id 0, the vocabulary 1"), (9, "id 9")):
+      tokenizer.post_processor = hf.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", index)]
+      )
+      content = tokenizer.to_str().encode()
+      if not message:
+        self.assertEqual(tokenizers.JsonTokenizer(content).bos_id, 1)
+        continue
+      with self.assertRaisesRegex(ValueError, message):
+        tokenizers.JsonTokenizer(content)
+
+  def test_a_key_twice_is_refused(self):
+    tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 0}, "a"))
+    content = tokenizer.to_str().replace('"a": 0', '"a": 0, "a": 0')
+    content = content.replace('"a":0', '"a":0,"a":0').encode()
+    with self.assertRaisesRegex(ValueError, "'a' stands in it 2 times"):
+      tokenizers.JsonTokenizer(content)
 
   @parameterized.parameters(("a" * 256, ""), ("a" * 257, "at most 256"))
   def test_pieces_of_unigram_are_bounded(self, piece, message):

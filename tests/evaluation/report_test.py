@@ -62,6 +62,12 @@ class PicturesTest(absltest.TestCase):
       self.assertIn(b"a$b_{$c", content)
       self.assertIn(b"caf?", content)
 
+  def test_control_characters_of_names_are_text(self):
+    figure = pictures.new_figure()
+    figure.suptitle("a\x1b[31m")
+    self.assertIn(b"a\\x1b[31m", pictures.encode(figure, "svg"))
+    self.assertEqual(report._escaped("<\x1b"), "&lt;\\x1b")
+
   def test_the_same_picture_is_the_same_file(self):
     made = [pictures.load_by_group(_stats(), "class") for _ in range(2)]
     one, other = (pictures.encode(figure, "svg") for figure in made)

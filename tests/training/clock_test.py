@@ -1,6 +1,7 @@
 """What a run shows of itself: seconds, goodput, MFU, traces, W&B, programs."""
 
 import json
+import os
 import pathlib
 import types
 from unittest import mock
@@ -76,6 +77,11 @@ class RunClockTest(absltest.TestCase):
       with self.assertLogs("moh_jax", "WARNING"):
         found, _ = self._start(4)
       self.assertEqual(found.seconds()["step"], 0.0)
+
+  def test_a_pipe_is_refused_and_not_waited_for(self):
+    os.mkfifo(self.dir / "goodput.json")
+    with self.assertRaisesRegex(ValueError, "goodput.json: is "):
+      self._start()
 
   def test_percentiles_are_of_the_steps_since_the_last_row(self):
     found, now = self._start()
