@@ -54,8 +54,9 @@ class Options(command.Output):
     """What compares has a reference."""
     super().check()
     needing = [name for name in self.metrics if name != "is"]
-    folders = map(os.path.isdir, filter(None, (self.samples, self.reference)))
-    self.need("image_size", any(folders), "needs a folder of images")
+    given = filter(None, (self.samples, self.reference))
+    is_folder = any(not path.endswith(".npz") for path in given)
+    self.need("image_size", is_folder, "needs a folder of images")
     if needing and not self.reference:
       self.fail("metrics", "need --reference; without one only is")
     if self.save_stats and os.path.isdir(self.save_stats):

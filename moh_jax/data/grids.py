@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moh_jax.data.decode import to_array, to_picture
+from moh_jax.runtime.files import printable
 
 _SEEN = 112  # columns that an image is enlarged to in a grid
 
@@ -38,7 +39,8 @@ def tiles(
   font = ImageFont.truetype(font, max(12, width // 9))
   margin = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
   for image, name in zip(np.pad(images, margin, constant_values=255), names):
-    picture, text = to_picture(image), name.encode(errors="replace").decode()
+    text = printable(name.encode(errors="replace").decode(), kept="")
+    picture = to_picture(image)
     while font.getlength(text) > width - 2:
       text = text[:-1]
     ImageDraw.Draw(picture).text((1, height + 1), text, "black", font)

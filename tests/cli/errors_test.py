@@ -132,7 +132,7 @@ _REFUSED = {
     "--data x --batch {here}/y.png": "needs --vae",
     "--config x --vae x": "--vae='x' needs --data and",
     "--config x --at-step=2": "--at-step=2 needs --batch",
-    "--checkpoint {vit} --split=val": "--split='val' needs --batch",
+    "--checkpoint {vit} --split=val": "--split='val' needs --data and",
     "--config x --checksums": "needs --checkpoint or --data al",
     "--config x --batch {here}/y.jpg": "must end in .png",
     "--checkpoint {vit} --batch {here}/y.png": "needs --config or --data",
