@@ -92,9 +92,9 @@ class FidTest(tiny_checkpoint.CommandTest):
     self.assert_refused("resize", *argv, "--resize=ptfid")
 
   @pytest.mark.integration
-  def test_batches_of_large_images_are_smaller(self):
-    for size, expected in (((3000, 3000), 56), ((100, 100), 64)):
-      images = ImageSet("x.npz", 9, size, iter)
+  def test_batches_of_few_and_of_large_images_are_smaller(self):
+    for count, side, expected in ((99, 3000, 56), (99, 100, 64), (9, 100, 16)):
+      images = ImageSet("x.npz", count, (side, side), iter)
       self.assertEqual(fid._batch_size(images, 64, 8), expected)
     with self.assertRaisesRegex(ValueError, "x.npz: images of 9000 rows x"):
       fid._batch_size(ImageSet("x.npz", 9, (9000, 9000), iter), 64, 8)
