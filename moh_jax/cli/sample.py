@@ -70,14 +70,11 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     out = pathlib.Path(self.out)
     if out.suffix and not out.is_dir():
       command.out_file(self.out, ".png", ".npz")
-    if self.vae_tile and not self.vae:
-      self.fail("vae_tile", "needs --vae")
-    if self.columns and out.suffix != ".png":
-      self.fail("columns", "needs --out FILE.png")
+    self.need("vae_tile", self.vae, "needs --vae")
+    self.need("columns", out.suffix == ".png", "needs --out FILE.png")
+    self.need("strength", self.start, "needs --start")
     if self.start and not 0 < self.strength < 1:
       self.fail("strength", "must be above 0 and below 1 with --start")
-    if not self.start and self.strength != 1:
-      self.fail("strength", "needs --start")
 
 
 @alive("sampling")

@@ -457,11 +457,6 @@ def samples(
   return "".join(figures)
 
 
-def _escaped(text: str) -> str:
-  """Text as HTML shows it; names in files may hold control characters."""
-  return html.escape(printable(text))
-
-
 def run_preview(directory: str, last: int) -> bytes | None:
   """The newest picture that a run drew up to a step; None without any.
 
@@ -534,3 +529,8 @@ def _image(png: bytes, alt: str) -> str:
 
 def _preformatted(text: str) -> str:
   return f"<pre>{_escaped(text)}</pre>"
+
+
+def _escaped(text: str) -> str:
+  """Text as HTML shows it; names in files may hold control characters."""
+  return html.escape(printable(text))

@@ -89,11 +89,11 @@ class StoredData(msgspec.Struct):
   """The item `data`: where the training stream stands, and which it is."""
 
   position: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-  # Older versions stored neither.
+  # Older versions stored none of these.
   stream: dict[str, Any] | None = None
   watch: StoredWatch | None = None
   # Settings of JAX: see `runtime.devices.random_settings`.
-  random: dict[str, str | bool] = {}
+  random: dict[str, str | bool] | None = None
 
 
 def absolute(directory: str | epath.Path) -> epath.Path:

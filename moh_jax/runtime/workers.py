@@ -1,13 +1,12 @@
 """Processes that work for this one, and end with it."""
 
-import concurrent.futures
 import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
 from moh_jax.runtime.signals import StoppedError
@@ -28,7 +27,7 @@ class _Pool(ProcessPoolExecutor):
 @contextlib.contextmanager
 def process_pool(
   count: int, begin: Callable[..., None] | None = None, *args: Any
-) -> Iterator[concurrent.futures.Executor]:
+) -> Iterator[Executor]:
   """A pool of new processes, which end with this one, also if it is killed.
 
   Where its block is stopped by a signal, so are they, whatever they do.

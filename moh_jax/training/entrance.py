@@ -26,7 +26,7 @@ from moh_jax.data.identity import Identity, differences
 from moh_jax.layers.linear import LORA_A, LORA_B
 from moh_jax.models.adapters import join
 from moh_jax.ops.head_layout import check_heads, check_tokens
-from moh_jax.runtime import steps
+from moh_jax.runtime import json_files, steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.devices import check_bytes, random_settings
 from moh_jax.runtime.peers import agree, ask_first_process
@@ -301,12 +301,10 @@ def check_same_run(
         if as_stored(here) != as_stored(there):
           fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
   data = steps.read_json_item(workdir, step, "data")
-  here, there = random_settings(), data.get("random")
-  there = here if there is None else there  # older versions stored none
-  for name in sorted(here.keys() | there.keys()):
-    a, b = (str(s.get(name, "JAX's default")) for s in (here, there))
-    if a != b:
-      fields.append(f"{name}: {a} here, {b} there")
+  there = data.get("random")
+  if there is not None:
+    found = json_files.differences(random_settings(), there)
+    fields += [found] if found else []
   if not fields:  # the same config, so that the data should be the same too
     stored_stream = data.get("stream")
     if stored_stream is not None:

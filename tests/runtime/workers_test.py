@@ -60,9 +60,12 @@ class PoolTest(absltest.TestCase):
     return child, [int(child.stdout.readline()) for _ in range(2)]
 
   def _check_gone(self, workers):
-    for worker in workers:
-      while pathlib.Path(f"/proc/{worker}").exists():
-        time.sleep(0.05)
+    left = [pathlib.Path(f"/proc/{worker}") for worker in workers]
+    latest = time.monotonic() + 60
+    while left and time.monotonic() < latest:
+      time.sleep(0.05)
+      left = [path for path in left if path.exists()]
+    self.assertEmpty(left)
 
   def test_ctrl_c_is_one_line_and_ends_the_workers_at_once(self):
     child, workers = self._start()
