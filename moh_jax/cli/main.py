@@ -190,8 +190,14 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   # Several processes would wait for one another's lock on a shared disk.
   if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
     compilation_cache.enable()
-  with _plain_warnings():
-    return run(given)
+  try:
+    with _plain_warnings():
+      return run(given)
+  except SystemExit as end:  # only code of others ends a process
+    raise ValueError(
+      f"code that moh_jax called (--import, a config or a library) ended with "
+      f"sys.exit({end.code!r})"
+    ) from end
 
 
 def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:

@@ -39,8 +39,10 @@ class Registry(Generic[Record]):
     """Adds a record, or replaces that of a class of the same name.
 
     Raises:
-      ValueError: the name is that of another one.
+      ValueError: the name is that of another one, or no text.
     """
+    if not isinstance(record.name, str) or not record.name.strip():
+      raise ValueError(f"{self.what} name={record.name!r} must be a text")
     known = self._records.get(record.name, record)
     if self._called(known) != self._called(record):
       raise ValueError(

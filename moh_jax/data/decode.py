@@ -26,15 +26,17 @@ import numpy as np
 from etils import epath
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from moh_jax.data.decoding_memory import DECODING
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime import files
 
 # A larger image takes more than a gigabyte while it is decoded.
 _MOST_PIXELS = 89_478_485
 _MOST_BYTES = 1 << 28  # of an image file
-# Larger ones are decoded one at a time, in bands of so many pixels.
-_LARGE, _BAND = 1 << 23, 1 << 20
-_ONE_AT_A_TIME = threading.Lock()
+# Bytes a pixel that decoding takes: Pillow, and simplejpeg.
+_OF_PILLOW, _OF_JPEG = 20, 10
+_OF_COPIES = 2  # bytes a sample that resizing takes
+_BAND = 1 << 20  # pixels that are converted at a time
 # Of formats that Pillow decodes in Python, or in 16 bytes a pixel.
 _MOST_SLOW_PIXELS = 1 << 24
 # What is opened, whatever a file is called. Pillow knows more; for EPS it runs
@@ -69,6 +71,9 @@ _SPACES = {1: {"Gray": "GRAY"}, 3: {"Gray": "RGB", "YCbCr": "RGB"}}
 _SPARE = 2
 _FACTORS = (8, 4, 2)  # scales that libjpeg-turbo decodes faster
 _OF_THREAD = threading.local()
+# Blocks above 32 MB, unlike Pillow's of 16, glibc gives back to the system when
+# they are free; else every thread keeps as much as its largest image took.
+Image.core.set_block_size(1 << 26)
 
 
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
@@ -144,8 +149,7 @@ def decode_image(
     _check_plausible(image, len(content))
     if factor > 1:
       image.draft(None, (image.width // factor, image.height // factor))
-    is_large = math.prod(image.size) > _LARGE
-    with _ONE_AT_A_TIME if is_large else contextlib.nullcontext():
+    with DECODING.taken(math.prod(image.size) * _OF_PILLOW):
       return to_pixels(image, channels)
 
 
@@ -269,7 +273,9 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     )
   _check_samples(image)
   _scale_transparency(image)
-  image = ImageOps.exif_transpose(image)
+  image.load()  # a PNG file may note its orientation behind the pixels
+  if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+    image = ImageOps.exif_transpose(image)  # which copies any
   pixels = np.empty((image.height, image.width, channels), np.uint8)
   step = max(_BAND // image.width, 1)
   for row in range(0, image.height, step):
@@ -385,16 +391,18 @@ def decode_jpeg(
     shortened[place : place + 2] = decoded.to_bytes(2, "big")
   else:
     rows = decoded = height
+  low, narrow = -(-decoded // factor), -(-width // factor)
   try:
-    pixels = _simplejpeg().decode_jpeg(
-      shortened or content,
-      space,
-      min_height=-(-decoded // factor),
-      min_width=-(-width // factor),
-      fastupsample=fast,
-      # A warning says that the rows left out are still in the file.
-      strict=shortened is None,
-    )
+    with DECODING.taken(low * narrow * _OF_JPEG):
+      pixels = _simplejpeg().decode_jpeg(
+        shortened or content,
+        space,
+        min_height=low,
+        min_width=narrow,
+        fastupsample=fast,
+        # A warning says that the rows left out are still in the file.
+        strict=shortened is None,
+      )
   except ValueError:
     return None
   return pixels[: -(-rows // factor)]
@@ -442,17 +450,17 @@ class LaterImage:
   def region(
     self,
     size: tuple[int, int],
-    box: tuple,
+    box: tuple | None,
     *,
     fast: bool = False,
     reduced: bool = False,
-  ) -> tuple[np.ndarray, tuple]:
+  ) -> tuple[np.ndarray, tuple | None]:
     """Decodes for a box that is to be resized.
 
     Args:
       size: rows and columns that the box is resized to.
-      box: (left, upper, right, lower) in pixels.
-      fast: see `decode_image`.
+      box: (left, upper, right, lower) in pixels; None is all of it.
+      fast: see `decode_image`; only with a box.
       reduced: decode at a half, a quarter or an eighth of the sides where the
         box has `_SPARE` times the rows and columns of `size` there.
 
@@ -462,6 +470,9 @@ class LaterImage:
     Raises:
       ValueError: the file is damaged; the message names it.
     """
+    what = self.content, self.shape[-1], self.place
+    if box is None:
+      return decode_image(*what), None
     sides = box[3] - box[1], box[2] - box[0]
     scale = min(n / (_SPARE * wanted) for n, wanted in zip(sides, size))
     factors = _FACTORS if reduced else ()
@@ -469,7 +480,6 @@ class LaterImage:
     # The filter reaches over two pixels of the smaller of the two images.
     reach = 2 * max(factor, sides[0] / size[0]) + factor
     rows = math.ceil(box[3] + reach)
-    what = self.content, self.shape[-1], self.place
     pixels = decode_image(*what, factor, rows, fast=fast)
     return pixels, tuple(edge / factor for edge in box)
 
@@ -503,7 +513,7 @@ def resize(
     image: [X, Y, channels] uint8, or one to decode as far as `box` needs.
     size: rows and columns of the result.
     box: part of the image to read, (left, upper, right, lower) in pixels; None
-      reads all of it, and is for arrays.
+      reads all of it.
     resample: Pillow's filter.
     fast: resize with cykooz_resizer, bicubic whatever `resample` says: Pillow's
       result within a few levels (0.2 on average of photographs). An image that
@@ -520,10 +530,11 @@ def resize(
     image, box = image.region(size, box, fast=fast, reduced=reduced)
   if image.shape[:2] == tuple(size) and box is None:
     return image
-  if fast:
-    return _resize_fast(image, size, box or (0, 0, *image.shape[1::-1]))
-  rows, columns = size
-  return to_array(to_picture(image).resize((columns, rows), resample, box=box))
+  with DECODING.taken(image.size * _OF_COPIES):
+    if fast:
+      return _resize_fast(image, size, box or (0, 0, *image.shape[1::-1]))
+    picture = to_picture(image).resize(size[::-1], resample, box=box)
+    return to_array(picture)
 
 
 def _resize_fast(

@@ -30,6 +30,7 @@ from moh_jax.config import Config
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SPLITS
 from moh_jax.data import decode
+from moh_jax.data.decoding_memory import DECODING
 from moh_jax.data.identity import Identity
 from moh_jax.data.image_folders import (
   ALL,
@@ -43,10 +44,12 @@ from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA, Shards, read_metadata, unpack
 from moh_jax.data.sources import Example, ImageSource, check_class_names
+from moh_jax.runtime.workers import map_ahead
 
 KIND, LATENTS = "images", "latents"
 _DTYPE = np.dtype("<f2")  # of latents
 _THREADS = 8  # threads that read image files
+_AHEAD = 2 * _THREADS  # files that are read before their turn
 _QUALITY = 95  # of JPEG files that are written in place of larger images
 
 
@@ -301,7 +304,7 @@ def pack_images(
     for shard in todo:
       items = writer.items(shard)
       with writer.open(shard) as target:
-        for item, found in zip(items, pool.map(prepare, items)):
+        for item, found in zip(items, map_ahead(pool, prepare, items, _AHEAD)):
           name = source.name(item)
           if isinstance(found, Record):
             target.add({"label": found.label, "name": name}, found.content)
@@ -322,9 +325,10 @@ def _checked(record: Record, shorter: int) -> Record:
   size, grey = decode.describe_image(record.content, record.place)
   if not shorter or min(size) <= shorter:
     return record
-  pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
   scale = shorter / min(size)
-  pixels = decode.resize(pixels, tuple(round(side * scale) for side in size))
+  with DECODING.kept():
+    pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
+    pixels = decode.resize(pixels, tuple(round(side * scale) for side in size))
   file = io.BytesIO()
   decode.to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
   return record._replace(content=file.getvalue())

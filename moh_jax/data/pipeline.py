@@ -42,7 +42,9 @@ _CPUS_PER_WORKER, _MOST_WORKERS = 16, 8
 _SHARED_BATCHES = 3
 _SHARED_MEMORY = "/dev/shm"
 _EPOCH_STEP = 256  # examples: the length of a repeated epoch is a multiple
-_MOST_KEPT = 32  # images that wait for their next copy
+# Transforms that, where they are first, read the image files.
+_FITS = (transforms.Resize, transforms.CenterCrop, transforms.ResizeCenterCrop)
+_MOST_KEPT = 1 << 28  # bytes of images that wait for their next copy
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +64,9 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
     and `transforms.normalizer` makes float32 of them on the device; latents are
     float32.
   """
-  examples, recipe = _crop_when_read(config, source, train_recipe(config))
+  examples, recipe = grain.MapDataset.source(source), train_recipe(config)
+  if config.data.repeats == 1:  # copies of an image share one decoding of it
+    examples, recipe = _fit_when_read(source, recipe)
   dataset = examples.seed(config.train.seed).shuffle()
   if config.data.repeats > 1:
     dataset = RepeatedImages(dataset, config.data.repeats)
@@ -74,7 +78,7 @@ def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
 
   As in `train_images`, pixels are uint8.
   """
-  examples, recipe = _crop_when_read(config, source, eval_recipe(config))
+  examples, recipe = _fit_when_read(source, eval_recipe(config))
   return examples.apply(recipe)
 
 
@@ -107,27 +111,36 @@ def _of_latents(config: Config, transform: type) -> list:
   return [transform(config.diffusion.scaling)] if stored else []
 
 
-def _crop_when_read(
-  config: Config, source: ImageSource, recipe: list
+def _fit_when_read(
+  source: ImageSource, recipe: list
 ) -> tuple[grain.MapDataset, list]:
-  """The examples of a source; crops of them decode no more than they need.
+  """The examples of a source; no more is decoded than is needed and has room.
 
   Returns:
-    Elements of the stream, and its recipe. Where the first transform is a crop
-    of image files, the elements are the numbers of the images, and the first
-    transform reads them.
+    Elements of the stream, and its recipe. Where the first transform fits image
+    files to the model, it reads them, and the elements are their numbers.
   """
   if isinstance(source, CheckedSource) and hasattr(source, "later"):
-    numbers = grain.MapDataset.range(len(source))
-    crop, *rest = recipe
-    if isinstance(crop, transforms.ResizeCenterCrop):
-      read = functools.partial(source.fitted, fit=crop.map)
-      return numbers.map(read), rest
-    # Copies of an image share one decoding of all of it.
-    at_random = isinstance(crop, transforms.RandomCropFlip)
-    if at_random and config.data.repeats == 1:
-      return numbers, [_ReadAndCropAtRandom(source, crop), *rest]
+    fit, *rest = recipe
+    for kinds, read in (
+      (_FITS, _ReadAndFit),
+      (transforms.RandomCropFlip, _ReadAndCropAtRandom),
+    ):
+      if isinstance(fit, kinds):
+        return grain.MapDataset.range(len(source)), [read(source, fit), *rest]
   return grain.MapDataset.source(source), recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadAndFit(grain.transforms.Map):
+  """Maps the number of an image to its example, of the model's size."""
+
+  source: CheckedSource
+  fit: Any  # one of `_FITS`
+
+  def map(self, element: int) -> Example:
+    """Reads and fits image number `element`."""
+    return self.source.fitted(element, self.fit.map)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +176,7 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    self._reads = SharedReads(_MOST_KEPT, parent.__getitem__)
+    self._reads = SharedReads(_MOST_KEPT, parent.__getitem__, _image_bytes)
 
   def __len__(self) -> int:
     return self._length
@@ -171,6 +184,10 @@ class RepeatedImages(grain.MapDataset):
   def __getitem__(self, index: int) -> Any:
     epoch, place = divmod(index, self._length)
     return self._reads.get(epoch * len(self._parent) + place // self._copies)
+
+
+def _image_bytes(key: int, example: Example) -> int:
+  return example["image"].nbytes
 
 
 class TrainBatches:

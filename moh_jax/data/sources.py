@@ -17,6 +17,7 @@ import numpy as np
 
 from moh_jax.config import Config, imported
 from moh_jax.config.registry import SPLITS, get_source
+from moh_jax.data.decoding_memory import DECODING
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.files import read_bytes
@@ -460,8 +461,9 @@ class CheckedSource:
     for step in range(size):
       candidate = (index + step) % size
       try:
-        example = self._checked(read, candidate)
-        return fit(example) if fit else example
+        with DECODING.kept():
+          example = self._checked(read, candidate)
+          return fit(example) if fit else example
       except (ValueError, FileNotFoundError) as error:
         if not self._skip:
           raise

@@ -19,7 +19,7 @@ from moh_jax.data.image_folders import EncodedSource
 from moh_jax.data.image_shards import LATENTS, encode_moments
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.sources import CheckedSource
-from moh_jax.data.transforms import center_crop
+from moh_jax.data.transforms import CenterCrop
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
 
@@ -166,11 +166,12 @@ def _read_images(
   """Reads images ahead of their use."""
   size = (options.image_size,) * 2
   checked = CheckedSource(source, skip=False, smallest=size)
+  crop = CenterCrop(size).map
 
   def read(place: int) -> _Image:
     name = source.name(place)
     try:
-      example = checked[place]
+      example = checked.fitted(place, crop)
     except (ValueError, FileNotFoundError) as error:
       if options.bad_images == "skip":
         return _Image(name, problem=str(error))
@@ -179,9 +180,7 @@ def _read_images(
       raise ValueError(
         f"{error}; --bad-images skip leaves out what cannot be used"
       ) from error
-    return _Image(
-      name, int(example["label"]), center_crop(example["image"], size)
-    )
+    return _Image(name, int(example["label"]), example["image"])
 
   ahead = grain.ReadOptions(
     num_threads=options.threads, prefetch_buffer_size=2 * options.batch_size

@@ -126,7 +126,7 @@ class HeadRouter(nn.Module):
       router = module(units.budget, config, self.kernel_init)
       nn.share_scope(self, router)  # parameters lie directly under this layer
       decided = router(x, norms=norms, top_k=top_k)
-    except Exception as error:  # of another package's code
+    except (Exception, SystemExit) as error:  # of another package's code
       raise ValueError(
         f"router.kind={config.kind!r} fails: {type(error).__name__}: {error}"
       ) from error

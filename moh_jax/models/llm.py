@@ -20,6 +20,8 @@ from moh_jax.ops.cache import LayerCache, Slots, make_cache
 from moh_jax.ops.position import rotation
 from moh_jax.ops.routing import RouterAux
 
+# Squares of larger numbers, summed over a residual stream, leave float32.
+_MOST_NORMED = 1e17
 # A cache per stack: with a leading layer axis, or a tuple of every layer's.
 StackCache = LayerCache | tuple[LayerCache, ...]
 
@@ -209,6 +211,8 @@ class LLM(nn.Module):
       x, (layers[name], new) = self._stack(name, group, x, each, shared)
       written.append(new)
     aux = collect_aux(layers)
+    # What overflows when it is squared would become zeros, and equal logits.
+    x = jnp.where(jnp.abs(x) < _MOST_NORMED, x, jnp.nan)
     x = rms_norm(cfg, "norm")(x)
     if not with_logits:
       return x, aux, tuple(written)

@@ -10,9 +10,12 @@ mesh and any number of processes.
 
 import contextlib
 import dataclasses
+import functools
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -207,6 +210,11 @@ def _unreadable(
   directory: str | epath.Path, step: int, item: str
 ) -> Iterator[None]:
   """Makes a ValueError that names the item of any error of Orbax."""
+  asyncio_log, told = logging.getLogger("asyncio"), sys.unraisablehook
+  # After a failure Orbax closes its loop, and the other reads say that nobody
+  # waits for them. They may go on for a while, so they stay unheard.
+  asyncio_log.addFilter(_is_waited_for)
+  sys.unraisablehook = functools.partial(_tell_of_others, told)
   try:
     with alive(f"reading {directory}, step {step}, {item}"):
       yield
@@ -216,6 +224,17 @@ def _unreadable(
       f"{directory}, checkpoint of step {step}: item {item} cannot be "
       f"read: {type(error).__name__}: {text}"
     ) from error
+  asyncio_log.removeFilter(_is_waited_for)
+  sys.unraisablehook = told
+
+
+def _is_waited_for(record: logging.LogRecord) -> bool:
+  return "never retrieved" not in record.getMessage()
+
+
+def _tell_of_others(told: Callable[[Any], None], found: Any) -> None:
+  if str(found.exc_value) != "Event loop is closed":
+    told(found)
 
 
 def check_vacant(directory: str | epath.Path) -> None:

@@ -33,7 +33,10 @@ from moh_jax.runtime.devices import check_bytes
 # Deflate, as in zip and PNG files, makes at most this many bytes of one.
 DEFLATE_RATIO = 1032
 _TEMPORARY: dict[str, str] = {}  # folders, and what the user named
-_CONTROL = re.compile(r"(?!\033\[(?:32|0)m)[\x00-\x1f\x7f-\x9f]")
+# Also ends of lines and turns of direction of Unicode.
+_CONTROL = re.compile(
+  r"(?!\033\[(?:32|0)m)[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+)
 _CHUNK = 1 << 20
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
@@ -293,7 +296,9 @@ def printable(text: str, kept: str = "\n\t") -> str:
   """
 
   def written(found: re.Match[str]) -> str:
-    return found[0] if found[0] in kept else f"\\x{ord(found[0]):02x}"
+    code = ord(found[0])
+    text = f"\\x{code:02x}" if code < 1 << 8 else f"\\u{code:04x}"
+    return found[0] if found[0] in kept else text
 
   return _CONTROL.sub(written, text)
 

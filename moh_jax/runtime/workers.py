@@ -1,11 +1,12 @@
-"""Processes that work for this one, and end with it."""
+"""Processes and threads that work for this one, and end with it."""
 
+import collections
 import contextlib
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
@@ -49,6 +50,19 @@ def process_pool(
     raise
   finally:
     pool.shutdown(cancel_futures=True)
+
+
+def map_ahead(
+  pool: Executor, function: Callable[[Any], Any], items: Iterable, ahead: int
+) -> Iterator[Any]:
+  """As `pool.map`, but at most `ahead` results wait for their turn."""
+  waiting: collections.deque[Future] = collections.deque()
+  for item in items:
+    if len(waiting) == ahead:
+      yield waiting.popleft().result()
+    waiting.append(pool.submit(function, item))
+  while waiting:
+    yield waiting.popleft().result()
 
 
 def _begin(begin: Callable[..., None] | None, args: tuple[Any, ...]) -> None:

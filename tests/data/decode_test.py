@@ -342,6 +342,18 @@ class LaterTest(parameterized.TestCase):
       decode.resize(whole, size, box, fast=fast),
     )
 
+  @parameterized.parameters(
+    transforms.CenterCrop((32, 40)), transforms.CenterCrop((130, 130)),
+    transforms.CenterCrop((200, 300)), transforms.Resize((30, 20)),
+    transforms.Resize((200, 300)),
+  )  # fmt: skip
+  def test_whole_images_are_as_decoded_before(self, fit):
+    later = _later((300, 200))
+    whole = decode.decode_image(later.content, 3, "x")
+    np.testing.assert_array_equal(
+      fit.map({"image": later})["image"], fit.map({"image": whole})["image"]
+    )
+
   def test_rows_below_the_crop_are_not_decoded(self):
     pytest.importorskip("simplejpeg")
     pixels, _ = _later((300, 200)).region((50, 50), (0, 0, 60, 60))

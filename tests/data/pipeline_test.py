@@ -188,7 +188,7 @@ class _Slow:
     with self._lock:
       self.reads[index] += 1
     self._barrier.wait(30)
-    return index
+    return {"image": np.full((4, 4, 1), index, np.uint8)}
 
 
 def _images(size):
@@ -210,11 +210,20 @@ class RepeatedImagesTest(parameterized.TestCase):
     repeated = repeated.repeat()
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
       for start in range(0, 36, 12):
-        found = list(pool.map(repeated.__getitem__, range(start, start + 12)))
-        self.assertEqual(found, list(np.repeat(range(4), 3)))
+        found = pool.map(repeated.__getitem__, range(start, start + 12))
+        numbers = [example["image"][0, 0, 0] for example in found]
+        self.assertEqual(numbers, list(np.repeat(range(4), 3)))
     self.assertEqual(
       source.reads, collections.Counter({i: 3 for i in range(4)})
     )
+
+  def test_large_images_do_not_wait_for_their_copies(self):
+    source = _Slow(12, together=1)
+    with mock.patch.object(pipeline, "_MOST_KEPT", 20):  # one of 16 bytes
+      repeated = RepeatedImages(grain.MapDataset.source(source), 3)
+    for number in (0, 1, 3, 0):
+      repeated[number]
+    self.assertEqual(source.reads, {0: 2, 1: 1})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The router: gates, statistics, runtime overrides of the budget."""
 
 import functools
+import sys
 from contextlib import nullcontext
 
 import chex
@@ -154,6 +155,13 @@ class Raises(Router):
     return 1 / 0
 
 
+class Exits(Router):
+  """Wrong: ends the process, as if all were well."""
+
+  def __call__(self, x, *, norms=None, top_k=None):
+    sys.exit(0)
+
+
 class Norms(Router):
   """Reads the norms of the queries."""
 
@@ -170,6 +178,7 @@ register_router("short", Short)
 register_router("norms", Norms, reads_norms=True)
 register_router("nothing", Nothing)
 register_router("raises", Raises)
+register_router("exits", Exits)
 register_router("lost", "moh_jax.no_such_module:Router")
 
 
@@ -203,6 +212,7 @@ class RegisteredTest(parameterized.TestCase):
     ("short", "'short' returned gates of shape"),
     ("nothing", "'nothing' returned NoneType, must be a moh_jax.Routing"),
     ("raises", "kind='raises' fails: ZeroDivisionError: division"),
+    ("exits", "kind='exits' fails: SystemExit: 0"),
     ("lost", "kind='lost' fails: ModuleNotFoundError: "),
   )
   def test_missing_norms_and_other_shapes_are_refused(self, kind, message):
@@ -219,6 +229,11 @@ class RegisteredTest(parameterized.TestCase):
 
 
 class TableTest(absltest.TestCase):
+  def test_a_name_is_a_text(self):
+    for name in ("", " ", 7, None):
+      with self.assertRaisesRegex(ValueError, f"name={name!r} must be a text"):
+        register_router(name, Threshold)
+
   def test_a_name_is_taken_once(self):
     for name in ("norms", "two_stage", "none"):
       with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):

@@ -1,5 +1,6 @@
 """Processes that work for another one: signals of the terminal, and its end."""
 
+import concurrent.futures
 import os
 import pathlib
 import signal
@@ -10,7 +11,7 @@ import time
 
 from absl.testing import absltest
 
-from moh_jax.runtime.workers import process_pool
+from moh_jax.runtime.workers import map_ahead, process_pool
 
 _PROGRAM = """
 import os, sys, time
@@ -84,6 +85,15 @@ class PoolTest(absltest.TestCase):
   def test_workers_begin_and_answer(self):
     with process_pool(1, _begin, 5) as pool:
       self.assertEqual(pool.submit(_add, 1, 2).result(), 8)
+
+  def test_few_results_wait_for_their_turn(self):
+    started = []
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+      results = map_ahead(pool, lambda x: started.append(x) or -x, range(9), 4)
+      self.assertEqual(next(results), 0)
+      pool.submit(int).result()  # behind those that are submitted
+      self.assertLessEqual(len(started), 4)
+      self.assertEqual(list(results), [-x for x in range(1, 9)])
 
 
 if __name__ == "__main__":
