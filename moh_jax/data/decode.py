@@ -1,40 +1,27 @@
-"""Image files: reading, decoding to pixels, and resizing.
-
-JPEG files go through simplejpeg where that is installed, which decodes faster
-than Pillow. Both call libjpeg-turbo in the same way, so their pixels are equal
-bit for bit, at every scale (tests/data/decode_test.py). What simplejpeg cannot
-read, or only with a warning, is left to Pillow, so errors are Pillow's too.
-
-Most of the time of decoding JPEG goes into unpacking the bits of one row after
-the other. No row can be skipped, but decoding can end early.
-"""
+"""Image files: reading, decoding to pixels, and resizing."""
 
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import math
 import os
-import re
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from etils import epath
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from moh_jax.data.decoding_memory import DECODING
+from moh_jax.data import jpeg
+from moh_jax.data.decoding_memory import DECODING, MOST_PIXELS
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime import files
 
-# A larger image takes more than a gigabyte while it is decoded.
-_MOST_PIXELS = 89_478_485
 _MOST_BYTES = 1 << 28  # of an image file
-# Bytes a pixel that decoding takes: Pillow, and simplejpeg.
-_OF_PILLOW, _OF_JPEG = 20, 10
+_BYTES = 20  # a pixel, that decoding with Pillow takes
 _OF_COPIES = 2  # bytes a sample that resizing takes
 _BAND = 1 << 20  # pixels that are converted at a time
 # Of formats that Pillow decodes in Python, or in 16 bytes a pixel.
@@ -51,19 +38,6 @@ _BITS, _BLACK, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
 # What Pillow multiplies the samples of grey PNG files of 2 and 4 bits by.
 _SCALES = {"L;2": 85, "L;4": 17}
-
-_JPEG_START = b"\xff\xd8\xff"
-_JPEG_END = b"\xff\xd9"
-_MARKER = 0xFF
-_NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # among pixels
-_SCAN = 0xDA  # after which come pixels
-_MOST_SCANS = 64  # each passes over all pixels; encoders write about ten
-# Markers of the size of an image whose pixels come row by row, not in passes.
-_SIZES = (0xC0, 0xC1)
-_SPARE_ROWS = 2  # below a row, from which its colours are interpolated
-# Where these stand before the pixels, the file may ask to be turned.
-_ORIENTATIONS = (b"Exif\x00", b"tiff:Orientation")
-_SPACES = {1: {"Gray": "GRAY"}, 3: {"Gray": "RGB", "YCbCr": "RGB"}}
 
 # A crop is decoded at a scale that leaves it at least so many times its size.
 # Photographs that are halved so differ from wholly decoded ones by
@@ -140,16 +114,16 @@ def decode_image(
     ValueError: the bytes are not an image, or truncated.
   """
   with _named_errors(name):
-    _check_scans(content)
+    jpeg.check_scans(content)
   if channels in _MODES:
-    pixels = decode_jpeg(content, channels, factor, rows, fast=fast)
+    pixels = jpeg.decode(content, channels, factor, rows, fast=fast)
     if pixels is not None:
       return pixels
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
     _check_plausible(image, len(content))
     if factor > 1:
       image.draft(None, (image.width // factor, image.height // factor))
-    with DECODING.taken(math.prod(image.size) * _OF_PILLOW):
+    with DECODING.taken(math.prod(image.size) * _BYTES):
       return to_pixels(image, channels)
 
 
@@ -169,35 +143,19 @@ def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
   """Opens an image whose size is in bounds; its pixels are not read yet.
 
   Raises:
-    ValueError: it has more than `_MOST_PIXELS` pixels.
+    ValueError: it has more than `MOST_PIXELS` pixels.
   """
   with warnings.catch_warnings():
     # Pillow warns of odd but readable files; unreadable ones raise.
     warnings.simplefilter("ignore")
     with Image.open(file, formats=_FORMATS) as image:
-      if math.prod(image.size) > _MOST_PIXELS:
+      if math.prod(image.size) > MOST_PIXELS:
         columns, rows = image.size
         raise ValueError(
-          f"{rows} rows x {columns} columns, must be at most {_MOST_PIXELS:,} "
+          f"{rows} rows x {columns} columns, must be at most {MOST_PIXELS:,} "
           "pixels"
         )
       yield image
-
-
-def _check_scans(content: bytes) -> None:
-  """Refuses a JPEG file that passes over its pixels too often."""
-  if not content.startswith(_JPEG_START):
-    return
-  size, place = _places(content)
-  scans = 0
-  while not size and (found := _NEXT_MARKER.search(content, place)):
-    marker, place = content[found.start() + 1], found.end()
-    scans += marker == _SCAN
-    if scans > _MOST_SCANS:
-      raise ValueError(f"more than {_MOST_SCANS} passes over its pixels")
-    if marker == _JPEG_END[1]:
-      return
-    place += int.from_bytes(content[place : place + 2])
 
 
 def _check_plausible(image: Image.Image, size: int) -> None:
@@ -344,95 +302,6 @@ def _on_white(image: Image.Image) -> Image.Image:
   return Image.alpha_composite(white, image)
 
 
-def read_jpeg_header(content: bytes) -> tuple[int, int, str, int] | None:
-  """The header of a JPEG file, or None where Pillow has to read it.
-
-  Returns:
-    Rows, columns, the space of the colours as simplejpeg names it, and where
-    the rows stand in the file: 0 if pixels come in passes.
-  """
-  if _simplejpeg() is None or not content.startswith(_JPEG_START):
-    return None
-  size, pixels = _places(content)
-  notes = content[:pixels]
-  if any(mark in notes for mark in _ORIENTATIONS):
-    return None
-  try:
-    return *_simplejpeg().decode_jpeg_header(content)[:3], size
-  except ValueError:
-    return None
-
-
-def decode_jpeg(
-  content: bytes,
-  channels: int,
-  factor: int = 1,
-  rows: int | None = None,
-  *,
-  fast: bool = False,
-) -> np.ndarray | None:
-  """Decodes a JPEG file, or its upper rows, as `decode_image` describes.
-
-  Returns:
-    [X, Y, channels] uint8, or None where Pillow has to decode: simplejpeg is
-    not installed, the file is damaged, may have to be turned, or has colours
-    that are converted.
-  """
-  height, width, colours, place = read_jpeg_header(content) or (0, 0, "", 0)
-  space = _SPACES[channels].get(colours)
-  if not space or height * width > _MOST_PIXELS:
-    return None
-  decoded = min((rows or height) + _SPARE_ROWS * factor, height)
-  shortened = None
-  # Truncation of a file could go unnoticed.
-  if decoded < height and place and content.endswith(_JPEG_END):
-    # The same file with a header that states fewer rows: decoders end there.
-    shortened = bytearray(content)
-    shortened[place : place + 2] = decoded.to_bytes(2, "big")
-  else:
-    rows = decoded = height
-  low, narrow = -(-decoded // factor), -(-width // factor)
-  try:
-    with DECODING.taken(low * narrow * _OF_JPEG):
-      pixels = _simplejpeg().decode_jpeg(
-        shortened or content,
-        space,
-        min_height=low,
-        min_width=narrow,
-        fastupsample=fast,
-        # A warning says that the rows left out are still in the file.
-        strict=shortened is None,
-      )
-  except ValueError:
-    return None
-  return pixels[: -(-rows // factor)]
-
-
-def _places(content: bytes) -> tuple[int, int]:
-  """Where the number of rows of an image stands, and where its pixels begin.
-
-  The first is 0 where pixels come in passes. The second is the length of the
-  file where it is damaged.
-  """
-  place, size = 2, 0
-  while place + 4 <= len(content) and content[place] == _MARKER:
-    marker = content[place + 1]
-    if marker == _SCAN:
-      return size, place
-    if marker in _SIZES:
-      size = place + 5  # after the marker, a length and the number of bits
-    place += 2 + (content[place + 2] << 8 | content[place + 3])
-  return 0, len(content)
-
-
-@functools.cache
-def _simplejpeg() -> Any:
-  try:
-    return importlib.import_module("simplejpeg")
-  except ModuleNotFoundError:
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class LaterImage:
   """A JPEG file that a crop decodes as far as it needs.
@@ -492,9 +361,9 @@ def decode_later(
   Raises:
     ValueError: it is damaged; the message names it.
   """
-  if not content.startswith(_JPEG_START):
+  if not content.startswith(jpeg.START):
     return decode_image(content, channels, name)
-  size = read_jpeg_header(content) or describe_image(content, name)[0]
+  size = jpeg.read_header(content) or describe_image(content, name)[0]
   return LaterImage(content, name, (*size[:2], channels))
 
 

@@ -54,5 +54,7 @@ class Room:
       yield
 
 
+# A larger image takes more than a gigabyte.
+MOST_PIXELS = 89_478_485
 # Photographs of 12 million pixels go by eights, thumbnails without waiting.
 DECODING = Room(1 << 30)

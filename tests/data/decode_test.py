@@ -11,7 +11,7 @@ import pytest
 from absl.testing import parameterized
 from PIL import Image, PngImagePlugin
 
-from moh_jax.data import decode, transforms
+from moh_jax.data import decode, jpeg, transforms
 from tests.data.tiny_images import encode, photo
 from tests.folders import FolderTest
 
@@ -206,7 +206,7 @@ pytest.importorskip("simplejpeg")
 
 
 def by_pillow(*args):
-  with mock.patch.object(decode, "_simplejpeg", lambda: None):
+  with mock.patch.object(jpeg, "_simplejpeg", lambda: None):
     return decode.decode_image(*args)
 
 
@@ -232,7 +232,7 @@ class DecodersTest(parameterized.TestCase):
     np.testing.assert_array_equal(whole, expected)
     shape = (-(-167 // factor), -(-251 // factor), channels)
     self.assertEqual(whole.shape, shape)
-    used = decode.decode_jpeg(content, channels, factor) is not None
+    used = jpeg.decode(content, channels, factor) is not None
     self.assertEqual(used, mode == "L" or channels == 3)
     for rows in (1, 15, 16, 17, 63, 64, 100, 160, 166, 167, 500):
       ours = decode.decode_image(content, channels, "x", factor, rows)
@@ -247,7 +247,7 @@ class DecodersTest(parameterized.TestCase):
     exif = Image.Exif()
     exif[274] = orientation
     content = encode(photo(), exif=exif)
-    self.assertIsNone(decode.decode_jpeg(content, 3))
+    self.assertIsNone(jpeg.decode(content, 3))
     pixels = decode.decode_image(content, 3, "x")
     self.assertEqual(decode.describe_image(content, "x")[0], pixels.shape[:2])
     for factor in (2, 8):

@@ -103,10 +103,10 @@ class EncodeTest(FolderTest):
     source = self._source()
 
     class Killed(type(source)):
-      def __getitem__(self, index):
+      def read(self, index):
         if index == reached:
           raise KeyboardInterrupt
-        return super().__getitem__(index)
+        return super().read(index)
 
     killed = Killed(str(self.images), "", 3)
     with self.assertRaises(KeyboardInterrupt):
