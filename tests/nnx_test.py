@@ -15,6 +15,7 @@ from tests.layers import small
 
 
 class MoHAttentionTest(absltest.TestCase):
+  @pytest.mark.integration
   def test_has_the_parameters_and_numbers_of_linen(self):
     linen, x = (
       moh_jax.MoHAttention(small.BUDGET, num_kv_heads=3),

@@ -71,6 +71,7 @@ class FidTest(tiny_checkpoint.CommandTest):
     )
     self.assertNotIn("6/6", self.warned)  # a bar is for terminals
 
+  @pytest.mark.integration
   def test_two_files_of_statistics_need_no_network(self):
     argv = ("--samples", self.stats, "--reference", self.stats)
     metrics = self.report(*argv, "--metrics=sfid")

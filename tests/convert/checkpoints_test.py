@@ -149,6 +149,7 @@ class CheckpointTest(parameterized.TestCase):
       convert("moh-vit", exported, self.target())
 
   @parameterized.parameters(*_RUNS)
+  @pytest.mark.integration
   def test_folder_is_restored_as_the_checkpoint(self, kind):
     config = _RUNS[kind]
     names = tuple("abcdefghij"[: config.model.num_classes])

@@ -422,6 +422,7 @@ class VersionsTest(parameterized.TestCase):
   # The two versions differ in their config.json; the numbers are compared with
   # both, and computed once.
   @parameterized.parameters(*recorder.CASES)
+  @pytest.mark.integration
   def test_logits_and_greedy_tokens_are_those_of_transformers(self, case):
     config, tensors = _model(_VERSIONS[0], case)
     self.assertEqual(config, _model(_VERSIONS[1], case)[0])

@@ -163,6 +163,7 @@ class FolderTest(parameterized.TestCase):
     (["input_layernorm", "wte"], ("input_layernorm",), []),
     (None, (), ["lm_head"]),
   )
+  @pytest.mark.integration
   def test_modules_are_saved_as_peft_names_them(self, saved, parts, others):
     names = [
       *(f"model.layers.{i}.{part}.weight" for i in range(3) for part in parts),

@@ -115,6 +115,7 @@ def _recorded(family):
 
 class HeadStatsTest(parameterized.TestCase):
   @parameterized.product(family=("vit", "dit", "llm"), devices=(1, 8))
+  @pytest.mark.integration
   def test_equals_a_count_of_tokens(self, family, devices):
     stats = _measured(family, devices)
     found = stats.groups["task" if family == "llm" else "class"]
@@ -259,6 +260,7 @@ class SimilarityTest(parameterized.TestCase):
       ours, theirs = (getattr(x, name)["blocks0.0"] for x in (moh, mha))
       np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
+  @pytest.mark.integration
   def test_eight_devices_measure_the_same(self):
     # Devices that share heads compute them in another order.
     one, eight = _similar(), _similar(data=4, tensor=2)

@@ -94,6 +94,7 @@ class OwnFamilyTest(parameterized.TestCase):
     self.assertEqual(status, 2)
     self.assertIn(message, err)
 
+  @pytest.mark.integration
   def test_heads_says_what_the_family_lacks_before_it_restores(self):
     plain = moh_jax.Family("patch", PatchConfig, PatchNet, task=None)
     missing = mock.patch.dict(registry.FAMILIES._records, patch=plain)

@@ -107,6 +107,7 @@ class MoHAttentionTest(parameterized.TestCase):
     chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
 
   @parameterized.parameters("dense", "packed", "kernel")
+  @pytest.mark.integration
   def test_context_gives_keys_and_values_and_x_chooses(self, implementation):
     layer = MoHAttention(small.BUDGET, implementation=implementation)
     x, keys = small.tokens(), jnp.arange(7)[None].repeat(small.B, 0) < 4

@@ -149,6 +149,7 @@ class StructuresTest(parameterized.TestCase):
     causal=(False, True),
     implementation=("dense", "packed"),
   )
+  @pytest.mark.integration
   def test_equals_a_mask_by_brute_force(
     self, structure, router, causal, implementation
   ):
@@ -222,6 +223,7 @@ class StructuresTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
 
   @parameterized.product(structure=tuple(_BUDGETS), single=(True, False))
+  @pytest.mark.integration
   def test_a_cache_gives_what_whole_texts_give(self, structure, single):
     self._check_cache(structure, "float32", single)
 

@@ -201,6 +201,7 @@ _SHORT = (
 
 class TransformationsTest(parameterized.TestCase):
   @parameterized.parameters(*_SHORT)
+  @pytest.mark.integration
   def test_short_sequences(self, name, form):
     _check(name, form, 16, "float32")
 

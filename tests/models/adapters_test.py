@@ -46,6 +46,7 @@ def _noisy(tree):
 
 class AdaptersTest(parameterized.TestCase):
   @parameterized.parameters("float32", "bfloat16", "int8")
+  @pytest.mark.integration
   def test_merged_ones_compute_the_same(self, dtype):
     self._check_merged("llm", dtype)
 

@@ -47,6 +47,7 @@ class NetworksTest(parameterized.TestCase):
     self.assertGreater(float(aux.balance_loss), 0.5)
     np.testing.assert_allclose(aux.activated_share, config.activated_share)
 
+  @pytest.mark.integration
   def test_gradients_are_finite_and_reach_every_parameter(self, family):
     _, grads = small.gradient(_CASES[family][0])
     chex.assert_tree_all_finite(grads)

@@ -109,6 +109,7 @@ class RegistryTest(parameterized.TestCase):
     self.assertCountEqual(_tables(), recorded)
 
   @parameterized.parameters(*released_models())
+  @pytest.mark.integration
   def test_parameters_are_those_that_are_told(self, name):
     count = sum(leaf.size for leaf in jax.tree.leaves(_params(name)))
     self.assertEqual(count, list_models()[name]["parameters"])

@@ -291,6 +291,7 @@ def _kernel(case, backend, q, cache):
 
 class InterpretedTest(parameterized.TestCase):
   @parameterized.product(name=_FEW, backend=_BACKENDS)
+  @pytest.mark.integration
   def test_equals_the_dense_form(self, name, backend):
     self._check(name, backend)
 
@@ -333,6 +334,7 @@ class InterpretedTest(parameterized.TestCase):
           ("few", jnp.float32), ("few", _INT8)),
     backend=_BACKENDS,
   )  # fmt: skip
+  @pytest.mark.integration
   def test_what_is_not_seen_may_be_anything(self, case, backend):
     name, dtype = case
     case = _CASES[name]

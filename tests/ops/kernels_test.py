@@ -59,6 +59,7 @@ _PAIRS = (
 
 class InterpretedTest(parameterized.TestCase):
   @parameterized.parameters(*(pair for pair in _PAIRS if pair[0] in _FEW))
+  @pytest.mark.integration
   def test_equals_float64(self, name, backend):
     self._check(name, backend)
 
@@ -75,6 +76,7 @@ class InterpretedTest(parameterized.TestCase):
     ("triton", "bfloat16", "bfloat16"), ("mosaic_tpu", "bfloat16", "bfloat16"),
     ("triton", "float16", "float16"), ("triton", "bfloat16", "float32"),
   )  # fmt: skip
+  @pytest.mark.integration
   def test_16_bits_are_close(self, backend, dtype, v_dtype):
     case = CASES["grouped"]  # on GPUs its columns are two slices
     dtypes = [dtype, dtype, v_dtype, v_dtype]
@@ -110,6 +112,7 @@ class InterpretedTest(parameterized.TestCase):
     (jnp.float16, "triton"),
     (jnp.float32, "mosaic_tpu"),
   )
+  @pytest.mark.integration
   def test_rows_without_a_pair_have_no_query(self, dtype, backend):
     case = Case(one_head=True)  # not the first one
     q, k, v, grad = case.arrays(dtype)

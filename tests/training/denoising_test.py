@@ -240,6 +240,7 @@ def _config(**sections):
 
 
 class SampledFidTest(folders.FolderTest):
+  @pytest.mark.integration
   def test_is_that_of_the_sampler_s_images_on_any_devices(self):
     config = _config(mesh={"data": 1})
     model, _ = make_model(config)

@@ -71,6 +71,7 @@ class RunTest(absltest.TestCase):
     self.assertEqual(int(resumed.state.step), 5)
     self.assertLen(resumed.state.step.sharding.device_set, 8)
 
+  @pytest.mark.integration
   def test_parameters_are_split(self):
     params = self.on_mesh.state.params
     blocks = params["blocks0"]
@@ -87,6 +88,7 @@ class RunTest(absltest.TestCase):
 
 class ProgramTest(parameterized.TestCase):
   @parameterized.parameters(*meshes.MODELS)
+  @pytest.mark.integration
   def test_is_what_abstract_devices_and_the_data_say(self, family):
     run = meshes.config_of(family, mesh=tiny.MESH)
     mesh, task = sharding.make_mesh(run.mesh), make_task(run)

@@ -97,6 +97,7 @@ class RewindTest(parameterized.TestCase):
     self.assertEqual(list_steps(workdir), [2])
     self.assertEqual(tiny.rows(workdir, "train")[-1]["rewinds"], 1)
 
+  @pytest.mark.integration
   def test_goes_past_a_damaged_step_which_is_set_aside(self):
     """The step that is damaged is the one to go back to."""
     workdir = self._dir()
