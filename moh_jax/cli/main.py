@@ -185,12 +185,12 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
         "current folder or installed"
       ) from error
   given, run = parsed(name, argv)
-  with _plain_warnings():
-    given.prepare()
-  # Several processes would wait for one another's lock on a shared disk.
-  if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
-    compilation_cache.enable()
   try:
+    with _plain_warnings():
+      given.prepare()
+    # Several processes would wait for one another's lock on a shared disk.
+    if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
+      compilation_cache.enable()
     with _plain_warnings():
       return run(given)
   except SystemExit as end:  # only code of others ends a process

@@ -65,7 +65,13 @@ class Registry(Generic[Record]):
     """What a name must be, or "" where there is a record of it."""
     if isinstance(name, str) and name not in self._records:
       for point in importlib.metadata.entry_points(group=self.entry_points):
-        point.load()
+        try:
+          point.load()
+        except (Exception, SystemExit) as error:  # of another package's code
+          raise ValueError(
+            f"entry point {point.name} = {point.value} of {self.entry_points}: "
+            f"{type(error).__name__}: {error}"
+          ) from error
     if isinstance(name, str) and name in self._records:
       return ""
     return (

@@ -47,7 +47,8 @@ _FACTORS = (8, 4, 2)  # scales that libjpeg-turbo decodes faster
 _OF_THREAD = threading.local()
 # Blocks above 32 MB, unlike Pillow's of 16, glibc gives back to the system when
 # they are free; else every thread keeps as much as its largest image took.
-Image.core.set_block_size(1 << 26)
+if "PILLOW_BLOCK_SIZE" not in os.environ:
+  Image.core.set_block_size(1 << 26)
 
 
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
@@ -121,9 +122,10 @@ def decode_image(
       return pixels
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
     _check_plausible(image, len(content))
+    needed = math.prod(image.size) * _BYTES
     if factor > 1:
       image.draft(None, (image.width // factor, image.height // factor))
-    with DECODING.taken(math.prod(image.size) * _BYTES):
+    with DECODING.taken(needed):
       return to_pixels(image, channels)
 
 
@@ -386,7 +388,7 @@ def resize(
     resample: Pillow's filter.
     fast: resize with cykooz_resizer, bicubic whatever `resample` says: Pillow's
       result within a few levels (0.2 on average of photographs). An image that
-      is to be decoded is decoded as `fast` of `decode_image` says.
+      is to be decoded for a box is decoded as `fast` of `decode_image` says.
     reduced: decode at a smaller scale where `box` is large.
 
   Returns:

@@ -19,7 +19,7 @@ class Room:
   def __init__(self, size: int):
     """Makes room for `size` bytes."""
     self._size, self._taken = size, 0
-    self._changed = threading.Condition()
+    self._turn, self._changed = threading.Lock(), threading.Condition()
     self._own = threading.local()  # how deep a thread is in blocks, its bytes
 
   @contextlib.contextmanager
@@ -45,7 +45,8 @@ class Room:
     """Waits for `size` bytes."""
     with self.kept():
       depth, mine = self._own.state
-      with self._changed:
+      # Others that came later queue for the turn, so what is large gets one.
+      with contextlib.nullcontext() if mine else self._turn, self._changed:
         self._changed.wait_for(
           lambda: mine or not self._taken or self._taken + size <= self._size
         )

@@ -69,7 +69,7 @@ class EncodedSource(sources.ImageSource):
   """Images that are files, which are decoded to grey or RGB by `channels`.
 
   Subclasses take path, split, channels and a `Selection`, of which shards need
-  nothing.
+  nothing. They say what `read` gives; all else follows from it.
   """
 
   @classmethod

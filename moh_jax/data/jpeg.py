@@ -31,6 +31,7 @@ _SPARE_ROWS = 2  # below a row, from which its colours are interpolated
 _ORIENTATIONS = (b"Exif\x00", b"tiff:Orientation")
 _SPACES = {1: {"Gray": "GRAY"}, 3: {"Gray": "RGB", "YCbCr": "RGB"}}
 _BYTES = 10  # a pixel, that decoding takes
+_OF_PASSES = 6  # bytes a pixel of the file, at any scale, that comes in passes
 
 
 def check_scans(content: bytes) -> None:
@@ -97,8 +98,9 @@ def decode(
   else:
     rows = decoded = height
   low, narrow = -(-decoded // factor), -(-width // factor)
+  in_passes = 0 if place else height * width * _OF_PASSES
   try:
-    with DECODING.taken(low * narrow * _BYTES):
+    with DECODING.taken(max(low * narrow * _BYTES, in_passes)):
       pixels = _simplejpeg().decode_jpeg(
         shortened or content,
         space,

@@ -42,9 +42,10 @@ _CPUS_PER_WORKER, _MOST_WORKERS = 16, 8
 _SHARED_BATCHES = 3
 _SHARED_MEMORY = "/dev/shm"
 _EPOCH_STEP = 256  # examples: the length of a repeated epoch is a multiple
-# Transforms that, where they are first, read the image files.
+# Transforms without chance that, where they are first, read the image files.
 _FITS = (transforms.Resize, transforms.CenterCrop, transforms.ResizeCenterCrop)
-_MOST_KEPT = 1 << 28  # bytes of images that wait for their next copy
+_MOST_KEPT = 1 << 28  # bytes of images that wait for their next copy, and
+_MOST_COPIED = 32  # at most so many of them
 _log = logging.getLogger(__name__)
 
 
@@ -187,7 +188,7 @@ class RepeatedImages(grain.MapDataset):
 
 
 def _image_bytes(key: int, example: Example) -> int:
-  return example["image"].nbytes
+  return max(example["image"].nbytes, _MOST_KEPT // _MOST_COPIED)
 
 
 class TrainBatches:

@@ -561,7 +561,10 @@ class SharedReads:
         found.append((result := load(key), size(key, result)))
     with self._lock:
       sizes = {k: x[0][1] for k, (_, x) in self._kept.items() if x}
+      total = sum(sizes.values())
       for old in list(sizes)[:-1]:
-        if sum(sizes.values()) > most:
-          del self._kept[old], sizes[old]
+        if total <= most:
+          break
+        del self._kept[old]
+        total -= sizes[old]
     return found[0][0]

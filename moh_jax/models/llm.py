@@ -20,7 +20,7 @@ from moh_jax.ops.cache import LayerCache, Slots, make_cache
 from moh_jax.ops.position import rotation
 from moh_jax.ops.routing import RouterAux
 
-# Squares of larger numbers, summed over a residual stream, leave float32.
+# Squares of larger numbers, summed over a residual stream, may leave float32.
 _MOST_NORMED = 1e17
 # A cache per stack: with a leading layer axis, or a tuple of every layer's.
 StackCache = LayerCache | tuple[LayerCache, ...]

@@ -210,11 +210,12 @@ def _unreadable(
   directory: str | epath.Path, step: int, item: str
 ) -> Iterator[None]:
   """Makes a ValueError that names the item of any error of Orbax."""
-  asyncio_log, told = logging.getLogger("asyncio"), sys.unraisablehook
   # After a failure Orbax closes its loop, and the other reads say that nobody
   # waits for them. They may go on for a while, so they stay unheard.
-  asyncio_log.addFilter(_is_waited_for)
-  sys.unraisablehook = functools.partial(_tell_of_others, told)
+  logging.getLogger("asyncio").addFilter(_is_awaited)
+  told = sys.unraisablehook
+  if getattr(told, "func", None) is not _tell_of_others:
+    sys.unraisablehook = functools.partial(_tell_of_others, told)
   try:
     with alive(f"reading {directory}, step {step}, {item}"):
       yield
@@ -224,12 +225,12 @@ def _unreadable(
       f"{directory}, checkpoint of step {step}: item {item} cannot be "
       f"read: {type(error).__name__}: {text}"
     ) from error
-  asyncio_log.removeFilter(_is_waited_for)
   sys.unraisablehook = told
 
 
-def _is_waited_for(record: logging.LogRecord) -> bool:
-  return "never retrieved" not in record.getMessage()
+def _is_awaited(record: logging.LogRecord) -> bool:
+  error = record.exc_info and record.exc_info[1]
+  return "tensorstore/" not in str(error)
 
 
 def _tell_of_others(told: Callable[[Any], None], found: Any) -> None:

@@ -297,8 +297,9 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
   def written(found: re.Match[str]) -> str:
     code = ord(found[0])
-    text = f"\\x{code:02x}" if code < 1 << 8 else f"\\u{code:04x}"
-    return found[0] if found[0] in kept else text
+    if found[0] in kept:
+      return found[0]
+    return f"\\x{code:02x}" if code < 1 << 8 else f"\\u{code:04x}"
 
   return _CONTROL.sub(written, text)
 

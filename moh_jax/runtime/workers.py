@@ -57,12 +57,16 @@ def map_ahead(
 ) -> Iterator[Any]:
   """As `pool.map`, but at most `ahead` results wait for their turn."""
   waiting: collections.deque[Future] = collections.deque()
-  for item in items:
-    if len(waiting) == ahead:
+  try:
+    for item in items:
+      if len(waiting) == ahead:
+        yield waiting.popleft().result()
+      waiting.append(pool.submit(function, item))
+    while waiting:
       yield waiting.popleft().result()
-    waiting.append(pool.submit(function, item))
-  while waiting:
-    yield waiting.popleft().result()
+  finally:
+    for future in waiting:
+      future.cancel()
 
 
 def _begin(begin: Callable[..., None] | None, args: tuple[Any, ...]) -> None:

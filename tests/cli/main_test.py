@@ -104,6 +104,16 @@ class MainTest(tiny_checkpoint.CommandTest):
       said = "it takes a name as `import` does, 'mine' of this file, in the"
       self.assert_refused(said, "--import", "./mine.py", "inspect")
 
+  def test_code_of_others_ends_no_command_as_if_it_were_done(self):
+    argv = "inspect", "--config", "configs/vit_digits.py"
+    for where in ("run", "Options.prepare"):
+      with mock.patch(
+        f"moh_jax.cli.inspect.{where}", side_effect=SystemExit(0)
+      ):
+        status, _, err = call(*argv)
+      self.assertEqual((status, err.count("\n")), (2, 1))
+      self.assertIn("ended with sys.exit(0)", err)
+
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
     self.assert_refused("nowhere holds no checkpoint", *argv)

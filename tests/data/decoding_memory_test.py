@@ -51,6 +51,14 @@ class RoomTest(absltest.TestCase):
     self.assertTrue(_wait(waiting, 60))
     self.assertTrue(_wait(self._thread(10), 60))
 
+  def test_what_came_later_waits_for_what_is_large(self):
+    with self.room.taken(1):
+      large = self._thread(10)
+      self.assertFalse(_wait(large))
+      small = self._thread(1)
+      self.assertFalse(_wait(small))
+    self.assertTrue(_wait(large, 60) and _wait(small, 60))
+
   def test_a_thread_never_waits_for_itself(self):
     with self.room.taken(8), self.room.taken(8):
       waiting = self._thread(1)

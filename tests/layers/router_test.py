@@ -3,6 +3,7 @@
 import functools
 import sys
 from contextlib import nullcontext
+from unittest import mock
 
 import chex
 import flax.linen as nn
@@ -229,6 +230,16 @@ class RegisteredTest(parameterized.TestCase):
 
 
 class TableTest(absltest.TestCase):
+  def test_packages_that_fail_are_named(self):
+    for error in (SystemExit(0), ImportError("no such module")):
+      point = mock.Mock(value="ours:routers", load=mock.Mock(side_effect=error))
+      point.name = "ours"
+      with (
+        mock.patch("importlib.metadata.entry_points", return_value=[point]),
+        self.assertRaisesRegex(ValueError, "^entry point ours = ours:routers"),
+      ):
+        registry.get_router("of_ours")
+
   def test_a_name_is_a_text(self):
     for name in ("", " ", 7, None):
       with self.assertRaisesRegex(ValueError, f"name={name!r} must be a text"):

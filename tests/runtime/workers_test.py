@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 from absl.testing import absltest
@@ -94,6 +95,20 @@ class PoolTest(absltest.TestCase):
       pool.submit(int).result()  # behind those that are submitted
       self.assertLessEqual(len(started), 4)
       self.assertEqual(list(results), [-x for x in range(1, 9)])
+
+  def test_what_waits_is_not_begun_after_an_error(self):
+    begun, may_end = [], threading.Semaphore(1)
+
+    def work(item):
+      begun.append(item)
+      may_end.acquire(timeout=60)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      results = map_ahead(pool, work, range(9), 4)
+      next(results)
+      results.close()
+      may_end.release(9)
+    self.assertLessEqual(len(begun), 2)
 
 
 if __name__ == "__main__":
