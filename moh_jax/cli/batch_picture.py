@@ -24,6 +24,7 @@ from moh_jax.data.tokenizers import JsonTokenizer, Tokenizer
 from moh_jax.inference.sample import write_grid
 from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding
+from moh_jax.runtime.files import printable, printable_name
 from moh_jax.training import classification
 
 _LATENTS = 64  # that are decoded at a time
@@ -100,7 +101,7 @@ def text_lines(
       f"{trained.sum()} trained, {segments.max()} documents or conversations"
     )
     runs = np.split(tokens, np.flatnonzero(np.diff(trained)) + 1)
-    shown = [_text_of(text.tokenizer, run) for run in runs]
+    shown = [printable(_text_of(text.tokenizer, run)) for run in runs]
     yield "".join(
       f"{marks[0]}{part}{marks[1]}" if number % 2 else part
       for number, part in enumerate(shown)
@@ -162,7 +163,8 @@ def write_latents(
 
 def _by_row(names: Sequence[str], columns: int) -> Iterator[str]:
   for row, start in enumerate(range(0, len(names), columns), 1):
-    yield f"row {row}: {', '.join(names[start : start + columns])}"
+    shown = map(printable_name, names[start : start + columns])
+    yield f"row {row}: {', '.join(shown)}"
 
 
 def _config_of_run(path: str, source: LatentSource) -> Config:

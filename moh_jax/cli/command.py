@@ -77,11 +77,14 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-_PLACE, _IN, _OUT, _OUT_FILE, _OUT_PLACE = (_Path() for _ in range(5))
+_PLACE, _IN, _OUT, _OUT_FILE, _OUT_TEXT, _OUT_PLACE = (
+  _Path() for _ in range(6)
+)
 Place = Annotated[str, _PLACE]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
 OutPath = Annotated[str, _OUT]  # must be local and writable
-OutFile = Annotated[str, _OUT_FILE]  # must be local, writable and no folder
+OutFile = Annotated[str, _OUT_FILE]  # must be local, writable, a file if there
+OutText = Annotated[str, _OUT_FILE, _OUT_TEXT]  # also a device: /dev/stdout
 OutPlace = Annotated[str, _OUT_PLACE]  # must be an address or writable
 
 
@@ -166,6 +169,7 @@ class BaseOptions(base.Section):
         raise FileNotFoundError(f"{path}: no such file or folder")
       if not os.path.isdir(path):
         files.check_regular(path)
+    may_be_devices = {name for name, _ in self._paths(_OUT_TEXT)}
     for mark in (_OUT, _OUT_FILE, _OUT_PLACE):
       for name, path in self._paths(mark):
         if "://" in path:
@@ -177,6 +181,9 @@ class BaseOptions(base.Section):
           is_file = mark is _OUT_FILE or path.endswith(_FILE_SUFFIXES)
           if is_file and os.path.isdir(path):
             self.fail(name, "is a folder, must be a file")
+          is_other = os.path.exists(path) and not os.path.isdir(path)
+          if is_other and name not in may_be_devices:
+            files.check_regular(path)
           place = os.path.realpath(path)
           if os.path.isfile(place) or mark is _OUT_FILE:
             if (other := places.setdefault(place, name)) != name:
@@ -202,15 +209,18 @@ class Output(BaseOptions):
       in place of the text.
   """
 
-  json: OutFile | None = None
+  json: OutText | None = None
 
-  def give(self, values: Any, lines: Iterable[str] = ()) -> None:
+  def give(
+    self, values: Any, lines: Iterable[str] = (), *, is_styled: bool = False
+  ) -> None:
     """Shows results, in the first process of a run.
 
     Args:
       values: for --json: anything JSON can hold; numbers that it cannot, such
         as NaN, become null.
       lines: the same for people, left out with --json=-.
+      is_styled: lines have our own colours, and are printable but for them.
     """
     if not self.is_first():
       return
@@ -219,7 +229,7 @@ class Output(BaseOptions):
         print(strict_json(values), flush=True)
         return
       for line in lines:
-        print(files.printable(line))
+        print(line if is_styled else files.printable(line))
     if self.json:
       path = pathlib.Path(os.path.realpath(self.json))
       path.parent.mkdir(parents=True, exist_ok=True)

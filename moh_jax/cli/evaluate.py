@@ -72,7 +72,7 @@ class Options(
   limit: Count | None = None
   include_path: command.Place | None = None
   no_bos: bool = False
-  per_class: command.OutFile | None = None
+  per_class: command.OutText | None = None
   labels: command.InPath | None = None
   plot: command.OutFile | None = None
 

@@ -132,7 +132,7 @@ def _draw(options: Options) -> int:
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     where = options.at_step, options.num
     lines = list(batch_picture.text_lines(config, *where, marks))
-    options.give(lines, lines)
+    options.give(lines, lines, is_styled=True)
     return 0
   out = pathlib.Path(options.batch)
   out.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,9 @@ _FORMATS = tuple(
 )
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
-_BITS, _BLACK, _SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
+# Tags of TIFF.
+_BITS, _BLACK, _SAMPLE_FORMAT = 258, 262, 339
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
 # What Pillow multiplies the samples of grey PNG files of 2 and 4 bits by.
 _SCALES = {"L;2": 85, "L;4": 17}
@@ -122,7 +124,7 @@ def decode_image(
       return pixels
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
     _check_plausible(image, len(content))
-    needed = math.prod(image.size) * _BYTES
+    needed = max(math.prod(image.size), _tile_pixels(image)) * _BYTES
     if factor > 1:
       image.draft(None, (image.width // factor, image.height // factor))
     with DECODING.taken(needed):
@@ -164,6 +166,10 @@ def _check_plausible(image: Image.Image, size: int) -> None:
   """Refuses what is too large for its decoder, or for the size of its file."""
   decoder = image.tile[0][0] if image.tile else ""
   is_slow = decoder in Image.DECODERS or image.format == "JPEG2000"
+  if (of_tile := _tile_pixels(image)) > MOST_PIXELS:
+    raise ValueError(
+      f"tiles of {of_tile:,} pixels, must be at most {MOST_PIXELS:,}"
+    )
   if is_slow and math.prod(image.size) > _MOST_SLOW_PIXELS:
     raise ValueError(
       f"{image.size[1]} rows x {image.size[0]} columns, must be at most "
@@ -244,6 +250,12 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     band = np.asarray(band.convert(_MODES[channels]))
     pixels[row : row + step] = band.reshape(-1, image.width, channels)
   return pixels
+
+
+def _tile_pixels(image: Image.Image) -> int:
+  """Pixels of a tile of a TIFF file, all of which are decoded for any."""
+  tags = getattr(image, "tag_v2", {})
+  return int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0))
 
 
 def _check_samples(image: Image.Image) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moh_jax.data.decode import to_array, to_picture
-from moh_jax.runtime.files import printable
+from moh_jax.runtime.files import printable_name
 
 _SEEN = 112  # columns that an image is enlarged to in a grid
 
@@ -39,7 +39,7 @@ def tiles(
   font = ImageFont.truetype(font, max(12, width // 9))
   margin = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
   for image, name in zip(np.pad(images, margin, constant_values=255), names):
-    text = printable(name.encode(errors="replace").decode(), kept="")
+    text = printable_name(name)
     picture = to_picture(image)
     while font.getlength(text) > width - 2:
       text = text[:-1]

@@ -16,7 +16,7 @@ from PIL import Image
 
 from moh_jax.data.decode import to_picture
 from moh_jax.evaluation.head_stats import HeadStats, Layer
-from moh_jax.runtime.files import printable, write_whole
+from moh_jax.runtime.files import printable, printable_name, write_whole
 
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
 # apart. More heads than colours are shades of cividis.
@@ -122,7 +122,7 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
     heads = layer.routed
     axis.set_xticks(range(len(heads)), heads, fontsize=6, rotation=90)
     is_first = panel % _PANELS == 0
-    names = map(_printable, groups.names if named and is_first else ())
+    names = map(printable_name, groups.names if named and is_first else ())
     axis.set_yticks(range(count if named and is_first else 0), list(names))
     axis.tick_params(axis="y", labelsize=6)
     if is_first:
@@ -164,7 +164,8 @@ def routing_maps(
   axes = figure.subplots(len(titles), columns, squeeze=False)
   for axis in axes.flat:
     axis.set(xticks=[], yticks=[])
-  for example, (row, title) in enumerate(zip(axes, map(_printable, titles))):
+  names = map(printable_name, titles)
+  for example, (row, title) in enumerate(zip(axes, names)):
     if is_text:
       rows = np.stack([colors[numbers[example]] for numbers in best])
       row[0].imshow(rows, aspect="auto", interpolation="nearest")
@@ -289,11 +290,6 @@ def _head_legend(figure: Any, layers: Sequence[Layer]) -> None:
     heads = sorted({head for layer in layers for head in layer.routed})
     handles = [Patch(color=colors[n], label=f"head {n}") for n in heads]
     figure.legend(handles=handles, fontsize=7, loc="outside right upper")
-
-
-def _printable(name: str) -> str:
-  """A name with "?" for bytes that are not UTF-8, which no font can show."""
-  return name.encode(errors="replace").decode()
 
 
 def _panels(

@@ -34,9 +34,7 @@ from moh_jax.runtime.devices import check_bytes
 DEFLATE_RATIO = 1032
 _TEMPORARY: dict[str, str] = {}  # folders, and what the user named
 # Also ends of lines and turns of direction of Unicode.
-_CONTROL = re.compile(
-  r"(?!\033\[(?:32|0)m)[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
-)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CHUNK = 1 << 20
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
@@ -211,8 +209,11 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
   Raises:
     OSError: it cannot be written, as on a full disk; names `path`.
+    ValueError: it is a folder, a pipe, a socket or a device.
   """
   path = pathlib.Path(path)
+  if path.exists():
+    check_regular(path)
   temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
   try:
     with named_errors(path, temporary):
@@ -291,7 +292,7 @@ def printable(text: str, kept: str = "\n\t") -> str:
   Names in files may hold sequences that change what a terminal shows or does.
 
   Args:
-    text: any; our own marks in green stay.
+    text: any.
     kept: control characters that stay.
   """
 
@@ -302,6 +303,11 @@ def printable(text: str, kept: str = "\n\t") -> str:
     return f"\\x{code:02x}" if code < 1 << 8 else f"\\u{code:04x}"
 
   return _CONTROL.sub(written, text)
+
+
+def printable_name(name: str) -> str:
+  """A name as text on one line, with "?" for bytes that are not UTF-8."""
+  return printable(name.encode(errors="replace").decode(), kept="")
 
 
 def write_csv(

@@ -200,8 +200,7 @@ def find_damage(
   except (ValueError, OSError) as error:
     return {MANIFEST: str(error)}
   if entries is None:
-    is_there = (folder / _CONFIG).is_file()
-    return None if is_there else {_CONFIG: "missing"}
+    return None
 
   def is_wanted(name: str) -> bool:
     item, inside, _ = name.partition("/")
@@ -427,11 +426,11 @@ def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
 
 
 def _stated(folder: epath.Path) -> dict[str, Any]:
-  """The item `config`; {} where it cannot be read."""
+  """The item `config`; where it cannot be read, that it had a manifest."""
   try:
     return parse_json(read_bytes(folder / _CONFIG, MAX_BYTES))
   except (OSError, ValueError):
-    return {}
+    return {MANIFEST_FLAG: True}
 
 
 def check_regular_files(directory: str | epath.Path, step: int) -> None:

@@ -116,6 +116,9 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
     (self.root / "checkpoints/2" / steps.MANIFEST).unlink()
     out = self.done(*argv, "--step=2")
     self.assertIn("step 2: without checksums", out)
+    (self.root / "checkpoints/2/config/metadata").write_text("{")
+    told = f"step 2: damaged, file {steps.MANIFEST}: missing\n"
+    self.assertEqual(self.call(*argv, "--step=2"), (1, told, ""))
 
   def test_sets_of_shards(self):
     train, val = self.root / "train", self.root / "val"

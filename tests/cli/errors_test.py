@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 import pathlib
 import tempfile
 import warnings
@@ -59,6 +60,7 @@ _REFUSED = {
     "{vit} --out {here}/link": "is a link to nothing; remove it",
     "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
     "{vit} --out {here}/folder.npz": "folder.npz' is a folder, must be a file",
+    "{vit} --out {here}/pipe.png": "pipe.png: is a pipe, socket or device",
     "{vit} --shard-bytes=10": "--shard-bytes=10 is for the shards of a folder",
   },
   "train --workdir {here}/x --config": {
@@ -126,6 +128,7 @@ _REFUSED = {
   },
   "inspect": {
     "": "one of --checkpoint, --config and --data must be given",
+    "--config configs/dit.py:s2_90 --batch {here}/pipe.png": "pipe.png: is a",
     "--data x": "--data='x' needs --checksums or --batch",
     "--config tests/faults/tiny_run.py:llm --batch {here}/y.png": "not text or",
     "--config configs/dit.py:s2_90 --batch {here}/y.png": "shows pixels, not",
@@ -160,6 +163,7 @@ _REFUSED = {
   "sample --checkpoint {vit}": {"--out {here}/x.npz": "`sample` needs 'dit'"},
   "sample --checkpoint {dit} --out {here}/x.png": {
     "--strength=0.5": "--strength=0.5 needs --start",
+    "--out={here}/pipe.png": "pipe.png: is a pipe, socket or device, must be",
     "--start={here}/good.png": "must be above 0 and below 1",
     "--labels=--5": "'--5' must be a number, none, or one of the",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
@@ -179,6 +183,7 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     cls.places["here"] = here
     (here / "empty").mkdir()
     (here / "folder.npz").mkdir()
+    os.mkfifo(here / "pipe.png")
     (here / "link").symlink_to("nowhere")
     tiny_vae.save_images(here / "images")
     tiny_vae.save(here / "vae")

@@ -167,6 +167,17 @@ class ReadImageTest(FolderTest):
     described = decode.describe_image(path.read_bytes(), "x")
     self.assertEqual(described, ((7, 5), grey))
 
+  def test_tiles_are_as_large_as_images_may_be(self):
+    for side, message in ((16, "damaged"), (44_800, "tiles of 2,007,040,000")):
+      tags = (
+        *((256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1)),
+        *((322, side), (323, side), (324, 200), (325, 8)),
+      )
+      content = b"II*\0" + struct.pack("<IH", 8, len(tags))
+      content += b"".join(struct.pack("<HHII", t, 4, 1, v) for t, v in tags)
+      with self.assertRaisesRegex(ValueError, message):
+        decode.decode_image(content.ljust(208, b"\0"), 3, "x.tiff")
+
   @parameterized.parameters(
     *((f"half.{kind}", 3, "") for kind in ("png", "jpg", "bmp", "gif", "webp")),
     ("fractions.tiff", 1, ".*floating-point"),

@@ -1,6 +1,7 @@
 """Pictures and the report: any names and scores, and what a run recorded."""
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -66,6 +67,14 @@ class PicturesTest(absltest.TestCase):
     figure = pictures.new_figure()
     figure.suptitle("a\x1b[31m")
     self.assertIn(b"a\\x1b[31m", pictures.encode(figure, "svg"))
+    stats = _stats()
+    group = stats.groups["class"]
+    names = [f"\x1b]0;{i}\x07\n" for i in range(len(group.names))]
+    group = dataclasses.replace(group, names=names)
+    stats = dataclasses.replace(stats, groups={"class": group})
+    figure = pictures.load_by_group(stats, "class")
+    self.assertIn(b"\\x1b]0;1\\x07\\x0a", pictures.encode(figure, "svg"))
+    self.assertNotIn(b"\x1b", pictures.encode(figure, "svg"))
     self.assertEqual(report._escaped("<\x1b"), "&lt;\\x1b")
 
   def test_the_same_picture_is_the_same_file(self):

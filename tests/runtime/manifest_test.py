@@ -116,7 +116,7 @@ class ManifestTest(parameterized.TestCase):
   def test_an_empty_folder_is_no_older_checkpoint(self):
     (pathlib.Path(self.folder).parent / "7").mkdir()
     found = steps.find_damage(self.workdir, 7)
-    self.assertEqual(found, {"config/metadata": "missing"})
+    self.assertEqual(found, {steps.MANIFEST: "missing"})
 
   def test_older_checkpoint_is_used_and_it_is_said(self):
     (self.folder / steps.MANIFEST).unlink()
