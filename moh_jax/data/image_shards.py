@@ -325,10 +325,11 @@ def _checked(record: Record, shorter: int) -> Record:
   size, grey = decode.describe_image(record.content, record.place)
   if not shorter or min(size) <= shorter:
     return record
-  scale = shorter / min(size)
   with DECODING.kept():
     pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
-    pixels = decode.resize(pixels, tuple(round(side * scale) for side in size))
+    # Some files say behind the pixels that rows are columns.
+    size = tuple(round(n * shorter / min(size)) for n in pixels.shape[:2])
+    pixels = decode.resize(pixels, size)
   file = io.BytesIO()
   decode.to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
   return record._replace(content=file.getvalue())

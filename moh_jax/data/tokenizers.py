@@ -17,6 +17,7 @@ from typing import Any
 
 import tokenizers as hf
 
+from moh_jax.config.base import is_utf8
 from moh_jax.data.input_files import import_extra
 from moh_jax.data.tokenizer_files import (
   ADDED_TOKENS,
@@ -134,7 +135,8 @@ class Tokenizer:
     named, said = named_tokens(self.files), {}
     for key in named.keys() & {"bos_token", "eos_token"}:
       token = named[key]
-      said[key] = None if token is None else token_to_id(token)
+      is_known = token is not None and is_utf8(token)  # libraries need it
+      said[key] = token_to_id(token) if is_known else None
       if token is not None and said[key] is None:
         raise ValueError(f"{key}={token!r} is no token of the tokenizer")
     if said:

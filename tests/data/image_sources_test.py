@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import struct
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -224,6 +226,15 @@ class ShardsTest(_ImagesTest):
       source, self.root / out, packed_from="", shard_size=4, **options
     )
 
+  def _turn_behind_the_pixels(self, file):
+    exif = Image.Exif()
+    exif[274] = 6
+    chunk, end = b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0"), 12
+    noted = struct.pack(">I", len(chunk) - 4) + chunk
+    noted += struct.pack(">I", zlib.crc32(chunk))
+    content = file.read_bytes()
+    file.write_bytes(content[:-end] + noted + content[-end:])
+
   def test_what_is_no_image_ends_or_is_left_out(self):
     put(self.root / "images", "ant/0.png", "ant/1.png")
     (self.root / "images/ant/0.png").write_text("no image")
@@ -244,6 +255,10 @@ class ShardsTest(_ImagesTest):
       described, [((10, 13), True), ((22, 10), False), ((10, 16), False)]
     )
     self.assertTrue(packed.read(0).content.startswith(b"\xff\xd8"))
+    self._turn_behind_the_pixels(ant / "0.png")
+    self._pack("turned", shorter_side=10)
+    turned = image_shards.ArrayRecordSource(str(self.root / "turned"), "", 3)
+    self.assertEqual(turned[0]["image"].shape[:2], (13, 10))
     # Of 9 rows: unchanged.
     self.assertEqual(packed.read(4).content, (cat / "0.png").read_bytes())
     with self.assertRaisesRegex(ValueError, "images: '6 files.* there"):

@@ -391,6 +391,11 @@ class SpecialIdsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       _tokenizer(**{name: value})
 
+  def test_tokens_that_are_no_unicode_are_named(self):
+    for make in (_tokenizer, _sentencepiece):
+      with self.assertRaisesRegex(ValueError, "'.ud800' is no token of the t"):
+        make(tokenizer_config={"bos_token": "\ud800"})
+
   def test_ids_beyond_the_model_are_named(self):
     tokenizer = _tokenizer(generation_config={"eos_token_id": [2, 9]})
     tokenizers.check_vocabulary(tokenizer, 10)

@@ -13,6 +13,7 @@ class TextTest(FolderTest):
       ("a\tb\nc é \udcff", "a\tb\nc é \udcff"),
       ("\033[2J\x07\r\x9b", "\\x1b[2J\\x07\\x0d\\x9b"),
       ("\033[32mgreen\033[0m", "\\x1b[32mgreen\\x1b[0m"),
+      ("a\uffff", "a\\uffff"),
       ("a\u2028b\u202egpj.c\u2066\u200f", "a\\u2028b\\u202egpj.c\\u2066\u200f"),
     ):
       self.assertEqual(files.printable(text), expected)
