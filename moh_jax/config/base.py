@@ -181,8 +181,8 @@ def plain(hint: Any) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-  """Whether a text of the command line was UTF-8."""
-  return not any("\udc80" <= letter <= "\udcff" for letter in text)
+  """Whether a text can be UTF-8, as not every one of a command line or of JSON."""
+  return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def shown(value: Any) -> str:

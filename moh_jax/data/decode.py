@@ -27,9 +27,9 @@ _BAND = 1 << 20  # pixels that are converted at a time
 # Of formats that Pillow decodes in Python, or in 16 bytes a pixel.
 _MOST_SLOW_PIXELS = 1 << 24
 # What is opened, whatever a file is called. Pillow knows more; for EPS it runs
-# another program, Ghostscript.
+# another program, Ghostscript, and in ICNS any JPEG 2000 may be.
 _FORMATS = tuple(
-  "AVIF BMP CUR DDS DIB GIF ICNS ICO JPEG JPEG2000 PCX PNG PPM PSD QOI SGI "
+  "AVIF BMP CUR DDS DIB GIF ICO JPEG JPEG2000 PCX PNG PPM PSD QOI SGI "
   "TGA TIFF WEBP XBM XPM".split()
 )
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
