@@ -181,7 +181,7 @@ def plain(hint: Any) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-  """Whether a text can be UTF-8, as not every one of a command line or of JSON."""
+  """Whether a text can be UTF-8: not all of command lines and JSON can."""
   return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
