@@ -195,7 +195,7 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       return run(given)
   except SystemExit as end:  # only code of others ends a process
     raise ValueError(
-      f"code that moh_jax called (--import, a config or a library) ended with "
+      "code that moh_jax called (--import, a config or a library) ended with "
       f"sys.exit({end.code!r})"
     ) from end
 

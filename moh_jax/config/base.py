@@ -181,7 +181,7 @@ def plain(hint: Any) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-  """Whether a text can be UTF-8: not all of command lines and JSON can."""
+  """Whether a text has no lone surrogates, as command lines and JSON may."""
   return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -16,12 +16,12 @@ from etils import epath
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from moh_jax.data import jpeg
-from moh_jax.data.decoding_memory import DECODING, MOST_PIXELS
+from moh_jax.data.decoding_memory import DECODING_MEMORY, MOST_PIXELS
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime import files
 
 _MOST_BYTES = 1 << 28  # of an image file
-_BYTES = 20  # a pixel, that decoding with Pillow takes
+_BYTES = 20  # a pixel, that decoding with Pillow takes at most
 _OF_COPIES = 2  # bytes a sample that resizing takes
 _BAND = 1 << 20  # pixels that are converted at a time
 # Of formats that Pillow decodes in Python, or in 16 bytes a pixel.
@@ -127,7 +127,7 @@ def decode_image(
     needed = max(math.prod(image.size), _tile_pixels(image)) * _BYTES
     if factor > 1:
       image.draft(None, (image.width // factor, image.height // factor))
-    with DECODING.taken(needed):
+    with DECODING_MEMORY.reserved(needed):
       return to_pixels(image, channels)
 
 
@@ -413,7 +413,7 @@ def resize(
     image, box = image.region(size, box, fast=fast, reduced=reduced)
   if image.shape[:2] == tuple(size) and box is None:
     return image
-  with DECODING.taken(image.size * _OF_COPIES):
+  with DECODING_MEMORY.reserved(image.size * _OF_COPIES):
     if fast:
       return _resize_fast(image, size, box or (0, 0, *image.shape[1::-1]))
     picture = to_picture(image).resize(size[::-1], resample, box=box)

@@ -9,24 +9,24 @@ import threading
 from collections.abc import Iterator
 
 
-class Room:
-  """Memory that threads share.
+class MemoryBudget:
+  """Bytes that the threads of a process reserve before they use them.
 
-  What is larger than all of it has its place alone. A thread that has some does
-  not wait for more, lest two of them wait for each other.
+  A reservation that is larger than the budget waits until there is no other. A
+  thread that holds one does not wait for more, lest two wait for each other.
   """
 
   def __init__(self, size: int):
-    """Makes room for `size` bytes."""
-    self._size, self._taken = size, 0
+    """Makes a budget of `size` bytes."""
+    self._size, self._reserved = size, 0
     self._turn, self._changed = threading.Lock(), threading.Condition()
     self._own = threading.local()  # how deep a thread is in blocks, its bytes
 
   @contextlib.contextmanager
-  def kept(self) -> Iterator[None]:
-    """What the thread takes in the block is its until the block ends.
+  def held(self) -> Iterator[None]:
+    """The thread gives back what it reserves in this block when the block ends.
 
-    For what decodes one image and makes it smaller.
+    For code that decodes one image and makes it smaller.
     """
     depth, mine = getattr(self._own, "state", (0, 0))
     self._own.state = depth + 1, mine
@@ -37,25 +37,30 @@ class Room:
       self._own.state = depth, mine if depth else 0
       if not depth:
         with self._changed:
-          self._taken -= mine
+          self._reserved -= mine
           self._changed.notify_all()
 
   @contextlib.contextmanager
-  def taken(self, size: int) -> Iterator[None]:
-    """Waits for `size` bytes."""
-    with self.kept():
+  def reserved(self, size: int) -> Iterator[None]:
+    """Waits for `size` bytes.
+
+    They are given back at the end of this block, or of `held` around it.
+    """
+    with self.held():
       depth, mine = self._own.state
-      # Others that came later queue for the turn, so what is large gets one.
+      # First come, first served, so that large ones do not wait for ever.
       with contextlib.nullcontext() if mine else self._turn, self._changed:
         self._changed.wait_for(
-          lambda: mine or not self._taken or self._taken + size <= self._size
+          lambda: (
+            mine or not self._reserved or self._reserved + size <= self._size
+          )
         )
-        self._taken += size
+        self._reserved += size
       self._own.state = depth, mine + size
       yield
 
 
 # A larger image takes more than a gigabyte.
 MOST_PIXELS = 89_478_485
-# Photographs of 12 million pixels go by eights, thumbnails without waiting.
-DECODING = Room(1 << 30)
+# Eight JPEG photographs of 12 million pixels, by simplejpeg.
+DECODING_MEMORY = MemoryBudget(1 << 30)

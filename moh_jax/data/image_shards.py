@@ -15,9 +15,9 @@ where the autoencoder has them), "image_size", "vae", "vae_sha256",
 "encoder_sha256" and "encoded_from".
 """
 
-import concurrent.futures
 import dataclasses
 import io
+import itertools
 import os
 import pathlib
 from collections.abc import Collection, Mapping
@@ -30,7 +30,7 @@ from moh_jax.config import Config
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SPLITS
 from moh_jax.data import decode
-from moh_jax.data.decoding_memory import DECODING
+from moh_jax.data.decoding_memory import DECODING_MEMORY
 from moh_jax.data.identity import Identity
 from moh_jax.data.image_folders import (
   ALL,
@@ -43,13 +43,16 @@ from moh_jax.data.image_folders import (
 from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA, Shards, read_metadata, unpack
-from moh_jax.data.sources import Example, ImageSource, check_class_names
-from moh_jax.runtime.workers import map_ahead
+from moh_jax.data.sources import (
+  Example,
+  ImageSource,
+  check_class_names,
+  read_ahead,
+)
 
 KIND, LATENTS = "images", "latents"
 _DTYPE = np.dtype("<f2")  # of latents
 _THREADS = 8  # threads that read image files
-_AHEAD = 2 * _THREADS  # files that are read before their turn
 _QUALITY = 95  # of JPEG files that are written in place of larger images
 
 
@@ -296,15 +299,13 @@ def pack_images(
 
   todo = writer.todo()
   left = sum(len(writer.items(shard)) for shard in todo)
-  with (
-    concurrent.futures.ThreadPoolExecutor(_THREADS) as pool,
-    # None disables it where stderr is no terminal.
-    tqdm.tqdm(total=left, unit="image", disable=None) as bar,
-  ):
+  places = itertools.chain.from_iterable(map(writer.items, todo))
+  images_read = read_ahead(prepare, places, _THREADS, 2 * _THREADS)
+  # None disables it where stderr is no terminal.
+  with tqdm.tqdm(total=left, unit="image", disable=None) as bar:
     for shard in todo:
-      items = writer.items(shard)
       with writer.open(shard) as target:
-        for item, found in zip(items, map_ahead(pool, prepare, items, _AHEAD)):
+        for item, found in zip(writer.items(shard), images_read):
           name = source.name(item)
           if isinstance(found, Record):
             target.add({"label": found.label, "name": name}, found.content)
@@ -325,7 +326,7 @@ def _checked(record: Record, shorter: int) -> Record:
   size, grey = decode.describe_image(record.content, record.place)
   if not shorter or min(size) <= shorter:
     return record
-  with DECODING.kept():
+  with DECODING_MEMORY.held():
     pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
     # Some files say behind the pixels that rows are columns.
     size = tuple(round(n * shorter / min(size)) for n in pixels.shape[:2])

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moh_jax.data.decoding_memory import DECODING, MOST_PIXELS
+from moh_jax.data.decoding_memory import DECODING_MEMORY, MOST_PIXELS
 
 START = b"\xff\xd8\xff"
 _END = b"\xff\xd9"
@@ -100,7 +100,7 @@ def decode(
   low, narrow = -(-decoded // factor), -(-width // factor)
   in_passes = 0 if place else height * width * _OF_PASSES
   try:
-    with DECODING.taken(max(low * narrow * _BYTES, in_passes)):
+    with DECODING_MEMORY.reserved(max(low * narrow * _BYTES, in_passes)):
       pixels = _simplejpeg().decode_jpeg(
         shortened or content,
         space,

@@ -44,8 +44,8 @@ _SHARED_MEMORY = "/dev/shm"
 _EPOCH_STEP = 256  # examples: the length of a repeated epoch is a multiple
 # Transforms without chance that, where they are first, read the image files.
 _FITS = (transforms.Resize, transforms.CenterCrop, transforms.ResizeCenterCrop)
-_MOST_KEPT = 1 << 28  # bytes of images that wait for their next copy, and
-_MOST_COPIED = 32  # at most so many of them
+# Images that wait for their next copy, and bytes of them.
+_MOST_KEPT, _MOST_KEPT_BYTES = 32, 1 << 28
 _log = logging.getLogger(__name__)
 
 
@@ -115,7 +115,7 @@ def _of_latents(config: Config, transform: type) -> list:
 def _fit_when_read(
   source: ImageSource, recipe: list
 ) -> tuple[grain.MapDataset, list]:
-  """The examples of a source; no more is decoded than is needed and has room.
+  """The examples of a source; of image files no more is decoded than needed.
 
   Returns:
     Elements of the stream, and its recipe. Where the first transform fits image
@@ -177,7 +177,7 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    self._reads = SharedReads(_MOST_KEPT, parent.__getitem__, _image_bytes)
+    self._reads = SharedReads(_MOST_KEPT_BYTES, parent.__getitem__, _share)
 
   def __len__(self) -> int:
     return self._length
@@ -187,8 +187,9 @@ class RepeatedImages(grain.MapDataset):
     return self._reads.get(epoch * len(self._parent) + place // self._copies)
 
 
-def _image_bytes(key: int, example: Example) -> int:
-  return max(example["image"].nbytes, _MOST_KEPT // _MOST_COPIED)
+def _share(key: int, example: Example) -> int:
+  """Bytes of an image; a small one counts as if just `_MOST_KEPT` fitted."""
+  return max(example["image"].nbytes, _MOST_KEPT_BYTES // _MOST_KEPT)
 
 
 class TrainBatches:

@@ -10,14 +10,14 @@ import functools
 import logging
 import operator
 import threading
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moh_jax.config import Config, imported
 from moh_jax.config.registry import SPLITS, get_source
-from moh_jax.data.decoding_memory import DECODING
+from moh_jax.data.decoding_memory import DECODING_MEMORY
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.files import read_bytes
@@ -461,7 +461,7 @@ class CheckedSource:
     for step in range(size):
       candidate = (index + step) % size
       try:
-        with DECODING.kept():
+        with DECODING_MEMORY.held():
           example = self._checked(read, candidate)
           return fit(example) if fit else example
       except (ValueError, FileNotFoundError) as error:
@@ -523,6 +523,17 @@ class CheckedSource:
         f"columns), at least {self._smallest[0]} x {self._smallest[1]} needed"
       )
     return example
+
+
+def read_ahead(
+  read: Callable[[int], Any], places: Iterable[int], threads: int, ahead: int
+) -> Iterator[Any]:
+  """Reads examples on threads, at most `ahead` of them before their turn."""
+  import grain  # imports JAX
+
+  options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+  dataset = grain.MapDataset.source(list(places)).map(read)
+  return iter(dataset.to_iter_dataset(options))
 
 
 class SharedReads:

@@ -135,10 +135,11 @@ class Tokenizer:
     named, said = named_tokens(self.files), {}
     for key in named.keys() & {"bos_token", "eos_token"}:
       token = named[key]
-      is_known = token is not None and is_utf8(token)  # libraries need it
-      said[key] = token_to_id(token) if is_known else None
-      if token is not None and said[key] is None:
-        raise ValueError(f"{key}={token!r} is no token of the tokenizer")
+      said[key] = None
+      if token is not None:
+        said[key] = token_to_id(token) if is_utf8(token) else None
+        if said[key] is None:
+          raise ValueError(f"{key}={token!r} is no token of the tokenizer")
     if said:
       begin, end = said.get("bos_token", own[0]), said.get("eos_token", own[1])
     else:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from moh_jax.data.decode import open_picture, picture_size, read_image
-from moh_jax.data.decoding_memory import DECODING
+from moh_jax.data.decoding_memory import DECODING_MEMORY
 from moh_jax.data.image_folders import find_files
 from moh_jax.data.transforms import center_crop
 from moh_jax.evaluation.fid import (
@@ -131,7 +131,7 @@ def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
   order = np.random.RandomState(_SEED).permutation(len(files))
 
   def read(file: str) -> np.ndarray:
-    with DECODING.kept():
+    with DECODING_MEMORY.held():
       image = read_image(file, 3)
       if not image_size and image.shape[:2] != size:
         raise ValueError(f"{file} has {_written(image.shape)}, others have not")

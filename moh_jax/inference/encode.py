@@ -4,10 +4,9 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,7 @@ from moh_jax.config.dit import EncodeOptions, LatentScaling, VAEConfig
 from moh_jax.data.image_folders import EncodedSource
 from moh_jax.data.image_shards import LATENTS, encode_moments
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.sources import CheckedSource
+from moh_jax.data.sources import CheckedSource, read_ahead
 from moh_jax.data.transforms import CenterCrop
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
@@ -132,7 +131,7 @@ def encode_latents(
     return _moments(VAE(config), params, sharding.shard_batch(pixels, mesh))
 
   places = itertools.chain.from_iterable(map(writer.items, todo))
-  images = _read_images(source, list(places), options)
+  images = _read_images(source, places, options)
   with bar, sharding.use_mesh(mesh):
     for shard in todo:
       of_shard = itertools.islice(images, len(writer.items(shard)))
@@ -161,7 +160,7 @@ class _Image:
 
 
 def _read_images(
-  source: EncodedSource, places: list[int], options: EncodeOptions
+  source: EncodedSource, places: Iterable[int], options: EncodeOptions
 ) -> Iterator[_Image]:
   """Reads images ahead of their use."""
   size = (options.image_size,) * 2
@@ -182,11 +181,7 @@ def _read_images(
       ) from error
     return _Image(name, int(example["label"]), example["image"])
 
-  ahead = grain.ReadOptions(
-    num_threads=options.threads, prefetch_buffer_size=2 * options.batch_size
-  )
-  dataset = grain.MapDataset.source(places).map(read)
-  return iter(dataset.to_iter_dataset(ahead))
+  return read_ahead(read, places, options.threads, 2 * options.batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -209,13 +209,15 @@ def _groups(leaves: dict[tuple, Any]) -> Iterator[dict[tuple, Any]]:
 def _unreadable(
   directory: str | epath.Path, step: int, item: str
 ) -> Iterator[None]:
-  """Makes a ValueError that names the item of any error of Orbax."""
-  # After a failure Orbax closes its loop, and the other reads say that nobody
-  # waits for them. They may go on for a while, so they stay unheard.
-  logging.getLogger("asyncio").addFilter(_is_awaited)
-  told = sys.unraisablehook
-  if getattr(told, "func", None) is not _tell_of_others:
-    sys.unraisablehook = functools.partial(_tell_of_others, told)
+  """Makes a ValueError that names the item of any error of Orbax.
+
+  After an error Orbax closes its event loop, and the reads that still go on
+  print tracebacks when they end. What hides those therefore stays in place.
+  """
+  logging.getLogger("asyncio").addFilter(_is_no_read)
+  hook = sys.unraisablehook
+  if getattr(hook, "func", None) is not _report_others:
+    sys.unraisablehook = functools.partial(_report_others, hook)
   try:
     with alive(f"reading {directory}, step {step}, {item}"):
       yield
@@ -225,17 +227,17 @@ def _unreadable(
       f"{directory}, checkpoint of step {step}: item {item} cannot be "
       f"read: {type(error).__name__}: {text}"
     ) from error
-  sys.unraisablehook = told
+  sys.unraisablehook = hook
 
 
-def _is_awaited(record: logging.LogRecord) -> bool:
+def _is_no_read(record: logging.LogRecord) -> bool:
   error = record.exc_info and record.exc_info[1]
   return "tensorstore/" not in str(error)
 
 
-def _tell_of_others(told: Callable[[Any], None], found: Any) -> None:
-  if str(found.exc_value) != "Event loop is closed":
-    told(found)
+def _report_others(hook: Callable[[Any], None], unraisable: Any) -> None:
+  if str(unraisable.exc_value) != "Event loop is closed":
+    hook(unraisable)
 
 
 def check_vacant(directory: str | epath.Path) -> None:

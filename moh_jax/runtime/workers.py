@@ -1,12 +1,11 @@
-"""Processes and threads that work for this one, and end with it."""
+"""Processes that work for this one, and end with it."""
 
-import collections
 import contextlib
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
@@ -50,23 +49,6 @@ def process_pool(
     raise
   finally:
     pool.shutdown(cancel_futures=True)
-
-
-def map_ahead(
-  pool: Executor, function: Callable[[Any], Any], items: Iterable, ahead: int
-) -> Iterator[Any]:
-  """As `pool.map`, but at most `ahead` results wait for their turn."""
-  waiting: collections.deque[Future] = collections.deque()
-  try:
-    for item in items:
-      if len(waiting) == ahead:
-        yield waiting.popleft().result()
-      waiting.append(pool.submit(function, item))
-    while waiting:
-      yield waiting.popleft().result()
-  finally:
-    for future in waiting:
-      future.cancel()
 
 
 def _begin(begin: Callable[..., None] | None, args: tuple[Any, ...]) -> None:

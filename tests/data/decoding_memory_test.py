@@ -12,38 +12,38 @@ def _wait(thread, seconds=0.2):
   return not thread.is_alive()
 
 
-class RoomTest(absltest.TestCase):
+class MemoryBudgetTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
-    self.room = decoding_memory.Room(10)
+    self.budget = decoding_memory.MemoryBudget(10)
 
   def _thread(self, size):
     def take():
-      with self.room.taken(size):
+      with self.budget.reserved(size):
         pass
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     return thread
 
-  def test_threads_wait_while_there_is_no_room(self):
-    with self.room.taken(6):
+  def test_threads_wait_while_it_is_spent(self):
+    with self.budget.reserved(6):
       self.assertTrue(_wait(self._thread(4), 60))
       waiting = self._thread(5)
       self.assertFalse(_wait(waiting))
     self.assertTrue(_wait(waiting, 60))
 
   def test_what_is_too_large_goes_alone(self):
-    with self.room.taken(1):
+    with self.budget.reserved(1):
       waiting = self._thread(11)
       self.assertFalse(_wait(waiting))
     self.assertTrue(_wait(waiting, 60))
 
   def test_is_kept_until_the_block_ends(self):
-    with self.room.kept():
-      with self.room.taken(3):
+    with self.budget.held():
+      with self.budget.reserved(3):
         pass
-      with self.room.taken(3):  # its own does not count against it
+      with self.budget.reserved(3):  # its own does not count against it
         pass
       self.assertTrue(_wait(self._thread(4), 60))
       waiting = self._thread(5)
@@ -52,7 +52,7 @@ class RoomTest(absltest.TestCase):
     self.assertTrue(_wait(self._thread(10), 60))
 
   def test_what_came_later_waits_for_what_is_large(self):
-    with self.room.taken(1):
+    with self.budget.reserved(1):
       large = self._thread(10)
       self.assertFalse(_wait(large))
       small = self._thread(1)
@@ -60,14 +60,14 @@ class RoomTest(absltest.TestCase):
     self.assertTrue(_wait(large, 60) and _wait(small, 60))
 
   def test_a_thread_never_waits_for_itself(self):
-    with self.room.taken(8), self.room.taken(8):
+    with self.budget.reserved(8), self.budget.reserved(8):
       waiting = self._thread(1)
       self.assertFalse(_wait(waiting))
     self.assertTrue(_wait(waiting, 60))
 
   def test_errors_give_it_back(self):
-    with self.assertRaises(ValueError), self.room.kept():
-      with self.room.taken(10):
+    with self.assertRaises(ValueError), self.budget.held():
+      with self.budget.reserved(10):
         raise ValueError
     self.assertTrue(_wait(self._thread(10), 60))
 

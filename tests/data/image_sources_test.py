@@ -22,6 +22,7 @@ from moh_jax.data.sources import (
   listed_classes,
   make_source,
   match_classes,
+  read_ahead,
 )
 from tests.data import tiny_sets
 from tests.data.tiny_images import (
@@ -217,6 +218,17 @@ class BadImagesTest(_ImagesTest):
       for i in (*range(6), *range(6)):
         seed = expected[i]
         np.testing.assert_array_equal(source[i]["image"], pixels(seed))
+
+
+class ReadAheadTest(parameterized.TestCase):
+  def test_few_results_wait_for_their_turn(self):
+    begun = []
+    results = read_ahead(
+      lambda place: begun.append(place) or -place, range(99), 2, 4
+    )
+    self.assertEqual(next(results), 0)
+    self.assertLess(len(begun), 12)
+    self.assertEqual(list(results), [-place for place in range(1, 99)])
 
 
 class ShardsTest(_ImagesTest):

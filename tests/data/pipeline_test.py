@@ -219,7 +219,7 @@ class RepeatedImagesTest(parameterized.TestCase):
 
   def test_large_images_do_not_wait_for_their_copies(self):
     source = _Slow(12, together=1)
-    with mock.patch.object(pipeline, "_MOST_KEPT", 20):  # one of 16 bytes
+    with mock.patch.object(pipeline, "_MOST_KEPT_BYTES", 20):  # one of 16 bytes
       repeated = RepeatedImages(grain.MapDataset.source(source), 3)
     for number in (0, 1, 3, 0):
       repeated[number]

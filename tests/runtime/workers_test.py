@@ -1,18 +1,16 @@
 """Processes that work for another one: signals of the terminal, and its end."""
 
-import concurrent.futures
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 from absl.testing import absltest
 
-from moh_jax.runtime.workers import map_ahead, process_pool
+from moh_jax.runtime.workers import process_pool
 
 _PROGRAM = """
 import os, sys, time
@@ -86,29 +84,6 @@ class PoolTest(absltest.TestCase):
   def test_workers_begin_and_answer(self):
     with process_pool(1, _begin, 5) as pool:
       self.assertEqual(pool.submit(_add, 1, 2).result(), 8)
-
-  def test_few_results_wait_for_their_turn(self):
-    started = []
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-      results = map_ahead(pool, lambda x: started.append(x) or -x, range(9), 4)
-      self.assertEqual(next(results), 0)
-      pool.submit(int).result()  # behind those that are submitted
-      self.assertLessEqual(len(started), 4)
-      self.assertEqual(list(results), [-x for x in range(1, 9)])
-
-  def test_what_waits_is_not_begun_after_an_error(self):
-    begun, may_end = [], threading.Semaphore(1)
-
-    def work(item):
-      begun.append(item)
-      may_end.acquire(timeout=60)
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-      results = map_ahead(pool, work, range(9), 4)
-      next(results)
-      results.close()
-      may_end.release(9)
-    self.assertLessEqual(len(begun), 2)
 
 
 if __name__ == "__main__":
