@@ -77,14 +77,15 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-_PLACE, _IN, _OUT, _OUT_FILE, _OUT_TEXT, _OUT_PLACE = (
-  _Path() for _ in range(6)
+_PLACE, _IN, _OUT, _OUT_FILE, _OUT_TEXT, _OUT_FOLDER, _OUT_PLACE = (
+  _Path() for _ in range(7)
 )
 Place = Annotated[str, _PLACE]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
 OutPath = Annotated[str, _OUT]  # must be local and writable
 OutFile = Annotated[str, _OUT_FILE]  # must be local, writable, a file if there
 OutText = Annotated[str, _OUT_FILE, _OUT_TEXT]  # also a device: /dev/stdout
+OutFolder = Annotated[str, _OUT_FOLDER]  # a folder if there
 OutPlace = Annotated[str, _OUT_PLACE]  # must be an address or writable
 
 
@@ -170,7 +171,7 @@ class BaseOptions(base.Section):
       if not os.path.isdir(path):
         files.check_regular(path)
     may_be_devices = {name for name, _ in self._paths(_OUT_TEXT)}
-    for mark in (_OUT, _OUT_FILE, _OUT_PLACE):
+    for mark in (_OUT, _OUT_FILE, _OUT_FOLDER, _OUT_PLACE):
       for name, path in self._paths(mark):
         if "://" in path:
           if mark is not _OUT_PLACE:
@@ -182,6 +183,8 @@ class BaseOptions(base.Section):
           if is_file and os.path.isdir(path):
             self.fail(name, "is a folder, must be a file")
           is_other = os.path.exists(path) and not os.path.isdir(path)
+          if is_other and mark is _OUT_FOLDER:
+            self.fail(name, "is a file, must be a folder")
           if is_other and name not in may_be_devices:
             files.check_regular(path)
           place = os.path.realpath(path)
@@ -231,7 +234,7 @@ class Output(BaseOptions):
       for line in lines:
         print(line if is_styled else files.printable(line))
     if self.json:
-      path = pathlib.Path(os.path.realpath(self.json))
+      path = pathlib.Path(self.json)
       path.parent.mkdir(parents=True, exist_ok=True)
       files.write_whole(path, f"{strict_json(values, indent=2)}\n".encode())
 

@@ -39,18 +39,16 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 
   data: tuple[command.Place, ...] = command.option("listed", default=())
   field: str = "text"
-  out: command.OutPath | None = None
+  out: command.OutFolder | None = None
   batches: Count | None = None
   batch_size: Count = 8
   against: command.InPath | None = None
   maps: Count = 8
 
   def check(self) -> None:
-    """The output is a folder."""
+    """A field is one of files."""
     super().check()
     self.need("field", self.data, "needs --data")
-    if self.out is not None and pathlib.Path(self.out).is_file():
-      self.fail("out", "is a file, must be a folder")
 
 
 @alive("looking at the heads")

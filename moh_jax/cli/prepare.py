@@ -35,7 +35,7 @@ class Images(command.BaseOptions):
   """
 
   data: command.Place
-  out: command.OutPath
+  out: command.OutFolder
   split: Literal["train", "val"] | None = None
   val_share: Share = 0.0
   label_column: str = ""
@@ -179,7 +179,7 @@ class Tokenize(command.Texts):
   """
 
   tokenizer: command.Place
-  out: command.OutPath
+  out: command.OutFolder
   held_out: Part | None = None
   split: command.Place | None = command.option(metavar="NAME", default=None)
   on_error: Literal["stop", "skip"] = "stop"

@@ -68,7 +68,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     """The output is of a known form; a strength is that of start images."""
     super().check()
     out = pathlib.Path(self.out)
-    if out.suffix and not out.is_dir():
+    if out.is_file() or (out.suffix and not out.is_dir()):
       command.out_file(self.out, ".png", ".npz")
     self.need("vae_tile", self.vae, "needs --vae")
     self.need("columns", out.suffix == ".png", "needs --out FILE.png")

@@ -134,6 +134,8 @@ def check_writable(path: str | os.PathLike, what: str) -> None:
       return
   while not place.is_dir():
     place = place.parent
+    if place.is_file():
+      raise NotADirectoryError(f"{what} {path}: {place} is a file, no folder")
   try:
     with tempfile.TemporaryFile(dir=place):
       pass
@@ -204,7 +206,7 @@ def named_errors(
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   """Gives a path to write to; what is there at the end takes `path`'s place.
 
-  After an error, or a kill, `path` is what it was.
+  After an error, or a kill, `path` is what it was. A link to a file stays one.
 
   Args:
     path: file to write or replace; its directory must exist.
@@ -213,7 +215,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     OSError: it cannot be written, as on a full disk; names `path`.
     ValueError: it is a folder, a pipe, a socket or a device.
   """
-  path = pathlib.Path(path)
+  path = pathlib.Path(os.path.realpath(path))
   if path.exists():
     check_regular(path)
   temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")

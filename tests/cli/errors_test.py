@@ -148,6 +148,8 @@ _REFUSED = {
   "prepare pack-images --data {here}/images --out {here}/new": {
     "--label-column=x": "--label-column='x' must be '': ",
     "--data={here}/empty": "holds no image",
+    "--out={here}/one.txt": "is a file, must be a folder",
+    "--out={here}/one.txt/new": "one.txt is a file, no folder",
   },
   "prepare encode-latents --data {here}/images --out {here}/new --vae": {
     "{here}/vae --process=2/2": "'2/2' must be I/N",
@@ -168,6 +170,7 @@ _REFUSED = {
     "--labels=--5": "'--5' must be a number, none, or one of the",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
     "--out={here}/no/x.png": "no directory",
+    "--out={here}/noext": "must end in .png or .npz",
     "--vae-tile=8": "--vae-tile=8 needs --vae",
     "--out={here}/x.npz --columns=2": "--columns=2 needs --out FILE.png",
   },
@@ -197,7 +200,7 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     stats = {"mu": np.zeros(2048), "sigma": np.eye(2048)}
     np.savez(here / "stats.npz", **stats)
     for name, text in (
-      *(("one.txt", "text"), ("empty.txt", "")),
+      *(("one.txt", "text"), ("empty.txt", ""), ("noext", "")),
       ("a.jsonl", "\n".join(json.dumps({"body": f"a {i}"}) for i in range(9))),
     ):
       (here / name).write_text(text)

@@ -47,3 +47,16 @@ class TemporaryTest(FolderTest):
     self.assertEqual(files.as_named(f"{folder}/a: b"), "given/a: b")
     files.remove_temporary()
     self.assertFalse(folder.exists())
+
+
+class WriteTest(FolderTest):
+  def test_a_link_to_a_file_stays_one(self):
+    (self.root / "folder").mkdir()
+    target = self.root / "folder/a"
+    target.write_text("old")
+    link = self.root / "link"
+    link.symlink_to("folder/a")
+    files.write_whole(link, b"new")
+    self.assertTrue(link.is_symlink())
+    self.assertEqual(target.read_text(), "new")
+    self.assertLen(list(self.root.rglob("*")), 3)
