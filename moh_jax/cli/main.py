@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from moh_jax._version import __version__
 from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
-from moh_jax.config import reference
+from moh_jax.config import reference, registry
 from moh_jax.config.base import MistakesError
 from moh_jax.runtime import compilation_cache, files, signals, steps
 
@@ -305,7 +305,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     is_users |= any(text in str(error) for text in (_FULL, *_NO_DEVICE))
     lacks_device = _lacks_device(error)
     is_users |= _lacks_file_system(error) or lacks_device
-    if not is_missing and not is_users:
+    is_known = is_missing or is_users
+    foreign = "" if is_known else " and ".join(registry.foreign())
+    if not is_known and not foreign:
       raise
     if show_traceback:
       traceback_lib.print_exc()
@@ -313,7 +315,12 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
       several = isinstance(error, MistakesError)
       for line in str(error).splitlines() if several else [str(error)]:
         text = " ".join(line.split()) or type(error).__name__
-        if isinstance(error, KeyError):
+        if foreign:
+          text = (
+            f"{type(error).__name__}: {text}; {foreign} may be the cause, "
+            "--traceback shows where it came from"
+          )
+        elif isinstance(error, KeyError):
           text = f"there is no file system {text}"
         if lacks_device:
           platforms = os.environ.get("JAX_PLATFORMS", "")

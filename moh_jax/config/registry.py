@@ -87,6 +87,16 @@ class Registry(Generic[Record]):
     """All records, in the order in which they were added."""
     return tuple(self._records.values())
 
+  def foreign(self) -> list[str]:
+    """Records that are code of other packages, as "router 'mine'"."""
+    codes = {n: getattr(r, self.code) for n, r in self._records.items()}
+    return [
+      f"{self.what} {name!r}"
+      for name, code in codes.items()
+      if code is not None
+      and not getattr(code, "__module__", code).startswith("moh_jax.")
+    ]
+
   def _called(self, record: Record) -> str:
     """Name of a class, also of one defined again; partials share theirs."""
     code = getattr(record, self.code)
@@ -359,6 +369,12 @@ def register_source(
   holds = ("images",) if reads == "images" else ("tokens",)
   kind = SourceKind(name, source, **{"holds": holds, **properties})
   return SOURCES[reads].add(kind)
+
+
+def foreign() -> list[str]:
+  """What other packages have registered, as "router 'mine'"."""
+  registries = (FAMILIES, ROUTERS, *SOURCES.values())
+  return [name for registry in registries for name in registry.foreign()]
 
 
 def get_source(data: Any) -> SourceKind:

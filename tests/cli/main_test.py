@@ -14,7 +14,7 @@ from PIL import Image
 
 import moh_jax
 from moh_jax.cli import classify, main
-from moh_jax.config import public_formats
+from moh_jax.config import public_formats, registry
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import call, done
 
@@ -314,6 +314,25 @@ class ReportErrorsTest(parameterized.TestCase):
     with contextlib.redirect_stderr(io.StringIO()) as err:
       self.assertEqual(main.report_errors(mock.Mock(side_effect=error), 0), 2)
     self.assertRegex(err.getvalue(), f"^error: {said}\n$")
+
+  def test_mistakes_beside_code_of_others_name_it(self):
+    def fail():
+      raise KeyError("x")
+
+    class Sliding(moh_jax.Router):
+      pass
+
+    with (
+      mock.patch.dict(registry.ROUTERS._records),
+      contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+      moh_jax.register_router("sliding", Sliding)
+      self.assertEqual(main.report_errors(fail, False), 2)
+    self.assertEqual(
+      err.getvalue(),
+      "error: KeyError: 'x'; router 'sliding' may be the cause, --traceback "
+      "shows where it came from\n",
+    )
 
   def test_our_own_mistakes_are_not_hidden(self):
     ours = ModuleNotFoundError("No module named 'x'", name="moh_jax.x")
