@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,6 @@ _ERASED_AREA = (0.02, 1 / 3)
 _ERASED_ASPECT = (0.3, 1 / 0.3)
 _DRAWS = 1 << 16  # as many as a uint16 has values
 _SOLARIZED = 128  # pixels below this are brightened by solarize_add
-_OF_THREAD = threading.local()
 
 
 class _ImageMap(grain.transforms.RandomMap):
@@ -201,108 +199,6 @@ def augmentations(data: DataConfig) -> list:
   return chosen
 
 
-def slide_rows(
-  picture: Image.Image, slope: float, offset: float, fill: Any
-) -> Image.Image:
-  """Shears and translates an image along its rows.
-
-  The result is that of `picture.transform` with the matrix (1, slope, offset,
-  0, 1, 0) and bicubic resampling, bit for bit: the operations on float64 are
-  the same ones in the same order.
-
-  Args:
-    picture: grey or RGB.
-    slope: columns that a row moves to the left for each row from the top.
-    offset: columns that all rows move to the left.
-    fill: grey value or RGB of what comes into view.
-  """
-  columns, rows = picture.size
-  places, beyond = _memory(rows, columns)
-  centres = np.arange(max(columns, rows)) + 0.5
-  np.add(centres[:columns], slope * centres[:rows, None], out=places)
-  places += offset
-  outside = (places < 0) | (places >= columns)
-  places -= 0.5
-  left = np.floor(places, out=beyond)  # the pixel at or left of a place
-  start = left[:, 0].astype(int)
-  np.subtract(places, left, out=beyond)
-  if np.ptp(beyond, axis=1).max() > 0.5:
-    # Places of one row were rounded to different sides of a whole number.
-    return picture.transform(
-      picture.size,
-      Image.Transform.AFFINE,
-      (1, slope, offset, 0, 1, 0),
-      resample=Image.Resampling.BICUBIC,
-      fillcolor=fill,
-    )
-  fills = fill if isinstance(fill, tuple) else (fill,)
-  bands = []
-  for band, filled in zip(picture.split(), fills):
-    moved = _cubic(_windows(np.asarray(band), start - 1), beyond, places)
-    moved[outside] = filled
-    bands.append(Image.fromarray(moved))
-  return Image.merge(picture.mode, bands)
-
-
-def _memory(rows: int, columns: int) -> np.ndarray:
-  """Two arrays [rows, columns] float64 that a thread uses again.
-
-  Fresh memory would take as long as the arithmetic.
-  """
-  kept = getattr(_OF_THREAD, "memory", None)
-  if kept is None or kept.shape[1:] != (rows, columns):
-    kept = _OF_THREAD.memory = np.empty((2, rows, columns))
-  return kept
-
-
-def _windows(band: np.ndarray, start: np.ndarray) -> np.ndarray:
-  """Parts of the rows of a band, which its edges continue.
-
-  Args:
-    band: [X, Y] uint8.
-    start: [X] first column of each part; may be outside of the band.
-
-  Returns:
-    [X, Y + 3] int16. What is more than two columns outside is 0.
-  """
-  rows, columns = band.shape
-  before = max(2, -int(start.min()))
-  after = max(2, int(start.max()) + 3)
-  end = before + columns
-  padded = np.zeros((rows, end + after), np.uint8)
-  padded[:, before - 2 : before] = band[:, :1]
-  padded[:, before:end] = band
-  padded[:, end : end + 2] = band[:, -1:]
-  parts = np.lib.stride_tricks.sliding_window_view(padded, columns + 3, axis=1)
-  return parts[np.arange(rows), start + before].astype(np.int16)
-
-
-def _cubic(
-  taps: np.ndarray, beyond: np.ndarray, memory: np.ndarray
-) -> np.ndarray:
-  """Pillow's cubic polynomial through four neighbours.
-
-  Args:
-    taps: [X, Y + 3] int16; columns y to y + 3 are the neighbours of column y.
-    beyond: [X, Y] float64, place between the second and the third one.
-    memory: [X, Y] float64, overwritten.
-
-  Returns:
-    [X, Y] uint8.
-  """
-  steps = taps[:, 1:] - taps[:, :-1]
-  first, second, third = steps[:, :-2], steps[:, 1:-1], steps[:, 2:]
-  bend = first + third
-  result = np.multiply(beyond, bend, out=memory)
-  bend += first
-  result -= bend
-  result *= beyond
-  result += first + second
-  result *= beyond
-  result += taps[:, 1:-2]
-  return np.clip(result, 0, 255, out=result).astype(np.uint8)
-
-
 @dataclasses.dataclass(frozen=True)
 class Operation:
   """One kind of change.
@@ -318,20 +214,30 @@ class Operation:
   signed: bool = False
 
 
-def _shear(picture: Picture, level: float, fill: Any) -> Picture:
-  return slide_rows(picture, level * 0.3, 0, fill)
+def _slide(picture: Picture, matrix: tuple[float, ...], fill: Any) -> Picture:
+  return picture.transform(
+    picture.size,
+    Image.Transform.AFFINE,
+    matrix,
+    resample=Image.Resampling.BICUBIC,
+    fillcolor=fill,
+  )
 
 
-def _translate(picture: Picture, level: float, fill: Any) -> Picture:
-  return slide_rows(picture, 0, level * 0.45 * picture.width, fill)
+def _shear_x(picture: Picture, level: float, fill: Any) -> Picture:
+  return _slide(picture, (1, level * 0.3, 0, 0, 1, 0), fill)
 
 
-def _of_columns(change: Callable) -> Callable:
-  """Changes the columns of an image as `change` does its rows."""
-  swap = Image.Transpose.TRANSPOSE
-  return lambda picture, level, fill: change(
-    picture.transpose(swap), level, fill
-  ).transpose(swap)
+def _shear_y(picture: Picture, level: float, fill: Any) -> Picture:
+  return _slide(picture, (1, 0, 0, level * 0.3, 1, 0), fill)
+
+
+def _move_x(picture: Picture, level: float, fill: Any) -> Picture:
+  return _slide(picture, (1, 0, level * 0.45 * picture.width, 0, 1, 0), fill)
+
+
+def _move_y(picture: Picture, level: float, fill: Any) -> Picture:
+  return _slide(picture, (1, 0, 0, 0, 1, level * 0.45 * picture.height), fill)
 
 
 def _rotate(picture: Picture, level: float, fill: Any) -> Picture:
@@ -385,10 +291,10 @@ _ALWAYS = {
   "Invert": Operation(lambda picture, *_: ImageOps.invert(picture)),
   "Rotate": Operation(_rotate, signed=True),
   "SolarizeAdd": Operation(_solarize_add),
-  "ShearX": Operation(_shear, signed=True),
-  "ShearY": Operation(_of_columns(_shear), signed=True),
-  "TranslateXRel": Operation(_translate, signed=True),
-  "TranslateYRel": Operation(_of_columns(_translate), signed=True),
+  "ShearX": Operation(_shear_x, signed=True),
+  "ShearY": Operation(_shear_y, signed=True),
+  "TranslateXRel": Operation(_move_x, signed=True),
+  "TranslateYRel": Operation(_move_y, signed=True),
 }
 # Operations by the name that timm gives them. In the first set some change less
 # at larger magnitudes, in the second ("inc1") none does.

@@ -63,22 +63,6 @@ class Template:
     stops = tuple(filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids)))
     self._state = {"source": source, "tokens": tokens, "stops": stops}
 
-  def render(
-    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
-  ) -> str:
-    """Writes a conversation as the text that the model reads.
-
-    Args:
-      messages: with "role" and "content", in order.
-      add_generation_prompt: end with what begins the assistant's answer.
-
-    Raises:
-      ValueError: the template refuses the messages, for example their order,
-        fails or takes too long, or a library is missing.
-    """
-    prompt = {"add_generation_prompt": add_generation_prompt}
-    return self._call("render", messages, **prompt)
-
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """Writes a conversation, and finds in it what the assistant wrote.
 
@@ -91,15 +75,21 @@ class Template:
       The text, and the answers' spans (start, stop) in it, in order.
 
     Raises:
-      ValueError: as `render`, or the template, without marks, writes messages
+      ValueError: as `call`, or the template, without marks, writes messages
         otherwise where others follow, or changes an answer.
     """
-    text, spans = self._call("answers", messages)
+    text, spans = self.call("answers", messages)
     return text, [(start, stop) for start, stop in spans]
 
-  def _call(
+  def call(
     self, method: str, messages: Sequence[Message], **options: Any
   ) -> Any:
+    """What a method of `template_process.Writer` makes of a conversation.
+
+    Raises:
+      ValueError: the template refuses the messages, for example their order,
+        fails or takes too long, or a library is missing.
+    """
     try:
       return call(method, self._state, messages, **options)
     except (ValueError, TypeError) as error:  # TypeError: no JSON
@@ -127,7 +117,7 @@ def render_chat(
   """
   check_messages(messages)
   prompt = {"add_generation_prompt": add_generation_prompt}
-  return Template(tokenizer, template).render(messages, **prompt)
+  return Template(tokenizer, template).call("render", messages, **prompt)
 
 
 def chat_ids(
@@ -178,6 +168,11 @@ class _Message(msgspec.Struct):
   content: str | list | None = None
 
 
+class _Entry(msgspec.Struct):
+  name: str
+  template: str
+
+
 def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   """Templates by name, each with the file that holds it."""
   own = {_DEFAULT: TEMPLATE} if TEMPLATE in files else {}
@@ -199,23 +194,15 @@ def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
 
 def _named(file: str, stored: Any) -> dict[str, str]:
   """Templates by name, as a JSON file has them: one, a list, or an object."""
+  check_json(stored, str | list[_Entry] | dict[str, str], f"{file}: {_KEY}")
   if isinstance(stored, str):
     return {_DEFAULT: stored}
-  if isinstance(stored, list) and all(
-    isinstance(x, dict) and isinstance(x.get("name"), str) for x in stored
-  ):
-    count = len(stored)
-    stored = {entry["name"]: entry.get("template") for entry in stored}
-    if len(stored) < count:
-      raise ValueError(f"{file}: {_KEY} has two templates of one name")
-  if isinstance(stored, dict) and all(
-    isinstance(x, str) for pair in stored.items() for x in pair
-  ):
+  if isinstance(stored, dict):
     return stored
-  raise ValueError(
-    f"{file}: {_KEY} must be a text, or a list of objects with 'name' and "
-    "'template'"
-  )
+  found = {entry["name"]: entry["template"] for entry in stored}
+  if len(found) < len(stored):
+    raise ValueError(f"{file}: {_KEY} has two templates of one name")
+  return found
 
 
 def _text(path: str, content: bytes) -> str:

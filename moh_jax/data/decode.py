@@ -175,14 +175,6 @@ def _check_plausible(image: Image.Image, size: int) -> None:
       f"{image.size[1]} rows x {image.size[0]} columns, must be at most "
       f"{_MOST_SLOW_PIXELS:,} pixels in this kind of {image.format} file"
     )
-  bits = {"1": 1, "P": 1, "L;2": 2, "L;4": 4, "I;16": 16, "RGB": 24}
-  bits = bits.get(_stored_mode(image), bits.get(image.mode, 8))
-  least = math.prod(image.size) * bits // 8 // files.DEFLATE_RATIO
-  if image.format == "PNG" and size < least:
-    raise ValueError(
-      f"{size:,} bytes cannot hold {image.size[1]} rows x {image.size[0]} "
-      "columns"
-    )
 
 
 def describe_image(content: bytes, name: str) -> tuple[tuple[int, int], bool]:

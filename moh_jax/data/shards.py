@@ -59,11 +59,9 @@ class Entry(msgspec.Struct, kw_only=True):
   file: FileName
   examples: Count
   bytes: Count
-  # Of the whole file, and of its two ends; sets of older versions lack them.
-  xxh3: str = ""
-  ends_xxh3: str = ""
-  # Older sets have a reason for each name in place of counts by reason.
-  skipped: dict[str, Count | str] = {}
+  xxh3: str  # of the whole file
+  ends_xxh3: str  # of its two ends
+  skipped: dict[str, Count]  # counts by reason
 
 
 class FileEntry(msgspec.Struct):
@@ -86,9 +84,8 @@ class _Set(msgspec.Struct, kw_only=True):
   examples: Count
   shards: list[Entry]
   skipped: Count = 0
-  # Older versions wrote neither.
-  files: list[FileEntry] = []
-  checksum: str = ""
+  files: list[FileEntry]
+  checksum: str
 
 
 class Images(_Set):
@@ -138,8 +135,6 @@ _MAKERS = {  # kinds of `prepare`
   "latents": "encode-latents",
   "tokens": "tokenize",
 }
-# Numbers of a set that are the sums of its shards' numbers.
-_SUMS = {"examples", "documents", "tokens", "text_bytes"}
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -207,15 +202,8 @@ def read_metadata(
       f"{' or '.join(map(repr, kinds))} of version {VERSION}"
     )
   check_json(metadata, SCHEMAS[found], os.fspath(path))
-  if metadata.get("checksum", "") not in ("", json_checksum(metadata)):
+  if metadata["checksum"] != json_checksum(metadata):
     raise ValueError(f"{path}: its content is not what was written")
-  for name in _SUMS & metadata.keys():
-    stated = metadata[name]
-    total = sum(entry.get(name, 0) for entry in metadata["shards"])
-    if stated != total:
-      raise ValueError(
-        f"{path}: {name}={stated} must be the sum of its shards', {total}"
-      )
   return metadata
 
 
@@ -233,7 +221,7 @@ def damage(folder: pathlib.Path) -> list[str]:
     ValueError: metadata.json is damaged.
   """
   metadata = read_metadata(folder)
-  return _differing(folder, metadata["shards"] + metadata.get("files", []))
+  return _differing(folder, metadata["shards"] + metadata["files"])
 
 
 def _differing(
@@ -243,7 +231,7 @@ def _differing(
   for entry in entries:
     file = inside(folder, entry["file"], METADATA)
     found = checksum(file) if file.is_file() else ("", -1)
-    if found != (entry.get("xxh3", found[0]), entry["bytes"]):
+    if found != (entry["xxh3"], entry["bytes"]):
       what = "its content is not what was written"
       lines.append(f"{file}: {what if found[0] else 'no such file'}")
   return lines
@@ -304,7 +292,7 @@ class Shards:
     """
     shard, position = self._find(index)
     try:
-      ends = self._shards[shard].get("ends_xxh3", "")
+      ends = self._shards[shard]["ends_xxh3"]
       reader = _reader(str(self.path(shard)), self._written[shard], ends)
       return parse(reader.read([position])[0])
     except (RuntimeError, ValueError, IndexError) as error:
@@ -336,7 +324,7 @@ class Shards:
         f"{', '.join(missing[:5])}"
       )
     # The files beside them are small, so that their content is compared too.
-    if lines := _differing(self._folder, self.metadata.get("files", [])):
+    if lines := _differing(self._folder, self.metadata["files"]):
       raise ValueError(
         f"{lines[0]}; the command that made the set writes it again"
       )
@@ -357,13 +345,13 @@ def _reader(path: str, written: int, ends: str) -> Any:
   Args:
     path: of the file.
     written: time of its last change, since another file may take its place.
-    ends: their checksum; "" is not known.
+    ends: checksum of its two ends.
 
   Raises:
     RuntimeError: it cannot be opened.
     ValueError: it is another shard.
   """
-  if ends and checksum_of_ends(path) != ends:
+  if checksum_of_ends(path) != ends:
     raise ValueError("the shard is not as it was written")
   reader = array_record_module.ArrayRecordReader(
     path, options=_READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES

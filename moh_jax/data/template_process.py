@@ -61,7 +61,7 @@ class Writer:
   def render(
     self, messages: Sequence[Message], *, add_generation_prompt: bool = True
   ) -> str:
-    """As `chat.Template.render`."""
+    """Writes a conversation as the text that the model reads."""
     prompt = {"add_generation_prompt": add_generation_prompt}
     text, _ = self._run(messages, **prompt)
     return text

@@ -44,10 +44,7 @@ ROW_SUFFIXES = (
   *_TABLES,
 )
 _CHUNK = 1 << 20
-# Rows of a Parquet table that are read into memory at one time: from 4, below
-# which reading slows down, to 256, and between them as many as have so many
-# bytes.
-_ROWS, _ROWS_BYTES = (4, 256), 1 << 26
+_ROWS = 4  # of a Parquet table that are read into memory at one time
 # Whether texts lie within their batch is checked as of bytes, since reading
 # them elsewhere would end the process; that they are UTF-8, one by one.
 _BYTES = {"string": "binary", "large_string": "large_binary"}
@@ -440,10 +437,8 @@ def _groups(
       columns = None if field is None else [field]
       options = {"columns": columns, "use_threads": False}
       for group in range(piece.start, piece.stop):
-        about = table.metadata.row_group(group)
-        rows = _rows_at_once(about, field)
-        batches = table.iter_batches(rows, row_groups=[group], **options)
-        yield about.num_rows, batches
+        batches = table.iter_batches(_ROWS, row_groups=[group], **options)
+        yield table.metadata.row_group(group).num_rows, batches
     return
   pyarrow = input_files.import_extra("pyarrow", piece.file)
   with damage(piece.file, pyarrow.ArrowException):
@@ -455,17 +450,6 @@ def _groups(
         yield None, map(reader.get_batch, [index])
     else:
       yield None, reader
-
-
-def _rows_at_once(group: Any, field: str | None) -> int:
-  """How many rows of a row group of Parquet are read at one time."""
-  largest = 1.0  # bytes of a row; one of a dictionary may be as large as all
-  for column in map(group.column, range(group.num_columns)):
-    if field in (None, column.path_in_schema):
-      shared = 1 if column.has_dictionary_page else max(group.num_rows, 1)
-      largest += column.total_uncompressed_size / shared
-  least, most = _ROWS
-  return min(max(least, int(_ROWS_BYTES / largest)), most)
 
 
 def _check_column(file: str, schema: Any, field: str | None) -> None:

@@ -124,7 +124,9 @@ class TokenSet:
       [0, *itertools.accumulate(entry[name] for entry in self._entries)][:-1]
       for name in ("tokens", "examples")
     )
-    self.ends = self._open_ends()
+    # A plain array view, since indexing a memmap is slow. The file is as it was
+    # written: `Shards` has compared it.
+    self.ends = np.asarray(np.load(self.folder / DOCUMENTS, mmap_mode="r"))
 
   def __reduce__(self) -> tuple:
     # Pickling an array that is mapped into memory would copy all of it.
@@ -174,35 +176,6 @@ class TokenSet:
         f"{part[at]}, beyond vocab_size={self._vocab_size}"
       )
     return part
-
-  def _open_ends(self) -> np.ndarray:
-    path, documents = self.folder / DOCUMENTS, self.metadata["documents"]
-    if not path.is_file():
-      raise FileNotFoundError(
-        f"{path}: no such file; the command that made the set writes it again"
-      )
-    try:
-      # A plain array view, since indexing a memmap is slow.
-      ends = np.asarray(np.load(path, mmap_mode="r"))
-    except (ValueError, EOFError) as error:
-      raise ValueError(f"{path}: damaged: {error}") from error
-    if (
-      ends.shape != (documents + 1,)
-      or ends.dtype != np.int64
-      or (ends[0], ends[-1]) != (0, self.num_tokens)
-      or not (self.metadata.get("files") or self._fits(ends))
-    ):
-      raise ValueError(
-        f"{path}: not of the {documents} documents and {self.num_tokens} "
-        "tokens of metadata.json"
-      )
-    return ends
-
-  def _fits(self, ends: np.ndarray) -> bool:
-    """Whether the shards say the same; older versions wrote no checksum."""
-    records = itertools.accumulate(entry["examples"] for entry in self._entries)
-    lengths = [self._shards.record(number - 1) for number in records]
-    return b"".join(lengths) == np.diff(ends).astype(_LENGTHS_DTYPE).tobytes()
 
 
 class TokenShard:

@@ -17,11 +17,10 @@ from moh_jax.config import DataConfig, TextDataConfig
 from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.config.dit import LatentScaling
 from moh_jax.data import augment, image_shards, transforms
-from moh_jax.data.augment import INCREASING, PLAIN, slide_rows
+from moh_jax.data.augment import INCREASING, PLAIN
 from moh_jax.data.decode import to_array, to_picture
 from moh_jax.data.transforms import Normalize, normalizer
 from tests.data import tiny_sets
-from tests.data.tiny_images import photo
 
 _MODEL = dataclasses.replace(tiny_sets.VIT, image_size=(8, 8))
 
@@ -205,30 +204,3 @@ class OperationsTest(parameterized.TestCase):
       np.testing.assert_array_equal(to_array(picture), expected, err_msg=case)
       seen.add((name, sign, magnitude))
     self.assertLen(seen, len(_OPERATIONS) * 2 * 4)
-
-
-_FILLS_BY_MODE = {"RGB": _FILLS["rgb"], "L": _FILLS["grey"]}
-
-
-def _pillow(picture, slope, offset):
-  return picture.transform(
-    picture.size,
-    Image.Transform.AFFINE,
-    (1, slope, offset, 0, 1, 0),
-    resample=Image.Resampling.BICUBIC,
-    fillcolor=_FILLS_BY_MODE[picture.mode],
-  )
-
-
-class SlideRowsTest(parameterized.TestCase):
-  @parameterized.product(
-    mode=("RGB", "L"),
-    size=((97, 64), (40, 90), (1, 7), (5, 1)),
-    slope=(0.0, 0.3, -0.27, 0.123456789, -1.7),
-    offset=(0, 3.0, -41.4, 25.6543, 200.5),
-  )
-  def test_pixels_are_pillows(self, mode, size, slope, offset):
-    picture = photo(size, mode)
-    ours = slide_rows(picture, slope, offset, _FILLS_BY_MODE[mode])
-    self.assertEqual((ours.mode, ours.size), (mode, size))
-    np.testing.assert_array_equal(ours, _pillow(picture, slope, offset))
