@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -59,8 +58,6 @@ class Options(command.Output):
     self.need("image_size", is_folder, "needs a folder of images")
     if needing and not self.reference:
       self.fail("metrics", "need --reference; without one only is")
-    if self.save_stats and os.path.isdir(self.save_stats):
-      self.fail("save_stats", "is a directory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +95,6 @@ def run(options: Options) -> int:
   if not names:
     names = ("fid", "sfid", "is", "pr") if options.reference else ("is",)
   passes = [_wanted(side, names, options.save_stats) for side in sides]
-  sizes = [options.batch_size] * len(sides)
-  for i, (side, wanted) in enumerate(zip(sides, passes)):
-    if any(wanted.values()):
-      sizes[i] = _batch_size(side.images, options.batch_size, mesh.size)
   extract, made_with = None, {}
   if any(any(wanted.values()) for wanted in passes):
     extract, made_with = _extractor(options)
@@ -113,8 +106,8 @@ def run(options: Options) -> int:
     if wanted["distributions"]:
       _warn(side, names)
   results = [
-    _summary(side, extract, size, **wanted)
-    for side, wanted, size in zip(sides, passes, sizes)
+    _summary(side, extract, options.batch_size, mesh.size, **wanted)
+    for side, wanted in zip(sides, passes)
   ]
   first, last = results[0], results[-1]
   if options.save_stats:
@@ -184,8 +177,11 @@ def _wanted(
       f"{flag}: holds statistics alone; precision, recall and Inception "
       "Score need the images (arr_0), --metrics fid,sfid does not"
     )
-  if wanted["keep_features"]:
-    fid.check_samples(images.count, fid.NEIGHBOURS, flag)
+  if wanted["keep_features"] and images.count <= (k := fid.NEIGHBOURS):
+    raise ValueError(
+      f"precision and recall with k={k} need at least {k + 1} samples, {flag} "
+      f"has {images.count}"
+    )
   if statistics and statistics.spatial is None and "sfid" in metrics:
     raise ValueError(
       f"{flag}: holds mu and sigma alone, which serve --metrics fid; sfid "
@@ -204,12 +200,7 @@ def _batch_size(images: ImageSet, wanted: int, devices: int) -> int:
   """
   rows, columns = images.size
   bytes_per_image = rows * columns * 3 * (1 + 4)  # uint8 and float32
-  most = _MOST_BATCH_BYTES // bytes_per_image * devices
-  if not most:
-    raise ValueError(
-      f"{images.path}: images of {rows} rows x {columns} columns are too "
-      "large; scale them"
-    )
+  most = max(1, _MOST_BATCH_BYTES // bytes_per_image) * devices
   return min(wanted, most, -(-images.count // devices) * devices)
 
 
@@ -229,7 +220,11 @@ def _warn(side: _Side, metrics: Sequence[str]) -> None:
 
 
 def _summary(
-  side: _Side, extract: Callable | None, batch_size: int, **wanted: bool
+  side: _Side,
+  extract: Callable | None,
+  batch_size: int,
+  devices: int,
+  **wanted: bool,
 ) -> Summary:
   """The side's summary; the file's statistics where it states them."""
   import tqdm
@@ -238,11 +233,12 @@ def _summary(
 
   summary = Summary()
   if any(wanted.values()):
+    size = _batch_size(side.images, batch_size, devices)
     with tqdm.tqdm(
       total=side.images.count, desc=side.name, unit="image", disable=None
     ) as bar:
       summary = summarize(
-        extract, side.images, batch_size, **wanted, progress=bar.update
+        extract, side.images, size, **wanted, progress=bar.update
       )
   if stated := side.statistics:
     summary = dataclasses.replace(

@@ -32,6 +32,7 @@ from moh_jax.runtime.files import (
   open_member,
   read_npz,
 )
+from moh_jax.runtime.sharding import check_finite
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3 or 1)"
 _THREADS = 8
@@ -238,6 +239,7 @@ def summarize(
   sums: dict[str, Moments] = {}
   scores, kept = [], []
   for block in _blocks(extract, images, *how):
+    check_finite(block, f"the features of {images.path}")
     if distributions:
       for name in ("pool3", "spatial"):
         sums[name] = moments(block[name], sums.get(name))

@@ -9,9 +9,8 @@ import os
 import pathlib
 import shutil
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,28 +33,19 @@ from moh_jax.runtime.files import (
   inside,
   only_writer,
   read_bytes,
+  read_npz,
   remove_files,
   replacing,
   write_whole,
 )
-from moh_jax.runtime.json_files import plain, read_json, same_settings
+from moh_jax.runtime.json_files import plain, same_settings
 from moh_jax.runtime.peers import ask_first_process
 
 Labels = Sequence[int | None]
 
 _SETTINGS = "settings.json"
-# Pattern of the names of parts of which a kill stopped the writing.
-_GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
 _MOST_PNG_BYTES = 1 << 30
-# What reading a damaged archive raises, beside errors of the disk.
-_DAMAGE = (
-  *(zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError),
-  *(KeyError, AttributeError),  # an archive, or a note, without what is read
-)
 _MARK = "moh_jax"  # name of a text in PNG files
-# Beside the settings: that pictures have it; the checksum of a whole file.
-_MARKED, _SUM = "_marked", "_xxh3"
-_CHUNK = 1 << 20
 
 
 class Sampler:
@@ -276,7 +266,7 @@ def sample_files(
   joined = out.suffix == ".npz"
   if joined:
     folder, settings["batch_size"] = _parts(out), batch_size
-    files = [[folder / f"{start:09d}.npy"] for start in starts]
+    files = [[folder / f"{start:09d}.npz"] for start in starts]
   else:
     folder = out
     pictures = [
@@ -288,9 +278,9 @@ def sample_files(
     files = [pictures[start : start + batch_size] for start in starts]
   every = list(itertools.chain.from_iterable(files))
 
-  def is_there(file: pathlib.Path, marked: bool) -> bool:
+  def is_there(file: pathlib.Path) -> bool:
     if not joined and file.exists():
-      _check_picture(file, _name(file, folder), settings, marked)
+      _check_picture(file, _name(file, folder), settings)
     return file.exists()
 
   def find_missing() -> list[bool]:
@@ -305,14 +295,13 @@ def sample_files(
       folder.mkdir(parents=True, exist_ok=True)
     held.enter_context(only_writer(folder))
     if not _has_settings(folder, settings):
-      write_whole(folder / _SETTINGS, _comment({**settings, _MARKED: True}))
+      write_whole(folder / _SETTINGS, _comment(settings))
     names = {file.name for file in every}
     for place in {file.parent for file in every}:
       for left in place.glob(".*.tmp"):  # of ours, by a kill
         if left.name[1:].rsplit(".", 2)[0] in names:
           left.unlink()
-    marked = read_json(folder / _SETTINGS).get(_MARKED, False)
-    return [not all(is_there(x, marked) for x in batch) for batch in files]
+    return [not all(map(is_there, batch)) for batch in files]
 
   with contextlib.ExitStack() as held:  # the folder, by the first process
     flags = ask_first_process(find_missing, len(files))
@@ -348,8 +337,7 @@ def _mark(settings: dict[str, Any], name: str, pixels: np.ndarray) -> str:
 
 def _write_part(path: pathlib.Path, images: np.ndarray, mark: str) -> None:
   with path.open("wb") as stream:
-    np.save(stream, np.ascontiguousarray(images))
-    stream.write(mark.encode())
+    np.savez(stream, images=images, mark=mark)
 
 
 def write_png(path: pathlib.Path, pixels: np.ndarray, mark: str = "") -> None:
@@ -361,12 +349,9 @@ def write_png(path: pathlib.Path, pixels: np.ndarray, mark: str = "") -> None:
 
 
 def _check_picture(
-  file: pathlib.Path, name: str, settings: dict[str, Any], marked: bool
+  file: pathlib.Path, name: str, settings: dict[str, Any]
 ) -> None:
   """Checks that a picture is whole, and one of these samples.
-
-  Of pictures by versions that wrote no mark (`marked` is False) nobody can
-  check the place.
 
   Raises:
     ValueError: it is damaged, or another one.
@@ -377,8 +362,7 @@ def _check_picture(
       pixels, mark = np.asarray(picture), picture.info.get(_MARK)
   except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(f"{file}: damaged, remove it: {error}") from error
-  unmarked = mark is None and not marked
-  if not unmarked and mark != _mark(settings, name, pixels):
+  if mark != _mark(settings, name, pixels):
     raise ValueError(f"{file}: is not the image sampled here; remove it")
 
 
@@ -398,31 +382,15 @@ def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
   if not out.exists():
     return False
   check_regular(out)
-  is_ours = is_whole = False
-  with contextlib.suppress(*_DAMAGE):
+  with contextlib.suppress(Exception):  # a damaged archive raises nearly any
     with zipfile.ZipFile(out) as archive:
-      stored = json.loads(archive.comment)
-      noted = stored.pop(_SUM, None)
-      is_ours = stored == plain(settings)
-      is_whole = is_ours and noted in (None, _sum(archive))
-  if not is_ours:
-    raise ValueError(
-      f"{out} exists and was made with other settings, or is damaged; remove "
-      "it or choose another file"
-    )
-  if not is_whole:
-    raise ValueError(f"{out} is damaged; remove it")
-  return True
-
-
-def _sum(archive: zipfile.ZipFile) -> str:
-  """The checksum of the arrays that `_join` wrote."""
-  state = xxhash.xxh3_128()
-  for name in ("arr_0.npy", "arr_1.npy"):
-    with archive.open(name) as member:
-      while chunk := member.read(_CHUNK):
-        state.update(chunk)
-  return state.hexdigest()
+      is_ours = json.loads(archive.comment) == plain(settings)
+      if is_ours and archive.testzip() is None:  # compares checksums
+        return True
+  raise ValueError(
+    f"{out} exists and was made with other settings, or is damaged; remove it "
+    "or choose another file"
+  )
 
 
 def _comment(settings: dict[str, Any]) -> bytes:
@@ -450,48 +418,22 @@ def _remove_parts(
     return
   for file in files:
     file.unlink(missing_ok=True)
-  remove_files(parts, _GROWING, _SETTINGS)
+  remove_files(parts, _SETTINGS)
 
 
-def _read_part(
-  part: pathlib.Path, count: int, settings: dict[str, Any]
-) -> np.ndarray:
-  """The `count` images that `_write_part` wrote.
+def _read_part(part: pathlib.Path, settings: dict[str, Any]) -> np.ndarray:
+  """The images that `_write_part` wrote.
 
   Raises:
     ValueError: the file is damaged, or another one.
   """
-  check_regular(part)
-  with part.open("rb") as stream:
-    try:
-      np.lib.format.read_magic(stream)
-      shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    except ValueError as error:
-      raise ValueError(f"{part}: damaged, remove it: {error}") from error
-    size = math.prod(shape) if min(shape, default=0) > 0 else 0
-    is_whole = 0 < size <= part.stat().st_size
-    if dtype != np.uint8 or shape[:1] != (count,) or not is_whole:
-      raise ValueError(
-        f"{part}: of dtype {dtype} and shape {shape}, not {count} images; "
-        "remove it"
-      )
-    images = np.frombuffer(stream.read(size), np.uint8)
-    mark = _mark(settings, part.name, images).encode()
-    if stream.read(len(mark) + 1) != mark:
-      raise ValueError(f"{part}: damaged, or not what was sampled; remove it")
-  return images.reshape(shape)
-
-
-class _Summed:
-  """A stream whose bytes are summed up as they are written."""
-
-  def __init__(self, stream: IO[bytes], state: xxhash.xxh3_128):
-    self._stream, self._state = stream, state
-
-  def write(self, content: bytes) -> int:
-    """Writes and counts."""
-    self._state.update(content)
-    return self._stream.write(content)
+  try:
+    images, mark = read_npz(part, ("images", "mark")).values()
+  except ValueError as error:
+    raise ValueError(f"{error}; remove it") from error
+  if mark != _mark(settings, part.name, images):
+    raise ValueError(f"{part}: is not what was sampled here; remove it")
+  return images
 
 
 def _join(
@@ -502,19 +444,13 @@ def _join(
   settings: dict[str, Any],
 ) -> None:
   """Streams the parts into one npz, a part in memory at a time."""
-  rows = settings["batch_size"]
-  shape = _read_part(parts[0], min(rows, num), settings).shape[1:]
+  shape = _read_part(parts[0], settings).shape[1:]
   header = {"descr": "|u1", "fortran_order": False, "shape": (num, *shape)}
-  state = xxhash.xxh3_128()
   with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
     with archive.open("arr_0.npy", "w", force_zip64=True) as stream:
-      member = _Summed(stream, state)
-      np.lib.format.write_array_header_2_0(member, header)
-      for start, part in zip(range(0, num, rows), parts, strict=True):
-        images = _read_part(part, min(rows, num - start), settings)
-        if images.shape[1:] != shape:
-          raise ValueError(f"{part}: of shape {images.shape}; remove it")
-        member.write(images.tobytes())
+      np.lib.format.write_array_header_2_0(stream, header)
+      for part in parts:
+        stream.write(_read_part(part, settings).tobytes())
     with archive.open("arr_1.npy", "w") as stream:
-      np.save(_Summed(stream, state), labels)
-    archive.comment = _comment({**settings, _SUM: state.hexdigest()})
+      np.save(stream, labels)
+    archive.comment = _comment(settings)

@@ -20,7 +20,7 @@ import numpy as np
 import tqdm
 from jax.sharding import Mesh
 
-from moh_jax.config import LLMConfig, MeshConfig
+from moh_jax.config import LLMConfig
 from moh_jax.layers.vocabulary import token_nats
 from moh_jax.models.llm import output_kernel, output_logits
 from moh_jax.runtime import sharding
@@ -86,8 +86,8 @@ class Scorer:
     params: Any,
     config: LLMConfig,
     *,
-    batch_size: int = 8,
-    mesh: Mesh | None = None,
+    batch_size: int,
+    mesh: Mesh,
   ):
     """Prepares the programs; they compile at first use.
 
@@ -102,12 +102,8 @@ class Scorer:
     Raises:
       ValueError: the batch cannot be split over the mesh.
     """
-    if batch_size < 1:
-      raise ValueError(f"batch_size={batch_size} must be at least 1")
-    mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
-    sharding.check_batch("batch_size", batch_size, mesh)
     self.max_length = config.max_length
-    self._params, self._config = params, config
+    self._params = params
     self._batch_size, self._mesh = batch_size, mesh
     step = _make_step(model, config)
     self._step = jax.jit(step, out_shardings=sharding.replicated(mesh))
@@ -170,28 +166,17 @@ class Scorer:
 
   def _rows(self, pairs: Sequence[Pair]) -> list[_Row]:
     """Checks the pairs and groups them by what they read."""
-    limit, vocab = self.max_length, self._config.vocab_size
+    limit = self.max_length
     rows: dict[bytes, list[_Row]] = {}
     for index, (context, continuation) in enumerate(pairs):
-      if not len(context):
-        raise ValueError(
-          f"the context of pair {index} is empty; it must have at least one "
-          "token, as the begin of text"
-        )
       if len(continuation) > limit:
         raise ValueError(
           f"the continuation of pair {index} has {len(continuation)} tokens, "
           f"more than model.max_length={limit}"
         )
-      ids = np.array([*context, *continuation], np.int64)
-      if ids.min() < 0 or ids.max() >= vocab:
-        raise ValueError(
-          f"pair {index} has a token outside [0, {vocab}), the model's "
-          f"vocabulary: {ids.min() if ids.min() < 0 else ids.max()}"
-        )
       if not len(continuation):
         continue
-      ids = ids[-(limit + 1) :].astype(np.int32)
+      ids = np.array([*context, *continuation], np.int32)[-(limit + 1) :]
       same = rows.setdefault(ids[:-1].tobytes(), [])
       last = int(ids[-1])
       if not same or (

@@ -200,6 +200,8 @@ def held_out_batches(
   config: Config, source: Source, mesh: Mesh
 ) -> Iterator[Any]:
   """Global batches of the held-out examples, as arrays on the devices."""
+  if not len(source):
+    raise ValueError("the split to evaluate is empty")
   rows = sharding.batch_rows(mesh, config.eval.batch_size)
   batches = eval_batches(config, source, rows)
   normalize = normalizer(config.data)

@@ -45,19 +45,7 @@ class MomentsTest(parameterized.TestCase):
     )
     np.testing.assert_array_equal(streamed.covariance, streamed.covariance.T)
 
-  def test_what_has_no_covariance_or_score_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "at least 2 samples, there are 1"):
-      moments(_features(1)).gaussian()
-    for value in (np.nan, np.inf):
-      features = _features(5)
-      features[2, 1] = value
-      with np.errstate(invalid="ignore"):
-        seen = moments(features)
-      with self.assertRaisesRegex(ValueError, "must be finite"):
-        seen.gaussian()
-    for logits in (np.zeros((0, 3)), np.full((2, 3), np.nan)):
-      with self.assertRaisesRegex(ValueError, "at least 1 sample and finite"):
-        fid.block_score(logits)
+  def test_score_of_certain_classes_is_their_number(self):
     for size in (1e3, 1e30):  # and a class that no sample has
       score = fid.block_score(size * np.eye(6, 7, dtype=np.float32))
       self.assertAlmostEqual(score, 6, places=12)
@@ -83,16 +71,6 @@ class PrecisionRecallTest(parameterized.TestCase):
     copies = np.repeat(features[:1], 50, axis=0)
     np.testing.assert_array_equal(fid.knn_radii(copies), np.zeros(50))
 
-  @parameterized.parameters(("generated", 3, 9), ("reference", 9, 2))
-  def test_too_few_samples_are_refused(self, name, generated, reference):
-    sets = np.ones((generated, 4)), np.ones((reference, 4))
-    with self.assertRaisesRegex(
-      ValueError, f"k=3 need at least 4 samples, the {name} set has [23]"
-    ):
-      fid.precision_recall(*sets)
-    with self.assertRaisesRegex(ValueError, "must be finite"):
-      fid.knn_radii(np.full((9, 4), np.nan))
-
 
 class StatisticsFilesTest(folders.FolderTest):
   def setUp(self):
@@ -110,12 +88,11 @@ class StatisticsFilesTest(folders.FolderTest):
     self.assertFalse(fid.has_statistics(self.file.parent))
     read = self._read()
     self.assertEqual(read.made_with, _MADE_WITH)
-    with np.load(self.file) as stored:
-      arrays = {**stored, "mu": 2 * stored["mu"]}
-    changed = self.file.with_name("changed.npz")
-    np.savez(changed, **arrays)
-    with self.assertRaisesRegex(ValueError, "not what was written"):
-      fid.read_statistics(changed, 24, 63)
+    changed = bytearray(self.file.read_bytes())
+    changed[200] ^= 1
+    self.file.with_name("changed.npz").write_bytes(changed)
+    with self.assertRaisesRegex(ValueError, "changed.npz: damaged npz file"):
+      fid.read_statistics(self.file.with_name("changed.npz"), 24, 63)
     for name in ("pool3", "spatial"):
       got, want = getattr(read, name), getattr(written, name)
       np.testing.assert_array_equal(got.mean, want.mean)
@@ -354,6 +331,15 @@ class SummarizeTest(ImageSetTest):
     self.assertAlmostEqual(summary.inception_score, expected, places=13)
     np.testing.assert_array_equal(summary.features, pool3)
     self.assertEqual(summary.features.dtype, np.float32)
+
+  def test_features_that_are_not_finite_are_refused(self):
+    def extract(images):
+      found = self._extract(images)
+      return found._replace(pool3=np.nan * found.pool3)
+
+    images = open_images(self.file)
+    with self.assertRaisesRegex(FloatingPointError, "features of .*x.npz"):
+      image_metrics.summarize(extract, images, 8)
 
   def test_one_image_has_no_covariance(self):
     np.savez(self.file, _MANY[:1])

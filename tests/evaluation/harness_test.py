@@ -5,14 +5,17 @@ import tempfile
 from unittest import mock
 
 import chex
+import jax
 import numpy as np
 from absl.testing import parameterized
 
+from moh_jax.config import MeshConfig
 from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.harness import TaskChoice, choose_tasks, main_metric
 from moh_jax.inference.score import Scorer
 from moh_jax.models.registry import make_model
+from moh_jax.runtime.sharding import make_mesh
 from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 
@@ -29,7 +32,11 @@ class HarnessTest(parameterized.TestCase):
     tiny_harness.write_tasks(cls.folder)
     config = tiny_text_model.CONFIG
     cls.scorer = Scorer(
-      make_model(config)[0], tiny_text_model.params(), config.model
+      make_model(config)[0],
+      tiny_text_model.params(),
+      config.model,
+      batch_size=8,
+      mesh=make_mesh(MeshConfig(), jax.devices()[:1]),
     )
     cls.prompts = []
 

@@ -22,6 +22,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import classification
+from moh_jax.training.task import held_out_batches
 from tests.training import tiny
 
 _VALUES = np.float32([1, 2, 3, 10, 20, 30, -4])
@@ -62,7 +63,7 @@ class MeanMetricsTest(parameterized.TestCase):
 
   def test_empty_split_is_refused(self):
     with self.assertRaisesRegex(ValueError, "split to evaluate is empty"):
-      mean_metrics(_step, 1.0, [])
+      next(held_out_batches(_CONFIG, [], None))
 
 
 _CONFIG = tiny.llm_config()
