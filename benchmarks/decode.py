@@ -116,8 +116,7 @@ def _evaluation(name: str) -> Callable:
   """Makes the function (q, cache, slots, active) -> (outputs, ())."""
 
   def run(q, cache, slots, active):
-    form = "auto" if name == "groups" else name
-    out = cached_attention(q, cache, slots, active=active, implementation=form)
+    out = cached_attention(q, cache, slots, name, active)
     return _gated(out, active), ()
 
   return run

@@ -195,12 +195,6 @@ class AggregatedAttention(CosineAttention, kw_only=True):
     Returns:
       [B, N, C] and the router's side values.
     """
-    if self.window < 1 or self.window % 2 == 0:
-      raise ValueError(f"window={self.window} must be odd and at least 1")
-    if not all(1 <= p <= g for p, g in zip(self.pool_grid, self.grid)):
-      raise ValueError(
-        f"pool_grid={self.pool_grid} must be in [1, {self.grid}] on each axis"
-      )
     gates, aux = self.route(x)
     project_kv = self.project(2, "kv")
     (q,), (k, v) = self.project(1, "q")(x), project_kv(x)

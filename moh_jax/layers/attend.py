@@ -19,7 +19,6 @@ from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import HeadLayout, kv_repeats
-from moh_jax.ops.picked_heads import attend_picked
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
@@ -119,17 +118,6 @@ def attend(
     ValueError: the implementation is unknown or cannot do this.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  if active is not None and active.parts > 1:
-    every = functools.partial(
-      attend,
-      k=k,
-      v=v,
-      active=None,
-      implementation=implementation,
-      visible=visible,
-      scale=scale,
-    )
-    return attend_picked(every, q, active, bias)
 
   def local(q, k, v, visible, bias, active):
     call = Call(q, k, v, visible, scale, bias, active)
@@ -164,7 +152,7 @@ def attend_to_cache(
     cache: keys and values, those of the new tokens among them.
     slots: which slots each new token sees.
     active: the heads that tokens use; None is every head.
-    implementation: see `cached_attention`.
+    implementation: see `choose_cached_form`.
 
   Returns:
     [B, n, H, D] in the dtype of q.
@@ -172,15 +160,6 @@ def attend_to_cache(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-  if active is not None and active.parts > 1:
-    every = functools.partial(
-      attend_to_cache,
-      cache=cache,
-      slots=slots,
-      active=None,
-      implementation=implementation,
-    )
-    return attend_picked(every, q, active)
   form = ops.choose_cached_form(
     implementation,
     target(),
@@ -189,12 +168,10 @@ def attend_to_cache(
     unit=1 if active is None else active.unit,
   )
   if form == "dense":
-    return ops.cached_attention(q, cache, slots, implementation=form)
+    return ops.cached_attention(q, cache, slots, form)
 
   def local(q, cache, slots, active):
-    return ops.cached_attention(
-      q, cache, slots, active=active, implementation=implementation
-    )
+    return ops.cached_attention(q, cache, slots, form, active)
 
   slots = Slots(jnp.broadcast_to(slots.start, slots.first.shape), slots.first)
   stored = ("batch", "heads", None, None)

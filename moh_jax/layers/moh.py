@@ -41,6 +41,7 @@ from moh_jax.ops.basics import check_array
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import HeadLayout, place_heads
+from moh_jax.ops.picked_heads import attend_picked
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
 
@@ -91,7 +92,7 @@ class MoHAttention(nn.Module):
       the norms of all heads would be nearly equal.
     kernel_init: initializer of the projections and the router.
     output_major: how the projections' kernels are stored, see `KernelLayer`.
-    implementation: see `attention` and `cached_attention` of
+    implementation: see `attention` and `choose_cached_form` of
       `ops.attention`.
     dropout_rate: share of the outputs' elements that training drops.
     dtype: compute dtype; the router's is float32.
@@ -291,10 +292,17 @@ class MoHAttention(nn.Module):
     slots: Slots | None,
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, the layout's width]."""
-    how = {"active": active, "implementation": implementation_of(self)}
-    if cache is not None and slots.first is not None:
-      return attend_to_cache(q, cache, slots, **how)
-    return attend(q, k, v, visible=visible, scale=layout.dim**-0.5, **how)
+    how = {"implementation": implementation_of(self)}
+
+    def run(q: jax.Array, active: ActiveHeads | None = None) -> jax.Array:
+      if cache is not None and slots.first is not None:
+        return attend_to_cache(q, cache, slots, active=active, **how)
+      scale = layout.dim**-0.5
+      return attend(q, k, v, active=active, visible=visible, scale=scale, **how)
+
+    if active is not None and active.parts > 1:
+      return attend_picked(run, q, active)
+    return run(q, active)
 
   def _drop(self, x: jax.Array, deterministic: bool | None) -> jax.Array:
     """Drops elements of the output, in training."""

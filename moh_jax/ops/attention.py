@@ -253,19 +253,16 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
 
 def _fastest(case: AttentionCase, *, packs: bool) -> Form:
   """The form of the first back end that suits a call."""
-  for backend in BACKENDS.values():
-    if backend.suits(case, packs=packs):
-      return backend.form(case, packs=packs)
-  raise AssertionError("the last back end suits all calls")
+  suiting = (x for x in BACKENDS.values() if x.suits(case, packs=packs))
+  return next(suiting).form(case, packs=packs)  # the last one suits all calls
 
 
 def cached_attention(
   q: jax.Array,
   cache: LayerCache,
   slots: Slots,
-  *,
+  form: str,
   active: ActiveHeads | None = None,
-  implementation: str = "auto",
 ) -> jax.Array:
   """Softmax attention of new tokens to the slots of a key/value cache.
 
@@ -276,36 +273,22 @@ def cached_attention(
     cache: keys and values [B, K, M, D] or [B * K, M, D], those of the new
       tokens among them.
     slots: which slots each new token sees; `first` is not None.
+    form: from `choose_cached_form`.
     active: the heads that tokens use; None is every head. The outputs of other
       heads are finite and otherwise undefined; a gate of 0 makes them 0. A text
       whose token has more than `active.max_per_token` gets NaN from "kernel".
-    implementation: one of `IMPLEMENTATIONS`. "kernel" reads only the heads that
-      tokens use and the slots that they see, for one new token per text and
-      without gradients; "auto" is the same on GPUs and TPUs. On CPUs "auto" and
-      "packed" read the key/value heads that tokens use, where these choose
-      whole groups (`active.unit`). All others read the whole cache.
 
   Returns:
     [B, n, H, D] in the dtype of q; 0 where no slot is visible.
 
   Raises:
-    ValueError: the implementation is unknown or cannot do this.
+    ValueError: the device has no kernels.
   """
-  batch, new, heads, dim = q.shape
-  if active is not None:
-    chex.assert_shape(active.mask, (batch, new, heads))
-  form = choose_cached_form(
-    implementation,
-    target(),
-    new=new,
-    head_dim=dim,
-    unit=1 if active is None else active.unit,
-  )
   if form == "dense":
     return dense.attend_to_cache(q, cache, slots)
   if form == "groups":
     return dense.attend_to_groups(q, cache, slots, active)
-  return kernel.attend_to_cache(q, split_texts(cache, batch), slots, active)
+  return kernel.attend_to_cache(q, split_texts(cache, len(q)), slots, active)
 
 
 def choose_cached_form(

@@ -75,8 +75,9 @@ class DecodeTest(parameterized.TestCase):
     options = _DECODE(cache_dtype=dtype, implementations=("dense",))
     self.assertEqual([r.fault for r in _decode_rows(options)], [None, None])
 
-    def wrong(*args, active, **options):
-      out = cached_attention(*args, active=active, **options)
+    def wrong(*args):
+      *_, active = args
+      out = cached_attention(*args)
       return out if active is None else out * 1.01
 
     with mock.patch.object(decode, "cached_attention", wrong):

@@ -95,7 +95,8 @@ _REFUSED = {
     "--image-size 8": "--image-size=8 needs a folder of images",
     "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
-    "--save-stats {here}": "is a directory",
+    "--save-stats {here}": "is a folder, must be a file",
+    "--reference {here}/few.npz --metrics pr": "need at least 4 samples, --ref",
     "--samples {here}/twice.npz": "'arr_0.npy' stands in it 2 times",
     "--inception no.pth": "pt_inception-2015-12-05-6726825d",
     "": "no --inception was given; ",
@@ -197,6 +198,7 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
       for _ in range(2):
         with warnings.catch_warnings(action="ignore"):  # of two of one name
           archive.writestr("arr_0.npy", "")
+    np.savez(here / "few.npz", np.zeros((3, 8, 8, 3), np.uint8))
     stats = {"mu": np.zeros(2048), "sigma": np.eye(2048)}
     np.savez(here / "stats.npz", **stats)
     for name, text in (

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.layers.aggregated import AggregatedAttention
+from moh_jax.config.heads import RouterConfig
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.ops.position import relative_coordinates
 from tests.layers import small
 
 _QUERY_NORM = RouterConfig("query_norm")
@@ -39,18 +37,6 @@ class MoHAttentionTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       layer = MoHAttention(**{"budget": small.BUDGET} | fields)
       layer.init(jax.random.key(0), jnp.ones(shape), token_mask=mask)
-
-  @parameterized.parameters(
-    ({"window": 2}, "window=2 must be odd"),
-    *(({"pool_grid": grid}, rf"pool_grid=\({grid[0]}, 2\) must be in")
-      for grid in ((0, 2), (64, 2))),
-  )  # fmt: skip
-  def test_other_windows_and_pools_are_named(self, fields, message):
-    grids = {"grid": (4, 6), "pool_grid": (2, 3)}
-    module = AggregatedAttention(HeadBudget(4, 1, 2, 3), **grids | fields)
-    coordinates = relative_coordinates(*grids.values())
-    with self.assertRaisesRegex(ValueError, message):
-      module.init(jax.random.key(0), jnp.ones((2, 24, 12)), coordinates)
 
   @parameterized.parameters(
     ({}, {"context": jnp.ones((2, 5), bool)}, r"\(2, 5\), must.* token_mask="),

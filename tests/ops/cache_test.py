@@ -106,7 +106,7 @@ class WriteCacheTest(parameterized.TestCase):
     self.assertEqual(int(jnp.abs(cache.k).max()), 127)
 
 
-_attend = jax.jit(cached_attention, static_argnames="implementation")
+_attend = jax.jit(cached_attention, static_argnames="form")
 _dense = jax.jit(attention, static_argnames="causal")
 
 
@@ -127,7 +127,7 @@ class CachedAttentionTest(parameterized.TestCase):
     (heads, new, seen), (cache, *_) = case, filled(dtype)
     q = vectors(new, heads, dtype=q_dtype)
     k, v = (jnp.asarray(stored(cache, name)[:, :seen]) for name in "kv")
-    out = _attend(q, cache, _slots(new, seen))
+    out = _attend(q, cache, _slots(new, seen), "dense")
     chex.assert_shape(out, q.shape)
     chex.assert_type(out, q_dtype)
     expected = _dense(q.astype(jnp.float32), k, v, causal=True)
@@ -136,19 +136,16 @@ class CachedAttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=atol)
 
   @parameterized.product(
-    dtype=DTYPES, slot=(3, (4, 2)), implementation=("dense", "kernel")
+    dtype=DTYPES, slot=(3, (4, 2)), form=("dense", "kernel")
   )
-  def test_texts_and_heads_may_be_one_axis(self, dtype, slot, implementation):
+  def test_texts_and_heads_may_be_one_axis(self, dtype, slot, form):
     before, *_ = filled(dtype, tokens=4)
     new = vectors(1, seed=3), vectors(1, seed=4), jnp.asarray(slot)
     after, merged = write(before, *new), write(merge_texts(before), *new)
     chex.assert_shape(merged.k, (B * K, M, D))
     chex.assert_trees_all_equal(split_texts(merged, B), after)
     q, slots = vectors(1, 2 * K), Slots(jnp.asarray(slot), jnp.array([0, 1]))
-    outs = [
-      _attend(q, cache, slots, implementation=implementation)
-      for cache in (after, merged)
-    ]
+    outs = [_attend(q, cache, slots, form) for cache in (after, merged)]
     np.testing.assert_allclose(*outs, atol=1e-6)
 
   def test_more_heads_than_the_bound_give_nan_in_their_text(self):
@@ -156,9 +153,9 @@ class CachedAttentionTest(parameterized.TestCase):
     q, slots = vectors(1, 4), _slots(1, 5)
     mask = np.arange(4) <= 3 * (np.arange(B) == 0)[:, None, None]
     active = ActiveHeads(jnp.asarray(mask), 1)
-    out = _attend(q, cache, slots, active=active, implementation="kernel")
+    out = _attend(q, cache, slots, "kernel", active)
     self.assertTrue(np.isnan(out[0]).any())
-    expected = jnp.where(mask[..., None], _attend(q, cache, slots), 0)
+    expected = jnp.where(mask[..., None], _attend(q, cache, slots, "dense"), 0)
     np.testing.assert_allclose(out[1:], expected[1:], atol=2e-6)
 
 
