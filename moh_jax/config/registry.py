@@ -39,10 +39,15 @@ class Registry(Generic[Record]):
     """Adds a record, or replaces that of a class of the same name.
 
     Raises:
-      ValueError: the name is that of another one, or no text.
+      ValueError: the name is that of another one, or no text, or its code is
+        None, as that of the router "none" alone is.
     """
     if not isinstance(record.name, str) or not record.name.strip():
       raise ValueError(f"{self.what} name={record.name!r} must be a text")
+    if getattr(record, self.code) is None and record.name != "none":
+      raise ValueError(
+        f"{self.what} name={record.name!r}: {self.code}=None must be a class"
+      )
     known = self._records.get(record.name, record)
     if self._called(known) != self._called(record):
       raise ValueError(
@@ -302,10 +307,8 @@ def register_router(
     Its record. Registering a class of the same name again replaces it.
 
   Raises:
-    ValueError: the name is that of another router, or there is no module.
+    ValueError: the name is that of another router, or `module` is None.
   """
-  if module is None and name != "none":
-    raise ValueError(f"router name={name!r}: module=None must be a class")
   return ROUTERS.add(RouterKind(name, module, **properties))
 
 

@@ -252,7 +252,9 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
     ]
   elif {"instruction", "output"} <= row.keys():
     asked = [row["instruction"], row.get("input", "")]
-    asked = "\n\n".join(str(text) for text in asked if text)
+    if not all(isinstance(text, str) for text in asked):
+      raise ValueError("'instruction' and 'input' must be texts")
+    asked = "\n\n".join(filter(None, asked))
     messages = [
       {"role": "user", "content": asked},
       {"role": ASSISTANT, "content": row["output"]},

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,18 @@ from moh_jax.data.input_files import import_extra
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 Span = tuple[int, int]
 ASSISTANT = "assistant"
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# The marks of templates around what is trained, and ours within: a character
+# that no text has, and a tag that trims the text beside it as theirs did.
+_MARKS = (
+  (
+    re.compile(r"(\{%[-+]?\s*generation\s*)([-+]?%\})"),
+    "\\1%}{{ '\ufdd0' }}{% set moh_jax_mark = 0 \\2",
+  ),
+  (
+    re.compile(r"(\{%[-+]?)(\s*endgeneration\s*[-+]?%\})"),
+    "\\1 set moh_jax_mark = 0 %}{{ '\ufdd1' }}{%\\2",
+  ),
+)
 _MOST_TEXT = 1 << 22  # characters of a conversation
 SECONDS = 5  # of computing, for one conversation
 _MEMORY = 1 << 29  # bytes beside what the libraries take
@@ -62,17 +74,31 @@ class Writer:
     self, messages: Sequence[Message], *, add_generation_prompt: bool = True
   ) -> str:
     """Writes a conversation as the text that the model reads."""
-    prompt = {"add_generation_prompt": add_generation_prompt}
-    text, _ = self._run(messages, **prompt)
+    jinja, library = libraries()
+    try:
+      (text,), _ = library.render_jinja_template(
+        [messages],
+        chat_template=self.source,
+        add_generation_prompt=add_generation_prompt,
+        **self.tokens,
+      )
+    except jinja.TemplateSyntaxError as error:
+      raise ValueError(f"line {error.lineno}: {error}") from error
+    except Exception as error:  # whatever a wrong template does
+      what = f"fails: {type(error).__name__}"
+      if type(error) is jinja.TemplateError:  # of `raise_exception`
+        what = "refuses the messages"
+      raise ValueError(f"{what}: {error}") from error
+    if len(text) > _MOST_TEXT:
+      raise ValueError(f"fails: more than {_MOST_TEXT:,} characters of text")
     return text
 
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """As `chat.Template.answers`."""
-    if _MARK.search(self.source):
-      text, spans = self._run(messages, return_assistant_tokens_mask=True)
-      return text, [(start, stop) for start, stop in spans if start < stop]
     text = self.render(messages, add_generation_prompt=False)
     spans = []
+    if _MARKS[0][0].search(self.source):
+      return text, self._marked(messages, text)
     for index, message in enumerate(messages):
       if message["role"] != ASSISTANT:
         continue
@@ -110,25 +136,27 @@ class Writer:
     ended = self.render(messages[: index + 1], add_generation_prompt=False)
     return len(ended) if text.startswith(ended) else 0
 
-  def _run(
-    self, messages: Sequence[Message], **options: Any
-  ) -> tuple[str, list[Span]]:
-    """The text of a conversation, and spans where they are asked for."""
-    jinja, library = libraries()
-    try:
-      texts, spans = library.render_jinja_template(
-        [messages], chat_template=self.source, **options, **self.tokens
+  def _marked(self, messages: Sequence[Message], text: str) -> list[Span]:
+    """What the template marks in the text that it writes.
+
+    transformers counts characters as they are written, which misplaces marks
+    in macros, filters and set blocks; characters in the text move with it.
+    """
+    source = self.source
+    for pattern, ours in _MARKS:
+      source = pattern.sub(ours, source)
+    writer = dataclasses.replace(self, source=source)
+    written = writer.render(messages, add_generation_prompt=False)
+    parts = re.split("([\ufdd0\ufdd1])", written)  # text, mark, text, ...
+    marks = "".join(parts[1::2])
+    if "".join(parts[::2]) != text or marks.replace("\ufdd0\ufdd1", ""):
+      raise ValueError(
+        "does more with what {% generation %} marks than to write it, so what "
+        "to train is unknown"
       )
-    except jinja.TemplateSyntaxError as error:
-      raise ValueError(f"line {error.lineno}: {error}") from error
-    except Exception as error:  # whatever a wrong template does
-      what = f"fails: {type(error).__name__}"
-      if type(error) is jinja.TemplateError:  # of `raise_exception`
-        what = "refuses the messages"
-      raise ValueError(f"{what}: {error}") from error
-    if len(texts[0]) > _MOST_TEXT:
-      raise ValueError(f"fails: more than {_MOST_TEXT:,} characters of text")
-    return texts[0], spans[0] if spans else []
+    ends = list(itertools.accumulate(map(len, parts[::2])))
+    spans = zip(ends[::2], ends[1::2])
+    return [(start, stop) for start, stop in spans if start < stop]
 
 
 @functools.cache

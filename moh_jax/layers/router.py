@@ -154,7 +154,7 @@ class HeadRouter(nn.Module):
 
   @nn.nowrap
   def _check(self, decided: Routing, x: jax.Array) -> None:
-    """Refuses shapes that later sums would broadcast."""
+    """Refuses shapes and dtypes that later sums would take silently."""
     if not isinstance(decided, Routing):
       raise ValueError(
         f"router.kind={self.config.kind!r} returned {type(decided).__name__}, "
@@ -169,12 +169,11 @@ class HeadRouter(nn.Module):
       "groups": 2,
     }
     for name, size in sizes.items():
-      shape, expected = getattr(decided, name).shape, (*x.shape[:2], size)
-      if shape != expected:
-        raise ValueError(
-          f"router.kind={self.config.kind!r} returned {name} of shape {shape}, "
-          f"must be {expected}"
-        )
+      kind = bool if name == "selected" else jnp.floating
+      what = f"router.kind={self.config.kind!r} returned {name}"
+      if not hasattr(found := getattr(decided, name), "shape"):
+        raise ValueError(f"{what} {type(found).__name__}, must be an array")
+      check_array(what, found, kind, (*x.shape[:2], size))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ import platform
 
 import filelock
 
+from moh_jax.config import base
+
 VARIABLE = "MOH_JAX_COMPILATION_CACHE"
 _OPTIONS = {
   "jax_compilation_cache_max_size": 1 << 30,  # bytes; the oldest use goes first
@@ -29,9 +31,15 @@ def enable() -> None:
   so do JAX's other variables. MOH_JAX_COMPILATION_CACHE=off keeps none.
   Where the folder cannot be used, a warning says so and programs are compiled
   as without it.
+
+  Raises:
+    ValueError: a folder's name is not UTF-8.
   """
   import jax
 
+  for name in ("JAX_COMPILATION_CACHE_DIR", VARIABLE):
+    if not base.is_utf8(value := os.environ.get(name, "")):
+      raise ValueError(f"{name}={value!r} must be UTF-8")
   if jax.config.jax_compilation_cache_dir or os.environ.get(VARIABLE) == "off":
     return
   path = folder()

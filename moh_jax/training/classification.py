@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
     )
+    chex.assert_equal_shape((logits, targets))  # a family's own network
     losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
     correct = (logits.argmax(-1) == labels).astype(jnp.float32)
     return add_balance_loss(

@@ -269,8 +269,11 @@ def check_same_run(
 
   Raises:
     ValueError: parameters, order of the data or random choices would differ
-      (the message names the fields), or the checkpoint is beyond the run's end.
+      (the message names the fields), the checkpoint is beyond the run's end, or
+      a source's identity holds what no checkpoint could.
   """
+  kind = dict[str, dict[str, int | str]]
+  json_files.check_json(dict(stream), kind, "the identity of the data")
   if step is None:
     return
   metadata, _ = read_metadata(workdir, step, verify=verify)

@@ -172,6 +172,44 @@ class AnswersTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       template.answers(_ask("one", "b. c"))
 
+  _TURN = (
+    "({{ m.role }}){% if m.role == 'assistant' %}\n{%- generation %}\n  "
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+  )
+
+  @parameterized.parameters(
+    "{% for m in messages %}TURN{% endfor %}",
+    "{% for m in messages recursive %}TURN{% endfor %}",
+    "{% macro f(m) %}TURN{% endmacro %}{% for m in messages %}{{ f(m) }}"
+    "{% endfor %}",
+    "{% for m in messages %}{% set y %}TURN{% endset %}{{ y }}{% endfor %}",
+    "{% for m in messages %}{% set y %}  TURN{% endset %}{{ y | trim }}"
+    "{% endfor %}",
+    "{% filter trim %}  {% for m in messages %}TURN{% endfor %}{% endfilter %}",
+    "{% macro f(m) %}{{ caller() }}{% endmacro %}{% for m in messages %}"
+    "{% call f(m) %}TURN{% endcall %}{% endfor %}",
+    "{% set y %}{% generation %}zzz{% endgeneration %}{% endset %}"
+    "{% for m in messages %}TURN{% endfor %}",
+    "{% filter upper %}{% for m in messages %}TURN{% endfor %}{% endfilter %}",
+  )
+  def test_marks_hold_wherever_they_are_written(self, source):
+    template = source.replace("TURN", self._TURN)
+    text, spans = Template(tiny_chat.tokenizer(template)).answers(
+      _ask("ß one", "two")
+    )
+    shown = [text[slice(*span)].strip().lower() for span in spans]
+    self.assertEqual(shown, ["ss one" if "upper" in source else "ß one", "two"])
+
+  @parameterized.parameters("y[:30]", "y | length", "y | upper | reverse")
+  def test_marks_of_changed_text_are_refused(self, what):
+    source = (
+      "{% for m in messages %}{% set y %}{% generation %}{{ m.content }}"
+      f"{{% endgeneration %}}{{% endset %}}{{{{ {what} }}}}{{% endfor %}}"
+    )
+    message = "does more with what {% generation %} marks"
+    with self.assertRaisesRegex(ValueError, message):
+      Template(tiny_chat.tokenizer(source)).answers(_ask("a" * 40, "two"))
+
   def test_other_fields_reach_the_template(self):
     source = (
       "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}"
@@ -332,6 +370,7 @@ class SourceTest(_ChatTest):
     ('{"conversations": [{"from": ["gpt"], "value": ""}]}', ":2: message 0: "),
     ('{"instruction": "a", "output": 3}', r":2: message 1: content=3 must be"),
     ('{"instruction": "a", "output": "\\ud800"}', ":2: .*surrogates"),
+    ('{"instruction": ["a"], "output": "b"}', ":2: 'instruction' and 'inp"),
     (
       '{"instruction": "a", "output": "b<|stop|>c"}',
       ":2: chat_template.jinja: does not write message 1",

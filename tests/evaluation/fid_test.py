@@ -338,7 +338,7 @@ class SummarizeTest(ImageSetTest):
       return found._replace(pool3=np.nan * found.pool3)
 
     images = open_images(self.file)
-    with self.assertRaisesRegex(FloatingPointError, "features of .*x.npz"):
+    with self.assertRaisesRegex(FloatingPointError, "features of .*s.npz"):
       image_metrics.summarize(extract, images, 8)
 
   def test_one_image_has_no_covariance(self):
