@@ -74,10 +74,13 @@ def _growth(part: Mapping[str, Any]) -> float:
   kind = part["type"]
   if kind == "Sequence":
     parts = next(part[name] for name in _PARTS if name in part)
-    # After one of these the others find little to take apart.
-    once = [x for x in parts if x["type"] in (*_FORMS, "Precompiled")]
-    others = math.prod(_growth(x) for x in parts if x not in once)
-    return others * max(map(_growth, once), default=1.0)
+    # After one of these the others find little to take apart; more than one
+    # table of rules may go on with what another made.
+    tables = [x for x in parts if x["type"] == "Precompiled"]
+    once = [x for x in parts if x["type"] in _FORMS] + tables[:1]
+    others = [x for x in parts if x["type"] not in (*_FORMS, "Precompiled")]
+    growth = math.prod(map(_growth, others + tables[1:]))
+    return growth * max(map(_growth, once), default=1.0)
   if kind == "Replace":
     shortest = len(part["pattern"].get("String", ""))
     made = len(part["content"])
@@ -192,7 +195,8 @@ def special_ends(tokenizer: hf.Tokenizer) -> tuple[int | None, int | None]:
   """The special tokens that a post-processor puts around a text.
 
   Raises:
-    ValueError: their ids are not those of the vocabulary.
+    ValueError: their ids are not those of the vocabulary, or it leaves the text
+      out or repeats it.
   """
   with library_errors("its post_processor fails"):
     made = tokenizer.post_process(_ONE_TOKEN.encode("a"))
@@ -205,7 +209,11 @@ def special_ends(tokenizer: hf.Tokenizer) -> tuple[int | None, int | None]:
         f"vocabulary {own}"
       )
   ids = [i if m else None for i, m in zip(made.ids, made.special_tokens_mask)]
-  first, *others = ids or [None]
+  if (count := ids.count(None)) != 1:
+    raise ValueError(
+      f"its post_processor writes a text {count:,} times, must write it once"
+    )
+  first, *others = ids
   return first, others[-1] if others else None
 
 

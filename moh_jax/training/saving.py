@@ -211,7 +211,7 @@ class Saver:
     items["data"] = ocp.args.JsonSave(data)
     items["config"] = checkpoint.config_item(self._metadata, step)
     with self.guard(f"the checkpoint of step {step}", step):
-      self._check_space(state)
+      ask_first_process(lambda: self._check_space(state))
       self._saving = step
       arguments = ocp.args.Composite(**items)
       self._manager.save(step, args=arguments, force=True)
@@ -334,7 +334,7 @@ class Saver:
       ) from error
 
   def _check_space(self, state: TrainState) -> None:
-    if steps.in_bucket(self._folder) or jax.process_index():
+    if steps.in_bucket(self._folder):
       return
     needed = steps.stored_bytes(self._directory)
     if needed is None:

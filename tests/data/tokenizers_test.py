@@ -1,5 +1,6 @@
 """Tokenizers, the files beside them, and chat templates."""
 
+import base64
 import concurrent.futures
 import functools
 import hashlib
@@ -15,7 +16,12 @@ import pytest
 import tokenizers as hf
 from absl.testing import parameterized
 
-from moh_jax.data import chat, template_process, tokenizers
+from moh_jax.data import (
+  chat,
+  template_process,
+  tokenizer_limits,
+  tokenizers,
+)
 from moh_jax.data.chat import render_chat
 from moh_jax.data.tokenizer_files import read_files_beside
 from moh_jax.data.tokenizers import load_tokenizer
@@ -241,6 +247,26 @@ class LoadTest(FolderTest):
         continue
       with self.assertRaisesRegex(ValueError, message):
         tokenizers.JsonTokenizer(content)
+
+  @parameterized.parameters(("$A $A", 2), ("<s>", 0))
+  def test_a_text_is_written_once(self, single, times):
+    tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 0, "<s>": 1}, "a"))
+    tokenizer.post_processor = hf.processors.TemplateProcessing(
+      single=single, special_tokens=[("<s>", 1)]
+    )
+    message = f"its post_processor writes a text {times} times, must write it"
+    with self.assertRaisesRegex(ValueError, message):
+      tokenizers.JsonTokenizer(tokenizer.to_str().encode())
+
+  def test_tables_of_rules_multiply(self):
+    table = base64.b64encode(b"\0\0\0\0" + b"x" * 10 + b"\0").decode()
+    table = {"type": "Precompiled", "precompiled_charsmap": table}
+    for parts, growth in (
+      ([{"type": "NFKD"}, table], 18),
+      ([table, table, table], 1000),
+    ):
+      found = tokenizer_limits._growth({"type": "Sequence", "decoders": parts})
+      self.assertEqual(found, growth)
 
   def test_a_key_twice_is_refused(self):
     tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 0}, "a"))
