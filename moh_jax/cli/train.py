@@ -35,7 +35,6 @@ def run(options: Options) -> int:
   options.join()
   from moh_jax.cli import run_log
   from moh_jax.data.infer import resolve
-  from moh_jax.training.flops import at_peak
   from moh_jax.training.saving import NonFiniteLossError
   from moh_jax.training.train import train
 
@@ -43,13 +42,8 @@ def run(options: Options) -> int:
   decode = read_decoder(options.vae, config)
   try:
     with run_log.kept(options):
-      result = train(
-        config,
-        options.workdir,
-        decode=decode,
-        verify=not options.no_verify,
-        at_peak=at_peak,
-      )
+      verify = not options.no_verify
+      result = train(config, options.workdir, decode=decode, verify=verify)
   except NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1

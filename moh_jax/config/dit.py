@@ -1,7 +1,6 @@
 """The sections of MoH-DiT: network, diffusion, sampling and autoencoder."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -49,22 +48,6 @@ class LatentScaling(base.Section):
       value = getattr(self, name)
       if len(value) not in (0, channels):
         self.fail(name, f"must have {channels} values, one per channel")
-
-  def differences(self, other: "LatentScaling") -> list[str]:
-    """Names the fields that differ, as "scale 0.18215, not 0.13025"."""
-    theirs = dataclasses.asdict(other)
-    return [
-      f"{name} {value}, not {theirs[name]}"
-      for name, value in dataclasses.asdict(self).items()
-      if not _close(value, theirs[name])
-    ]
-
-
-def _close(one: Any, other: Any) -> bool:
-  """Whether numbers are equal but for the rounding to float32."""
-  if isinstance(one, float) and isinstance(other, float):
-    return math.isclose(one, other, rel_tol=1e-6)
-  return len(one) == len(other) and all(map(_close, one, other))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,12 +177,6 @@ class LLMConfig(LayerStack):
     """Heads come in pairs, in groups and in an order."""
     if self.head_dim % 2:
       self.fail("head_dim", "must be even: RoPE turns pairs")
-    for layer, heads in enumerate(self.num_heads):
-      if heads % self.num_kv_heads:
-        raise ValueError(
-          f"model.num_kv_heads={self.num_kv_heads} must divide "
-          f"model.num_heads[{layer}]={heads}"
-        )
     super().check()
     self._check_order()
 

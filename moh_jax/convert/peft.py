@@ -100,20 +100,9 @@ def _above(name: str) -> Iterator[str]:
 # Fields that must have these values: others are not what we compute.
 _ONLY = {
   "peft_type": ("LORA",),
-  "use_dora": (False,),
-  "lora_bias": (False,),
   "bias": ("none",),
-  "fan_in_fan_out": (False,),
-  "rank_pattern": (None, {}),
-  "alpha_pattern": (None, {}),
-  "trainable_token_indices": (None, [], {}),
   # Others change the matrices that they are trained on.
   "init_lora_weights": (True, None, False, "gaussian", "eva", "orthogonal"),
-  "layer_replication": (None, []),
-  "use_qalora": (False,),
-  "use_bdlora": (None, False),
-  "alora_invocation_tokens": (None,),
-  "arrow_config": (None,),
 }
 # Fields that matter only while adapters are made, or where others are given.
 # PEFT writes more with each version; others must be null, false or empty.
@@ -403,7 +392,9 @@ def _read_config(path: pathlib.Path) -> _Stored:
       )
   known = {*_ONLY, *_UNREAD, *_Stored.__struct_fields__}
   if new := sorted(n for n in values if values[n] and n not in known):
-    raise ValueError(f"{path}: {new[0]}={values[new[0]]!r} is unknown")
+    raise ValueError(
+      f"{path}: {new[0]}={values[new[0]]!r} must be null, false or empty"
+    )
   return msgspec.convert(values, _Stored)
 
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
-from moh_jax.config import Config
+from moh_jax.config import Config, differing_fields
 from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
@@ -345,10 +345,11 @@ def load_autoencoder(
       f"--vae {path!r}: its {vae_config.latent_channels} latent channels must "
       f"be model.channels={config.model.channels}"
     )
-  if differing := vae_config.scaling.differences(diffusion.scaling):
+  ours = diffusion.scaling
+  if differing := differing_fields(ours, vae_config.scaling, "latent"):
     _LOG.warning(
-      "--vae %s: its latents are scaled with %s as those that the model was "
-      "trained on; the model's scaling is used",
+      "--vae %s: its latents are scaled in another way than those that the "
+      "model was trained on (%s); the model's scaling is used",
       path,
       "; ".join(differing),
     )

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import tqdm
 
-from moh_jax.config import Config
+from moh_jax.config import Config, differing_fields
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SPLITS
 from moh_jax.data import decode
@@ -158,10 +158,11 @@ class LatentSource(_ShardSource):
         f"pixels), the model takes {model.input_shape}: model.input_size and "
         "model.channels"
       )
-    if differing := config.diffusion.scaling.differences(source.scaling):
+    ours = config.diffusion.scaling
+    if differing := differing_fields(ours, source.scaling, "latent"):
       raise ValueError(
-        f"data.path={config.data.path!r}: the model has diffusion.latent_"
-        f"{'; diffusion.latent_'.join(differing)} as the latents"
+        f"data.path={config.data.path!r}: diffusion.latent_scale and its kind "
+        f"are other than the latents': {'; '.join(differing)}"
       )
     return source
 

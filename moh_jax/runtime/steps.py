@@ -17,7 +17,6 @@ import itertools
 import logging
 import os
 import re
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -55,7 +54,6 @@ MANIFEST_FLAG, STEP_FLAG = "manifest", "step"
 _CONFIG = "config/metadata"
 _LOG = logging.getLogger(__name__)
 _HEADER = "moh_jax manifest 1, XXH3-128 of the following lines: "
-_MOST_BYTES = 64 << 20  # of a manifest
 _THREADS = 4
 _MOST_NAMED = 3  # damaged files in a message
 _COMMITTED = "commit_success.txt"  # Orbax's mark of a whole folder in a bucket
@@ -362,13 +360,8 @@ def read_manifest(folder: epath.Path) -> dict[str, tuple[str, int]] | None:
     if _stated(folder).get(MANIFEST_FLAG):
       raise ValueError("missing")
     return None
-  length = _length(path)
-  if length > _MOST_BYTES:
-    raise ValueError(f"{length} bytes, at most {_MOST_BYTES} are allowed")
-  try:
-    header, newline, lines = path.read_bytes().decode().partition("\n")
-  except UnicodeDecodeError:
-    raise ValueError("damaged") from None
+  content = read_bytes(path, MAX_BYTES).decode(errors="replace")
+  header, newline, lines = content.partition("\n")
   if header + newline != _header(lines):
     raise ValueError("damaged, or of a newer version")
   entries = {}
@@ -407,12 +400,9 @@ def _length(path: epath.Path) -> int:
   Raises:
     ValueError: it is no regular file: opening a pipe would wait for ever.
   """
-  if in_bucket(path):
-    return path.stat().length
-  status = os.stat(path)
-  if not stat.S_ISREG(status.st_mode):
-    raise ValueError("not a regular file")
-  return status.st_size
+  if not in_bucket(path):
+    check_regular(path)
+  return path.stat().length
 
 
 def _files(folder: epath.Path, below: str = "") -> Iterator[str]:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from moh_jax.models.adapters import count, join
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import compilation_cache, sharding
 from moh_jax.runtime.peers import Peers, ask_first_process
-from moh_jax.training import entrance, saving, warm_start
+from moh_jax.training import entrance, flops, saving, warm_start
 from moh_jax.training.clock import Profiler, RunClock
 from moh_jax.training.feed import Feed
 from moh_jax.training.metrics import HeadWatch, MetricsWriter
@@ -34,7 +33,6 @@ from moh_jax.training.warm_start import keep_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _SAMPLES = "samples"  # folder of the pictures
-AtPeak = Callable[[Config], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +57,6 @@ def train(
   devices: list[jax.Device] | None = None,
   decode: Decode | None = None,
   verify: bool = True,
-  at_peak: AtPeak = lambda config: {},
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
@@ -74,9 +71,6 @@ def train(
     decode: latents to images, for previews and FID of latent diffusion.
     verify: compare checkpoints with their checksums before resuming from the
       newest one that is whole.
-    at_peak: (config) -> seconds that a step would take at the peak of one
-      device, by the name of the metric that compares the run's with them; see
-      `flops.at_peak`.
 
   Returns:
     The final state and evaluation.
@@ -125,9 +119,7 @@ def train(
     stop = enter(StopRequest())
     profiler = enter(Profiler(config.log.profiled_steps, directory))
     clock.begin(directory, start or 0)
-    log = enter(
-      Log(directory, config, task, mesh, saver, clock, at_peak, frozen)
-    )
+    log = enter(Log(directory, config, task, mesh, saver, clock, frozen))
     watch, skipped = Watch(config.train.rewind), 0  # batches left out
     while True:
       clock.enter("restart")
@@ -219,7 +211,6 @@ class Log(contextlib.AbstractContextManager):
     mesh: Mesh,
     saver: saving.Saver,
     clock: RunClock,
-    at_peak: AtPeak,
     frozen: Any = None,
   ):
     """Writes nothing before `begin`.
@@ -231,13 +222,12 @@ class Log(contextlib.AbstractContextManager):
       mesh: the devices.
       saver: of checkpoints; it guards all that is written.
       clock: counts the time.
-      at_peak: see `train`.
       frozen: the parameters that are not trained; None where all are.
     """
     self._frozen = frozen
     self._directory, self._config, self._task = directory, config, task
     self._mesh, self._saver, self._clock = mesh, saver, clock
-    self._peaks, self._heads = at_peak(config), HeadWatch(config)
+    self._peaks, self._heads = flops.at_peak(config), HeadWatch(config)
     self._writer: MetricsWriter | None = None
 
   def __exit__(self, *_: Any) -> None:

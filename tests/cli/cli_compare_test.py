@@ -66,13 +66,6 @@ class CompareTest(tiny_checkpoint.CommandTest):
     status, _, err = self.call("--rounds=0")
     self.assertEqual(status, 2)
     self.assertIn("comparison.json: its content is not what was written", err)
-    del stored["checksum"]  # as older versions wrote it
-    file.write_text(json.dumps(stored))
-    self.assertEqual(self.call("--rounds=0", train=_fake_train)[0], 0)
-    del stored["outcomes"]["mha-seed0"]["metrics"]["activated_share"]
-    file.write_text(json.dumps(stored))
-    status, _, err = self.call("--rounds=0")
-    self.assertIn("comparison.json: its content is not what was written", err)
 
   @pytest.mark.integration
   def test_runs_that_diverged_are_not_run_again(self):

@@ -198,7 +198,7 @@ class ReadTest(parameterized.TestCase):
       {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
       "rope_parameters: unknown entry 'full_attention'",
     ),
-    ({"num_key_value_heads": 5}, "num_kv_heads=5 must divide .*=32"),
+    ({"num_key_value_heads": 5}, "num_heads=32 must be a multiple of 5"),
     ({"vocab_size": _ABSENT}, "has no entry 'vocab_size'"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be"),
     (

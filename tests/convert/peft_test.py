@@ -73,14 +73,14 @@ class FolderTest(parameterized.TestCase):
     self.assertIsNone(stored["modules_to_save"])
 
   @parameterized.parameters(
-    ({"use_dora": True}, "use_dora=True must be False"),
-    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.* must be None"),
+    ({"use_dora": True}, "use_dora=True must be null, false"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.* must be null"),
     ({"peft_type": "IA3"}, "peft_type='IA3' must be 'LORA'"),
     ({"r": 0}, "r=0 must be"),
     ({"r": 4}, "factors of shapes .* needed"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be True"),
-    ({"layer_replication": [[0, 2]]}, "layer_replication=.* must be None"),
-    ({"use_new_thing": True}, "use_new_thing=True is unknown"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication=.* must be null"),
+    ({"use_new_thing": True}, "use_new_thing=True must be null"),
     ({"target_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
     ({"exclude_modules": ["q_proj"]}, "has an adapter, .* say otherwise"),
     (

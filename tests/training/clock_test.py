@@ -110,7 +110,7 @@ class RunTest(folders.FolderTest):
       mock.patch.object(flops, "published_peak", return_value=1e12),
       mock.patch.object(compilation_cache, "keep_in") as keep_in,
     ):
-      tiny.train(config, self.root, at_peak=flops.at_peak)
+      tiny.train(config, self.root)
     keep_in.assert_called_once_with("/kept")
     lines = (self.root / "metrics.jsonl").read_text().splitlines()
     rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
