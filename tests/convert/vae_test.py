@@ -149,7 +149,7 @@ class AutoencoderTest(FolderTest):
     ({"encoder": encoder_sha256(_CONFIG, tiny_vae.params())}, ""),
     ({"encoder": "0" * 64}, "its encoder is not the one"),
     ({"latent_scale": 0.5, "latent_shift": 1.0},
-     "latent.scale: 0.5 here, 0.18215 there; latent.shift: 1.0 here, 0.0 there"),
+     "0.5 here, 0.18215 there; latent.shift: 1.0 here, 0.0 there"),
   )  # fmt: skip
   def test_other_encoders_and_scalings_are_said(self, options, message):
     check = self.assertLogs if message else self.assertNoLogs
