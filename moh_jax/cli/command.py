@@ -192,6 +192,9 @@ class BaseOptions(base.Section):
             if (other := places.setdefault(place, name)) != name:
               self.fail(name, f"must be another file than {flag(other)}")
           files.check_writable(path, flag(name))
+          is_link = os.path.islink(path) and os.path.isfile(path)
+          if is_link and not path.startswith("/dev/"):
+            object.__setattr__(self, name, place)  # it stays a link
 
   def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:
     """Names and values of the paths of a kind."""

@@ -95,6 +95,10 @@ def run(options: Options) -> int:
   if not names:
     names = ("fid", "sfid", "is", "pr") if options.reference else ("is",)
   passes = [_wanted(side, names, options.save_stats) for side in sides]
+  sizes = [options.batch_size] * len(sides)
+  for i, (side, wanted) in enumerate(zip(sides, passes)):
+    if any(wanted.values()):
+      sizes[i] = _batch_size(side.images, options.batch_size, mesh.size)
   extract, made_with = None, {}
   if any(any(wanted.values()) for wanted in passes):
     extract, made_with = _extractor(options)
@@ -106,8 +110,8 @@ def run(options: Options) -> int:
     if wanted["distributions"]:
       _warn(side, names)
   results = [
-    _summary(side, extract, options.batch_size, mesh.size, **wanted)
-    for side, wanted in zip(sides, passes)
+    _summary(side, extract, size, **wanted)
+    for side, wanted, size in zip(sides, passes, sizes)
   ]
   first, last = results[0], results[-1]
   if options.save_stats:
@@ -200,7 +204,12 @@ def _batch_size(images: ImageSet, wanted: int, devices: int) -> int:
   """
   rows, columns = images.size
   bytes_per_image = rows * columns * 3 * (1 + 4)  # uint8 and float32
-  most = max(1, _MOST_BATCH_BYTES // bytes_per_image) * devices
+  most = _MOST_BATCH_BYTES // bytes_per_image * devices
+  if not most:
+    raise ValueError(
+      f"{images.path}: images of {rows} rows x {columns} columns are too "
+      "large; scale them"
+    )
   return min(wanted, most, -(-images.count // devices) * devices)
 
 
@@ -220,11 +229,7 @@ def _warn(side: _Side, metrics: Sequence[str]) -> None:
 
 
 def _summary(
-  side: _Side,
-  extract: Callable | None,
-  batch_size: int,
-  devices: int,
-  **wanted: bool,
+  side: _Side, extract: Callable | None, batch_size: int, **wanted: bool
 ) -> Summary:
   """The side's summary; the file's statistics where it states them."""
   import tqdm
@@ -233,12 +238,11 @@ def _summary(
 
   summary = Summary()
   if any(wanted.values()):
-    size = _batch_size(side.images, batch_size, devices)
     with tqdm.tqdm(
       total=side.images.count, desc=side.name, unit="image", disable=None
     ) as bar:
       summary = summarize(
-        extract, side.images, size, **wanted, progress=bar.update
+        extract, side.images, batch_size, **wanted, progress=bar.update
       )
   if stated := side.statistics:
     summary = dataclasses.replace(

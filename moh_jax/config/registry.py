@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from moh_jax.config.base import near, shown
 
 Record = TypeVar("Record")
+_CODES = ("network", "task", "converter", "probe")  # of families
 
 
 class Registry(Generic[Record]):
@@ -94,12 +95,11 @@ class Registry(Generic[Record]):
 
   def foreign(self) -> list[str]:
     """Records that are code of other packages, as "router 'mine'"."""
-    codes = {n: getattr(r, self.code) for n, r in self._records.items()}
     return [
       f"{self.what} {name!r}"
-      for name, code in codes.items()
-      if code is not None
-      and not getattr(code, "__module__", code).startswith("moh_jax.")
+      for name, record in self._records.items()
+      for codes in [(getattr(record, x, None) for x in (self.code, *_CODES))]
+      if any(code is not None and _is_foreign(code) for code in codes)
     ]
 
   def _called(self, record: Record) -> str:
@@ -108,6 +108,11 @@ class Registry(Generic[Record]):
     if isinstance(code, str):
       return code
     return getattr(code, "__qualname__", type(code).__qualname__)
+
+
+def _is_foreign(code: Any) -> bool:
+  """Whether code, or what "MODULE:NAME" says, is of another package."""
+  return not str(getattr(code, "__module__", code)).startswith("moh_jax.")
 
 
 def imported(part: Any) -> Any:

@@ -252,8 +252,9 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
     ]
   elif {"instruction", "output"} <= row.keys():
     asked = [row["instruction"], row.get("input", "")]
-    if not all(isinstance(text, str) for text in asked):
-      raise ValueError("'instruction' and 'input' must be texts")
+    for name, text in zip(("instruction", "input"), asked):
+      if not isinstance(text, str):
+        raise ValueError(f"{name}={text!r} must be a text")
     asked = "\n\n".join(filter(None, asked))
     messages = [
       {"role": "user", "content": asked},

@@ -123,7 +123,7 @@ def decode_image(
     if pixels is not None:
       return pixels
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
-    _check_plausible(image, len(content))
+    _check_plausible(image)
     needed = max(math.prod(image.size), _tile_pixels(image)) * _BYTES
     if factor > 1:
       image.draft(None, (image.width // factor, image.height // factor))
@@ -162,8 +162,8 @@ def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
       yield image
 
 
-def _check_plausible(image: Image.Image, size: int) -> None:
-  """Refuses what is too large for its decoder, or for the size of its file."""
+def _check_plausible(image: Image.Image) -> None:
+  """Refuses what is too large for its decoder."""
   decoder = image.tile[0][0] if image.tile else ""
   is_slow = decoder in Image.DECODERS or image.format == "JPEG2000"
   if (of_tile := _tile_pixels(image)) > MOST_PIXELS:

@@ -161,8 +161,8 @@ class LatentSource(_ShardSource):
     ours = config.diffusion.scaling
     if differing := differing_fields(ours, source.scaling, "latent"):
       raise ValueError(
-        f"data.path={config.data.path!r}: diffusion.latent_scale and its kind "
-        f"are other than the latents': {'; '.join(differing)}"
+        f"data.path={config.data.path!r}: the latents are of another scale: "
+        f"{'; '.join(differing).replace('latent.', 'diffusion.latent_')}"
       )
     return source
 

@@ -214,8 +214,7 @@ def damage(folder: pathlib.Path) -> list[str]:
     folder: folder of the set.
 
   Returns:
-    A line for each file that is missing or not as it was written. Sets of
-    older versions have no checksums, so only their lengths are compared.
+    A line for each file that is missing or not as it was written.
 
   Raises:
     ValueError: metadata.json is damaged.

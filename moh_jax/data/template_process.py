@@ -26,18 +26,15 @@ from moh_jax.data.input_files import import_extra
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 Span = tuple[int, int]
 ASSISTANT = "assistant"
-# The marks of templates around what is trained, and ours within: a character
-# that no text has, and a tag that trims the text beside it as theirs did.
-_MARKS = (
-  (
-    re.compile(r"(\{%[-+]?\s*generation\s*)([-+]?%\})"),
-    "\\1%}{{ '\ufdd0' }}{% set moh_jax_mark = 0 \\2",
-  ),
-  (
-    re.compile(r"(\{%[-+]?)(\s*endgeneration\s*[-+]?%\})"),
-    "\\1 set moh_jax_mark = 0 %}{{ '\ufdd1' }}{%\\2",
-  ),
+# The marks of templates around what is trained, and ours within: a character,
+# and a tag that trims the text beside it as theirs did.
+_BEGIN = re.compile(r"(\{%[-+]?\s*generation\s*)([-+]?%\})")
+_END = re.compile(r"(\{%[-+]?)(\s*endgeneration\s*[-+]?%\})")
+_OURS = (
+  r"\1%%}{{ '%s' }}{%% set moh_jax_mark = 0 \2",
+  r"\1 set moh_jax_mark = 0 %%}{{ '%s' }}{%%\2",
 )
+_CHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # that stand for nothing
 _MOST_TEXT = 1 << 22  # characters of a conversation
 SECONDS = 5  # of computing, for one conversation
 _MEMORY = 1 << 29  # bytes beside what the libraries take
@@ -95,10 +92,10 @@ class Writer:
 
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """As `chat.Template.answers`."""
+    if _BEGIN.search(self.source):
+      return self._marked(messages)
     text = self.render(messages, add_generation_prompt=False)
     spans = []
-    if _MARKS[0][0].search(self.source):
-      return text, self._marked(messages, text)
     for index, message in enumerate(messages):
       if message["role"] != ASSISTANT:
         continue
@@ -136,27 +133,30 @@ class Writer:
     ended = self.render(messages[: index + 1], add_generation_prompt=False)
     return len(ended) if text.startswith(ended) else 0
 
-  def _marked(self, messages: Sequence[Message], text: str) -> list[Span]:
-    """What the template marks in the text that it writes.
+  def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    """A conversation, and what the template marks in it.
 
     transformers counts characters as they are written, which misplaces marks
     in macros, filters and set blocks; characters in the text move with it.
     """
-    source = self.source
-    for pattern, ours in _MARKS:
-      source = pattern.sub(ours, source)
-    writer = dataclasses.replace(self, source=source)
-    written = writer.render(messages, add_generation_prompt=False)
-    parts = re.split("([\ufdd0\ufdd1])", written)  # text, mark, text, ...
-    marks = "".join(parts[1::2])
-    if "".join(parts[::2]) != text or marks.replace("\ufdd0\ufdd1", ""):
-      raise ValueError(
-        "does more with what {% generation %} marks than to write it, so what "
-        "to train is unknown"
-      )
-    ends = list(itertools.accumulate(map(len, parts[::2])))
-    spans = zip(ends[::2], ends[1::2])
-    return [(start, stop) for start, stop in spans if start < stop]
+    for _ in range(2):  # a template may tell the time
+      text = self.render(messages, add_generation_prompt=False)
+      begin, end, *_ = (x for x in _CHARACTERS if x not in text)
+      source = _BEGIN.sub(_OURS[0] % begin, self.source)
+      source = _END.sub(_OURS[1] % end, source)
+      writer = dataclasses.replace(self, source=source)
+      written = writer.render(messages, add_generation_prompt=False)
+      parts = re.split(f"([{begin}{end}])", written)  # text, mark, text, ...
+      marks = "".join(parts[1::2])
+      if "".join(parts[::2]) == text and not marks.replace(begin + end, ""):
+        ends = list(itertools.accumulate(map(len, parts[::2])))
+        spans = zip(ends[::2], ends[1::2])
+        return text, [(start, stop) for start, stop in spans if start < stop]
+    raise ValueError(
+      "writes otherwise with a character at each {% generation %} and {% "
+      "endgeneration %}, so what to train is unknown: these tags may not be "
+      "nested, nor quoted, nor what they enclose be cut or counted"
+    )
 
 
 @functools.cache

@@ -57,7 +57,13 @@ class Moments(NamedTuple):
   scatter: np.ndarray
 
   def gaussian(self) -> Gaussian:
-    """Mean and sample covariance (divided by count - 1) of two or more."""
+    """Mean and sample covariance (divided by count - 1) of two or more.
+
+    Raises:
+      FloatingPointError: features that are not finite.
+    """
+    if not np.isfinite(self.scatter).all():
+      raise FloatingPointError("some features are NaN or infinite")
     return Gaussian(self.mean, self.scatter / (self.count - 1))
 
 

@@ -230,8 +230,8 @@ def summarize(
     block_size: images per Inception Score.
 
   Raises:
-    ValueError: one image where a covariance is asked for, a damaged file, or
-      features that are not finite.
+    ValueError: one image where a covariance is asked for, or a damaged file.
+    FloatingPointError: features that are not finite.
   """
   names = {"pool3": distributions or keep_features, "spatial": distributions}
   names = [name for name, used in {**names, "logits": score}.items() if used]

@@ -96,11 +96,8 @@ class Scorer:
       params: its parameters, on the device or sharded over the mesh.
       config: its section.
       batch_size: rows of a forward pass, over all devices.
-      mesh: devices that share the batch; None is one. In a run of several
-        processes all of them score the same pairs.
-
-    Raises:
-      ValueError: the batch cannot be split over the mesh.
+      mesh: devices that share the batch. In a run of several processes all of
+        them score the same pairs.
     """
     self.max_length = config.max_length
     self._params = params
@@ -123,8 +120,8 @@ class Scorer:
       A score per pair, whatever the others are.
 
     Raises:
-      ValueError: a context is empty, a continuation longer than `max_length`,
-        or a token outside the vocabulary; the pair's number is given.
+      ValueError: a continuation is longer than `max_length`; the pair's number
+        is given.
     """
     results = [Score(0.0, True, 0)] * len(pairs)  # of empty continuations
     rows = self._rows(pairs)

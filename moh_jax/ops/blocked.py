@@ -43,6 +43,11 @@ _LENGTHS = 8
 _MIN_LENGTH = 64
 
 
+def unable(case: AttentionCase) -> str:
+  """See `Backend.unable`."""
+  return ""
+
+
 def suits(case: AttentionCase, *, packs: bool) -> bool:
   """See `Backend.suits`."""
   return True

@@ -18,6 +18,7 @@ import pathlib
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import uuid
 import zipfile
@@ -38,6 +39,7 @@ _CONTROL = re.compile(
   r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufffe\uffff]"
 )
 _CHUNK = 1 << 20
+_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
 
@@ -127,6 +129,7 @@ def check_writable(path: str | os.PathLike, what: str) -> None:
   place = pathlib.Path(path).expanduser().absolute()
   if place.is_symlink() and not place.exists():
     raise OSError(f"{what} {path}: is a link to nothing; remove it")
+  place = pathlib.Path(os.path.realpath(place))
   if place.exists() and not place.is_dir():
     if not os.access(place, os.W_OK):
       raise PermissionError(f"{what} {path}: cannot be written")
@@ -206,7 +209,7 @@ def named_errors(
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   """Gives a path to write to; what is there at the end takes `path`'s place.
 
-  After an error, or a kill, `path` is what it was. A link to a file stays one.
+  After an error, or a kill, `path` is what it was.
 
   Args:
     path: file to write or replace; its directory must exist.
@@ -215,7 +218,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     OSError: it cannot be written, as on a full disk; names `path`.
     ValueError: it is a folder, a pipe, a socket or a device.
   """
-  path = pathlib.Path(os.path.realpath(path))
+  path = pathlib.Path(path)
   if path.exists():
     check_regular(path)
   temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -280,6 +283,11 @@ def write_whole(path: Any, content: bytes) -> None:
   """
   if "://" in os.fspath(path):  # buckets always write complete files
     path.write_bytes(content)
+    return
+  if number := _STREAMS.get(os.fspath(path)):  # which may be files by now
+    sys.stdout.flush()
+    with named_errors(path), open(number, "wb", closefd=False) as stream:
+      stream.write(content)
     return
   path = pathlib.Path(path)
   if path.exists() and not path.is_file():
@@ -419,6 +427,10 @@ def npz_damage(path: str | os.PathLike) -> Iterator[None]:
   try:
     yield
   except Exception as error:  # a damaged archive raises nearly anything
+    # A damaged file may say to read at a place that there cannot be.
+    failed = isinstance(error, OSError) and error.errno != errno.EINVAL
+    if failed or isinstance(error, MemoryError):  # which says nothing of it
+      raise
     raise ValueError(f"{path}: damaged npz file: {error}") from error
 
 
@@ -431,6 +443,7 @@ def _open(path: str | os.PathLike) -> Iterator[zipfile.ZipFile]:
     raise FileNotFoundError(
       f"{path}: no such file; expected an npz file or a folder of images"
     ) from error
+  path.open("rb").close()  # `is_zipfile` hides that it cannot be read
   if not zipfile.is_zipfile(path):
     raise ValueError(f"{path}: not an npz file, or a truncated one")
   with contextlib.ExitStack() as stack:

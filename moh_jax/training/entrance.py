@@ -270,10 +270,11 @@ def check_same_run(
   Raises:
     ValueError: parameters, order of the data or random choices would differ
       (the message names the fields), the checkpoint is beyond the run's end, or
-      a source's identity holds what no checkpoint could.
+      a source's identity holds other than integers and texts.
   """
-  kind = dict[str, dict[str, int | str]]
-  json_files.check_json(dict(stream), kind, "the identity of the data")
+  for name, one in stream.items():
+    where = f"the identity of data {name!r}"
+    json_files.check_json(one, dict[str, int | str], where)
   if step is None:
     return
   metadata, _ = read_metadata(workdir, step, verify=verify)

@@ -94,11 +94,11 @@ class FidTest(tiny_checkpoint.CommandTest):
 
   @pytest.mark.integration
   def test_batches_of_few_and_of_large_images_are_smaller(self):
-    for count, side, expected in (
-      *((99, 3000, 56), (99, 100, 64), (9, 100, 16), (9, 9000, 8)),
-    ):
+    for count, side, expected in ((99, 3000, 56), (99, 100, 64), (9, 100, 16)):
       images = ImageSet("x.npz", count, (side, side), iter)
       self.assertEqual(fid._batch_size(images, 64, 8), expected)
+    with self.assertRaisesRegex(ValueError, "x.npz: images of 9000 rows x"):
+      fid._batch_size(ImageSet("x.npz", 9, (9000, 9000), iter), 64, 8)
 
   @pytest.mark.integration
   def test_without_reference_scores_what_needs_none(self):

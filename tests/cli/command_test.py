@@ -163,6 +163,16 @@ class GiveTest(parameterized.TestCase):
       {"loss": None, "rows": [{"a": [None, None, 1.5]}], "name": "NaN"},
     )
 
+  def test_a_link_to_a_file_is_written_through(self):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    (folder / "a.json").touch()
+    (folder / "link").symlink_to("a.json")
+    options = command.Output(json=str(folder / "link"))
+    options.prepare()
+    self._give({"a": 1}, options)
+    self.assertTrue((folder / "link").is_symlink())
+    self.assertEqual(json.loads((folder / "a.json").read_text()), {"a": 1})
+
   def test_only_the_first_process_writes(self):
     given = _Served(checkpoint="x", distributed=True, json="-")
     with mock.patch("jax.process_index", lambda: 1):

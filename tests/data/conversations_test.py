@@ -206,7 +206,7 @@ class AnswersTest(parameterized.TestCase):
       "{% for m in messages %}{% set y %}{% generation %}{{ m.content }}"
       f"{{% endgeneration %}}{{% endset %}}{{{{ {what} }}}}{{% endfor %}}"
     )
-    message = "does more with what {% generation %} marks"
+    message = "writes otherwise with a character at each"
     with self.assertRaisesRegex(ValueError, message):
       Template(tiny_chat.tokenizer(source)).answers(_ask("a" * 40, "two"))
 
@@ -370,7 +370,7 @@ class SourceTest(_ChatTest):
     ('{"conversations": [{"from": ["gpt"], "value": ""}]}', ":2: message 0: "),
     ('{"instruction": "a", "output": 3}', r":2: message 1: content=3 must be"),
     ('{"instruction": "a", "output": "\\ud800"}', ":2: .*surrogates"),
-    ('{"instruction": ["a"], "output": "b"}', ":2: 'instruction' and 'inp"),
+    ('{"instruction": ["a"], "output": "b"}', r":2: instruction=\['a'\] mu"),
     (
       '{"instruction": "a", "output": "b<|stop|>c"}',
       ":2: chat_template.jinja: does not write message 1",

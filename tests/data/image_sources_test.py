@@ -288,7 +288,7 @@ class ShardsTest(_ImagesTest):
     self.assertIn("0.png: a broken link", listed)
 
   @parameterized.parameters(
-    ("diffusion", {"latent_scale": 0.13}, "latent.scale: 0.13 here, 0.5 there"),
+    ("diffusion", {"latent_scale": 0.13}, "on.latent_scale: 0.13 here, 0.5 t"),
     ("model", {"input_size": (8, 8)},
      r"\(4, 4, 2\) .*, the model takes \(8, 8, 2\)"),
   )  # fmt: skip

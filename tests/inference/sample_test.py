@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 import pathlib
+import zipfile
 from unittest import mock
 
 import jax
@@ -195,6 +196,16 @@ class NpzTest(FolderTest):
     self.out.write_bytes(content)
     with self.assertRaisesRegex(ValueError, "images.npz .* is damaged; remove"):
       self._run()
+    with zipfile.ZipFile(self.out) as archive:
+      comment = archive.comment
+    with zipfile.ZipFile(self.out, "w") as archive:  # one member is hidden
+      archive.writestr("arr_0.npy", b"")
+      archive.comment = comment
+    with self.assertRaisesRegex(ValueError, "images.npz .* is damaged; remove"):
+      self._run()
+    with mock.patch.object(zipfile, "ZipFile", side_effect=OSError(5, "I/O")):
+      with self.assertRaisesRegex(OSError, "I/O"):
+        self._run()
 
   def test_other_files_among_the_parts_stay(self):
     self.parts.mkdir()
