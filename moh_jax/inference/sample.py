@@ -31,6 +31,7 @@ from moh_jax.runtime.files import (
   check_regular,
   disk_errors,
   inside,
+  npz_damage,
   only_writer,
   read_bytes,
   read_npz,
@@ -382,16 +383,12 @@ def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
   if not out.exists():
     return False
   check_regular(out)
-  try:
+  with contextlib.suppress(ValueError), npz_damage(out):
     with zipfile.ZipFile(out) as archive:
       is_ours = json.loads(archive.comment) == plain(settings)
       is_ours &= archive.namelist() == ["arr_0.npy", "arr_1.npy"]
       if is_ours and archive.testzip() is None:  # compares checksums
         return True
-  except (OSError, MemoryError):  # which say nothing of the file
-    raise
-  except Exception:  # a damaged archive raises nearly anything
-    pass
   raise ValueError(
     f"{out} exists and was made with other settings, or is damaged; remove it "
     "or choose another file"

@@ -196,6 +196,11 @@ class NpzTest(FolderTest):
     self.out.write_bytes(content)
     with self.assertRaisesRegex(ValueError, "images.npz .* is damaged; remove"):
       self._run()
+    content[500] ^= 1
+    self.out.write_bytes(content[1:] + content[:1])
+    with self.assertRaisesRegex(ValueError, "images.npz .* is damaged; remove"):
+      self._run()
+    self.out.write_bytes(content)
     with zipfile.ZipFile(self.out) as archive:
       comment = archive.comment
     with zipfile.ZipFile(self.out, "w") as archive:  # one member is hidden
