@@ -88,6 +88,7 @@ class Writer:
       raise ValueError(f"{what}: {error}") from error
     if len(text) > _MOST_TEXT:
       raise ValueError(f"fails: more than {_MOST_TEXT:,} characters of text")
+    text.encode()  # halves of surrogate pairs are no text, but JSON joins them
     return text
 
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
@@ -141,7 +142,7 @@ class Writer:
     """
     for _ in range(2):  # a template may tell the time
       text = self.render(messages, add_generation_prompt=False)
-      begin, end, *_ = (x for x in _CHARACTERS if x not in text)
+      begin, end = [x for x in _CHARACTERS if x not in text + self.source][:2]
       source = _BEGIN.sub(_OURS[0] % begin, self.source)
       source = _END.sub(_OURS[1] % end, source)
       writer = dataclasses.replace(self, source=source)

@@ -210,6 +210,12 @@ class AnswersTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       Template(tiny_chat.tokenizer(source)).answers(_ask("a" * 40, "two"))
 
+  def test_halves_of_surrogate_pairs_are_refused(self):
+    source = "{{ '\\ud83d\\ude00' }}{{ messages[0].content }}"
+    template = Template(tiny_chat.tokenizer(source))
+    with self.assertRaisesRegex(ValueError, "surrogates not allowed"):
+      template.answers(_ask("one", "two"))
+
   def test_other_fields_reach_the_template(self):
     source = (
       "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}"
