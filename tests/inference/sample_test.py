@@ -231,7 +231,8 @@ class NpzTest(FolderTest):
   def test_a_part_of_other_images_is_named(self):
     self._killed(kill_before=16)
     part = self.parts / "000000000.npz"
-    mark = np.load(part)["mark"]
+    with np.load(part) as stored:
+      mark = stored["mark"]
     np.savez(part, images=np.zeros((_SIZE, 2, 2, 3), np.uint8), mark=mark)
     with self.assertRaisesRegex(ValueError, "is not what was sampled here"):
       self._run()
