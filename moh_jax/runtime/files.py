@@ -399,10 +399,10 @@ def open_member(
     FileNotFoundError: there is no such file.
     ValueError: the archive is damaged, or the array is none of plain numbers.
   """
-  with _open(path) as archive:
+  with _open(path) as archive, contextlib.ExitStack() as stack:
     with npz_damage(path):
       info = archive.getinfo(f"{name}.npy")
-      stream = archive.open(info)
+      stream = stack.enter_context(archive.open(info))
       version = np.lib.format.read_magic(stream)
       # Version 3 differs in text that only names of fields need.
       read = np.lib.format.read_array_header_2_0
@@ -417,8 +417,7 @@ def open_member(
         raise ValueError(
           f"{name} has {left} bytes, its shape {shape} needs {needed}"
         )
-    with stream:
-      yield stream, header
+    yield stream, header
 
 
 @contextlib.contextmanager
