@@ -129,8 +129,10 @@ class Writer:
     longer = {**following, "content": _longer(following.get("content"))}
     changed = [*messages[: index + 1], longer, *messages[index + 2 :]]
     other = self.render(changed, add_generation_prompt=False)
-    if stop and other[start : at + len(stop)] == text[start : at + len(stop)]:
-      return at + len(stop)
+    end = at + len(stop)
+    is_shown = other != text  # else the change says nothing
+    if stop and is_shown and other[start:end] == text[start:end]:
+      return end
     ended = self.render(messages[: index + 1], add_generation_prompt=False)
     return len(ended) if text.startswith(ended) else 0
 

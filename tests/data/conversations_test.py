@@ -210,6 +210,18 @@ class AnswersTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       Template(tiny_chat.tokenizer(source)).answers(_ask("a" * 40, "two"))
 
+  def test_a_message_that_is_not_written_hides_no_stop(self):
+    source = (
+      "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}"
+      "<|stop|>{% elif m.role == 'assistant' %}A:{{ m.content }}{{ '\\n' }}"
+      "{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    )
+    messages = _ask("one", "two")
+    messages.insert(2, {"role": "tool", "content": "T"})
+    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
+    shown = [text[slice(*span)] for span in spans]
+    self.assertEqual(shown, ["one\n", "two\n"])
+
   def test_halves_of_surrogate_pairs_are_refused(self):
     source = "{{ '\\ud83d\\ude00' }}{{ messages[0].content }}"
     template = Template(tiny_chat.tokenizer(source))
