@@ -154,6 +154,8 @@ class BaseOptions(base.Section):
   def prepare(self) -> None:
     """Refuses what can be refused before JAX is imported.
 
+    An output that is a link to a file becomes that file, so the link stays.
+
     Raises:
       FileNotFoundError: an input does not exist.
       OSError: an output cannot be written.
@@ -194,7 +196,7 @@ class BaseOptions(base.Section):
           files.check_writable(path, flag(name))
           is_link = os.path.islink(path) and os.path.isfile(path)
           if is_link and not path.startswith("/dev/"):
-            object.__setattr__(self, name, place)  # it stays a link
+            object.__setattr__(self, name, place)
 
   def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:
     """Names and values of the paths of a kind."""

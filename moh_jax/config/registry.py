@@ -15,24 +15,32 @@ from typing import Any, Generic, TypeVar
 from moh_jax.config.base import near, shown
 
 Record = TypeVar("Record")
-_CODES = ("network", "task", "converter", "probe")  # of families
 
 
 class Registry(Generic[Record]):
   """Records by their field `name`; `Annotated[str, registry]` types a field."""
 
-  def __init__(self, key: str, what: str, code: str, entry_points: str = ""):
+  def __init__(
+    self,
+    key: str,
+    what: str,
+    *codes: str,
+    entry_points: str = "",
+    without: str = "",
+  ):
     """Makes an empty registry.
 
     Args:
       key: config key that holds the name, for messages.
       what: what a record describes, for messages.
-      code: field whose class, or "MODULE:NAME", tells a record from others of
-        its name.
+      *codes: fields that hold code, a class or "MODULE:NAME"; the first one
+        tells a record from others of its name.
       entry_points: group of entry points in which installed packages name
         modules that add records; "" is none.
+      without: name of the record that has no code; "" is none.
     """
-    self.key, self.what, self.code = key, what, code
+    self.key, self.what, self.codes = key, what, codes
+    self.without = without
     self.entry_points = entry_points
     self._records: dict[str, Record] = {}
 
@@ -40,14 +48,15 @@ class Registry(Generic[Record]):
     """Adds a record, or replaces that of a class of the same name.
 
     Raises:
-      ValueError: the name is that of another one, or no text, or its code is
-        None, as that of the router "none" alone is.
+      ValueError: the name is that of another one, or no text, or the code is
+        None.
     """
     if not isinstance(record.name, str) or not record.name.strip():
       raise ValueError(f"{self.what} name={record.name!r} must be a text")
-    if getattr(record, self.code) is None and record.name != "none":
+    code = self.codes[0]
+    if getattr(record, code) is None and record.name != self.without:
       raise ValueError(
-        f"{self.what} name={record.name!r}: {self.code}=None must be a class"
+        f"{self.what} name={record.name!r}: {code}=None must be a class"
       )
     known = self._records.get(record.name, record)
     if self._called(known) != self._called(record):
@@ -98,13 +107,12 @@ class Registry(Generic[Record]):
     return [
       f"{self.what} {name!r}"
       for name, record in self._records.items()
-      for codes in [(getattr(record, x, None) for x in (self.code, *_CODES))]
-      if any(code is not None and _is_foreign(code) for code in codes)
+      if any(_is_foreign(getattr(record, code)) for code in self.codes)
     ]
 
   def _called(self, record: Record) -> str:
     """Name of a class, also of one defined again; partials share theirs."""
-    code = getattr(record, self.code)
+    code = getattr(record, self.codes[0])
     if isinstance(code, str):
       return code
     return getattr(code, "__qualname__", type(code).__qualname__)
@@ -112,7 +120,8 @@ class Registry(Generic[Record]):
 
 def _is_foreign(code: Any) -> bool:
   """Whether code, or what "MODULE:NAME" says, is of another package."""
-  return not str(getattr(code, "__module__", code)).startswith("moh_jax.")
+  module = str(getattr(code, "__module__", code))
+  return code is not None and not module.startswith("moh_jax.")
 
 
 def imported(part: Any) -> Any:
@@ -166,7 +175,10 @@ class Family:
 
 
 FAMILIES: Registry[Family] = Registry(
-  "model.family", "family", "model", entry_points="moh_jax.families"
+  "model.family",
+  "family",
+  *("model", "network", "task", "converter", "probe"),
+  entry_points="moh_jax.families",
 )
 
 
@@ -288,7 +300,9 @@ class RouterKind:
   selects: bool = True
 
 
-ROUTERS: Registry[RouterKind] = Registry("router.kind", "router", "module")
+ROUTERS: Registry[RouterKind] = Registry(
+  "router.kind", "router", "module", without="none"
+)
 get_router = ROUTERS.get
 
 
