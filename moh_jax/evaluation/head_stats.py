@@ -203,6 +203,8 @@ def head_stats(
       kept.append(jax.tree.map(lambda x: x[rows], part))  # noqa: B023
     sums = jax.tree.map(on_host, sums)
     total = sums if total is None else jax.tree.map(np.add, total, sums)
+  if not kept:
+    raise ValueError("there is no example to measure heads on")
   sharding.check_finite(total, "the sums of the routers' scores")
   groups = {
     kind: _means(grouping.names, total[kind])

@@ -68,6 +68,8 @@ def sum_metrics(
     sums.append(eval_step(params, batch))
     # Two batches in flight: the device is busy, its memory not full of them.
     jax.block_until_ready(sums[-2:][0])
+  if not sums:
+    raise ValueError("the split to evaluate is empty")
   host = jax.device_get(sums)  # at once, not one scalar after the other
   return {name: sum(float(s[name]) for s in host) for name in host[0]}
 

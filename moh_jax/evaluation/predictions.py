@@ -84,6 +84,8 @@ def predict_all(
   """
   results = one_late(step(params, batch) for batch in batches)
   parts = [sharding.gather(result) for result in results]
+  if not parts:
+    raise ValueError("the split to evaluate is empty")
   whole = {
     name: np.concatenate([part[name] for part in parts]) for name in parts[0]
   }

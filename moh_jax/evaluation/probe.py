@@ -227,6 +227,8 @@ def head_importance(
   for batch in batches:
     total += np.asarray(measure(params, batch), np.float64)
     count += batch["inputs"].shape[0]
+  if not count:
+    raise ValueError("there is no text to measure heads on")
   importance = total / count
   norms = np.sqrt(np.square(importance).sum(-1, keepdims=True))
   return importance / np.where(norms > 0, norms, 1.0)

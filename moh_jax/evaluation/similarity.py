@@ -89,6 +89,8 @@ def head_similarity(
     part, count = jax.tree.map(on_host, jitted(params, batch))
     sums = part if sums is None else jax.tree.map(np.add, sums, part)
     examples += count
+  if not examples:
+    raise ValueError("there is no example to compare heads on")
   names = config.model.layer_budgets()
   means = {
     kind: {name: x / examples for name, x in zip(names, layers)}
