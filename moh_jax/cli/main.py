@@ -300,52 +300,58 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     _drop_stdout()
     return 1
   except Exception as error:
-    is_missing = _is_missing(error)
-    is_users = isinstance(error, _USER_ERRORS)
-    is_users |= any(text in str(error) for text in (_FULL, *_NO_DEVICE))
-    lacks_device = _lacks_device(error)
-    is_users |= _lacks_file_system(error) or lacks_device
-    is_known = is_missing or is_users
-    foreign = "" if is_known else " and ".join(registry.foreign())
-    if not is_known and not foreign:
+    text = _explained(error)
+    if text is None:
       raise
     if show_traceback:
       traceback_lib.print_exc()
     else:
       several = isinstance(error, MistakesError)
-      for line in str(error).splitlines() if several else [str(error)]:
-        text = " ".join(line.split()) or type(error).__name__
-        if foreign:
-          text = (
-            f"{type(error).__name__}: {text}; {foreign} may be the cause, "
-            "--traceback shows where it came from"
-          )
-        elif isinstance(error, KeyError):
-          text = f"there is no file system {text}"
-        if lacks_device:
-          platforms = os.environ.get("JAX_PLATFORMS", "")
-          text = f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
-        is_full = _FULL in text
-        if is_full and _NO_SPACE in text and (place := _PLACE.search(text)):
-          text = f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
-        elif is_full:
-          text += _LESS
-        if is_missing:
-          text += _INSTALL
-        _print_error(text)
+      for line in text.splitlines() if several else [text]:
+        _print_error(" ".join(line.split()) or type(error).__name__)
     return 1 if isinstance(error, FloatingPointError) else 2
+
+
+def _explained(error: Exception) -> str | None:
+  """What the user can mend of an error; None for a defect of ours."""
+  text = str(error)
+  if _is_missing(error):
+    return text + _INSTALL
+  if _NO_SPACE in text and _FULL in text and (place := _PLACE.search(text)):
+    return f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
+  if _FULL in text:
+    return text + _LESS
+  if _lacks_device(error):
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    return f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
+  if isinstance(error, KeyError) and "://" in text:  # such as foo://
+    return f"there is no file system {text}"
+  if type(error) is ImportError and error.name is None:  # gs:// without gcsfs
+    return text
+  foreign = " and ".join(registry.foreign())
+  is_users = isinstance(error, _USER_ERRORS)
+  is_users |= any(name in text for name in _NO_DEVICE)
+  if is_users and not (foreign and _comes_from_others(error)):
+    return text
+  if not foreign:
+    return None
+  return (
+    f"{type(error).__name__}: {text}; {foreign} may be the cause, --traceback "
+    "shows where it came from"
+  )
+
+
+def _comes_from_others(error: Exception) -> bool:
+  """Whether a value was refused by code that is not of this package."""
+  *_, (frame, _) = traceback_lib.walk_tb(error.__traceback__)
+  module = frame.f_globals.get("__name__", "")
+  return isinstance(error, ValueError) and not module.startswith("moh_jax")
 
 
 def _print_error(text: str) -> None:
   with contextlib.suppress(OSError):  # the status remains to tell
     text = files.printable(files.as_named(text))
     print(f"error: {text}", file=sys.stderr)
-
-
-def _lacks_file_system(error: Exception) -> bool:
-  """Whether nothing here can read an address, such as gs:// or foo://."""
-  is_unknown = isinstance(error, KeyError) and "://" in str(error)
-  return is_unknown or (type(error) is ImportError and error.name is None)
 
 
 def _lacks_device(error: Exception) -> bool:
