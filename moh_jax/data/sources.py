@@ -235,7 +235,7 @@ def make_source(
   if data.decode == "fast":
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
   where = f"{data.path or data.source}, {split}"
-  wrong = ""
+  wrong = "" if size else "no example"
   if (found := len(names)) != model.num_classes:
     wrong = f"{_few(names)}, must be model.num_classes={model.num_classes}"
   elif found < 2 and "classifier" in config.sections:
@@ -504,7 +504,7 @@ class CheckedSource:
       example = read(index)
       label, classes = example["label"], len(self._source.class_names)
       label, image = operator.index(label), example["image"]
-      rows, columns = image.shape[:2]
+      shape = tuple(image.shape)
       dtype = getattr(image, "dtype", np.uint8)  # a `LaterImage` has none
     except (OSError, ValueError, MemoryError):
       raise
@@ -512,17 +512,21 @@ class CheckedSource:
       raise OSError(
         f"example {index} of the data: {type(error).__name__}: {error}"
       ) from error
-    if self._is_pixels and dtype != np.uint8:
-      raise ValueError(f"example {index} of the data: {dtype}, must be uint8")
+    last = (self._source.channels,)
+    if self._is_pixels and (dtype != np.uint8 or shape[2:] != last):
+      raise ValueError(
+        f"example {index} of the data: {dtype} {shape}, must be uint8 [rows, "
+        f"columns, {last[0]}]"
+      )
     if not 0 <= label < classes:
       name = self._source.name(index)
       raise ValueError(f"{name}: label={label} must be in [0, {classes - 1}]")
-    if rows < self._smallest[0] or columns < self._smallest[1]:
+    if shape[0] < self._smallest[0] or shape[1] < self._smallest[1]:
       raise ValueError(
-        f"{self._source.name(index)}: {rows} x {columns} pixels (rows x "
+        f"{self._source.name(index)}: {shape[0]} x {shape[1]} pixels (rows x "
         f"columns), at least {self._smallest[0]} x {self._smallest[1]} needed"
       )
-    return example
+    return {**example, "label": np.int32(label)}
 
 
 def read_ahead(

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import struct
 import zlib
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -218,6 +219,30 @@ class BadImagesTest(_ImagesTest):
       for i in (*range(6), *range(6)):
         seed = expected[i]
         np.testing.assert_array_equal(source[i]["image"], pixels(seed))
+
+
+class OthersSourcesTest(parameterized.TestCase):
+  def _source(self, image, label):
+    source = mock.MagicMock(class_names=("a", "b"), channels=3)
+    source.__len__.return_value = 1
+    source.__getitem__.return_value = {"image": image, "label": label}
+    source.name.side_effect = "image {}".format
+    return CheckedSource(source, skip=False)
+
+  @parameterized.parameters(
+    ((4, 4), np.uint8, 0, r"example 0 .*\(4, 4\), must be uint8 \[.*, 3\]"),
+    ((4, 4, 1), np.uint8, 0, r"example 0 .*\(4, 4, 1\), must be .*, 3\]"),
+    ((4, 4, 3), np.float32, 0, "example 0 .*float32 .*, must be uint8"),
+    ((4, 4, 3), np.uint8, 2, r"image 0: label=2 must be in \[0, 1\]"),
+  )
+  def test_refused(self, shape, dtype, label, message):
+    with self.assertRaisesRegex(ValueError, message):
+      self._source(np.zeros(shape, dtype), label)[0]
+
+  def test_labels_of_any_integer_are_int32(self):
+    for label in (1, True, np.uint8(1), np.array(1)):
+      found = self._source(np.zeros((4, 4, 3), np.uint8), label)[0]["label"]
+      self.assertEqual((found, found.dtype), (1, np.int32))
 
 
 class ReadAheadTest(parameterized.TestCase):
