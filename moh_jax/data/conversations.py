@@ -369,6 +369,9 @@ def _in_spans(places: list[Span], spans: list[Span]) -> np.ndarray:
     spans: of characters, in order.
   """
   firsts, lasts = np.array(places, int).reshape(-1, 2).T
+  # Without the spaces around it (`trim_offsets`), a token of spaces is nowhere.
+  ahead = np.minimum(np.append(0, lasts[:-1]), firsts)
+  firsts = np.where(firsts == lasts, ahead, firsts)
   starts, stops = np.array(spans, int).reshape(-1, 2).T
   # Of each token the first span that ends after its begin.
   following = np.searchsorted(stops, firsts, "right")

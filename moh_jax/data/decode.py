@@ -284,7 +284,10 @@ def _scale_transparency(image: Image.Image) -> None:
   if mode in _SCALES and isinstance(level, int):
     image.info["transparency"] = level * _SCALES[mode]
   elif mode == "RGB;16B" and isinstance(level, tuple):
-    image.info["transparency"] = tuple(value >> 8 for value in level)
+    raise ValueError(
+      "one of its colours of 16 bits is transparent, which Pillow cannot tell "
+      "from others that are the same in 8 bits"
+    )
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

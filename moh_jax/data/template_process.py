@@ -94,7 +94,29 @@ class Writer:
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """As `chat.Template.answers`."""
     if _BEGIN.search(self.source):
-      return self._marked(messages)
+      text, spans = self._marked(messages)
+    else:
+      text, spans = self._unmarked(messages)
+    self._check_contents(text, messages)
+    return text, spans
+
+  def _check_contents(self, text: str, messages: Sequence[Message]) -> None:
+    """Refuses contents that are no text and stand as Python writes them."""
+    for index, message in enumerate(messages):
+      content = message.get("content", "")
+      if isinstance(content, str) or (python := str(content)) not in text:
+        continue
+      bare = [*messages[:index], {**message, "content": ""}]
+      bare += messages[index + 1 :]
+      other = self.render(bare, add_generation_prompt=False)
+      if other.count(python) < text.count(python):
+        raise ValueError(
+          f"writes the content of message {index}, which is no text, as Python "
+          f"does: {python[:40]}"
+        )
+
+  def _unmarked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    """A conversation, and the answers in it, by what others would change."""
     text = self.render(messages, add_generation_prompt=False)
     spans = []
     for index, message in enumerate(messages):
@@ -103,9 +125,7 @@ class Writer:
       before = self.render(messages[:index])
       start, stop = len(before), self._stop(text, messages, index, len(before))
       answer = text[start:stop]
-      parts = message.get("content") or ""
-      parts = [parts] if isinstance(parts, str) else [_part(x) for x in parts]
-      is_whole = all(part.strip() in answer for part in parts)
+      is_whole = _holds(answer, message.get("content") or "", self.stops)
       if not text.startswith(before) or not answer or not is_whole:
         raise ValueError(
           f"does not write message {index} as an answer to those before it, so "
@@ -121,20 +141,23 @@ class Writer:
     """Where the answer `index` ends that begins at `start`; 0 is unknown."""
     found = [(text.find(stop, start), stop) for stop in self.stops]
     at, stop = min((x for x in found if x[0] >= 0), default=(len(text), ""))
-    if index + 1 == len(messages):
-      return at + len(stop)
-    # The first stop may be that of a later message: then a change of the next
-    # one changes text before the stop.
+    end = at + len(stop)
+    ended = self.render(messages[: index + 1], add_generation_prompt=False)
+    is_alike = text.startswith(ended)
+    if is_alike and (not stop or end <= len(ended)):
+      return min(end, len(ended))
+    # The stop follows what is written of these messages alone. It is that of a
+    # later message if other text stands between, or if a change of the next
+    # message changes text before it.
     following = messages[index + 1]
     longer = {**following, "content": _longer(following.get("content"))}
     changed = [*messages[: index + 1], longer, *messages[index + 2 :]]
     other = self.render(changed, add_generation_prompt=False)
-    end = at + len(stop)
     is_shown = other != text  # else the change says nothing
-    if stop and is_shown and other[start:end] == text[start:end]:
+    is_next = not (is_alike and text[len(ended) : at].strip())
+    if stop and is_next and is_shown and other[start:end] == text[start:end]:
       return end
-    ended = self.render(messages[: index + 1], add_generation_prompt=False)
-    return len(ended) if text.startswith(ended) else 0
+    return len(ended) if is_alike else 0
 
   def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """A conversation, and what the template marks in it.
@@ -250,8 +273,20 @@ def _part(part: Any) -> str:
   return text if isinstance(text, str) else ""
 
 
+def _holds(answer: str, content: Any, stops: Sequence[str]) -> bool:
+  """Whether an answer has all texts of a content, in order, before its stop."""
+  stop = next(filter(answer.endswith, stops), "")
+  place, end = 0, len(answer) - len(stop)
+  for part in [content] if isinstance(content, str) else map(_part, content):
+    if (found := answer.find(part.strip(), place, end)) < 0:
+      return False
+    place = found + len(part.strip())
+  return True
+
+
 def _longer(content: Any) -> Any:
-  """A content with a word more."""
+  """A content with a word more on both sides."""
   if isinstance(content, list):
-    return [*content, {"type": "text", "text": "x"}]
-  return f"{content or ''}x"
+    word = {"type": "text", "text": "x"}
+    return [word, *content, word]
+  return f"x{content or ''}x"

@@ -227,16 +227,16 @@ class SentencePieceTokenizer(Tokenizer):
       library = import_extra("sentencepiece", "a SentencePiece model")
       self._processor = model = library.SentencePieceProcessor()
       model.LoadFromSerializedProto(content)  # refuses an empty file too
+      self._special = {
+        model.id_to_piece(i): i
+        for i in range(model.vocab_size())
+        if model.is_control(i) or model.is_unknown(i)
+      }
     except (RuntimeError, ValueError) as error:
       what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
       raise TokenizerFileError(f"{what}{error}") from error
     check_rules(content)
     self.vocab_size = model.vocab_size()
-    self._special = {
-      model.id_to_piece(i): i
-      for i in range(self.vocab_size)
-      if model.is_control(i) or model.is_unknown(i)
-    }
     self._check_files()
     own = (i if i >= 0 else None for i in (model.bos_id(), model.eos_id()))
     self._set_special(self._token_to_id, tuple(own))
@@ -393,8 +393,10 @@ def read_tokenizer(
   try:
     content = read_bytes(file, MOST_BYTES)
     tokenizer = kind(content, read_files_beside(file.parent))
+  except TokenizerFileError as error:
+    raise TokenizerFileError(f"{file}: {error}") from error
   except ValueError as error:
-    raise type(error)(f"{file}: {error}") from error
+    raise ValueError(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
     raise ValueError(
       f"{file} has sha256 {tokenizer.sha256[:16]}, {owner} was made with a "

@@ -222,6 +222,47 @@ class AnswersTest(parameterized.TestCase):
     shown = [text[slice(*span)] for span in spans]
     self.assertEqual(shown, ["one\n", "two\n"])
 
+  @parameterized.parameters("<|stop|>?", "b <|stop|>", "x<|stop|>")
+  def test_a_stop_in_the_words_of_a_later_message_ends_no_answer(self, asked):
+    source = (
+      "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}"
+      "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    messages = _ask("one", "two", question=asked)
+    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
+    shown = [text[slice(*span)] for span in spans]
+    self.assertEqual(shown, ["one\n", "two\n"])
+
+  @parameterized.parameters(
+    ("TURN", [{"type": "text", "text": "one"}], "writes .* Python does: .{'ty"),
+    ("TURN", None, "writes the content of message 1, .* Python does: None"),
+    ("{{ m.content if m.role == 'user' }}<|stop|>", "stop", "does not write"),
+    (
+      "{{ m.content[0].text or m.content }}<|stop|>",
+      [{"text": "one"}, {"text": "one"}],
+      "does not write message 1",
+    ),
+  )
+  def test_answers_that_are_not_written_whole_are_refused(
+    self, turn, content, message
+  ):
+    turn = turn.replace("TURN", "{{ m.content }}<|stop|>")
+    source = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    template = Template(tiny_chat.tokenizer(source))
+    with self.assertRaisesRegex(ValueError, message):
+      template.answers(_ask(content))
+
+  @parameterized.parameters(True, False)
+  def test_tokens_of_spaces_are_in_their_answer(self, trim):
+    made = tiny_chat.tokenizer("").parser
+    made.post_processor = hf.processors.ByteLevel(trim_offsets=trim)
+    text = "a\t\tq  b"
+    encoded = made.encode(text)
+    spans = [(0, 3), (4, 6)]
+    trained = conversations._in_spans(encoded.offsets, spans)
+    ids = np.array(encoded.ids)[trained]
+    self.assertEqual(made.decode(ids.tolist()), "a\t\t  ")
+
   def test_halves_of_surrogate_pairs_are_refused(self):
     source = "{{ '\\ud83d\\ude00' }}{{ messages[0].content }}"
     template = Template(tiny_chat.tokenizer(source))

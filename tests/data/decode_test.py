@@ -97,7 +97,6 @@ class ReadImageTest(FolderTest):
       (8, (9,), 9),
       (16, (0x1234,), 18),
       (8, (9, 9, 9), 9),
-      (16, (0x1234,) * 3, 18),
     ),
     transparent=(None, True, False),
     channels=(1, 3),
@@ -112,6 +111,13 @@ class ReadImageTest(FolderTest):
     image = decode.decode_image(content, channels, "x.png")
     expected = 255 if transparent else shown
     np.testing.assert_array_equal(image, np.full((1, 1, channels), expected))
+
+  def test_a_transparent_colour_of_16_bits_is_refused(self):
+    image = decode.decode_image(_png(16, (0x1234,) * 3), 3, "x.png")
+    np.testing.assert_array_equal(image, np.full((1, 1, 3), 18))
+    content = _png(16, (0x1234,) * 3, (0x1233,) * 3)
+    with self.assertRaisesRegex(ValueError, "x.png: .*16 bits is transparent"):
+      decode.decode_image(content, 3, "x.png")
 
   @parameterized.parameters(2, 4)
   def test_grey_of_few_bits_is_whole(self, bits):

@@ -169,6 +169,13 @@ class LoadTest(FolderTest):
     with self.assertRaisesRegex(error, message):
       tokenizers.load_tokenizer(self.root / name)
 
+  def test_names_that_are_no_text_are_refused(self):
+    content = tiny_words.sentencepiece_model().replace(b"</s>", b"</\xf3>")
+    (self.root / "a.model").write_bytes(content)
+    message = "a.model: 'utf-8' codec can't decode"
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+      tokenizers.load_tokenizer(self.root / "a.model")
+
   @parameterized.parameters(
     ("normalizer", [_replace({"String": "a"}, "aa")] * 30, "1.07e.09 char"),
     ("normalizer", [_replace({"String": ""}, "xxxx")] * 8, "3.91e.05 char"),
