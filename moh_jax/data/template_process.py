@@ -278,9 +278,10 @@ def _holds(answer: str, content: Any, stops: Sequence[str]) -> bool:
   stop = next(filter(answer.endswith, stops), "")
   place, end = 0, len(answer) - len(stop)
   for part in [content] if isinstance(content, str) else map(_part, content):
-    if (found := answer.find(part.strip(), place, end)) < 0:
+    part = part.strip().removesuffix(stop)
+    if (found := answer.find(part, place, end)) < 0:
       return False
-    place = found + len(part.strip())
+    place = found + len(part)
   return True
 
 

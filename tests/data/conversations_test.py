@@ -222,6 +222,12 @@ class AnswersTest(parameterized.TestCase):
     shown = [text[slice(*span)] for span in spans]
     self.assertEqual(shown, ["one\n", "two\n"])
 
+  def test_an_answer_may_hold_its_stop(self):
+    template = Template(tiny_chat.tokenizer(_template("chatml", marked=False)))
+    text, spans = template.answers(_ask("one<|stop|>", "two"))
+    shown = [text[slice(*span)] for span in spans]
+    self.assertEqual(shown, ["one<|stop|>", "two<|stop|>"])
+
   @parameterized.parameters("<|stop|>?", "b <|stop|>", "x<|stop|>")
   def test_a_stop_in_the_words_of_a_later_message_ends_no_answer(self, asked):
     source = (
