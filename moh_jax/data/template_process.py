@@ -142,7 +142,9 @@ class Writer:
     found = [(text.find(stop, start), stop) for stop in self.stops]
     at, stop = min((x for x in found if x[0] >= 0), default=(len(text), ""))
     end = at + len(stop)
-    ended = self.render(messages[: index + 1], add_generation_prompt=False)
+    ended = text
+    if index + 1 < len(messages):
+      ended = self.render(messages[: index + 1], add_generation_prompt=False)
     is_alike = text.startswith(ended)
     if is_alike and (not stop or end <= len(ended)):
       return min(end, len(ended))
