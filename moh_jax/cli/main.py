@@ -314,8 +314,8 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
 
 def _explained(error: Exception) -> str | None:
   """What the user can mend of an error; None for a defect of ours."""
-  text = str(error)
-  if _is_missing(error):
+  text, foreign = str(error), " and ".join(registry.foreign())
+  if _is_missing(error) and not foreign:
     return text + _INSTALL
   if _NO_SPACE in text and _FULL in text and (place := _PLACE.search(text)):
     return f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
@@ -328,7 +328,6 @@ def _explained(error: Exception) -> str | None:
     return f"there is no file system {text}"
   if type(error) is ImportError and error.name is None:  # gs:// without gcsfs
     return text
-  foreign = " and ".join(registry.foreign())
   is_users = isinstance(error, _USER_ERRORS)
   is_users |= any(name in text for name in _NO_DEVICE)
   if is_users and not (foreign and _comes_from_others(error)):

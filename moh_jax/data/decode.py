@@ -26,17 +26,14 @@ _OF_COPIES = 2  # bytes a sample that resizing takes
 _BAND = 1 << 20  # pixels that are converted at a time
 # Of formats that Pillow decodes in Python, or in 16 bytes a pixel.
 _MOST_SLOW_PIXELS = 1 << 24
-# What is opened, whatever a file is called. Pillow knows more; for EPS it runs
-# another program, Ghostscript, and in ICNS any JPEG 2000 may be.
-_FORMATS = tuple(
-  "AVIF BMP CUR DDS DIB GIF ICO JPEG JPEG2000 PCX PNG PPM PSD QOI SGI "
-  "TGA TIFF WEBP XBM XPM".split()
-)
+# What is opened, whatever a file is called. Pillow knows more, of icons and
+# games too; for EPS it runs another program, Ghostscript.
+_FORMATS = tuple("AVIF BMP DIB GIF JPEG JPEG2000 PNG PPM TIFF WEBP".split())
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
 # Tags of TIFF.
 _BITS, _BLACK, _SAMPLE_FORMAT = 258, 262, 339
-_TILE_WIDTH, _TILE_LENGTH = 322, 323
+_PLANAR, _TILE_WIDTH, _TILE_LENGTH = 284, 322, 323
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
 # What Pillow multiplies the samples of grey PNG files of 2 and 4 bits by.
 _SCALES = {"L;2": 85, "L;4": 17}
@@ -255,16 +252,21 @@ def _tile_pixels(image: Image.Image) -> int:
 def _check_samples(image: Image.Image) -> None:
   """Refuses pixels that Pillow hands on as they are stored, whatever they mean.
 
-  They are fractions, have a sign, 12 or 32 bits, or 16 of which 0 is white.
+  They are fractions, have a sign, 12 or 32 bits, or 16 of which 0 is white. And
+  colours of 16 bits, one after the other, which it takes for those of 8.
   """
   tags = getattr(image, "tag_v2", {})  # of a TIFF file
   kinds, bits = tags.get(_SAMPLE_FORMAT, (1,)), tags.get(_BITS, (16,))
   is_wide = image.mode.startswith("I")
+  tiles = getattr(image, "tile", ())
+  is_raw = bool(tiles) and tiles[0][0] == "raw"
+  is_planar = is_raw and not is_wide and tags.get(_PLANAR) == 2
   for is_so, what in (
     (image.mode == "F", "floating-point numbers"),
     (set(kinds) != {1}, "numbers with a sign"),
     (is_wide and bits != (16,), f"of {bits[0]} bits"),
     (is_wide and not tags.get(_BLACK, 1), "of 16 bits, of which 0 is white"),
+    (is_planar and bits[0] > 8, "planes of 16 bits, not compressed"),
   ):
     if is_so:
       raise ValueError(

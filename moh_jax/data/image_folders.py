@@ -22,9 +22,8 @@ from moh_jax.runtime.alive import alive
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Further ones that commands read, but training does not.
 _OTHER_SUFFIXES = (
-  *(".apng", ".avif", ".bw", ".cur", ".dds", ".dib", ".fits", ".icns", ".ico"),
-  *(".j2c", ".j2k", ".jfif", ".jp2", ".jpe", ".jpf", ".jpx", ".pbm", ".pcx"),
-  *(".pgm", ".pnm", ".ppm", ".psd", ".qoi", ".sgi", ".tga", ".xbm", ".xpm"),
+  *(".apng", ".avif", ".dib", ".j2c", ".j2k", ".jfif", ".jp2", ".jpe", ".jpf"),
+  *(".jpx", ".pbm", ".pgm", ".pnm", ".ppm"),
 )
 FLAT_CLASS = "images"  # the one class of a folder without class folders
 _LOG = logging.getLogger(__name__)

@@ -184,6 +184,28 @@ class ReadImageTest(FolderTest):
       with self.assertRaisesRegex(ValueError, message):
         decode.decode_image(content.ljust(208, b"\0"), 3, "x.tiff")
 
+  @parameterized.parameters(8, 16)
+  def test_raw_planes_of_8_bits_are_read_and_of_16_refused(self, bits):
+    planes = _RGB.transpose(2, 0, 1).astype("<u2" if bits == 16 else "u1")
+    size, where = planes[0].nbytes, 8 + 2 + 12 * 10 + 4
+    behind = struct.pack("<3H", *[bits] * 3)
+    behind += struct.pack("<3I", *(where + 30 + size * i for i in range(3)))
+    behind += struct.pack("<3I", *[size] * 3) + planes.tobytes()
+    tags = (
+      *((256, 4, 1, 5), (257, 4, 1, 6), (258, 3, 3, where), (259, 4, 1, 1)),
+      *((262, 4, 1, 2), (273, 4, 3, where + 6), (277, 4, 1, 3)),
+      *((278, 4, 1, 6), (279, 4, 3, where + 18), (284, 4, 1, 2)),
+    )
+    content = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    content += b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    content += bytes(4) + behind
+    if bits == 8:
+      found = decode.decode_image(content, 3, "x.tiff")
+      np.testing.assert_array_equal(found, _RGB)
+      return
+    with self.assertRaisesRegex(ValueError, "x.tiff: .*planes of 16 bits"):
+      decode.decode_image(content, 3, "x.tiff")
+
   @parameterized.parameters(
     *((f"half.{kind}", 3, "") for kind in ("png", "jpg", "bmp", "gif", "webp")),
     ("fractions.tiff", 1, ".*floating-point"),

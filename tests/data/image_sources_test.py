@@ -124,8 +124,8 @@ class FoldersTest(_ImagesTest):
     with self.assertRaisesRegex((ValueError, FileNotFoundError), message):
       self._folders(split, **selection)
 
-  def test_finds_all_formats_of_pillow(self):
-    kinds = ("ppm", "tga", "jp2", "ico", "pcx", "PGM")
+  def test_commands_find_more_formats_than_training(self):
+    kinds = ("ppm", "apng", "jp2", "dib", "jfif", "PGM")
     put(self.root, *(f"1.{kind}" for kind in kinds))
     (self.root / "1.heic").touch()
     with self.assertLogs(level="WARNING"):
