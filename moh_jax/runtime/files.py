@@ -34,10 +34,9 @@ from moh_jax.runtime.devices import check_bytes
 # Deflate, as in zip and PNG files, makes at most this many bytes of one.
 DEFLATE_RATIO = 1032
 _TEMPORARY: dict[str, str] = {}  # folders, and what the user named
-# Also Unicode's ends of lines, marks, turns of direction, and what XML forbids.
+# Also Unicode's ends of lines and turns of direction, and what XML forbids.
 _CONTROL = re.compile(
-  r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff"
-  r"\ufffe\uffff]"
+  r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufffe\uffff]"
 )
 _CHUNK = 1 << 20
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
