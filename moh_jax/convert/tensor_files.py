@@ -16,7 +16,6 @@ import pathlib
 import pickle
 import re
 import shutil
-import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from moh_jax.runtime.files import (
   check_regular,
   named_errors,
   replacing,
+  temporary_beside,
   write_whole,
 )
 from moh_jax.runtime.json_files import (
@@ -534,8 +534,7 @@ def write_folder(
 def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """Context with a temporary folder to fill, which is then renamed to `path`.
 
-  An error removes the folder and leaves `path` unchanged; a kill leaves the
-  temporary folder.
+  An error removes the folder and leaves `path` unchanged.
 
   Args:
     path: folder to make, with its parents; it may exist if it is empty.
@@ -552,7 +551,7 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   if path.exists() and not path.is_dir():
     raise ValueError(f"{path} is a file; expected a new or an empty folder")
   path.parent.mkdir(parents=True, exist_ok=True)
-  growing = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+  growing = temporary_beside(path)
   growing.mkdir()
   try:
     with named_errors(path, growing):

@@ -15,7 +15,6 @@ import pathlib
 import platform
 import shutil
 import sysconfig
-import uuid
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -26,6 +25,7 @@ from moh_jax.data import tokenizers
 from moh_jax.data.sequences import PackedSource, open_sets
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenize import tokenize
+from moh_jax.runtime.files import temporary_beside
 
 HELD_OUT = ("asyncio", "email", "json", "logging")
 _EXCLUDED = {
@@ -105,7 +105,7 @@ def write_once(
   """
   if folder.is_dir():
     return
-  growing = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+  growing = temporary_beside(folder)
   try:
     write(growing)
     growing.rename(folder)

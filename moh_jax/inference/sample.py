@@ -297,11 +297,6 @@ def sample_files(
     held.enter_context(only_writer(folder))
     if not _has_settings(folder, settings):
       write_whole(folder / _SETTINGS, _comment(settings))
-    names = {file.name for file in every}
-    for place in {file.parent for file in every}:
-      for left in place.glob(".*.tmp"):  # of ours, by a kill
-        if left.name[1:].rsplit(".", 2)[0] in names:
-          left.unlink()
     return [not all(map(is_there, batch)) for batch in files]
 
   with contextlib.ExitStack() as held:  # the folder, by the first process

@@ -11,12 +11,14 @@ import contextlib
 import csv
 import errno
 import fcntl
+import functools
 import io
 import math
 import os
 import pathlib
 import re
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -39,6 +41,8 @@ _CONTROL = re.compile(
   r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufffe\uffff]"
 )
 _CHUNK = 1 << 20
+# Names of `temporary_beside`: of which file, machine and process.
+_LEFT = re.compile(r"\..+\.([0-9a-f]{6})-([0-9]{1,9})-[0-9a-f]{6}\.tmp")
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
@@ -221,7 +225,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   path = pathlib.Path(path)
   if path.exists():
     check_regular(path)
-  temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+  temporary = temporary_beside(path)
   try:
     with named_errors(path, temporary):
       yield temporary
@@ -230,6 +234,46 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
       os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
+
+
+def temporary_beside(path: pathlib.Path) -> pathlib.Path:
+  """A new name, for what takes the place of `path` when it is whole.
+
+  The first one in a folder removes what killed processes left there.
+  """
+  _remove_left(path.parent)
+  own = f"{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+  return path.with_name(f".{path.name}.{own}.tmp")
+
+
+@functools.cache
+def _remove_left(folder: pathlib.Path) -> None:
+  for left in folder.glob(".*.tmp"):
+    found = _LEFT.fullmatch(left.name)
+    if found and found[1] == _machine() and not _lives(int(found[2])):
+      with contextlib.suppress(OSError):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+@functools.cache
+def _machine() -> str:
+  """Tells where a process id means the same: kernel, boot and namespace."""
+  try:
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+    where = boot + os.readlink("/proc/self/ns/pid")
+  except OSError:
+    where = f"{socket.gethostname()} {uuid.getnode()}"
+  return xxhash.xxh3_64_hexdigest(where.encode())[:6]
+
+
+def _lives(process: int) -> bool:
+  try:
+    os.kill(process, 0)
+  except ProcessLookupError:
+    return False
+  except OSError:
+    pass  # that of another user
+  return True
 
 
 def temporary_folder(stands_for: str) -> str:

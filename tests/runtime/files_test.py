@@ -1,6 +1,7 @@
 """Text that other programs read: terminals and spreadsheets."""
 
 import csv
+import os
 import pathlib
 import subprocess
 import sys
@@ -54,6 +55,21 @@ class WriteTest(FolderTest):
 
 
 class TemporaryTest(FolderTest):
+  def test_what_killed_processes_left_goes(self):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own = files.temporary_beside(self.root / "a.json").name
+    left = own.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
+    other = left.replace("json.", "json.x")  # of another machine
+    folder = self.root / "in"
+    folder.mkdir()
+    for name in (own, left, other, ".b.0123456789ab.tmp", f"c{left}"):
+      (folder / name).touch()
+    (folder / f".d{left}").mkdir()
+    files.write_whole(folder / "z", b"")
+    kept = {own, other, ".b.0123456789ab.tmp", f"c{left}", "z"}
+    self.assertEqual({file.name for file in folder.iterdir()}, kept)
+
   def test_folders_go_when_asked(self):
     folder = pathlib.Path(files.temporary_folder("given"))
     (folder / "file").touch()
