@@ -314,8 +314,8 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
 
 def _explained(error: Exception) -> str | None:
   """What the user can mend of an error; None for a defect of ours."""
-  text, foreign = str(error), " and ".join(registry.foreign())
-  if _is_missing(error) and not foreign:
+  text = str(error)
+  if _is_missing(error):
     return text + _INSTALL
   if _NO_SPACE in text and _FULL in text and (place := _PLACE.search(text)):
     return f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
@@ -329,22 +329,14 @@ def _explained(error: Exception) -> str | None:
   if type(error) is ImportError and error.name is None:  # gs:// without gcsfs
     return text
   is_users = isinstance(error, _USER_ERRORS)
-  is_users |= any(name in text for name in _NO_DEVICE)
-  if is_users and not (foreign and _comes_from_others(error)):
+  if is_users or any(name in text for name in _NO_DEVICE):
     return text
-  if not foreign:
+  if not (foreign := " and ".join(registry.foreign())):
     return None
   return (
     f"{type(error).__name__}: {text}; {foreign} may be the cause, --traceback "
     "shows where it came from"
   )
-
-
-def _comes_from_others(error: Exception) -> bool:
-  """Whether a value was refused by code that is not of this package."""
-  *_, (frame, _) = traceback_lib.walk_tb(error.__traceback__)
-  module = frame.f_globals.get("__name__", "")
-  return isinstance(error, ValueError) and not module.startswith("moh_jax")
 
 
 def _print_error(text: str) -> None:

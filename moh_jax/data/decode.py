@@ -222,7 +222,8 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     [X, Y, channels] uint8.
 
   Raises:
-    ValueError: another number of channels, or pixels whose range nobody knows.
+    ValueError: another number of channels, pixels whose range nobody knows, or
+      a transparent colour of 16 bits.
   """
   if channels not in _MODES:
     raise ValueError(
@@ -266,7 +267,10 @@ def _check_samples(image: Image.Image) -> None:
     (set(kinds) != {1}, "numbers with a sign"),
     (is_wide and bits != (16,), f"of {bits[0]} bits"),
     (is_wide and not tags.get(_BLACK, 1), "of 16 bits, of which 0 is white"),
-    (is_planar and bits[0] > 8, "planes of 16 bits, not compressed"),
+    (
+      is_planar and tags.get(_BITS, (1,))[0] > 8,
+      "planes of 16 bits, not compressed",
+    ),
   ):
     if is_so:
       raise ValueError(
@@ -281,14 +285,17 @@ def _stored_mode(image: Image.Image) -> str:
 
 
 def _scale_transparency(image: Image.Image) -> None:
-  """Brings the transparent level to the range that Pillow brings pixels to."""
+  """Brings the transparent level to the range that Pillow brings pixels to.
+
+  Of colours of 16 bits it keeps 8, which do not tell what is transparent.
+  """
   level, mode = image.info.get("transparency"), _stored_mode(image)
   if mode in _SCALES and isinstance(level, int):
     image.info["transparency"] = level * _SCALES[mode]
   elif mode == "RGB;16B" and isinstance(level, tuple):
     raise ValueError(
-      "one of its colours of 16 bits is transparent, which Pillow cannot tell "
-      "from others that are the same in 8 bits"
+      "one of its colours of 16 bits is transparent; save it with an alpha "
+      "channel, or in 8 bits"
     )
 
 

@@ -424,7 +424,7 @@ class CheckedSource:
       skip: whether bad images are replaced; otherwise they raise.
       smallest: minimum rows and columns of an image.
       decode: `data.decode`, which changes pixels and so the identity.
-      is_pixels: images must be uint8; latents are not.
+      is_pixels: images are uint8 [rows, columns, channels]; latents are not.
     """
     self._source, self._skip, self._smallest = source, skip, smallest
     self._decode, self._is_pixels = decode, is_pixels
@@ -521,10 +521,11 @@ class CheckedSource:
     if not 0 <= label < classes:
       name = self._source.name(index)
       raise ValueError(f"{name}: label={label} must be in [0, {classes - 1}]")
-    if shape[0] < self._smallest[0] or shape[1] < self._smallest[1]:
+    smallest = self._smallest
+    if self._is_pixels and (shape[0] < smallest[0] or shape[1] < smallest[1]):
       raise ValueError(
         f"{self._source.name(index)}: {shape[0]} x {shape[1]} pixels (rows x "
-        f"columns), at least {self._smallest[0]} x {self._smallest[1]} needed"
+        f"columns), at least {smallest[0]} x {smallest[1]} needed"
       )
     return {**example, "label": np.int32(label)}
 

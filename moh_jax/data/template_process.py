@@ -97,23 +97,20 @@ class Writer:
       text, spans = self._marked(messages)
     else:
       text, spans = self._unmarked(messages)
-    self._check_contents(text, messages)
-    return text, spans
-
-  def _check_contents(self, text: str, messages: Sequence[Message]) -> None:
-    """Refuses contents that are no text and stand as Python writes them."""
+    # Contents that are no text may stand as Python writes them.
+    answers = [i for i, x in enumerate(messages) if x["role"] == ASSISTANT]
+    own = dict(zip(answers, spans)) if len(answers) == len(spans) else {}
     for index, message in enumerate(messages):
-      content = message.get("content", "")
-      if isinstance(content, str) or (python := str(content)) not in text:
+      if isinstance(content := message.get("content", ""), str):
         continue
-      bare = [*messages[:index], {**message, "content": ""}]
-      bare += messages[index + 1 :]
-      other = self.render(bare, add_generation_prompt=False)
-      if other.count(python) < text.count(python):
+      python, answer = str(content), text[slice(*own.get(index, (0, 0)))]
+      begins = answer.lstrip().startswith(python)
+      if begins or (content and python in text):
         raise ValueError(
           f"writes the content of message {index}, which is no text, as Python "
           f"does: {python[:40]}"
         )
+    return text, spans
 
   def _unmarked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """A conversation, and the answers in it, by what others would change."""

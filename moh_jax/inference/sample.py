@@ -415,6 +415,8 @@ def _remove_parts(
     return
   for file in files:
     file.unlink(missing_ok=True)
+  for left in parts.glob(".*.npz.*.tmp"):  # by kills
+    left.unlink(missing_ok=True)
   remove_files(parts, _SETTINGS)
 
 

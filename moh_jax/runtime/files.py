@@ -42,7 +42,7 @@ _CONTROL = re.compile(
 )
 _CHUNK = 1 << 20
 # Names of `temporary_beside`: of which file, machine and process.
-_LEFT = re.compile(r"\..+\.([0-9a-f]{6})-([0-9]{1,9})-[0-9a-f]{6}\.tmp")
+_LEFT = re.compile(r"(?s)\..+\.([0-9a-f]{4})-([0-9a-f]{1,8})-[0-9a-f]{6}\.tmp")
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
@@ -239,10 +239,11 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 def temporary_beside(path: pathlib.Path) -> pathlib.Path:
   """A new name, for what takes the place of `path` when it is whole.
 
-  The first one in a folder removes what killed processes left there.
+  The first one in a folder removes what processes left there that were killed
+  on this machine since it was started.
   """
-  _remove_left(path.parent)
-  own = f"{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+  _remove_left(path.parent.absolute())
+  own = f"{_machine()}-{os.getpid():x}-{uuid.uuid4().hex[:6]}"
   return path.with_name(f".{path.name}.{own}.tmp")
 
 
@@ -250,7 +251,7 @@ def temporary_beside(path: pathlib.Path) -> pathlib.Path:
 def _remove_left(folder: pathlib.Path) -> None:
   for left in folder.glob(".*.tmp"):
     found = _LEFT.fullmatch(left.name)
-    if found and found[1] == _machine() and not _lives(int(found[2])):
+    if found and found[1] == _machine() and not _lives(int(found[2], 16)):
       with contextlib.suppress(OSError):
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -263,7 +264,7 @@ def _machine() -> str:
     where = boot + os.readlink("/proc/self/ns/pid")
   except OSError:
     where = f"{socket.gethostname()} {uuid.getnode()}"
-  return xxhash.xxh3_64_hexdigest(where.encode())[:6]
+  return xxhash.xxh3_64_hexdigest(where.encode())[:4]
 
 
 def _lives(process: int) -> bool:
@@ -271,7 +272,7 @@ def _lives(process: int) -> bool:
     os.kill(process, 0)
   except ProcessLookupError:
     return False
-  except OSError:
+  except (OSError, OverflowError):
     pass  # that of another user
   return True
 

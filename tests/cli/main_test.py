@@ -318,10 +318,9 @@ class ReportErrorsTest(parameterized.TestCase):
       self.assertEqual(main.report_errors(mock.Mock(side_effect=error), 0), 2)
     self.assertRegex(err.getvalue(), f"^error: {said}\n$")
 
-  @parameterized.parameters(KeyError, ValueError)
-  def test_mistakes_beside_code_of_others_name_it(self, kind):
+  def test_mistakes_beside_code_of_others_name_it(self):
     def fail():
-      raise kind("x")
+      raise KeyError("x")
 
     class Sliding(moh_jax.Router):
       pass
@@ -334,8 +333,8 @@ class ReportErrorsTest(parameterized.TestCase):
       self.assertEqual(main.report_errors(fail, False), 2)
     self.assertRegex(
       err.getvalue(),
-      f"^error: {kind.__name__}: '?x'?; .*router 'sliding' may be the cause, "
-      "--traceback shows where it came from\n$",
+      "^error: KeyError: 'x'; .*router 'sliding' may be the cause, --traceback "
+      "shows where it came from\n$",
     )
 
   def test_our_own_mistakes_are_not_hidden(self):

@@ -258,6 +258,17 @@ class AnswersTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       template.answers(_ask(content))
 
+  def test_contents_beside_calls_may_be_nothing(self):
+    source = (
+      "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0] }}"
+      "{% else %}{{ m.content }}{% endif %}<|stop|>{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": ["f(None)"]}
+    messages = [*_ask("one", question="None?"), *_ask("None"), call]
+    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
+    shown = [text[slice(*span)] for span in spans]
+    self.assertEqual(shown, ["one<|stop|>", "None<|stop|>", "f(None)<|stop|>"])
+
   @parameterized.parameters(True, False)
   def test_tokens_of_spaces_are_in_their_answer(self, trim):
     made = tiny_chat.tokenizer("").parser

@@ -59,11 +59,12 @@ class TemporaryTest(FolderTest):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     own = files.temporary_beside(self.root / "a.json").name
-    left = own.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
+    left = own.replace(f"-{os.getpid():x}-", f"-{ended.pid:x}-")
     other = left.replace("json.", "json.x")  # of another machine
     folder = self.root / "in"
     folder.mkdir()
-    for name in (own, left, other, ".b.0123456789ab.tmp", f"c{left}"):
+    gone = [left, left.replace("a.json", "a\nb")]
+    for name in (own, *gone, other, ".b.0123456789ab.tmp", f"c{left}"):
       (folder / name).touch()
     (folder / f".d{left}").mkdir()
     files.write_whole(folder / "z", b"")
