@@ -43,6 +43,8 @@ _CONTROL = re.compile(
 _CHUNK = 1 << 20
 # Names of `temporary_beside`: of which file, machine and process.
 _LEFT = re.compile(r"(?s)\..+\.([0-9a-f]{4})-([0-9a-f]{1,8})-[0-9a-f]{6}\.tmp")
+# First characters of formulas in CSV, also wide ones, and of what is quoted.
+_QUOTED = frozenset("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20'")
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
@@ -372,7 +374,8 @@ def write_csv(
 ) -> None:
   """Writes a table as a CSV file, whole or not at all.
 
-  Text that spreadsheets take for a formula gets an apostrophe before it.
+  Text that spreadsheets take for a formula gets an apostrophe before it, and so
+  does text that begins with one.
   """
   text = io.StringIO()
   csv.writer(text).writerows([map(_csv_cell, row) for row in [header, *rows]])
@@ -382,7 +385,7 @@ def write_csv(
 
 
 def _csv_cell(value: Any) -> Any:
-  if isinstance(value, str) and value[:1] in (*"=+-@\t\r",):
+  if isinstance(value, str) and value[:1] in _QUOTED:
     with contextlib.suppress(ValueError):
       float(value)
       return value

@@ -23,12 +23,13 @@ class TextTest(FolderTest):
     self.assertEqual(files.printable("a\nb", kept=""), "a\\x0ab")
 
   def test_formulas_are_text_to_spreadsheets(self):
-    names = ["=1+1", "+x", "-x", "@x", "\tx", "-0.5", "+2", "ant", "", "a=b"]
+    names = ["=1+1", "+x", "-x", "@x", "\tx", "\n=1", "\uff1d1", "'=1+1"]
+    names += ["-0.5", "+2", "ant", "", "a=b"]
     files.write_csv(self.root / "a.csv", names, [[-1, None, *names[2:]]])
     with (self.root / "a.csv").open(newline="") as file:
       header, row = csv.reader(file)
-    quoted = [f"'{name}" for name in names[:5]]
-    self.assertEqual(header, [*quoted, *names[5:]])
+    quoted = [f"'{name}" for name in names[:8]]
+    self.assertEqual(header, [*quoted, *names[8:]])
     self.assertEqual(row, ["-1", "", *header[2:]])
 
 
