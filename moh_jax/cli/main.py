@@ -328,8 +328,7 @@ def _explained(error: Exception) -> str | None:
     return f"there is no file system {text}"
   if type(error) is ImportError and error.name is None:  # gs:// without gcsfs
     return text
-  is_users = isinstance(error, _USER_ERRORS)
-  if is_users or any(name in text for name in _NO_DEVICE):
+  if isinstance(error, _USER_ERRORS) or any(x in text for x in _NO_DEVICE):
     return text
   if not (foreign := " and ".join(registry.foreign())):
     return None

@@ -161,7 +161,7 @@ def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
 
 def _check_plausible(image: Image.Image) -> None:
   """Refuses what is too large for its decoder."""
-  decoder = image.tile[0][0] if image.tile else ""
+  decoder, _ = _stored(image)
   is_slow = decoder in Image.DECODERS or image.format == "JPEG2000"
   if (of_tile := _tile_pixels(image)) > MOST_PIXELS:
     raise ValueError(
@@ -259,16 +259,15 @@ def _check_samples(image: Image.Image) -> None:
   tags = getattr(image, "tag_v2", {})  # of a TIFF file
   kinds, bits = tags.get(_SAMPLE_FORMAT, (1,)), tags.get(_BITS, (16,))
   is_wide = image.mode.startswith("I")
-  tiles = getattr(image, "tile", ())
-  is_raw = bool(tiles) and tiles[0][0] == "raw"
-  is_planar = is_raw and not is_wide and tags.get(_PLANAR) == 2
+  is_planar = tags.get(_PLANAR) == 2 and not is_wide
+  is_misread = is_planar and _stored(image)[0] == "raw"
   for is_so, what in (
     (image.mode == "F", "floating-point numbers"),
     (set(kinds) != {1}, "numbers with a sign"),
     (is_wide and bits != (16,), f"of {bits[0]} bits"),
     (is_wide and not tags.get(_BLACK, 1), "of 16 bits, of which 0 is white"),
     (
-      is_planar and tags.get(_BITS, (1,))[0] > 8,
+      is_misread and tags.get(_BITS, (1,))[0] > 8,
       "planes of 16 bits, not compressed",
     ),
   ):
@@ -278,10 +277,10 @@ def _check_samples(image: Image.Image) -> None:
       )
 
 
-def _stored_mode(image: Image.Image) -> str:
-  """How the file holds the pixels, "L;2" say; "" once they are read."""
+def _stored(image: Image.Image) -> tuple[str, str]:
+  """The decoder and how the file holds the pixels, "L;2" say; "" once read."""
   tiles = getattr(image, "tile", ())
-  return str(tiles[0][3]) if tiles else ""
+  return (tiles[0][0], str(tiles[0][3])) if tiles else ("", "")
 
 
 def _scale_transparency(image: Image.Image) -> None:
@@ -289,7 +288,7 @@ def _scale_transparency(image: Image.Image) -> None:
 
   Of colours of 16 bits it keeps 8, which do not tell what is transparent.
   """
-  level, mode = image.info.get("transparency"), _stored_mode(image)
+  level, (_, mode) = image.info.get("transparency"), _stored(image)
   if mode in _SCALES and isinstance(level, int):
     image.info["transparency"] = level * _SCALES[mode]
   elif mode == "RGB;16B" and isinstance(level, tuple):

@@ -512,11 +512,11 @@ class CheckedSource:
       raise OSError(
         f"example {index} of the data: {type(error).__name__}: {error}"
       ) from error
-    last = (self._source.channels,)
-    if self._is_pixels and (dtype != np.uint8 or shape[2:] != last):
+    channels = self._source.channels
+    if self._is_pixels and (dtype != np.uint8 or shape[2:] != (channels,)):
       raise ValueError(
         f"example {index} of the data: {dtype} {shape}, must be uint8 [rows, "
-        f"columns, {last[0]}]"
+        f"columns, {channels}]"
       )
     if not 0 <= label < classes:
       name = self._source.name(index)

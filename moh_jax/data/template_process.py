@@ -97,7 +97,13 @@ class Writer:
       text, spans = self._marked(messages)
     else:
       text, spans = self._unmarked(messages)
-    # Contents that are no text may stand as Python writes them.
+    self._check_contents(messages, text, spans)
+    return text, spans
+
+  def _check_contents(
+    self, messages: Sequence[Message], text: str, spans: Sequence[Span]
+  ) -> None:
+    """Refuses contents that are no text and stand as Python writes them."""
     answers = [i for i, x in enumerate(messages) if x["role"] == ASSISTANT]
     own = dict(zip(answers, spans)) if len(answers) == len(spans) else {}
     for index, message in enumerate(messages):
@@ -110,7 +116,6 @@ class Writer:
           f"writes the content of message {index}, which is no text, as Python "
           f"does: {python[:40]}"
         )
-    return text, spans
 
   def _unmarked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """A conversation, and the answers in it, by what others would change."""

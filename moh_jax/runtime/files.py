@@ -42,7 +42,7 @@ _CONTROL = re.compile(
 )
 _CHUNK = 1 << 20
 # Names of `temporary_beside`: of which file, machine and process.
-_LEFT = re.compile(r"(?s)\..+\.([0-9a-f]{4})-([0-9a-f]{1,8})-[0-9a-f]{6}\.tmp")
+_LEFT = re.compile(r"(?s)\..+\.([0-9a-f]{4})-([0-9a-f]{1,7})-[0-9a-f]{6}\.tmp")
 # First characters of formulas in CSV, also wide ones, and of what is quoted.
 _QUOTED = frozenset("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20'")
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
@@ -258,14 +258,21 @@ def _remove_left(folder: pathlib.Path) -> None:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
+def boot() -> str:
+  """Identifies this machine since it was started."""
+  try:
+    path = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip()
+  except OSError:
+    return f"{socket.gethostname()} {uuid.getnode()}"
+
+
 @functools.cache
 def _machine() -> str:
-  """Tells where a process id means the same: kernel, boot and namespace."""
-  try:
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
-    where = boot + os.readlink("/proc/self/ns/pid")
-  except OSError:
-    where = f"{socket.gethostname()} {uuid.getnode()}"
+  """Tells where a process id means the same: boot and namespace."""
+  where = boot()
+  with contextlib.suppress(OSError):  # as on macOS
+    where += os.readlink("/proc/self/ns/pid")
   return xxhash.xxh3_64_hexdigest(where.encode())[:4]
 
 
@@ -274,7 +281,7 @@ def _lives(process: int) -> bool:
     os.kill(process, 0)
   except ProcessLookupError:
     return False
-  except (OSError, OverflowError):
+  except OSError:
     pass  # that of another user
   return True
 

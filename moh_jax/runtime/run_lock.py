@@ -20,6 +20,7 @@ import time
 import uuid
 from typing import Any
 
+from moh_jax.runtime.files import boot
 from moh_jax.runtime.json_files import parse_json
 from moh_jax.runtime.steps import in_bucket, workdir
 
@@ -68,7 +69,7 @@ class RunLock:
       owner = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "boot": _boot(),
+        "boot": boot(),
         "token": self._token,
       }
       os.ftruncate(self._file, 0)
@@ -158,7 +159,7 @@ def _check_free(file: int, path: pathlib.Path) -> None:
       raise RunningError(_taken(path)) from None
     locks = False  # a file system that has no locks
   owner = _read(path)
-  if not owner or (locks and owner.get("boot") == _boot()):
+  if not owner or (locks and owner.get("boot") == boot()):
     return  # released, or its process has ended
   age = _age(path)
   if age < -STALE_SECONDS:
@@ -204,12 +205,3 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
     return parse_json(content) if content else {}
   except (OSError, ValueError):
     return None
-
-
-def _boot() -> str:
-  """Identifies this machine since it was started."""
-  try:
-    path = pathlib.Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip()
-  except OSError:
-    return f"{socket.gethostname()} {uuid.getnode()}"

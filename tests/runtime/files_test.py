@@ -1,4 +1,4 @@
-"""Text that other programs read: terminals and spreadsheets."""
+"""Files: text for terminals and spreadsheets, writers, what is temporary."""
 
 import csv
 import os
