@@ -7,7 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from moh_jax.config.base import MOST_LAYERS, Dtype, Section, all_of, shown
+from moh_jax.config.base import (
+  MOST_LAYERS,
+  Dtype,
+  Positive,
+  Section,
+  all_of,
+  shown,
+)
 from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.registry import get_source
@@ -73,6 +80,8 @@ class RoutedLayers(Section):
       device and shapes; "dense" makes all logits at once; "packed" computes
       only the heads that tokens chose; "kernel" is "packed" as one Pallas
       kernel (GPU, TPU); "cudnn" is cuDNN's (NVIDIA GPUs).
+    attention_out_multiplier: constant that multiplies what attention adds to
+      the residual stream (as in Falcon-H1); `export` puts it into the weights.
     dtype: compute dtype, "float32" or "bfloat16".
     remat: what the backward pass computes again to save memory: "none"; "full"
       whole layers; "attention" all but the results of attention; "dots" all but
@@ -107,6 +116,7 @@ class RoutedLayers(Section):
   family: str
   router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
   attention_impl: Implementation = "auto"
+  attention_out_multiplier: Positive = 1.0
   dtype: Dtype = "float32"
   remat: Literal["none", "full", "attention", "dots", "all_dots", "offload"] = (
     "none"

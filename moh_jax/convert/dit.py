@@ -95,9 +95,10 @@ def model_rules(config: DiTConfig) -> list[Rule]:
 
 def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
   heads, dim = budget.num_heads, budget.head_dim
+  multiplier = config.attention_out_multiplier
   attention = [
     *rules.projection_rules("qkv", "qkv", 3, heads, dim, bias=True),
-    *rules.mix_rules("proj", "out", heads, dim),
+    *rules.mix_rules("proj", "out", heads, dim, multiplier=multiplier),
     *rules.router_rules(budget, config.router),
   ]
   return [
@@ -151,6 +152,7 @@ def _diffusers_rules(config: DiTConfig) -> list[Rule]:
     )
   if not config.label_dropout:  # its table of labels has a row for none
     raise ValueError("diffusers: model.label_dropout=0 must be above 0")
+  block = functools.partial(_diffusers_block, config)
   embedders = [
     *rules.linear("timestep_embedder.linear_1", "embed/time_in"),
     *rules.linear("timestep_embedder.linear_2", "embed/time_out"),
@@ -161,16 +163,17 @@ def _diffusers_rules(config: DiTConfig) -> list[Rule]:
     *(_copied(rule, len(config.num_heads)) for rule in embedders),
     *rules.linear("proj_out_1", "final_modulation/linear"),
     *rules.linear("proj_out_2", "final"),
-    *rules.stack_rules(config, _diffusers_block, "transformer_blocks.{layer}."),
+    *rules.stack_rules(config, block, "transformer_blocks.{layer}."),
   ]
 
 
-def _diffusers_block(budget: HeadBudget) -> list[Rule]:
+def _diffusers_block(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
   heads, dim = budget.num_heads, budget.head_dim
+  multiplier = config.attention_out_multiplier
   parts = ("to_q", "to_k", "to_v")
   attention = [
     *rules.split_projection_rules(parts, "qkv", heads, dim=dim, bias=True),
-    *rules.mix_rules("to_out.0", "out", heads, dim),
+    *rules.mix_rules("to_out.0", "out", heads, dim, multiplier=multiplier),
   ]
   return [
     *rules.prefixed(attention, "attn1.", ("attn",)),

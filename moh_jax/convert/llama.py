@@ -78,7 +78,11 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
       *project(("q_proj",), "q", heads),
       *project(("k_proj", "v_proj"), "kv", kv_heads),
     ]
-  attention += rules.mix_rules("o_proj", "out", heads, dim, config.out_bias)
+  attention += rules.mix_rules(
+    *("o_proj", "out", heads, dim),
+    bias=config.out_bias,
+    multiplier=config.attention_out_multiplier,
+  )
   units = Units.of(budget, config.router, kv_heads)
   attention += rules.router_rules(units.budget, config.router, _ROUTER_NAMES)
   if config.qk_norm:

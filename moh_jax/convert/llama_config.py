@@ -458,6 +458,8 @@ def to_hf(model: LLMConfig) -> dict[str, Any]:
   Raises:
     ValueError: neither they nor the code of our architecture compute it.
   """
+  # The exported weights include the constant.
+  model = dataclasses.replace(model, attention_out_multiplier=1.0)
   # Fields in which models with the same outputs may differ. Of `rope` a
   # config.json holds all that the scaling uses.
   free = {"max_length", "rope", *LLMConfig.RUNTIME_FIELDS}

@@ -287,11 +287,30 @@ def patch_rules(theirs: str, patch: int, channels: int) -> list[Rule]:
 
 
 def mix_rules(
-  theirs: str, ours: str, heads: int, dim: int, bias: bool = True
+  theirs: str,
+  ours: str,
+  heads: int,
+  dim: int,
+  bias: bool = True,
+  multiplier: float = 1.0,
 ) -> list[Rule]:
-  """Linear (C, H * D) to a `HeadMix` kernel (H, D, C)."""
-  maps = reshaped_kernel((heads, dim, -1), (heads * dim, -1))
-  return linear(theirs, ours, bias=bias, kernel_maps=maps)
+  """Linear (C, H * D) to a `HeadMix` kernel (H, D, C).
+
+  Public models have no `attention_out_multiplier`: their weights include it.
+  """
+  maps = reshaped_kernel((heads, dim, -1), (heads * dim, -1)), SAME
+  if multiplier != 1:
+    maps = tuple(
+      (
+        lambda x, load=load: load(x) / multiplier,
+        lambda x, dump=dump: dump(x) * multiplier,
+      )
+      for load, dump in maps
+    )
+  kernel_maps, bias_maps = maps
+  return linear(
+    theirs, ours, bias=bias, kernel_maps=kernel_maps, bias_maps=bias_maps
+  )
 
 
 def router_rules(

@@ -28,7 +28,12 @@ def released_run(model: ViTConfig, tensors: Mapping[str, Any]) -> Config:
 
 
 def attention_rules(
-  budget: HeadBudget, router: RouterConfig, *, pooled: bool, qkv_bias: bool
+  budget: HeadBudget,
+  router: RouterConfig,
+  *,
+  pooled: bool,
+  qkv_bias: bool,
+  multiplier: float = 1.0,
 ) -> list[Rule]:
   """Conversion rules of one attention module.
 
@@ -37,6 +42,7 @@ def attention_rules(
     router: its router.
     pooled: whether it is aggregated attention, with pooled keys, or full.
     qkv_bias: whether the projections have biases.
+    multiplier: constant that multiplies its output.
   """
   heads, dim = budget.num_heads, budget.head_dim
   table = [
@@ -53,7 +59,7 @@ def attention_rules(
     rules.one("cpb_fc1.weight", "cpb/fc1_kernel", rules.TRANSPOSED),
     rules.one("cpb_fc1.bias", "cpb/fc1_bias"),
     *rules.linear("cpb_fc2", "cpb/fc2"),
-    *rules.mix_rules("proj", "out", heads, dim),
+    *rules.mix_rules("proj", "out", heads, dim, multiplier=multiplier),
     *rules.router_rules(budget, router),
   ]
   if not pooled:
@@ -89,6 +95,7 @@ def model_rules(config: ViTConfig) -> list[Rule]:
       config.router,
       pooled=config.sr_ratios[index] > 1,
       qkv_bias=config.qkv_bias,
+      multiplier=config.attention_out_multiplier,
     )
     block = [
       *rules.norm("norm1", "norm1"),

@@ -100,12 +100,14 @@ class CosineAttention(nn.Module):
     budget: the layer's head split.
     router: the kind and form of the router.
     qkv_bias: bias of the query, key and value projections.
+    out_multiplier: constant that multiplies the layer's output.
     dtype: compute dtype.
   """
 
   budget: HeadBudget
   router: RouterConfig = RouterConfig()
   qkv_bias: bool = True
+  out_multiplier: float = 1.0
   dtype: jnp.dtype = jnp.float32
 
   def route(self, x: jax.Array) -> tuple[jax.Array | None, RouterAux]:
@@ -122,6 +124,10 @@ class CosineAttention(nn.Module):
       name=name,
       dtype=self.dtype,
     )
+
+  def mix(self, features: int) -> HeadMix:
+    """Makes the projection of heads [B, N, H, D] to [B, N, features]."""
+    return HeadMix(features, self.out_multiplier, name="out", dtype=self.dtype)
 
 
 class FullAttention(CosineAttention):
@@ -153,7 +159,7 @@ class FullAttention(CosineAttention):
     bias = PositionBias(self.budget.num_heads, name="cpb")(coordinates)
     active = active_heads(gates, self.budget, self.router)
     heads = self.attend(q, k, v, bias, active=active)
-    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(heads, gates), aux
+    return self.mix(x.shape[-1])(heads, gates), aux
 
   def attend(
     self,
@@ -216,7 +222,7 @@ class AggregatedAttention(CosineAttention, kw_only=True):
       window=self.window,
     )
     heads = self.attend(weights, v, pool_v)
-    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(heads, gates), aux
+    return self.mix(x.shape[-1])(heads, gates), aux
 
   def attend(
     self, weights: tuple[jax.Array, ...], v: jax.Array, pool_v: jax.Array

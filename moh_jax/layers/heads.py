@@ -117,9 +117,11 @@ class HeadMix(KernelLayer):
 
   Attributes:
     features: C, width of the result.
+    multiplier: constant that multiplies the result.
   """
 
   features: int
+  multiplier: float = 1.0
 
   @nn.compact
   def __call__(
@@ -157,7 +159,12 @@ class HeadMix(KernelLayer):
       gated = _store_by_head(gated)
     if gates is not None:
       chex.assert_equal_shape_prefix((heads, gates), 3)
+      gates = self.multiplier * gates
       gated = gated * over_lanes(gates, count, dim).astype(heads.dtype)
+    elif self.multiplier != 1:
+      gated = self.multiplier * gated
+    if bias is not None:
+      bias = self.multiplier * bias
     out = self.multiply(gated, laid_out(kernel), bias, 2)
     if factors := self.adapter((*_HEAD_AXES, None), (None, "embed")):
       a, b = factors

@@ -51,6 +51,19 @@ def normal_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
   return LINEAR_INIT
 
 
+def scaled_normal_init(layers: int) -> KernelInit:
+  """Normal for the layers that end a residual branch, as in Megatron.
+
+  The deviation is 0.02 / sqrt(2 layers): each layer of a transformer adds two
+  branches, and their sum starts as large in a deep network as in a shallow one.
+
+  Args:
+    layers: depth of the network.
+  """
+  init = nn.initializers.normal(0.02 / math.sqrt(2 * layers))
+  return lambda inputs, outputs: init
+
+
 def xavier_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
   """Uniform by the fans of the whole matrix, as in the released DiT."""
   return nn.initializers.xavier_uniform(in_axis=inputs, out_axis=outputs)

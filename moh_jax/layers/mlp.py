@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from moh_jax.layers.linear import (
   LINEAR_INIT,
+  KernelInit,
   Linear,
   add_bias,
+  normal_init,
   xavier_init,
 )
 from moh_jax.layers.partitioning import constrain, declare, with_axes
@@ -51,12 +53,14 @@ class SwiGLU(nn.Module):
     hidden_dim: F.
     use_bias: add learned biases.
     output_major: how the kernels are stored, see `KernelLayer`.
+    down_init: initializer of the kernel of `down`.
     dtype: compute dtype.
   """
 
   hidden_dim: int
   use_bias: bool = False
   output_major: bool = False
+  down_init: KernelInit = normal_init
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -71,6 +75,7 @@ class SwiGLU(nn.Module):
     gate = Linear(self.hidden_dim, wide, name="gate", **kinds)(x)
     up = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
     hidden = constrain(nn.silu(gate) * up, "batch", "tokens", "mlp")
+    kinds["kernel_init"] = self.down_init
     down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
     return constrain(down(hidden), "batch", "tokens", None)
 

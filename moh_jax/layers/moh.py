@@ -91,6 +91,8 @@ class MoHAttention(nn.Module):
       is no norm. The router `query_norm` reads the queries before it: after it
       the norms of all heads would be nearly equal.
     kernel_init: initializer of the projections and the router.
+    out_init: initializer of the output projection; None is `kernel_init`.
+    out_multiplier: constant that multiplies the layer's output.
     output_major: how the projections' kernels are stored, see `KernelLayer`.
     implementation: see `attention` and `choose_cached_form` of
       `ops.attention`.
@@ -107,6 +109,8 @@ class MoHAttention(nn.Module):
   out_bias: bool | None = None
   qk_norm: float | None = None
   kernel_init: KernelInit = normal_init
+  out_init: KernelInit | None = None
+  out_multiplier: float = 1.0
   output_major: bool = False
   implementation: str = "auto"
   dropout_rate: float = 0.0
@@ -245,7 +249,9 @@ class MoHAttention(nn.Module):
       slots=slots,
     )
     bias = self.use_bias if self.out_bias is None else self.out_bias
-    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, layout))
+    kinds = self._kinds(bias, layout)
+    kinds["kernel_init"] = self.out_init or self.kernel_init
+    mix = HeadMix(x.shape[-1], self.out_multiplier, name="out", **kinds)
     return self._drop(mix(heads, gates), deterministic), aux, cache
 
   def project(

@@ -101,6 +101,7 @@ class Block(nn.Module):
       budget=self.budget,
       router=cfg.router,
       kernel_init=xavier_init,
+      out_multiplier=cfg.attention_out_multiplier,
       implementation=cfg.attention_impl,
       dtype=dtype,
       name="attn",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from moh_jax.config import LayerGroup, LLMConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.linear import KernelLayer, product
+from moh_jax.layers.linear import KernelLayer, product, scaled_normal_init
 from moh_jax.layers.mlp import SwiGLU, Table
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.partitioning import constrain
@@ -64,7 +64,7 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, tuple[RouterAux, LayerCache | None]]:
     """Maps x [B, N, C] to [B, N, C], the router's values and the new cache."""
     cfg = self.config
-    dtype = jnp.dtype(cfg.dtype)
+    dtype, branch_init = jnp.dtype(cfg.dtype), scaled_normal_init(cfg.depth)
     attention = MoHAttention(
       budget=self.budget,
       router=cfg.router,
@@ -73,6 +73,8 @@ class Block(nn.Module):
       use_bias=cfg.qkv_bias,
       out_bias=cfg.out_bias,
       qk_norm=cfg.norm_eps if cfg.qk_norm else None,
+      out_init=branch_init,
+      out_multiplier=cfg.attention_out_multiplier,
       output_major=self.output_major,
       implementation=cfg.attention_impl,
       dtype=dtype,
@@ -83,9 +85,8 @@ class Block(nn.Module):
       normed, cache, slots, token_mask, places=places, choice=choice
     )
     x = x + out
-    mlp = SwiGLU(
-      cfg.mlp_dim, cfg.mlp_bias, self.output_major, dtype, name="mlp"
-    )
+    kinds = cfg.mlp_bias, self.output_major, branch_init, dtype
+    mlp = SwiGLU(cfg.mlp_dim, *kinds, name="mlp")
     x = x + mlp(rms_norm(cfg, "mlp_norm")(x))
     return constrain(x, "batch", "tokens", None), (aux, cache)
 

@@ -51,6 +51,7 @@ class Block(nn.Module):
       "budget": self.budget,
       "router": cfg.router,
       "qkv_bias": cfg.qkv_bias,
+      "out_multiplier": cfg.attention_out_multiplier,
       "dtype": dtype,
       "name": "attn",
     }
