@@ -39,6 +39,7 @@ from tests.tools import record_transformers as recorder
 
 _TOKENIZER = train_bpe(["one text", "and another one"], 270)
 _IDS = json.loads(_TOKENIZER)["model"]["vocab"]
+_BIASED = dataclasses.replace(tiny_llm.MOH, qkv_bias=True, out_bias=True)
 _WITH_TEXT = dataclasses.replace(tiny_llm.MHA, vocab_size=270)
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _CODE = ["configuration_moh.py", "modeling_moh.py"]
@@ -117,6 +118,27 @@ class ThereAndBackTest(_Case):
     again = self.convert(kind, "again", "third")
     self.assertEqual(again.config.model, model)
     chex.assert_trees_all_equal(again.params, tiny_llm.random_params(model))
+
+  @parameterized.parameters(
+    (tiny_llm.MOH, "moh-hf"), (tiny_llm.MHA, "llama"), (_BIASED, "moh-hf")
+  )
+  def test_constant_of_the_attention_becomes_a_part_of_the_weights(
+    self, model, kind
+  ):
+    scaled = dataclasses.replace(model, attention_out_multiplier=0.3)
+    self.save(scaled)
+    folder = self.export()
+    self.assertNotIn("attention_out_multiplier", json.dumps(_json(folder)))
+    again = self.convert(kind, "again", "third")
+    self.assertEqual(again.config.model.attention_out_multiplier, 1)
+    tokens = np.arange(24).reshape(2, 12)
+    params = tiny_llm.random_params(model)
+    want, plain = (
+      LLM(one).apply({"params": params}, tokens)[0] for one in (scaled, model)
+    )
+    logits = again.model.apply({"params": again.params}, tokens)[0]
+    np.testing.assert_allclose(logits, want, atol=2e-5)
+    self.assertGreater(np.abs(plain - want).max(), 0.1)
 
   def test_ignored_tensors_are_no_obstacle(self):
     stored = tiny_llm.write_folder(self.source, tiny_llm.MHA)  # has lm_head

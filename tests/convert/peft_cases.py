@@ -22,7 +22,9 @@ CASES = {
   "moh": tiny_llm.MOH,  # two-stage routers, which are trained whole
   "plain": tiny_llm.MHA,
   "query_norm": tiny_llm.QUERY_NORM,
-  "joined": dataclasses.replace(tiny_llm.MHA, num_kv_heads=6),
+  "joined": dataclasses.replace(
+    tiny_llm.MHA, num_kv_heads=6, attention_out_multiplier=0.5
+  ),
 }
 _LORA = LoraConfig(
   rank=3,

@@ -107,6 +107,19 @@ class MoHAttentionTest(parameterized.TestCase):
     chex.assert_trees_all_equal(other[1], aux)
     self.assertGreater(float(jnp.abs(other[0] - y).max()), 1e-2)
 
+  @parameterized.product(kind=("two_stage", "none"), bias=(True, False))
+  def test_multiplier_is_that_of_the_output_layer(self, kind, bias):
+    fields = {"router": {"kind": kind}, "use_bias": bias}
+    plain = MoHAttention(small.BUDGET, **fields)
+    x = small.tokens()
+    variables = small.params(plain, x)
+    want, aux = plain.apply(variables, x)
+    for implementation in ("dense", "packed"):
+      layer = plain.clone(out_multiplier=0.3, implementation=implementation)
+      y, same = layer.apply(variables, x)
+      chex.assert_trees_all_close(y, 0.3 * want, atol=2e-6)
+      chex.assert_trees_all_equal(same, aux)
+
   def test_dropout_needs_an_rng_and_ends_by_deterministic(self):
     layer, x = MoHAttention(small.BUDGET, dropout_rate=0.5), small.tokens()
     variables, rngs = small.params(layer, x), {"dropout": jax.random.key(1)}

@@ -77,7 +77,7 @@ class LLMTest(parameterized.TestCase):
     chex.assert_trees_all_close(aux, other, rtol=1e-6)
 
   @pytest.mark.integration
-  def test_matrices_start_with_one_deviation(self):
+  def test_matrices_start_as_megatrons(self):
     config = dataclasses.replace(small.BIASED, width=64, vocab_size=200)
     init = functools.partial(init_params, LLM(config))
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -89,8 +89,11 @@ class LLMTest(parameterized.TestCase):
       elif "bias" in name:
         np.testing.assert_array_equal(leaf, 0.0)
       else:
+        # What ends a branch, by the number of branches.
+        ends = "'out'" in name or "'down'" in name
+        want = 0.02 / np.sqrt(2 * config.depth) if ends else 0.02
         spread = 4 / np.sqrt(leaf.size)
-        np.testing.assert_allclose(leaf.std(), 0.02, rtol=spread, err_msg=name)
+        np.testing.assert_allclose(leaf.std(), want, rtol=spread, err_msg=name)
 
   @pytest.mark.integration
   def test_order_of_heads_is_as_if_the_weights_of_each_layer_were_moved(self):
