@@ -371,7 +371,7 @@ class MoHAttention(nn.Module):
     kv_heads = self.num_kv_heads or heads
     tensor, both = axes_of("heads"), axes_of("attended_heads")
     placement = None
-    parts = Units.of(self.budget, self.router, kv_heads).budget.parts
+    parts = Units.of(self.budget, self.router, kv_heads).parts
     # Where attention gets as many queries of all key/value heads, devices work
     # equally in any order.
     deals = parts == 1 and not self.router.needs_all_heads
