@@ -9,6 +9,7 @@ Shapes: B batch, N tokens, C width, H heads, R routed heads, S shared heads.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,18 +183,24 @@ def count_examples(mask: jax.Array) -> Iterator[None]:
   """Makes models that are applied inside count some of their examples alone.
 
   It is for side values (`RouterAux`) of batches with padding; outputs do not
-  change.
+  change. An example may be several sequences that stand side by side, as where
+  a model reshapes [B, V, N, C] to [B * V, N, C].
 
   Args:
     mask: [B], 0 for examples that do not count.
   """
 
   def route(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
-    is_router = isinstance(context.module, HeadRouter) and args
-    if is_router and len(args[0]) == len(mask):
-      x, given = (*args, kwargs.pop("token_mask", None))[:2]
-      counted = jnp.broadcast_to(mask[:, None] > 0, x.shape[:2])
-      args = x, counted if given is None else counted & given
+    is_router = isinstance(context.module, HeadRouter)
+    if is_router and context.method_name == "__call__":
+      kwargs = dict(zip(("x", "token_mask"), args)) | kwargs
+      shape, given = kwargs["x"].shape[:2], kwargs.get("token_mask")
+      if shape[0] % len(mask):
+        many = f"has {shape[0]} sequences for {len(mask)} examples"
+        raise ValueError(f"x {many}, must have as many for each")
+      counted = jnp.repeat(mask > 0, math.prod(shape) // len(mask))
+      counted = counted.reshape(shape) & (True if given is None else given)
+      args, kwargs["token_mask"] = (), counted
     return call(*args, **kwargs)
 
   with nn.intercept_methods(route):
