@@ -8,6 +8,7 @@ import sys
 import tomllib
 
 from absl.testing import absltest
+from packaging import requirements
 
 import moh_jax
 
@@ -73,6 +74,29 @@ class PublicApiTest(absltest.TestCase):
     listed = re.sub("#.*", "", (_ROOT / "requirements.txt").read_text()).split()
     extra = project["optional-dependencies"]["train"]
     self.assertCountEqual(project["dependencies"] + extra, listed)
+
+  def test_every_python_gets_jax_and_flax_that_fit(self):
+    lines = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    found = list(map(requirements.Requirement, lines["dependencies"]))
+
+    def takes(python, **versions):
+      at = {"python_version": python}
+      return all(
+        one.specifier.contains(versions[one.name])
+        for one in found
+        if one.name in versions and (not one.marker or one.marker.evaluate(at))
+      )
+
+    for python, jax, flax, fits in (
+      ("3.11", "0.10.1", "0.12.8", True),
+      ("3.11", "0.10.2", "0.12.8", True),
+      ("3.12", "0.11.1", "0.12.8", False),
+      ("3.12", "0.11.1", "0.12.10", True),
+      ("3.13", "0.11.2", "0.12.9", False),
+      ("3.13", "0.12.0.1", "0.12.8", False),
+      ("3.13", "0.12.0.1", "0.12.12", True),
+    ):
+      self.assertEqual(takes(python, jax=jax, flax=flax), fits, (jax, flax))
 
   def test_is_typed(self):
     self.assertTrue((_ROOT / "moh_jax" / "py.typed").is_file())

@@ -180,12 +180,12 @@ def random_active(units: Units, batch: int, tokens: int) -> ActiveHeads:
   budget = units.budget
   scores = jax.random.normal(jax.random.key(3), (batch, tokens, budget.routed))
   shared = jnp.ones((batch, tokens, budget.shared), bool)
-  selected = select_heads(scores, scores, budget)
+  selected = select_heads(scores, scores, budget, parts=units.parts)
   mask = jnp.concatenate([shared, selected], axis=-1)
   mask = jnp.repeat(mask, units.size, axis=-1)
   mask = mask[..., np.argsort(units.order())]
   most = budget.active * units.size
-  return ActiveHeads(mask, most, parts=budget.parts, unit=units.size)
+  return ActiveHeads(mask, most, parts=units.parts, unit=units.size)
 
 
 def splits(options: Any, mode: str, length: int) -> Iterable[Split]:

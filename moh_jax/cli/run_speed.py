@@ -204,7 +204,7 @@ def cached_form(
     unit=units.size,
   )
   budget = units.budget
-  if form == "dense" or budget.parts > 1:
+  if form == "dense" or units.parts > 1:
     return LayerForm(form)
   # Units of each key/value head; the first ones are shared.
   size = budget.num_heads // model.num_kv_heads

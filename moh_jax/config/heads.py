@@ -96,7 +96,6 @@ class HeadBudget(base.Section):
     shared: the first heads, on for every token.
     top_k: routed heads that each token activates.
     head_dim: width of one head.
-    parts: equal parts of the heads; of each as many are shared and selected.
   """
 
   NAME = ""
@@ -105,10 +104,9 @@ class HeadBudget(base.Section):
   shared: base.Heads
   top_k: base.Heads
   head_dim: base.Width
-  parts: base.Count = 1
 
   def check(self) -> None:
-    """The parts are no more than the whole, and some head is active."""
+    """The counts fit into one another, and some head is active."""
     if self.shared > self.num_heads:
       self.fail("shared", f"must be in [0, {self.num_heads}], the num_heads")
     if self.top_k > self.routed:
@@ -116,10 +114,6 @@ class HeadBudget(base.Section):
       self.fail("top_k", f"must be in [0, {self.routed}], {heads}")
     if not self.active:
       self.fail("shared", "and top_k=0 leave no head active")
-    counts = {n: getattr(self, n) for n in ("num_heads", "shared", "top_k")}
-    if any(count % self.parts for count in counts.values()):
-      told = ", ".join(f"{name}={count}" for name, count in counts.items())
-      self.fail("parts", f"must divide {told}")
 
   @property
   def routed(self) -> int:
@@ -144,10 +138,12 @@ class Units:
   Attributes:
     budget: the layer's head split, counted in units.
     size: heads of a unit.
+    parts: equal parts of the units; of each as many are shared and selected.
   """
 
   budget: HeadBudget
   size: int = 1
+  parts: int = 1
 
   @classmethod
   def of(
@@ -191,13 +187,13 @@ class Units:
           f"{router.structure!r}",
         )
     if router.structure == "per_group":
-      return cls(dataclasses.replace(budget, parts=groups))
+      return cls(budget, parts=groups)
     return cls(HeadBudget(groups, **counts, head_dim=budget.head_dim), size)
 
   @property
   def step(self) -> int:
     """Heads that a budget of the layer counts together."""
-    return self.size * self.budget.parts
+    return self.size * self.parts
 
   def order(self, preferred: Sequence[int] = ()) -> tuple[int, ...]:
     """The heads as the router lists them: the shared ones, then the others.
@@ -215,11 +211,11 @@ class Units:
       for place, head in enumerate(heads):
         places[head // self.size] += place
       heads.sort(key=lambda x: (places[x // self.size], x))
-    part = len(heads) // self.budget.parts
-    shared = self.budget.shared * self.size // self.budget.parts
+    part = len(heads) // self.parts
+    shared = self.budget.shared * self.size // self.parts
     by_part = [
       [head for head in heads if head // part == index]
-      for index in range(self.budget.parts)
+      for index in range(self.parts)
     ]
     lists = [x[:shared] for x in by_part] + [x[shared:] for x in by_part]
     return tuple(itertools.chain.from_iterable(lists))

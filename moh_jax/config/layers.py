@@ -357,7 +357,7 @@ class LayerStack(RoutedLayers):
       depth = len(budgets)
       orders = self.head_order[first : first + depth]
       units = Units.of(budgets[0], self.router, self.num_kv_heads)
-      parts = units.budget.parts
+      parts = units.parts
       if orders or parts > 1:
         orders = tuple(units.order(x) for x in orders or ((),) * depth)
       if self.router.needs_all_heads or self.router.varies:

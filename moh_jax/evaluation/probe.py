@@ -279,10 +279,10 @@ def top_k_by_importance(
   for layer, of in enumerate(units):
     if of.budget.top_k:
       routed = np.asarray(order[layer])[of.budget.shared * of.size :]
-      values = importance[layer][routed].reshape(of.budget.parts, -1, of.size)
+      values = importance[layer][routed].reshape(of.parts, -1, of.size)
       values = -np.sort(-values.sum(-1), axis=-1).sum(0)[1:]
       worth += [(-value, layer) for value in values.tolist()]
-  left = sum(of.budget.top_k // of.budget.parts for of in units) - sum(top_k)
+  left = sum(of.budget.top_k // of.parts for of in units) - sum(top_k)
   for _, layer in sorted(worth)[:left]:
     top_k[layer] += 1
   return tuple(k * of.step for k, of in zip(top_k, units))

@@ -45,6 +45,7 @@ _CURVES = {
   "load_entropy": "the smallest entropy of the load of any layer",
   "lr": "learning rate",
 }
+_OF_TEXTS = {"accuracy": "share of next tokens that are predicted right"}
 _WORDS = {
   "load": "share of tokens that use a head; even is top_k, which a token "
   "selects, over the number of routed heads; shared heads have a load of 1",
@@ -314,7 +315,8 @@ def _losses(found: Findings) -> str:
   why = f" Only train has {only}: its loss may rightly lie above that of val."
   shown = [name for name in _CURVES if name in found.metrics.curves]
   text = "train: batches of the training; val: what the run held out."
-  return f"{_explained(_CURVES, *shown)}<p>{text}{why * bool(only)}</p>"
+  meanings = _CURVES | (_OF_TEXTS if config.model.READS_TEXT else {})
+  return f"{_explained(meanings, *shown)}<p>{text}{why * bool(only)}</p>"
 
 
 def _explained(meanings: Mapping[str, str], *names: str) -> str:

@@ -63,15 +63,12 @@ def active_heads(
   if gates is None or router.needs_all_heads:
     return None
   choice, units = choice or HeadChoice(), Units.of(budget, router, kv_heads)
-  parts = units.budget.parts
   make = functools.partial(ActiveHeads, gates != 0, unit=units.size)
   if choice.top_k is not None or router.varies:
     return make(budget.num_heads)
-  if parts > 1:
-    return make(budget.active, parts=parts)
   placement = layout and layout.placement
   if placement is None:
-    return make(budget.active)
+    return make(budget.active, parts=units.parts)
   if choice.order is not None:  # any heads may be shared, also all of a device
     return make(budget.active, placement.mean_active(budget))
   expected = max(placement.expected_active(budget))

@@ -136,40 +136,31 @@ class MoHAttention(nn.Module):
     """Attends.
 
     Args:
-      x: [..., N, C] tokens.
-      context: [..., M, any width] tokens that those of x attend to, which still
+      x: [B, N, C] tokens.
+      context: [B, M, any width] tokens that those of x attend to, which still
         choose the heads; None is x.
-      token_mask: [..., N] bool, False for padding: unseen as keys, not counted
+      token_mask: [B, N] bool, False for padding: unseen as keys, not counted
         by the router's statistics.
-      context_mask: [..., M] bool, False for padding of the context.
-      places: where the tokens stand in their texts, for x [B, N, C].
+      context_mask: [B, M] bool, False for padding of the context.
+      places: where the tokens stand in their texts, without a context.
       choice: runtime overrides of the budget.
       deterministic: whether none are dropped; None is where there is no rng
         "dropout".
 
     Returns:
-      [..., N, C] and the router's side values.
+      [B, N, C] and the router's side values.
 
     Raises:
       ValueError: shapes or dtypes are none of these.
     """
     self._check(x, context, token_mask, context_mask, places)
-    lead = x.shape[:-2]
-
-    def flat(x: jax.Array) -> jax.Array:
-      """Merges the leading dimensions, which alone may be split, into one."""
-      rest = x.shape[len(lead) :]
-      return gather(x, len(lead)).reshape(math.prod(lead), *rest)
-
-    given = {"token_mask": token_mask, "context_mask": context_mask}
-    given = jax.tree.map(flat, {**given, "context": context})
-    given |= {
-      "places": places,
-      "choice": choice,
-      "deterministic": deterministic,
-    }
-    out, aux, _ = self.extend(flat(x), None, None, **given)
-    out, own = out.reshape(*lead, *out.shape[1:]), jax.typeof(x).sharding
+    given = {"x": x, "token_mask": token_mask, "context": context}
+    given |= {"context_mask": context_mask}
+    # The batch alone may be split along Explicit axes of a mesh.
+    given = jax.tree.map(functools.partial(gather, kept=1), given)
+    given |= {"choice": choice, "deterministic": deterministic}
+    out, aux, _ = self.extend(cache=None, slots=None, places=places, **given)
+    own = jax.typeof(x).sharding
     return reshard(out, own) if any(own.spec) else out, aux
 
   @nn.compact
@@ -350,18 +341,20 @@ class MoHAttention(nn.Module):
       raise ValueError(f"qk_norm={self.qk_norm} must be above 0, or None")
     if not 0 <= self.dropout_rate < 1:
       raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")
-    if x.ndim < 2:
-      raise ValueError(f"x has shape {x.shape}, must be [..., N, C]")
-    keys, lead = () if context is None else context.shape[:-1], x.shape[:-2]
-    if context is not None and (len(keys) < 1 or keys[:-1] != lead):
+    if x.ndim != 3:
+      raise ValueError(
+        f"x has shape {x.shape}, must be [B, N, C]; reshape or jax.vmap"
+      )
+    keys, lead = () if context is None else context.shape[:-1], x.shape[:1]
+    if context is not None and (context.ndim != 3 or keys[:1] != lead):
       raise ValueError(
         f"context has shape {context.shape}, must be {lead} and [M, width]; a "
         "mask is token_mask="
       )
     if context is not None and self.causal:
       raise ValueError("causal=True must be False where there is a context")
-    if places is not None and (x.ndim != 3 or context is not None):
-      raise ValueError("places must be None but for x [B, N, C] alone")
+    if places is not None and context is not None:
+      raise ValueError("places must be None where there is a context")
     masks = (token_mask, x.shape[:-1]), (context_mask, keys)
     for name, (mask, shape) in zip(("token_mask", "context_mask"), masks):
       check_array(name, mask, bool, shape, ", False for padding")
@@ -377,7 +370,7 @@ class MoHAttention(nn.Module):
     kv_heads = self.num_kv_heads or heads
     tensor, both = axes_of("heads"), axes_of("attended_heads")
     placement = None
-    parts = Units.of(self.budget, self.router, kv_heads).budget.parts
+    parts = Units.of(self.budget, self.router, kv_heads).parts
     # Where attention gets as many queries of all key/value heads, devices work
     # equally in any order.
     deals = parts == 1 and not self.router.needs_all_heads

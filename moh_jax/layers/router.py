@@ -9,6 +9,7 @@ Shapes: B batch, N tokens, C width, H heads, R routed heads, S shared heads.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,8 @@ class HeadChoice:
   """Runtime overrides of a layer's head choice; parameters are unchanged.
 
   Attributes:
-    top_k: [] int32 routed heads per token, in place of the budget's.
+    top_k: [] int32 routed heads per token, in place of the budget's; rounded
+      down to what the router's structure allows, but not to none.
     order: [H] int32, the heads in the order in which the first are shared, for
       instance (4, 0, 5, 2, 1, 3) shares heads 4 and 0 where the budget shares
       two; for a structure as `Units.order` lists them. None is its default: 0,
@@ -112,18 +114,18 @@ class HeadRouter(nn.Module):
         f"router's kind is {config.kind!r}"
       )
     units, order, top_k = self.units, choice.order, choice.top_k
-    if order is None and units.budget.parts > 1:
+    if order is None and units.parts > 1:
       order = jnp.asarray(units.order())
     if norms is not None and order is not None:
       norms = jnp.take(norms, order, axis=-1)
     if units.size > 1:
-      top_k = None if top_k is None else top_k // units.size
+      top_k = None if top_k is None else jnp.maximum(top_k // units.size, 1)
       if norms is not None:
         squares = jnp.square(norms.reshape(*norms.shape[:-1], -1, units.size))
         norms = jnp.sqrt(squares.sum(-1))
     try:
       module = imported(get_router(config.kind).module)
-      router = module(units.budget, config, self.kernel_init)
+      router = module(units.budget, config, self.kernel_init, parts=units.parts)
       nn.share_scope(self, router)  # parameters lie directly under this layer
       decided = router(x, norms=norms, top_k=top_k)
     except (Exception, SystemExit) as error:  # of another package's code
@@ -181,18 +183,24 @@ def count_examples(mask: jax.Array) -> Iterator[None]:
   """Makes models that are applied inside count some of their examples alone.
 
   It is for side values (`RouterAux`) of batches with padding; outputs do not
-  change.
+  change. An example may be several sequences that stand side by side, as where
+  a model reshapes [B, V, N, C] to [B * V, N, C].
 
   Args:
     mask: [B], 0 for examples that do not count.
   """
 
   def route(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
-    is_router = isinstance(context.module, HeadRouter) and args
-    if is_router and len(args[0]) == len(mask):
-      x, given = (*args, kwargs.pop("token_mask", None))[:2]
-      counted = jnp.broadcast_to(mask[:, None] > 0, x.shape[:2])
-      args = x, counted if given is None else counted & given
+    is_router = isinstance(context.module, HeadRouter)
+    if is_router and context.method_name == "__call__":
+      kwargs = dict(zip(("x", "token_mask"), args)) | kwargs
+      shape, given = kwargs["x"].shape[:2], kwargs.get("token_mask")
+      if shape[0] % len(mask):
+        many = f"has {shape[0]} sequences for {len(mask)} examples"
+        raise ValueError(f"x {many}, must have as many for each")
+      counted = jnp.repeat(mask > 0, math.prod(shape) // len(mask))
+      counted = counted.reshape(shape) & (True if given is None else given)
+      args, kwargs["token_mask"] = (), counted
     return call(*args, **kwargs)
 
   with nn.intercept_methods(route):
@@ -208,15 +216,17 @@ class Router(nn.Module):
 
   Attributes:
     budget: the layer's head split; its heads are groups of them where
-      `config.structure` is "whole_group". Where it has parts, `select` heeds
-      them: the routed heads of a part are side by side.
+      `config.structure` is "whole_group".
     config: section `model.router`.
     kernel_init: the family's initializer of matrices.
+    parts: key/value groups where `config.structure` is "per_group", else 1. The
+      routed heads of a part are side by side; `select` selects as many of each.
   """
 
   budget: HeadBudget
   config: RouterConfig = RouterConfig()
   kernel_init: KernelInit = normal_init
+  parts: int = 1
 
   def __call__(
     self,
@@ -288,8 +298,12 @@ class Router(nn.Module):
     Returns:
       [B, N, R] bool.
     """
-    how = {"top_k": top_k, "top_p": self.config.top_p}
-    return routing.select_heads(scores, probs, self.budget, **how)
+    choice = self._choice(top_k)
+    return routing.select_heads(scores, probs, self.budget, **choice)
+
+  @nn.nowrap
+  def _choice(self, top_k: jax.Array | None) -> dict[str, Any]:
+    return {"parts": self.parts, "top_k": top_k, "top_p": self.config.top_p}
 
   @nn.nowrap
   def routing(
@@ -335,8 +349,7 @@ class TwoStageRouter(Router):
       group_logits=logits.get("group"),
       batch_shape=x.shape[:2],
       form=self.config.gate_form,
-      top_k=top_k,
-      top_p=self.config.top_p,
+      **self._choice(top_k),
     )
 
 
@@ -365,6 +378,5 @@ class QueryNormRouter(Router):
       norms,
       self.budget,
       straight_through=self.config.straight_through,
-      top_k=top_k,
-      top_p=self.config.top_p,
+      **self._choice(top_k),
     )

@@ -11,7 +11,6 @@ import math
 import pathlib
 from collections.abc import Sequence
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +95,7 @@ def attention(
     ValueError: the implementation is unknown or does not support the call, H
       is not a multiple of K, or an argument has another shape or dtype.
   """
-  _check_arguments(q, k, v, bias, key_mask, segments)
+  _check_arguments(q, k, v, bias, key_mask, segments, active)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   visible = Visible(key_mask, segments, causal)
   call = Call(q, k, v, visible, scale, bias, active)
@@ -116,6 +115,7 @@ def _check_arguments(
   bias: jax.Array | None,
   key_mask: jax.Array | None,
   segments: jax.Array | None,
+  active: ActiveHeads | None,
 ) -> None:
   """Refuses what the forms would take for something else."""
   for name, array in (("q", q), ("k", k), ("v", v)):
@@ -135,6 +135,14 @@ def _check_arguments(
     fits = bias.ndim <= 4 and all(size in (1, full) for size, full in sizes)
     shape = bias.shape if fits else (batch, heads, queries, keys)
     check_array("bias", bias, jnp.floating, shape)
+  if active is not None:
+    check_array("active.mask", active.mask, bool, (batch, queries, heads))
+    most, parts = active.max_per_token, active.parts
+    if most < 1:
+      raise ValueError(f"max_per_token={most} must be at least 1")
+    if parts != 1 and (parts != kv_heads or most % parts):
+      allowed = f"1, or the {kv_heads} key/value heads and divide max_per_token"
+      raise ValueError(f"active.parts={parts} must be {allowed}={most}")
 
 
 def attend(call: Call, implementation: str) -> jax.Array:
@@ -149,12 +157,6 @@ def attend(call: Call, implementation: str) -> jax.Array:
     )
   call = vary_alike(call)
   active, visible, bias = call.active, call.visible, call.bias
-  if active is not None:
-    chex.assert_shape(active.mask, (batch, queries, heads))
-    if active.max_per_token < 1:
-      raise ValueError(
-        f"max_per_token={active.max_per_token} must be at least 1"
-      )
   if not (q.size and k.size):
     return jnp.zeros(q.shape, call.v.dtype)
   mesh = jax.typeof(q).sharding.mesh

@@ -37,9 +37,8 @@ class ActiveHeads:
     expected: active heads that tokens have on average, static; None is
       `max_per_token`. On a mesh a device's heads are picked by some tokens more
       often than by others.
-    parts: key/value heads of each of which a token has at most
-      max_per_token / parts query heads, static, see `ops.picked_heads`; 1
-      where it may have any.
+    parts: K where a token has at most max_per_token / K query heads of each
+      key/value head, static, see `ops.picked_heads`; 1 where it may have any.
     unit: heads of a key/value head that are active together, static; 1 where
       each may be alone.
   """

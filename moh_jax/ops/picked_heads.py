@@ -74,8 +74,8 @@ class PickedHeads:
     """
     *lead, heads = active.mask.shape
     mask = active.mask.reshape(*lead, active.parts, heads // active.parts)
-    size, count = mask.shape[-1], active.max_per_token // active.parts
-    used = mask.sum(-1, dtype=jnp.int32)
+    size, most = mask.shape[-1], min(heads, active.max_per_token)
+    used, count = mask.sum(-1, dtype=jnp.int32), most // active.parts
     places, before, missing = [], jnp.zeros_like(used), count - used
     for head in range(size):
       fills = ~mask[..., head] & (missing > 0)

@@ -10,13 +10,13 @@ Two published forms of the gates exist:
   (a1, a2) = softmax(W_h x).
 - "released": what the public checkpoints were trained with. The gate of a
   shared head is 2 a1 * shared * S_i. The selected P_i are first divided by
-  their sum; then the gate is 2 a2 * top_k * P_i. So a uniform router gives
-  every active head the gate 1.
+  their sum; then the gate is 2 a2 * k * P_i, with k the heads that the token
+  selects. So a uniform router gives every active head the gate 1.
 
 In both forms there is no a1 and a2 where one of the two groups is empty, and a
 single shared head has S = 1. Scores and gates are float32.
 
-Where a budget has parts (`RouterConfig.structure`), routed heads stand part by
+Where heads have parts (`RouterConfig.structure`), routed heads stand part by
 part, and a token selects as many of each. Scores and gates are as without: of
 all routed heads.
 
@@ -31,6 +31,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +200,7 @@ def select_heads(
   probs: jax.Array,
   budget: HeadBudget,
   *,
+  parts: int = 1,
   top_k: jax.Array | None = None,
   top_p: float = 0.0,
 ) -> jax.Array:
@@ -208,27 +210,29 @@ def select_heads(
     scores: [B, N, R], of which the largest are selected.
     probs: [B, N, R] scores that add up to 1, which `top_p` adds up.
     budget: the layer's head split.
-    top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
-      layer whose budget selects no head ignores it.
+    parts: equal parts of the routed heads, see `Units`.
+    top_k: [] int32, at least 1, replaces the budget's top_k at run time; it is
+      rounded down to as many heads of each part, but to one at least. A layer
+      whose budget selects no head ignores it.
     top_p: see `RouterConfig`; `top_k` replaces it too.
 
   Returns:
     [B, N, R] bool.
   """
   shape = scores.shape
-  if budget.parts > 1:
-    split = *shape[:-1], budget.parts, budget.routed // budget.parts
+  if parts > 1:
+    split = *shape[:-1], parts, budget.routed // parts
     scores, probs = scores.reshape(split), probs.reshape(split)
   if top_p and budget.top_k and top_k is None:
-    if budget.parts > 1:
+    if parts > 1:
       # A part whose scores all underflow counts them as equal.
       total = probs.sum(-1, keepdims=True)
       probs = jnp.where(total > 0, probs / total, 1 / probs.shape[-1])
     selected = top_p_mask(probs, top_p)
   else:
     own = top_k is None or not budget.top_k
-    kept = budget.top_k if own else top_k
-    selected = top_k_mask(scores, kept // budget.parts)
+    kept = budget.top_k if own else jnp.maximum(top_k, parts)
+    selected = top_k_mask(scores, kept // parts)
   return selected.reshape(shape)
 
 
@@ -250,8 +254,7 @@ def two_stage_gates(
   group_logits: jax.Array | None,
   batch_shape: tuple[int, ...],
   form: str = "released",
-  top_k: jax.Array | None = None,
-  top_p: float = 0.0,
+  **choice: Any,
 ) -> Routing:
   """Gates of the two-stage router (arXiv:2410.11842, eq. 5 and 6).
 
@@ -263,10 +266,7 @@ def two_stage_gates(
       (the paper's ablation); ignored where one group is empty.
     batch_shape: (B, N).
     form: "released" or "paper", see the module's docstring.
-    top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
-      layer whose budget selects no head ignores it.
-    top_p: see `RouterConfig`; the "released" gates then are those of the number
-      of heads that each token selects. `top_k` replaces it too.
+    **choice: `parts`, `top_k` and `top_p` of `select_heads`.
 
   Returns:
     The `Routing` of every token.
@@ -284,17 +284,14 @@ def two_stage_gates(
     scores = routed_logits.astype(jnp.float32)
     probs = jax.nn.softmax(scores)
   # By logits, since distant ones have a probability of 0 and would be ties.
-  selected = select_heads(scores, probs, budget, top_k=top_k, top_p=top_p)
+  selected = select_heads(scores, probs, budget, **choice)
 
   shared_gates = shared_scores
   routed_gates = jnp.where(selected, probs, 0.0)
   if released:
-    kept = budget.top_k if top_k is None or not budget.top_k else top_k
-    if top_p and top_k is None:
-      kept = selected.sum(-1, keepdims=True)
     total = routed_gates.sum(-1, keepdims=True)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).eps)
-    routed_gates = routed_gates / total * kept
+    routed_gates = routed_gates / total * selected.sum(-1, keepdims=True)
     shared_gates = shared_gates * budget.shared
 
   groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
@@ -322,8 +319,7 @@ def query_norm_gates(
   budget: HeadBudget,
   *,
   straight_through: str = "selected",
-  top_k: jax.Array | None = None,
-  top_p: float = 0.0,
+  **choice: Any,
 ) -> Routing:
   """Gates 0 and 1 from the norms of the queries (arXiv:2410.11842, eq. 9, 10).
 
@@ -337,9 +333,7 @@ def query_norm_gates(
       first.
     budget: the layer's head split.
     straight_through: "selected" or "all", see `RouterConfig`.
-    top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
-      layer whose budget selects no head ignores it.
-    top_p: see `RouterConfig`; `top_k` replaces it too.
+    **choice: `parts`, `top_k` and `top_p` of `select_heads`.
 
   Returns:
     The `Routing` of every token.
@@ -359,7 +353,7 @@ def query_norm_gates(
     scale = jax.lax.rsqrt(jnp.where(differ, variance, 1.0))
     norms = jnp.where(differ, norms * scale, 0.0)
   probs = jax.nn.softmax(norms)
-  selected = select_heads(norms, probs, budget, top_k=top_k, top_p=top_p)
+  selected = select_heads(norms, probs, budget, **choice)
 
   passed = probs - jax.lax.stop_gradient(probs)  # 0 with the scores' gradient
   if straight_through == "selected":

@@ -38,6 +38,7 @@ TEMPORARY = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 CHUNK_BYTES = 1 << 22
 _SUMS = ("tokenizer_sha256", "encoder_sha256", "base_mark")
 _GROUP_BYTES = 1 << 25  # of arrays that are read at once
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,8 @@ def params_item(
 ) -> epath.Path:
   """Path of a checkpoint's parameters, or of the averaged ones if preferred.
 
+  It warns of averages that the run's start, which may be noise, is a tenth of.
+
   Args:
     directory: working directory.
     step: step of the checkpoint.
@@ -166,6 +169,15 @@ def params_item(
   item = "ema" if use_ema and has_ema else "params"
   if verify:
     ask_first_process(lambda: steps.check_whole(directory, step, {item}))
+  if item == "ema":
+    optim = read_metadata(directory, step, verify=False)[0].config.optim
+    rest = optim.ema_decay ** (step - step % optim.ema_every)
+    if rest > 0.1:
+      _LOG.warning(
+        f"{directory}, step {step}: averaged parameters are still {rest:.0%} "
+        f"those of the run's start (optim.ema_decay={optim.ema_decay:g}); "
+        "eval.use_ema=false takes the trained ones"
+      )
   return folder / item
 
 

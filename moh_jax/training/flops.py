@@ -217,8 +217,9 @@ class StepFlops:
   products and convolutions are counted, nothing that is computed again.
 
   Attributes:
-    active: for the active heads alone, neither the queries and outputs of other
-      heads. The attention of windows is counted for all heads.
+    active: for the active heads alone, without the queries and outputs of other
+      heads, which every form computes all the same. The attention of windows is
+      counted for all heads.
     every_head: as if all heads were active, as in multi-head attention; the
       routers' own products are in it.
     attention: the parts of `every_head` that are attention to all tokens, one

@@ -202,6 +202,18 @@ class SamplesTest(folders.FolderTest):
     self.assertEqual(picture.size, (256, 256))
 
 
+class CurvesTest(absltest.TestCase):
+  def test_accuracy_is_of_what_the_model_reads(self):
+    metrics = report.RunMetrics({"accuracy": {"val": [(1, 0.5)]}}, {})
+    for config, said, other in (
+      (tiny.llm_config(), "share of next tokens", "images"),
+      (tiny.deterministic_config(), "share of images", "next tokens"),
+    ):
+      text = report._losses(mock.Mock(config=config, metrics=metrics))
+      self.assertIn(f"<b>accuracy</b>: {said}", text)
+      self.assertNotIn(other, text)
+
+
 class RunMetricsTest(folders.FolderTest):
   def _read(self, lines, last):
     (self.root / "metrics.jsonl").write_text("\n".join(lines))

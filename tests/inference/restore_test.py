@@ -46,9 +46,9 @@ def _save(directory, config=_CONFIG):
   checkpoint.save_params(directory, tiny.random_params(config), metadata)
 
 
-def _save_steps(directory, steps):
+def _save_steps(directory, steps, config=_CONFIG):
   """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
-  metadata = checkpoint.Metadata(_CONFIG, _NAMES)
+  metadata = checkpoint.Metadata(config, _NAMES)
   saver = saving.Saver(directory, metadata, {})
   for step in steps:
     state = TrainState(
@@ -85,6 +85,26 @@ class RestoreTest(parameterized.TestCase):
     restored = restore_lib.restore(self.run_dir, step=step, use_ema=ema)
     self.assertEqual(restored.step, seed % 100)
     chex.assert_trees_all_equal(restored.params, _params(seed))
+
+  @parameterized.parameters((0.7, 2, 1, 49), (0.7, 7, 1, 0), (0.1, 3, 4, 100))
+  def test_averages_that_are_mostly_the_start_say_so(
+    self, decay, step, every, percent
+  ):
+    optim = dataclasses.replace(_CONFIG.optim, ema_decay=decay, ema_every=every)
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    config = dataclasses.replace(_CONFIG, optim=optim)
+    _save_steps(where, (step,), config)
+    if not percent:
+      with self.assertNoLogs("moh_jax", "WARNING"):
+        restore_lib.restore(where)
+      return
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      restore_lib.restore(where)
+    (line,) = logs.output
+    said = f"step {step}: averaged parameters are still {percent}% those of"
+    self.assertIn(said, line)
+    with self.assertNoLogs("moh_jax", "WARNING"):
+      restore_lib.restore(where, use_ema=False)
 
   def test_overrides_change_config_and_model(self):
     restored = restore_lib.restore(

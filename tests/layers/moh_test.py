@@ -3,6 +3,8 @@
 Numbers of the latter are held against the public release in tests/parity.
 """
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -13,6 +15,7 @@ from absl.testing import parameterized
 
 from moh_jax.config.heads import RouterConfig
 from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.layers.router import count_examples
 from tests.layers import small
 
 _QUERY_NORM = RouterConfig("query_norm")
@@ -20,7 +23,13 @@ _QUERY_NORM = RouterConfig("query_norm")
 
 class MoHAttentionTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({}, (16,), None, r"x has shape \(16,\), must be \[..., N, C\]"),
+    (
+      {},
+      (6, 8),
+      None,
+      r"x has shape \(6, 8\), must be \[B, N, C\]; reshape or",
+    ),
+    ({}, (4, 2, 6, 8), None, r"x has shape \(4, 2, 6, 8\), .* or jax.vmap"),
     ({}, (2, 6, 8), jnp.ones((2, 6)), r"float32\(2, 6\) must be bool\(2, 6\)"),
     ({"budget": 8}, (2, 6, 8), None, "budget=8 must be a HeadBudget"),
     ({"num_kv_heads": 0}, (2, 6, 8), None, "num_kv_heads=0 must"),
@@ -52,22 +61,25 @@ class MoHAttentionTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       layer.init(jax.random.key(0), small.tokens(), **given)
 
-  @parameterized.parameters("dense", "packed", "kernel")
   @pytest.mark.integration
-  def test_leading_dimensions_are_a_batch(self, implementation):
-    layer = MoHAttention(small.BUDGET, implementation=implementation)
-    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 8))
-    mask = jnp.asarray(
-      np.arange(5) < np.array([[5, 4, 3], [2, 1, 5]])[..., None]
-    )
-    variables = small.params(layer, x)
-    flat, aux = layer.apply(
-      variables, x.reshape(6, 5, 8), token_mask=mask.reshape(6, 5)
-    )
-    y, own = layer.apply(variables, x, token_mask=mask)
-    chex.assert_trees_all_equal((y.reshape(6, 5, 8), own), (flat, aux))
-    one = layer.apply(variables, x[0, 0])[0]
-    chex.assert_trees_all_close(one, y[0, 0], atol=2e-6)
+  def test_other_dimensions_are_mapped_or_merged(self):
+    layer = MoHAttention(small.BUDGET)
+    x = jax.random.normal(jax.random.key(0), (4, 2, 6, 8))
+    variables = small.params(layer, x[0])
+    merged, aux = layer.apply(variables, x.reshape(8, 6, 8))
+    run = functools.partial(layer.apply, variables)
+    mapped, own = jax.vmap(run, in_axes=1, out_axes=(1, 0))(x)
+    chex.assert_trees_all_close(mapped, merged.reshape(x.shape), atol=2e-6)
+    self.assertEqual(float(aux.tokens), 48)
+    with count_examples(jnp.array([1, 1, 0, 0])):
+      _, aux = layer.apply(variables, x.reshape(8, 6, 8))
+      _, own = jax.vmap(run, in_axes=1, out_axes=(1, 0))(x)
+      with self.assertRaisesRegex(ValueError, "has 2 sequences for 4 examples"):
+        jax.vmap(run)(x)
+    _, expected = layer.apply(variables, x[:2].reshape(4, 6, 8))
+    chex.assert_trees_all_close(aux, expected, rtol=1e-6)
+    self.assertEqual(float(aux.tokens), 24)
+    np.testing.assert_array_equal(own.tokens, [12, 12])
 
   @parameterized.product(
     implementation=("packed", "kernel", "auto"),

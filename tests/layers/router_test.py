@@ -49,6 +49,16 @@ class HeadRouterTest(parameterized.TestCase):
     _, expected = module.apply(params, x[counted])
     chex.assert_trees_all_close(aux, expected, rtol=1e-6)
 
+  def test_examples_do_not_count_however_arguments_are_given(self):
+    module, x = HeadRouter(small.BUDGET), small.tokens()
+    params, mask = small.params(module, x), jnp.ones(x.shape[:2], bool)
+    with count_examples(jnp.array([1.0, 0.0])):
+      for args, named in (
+        ((x, mask), {}), ((x,), {"token_mask": mask}), ((), {"x": x})
+      ):  # fmt: skip
+        _, aux = module.apply(params, *args, **named)
+        self.assertEqual(float(aux.tokens), small.N)
+
 
 _QUERY_NORM = RouterConfig("query_norm")
 

@@ -337,6 +337,80 @@ class StructuresTest(parameterized.TestCase):
     else:
       np.testing.assert_array_equal(by_group, by_group[:, :1].repeat(3, 1))
 
+  @parameterized.product(
+    structure=("free", "per_group", "whole_group"),
+    form=("released", "paper"),
+    shared=(False, True),
+  )
+  def test_any_number_at_run_time_weighs_what_is_selected(
+    self, structure, form, shared
+  ):
+    step = {"free": 1, "per_group": 4, "whole_group": 3}[structure]
+    size = 3 if structure == "whole_group" else 1
+    budget = HeadBudget(_HEADS, _BUDGETS[structure][0] * shared, 2 * step, _DIM)
+    router = RouterConfig(gate_form=form, structure=structure, two_stage=False)
+    module = HeadRouter(budget, router, kv_heads=_GROUPS)
+    x = jax.random.normal(jax.random.key(1), (2, 3, 32))
+    params = unbox(module.init(jax.random.key(2), x))
+
+    @jax.jit
+    def apply(k):
+      choice = HeadChoice(top_k=k)
+      return module.apply(params, x, choice=choice, mutable=["intermediates"])
+
+    for k in (1, 3, 4, 7, 99):
+      (_, aux), recorded = apply(jnp.int32(k))
+      (decided,) = recorded["intermediates"]["routing"]
+      count = np.clip(k // step * step, step, budget.routed)
+      np.testing.assert_array_equal(decided.selected.sum(-1), count)
+      used = budget.shared + count
+      np.testing.assert_allclose(aux.heads_used, used, rtol=1e-6)
+      probs = np.asarray(decided.probs, np.float64) * size  # of units
+      weights = np.where(decided.selected, probs, 0)
+      if form == "released":  # the gates of a uniform router are 1
+        weights *= count / weights.sum(-1, keepdims=True)
+      elif shared:
+        weights /= 2
+      routed = decided.gates[..., budget.shared :]
+      np.testing.assert_allclose(routed, weights, rtol=1e-5)
+
+  def test_a_budget_has_no_parts_of_its_own(self):
+    with self.assertRaisesRegex(ValueError, "unknown config key parts"):
+      HeadBudget(8, shared=0, top_k=4, head_dim=4, parts=2)
+
+  @parameterized.parameters(
+    (2, 4, "active.parts=2 must be 1, or the 4 key/value heads and divide"),
+    (8, 8, "active.parts=8 must be 1, or the 4 key/value heads"),
+    (4, 6, "the 4 key/value heads and divide max_per_token=6"),
+    (4, 0, "max_per_token=0 must be at least 1"),
+  )
+  def test_parts_of_active_heads_are_the_key_value_heads(self, parts, most, m):
+    q, kv = jnp.zeros((1, 2, 8, 8)), jnp.zeros((1, 2, 4, 8))
+    active = ActiveHeads(jnp.ones((1, 2, 8), bool), most, parts=parts)
+    with self.assertRaisesRegex(ValueError, m):
+      ops.attention(q, kv, kv, active=active)
+
+  def test_active_heads_of_other_shapes_and_dtypes_are_named(self):
+    q = jnp.zeros((2, 3, 4, 8))
+    for mask, parts in (
+      (jnp.ones((2, 3, 8), bool), 1),
+      (jnp.ones((1, 3, 4), bool), 4),
+      (jnp.ones((2, 3, 4)), 4),
+    ):
+      with self.assertRaisesRegex(ValueError, "active.mask .* must be bool"):
+        ops.attention(q, q, q, active=ActiveHeads(mask, 4, parts=parts))
+
+  def test_more_places_than_heads_are_every_head(self):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+      jax.random.normal(key, (1, 5, heads, 8))
+      for key, heads in zip(keys, (8, 4, 4))
+    )
+    active = ActiveHeads(jnp.ones((1, 5, 8), bool), 12, parts=4)
+    found = ops.attention(q, k, v, active=active)
+    expected = ops.attention(q, k, v, implementation="dense")
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
   def test_a_bias_has_no_order_of_heads(self):
     q, kv = jnp.zeros((1, 2, 4, 8)), jnp.zeros((1, 2, 2, 8))
     active = ActiveHeads(jnp.ones((1, 2, 4), bool), 4, parts=2)
