@@ -401,7 +401,10 @@ def _exported(source: str) -> checkpoint.Metadata | None:
   beside = None
   if (path := pathlib.Path(source)).is_dir():
     beside = path / CONFIG_FILE
-    path = min(path.glob("*.safetensors"), default=path)
+    files = sorted(path.glob("*.safetensors"))
+    # Beside what `export` named so may lie others, such as adapters.
+    files.sort(key=lambda file: not file.name.startswith("model"))
+    path = next(iter(files), path)
   if not path.is_dir():
     check_regular(path)
   text = tensor_files.read_text(path).get(_ENTRY)
