@@ -160,7 +160,7 @@ register_family(
       "moh-hf": ("moh-",),
       "peft": (),
     },
-    exports=("hf", "released", "peft"),
+    exports=("hf", "released", "peft", "base"),
   )
 )
 register_router("two_stage", "moh_jax.layers.router:TwoStageRouter")

@@ -27,8 +27,9 @@ class Options(command.Stored):
       and the commands read, with a model card. Of a language model: hf
       (default) is what transformers loads, with our code where it has none for
       the model; released is what the modeling file of the MoH-LLaMA3 release
-      runs; peft has the adapters of a run alone, as PEFT loads them. Of a plain
-      DiT: diffusers is what DiTTransformer2DModel loads.
+      runs; peft has the adapters of a run alone, as PEFT loads them, and base
+      the model that they are trained on, as the run computes with it. Of a
+      plain DiT: diffusers is what DiTTransformer2DModel loads.
     dtype: of the stored weights.
     shard_bytes: largest file of a folder.
     license: licence that the model card states, such as apache-2.0.

@@ -45,6 +45,7 @@ Tensors = Mapping[str, Any]
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
 _FOLDER = "folder"  # the form of one's own networks
+_BASE = "base"  # the form of the model that adapters are trained on
 _WEIGHTS = (".safetensors", *tensor_files.TORCH_SUFFIXES)
 _CARD = """---
 library_name: moh_jax
@@ -162,7 +163,10 @@ def export(
   `to="folder"` puts such a file into a folder, which `restore` reads, with a
   model card and the same as JSON.
   `to="diffusers"` makes a folder of a plain DiT. Adapters become a part of the
-  weights, which are then held in memory; `to="peft"` writes them alone.
+  weights, which are then held in memory; `to="peft"` writes them alone, and
+  `to="base"` the model that they are trained on, as the run computes with it:
+  with its routers and other parameters that are trained whole, and with its
+  matrices as rounded as `tune.lora.base_dtype` holds them.
 
   Args:
     directory: a working directory or an output of `convert`.
@@ -205,6 +209,10 @@ def export(
       f"is a model of {family.name!r}"
     )
   form = to or family.exports[0]  # "" is one file
+  if form in (peft.FORM, _BASE) and not config.tune.lora.rank:
+    raise ValueError(
+      f"--to {form!r}: {directory} has no adapters (tune.lora.rank=0)"
+    )
   if form == peft.FORM:
     how = {"use_ema": use_ema, "verify": verify, "dtype": dtype}
     return peft.export_adapters(directory, out, step, **how)
@@ -218,6 +226,7 @@ def export(
     if config.tune.lora.rank:
       held = abstract_on(*make_model(config), None)
       held = jax.tree.map(lambda x: x.update(dtype=dtype), held)
+      how["adapted"] = form != _BASE
       params = read_params(metadata, directory, step, held, None, **how)
       params = jax.tree.map(stream.HeldLeaf, params)
     else:
@@ -245,8 +254,9 @@ def export(
     if config.model.READS_TEXT:
       _copy_tokenizer(steps.workdir(directory), folder)
       tokenizer = _tokenizer(folder)
+    trained = 0 if form == _BASE else step
     exported = Exported(
-      form, config, step, dtype, total, folder, tokenizer, license, scores
+      form, config, trained, dtype, total, folder, tokenizer, license, scores
     )
     if form == _FOLDER:
       small, stem = _own_files(exported, stored), "model"
@@ -401,7 +411,10 @@ def _exported(source: str) -> checkpoint.Metadata | None:
   beside = None
   if (path := pathlib.Path(source)).is_dir():
     beside = path / CONFIG_FILE
-    path = min(path.glob("*.safetensors"), default=path)
+    files = sorted(path.glob("*.safetensors"))
+    # Beside what `export` named so may lie others, such as adapters.
+    files.sort(key=lambda file: not file.name.startswith("model"))
+    path = next(iter(files), path)
   if not path.is_dir():
     check_regular(path)
   text = tensor_files.read_text(path).get(_ENTRY)

@@ -45,7 +45,7 @@ from moh_jax.runtime.sharding import abstract_boxed, abstract_params, unbox
 FORM = "peft"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT may store unasked, for `save_embedding_layers`.
-_EMBEDDINGS = ("embed_tokens", "lm_head")
+_EMBEDDINGS = ("model.embed_tokens", "lm_head")
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
@@ -187,15 +187,11 @@ def export_adapters(
     The number of parameters.
 
   Raises:
-    ValueError: the checkpoint has no adapters, or they have no public form.
+    ValueError: the adapters have no public form.
   """
   metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   config = metadata.config
   lora = config.tune.lora
-  if not lora.rank:
-    raise ValueError(
-      f"--to {FORM!r}: {directory} has no adapters (tune.lora.rank=0)"
-    )
   boxed = abstract_params(*make_model(config))
   adapters = Adapters.of(boxed, lora)
   params = checkpoint.restore_params(
@@ -229,6 +225,11 @@ def export_adapters(
       for name, value in zip(rule.theirs, values):
         tensors[_PREFIX + name] = value
         saved.add(_LAYER.sub("", name).rpartition(".")[0])
+  embed, head = _EMBEDDINGS
+  ties = config.model.tie_embeddings and embed in saved
+  if ties:  # else PEFT leaves the output layer as it is in the base
+    tensors[f"{_PREFIX}{head}.weight"] = tensors[f"{_PREFIX}{embed}.weight"]
+    saved.add(head)
   stored_config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -240,6 +241,7 @@ def export_adapters(
       {n if (end := n.rpartition(".")[2]) in others else end for n in targets}
     ),
     "modules_to_save": sorted(saved) or None,
+    "ensure_weight_tying": ties,
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -280,6 +282,8 @@ def import_adapters(source: str, base: str, out: str) -> int:
     raise ValueError(f"{source}: a name is there with and without {_PREFIX!r}")
   metadata, step = checkpoint.read_metadata(base)
   model = metadata.config.model
+  if getattr(model, "tie_embeddings", False):
+    _untie(source, found, tensors)
   table = converter_of(model).rules(model)
   whole = {n: rule for rule in table for n in rule.theirs if n in tensors}
   boxed = abstract_params(*make_model(metadata.config))
@@ -396,6 +400,26 @@ def _read_config(path: pathlib.Path) -> _Stored:
       f"{path}: {new[0]}={values[new[0]]!r} must be null, false or empty"
     )
   return msgspec.convert(values, _Stored)
+
+
+def _untie(source: str, found: _Stored, tensors: dict[str, Any]) -> None:
+  """Removes the output layer, which a base with tied embeddings has not.
+
+  Raises:
+    ValueError: PEFT would compute with an output layer that is not the
+      embedding.
+  """
+  names = [f"{name}.weight" for name in _EMBEDDINGS]
+  embed, head = (tensors.get(name) for name in names)
+  if head is None and (embed is None or not found.saves(_EMBEDDINGS[0])):
+    return
+  if embed is None or head is None or not np.array_equal(embed, head):
+    raise ValueError(
+      f"{source}: the base has tie_embeddings=True, so {' and '.join(names)} "
+      "must be stored both and be equal, as PEFT's ensure_weight_tying=True "
+      f"does; modules_to_save={found.modules_to_save}"
+    )
+  del tensors[names[1]]
 
 
 def _floats(source: str, name: str, tensor: Any) -> np.ndarray:

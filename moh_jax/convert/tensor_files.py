@@ -52,6 +52,9 @@ _EXPECTED = (
 # parser makes ten times as much; a tensor takes about 100 bytes.
 _MAX_HEADER = MAX_BYTES
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+# What transformers reads of a folder, the first that is there, alone or by its
+# index; others may lie beside it, such as adapters and other formats.
+_FIRST = ("model.safetensors", "pytorch_model.bin")
 _NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
 _MAX_LISTED = 20  # keys named in an error
 # Tensors of torch.save may share numbers, as tied ones do: so many times the
@@ -134,14 +137,16 @@ def open_tensors(
   Args:
     path: `.safetensors` file, zip checkpoint of `torch.save` (`.pth`, `.pt`,
       `.bin`), a directory or `*.index.json` of such shards, or a directory with
-      one such file. In a directory safetensors come first.
+      one such file. Of a directory `model.safetensors` and `pytorch_model.bin`
+      are read alone, as transformers does; else safetensors come first.
     key: top-level entry that holds the weights. By default it is the first of
       "ema", "model" and "state_dict" that is a dict, else the top level itself;
       a message says which where there are several.
 
   Returns:
     Tensors by name, with `shape` and `dtype`; names without the "module." that
-    DistributedDataParallel puts before every name.
+    DistributedDataParallel puts before every name, and without the "_orig_mod."
+    that torch.compile puts before those of a compiled module.
 
   Raises:
     FileNotFoundError: `path`, or a shard it needs, does not exist.
@@ -155,6 +160,7 @@ def open_tensors(
     check_regular(path)
   sharded = path.is_dir() or _sniff(path) == "index"
   tensors = (_open_shards if sharded else _open_file)(path, key)
+  tensors = {n.replace("_orig_mod.", ""): t for n, t in tensors.items()}
   if all(name.startswith("module.") for name in tensors):
     tensors = {n.removeprefix("module."): t for n, t in tensors.items()}
   return tensors
@@ -235,6 +241,13 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
     saved = sorted(f.name for f in path.iterdir() if f.suffix in TORCH_SUFFIXES)
     kind = "safetensors" if shards else "bin"
     indexes = sorted(path.glob(f"*.{kind}.index.json"))
+    for name in _FIRST:
+      index = path / f"{name}.index.json"
+      if index.is_file():
+        indexes = [index]
+        break
+      if (path / name).is_file():
+        return _open_file(path / name, key)
     if len(indexes) == 1:
       whole = path / indexes[0].name.removesuffix(".index.json")
       listed = _weight_map(indexes[0]).values()

@@ -258,7 +258,8 @@ class Adapters:
     """The network's parameters, of which adapters have become a part.
 
     Args:
-      params: trained and frozen ones, joined.
+      params: trained and frozen ones, joined; without the adapters they are
+        those of the model that the adapters are trained on.
 
     Returns:
       Float32 arrays, as the network has them without adapters.
@@ -270,7 +271,7 @@ class Adapters:
       value = given[path].astype(jnp.float32)
       if name == _KERNEL and (*layer, KERNEL_SCALE) in given:
         value = value * given[*layer, KERNEL_SCALE]
-      if name == _KERNEL and tuple(layer) in self.adapted:
+      if name == _KERNEL and (*layer, LORA_A) in given:
         one = self.kernels[tuple(layer)]
         a, b, factor = (
           given[*layer, part] for part in (LORA_A, LORA_B, LORA_SCALE)

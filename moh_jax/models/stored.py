@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.models.adapters import Adapters, join
+from moh_jax.models.adapters import Adapters, join, without_adapters
 from moh_jax.models.registry import fit_params, make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
@@ -31,6 +31,7 @@ def read_params(
   *,
   use_ema: bool = True,
   verify: bool = True,
+  adapted: bool = True,
 ) -> Any:
   """Reads the parameters of a checkpoint's network.
 
@@ -42,6 +43,7 @@ def read_params(
     mesh: the devices; None is the first device alone.
     use_ema: prefer averaged parameters where there are any.
     verify: compare what is read with its checksums first.
+    adapted: False leaves adapters out.
 
   Raises:
     FileNotFoundError: adapters lack the model that they were trained on.
@@ -57,7 +59,8 @@ def read_params(
   trained = checkpoint.restore_params(directory, step, trained, **how)
 
   def merge(trained: Any, frozen: Any) -> Any:
-    merged = adapters.merge(join(frozen, trained))
+    params = join(frozen, trained)
+    merged = adapters.merge(params if adapted else without_adapters(params))
     return jax.tree.map(lambda x, to: x.astype(to.dtype), merged, abstract)
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract)

@@ -18,6 +18,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_params
 from tests.convert import tiny_llm
 
+_QWEN2 = dataclasses.replace(tiny_llm.MHA, qkv_bias=True)
 CASES = {
   "moh": tiny_llm.MOH,  # two-stage routers, which are trained whole
   "plain": tiny_llm.MHA,
@@ -25,12 +26,26 @@ CASES = {
   "joined": dataclasses.replace(
     tiny_llm.MHA, num_kv_heads=6, attention_out_multiplier=0.5
   ),
+  "untied": _QWEN2,
+  "tied": dataclasses.replace(_QWEN2, tie_embeddings=True),
+  "int8": tiny_llm.QUERY_NORM,
 }
+_WHOLE = {"untied": ("embed/*", "norm/*"), "tied": ("embed/*",)}
 _LORA = LoraConfig(
   rank=3,
   alpha=6.0,
   targets=("*/attn/q", "*/attn/v", "*/attn/out", "*/mlp/*"),
 )
+
+
+def write_case(folder: pathlib.Path, name: str) -> None:
+  """Writes one of the cases, see `write`."""
+  lora = dataclasses.replace(
+    _LORA,
+    whole=_WHOLE.get(name, _LORA.whole),
+    base_dtype="int8" if name == "int8" else "float32",
+  )
+  write(folder, CASES[name], lora)
 
 
 def write(
@@ -45,6 +60,8 @@ def write(
   config = dataclasses.replace(run, tune=TuneConfig(lora=lora), train=train)
   model, inputs = make_model(config)
   adapters = Adapters.of(abstract_params(model, inputs), lora)
+  held = stored.base_abstract(run, adapters, None)
+  params = jax.tree.map(lambda x, to: x.astype(to.dtype), params, held)
   metadata = Metadata(config, base_mark=stored.base_mark(0, params))
   rng = np.random.default_rng(1)
   begin = adapters.begin(jax.random.key(0), params)
@@ -68,8 +85,13 @@ def write(
   for what, tree in (("lora", trained), ("grads", jax.device_get(grads))):
     checkpoint.save_params(folder / what, tree, metadata)
     export(str(folder / what), str(folder / f"peft_{what}"), to="peft")
-  for what in ("base", "lora"):
-    export(str(folder / what), str(folder / f"hf_{what}"))
+  # In float32 the base is what it was before there were adapters.
+  rounded = lora.base_dtype != "float32"
+  for what, source, to in (
+    ("base", "lora", "base") if rounded else ("base", "base", None),
+    ("lora", "lora", None),
+  ):
+    export(str(folder / source), str(folder / f"hf_{what}"), to=to)
   np.savez(folder / "io.npz", tokens=tokens, logits=logits)
 
 

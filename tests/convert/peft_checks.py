@@ -29,7 +29,7 @@ def measure(case: pathlib.Path) -> dict:
   grads = load_file(case / "peft_grads" / "adapter_model.safetensors")
   found = {
     name.replace(".default", "").replace("modules_to_save.", ""): p.grad
-    for name, p in model.named_parameters()
+    for name, p in model.named_parameters(remove_duplicate=False)
     if p.grad is not None
   }
   scale = max(float(x.abs().max()) for x in grads.values())

@@ -61,6 +61,18 @@ class ReadTest(_Case):
       file.write(np.float64(5).tobytes())
     self.assertEqual(array[2], 5)
 
+  @parameterized.parameters(
+    ("_orig_mod.{}", "_orig_mod.{}"),
+    ("module._orig_mod.{}", "module._orig_mod.{}"),
+    ("_orig_mod.module.{}", "_orig_mod.module.{}"),
+    ("_orig_mod.{}", "{}"),
+    ("module.{}", "module.blocks.0._orig_mod.{}", "blocks.0.b"),
+  )
+  def test_prefixes_of_wrapped_modules_are_left_out(self, a, b, name="b"):
+    save_tensors(self.path, {a.format("a"): np.ones(1), b.format("b"): [2.0]})
+    read = tensor_files.read_tensors(self.path)
+    self.assertEqual({n: x.item() for n, x in read.items()}, {"a": 1, name: 2})
+
   def test_header_that_starts_like_a_pickle_and_an_unknown_dtype(self):
     for dtype in ("F32", "F4"):
       entry = {"dtype": dtype, "shape": [32 // int(dtype[1:])]}
@@ -132,6 +144,28 @@ class ShardsTest(_Case):
     with self.assertRaisesRegex(ValueError, "model.safetensors and model.saf"):
       tensor_files.read_tensors(self.path)
     self._check(self.index)
+
+  @parameterized.parameters(
+    "consolidated.safetensors",
+    "adapter_model.safetensors",
+    "model.fp16.safetensors",
+    "a.safetensors",
+    "pytorch_model.bin",
+    "consolidated.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+  )
+  def test_model_safetensors_is_read_whatever_lies_beside_it(self, other):
+    self._write("model.safetensors", "c")
+    self._write(other, "c")
+    self.assertEqual(list(tensor_files.read_tensors(self.path)), ["c"])
+
+  def test_the_models_index_is_read_whatever_lies_beside_it(self):
+    self._write("consolidated.safetensors", "a")
+    self._write("adapter_model.safetensors", "c")
+    self._write_index(a="0.safetensors", b="1.safetensors")
+    other = self.path / "consolidated.safetensors.index.json"
+    other.write_text(self.index.read_text())
+    self._check(self.path)
 
   def test_a_name_in_another_file_than_the_index_says(self):
     self._write_index(a="1.safetensors", b="0.safetensors")

@@ -113,6 +113,13 @@ class ReadTest(_Case):
     for name, tensor in (("a", one), ("b", two)):
       np.testing.assert_array_equal(read[name], tensor.numpy())
 
+  @parameterized.parameters("training_args.bin", "adapter_model.safetensors")
+  def test_pytorch_model_is_read_whatever_lies_beside_it(self, other):
+    for name in ("pytorch_model.bin", other):
+      torch.save({name: torch.ones(2)}, self.path.with_name(name))
+    found = list(tensor_files.read_tensors(self.path.parent))
+    self.assertEqual(found, ["pytorch_model.bin"])
+
   def test_tied_weights_share_memory(self):
     whole = torch.nn.Parameter(torch.arange(6.0))
     read = self.read({"a": whole, "b": whole.detach()[4:]})

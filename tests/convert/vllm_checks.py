@@ -4,7 +4,8 @@
 `transformers_cases.write` wrote, and prints one JSON object: "class", vLLM's
 class of the model; "dtypes" of its parameters, by the last parts of their
 names; "heads" of the queries that each layer's attention gets; and "equal", for
-each of 64 prompts how many of the tokens written are ours, of "count".
+each of 64 prompts how many of the tokens written are ours, of "count". Beside
+adapters (`--lora`) every other prompt is the base's.
 """
 
 import argparse
@@ -33,6 +34,7 @@ _MOST_LATER = 32  # prompts also end up to so many tokens later
 def serve(case: pathlib.Path, options: argparse.Namespace) -> dict:
   """Serves prompts of several lengths at the same time."""
   lora = options.lora and LoRARequest("tuned", 1, str(case / options.lora))
+  more = {"max_lora_rank": 8, "max_loras": options.max_loras} if lora else {}
   server = LLM(
     str(case / options.model),
     trust_remote_code=options.trust,
@@ -41,25 +43,27 @@ def serve(case: pathlib.Path, options: argparse.Namespace) -> dict:
     enforce_eager=not options.compile,
     tensor_parallel_size=options.devices,
     enable_lora=bool(lora),
-    max_lora_rank=8,
     max_model_len=options.length,
     max_num_seqs=64,
     gpu_memory_utilization=0.3,
+    **more,
   )
   stored = np.load(case / "io.npz")
-  prompts, wanted = [], []
+  names = ("greedy", "greedy_base") if lora else ("greedy",)
+  prompts, wanted, loras = [], [], []
   later = range(min(_MOST_LATER, options.length - _PROMPT - _COUNT))
-  for tokens, greedy in zip(stored["tokens"], stored["greedy"]):
-    text = [*tokens[:_PROMPT].tolist(), *greedy.tolist()]
+  for row, tokens in enumerate(stored["tokens"]):
     for more in later:
-      end = _PROMPT + more
+      name, end = names[more % len(names)], _PROMPT + more
+      text = [*tokens[:_PROMPT].tolist(), *stored[name][row].tolist()]
       prompts.append({"prompt_token_ids": text[:end]})
       wanted.append(text[end : end + _COUNT])
+      loras.append(lora if name == "greedy" else None)
   sampling = SamplingParams(
     temperature=0, max_tokens=_COUNT, ignore_eos=True, detokenize=False
   )
   outputs = server.generate(
-    prompts, sampling, use_tqdm=False, lora_request=lora
+    prompts, sampling, use_tqdm=False, lora_request=loras
   )
   written = [list(output.outputs[0].token_ids) for output in outputs]
   return {
@@ -86,6 +90,7 @@ if __name__ == "__main__":
   parser.add_argument("--model", default="hf")
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--lora")
+  parser.add_argument("--max-loras", type=int, default=1)
   parser.add_argument("--devices", type=int, default=1)
   parser.add_argument("--length", type=int, default=128)
   parser.add_argument("--compile", action="store_true")

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -115,18 +116,29 @@ class VllmTest(parameterized.TestCase):
   def _write_tuned(self, model):
     model = dataclasses.replace(model, head_dim=32, max_length=128)
     peft_cases.write(self.folder, model)
-    tuned = restore(str(self.folder / "lora"))
     tokens = np.load(self.folder / "io.npz")["tokens"]
     prompts = tokens[:, : transformers_cases.PROMPT]
-    greedy = tiny_llm.greedy(
-      tuned.config.model, tuned.params, prompts, transformers_cases.GREEDY
+    greedy = [
+      tiny_llm.greedy(
+        one.config.model, one.params, prompts, transformers_cases.GREEDY
+      )
+      for one in (restore(str(self.folder / n)) for n in ("lora", "base"))
+    ]
+    self.assertNotEqual(*np.array(greedy).tolist())
+    np.savez(
+      self.folder / "io.npz",
+      tokens=tokens,
+      greedy=greedy[0],
+      greedy_base=greedy[1],
     )
-    np.savez(self.folder / "io.npz", tokens=tokens, greedy=greedy)
 
-  def test_adapters_merged_and_at_run_time(self):
-    self._write_tuned(tiny_llm.QUERY_NORM)
+  @parameterized.parameters(tiny_llm.QUERY_NORM, tiny_llm.MHA)
+  def test_adapters_merged_and_at_run_time_beside_the_base(self, model):
+    self._write_tuned(model)
     self._assert_ours("--model", "hf_lora")
-    self._assert_ours("--model", "hf_base", "--lora", "peft_lora")
+    (loras,) = re.findall(r"--max-loras \d+", (blocks.ROOT / _PAGE).read_text())
+    lora = ("--lora", "peft_lora", *loras.split())
+    self._assert_ours("--model", "hf_base", *lora)
 
   def test_trained_routers_are_served_merged_and_refused_at_run_time(self):
     self._write_tuned(tiny_llm.MOH)
@@ -182,17 +194,17 @@ class VllmTest(parameterized.TestCase):
     page = blocks.read_blocks("serve", (blocks.ROOT / _PAGE).read_text())
     (served,) = (x.code for x in page if "--enable-lora" in x.code)
     (asked,) = (x.code for x in page if "OpenAI" in x.code)
-    command = served.splitlines()[-1].removeprefix("vllm serve hf/base ")
+    program, command = served.splitlines()[-1].split(" --model hf/base ")
     command = command.replace("peft/tuned", str(self.folder / "peft_lora"))
     with socket.socket() as free:
       free.bind(("localhost", 0))
       port = str(free.getsockname()[1])
     asked = asked.replace("8000", port).replace("hf/served", "tuned")
     python = os.environ.get("MOH_JAX_VLLM_PYTHON", sys.executable)
-    options = ["--port", port, "--model", base, "--dtype", "float32"]
+    options = ["--port", port, "--model", base]
     options += ["--enforce-eager", "--max-model-len", "64", *command.split()]
     server = subprocess.Popen(
-      [python, "-m", "vllm.entrypoints.openai.api_server", *options],
+      [python, *program.split()[1:], *options],
       env=os.environ | self.plugged | {"VLLM_CPU_KVCACHE_SPACE": "1"},
       start_new_session=True,
     )
