@@ -14,6 +14,7 @@ from moh_jax.cli import command
 from moh_jax.config.base import Amount, Count, Natural, Range, is_utf8
 from moh_jax.config.llm import Sampling
 from moh_jax.runtime.files import printable
+from moh_jax.runtime.json_files import read_json
 
 if TYPE_CHECKING:
   from moh_jax.inference.generate import Generator, Prompt
@@ -29,6 +30,8 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     prompt: text to write on from; several times for several texts.
     messages: conversation to answer: a JSON list of objects with 'role' and
       'content'.
+    tools: what the model may call in --messages or --chat: a JSON list of
+      schemas.
     prompt_file: JSON lines such as {"prompt": "TEXT"}; needs --out.
     interactive: read prompts from the terminal, one a line; the default there.
     out: of --prompt-file: JSON lines in the same order; a second run continues
@@ -55,6 +58,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 
   prompt: tuple[str, ...] = command.option("repeated", "TEXT", default=())
   messages: command.InPath | None = None
+  tools: command.InPath | None = None
   prompt_file: command.InPath | None = None
   interactive: bool = False
   out: command.OutFile | None = None
@@ -108,6 +112,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       ("distributed", is_asked or self.prompt_file, "needs prompts"),
       ("system", self.chat and not self.messages, "needs --chat alone"),
       ("chat_template", self.is_chat, "needs --chat or --messages"),
+      ("tools", self.is_chat, "needs --chat or --messages"),
       ("no_bos", not self.is_chat, plain),
       ("parse_special", not self.is_chat, plain),
       ("sample_top_k", self.temperature, "needs --temperature above 0"),
@@ -160,24 +165,24 @@ def run(options: Options) -> int:
     asked = [{"messages": read_messages(options.messages)}]
   elif options.chat:
     asked = [{"messages": options.conversation([t])} for t in options.prompt]
+  tools = options.tools and (read_json(options.tools, list[dict]) or None)
   options.join()
   metadata, step = options.stored("generate")
   tokenizer = load_checkpoint_tokenizer(
     options.checkpoint, step, verify=not options.no_verify
   )
 
-  def prompt_of(turns: Sequence[str]) -> Prompt:
-    if not options.is_chat:
-      return turns[-1]
-    messages = options.conversation(turns)
-    return chat_ids(tokenizer, messages, options.chat_template)
+  def prompt_in(one: dict[str, Any]) -> Prompt:
+    if "prompt" in one:
+      return one["prompt"]
+    name = options.chat_template
+    return chat_ids(tokenizer, one["messages"], name, tools=tools)
 
-  prompts = [
-    one["prompt"]
-    if "prompt" in one
-    else chat_ids(tokenizer, one["messages"], options.chat_template)
-    for one in asked
-  ]
+  def prompt_of(turns: Sequence[str]) -> Prompt:
+    talk = {"messages": options.conversation(turns)}
+    return prompt_in(talk if options.is_chat else {"prompt": turns[-1]})
+
+  prompts = list(map(prompt_in, asked))
   mesh = sharding.make_mesh(metadata.config.mesh)
   with sharding.use_mesh(mesh):
     restored = options.restore(mesh=mesh)
@@ -197,7 +202,8 @@ def run(options: Options) -> int:
       lines,
       options.out,
       options.sampling,
-      settings=_settings(options, generator, metadata.config.eval.use_ema),
+      settings=_settings(options, generator, metadata.config.eval.use_ema)
+      | ({"tools": tools} if tools else {}),
       prompt_of=prompt_of,
     )
     told = f"{len(lines):,} completions in {options.out}"
@@ -237,7 +243,6 @@ def read_messages(path: str) -> list[dict[str, Any]]:
   import json
 
   from moh_jax.data.chat import check_messages
-  from moh_jax.runtime.json_files import read_json
 
   messages = read_json(path, list[dict])
   try:

@@ -172,8 +172,8 @@ class Tokenize(command.Texts):
       the others are train/, and each gets one at least (default: 0.005). Of one
       document the last lines are held out.
     split: put all documents into OUT/NAME instead, such as OUT/train.
-    on_error: what to do at a line, row or file that is not JSON, not UTF-8,
-      lacks the field or is damaged.
+    on_error: what to do at a line, row or file that is not JSON, not UTF-8 or
+      lacks the field; a damaged file ends the command.
     shard_bytes: input of a shard in bytes, about.
     workers: processes (default: one per core).
   """
@@ -233,8 +233,8 @@ class TrainTokenizer(command.Texts):
   Attributes:
     vocab_size: entries, among them the 256 bytes, begin and end of text.
     out: for instance tokenizer.json.
-    on_error: what to do at a line, row or file that is not JSON, not UTF-8,
-      lacks the field or is damaged; what is skipped is counted.
+    on_error: what to do at a line, row or file that is not JSON, not UTF-8 or
+      lacks the field, which is then counted; a damaged file ends the command.
   """
 
   vocab_size: Count

@@ -199,6 +199,9 @@ class TextDataConfig(ExamplesConfig):
       "default".
     too_long: what becomes of a conversation of more than N + 1 tokens: "cut"
       keeps its beginning, "skip" leaves it out.
+    on_error: what becomes of a row that is no conversation, or that the
+      template cannot write: "stop" ends the run, "skip" leaves it out and
+      counts it. A damaged file ends the run in any case.
   """
 
   reads = "text"
@@ -213,6 +216,7 @@ class TextDataConfig(ExamplesConfig):
   tokenizer_path: str = ""
   template: str = ""
   too_long: Literal["cut", "skip"] = "cut"
+  on_error: Literal["stop", "skip"] = "stop"
 
   def check(self) -> None:
     """Path and mix fit the source; the shares of a mix are all of it."""

@@ -6,13 +6,14 @@ the special tokens: that of transformers, with its filters and tags, in another
 process with bounds (`template_process`).
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from moh_jax.data import tokenizers
-from moh_jax.data.template_process import Message, Span, call
+from moh_jax.data.template_process import ASSISTANT, Message, call
 from moh_jax.data.tokenizer_files import (
   TEMPLATE,
   TEMPLATE_FOLDER,
@@ -25,6 +26,13 @@ from moh_jax.runtime.json_files import check_json
 
 _KEY = "chat_template"
 _DEFAULT = "default"
+# Fields of rows or messages that change what is read or trained, and that few
+# templates know. Thoughts have several names, and transformers gives them all.
+FIELDS = (
+  "tools functions function_call tool_choice documents context system_prompt "
+  "image images video videos audio audios train training loss mask"
+).split()
+_RARE = *zip(FIELDS), ("reasoning_content", "thinking", "reasoning")
 
 
 class Template:
@@ -63,35 +71,46 @@ class Template:
     stops = tuple(filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids)))
     self._state = {"source": source, "tokens": tokens, "stops": stops}
 
-  def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+  def answers(self, messages: Sequence[Message], **options: Any) -> tuple:
     """Writes a conversation, and finds in it what the assistant wrote.
 
     A template may mark that itself ({% generation %}). Else an answer begins
     where the messages before it and the prompt for an answer end, and ends with
     the first token that ends a generated text, or where the next message
-    begins.
+    begins. An answer of "weight" 0 is left out; without marks, one that has no
+    question is too.
+
+    Args:
+      messages: with "role" and "content", in order.
+      **options: what the template gets beside them: "tools", a list of JSON
+        schemas, "enable_thinking" and so on.
 
     Returns:
       The text, and the answers' spans (start, stop) in it, in order.
 
     Raises:
       ValueError: as `call`, or the template, without marks, writes messages
-        otherwise where others follow, or changes an answer.
+        otherwise where others follow, changes an answer, or leaves out calls.
     """
-    text, spans = self.call("answers", messages)
-    return text, [(start, stop) for start, stop in spans]
+    return tuple(self.call("answers", messages, options))
 
   def call(
-    self, method: str, messages: Sequence[Message], **options: Any
+    self, method: str, messages: Sequence[Message], options: Any, **given: Any
   ) -> Any:
     """What a method of `template_process.Writer` makes of a conversation.
 
     Raises:
       ValueError: the template refuses the messages, for example their order,
-        fails or takes too long, or a library is missing.
+        knows no tools, fails or takes too long, or a library is missing.
     """
+    state = {**self._state, "tokens": self._state["tokens"] | options}
+    pairs = [pair for x in (options, *messages) for pair in x.items()]
+    for names in _RARE:
+      said = [k for k, x in pairs if k in names and x not in (None, "", [])]
+      if said and not re.search(rf"\b({'|'.join(names)})\b", state["source"]):
+        raise ValueError(f"{self.file}: does not know {said[0]!r}")
     try:
-      return call(method, self._state, messages, **options)
+      return call(method, state, messages, **given)
     except (ValueError, TypeError) as error:  # TypeError: no JSON
       raise ValueError(f"{self.file}: {error}") from error
 
@@ -102,6 +121,7 @@ def render_chat(
   template: str | None = None,
   *,
   add_generation_prompt: bool = True,
+  **options: Any,
 ) -> str:
   """Writes a conversation as the text that the model reads.
 
@@ -110,20 +130,22 @@ def render_chat(
     messages: with "role" and "content", in order.
     template: name of the template where there are several; None is "default".
     add_generation_prompt: end with what begins the assistant's answer.
+    **options: what the template gets beside the messages, such as "tools".
 
   Raises:
     ValueError: there is no such template, the messages are none, or the
       template refuses them; see `Template`.
   """
   check_messages(messages)
-  prompt = {"add_generation_prompt": add_generation_prompt}
-  return Template(tokenizer, template).call("render", messages, **prompt)
+  how = {"add_generation_prompt": add_generation_prompt}
+  return Template(tokenizer, template).call("render", messages, options, **how)
 
 
 def chat_ids(
   tokenizer: tokenizers.Tokenizer,
   messages: Sequence[Message],
   template: str | None = None,
+  **options: Any,
 ) -> list[int]:
   """Returns the ids of a conversation, up to where the answer begins.
 
@@ -131,11 +153,12 @@ def chat_ids(
     tokenizer: of the model, with the files beside it.
     messages: with "role" and "content", in order.
     template: name of the template where there are several.
+    **options: what the template gets beside the messages, such as "tools".
 
   Raises:
     ValueError: there is no such template, or it refuses the messages.
   """
-  text = render_chat(tokenizer, messages, template)
+  text = render_chat(tokenizer, messages, template, **options)
   # The template writes the begin of text itself, and no user text is escaped:
   # the name of a special token is that token wherever it stands.
   return tokenizer.encode(text, parse_special=True)
@@ -161,11 +184,15 @@ def check_messages(messages: Any) -> None:
     raise ValueError(f"messages={messages!r} must be a list, and not empty")
   for index, message in enumerate(messages):
     check_json(message, _Message, f"message {index}")
+    if message.get("weight") and message["role"] != ASSISTANT:
+      raise ValueError(f"message {index}: 'weight' 1 is of {ASSISTANT!r} alone")
 
 
 class _Message(msgspec.Struct):
   role: str
   content: str | list | None = None
+  tool_calls: list[dict] | None = None
+  weight: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
 
 
 class _Entry(msgspec.Struct):

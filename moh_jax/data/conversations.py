@@ -1,9 +1,10 @@
 """Conversations as training data: only the assistant's tokens are trained.
 
 A row is {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations":
-[{"from", "value"}, ...]} or Alpaca's {"instruction", "input", "output"}. The
-model's chat template makes the text, and says which of it is an answer, see
-`chat.Template`. A token is trained if any character of it is in an answer.
+[{"from", "value"}, ...]} or Alpaca's {"instruction", "input", "output"}, with
+"tools" and more. The model's chat template makes the text, and says which of it
+is an answer, see `chat.Template`. A token is trained if any character of it is
+in an answer.
 
 For preference a row has two conversations, {"prompt", "chosen", "rejected"} as
 TRL takes them: answers, or messages that end with one.
@@ -15,13 +16,12 @@ as arrays of tokens.
 
 import bisect
 import collections
-import contextlib
 import itertools
 import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,22 +30,23 @@ import xxhash
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.chat import Template, check_messages
+from moh_jax.data import text_files
+from moh_jax.data.chat import FIELDS, Template, check_messages
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
 from moh_jax.data.template_process import ASSISTANT, Message, Span
-from moh_jax.data.text_files import ROW_SUFFIXES, read_rows
 from moh_jax.data.tokenizer_limits import library_errors
 from moh_jax.data.tokenizers import (
   JsonTokenizer,
   check_vocabulary,
   load_tokenizer,
 )
+from moh_jax.runtime.json_files import check_json, parse_json
 
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-# ShareGPT's names of roles, beside those above.
-_SPEAKERS = {"human": "user", "gpt": ASSISTANT}
+# ShareGPT's names of roles.
+_SPEAKERS = {**dict(zip(_ROLES, _ROLES)), "human": "user", "gpt": ASSISTANT}
 _FORMS = "'messages', 'conversations' or 'instruction' and 'output'"
 _AT_ONCE = 1024  # conversations that are tokenized together
 _LOG = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class ChatSource:
     self._tokenizer, self._length = _load(data), data.sequence_length
     check_vocabulary(self._tokenizer, vocab_size, data.tokenizer_path)
     self._split = split
-    found = list(_tokenized(data, self._tokenizer, split, self._read))
+    self._bad: list[ValueError] = []  # rows that are left out
+    found = list(self._tokenized(data))
     capacity = self._length + 1
     fits = [_size(row) <= capacity for row in found]
     if data.too_long == "skip":
@@ -89,10 +91,11 @@ class ChatSource:
         for row, fit in zip(found, fits)
       ]
     kept = [row for row in rows if all(one.trained[1:].any() for one in row)]
+    bad = "".join(f"; {len(self._bad)} bad rows: {x}" for x in self._bad[:1])
     if not kept:
       raise ValueError(
         f"{data.path}, {split}: none of {len(found)} conversations has an "
-        f"answer in its first data.sequence_length={self._length} tokens"
+        f"answer in its first data.sequence_length={self._length} tokens" + bad
       )
     packed = self._pack(kept)
     self._firsts = np.cumsum([0, *map(len, packed)])  # of each sequence
@@ -105,15 +108,52 @@ class ChatSource:
     self.total_bytes = int(self._bytes.sum())
     _LOG.info(
       "data: %s, %s: %d conversations in %.1f s; %.1f %% of %d tokens are "
-      "trained; longer than a sequence: %d (data.too_long=%s), left out: %d",
+      "trained; longer than a sequence: %d (data.too_long=%s), left out: %d%s",
       *(data.path, split, len(found), time.perf_counter() - began),
       *(100 * self._trained.mean(), len(self._tokens), fits.count(False)),
-      *(data.too_long, len(found) - len(kept)),
+      *(data.too_long, len(found) - len(kept), bad),
     )
 
   def _read(self, row: Mapping[str, Any]) -> list[list[Message]]:
     """The conversations of a row."""
     return [read_messages(row)]
+
+  def _tokenized(self, data: TextDataConfig) -> Iterator["_Row"]:
+    """The conversations of each row of a split, in the order of the files."""
+    written = self._written(data)
+    while rows := list(itertools.islice(written, _AT_ONCE)):
+      texts = [text for row in rows for text, _ in row]
+      parser = self._tokenizer.parser
+      with library_errors("the tokenizer cannot encode a text"):
+        encoded = iter(parser.encode_batch(texts, add_special_tokens=False))
+      for row in rows:
+        yield [
+          _Conversation(np.array(x.ids, np.int32), _in_spans(x.offsets, spans))
+          for (_, spans), x in zip(row, encoded)
+        ]
+
+  def _written(self, data: TextDataConfig) -> Iterator[list[tuple]]:
+    """Of each row's conversations the texts, and the spans of the answers."""
+    template = Template(self._tokenizer, data.template)
+    root, split = pathlib.Path(data.path), self._split
+    files = files_by_split(root, text_files.ROW_SUFFIXES)[split]
+    if not files:
+      raise MissingSplitError(
+        f"{root} holds no conversations to {split}: no file such as "
+        f"{split}.jsonl, {split}-0.parquet or {split}/0.parquet"
+      )
+    paths = [os.fspath(root / name) for name in files]
+    for place, row in text_files.read_rows(paths):
+      try:
+        if isinstance(row, text_files.BadTextError):
+          raise row
+        options = template_options(row)
+        yield [template.answers(one, **options) for one in self._read(row)]
+      except ValueError as error:
+        named = error if error is row else ValueError(f"{place}: {error}")
+        if data.on_error == "stop":
+          raise named from error
+        self._bad.append(named)
 
   def _pack(self, rows: list["_Row"]) -> list["_Row"]:
     """The conversations of every sequence."""
@@ -195,7 +235,6 @@ class _Conversation(NamedTuple):
 
 
 _Row = list[_Conversation]
-_Read = Callable[[Mapping[str, Any]], list[list[Message]]]
 
 
 def _size(row: _Row) -> int:
@@ -237,69 +276,87 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
   """Reads the conversation of a row, in any of the three forms.
 
   Raises:
-    ValueError: it is in none of them, a role is unknown, or there is no answer.
+    ValueError: it is in none of them, a role is unknown, there is no answer, or
+      a question is given twice.
   """
   row = {name: value for name, value in row.items() if value is not None}
+  for name in ("system", "instruction", "input"):
+    if not isinstance(row.get(name, ""), str):
+      raise ValueError(f"{name}={row[name]!r} must be a text")
   if "messages" in row:
     messages = row["messages"]
   elif isinstance(turns := row.get("conversations"), list):
-    messages = [
-      {"role": _SPEAKERS.get(str(one.get("from")), one.get("from"))}
-      | {"content": one.get("value")}
-      if isinstance(one, dict)
-      else one
-      for one in turns
-    ]
+    messages = list(itertools.starmap(_said, enumerate(turns)))
   elif {"instruction", "output"} <= row.keys():
-    asked = [row["instruction"], row.get("input", "")]
-    for name, text in zip(("instruction", "input"), asked):
-      if not isinstance(text, str):
-        raise ValueError(f"{name}={text!r} must be a text")
-    asked = "\n\n".join(filter(None, asked))
-    messages = [
-      {"role": "user", "content": asked},
-      {"role": ASSISTANT, "content": row["output"]},
-    ]
+    asked = filter(None, [row["instruction"], row.get("input")])
+    messages = _asked("\n\n".join(asked), row.pop("history", []))
+    messages.append({"role": ASSISTANT, "content": row["output"]})
   else:
     raise ValueError(f"a row must have {_FORMS}, found {sorted(row)}")
+  if row.get("history"):
+    raise ValueError("'history' must be beside a question that is a text")
   check_messages(messages)
+  messages = text_files.without_nulls(messages)
+  if row.get("system"):
+    if messages[0]["role"] in _ROLES[:2]:
+      raise ValueError("'system' is given twice, the second time as a message")
+    messages.insert(0, {"role": "system", "content": row["system"]})
   roles = [message["role"] for message in messages]
-  for index, role in enumerate(roles):
+  for i, role in enumerate(roles):
     if role not in _ROLES:
-      known = *_ROLES, *_SPEAKERS
-      raise ValueError(f"message {index}: role {role!r} must be one of {known}")
+      raise ValueError(f"message {i}: role {role!r} must be one of {_ROLES}")
+    if not messages[i].keys() & {"content", "tool_calls"}:
+      raise ValueError(f"message {i}: 'content' or 'value' is missing")
   if ASSISTANT not in roles:
     raise ValueError(f"no message of {ASSISTANT!r} in roles {roles}")
-  return _without_nulls(messages)
+  return messages
 
 
-def _without_nulls(messages: list[Any]) -> list[Any]:
-  """Messages without fields that are null, but for their content.
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+  """What a row gives the template beside messages: tools, keyword arguments.
 
-  Tables have every field in every row; a template asks whether it is there.
+  Raises:
+    ValueError: it is no list of objects, or no object, nor the JSON of one.
   """
-  return [
-    {k: x for k, x in one.items() if x is not None or k == "content"}
-    if isinstance(one, dict)
-    else one
-    for one in messages
-  ]
+  found = {name: row[name] for name in FIELDS if row.get(name)}
+  for name, kind in (("tools", list[dict]), ("chat_template_kwargs", dict)):
+    value = row.get(name) or kind()
+    reads = parse_json if isinstance(value, str) else check_json
+    value = reads(value, kind | None, name)
+    found |= {name: value or None} if name == "tools" else value or {}
+  return found
+
+
+def _said(index: int, turn: Any) -> Message:
+  """A turn of ShareGPT as a message."""
+  turn = dict(check_json(turn, dict, f"message {index}"))
+  said, known = turn.pop("from", None), tuple(_SPEAKERS)
+  if said not in known:
+    raise ValueError(f"message {index}: from={said!r} must be one of {known}")
+  return {"role": _SPEAKERS[said], "content": turn.pop("value", None), **turn}
+
+
+def _asked(question: str, history: Any) -> list[Message]:
+  """A question after what was asked and answered before."""
+  check_json(history, list[tuple[str, str]], "history")
+  texts = [*itertools.chain(*history), question]
+  roles = itertools.cycle(("user", ASSISTANT))
+  return [{"role": role, "content": text} for role, text in zip(roles, texts)]
 
 
 def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
   """Reads the better and the worse conversation of a row.
 
   Raises:
-    ValueError: one is missing, both are equal, or one is no conversation.
+    ValueError: one is missing, both are equal, they answer different questions,
+      or one is no conversation.
   """
   row = {name: value for name, value in row.items() if value is not None}
   if not {"chosen", "rejected"} <= row.keys():
-    raise ValueError(
-      f"a row must have 'chosen' and 'rejected', found {sorted(row)}"
-    )
+    raise ValueError(f"a row must have 'chosen' and 'rejected', found {[*row]}")
   asked = row.get("prompt", [])
   if isinstance(asked, str):
-    asked = [{"role": "user", "content": asked}]
+    asked = _asked(asked, row.pop("history", []))
   pair = []
   for name in ("chosen", "rejected"):
     said = row[name]
@@ -307,16 +364,21 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
       said = [{"role": ASSISTANT, "content": said}]
     if not (isinstance(asked, list) and isinstance(said, list)):
       raise ValueError(f"'prompt' and {name!r} must be texts or messages")
-    asked, said = _without_nulls(asked), _without_nulls(said)
+    asked, said = map(text_files.without_nulls, (asked, said))
     # A whole conversation has the question that may stand beside it.
     starts = range(len(said) - len(asked) + 1)
     whole = any(said[i : i + len(asked)] == asked for i in starts)
-    pair.append(read_messages({"messages": said if whole else asked + said}))
-  if pair[0] == pair[1]:
-    raise ValueError("'chosen' and 'rejected' must differ")
+    messages = said if whole else asked + said
+    pair.append(read_messages({**row, "messages": messages}))
+    if asked and not whole and said[0]["role"] != ASSISTANT:
+      raise ValueError(f"'prompt' must be the question in {name!r}")
   for name, messages in zip(("chosen", "rejected"), pair):
     if messages[-1]["role"] != ASSISTANT or len(messages) < 2:
-      raise ValueError(f"{name!r} must be the answer to a question")
+      raise ValueError(f"{name!r} must be the answer to a question ('prompt')")
+  both = itertools.zip_longest(*pair, fillvalue={})
+  first = next((two for two in both if two[0] != two[1]), [{}])
+  if any(message.get("role") != ASSISTANT for message in first):
+    raise ValueError("answers must differ, and be answers to one question")
   return pair
 
 
@@ -342,25 +404,6 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
   return tokenizer
 
 
-def _tokenized(
-  data: TextDataConfig, tokenizer: JsonTokenizer, split: str, read: _Read
-) -> Iterator[_Row]:
-  """The conversations of each row of a split, in the order of the files."""
-  template = Template(tokenizer, data.template or None)
-  written = _written(data, template, split, read)
-  while rows := list(itertools.islice(written, _AT_ONCE)):
-    texts = [text for row in rows for text, _ in row]
-    with library_errors("the tokenizer cannot encode a text"):
-      encoded = tokenizer.parser.encode_batch(texts, add_special_tokens=False)
-    following = iter(encoded)
-    for row in rows:
-      made = []
-      for (_, spans), one in zip(row, following):
-        ids = np.array(one.ids, np.int32)
-        made.append(_Conversation(ids, _in_spans(one.offsets, spans)))
-      yield made
-
-
 def _in_spans(places: list[Span], spans: list[Span]) -> np.ndarray:
   """Which tokens [n] overlap a span, bool.
 
@@ -376,29 +419,3 @@ def _in_spans(places: list[Span], spans: list[Span]) -> np.ndarray:
   # Of each token the first span that ends after its begin.
   following = np.searchsorted(stops, firsts, "right")
   return lasts > np.append(starts, np.iinfo(int).max)[following]
-
-
-def _written(
-  data: TextDataConfig, template: Template, split: str, read: _Read
-) -> Iterator[list[tuple[str, list[Span]]]]:
-  """Of each row's conversations the texts, and the spans of the answers."""
-  root = pathlib.Path(data.path)
-  files = files_by_split(root, ROW_SUFFIXES)[split]
-  if not files:
-    raise MissingSplitError(
-      f"{root} holds no conversations to {split}: no file such as "
-      f"{split}.jsonl, {split}-0.parquet or {split}/0.parquet"
-    )
-  for place, row in read_rows([os.fspath(root / name) for name in files]):
-    with _at(place):
-      made = [template.answers(messages) for messages in read(row)]
-    yield made
-
-
-@contextlib.contextmanager
-def _at(place: str) -> Iterator[None]:
-  """Puts the place of a row before the message of an error in it."""
-  try:
-    yield
-  except ValueError as error:
-    raise ValueError(f"{place}: {error}") from error

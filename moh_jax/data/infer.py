@@ -11,6 +11,7 @@ from typing import Any
 from moh_jax.config import Config, imported
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SOURCES, SPLITS, get_source
+from moh_jax.data.sequences import COUNTED
 from moh_jax.data.sources import is_latent
 from moh_jax.runtime.steps import workdir
 
@@ -111,8 +112,9 @@ def _counted(config: Config) -> Config:
     return config
   opens = imported(get_source(data).source).open
   if config.model.READS_TEXT:
-    sources = opens(data, config.model.vocab_size, "train").values()
-    examples = sum(map(len, sources))
+    key = data, config.model.vocab_size, "train"
+    COUNTED[key] = opens(*key)
+    examples = sum(map(len, COUNTED[key].values()))
   else:
     examples = len(opens(config, "train"))
   steps = max(math.ceil(epochs * examples / data.batch_size), 1)

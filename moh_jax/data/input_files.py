@@ -32,8 +32,6 @@ SPLIT_WORDS = {
   **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
-# Of unpacked text, read at one time. pyarrow loses so much before damage.
-_UNPACKED_BYTES = 1 << 12
 _MOST_UNPACKED = 1 << 25  # bytes that any small file may unpack to
 _MOST_OF_TABLE, _RATIO = 1 << 28, 256  # bytes of a small table, of others
 _MOST_ROWS, _ROWS_PER_BYTE = 1 << 20, 8  # of a small table, of others
@@ -169,7 +167,7 @@ def open_unpacked(file: str, packing: str) -> IO[bytes]:
   """Opens a file that may be packed, for reading its content.
 
   What could be unpacked before a file's damage, or before the place where it
-  was cut off, is read before the error; of Zstandard up to 4 KiB less.
+  was cut off, is read before the error.
 
   Args:
     file: path or address.
@@ -180,10 +178,8 @@ def open_unpacked(file: str, packing: str) -> IO[bytes]:
     ValueError: a library is missing.
   """
   if packing == ".zst":
-    pyarrow = import_extra("pyarrow", file)
-    unpacked = pyarrow.CompressedInputStream(open_file(file), "zstd")
     most = max(DEFLATE_RATIO * file_size(file), _MOST_UNPACKED)
-    return io.BufferedReader(_Bounded(unpacked, most), _UNPACKED_BYTES)
+    return io.BufferedReader(_Unpacked(file, most))
   stream = open_file(file)
   if not packing:
     return stream
@@ -241,17 +237,38 @@ def check_unpacked(file: str, unpacked: int, size: int) -> None:
     )
 
 
-class _Bounded(io.RawIOBase):
-  """An unpacked stream that has at most so many bytes."""
+def _unpack(stream: IO[bytes], library: Any) -> Iterator[bytes]:
+  """Parts of what the Zstandard frames of a stream hold."""
+  # The largest window is that of `zstd --long=31`, as archives have it.
+  unpacker = library.ZstdDecompressor(max_window_size=1 << 31)
+  packed, frame = b"", None
+  while packed := packed or stream.read(1 << 12):  # MiB when unpacked, perhaps
+    frame = frame or unpacker.decompressobj()
+    try:
+      if part := frame.decompress(packed):
+        yield part
+    except library.ZstdError as error:
+      raise OSError(str(error)) from error
+    packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+  if frame:
+    raise EOFError("it ends within a frame")
 
-  def __init__(self, stream: Any, most: int):
-    self._stream, self._most, self._left = stream, most, most
+
+class _Unpacked(io.RawIOBase):
+  """What a file of Zstandard holds, which has at most so many bytes."""
+
+  def __init__(self, file: str, most: int):
+    library, self._stream = import_extra("zstandard", file), open_file(file)
+    self._parts, self._part = _unpack(self._stream, library), memoryview(b"")
+    self._most = self._left = most
 
   def readable(self) -> bool:
     return True
 
   def readinto(self, buffer: Any) -> int:
-    count = self._stream.readinto(buffer)
+    self._part = self._part or memoryview(next(self._parts, b""))
+    count = min(len(buffer), len(self._part))
+    buffer[:count], self._part = self._part[:count], self._part[count:]
     self._left -= count
     if self._left < 0:
       raise OSError(f"unpacks to more than {self._most:,} bytes")

@@ -45,6 +45,8 @@ _FAKE_TOKENS = 65536  # a usual vocabulary
 _PER_PERCENT = 10**6
 _LABELLED_BYTES = 1 << 20  # of a piece of a labelled file
 _LOG = logging.getLogger(__name__)
+# Sources that were opened to count their sequences: the next `Text` takes them.
+COUNTED: dict[tuple, dict[str, "PackedSource"]] = {}
 
 
 class Text:
@@ -75,7 +77,8 @@ class Text:
         source or the other split.
     """
     kind = imported(get_source(data).source)
-    self.sources: dict[str, PackedSource] = kind.open(data, vocab_size, split)
+    key = data, vocab_size, split
+    self.sources = COUNTED.pop(key, None) or kind.open(*key)
     self._ratios = data.ratios
     sources = self.sources.values()
     self._ends = list(itertools.accumulate(map(len, sources)))

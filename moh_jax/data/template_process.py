@@ -59,12 +59,13 @@ class Writer:
 
   Attributes:
     source: of the template.
-    tokens: texts of special tokens by key, such as "bos_token".
+    tokens: what the template gets beside the messages: texts of special tokens
+      by key, such as "bos_token", "tools" and so on.
     stops: texts of the tokens that end a generated text.
   """
 
   source: str
-  tokens: dict[str, str]
+  tokens: dict[str, Any]
   stops: Sequence[str]
 
   def render(
@@ -93,12 +94,19 @@ class Writer:
 
   def answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
     """As `chat.Template.answers`."""
+    wanted = [x.get("weight", 1) for x in messages if x["role"] == ASSISTANT]
+    messages = [{k: x[k] for k in x if k != "weight"} for x in messages]
     if _BEGIN.search(self.source):
       text, spans = self._marked(messages)
     else:
       text, spans = self._unmarked(messages)
     self._check_contents(messages, text, spans)
-    return text, spans
+    self._check_calls(messages)
+    if not all(wanted):
+      if len(spans) != len(wanted):
+        raise ValueError("marks other parts than answers, which have weights")
+      spans = itertools.compress(spans, wanted)
+    return text, [(start, stop) for start, stop in spans if start < stop]
 
   def _check_contents(
     self, messages: Sequence[Message], text: str, spans: Sequence[Span]
@@ -117,14 +125,35 @@ class Writer:
           f"does: {python[:40]}"
         )
 
+  def _check_calls(self, messages: Sequence[Message]) -> None:
+    """Refuses calls of tools whose names are not written."""
+    # OpenAI's form of a call has the other one within it.
+    renamed, forms = json.loads(json.dumps(messages)), {"function", "arguments"}
+    calls = [c for x in renamed for c in x.get("tool_calls") or ()]
+    called = [c.get("function", c) for c in calls if forms.intersection(c)]
+    for number, one in enumerate(called):
+      one["name"] = f"moh_jax_{number}_"
+    text = called and self.render(renamed, add_generation_prompt=False)
+    if any(one["name"] not in text for one in called):
+      raise ValueError("does not write all 'tool_calls'")
+
   def _unmarked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-    """A conversation, and the answers in it, by what others would change."""
+    """A conversation, and the answers in it, by what others would change.
+
+    The span of an answer without a question is empty: some templates cannot
+    write what is before it.
+    """
     text = self.render(messages, add_generation_prompt=False)
     spans = []
     for index, message in enumerate(messages):
       if message["role"] != ASSISTANT:
         continue
-      before = self.render(messages[:index])
+      spans.append((0, 0))
+      before, asked = None, any(x["role"] == "user" for x in messages[:index])
+      with contextlib.suppress(*() if asked else (ValueError,)):
+        before = self.render(messages[:index]) if index else None
+      if before is None:
+        continue
       start, stop = len(before), self._stop(text, messages, index, len(before))
       answer = text[start:stop]
       is_whole = _holds(answer, message.get("content") or "", self.stops)
@@ -134,7 +163,7 @@ class Writer:
           "what to train is unknown: it needs the marks {% generation %} and "
           "{% endgeneration %} around answers"
         )
-      spans.append((start, stop))
+      spans[-1] = start, stop
     return text, spans
 
   def _stop(
@@ -181,7 +210,7 @@ class Writer:
       if "".join(parts[::2]) == text and not marks.replace(begin + end, ""):
         ends = list(itertools.accumulate(map(len, parts[::2])))
         spans = zip(ends[::2], ends[1::2])
-        return text, [(start, stop) for start, stop in spans if start < stop]
+        return text, list(spans)
     raise ValueError(
       "writes otherwise with a character at each {% generation %} and {% "
       "endgeneration %}, so what to train is unknown: these tags may not be "

@@ -1,13 +1,14 @@
 """Reads documents from files of plain text, JSON lines, Parquet and Arrow.
 
 The suffix decides what a file is; ".gz" or ".zst" may follow that of text.
-".jsonl", ".ndjson" and ".json" hold one JSON object per line, ".parquet" and
-".arrow" a table, and any other file is plain text that forms one document.
+".jsonl", ".ndjson" and ".json" hold one JSON object per line, or ".json" one
+list of objects; ".parquet" and ".arrow" hold a table, and any other file is
+plain text that forms one document.
 
 Files are read in pieces, which depend on the files alone: not on their folder,
 nor on the number of processes that read them. Large local files of JSON lines
-are cut between lines, and Parquet tables between row groups; all other files
-stay whole.
+(but for ".json") are cut between lines, and Parquet tables between row groups;
+all other files stay whole.
 """
 
 import codecs
@@ -49,6 +50,7 @@ _ROWS = 4  # of a Parquet table that are read into memory at one time
 # them elsewhere would end the process; that they are UTF-8, one by one.
 _BYTES = {"string": "binary", "large_string": "large_binary"}
 _ONE_PIECE = 1 << 62  # bytes; files are read one after another
+_DAMAGED = "damaged or truncated"
 
 
 class BadTextError(ValueError):
@@ -57,11 +59,13 @@ class BadTextError(ValueError):
   Attributes:
     reason: kind of the problem, for counts: "not JSON".
     detail: what else the message says, with its punctuation.
+    is_damage: whether the file is at fault, and more may be lost than this.
   """
 
   def __init__(self, where: str, reason: str, detail: str = ""):
     super().__init__(where, reason, detail)  # as pickle makes it again
     self.reason, self.detail = reason, detail
+    self.is_damage = reason == _DAMAGED
 
   def __str__(self) -> str:
     return "{}: {}{}".format(*self.args)
@@ -83,7 +87,7 @@ def damage(where: str, *errors: type[Exception]) -> Iterator[None]:
   except (EOFError, OSError, zlib.error, *errors) as error:
     if getattr(error, "errno", None) is not None:
       raise
-    raise BadTextError(where, "damaged or truncated", f": {error}") from error
+    raise BadTextError(where, _DAMAGED, f": {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +174,13 @@ def fingerprint(groups: Iterable[Iterable[Piece]]) -> str:
 
 
 def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
-  kind, packing = file_format(file)
+  kind, _ = file_format(file)
   if kind == "parquet":
     return _cut_table(file, name, piece_bytes)
   size = input_files.file_size(file)
   # Counting the lines of a remote file would read it twice.
-  is_cut = kind == "jsonl" and not packing and not input_files.is_address(file)
-  if not is_cut or size <= piece_bytes:
+  is_cut = kind == "jsonl" and not file.lower().endswith((".json", *_PACKINGS))
+  if not is_cut or input_files.is_address(file) or size <= piece_bytes:
     return [Piece(file, name, 0, size, 1, size)]
   pieces, start, line = [], 0, 1
   with open(file, "rb") as stream:
@@ -251,24 +255,25 @@ def read_documents(
     yield piece.name, problem
 
 
-def read_rows(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
   """Reads all fields of the rows of local files of JSON lines and tables.
 
   Args:
     files: paths with a suffix of `ROW_SUFFIXES`.
 
   Yields:
-    The place of each row, as "DIR/web.jsonl:123", and its fields.
+    The place of each row, as "DIR/web.jsonl:123", and its fields, or a
+    BadTextError in place of what is no JSON object.
 
   Raises:
-    BadTextError: a line is no JSON object, or what is read is damaged.
+    BadTextError: a file is damaged.
     OSError: the disk failed.
     ValueError: an optional library is missing.
   """
   groups = list_pieces(list(map(glob.escape, files)), _ONE_PIECE)
   for piece in itertools.chain.from_iterable(groups):
     for name, row in read_documents(piece, None):
-      if isinstance(row, BadTextError):
+      if isinstance(row, BadTextError) and row.is_damage:
         raise row
       yield piece.file + name.removeprefix(piece.name), row
 
@@ -281,13 +286,14 @@ def read_texts(
   Args:
     pieces: parts of files.
     field: that holds the text.
-    skipped: counts by reason what holds no text; without it that is raised.
+    skipped: counts by reason what holds no text; without it that is raised, as
+      is damage of a file in any case.
   """
   for piece in pieces:
     for _, text in read_documents(piece, field):
       if isinstance(text, str):
         yield text
-      elif skipped is None:
+      elif skipped is None or text.is_damage:
         raise text
       else:
         skipped[text.reason] += 1
@@ -306,6 +312,16 @@ def _read_lines(
   piece: Piece, packing: str, field: str | None, most: int
 ) -> Iterator[tuple[str, Any]]:
   with input_files.open_unpacked(piece.file, packing) as stream:
+    if piece.file.lower().removesuffix(packing).endswith(".json"):
+      with damage(piece.file, ValueError, RecursionError):
+        head = stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
+        values = json.loads(stream.read()) if head.startswith(b"[") else None
+      for number, value in enumerate(values or (), 1):
+        where = f"{piece.file}, entry {number}"
+        found = _attempt(_field, value, field, where, most)
+        yield f"{piece.name}:{number}", found
+      if values is not None:
+        return
     left = None  # bytes of the piece to read; None reads to the end
     if not packing:
       stream.seek(piece.start)
@@ -357,6 +373,11 @@ def _parse(
     value = json.loads(text)
   except (ValueError, RecursionError) as error:  # "[[[[..." is the latter
     raise BadTextError(where, "not JSON", f": {error}") from error
+  return _field(value, field, where, most)
+
+
+def _field(value: Any, field: str | None, where: str, most: int) -> Any:
+  """The text of a JSON object's field, or the object."""
   if field is None and isinstance(value, dict):
     return value
   if not isinstance(value, dict) or field not in value:
@@ -465,7 +486,8 @@ def _checked_text(value: Any, field: str | None, where: str, most: int) -> Any:
     BadTextError: the value is no text that UTF-8 can hold.
   """
   try:
-    value = value.as_py() if hasattr(value, "as_py") else value
+    if hasattr(value, "as_py"):
+      value = without_nulls(value.as_py(), deep=True)
     if field is None:
       return value
     if value is None:
@@ -479,6 +501,23 @@ def _checked_text(value: Any, field: str | None, where: str, most: int) -> Any:
     raise BadTextError(where, "not UTF-8", f": {error}") from error
   except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not text
     raise BadTextError(where, "half a surrogate pair", f": {error}") from error
+  return value
+
+
+def without_nulls(value: Any, deep: bool = False) -> Any:
+  """A row, or a list of them, without the fields that are null.
+
+  Tables have every field in every row; templates ask whether one is there.
+
+  Args:
+    value: JSON; what is neither an object nor a list stays.
+    deep: also in what the fields hold.
+  """
+  if isinstance(value, list):
+    return [without_nulls(one, deep) for one in value]
+  if isinstance(value, dict):
+    pairs = [(k, x) for k, x in value.items() if x is not None]
+    return {k: without_nulls(x, True) if deep else x for k, x in pairs}
   return value
 
 
@@ -502,9 +541,7 @@ class Prompts:
       ValueError: it is plain text, a row has no prompt (the message names the
         line), or there is none.
     """
-    self._pieces = [
-      p for group in list_pieces([file], _ONE_PIECE) for p in group
-    ]
+    self._pieces = list(itertools.chain(*list_pieces([file], _ONE_PIECE)))
     for piece in self._pieces:
       if file_format(piece.file)[0] == "text":
         raise ValueError(

@@ -141,7 +141,7 @@ class _Job:
                   map(targets.get, SPLITS), cut_tail(text, self.held_out)
                 )
               yield from ((found, name, x) for found, x in parts if found)
-            elif self.on_error == "stop":
+            elif self.on_error == "stop" or text.is_damage:
               raise text
             elif found := target(name):
               found.skip(name, text.reason, text.detail)
@@ -210,7 +210,7 @@ def tokenize(
     workers: number of processes; 1 is this one, which encodes on all cores.
     on_error: "skip" lists lines, rows and files that hold no text in
       OUT/SPLIT/skipped/, and goes on; a run that was stopped by one may be
-      continued so.
+      continued so. A damaged file ends the run in any case.
     notes: any JSON values, stored in metadata.json.
 
   Returns:
@@ -219,8 +219,8 @@ def tokenize(
   Raises:
     FileNotFoundError: an input is missing.
     OSError: a file cannot be read, or a shard not be written.
-    ValueError: an input is damaged and `on_error` is "stop", a split gets no
-      document, or `out` holds sets with other settings.
+    ValueError: an input is damaged, or holds no text and `on_error` is "stop",
+      a split gets no document, or `out` holds sets with other settings.
   """
   groups, out = text_files.list_pieces(inputs, piece_bytes), pathlib.Path(out)
   inside(out, split, "split")
@@ -228,9 +228,7 @@ def tokenize(
   if held_out is not None:
     skipped: collections.Counter[str] = collections.Counter()
     counts = skipped if on_error == "skip" else None
-    texts = text_files.read_texts(
-      itertools.chain.from_iterable(groups), field, counts
-    )
+    texts = text_files.read_texts(itertools.chain(*groups), field, counts)
     held_out, cuts = fill_parts(held_out, filter(None, texts), skipped)
     # Sets say it as versions did that had a class for it.
     name = f"HeldOutPart(share={held_out!r}, held_out="

@@ -167,6 +167,7 @@ class Generator:
     messages: Sequence[Message],
     sampling: Sampling = _GREEDY,
     template: str | None = None,
+    **options: Any,
   ) -> decoding.Completion:
     """Writes the assistant's answer to a conversation.
 
@@ -174,12 +175,14 @@ class Generator:
       messages: objects with "role" and "content", in order.
       sampling: how tokens are sampled.
       template: name of the chat template where the model has several.
+      **options: what the template gets beside the messages: "tools", a list of
+        JSON schemas, "enable_thinking" and so on.
 
     Raises:
       ValueError: the model has no such template, the template refuses the
         messages, or they are too long for the model.
     """
-    prompt = chat_ids(self.tokenizer, messages, template)
+    prompt = chat_ids(self.tokenizer, messages, template, **options)
     return self.generate([prompt], sampling)[0]
 
   def generate(

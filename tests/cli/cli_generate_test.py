@@ -195,6 +195,40 @@ class ChatTest(_GenerateTest):
     ):
       (completion,) = self.report(*argv, *where)["completions"]
       self.assertEqual(completion["messages"], expected)
+
+  def test_tools_reach_the_template(self):
+    where = self._with_template(f"{_TEMPLATE}{{{{ tools[0].name if tools }}}}")
+    tools, talk = self.root / "tools.json", self.root / "talk.json"
+    tools.write_text(json.dumps([{"name": "aA"}]))
+    talk.write_text(json.dumps([{"role": "user", "content": "xX"}]))
+    for argv in (("--chat", "--prompt=xX"), ("--messages", talk)):
+      self.assertEqual(self.done(*argv, *where), "yYzZ\n")
+      found = self.done(*argv, "--tools", tools, *where)
+      self.assertEqual(found, "bBcCdD\n")
+    self.assertEqual(
+      self._interact("xX", argv=(*where, "--chat", "--tools", tools)),
+      "bBcCdD\n\n",
+    )
+    (self.root / "in.jsonl").write_text(_TWO)
+    out = self.root / "out.jsonl"
+    argv = *where, "--chat", "--prompt-file", self.root / "in.jsonl"
+    self.done(*argv, "--out", out, "--tools", tools)
+    self.assertEqual(out.read_text().count('"bBcCdD"'), 2)
+    self.assert_refused("tools: None here, [{", *argv, "--out", out)
+    tools.write_text("[]")
+    self.assertEqual(
+      self.done("--chat", "--prompt=xX", "--tools", tools, *where), "yYzZ\n"
+    )
+    tools.write_text("[3]")
+    message = f"{tools}: [0]=3 must be"
+    self.assert_refused(message, "--chat", "--prompt=a", "--tools", tools)
+    tools.write_text(json.dumps([{"name": "aA"}]))
+    (self.root / "chat_template.jinja").write_text(_TEMPLATE)
+    argv = "--messages", talk, "--tools", tools, *where
+    self.assert_refused("chat_template.jinja: does not know 'tools'", *argv)
+
+  def test_refusals_of_templates_are_told(self):
+    where = self._with_template("")
     refusing = "{{ raise_exception('no users') }}"
     (self.root / "chat_template.jinja").write_text(refusing)
     message = "chat_template.jinja: refuses the messages: no users"

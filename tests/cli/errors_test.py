@@ -115,6 +115,7 @@ _REFUSED = {
     "--out={here}/b": "--prompt and --messages have --json",
     "--system a": "--system='a' needs --chat",
     "--chat-template a": "--chat-template='a' needs",
+    "--tools {here}/one.txt": "needs --chat or --messages",
     "--top-p=0.5": "--top-p=0.5 needs --temperature above 0",
     "--sample-top-k=5": "--sample-top-k=5 needs --temperature above 0",
     "--chat --no-bos": "must be of plain prompts",

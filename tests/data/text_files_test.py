@@ -9,11 +9,13 @@ import os
 import pickle
 import shutil
 import sys
+from collections import Counter
 from unittest import mock
 
 import datasets
 import fsspec
 import pyarrow
+import zstandard
 from absl.testing import parameterized
 from pyarrow import ipc, parquet
 
@@ -155,6 +157,32 @@ class LinesTest(_FilesTest):
       ValueError, r"a.jsonl.zst, line \d+: damaged or truncated"
     ):
       self._read("a.jsonl.zst")
+
+  @parameterized.product(window=(27, 28, 31), cut=(0, 5))
+  def test_archives_of_zstandard_look_back_far(self, window, cut):
+    options = zstandard.ZstdCompressionParameters(window_log=window)
+    packer = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    lines = _lines([f"{i * i} {i}" for i in range(2000)])
+    content = packer.compress(lines) + packer.flush()
+    size = zstandard.get_frame_parameters(content).window_size
+    self.assertEqual(size, 1 << window)
+    self._write("a.jsonl.zst", content[: len(content) - cut] * (2 - bool(cut)))
+    found, left_out = self._skip("a.jsonl.zst")
+    if cut:
+      self.assertEqual(left_out[0][1], "damaged or truncated")
+      self.assertLess(len(found), 2000)
+    else:
+      self.assertEqual((len(found), left_out), (4000, []))
+
+  @parameterized.parameters("a.jsonl.gz", "a.jsonl.zst", "a.json.zst")
+  def test_a_damaged_file_is_no_skipped_line(self, name):
+    lines = _lines([f"{i * i} {i}" for i in range(2000)])
+    pack = gzip.compress if name.endswith("gz") else zstandard.compress
+    path, skipped = self._write(name, pack(lines)[:-9]), Counter()
+    (pieces,) = list_pieces([str(path)], 10**6)
+    with self.assertRaisesRegex(ValueError, f"{name}.*: damaged or trunc"):
+      list(text_files.read_texts(pieces, "text", skipped))
+    self.assertEmpty(skipped)
 
   def test_marks_at_the_start_of_files_are_dropped(self):
     rows = _lines("abc")

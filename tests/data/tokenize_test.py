@@ -1,5 +1,6 @@
 """Sets of files of text: the same bytes however a run goes."""
 
+import gzip
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import sys
 import time
 from unittest import mock
 
+import zstandard
 from absl.testing import parameterized
 
 from moh_jax.data import shard_writer, stdlib, tokenize
@@ -243,6 +245,15 @@ class SkipTest(_FilesTest):
     self._skip("whole")
     self.assertEqual(self._files("out"), self._files("whole"))
     self.assertLen(self._skipped("out"), 28)
+
+  @parameterized.parameters("other.jsonl.gz", "other.jsonl.zst")
+  def test_a_damaged_file_ends_the_run(self, name):
+    pack = gzip.compress if name.endswith("gz") else zstandard.compress
+    content = pack(b"\n".join(self.clean))
+    for end in (len(content) // 2, 1):
+      (self.root / name).write_bytes(content[:end])
+      with self.assertRaisesRegex(ValueError, f"{name}, line .*: damaged or t"):
+        self._skip(f"out{end}", self.crawl, inputs=["*.jsonl*"])
 
   def test_empty_documents_are_skipped_and_listed(self):
     self._write_lines(["", None, "last"], mode="a")
