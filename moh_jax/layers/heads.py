@@ -5,13 +5,14 @@ Shapes: B batch, N tokens, C width, H heads, D head dim.
 
 import functools
 import math
+from collections.abc import Callable
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.linear import KernelLayer
+from moh_jax.layers.linear import Kernel, KernelLayer
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.ops.head_layout import (
   HeadLayout,
@@ -70,7 +71,10 @@ class HeadProjection(KernelLayer):
     parts = range(self.parts)
     if on_tpu() and not self.output_major:
       biases = [None] * self.parts if bias is None else bias
-      vectors = [self._one_part(x, kernel[:, i], biases[i]) for i in parts]
+      vectors = [
+        self._one_part(x, kernel, biases[i], lambda k, i=i: k[:, i])
+        for i in parts
+      ]
     else:
       out = self.multiply(x, kernel, bias, 1)
       # The gradient of a split is one concatenation; that of slices is a sum.
@@ -87,24 +91,32 @@ class HeadProjection(KernelLayer):
     return [constrain(v, "batch", "tokens", *_HEAD_AXES) for v in vectors]
 
   def _one_part(
-    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
+    self,
+    x: jax.Array,
+    kernel: Kernel,
+    bias: jax.Array | None,
+    part: Callable[[jax.Array], jax.Array] = lambda kernel: kernel,
   ) -> jax.Array:
     """Projects to one kind of vectors, with heads side by side in the lanes.
 
     Args:
       x: [B, N, C].
-      kernel: [C, H, D].
+      kernel: that part of it is [C, H, D].
       bias: [H, D] or None.
+      part: takes the part from the kernel.
 
     Returns:
       [B, N, H, width].
     """
     layout = self.layout or layer_layout(self.head_dim, self.num_heads)
     width, count = layout.width, layout.count(self.num_heads)
-    kernel = fill_lanes(_pad(kernel, width, -1), count)
     if bias is not None:
       bias = fill_lanes(_pad(bias, width, -1), count)
-    out = self.multiply(x, kernel, bias, 1)
+
+    def laid_out(kernel: jax.Array) -> jax.Array:
+      return fill_lanes(_pad(part(kernel), width, -1), count)
+
+    out = self.multiply(x, kernel, bias, 1, laid_out)
     if width != self.head_dim:
       out = _store_by_head(out)
     return out.reshape(*x.shape[:-1], self.num_heads, width)
@@ -165,10 +177,10 @@ class HeadMix(KernelLayer):
       gated = self.multiplier * gated
     if bias is not None:
       bias = self.multiplier * bias
-    out = self.multiply(gated, laid_out(kernel), bias, 2)
+    out = self.multiply(gated, kernel, bias, 2, laid_out)
     if factors := self.adapter((*_HEAD_AXES, None), (None, "embed")):
       a, b = factors
-      low = self.multiply(self.adapter_input(gated), laid_out(a), None, 2)
+      low = self.multiply(self.adapter_input(gated), a, None, 2, laid_out)
       out = out + self.multiply(low, b, None, 1)
     return constrain(out, "batch", "tokens", None)
 

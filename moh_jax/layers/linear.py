@@ -38,6 +38,8 @@ Dims = int | tuple[int, ...]
 KernelInit = Callable[[Dims, Dims], nn.initializers.Initializer]
 # Logical names of the input dimensions and of the output dimensions.
 KernelAxes = tuple[tuple[str | None, ...], tuple[str | None, ...]]
+# A kernel, or what makes it of the one that is stored.
+Kernel = jax.Array | Callable[[], jax.Array]
 # Parameters beside a "kernel" that change what its layer computes: both factors
 # of an adapter and alpha / r, and the scale of a kernel in int8.
 LORA_A, LORA_B, LORA_SCALE = "lora_a", "lora_b", "lora_scale"
@@ -158,7 +160,7 @@ class KernelLayer(nn.Module, kw_only=True):
     outputs: tuple[int, ...],
     axes: KernelAxes,
     bias_axes: tuple[str | None, ...] | None = None,
-  ) -> tuple[jax.Array, jax.Array | None]:
+  ) -> tuple[Kernel, jax.Array | None]:
     """Declares the parameters "kernel" and "bias".
 
     Args:
@@ -169,8 +171,8 @@ class KernelLayer(nn.Module, kw_only=True):
 
     Returns:
       Both in the compute dtype and the layer's layout: the kernel [*inputs,
-      *outputs], or [*outputs, *inputs] if output-major; and the bias [*outputs]
-      or None.
+      *outputs], or [*outputs, *inputs] if output-major, or what makes it of a
+      frozen one in fewer bits; and the bias [*outputs] or None.
     """
     order = slice(None, None, -1 if self.output_major else 1)
     shape = sum((inputs, outputs)[order], ())
@@ -180,10 +182,15 @@ class KernelLayer(nn.Module, kw_only=True):
     init = self.kernel_init(*(dims[:count], dims[count:])[order])
     adapts = len(inputs) if self.adapts else None
     make = functools.partial(declare, self, param_dtype=self.param_dtype)
-    kernel = make("kernel", init, shape, names, self.dtype, adapts)
-    if self.has_variable("params", KERNEL_SCALE):
-      kernel = kernel * self.get_variable("params", KERNEL_SCALE)
-    kernel = self._deal(kernel, names)
+    stored = make("kernel", init, shape, names, self.dtype, adapts)
+    scale = self.get_variable("params", KERNEL_SCALE, 1)
+
+    def kernel() -> jax.Array:
+      return self._deal(stored * scale, names)
+
+    narrow = stored.dtype.itemsize < jnp.dtype(self.dtype).itemsize
+    if not narrow or not self.adapts:
+      kernel = kernel()
     if not self.use_bias:
       return kernel, None
     bias_axes = bias_axes or axes[1]
@@ -191,20 +198,36 @@ class KernelLayer(nn.Module, kw_only=True):
     return kernel, self._deal(bias, bias_axes)
 
   def multiply(
-    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, count: int
+    self,
+    x: jax.Array,
+    kernel: Kernel,
+    bias: jax.Array | None,
+    count: int,
+    fit: Callable[[jax.Array], jax.Array] = lambda kernel: kernel,
   ) -> jax.Array:
     """Multiplies by a kernel in the layer's layout and adds a bias.
 
     Args:
       x: [..., *inputs].
-      kernel: as `parameters` returns it, or with dimensions merged.
+      kernel: as `parameters` returns it.
       bias: [*outputs] or None.
       count: number of input dimensions.
+      fit: applied to the kernel first; may merge or pad its dimensions.
 
     Returns:
       [..., *outputs] in the compute dtype.
     """
-    x = x.astype(self.dtype)
+    if callable(kernel):
+      # The backward pass makes it again: kept, it would be larger than stored.
+      compute = jax.checkpoint(lambda x: self._product(x, fit(kernel()), count))
+    else:
+      compute = functools.partial(
+        self._product, kernel=fit(kernel), count=count
+      )
+    out = compute(x.astype(self.dtype))
+    return out if bias is None else add_bias(out, bias)
+
+  def _product(self, x: jax.Array, kernel: jax.Array, count: int) -> jax.Array:
     lead, inputs = x.shape[:-count], x.shape[-count:]
     stored = kernel.shape
     outputs = stored[:-count] if self.output_major else stored[count:]
@@ -221,8 +244,7 @@ class KernelLayer(nn.Module, kw_only=True):
       out = product(flat, kernel.reshape(size, -1))
     else:
       out = jnp.tensordot(x, kernel, count)
-    out = out.reshape(*lead, *outputs)
-    return out if bias is None else add_bias(out, bias)
+    return out.reshape(*lead, *outputs)
 
   def adapter(
     self, axes_a: tuple[str | None, ...], axes_b: tuple[str | None, ...]
@@ -250,11 +272,10 @@ class KernelLayer(nn.Module, kw_only=True):
     rate = _DROPOUT.get()
     if not rate:
       return x
-    split = functools.partial(jax.random.split, self.make_rng("dropout"))
-    keys = draw_examples(lambda shape: split(shape[0]), x.shape[:1])
     keep = 1 - rate
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))
-    return jnp.where(kept(keys), x / keep, 0)
+    draw = functools.partial(jax.random.bernoulli, p=keep)
+    kept = draw_examples(draw, self.make_rng("dropout"), x.shape)
+    return jnp.where(kept, x / keep, 0)
 
   def _deal(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Casts a parameter and brings its heads to the devices of the layout."""
@@ -285,9 +306,8 @@ class Linear(KernelLayer):
     """Maps [..., C] to [..., features]."""
     axes = tuple((name,) for name in self.axes)
     kernel, bias = self.parameters(x.shape[-1:], (self.features,), axes)
-    if self.gathered:
-      kernel = constrain(kernel, None, None)
-    out = self.multiply(x, kernel, bias, 1)
+    fit = [lambda kernel: constrain(kernel, None, None)] * self.gathered
+    out = self.multiply(x, kernel, bias, 1, *fit)
     if factors := self.adapter((self.axes[0], None), (None, self.axes[1])):
       low = product(self.adapter_input(x.astype(self.dtype)), factors[0])
       out = out + product(low, factors[1])

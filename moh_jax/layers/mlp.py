@@ -22,6 +22,11 @@ from moh_jax.ops.basics import gelu
 from moh_jax.ops.window import depthwise_conv
 
 _KERNEL = 3
+# The backward pass keeps the inputs alone, and computes again what lies between
+# them and the result: arrays of the hidden width too, but cheap ones.
+_gelu = jax.checkpoint(nn.gelu)
+_gated_gelu = jax.checkpoint(lambda gate, up: gelu(gate) * up)
+_gated_silu = jax.checkpoint(lambda gate, up: nn.silu(gate) * up)
 
 
 class MLP(nn.Module):
@@ -41,7 +46,7 @@ class MLP(nn.Module):
     wide = ("embed", "mlp")
     kinds = {"kernel_init": xavier_init, "dtype": self.dtype}
     hidden = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
-    hidden = constrain(nn.gelu(hidden), "batch", "tokens", "mlp")
+    hidden = constrain(_gelu(hidden), "batch", "tokens", "mlp")
     down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
     return constrain(down(hidden), "batch", "tokens", None)
 
@@ -74,7 +79,7 @@ class SwiGLU(nn.Module):
     wide = ("embed", "mlp")
     gate = Linear(self.hidden_dim, wide, name="gate", **kinds)(x)
     up = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
-    hidden = constrain(nn.silu(gate) * up, "batch", "tokens", "mlp")
+    hidden = constrain(_gated_silu(gate, up), "batch", "tokens", "mlp")
     kinds["kernel_init"] = self.down_init
     down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
     return constrain(down(hidden), "batch", "tokens", None)
@@ -108,7 +113,7 @@ class ConvGLU(nn.Module):
     gate = gate.reshape(batch, *self.grid, self.hidden_dim)
     gate = DepthwiseConv(name="dwconv", dtype=self.dtype)(gate)
     gate = gate.reshape(batch, tokens, self.hidden_dim)
-    hidden = gelu(gate) * value
+    hidden = _gated_gelu(gate, value)
     out = Linear(channels, wide[::-1], name="out", **kinds)
     return constrain(out(hidden), "batch", "tokens", None)
 

@@ -307,9 +307,10 @@ class MoHAttention(nn.Module):
       deterministic = not self.has_rng("dropout")
     if deterministic or not self.dropout_rate:
       return x
-    keep, key = 1 - self.dropout_rate, self.make_rng("dropout")
-    draw = functools.partial(jax.random.bernoulli, key, keep)
-    return jnp.where(draw_examples(draw, x.shape), x / keep, 0)
+    keep = 1 - self.dropout_rate
+    draw = functools.partial(jax.random.bernoulli, p=keep)
+    kept = draw_examples(draw, self.make_rng("dropout"), x.shape)
+    return jnp.where(kept, x / keep, 0)
 
   @nn.nowrap
   def _check(

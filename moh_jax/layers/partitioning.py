@@ -1,5 +1,6 @@
 """Logical axis names to shardings; modules name axes, never mesh axes."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -164,21 +165,23 @@ def sum_examples(tree: Any) -> Any:
 
 
 def draw_examples(
-  draw: Callable[[tuple[int, ...]], jax.Array], shape: Sequence[int]
+  draw: Callable[..., jax.Array], key: jax.Array, shape: Sequence[int]
 ) -> jax.Array:
   """Random values of the examples [B, ...], whatever devices have them.
 
+  Each example has a key of its own, so that a device samples only the values of
+  those that it has.
+
   Args:
-    draw: maps a shape to random values.
+    draw: (key, shape=) -> random values of one example.
+    key: of all examples.
     shape: of the examples that are here.
   """
-  axes = _example_axes()
-  if not axes:
-    return draw(tuple(shape))
-  size = shape[0]
-  whole = draw((size * jax.lax.axis_size(axes), *shape[1:]))
-  start = jax.lax.axis_index(axes) * size
-  return jax.lax.dynamic_slice_in_dim(whole, start, size)
+  axes, index = _example_axes(), jnp.arange(shape[0])
+  if axes:
+    index += jax.lax.axis_index(axes) * shape[0]
+  keys = jax.vmap(functools.partial(jax.random.fold_in, key))(index)
+  return jax.vmap(functools.partial(draw, shape=tuple(shape[1:])))(keys)
 
 
 def examples_key(key: jax.Array) -> jax.Array:

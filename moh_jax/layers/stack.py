@@ -101,10 +101,8 @@ class DropPath(nn.Module):
       return x
     keep = 1.0 - rate
     shape = (x.shape[0],) + (1,) * (x.ndim - 1)
-    draw = functools.partial(
-      jax.random.bernoulli, self.make_rng("dropout"), keep
-    )
-    kept = draw_examples(draw, shape)
+    draw = functools.partial(jax.random.bernoulli, p=keep)
+    kept = draw_examples(draw, self.make_rng("dropout"), shape)
     return x * (kept / keep).astype(x.dtype)
 
 

@@ -188,8 +188,8 @@ def drop_labels(
   """Replaces labels [B] by `no_label` with probability `rate`."""
   if not rate:
     return labels
-  draw = functools.partial(jax.random.bernoulli, rng, rate)
-  return jnp.where(draw_examples(draw, labels.shape), no_label, labels)
+  draw = functools.partial(jax.random.bernoulli, p=rate)
+  return jnp.where(draw_examples(draw, rng, labels.shape), no_label, labels)
 
 
 def guide(

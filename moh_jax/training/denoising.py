@@ -146,13 +146,11 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     del step
     time_rng, noise_rng, label_rng = jax.random.split(rng, 3)
     shape = batch["image"].shape
-    t = draw_examples(
-      lambda shape: jax.random.randint(time_rng, shape, 0, diffusion.steps),
-      shape[:1],
+    draw = functools.partial(
+      jax.random.randint, minval=0, maxval=diffusion.steps
     )
-    noise = draw_examples(
-      functools.partial(jax.random.normal, noise_rng), shape
-    )
+    t = draw_examples(draw, time_rng, shape[:1])
+    noise = draw_examples(jax.random.normal, noise_rng, shape)
     labels = drop_labels(
       label_rng, batch["label"], no_label, config.model.label_dropout
     )

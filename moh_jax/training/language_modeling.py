@@ -26,7 +26,13 @@ from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.ops.cross_entropy import summed_divergence
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
+from moh_jax.training.step import (
+  TARGETS,
+  LossFn,
+  Mean,
+  Metrics,
+  add_balance_loss,
+)
 from moh_jax.training.task import (
   Evaluate,
   Objective,
@@ -153,16 +159,16 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Metrics]:
     rngs = {"dropout": rng}  # for routers that need one
-    x, aux = apply_packed(
-      model, params, batch, top_k=scheduled(step), rngs=rngs
-    )
-    loss, metrics = task_loss(params, batch, x, step)
+    options = {"top_k": scheduled(step), "rngs": rngs}
+    x, aux = apply_packed(model, params, batch, **options)
+    loss, metrics = task_loss(params, batch, x, step, options)
     return add_balance_loss(loss, aux, config.train.balance_weight, **metrics)
 
   return loss_fn
 
 
-# (parameters, batch, what the output layer reads, step) -> (loss, metrics).
+# (parameters, batch, what the output layer reads, step, options of
+# `apply_packed` that made it) -> (loss, metrics).
 _TaskLoss = Callable[..., tuple[jax.Array, dict[str, Mean]]]
 _Teaching = Callable[..., tuple[jax.Array, Mean]]
 
@@ -170,30 +176,35 @@ _Teaching = Callable[..., tuple[jax.Array, Mean]]
 def _make_prediction(config: Config) -> _TaskLoss:
   """Cross-entropy of the next tokens.
 
-  The minimized loss divides by the number of positions in the batch, padding
-  included, so every target has the same weight in any batch or microbatch. The
-  metric "task_loss" is the mean over targets alone. A teacher adds the
-  divergence from it (`tune.distill`).
+  It is the mean over the trained targets of the whole step, so neither
+  microbatches nor devices change a target's weight: each divides by its even
+  share of their number. A teacher adds the divergence from it (`tune.distill`),
+  divided likewise.
   """
   teach = _make_teaching(config)
 
   def task_loss(
-    params: Any, batch: Any, x: jax.Array, step: jax.Array
+    params: Any, batch: Any, x: jax.Array, step: jax.Array, options: Any
   ) -> tuple[jax.Array, dict[str, Mean]]:
-    weights = batch["weights"]
+    del options
+    weights, trained = batch["weights"], _trained(batch)
     # Dividing the weights is cheaper than dividing the loss: the gradient of
     # the output layer, the largest of all, then needs no pass to scale it.
     kernel, chunk = output_kernel(params, config.model), config.model.loss_chunk
-    loss = summed_nats(
-      x, kernel, batch["targets"], weights / weights.size, chunk
-    )
-    metrics = {"task_loss": Mean(loss * weights.size, weights.sum())}
+    loss = summed_nats(x, kernel, batch["targets"], weights / trained, chunk)
+    metrics = {"task_loss": Mean(loss * trained, weights.sum())}
     if teach is not None:
       taught, metrics["distill_loss"] = teach(params, batch, x, step)
       loss += taught
     return loss, metrics
 
   return task_loss
+
+
+def _trained(batch: Any) -> jax.Array:
+  """The batch's even share of the step's trained targets; 1 without any."""
+  share = batch.get(TARGETS, batch["weights"]).sum()
+  return jnp.where(share == 0, 1, share)
 
 
 def _make_preference(model: nn.Module, config: Config) -> _TaskLoss:
@@ -215,12 +226,12 @@ def _make_preference(model: nn.Module, config: Config) -> _TaskLoss:
     return -token_nats(x, kernel, targets, chunk)[0]
 
   def task_loss(
-    params: Any, batch: Any, x: jax.Array, step: jax.Array
+    params: Any, batch: Any, x: jax.Array, step: jax.Array, options: Any
   ) -> tuple[jax.Array, dict[str, Mean]]:
     del step
     own = without_adapters(params)
     gained = log_probs(params, x, batch["targets"])
-    known = apply_packed(model, own, batch)[0]
+    known = apply_packed(model, own, batch, **options)[0]
     gained -= log_probs(own, known, batch["targets"])
     sign = jnp.where(batch["segments"] == 1, 1, -1) * batch["weights"]
     margin = beta * (gained * sign).sum(-1)
@@ -264,18 +275,18 @@ def _make_teaching(config: Config) -> _Teaching | None:
       lambda: apply_packed(teacher, own, batch)[0],
       lambda: jnp.zeros_like(x),
     )
-    weights = has * batch["weights"]
+    weights, trained = has * batch["weights"], _trained(batch)
     kernels = (output_kernel(tree, config.model) for tree in (params, own))
     ours, theirs = zip((x, known), kernels)
     # Not under `cond`, which would keep copies of the kernels.
     total = summed_divergence(
       ours,
       theirs,
-      weights / weights.size,
+      weights / trained,
       distill.temperature,
       config.model.loss_chunk,
     )
-    mean = Mean(total * weights.size, weights.sum())
+    mean = Mean(total * trained, weights.sum())
     return distill.weight * total, mean
 
   return teach

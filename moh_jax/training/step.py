@@ -83,6 +83,9 @@ class HeadLoads:
 # A plain array is a mean over examples of equal weight.
 Metrics = dict[str, jax.Array | Mean | HeadLoads]
 HEAD_LOADS = "head_loads"  # the name of such a metric
+# What a step adds to a batch with "weights" [B, N] of targets: [B] float32, the
+# mean of their sum over all of the step's examples.
+TARGETS = "targets_per_example"
 # (params, batch, rng, [] int32 number of earlier steps) -> ([] loss, metrics).
 LossFn = Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 
@@ -165,7 +168,7 @@ def train_step(
 
   Args:
     state: state before the step.
-    batch: tree of arrays [B, ...].
+    batch: dict of arrays [B, ...]; see `TARGETS`.
     frozen: tree of the parameters that are not trained; None where all are.
     loss_fn: (params, batch, rng, step) -> ([] loss, metrics). The loss must be
       a mean over examples of equal weight, which neither microbatches nor the
@@ -185,7 +188,10 @@ def train_step(
     as arrays.
   """
   rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-
+  if "weights" in batch:
+    # Before microbatches and devices get their parts: none knows the whole sum.
+    mean = batch["weights"].sum() / len(batch["weights"])
+    batch = {**batch, TARGETS: jnp.broadcast_to(mean, len(batch["weights"]))}
   gradients = exchange(functools.partial(_gradients, loss_fn, accumulation))
   grads, metrics = gradients(state.params, batch, rng, state.step, frozen)
   metrics = metric_values(metrics)
@@ -260,9 +266,7 @@ def _gradients(
     return jax.tree.map(jnp.add, total, grads), metrics
 
   inputs = (jax.tree.map(split, batch), jnp.arange(parts))
-  first = jax.tree.map(lambda x: x[0], inputs)
-  shapes, _ = jax.eval_shape(gradients, first[0], rng)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
   total, metrics = jax.lax.scan(add, zeros, inputs)
   return jax.tree.map(lambda x: x / parts, total), metrics
 

@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import Linear
-from moh_jax.layers.mlp import MLP
+from moh_jax.layers.mlp import MLP, ConvGLU, SwiGLU
 from tests.layers import small
 
 _X = jax.random.normal(jax.random.key(0), (2, 3, 8))
@@ -40,6 +40,21 @@ class OutputMajorTest(parameterized.TestCase):
 
 
 class GradientsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (MLP(56), 2), (SwiGLU(56), 3), (SwiGLU(56, True, True), 3),
+    (ConvGLU(56, (4, 6)), 4), (SwiGLU(56, dtype=jnp.bfloat16), 3),
+  )  # fmt: skip
+  def test_few_arrays_of_hidden_width_are_kept(self, module, most):
+    """The inputs of the activation and of the products (and a convolution)."""
+    x = jnp.ones((2, 24, 40))
+    params = jax.eval_shape(module.init, jax.random.key(0), x)
+
+    def backward(params):
+      return jax.vjp(module.apply, nn.unbox(params), x)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(backward, params))
+    self.assertLen([1 for kept in leaves if kept.size == 48 * 56], most)
+
   def test_no_activations_are_transposed(self):
     """On a CPU such a copy takes a large part of the product's time."""
     module, x = MLP(56), jnp.ones((2, 24, 40))

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from moh_jax.layers.partitioning import (
   constrain,
+  draw_examples,
   examples_key,
   sum_examples,
 )
@@ -78,8 +79,11 @@ class ConstrainTest(absltest.TestCase):
 class ExamplesTest(absltest.TestCase):
   """What a step does where devices compute with their own examples."""
 
-  def _on_devices(self, function, x):
-    """Calls it with the rows of each of four devices, and joins the results."""
+  def _on_devices(self, function, x, lowered=False):
+    """Calls it with the rows of each of four devices, and joins the results.
+
+    Or returns the text of the program.
+    """
     devices = np.array(jax.devices()[:4]).reshape(2, 2, 1)
     mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
     spec = PartitionSpec(("data", "fsdp"))
@@ -87,6 +91,8 @@ class ExamplesTest(absltest.TestCase):
       mapped = jax.shard_map(
         function, in_specs=spec, out_specs=spec, check_vma=False
       )
+      if lowered:
+        return jax.jit(mapped).lower(x).as_text()
       return np.asarray(jax.jit(mapped)(x))
 
   def test_keys_of_devices_differ(self):
@@ -94,6 +100,21 @@ class ExamplesTest(absltest.TestCase):
       return jax.random.uniform(examples_key(jax.random.key(0)), x.shape)
 
     self.assertLen(np.unique(self._on_devices(draw, jnp.zeros(8))), 8)
+
+  def test_devices_sample_the_values_of_their_own_examples(self):
+    def draw(x):
+      return draw_examples(jax.random.normal, jax.random.key(0), x.shape)
+
+    x = jnp.zeros((8, 1000))
+    sampled = self._on_devices(draw, x)
+    np.testing.assert_array_equal(sampled, jax.jit(draw)(x))
+    # Of other batches too the first examples have these values.
+    np.testing.assert_array_equal(sampled[:3], jax.jit(draw)(x[:3]))
+    self.assertLen(np.unique(sampled[:, 0]), 8)
+    self.assertBetween(sampled.std(), 0.95, 1.05)
+    text = self._on_devices(draw, x, lowered=True)
+    self.assertIn("2x1000xui32", text)
+    self.assertNotIn("8x1000xui32", text)
 
   def test_a_loss_of_sums_has_the_gradient_of_the_mean_over_devices(self):
     x = jnp.arange(8.0)

@@ -132,6 +132,26 @@ class AdaptersTest(parameterized.TestCase):
       if path[-1] == "embedding":
         self.assertEqual(leaf.dtype, jnp.bfloat16)
 
+  @parameterized.parameters("llm", "dit", "vit")
+  @pytest.mark.integration
+  def test_the_backward_pass_keeps_kernels_as_they_are_stored(self, family):
+    boxed, params, apply = _model(family)
+    kept, kernels = {}, 0
+    for dtype in ("float32", "bfloat16", "int8"):
+      adapters = lib.Adapters.of(boxed, LoraConfig(2, base_dtype=dtype))
+      frozen = jax.eval_shape(adapters.freeze, params)
+      first = jax.eval_shape(adapters.begin, jax.random.key(0), params)
+
+      def backward(frozen, trained):
+        return jax.vjp(lambda tree: apply(lib.join(frozen, tree)), trained)[1]
+
+      leaves = jax.tree.leaves(jax.eval_shape(backward, frozen, first))
+      kept[dtype] = sum(x.size * x.dtype.itemsize for x in leaves)
+      kernels = sum(x.size for x in leaves if x.dtype == dtype)
+    self.assertGreater(kernels, 0)
+    self.assertGreater(kept["float32"] - kept["bfloat16"], 1.9 * kernels)
+    self.assertGreater(kept["float32"] - kept["int8"], 2.7 * kernels)
+
   @pytest.mark.integration
   def test_dropout_changes_adapters_alone(self):
     boxed, params, apply = _model("llm")

@@ -61,8 +61,7 @@ class LossTest(absltest.TestCase):
     nats, balance = -(picked[..., 0] * weights).sum(), float(aux.balance_loss)
     self.assertGreater(balance, 0.5)
     metrics = _metrics(batch)
-    # Every place of the batch counts in the divisor, every target the same.
-    loss = nats / weights.size + 0.5 * balance
+    loss = nats / weights.sum() + 0.5 * balance
     for name, expected in (
       *(("task_loss", nats / weights.sum()), ("balance_loss", balance)),
       *(("loss", loss), ("returned", loss), ("activated_share", 0.75)),

@@ -143,6 +143,30 @@ class PreferenceTest(parameterized.TestCase):
     (begins, _) = ours(begun)
     np.testing.assert_allclose(begins, np.log(2), rtol=1e-6)
 
+  @parameterized.parameters(((3, 2),), ((1, 2),))
+  @pytest.mark.integration
+  def test_the_reference_runs_with_the_scheduled_heads(self, values):
+    config = _config(self.root)
+    tune = dataclasses.replace(
+      config.tune, top_k_steps=(0, 2), top_k_values=values
+    )
+    config = dataclasses.replace(config, tune=tune)
+    net, inputs = make_model(config)
+    adapters = Adapters.of(abstract_params(net, inputs), _LORA)
+    params = tiny.random_params(config)
+    begun = adapters.begin(jax.random.key(0), params)
+    joined = join(adapters.freeze(params), begun)
+    source = PreferenceSource(config.data, 320, "train")
+    batch = jax.tree.map(lambda *x: np.stack(x), source[0], source[1])
+    loss_fn = jax.jit(make_objective(config).loss_fn)
+    for step in (0, 2):  # adapters add nothing yet
+      _, metrics = loss_fn(joined, batch, jax.random.key(0), jnp.int32(step))
+      margin, loss = (
+        metrics[name].total / 2 for name in ("margin", "task_loss")
+      )
+      np.testing.assert_allclose(margin, 0, atol=1e-6)
+      np.testing.assert_allclose(loss, np.log(2), rtol=1e-6)
+
   @pytest.mark.integration
   def test_a_run_learns_what_is_preferred(self):
     config = _config(self.root)

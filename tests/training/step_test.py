@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest
+from absl.testing import parameterized
 
+from moh_jax.evaluation.metrics import language_step
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.training import optim
 from moh_jax.training.step import Mean, make_program, train_step
-from tests.training import tiny
+from tests.training import meshes, tiny
 from tests.training.tiny import make_task
 
 # Of the tests that leave the config as it is: they share what is compiled.
@@ -36,7 +38,42 @@ def _setup(config=_CONFIG):
   return make_program(config, task, mesh), step, next(task.batches(mesh))
 
 
-class StepTest(absltest.TestCase):
+@functools.cache
+def _trained_batch():
+  """Conversations, as it were: few of their targets are trained, or none."""
+  _, _, batch = _setup(tiny.llm_config(data={"batch_size": 32}))
+  share = np.random.RandomState(0).uniform(size=(32, 1)) ** 3
+  trained = np.random.RandomState(1).uniform(size=(32, 16)) < share
+  trained[::4] = False  # the first of four microbatches has none
+  return {**batch, "weights": trained * batch["weights"]}
+
+
+@functools.cache
+def _chat_step(axes, accumulation):
+  """Loss of a step, that of an evaluation, and the gradients' moments."""
+  config = meshes.config_of(
+    "llm",
+    mesh=dict(axes),
+    model={"vocab_size": 60},
+    data={"batch_size": 32},
+    train={"balance_weight": 0.0},
+    optim={"accumulation": accumulation},
+  )
+  mesh, batch = meshes.mesh_of(config), _trained_batch()
+  program = make_program(config, make_task(config), mesh)
+  with sharding.use_mesh(mesh):
+    batch = sharding.shard_batch(batch, mesh)
+    state = program.init()
+    evaluate = language_step(make_model(config)[0], config.model)
+    mask = sharding.shard_batch(np.ones(32, np.float32), mesh)
+    sums = evaluate(state.params, {**batch, "mask": mask})
+    state, metrics = program.step(state, batch)
+  moments = state.opt_state[1][0].mu
+  held_out = sums["nats"] / sums["tokens"]
+  return jax.device_get((metrics["loss"], held_out, moments))
+
+
+class StepTest(parameterized.TestCase):
   def test_state_is_as_described_and_averaged_and_the_rate_reported(self):
     program, _, batch = _setup()
     state, rates = program.init(), []
@@ -107,6 +144,32 @@ class StepTest(absltest.TestCase):
     # AdamW's moments are the gradients of this first step and their squares.
     moments = (s.opt_state[1][0].mu for s in (parts, whole))
     chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
+
+  @parameterized.parameters(
+    ({}, 2), ({}, 4), ({"data": 2}, 1), ({"data": 8}, 1), ({"data": 8}, 4),
+    ({"fsdp": 4}, 2),
+  )  # fmt: skip
+  @pytest.mark.integration
+  def test_a_target_weighs_the_same_on_any_devices(self, mesh, accumulation):
+    """And the loss is that of an evaluation of the same examples."""
+    one, many = _chat_step((), 1), _chat_step(tuple(mesh.items()), accumulation)
+    for ours, theirs in zip(*map(jax.tree.leaves, (many, one))):
+      scale = np.abs(theirs).max()
+      np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6 * scale)
+    np.testing.assert_allclose(many[0], many[1], rtol=1e-6)
+
+  def test_the_network_is_traced_once_whatever_the_microbatches(self):
+    program, step, batch = _setup()
+    traced = []
+
+    def loss_fn(params, batch, rng, step):
+      traced.append(len(batch["weights"]))
+      loss = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
+      return loss, {"loss": loss}
+
+    step = functools.partial(step, loss_fn=loss_fn, accumulation=4)
+    jax.eval_shape(step, program.state, batch)
+    self.assertEqual(traced, [2])
 
   @pytest.mark.integration
   def test_a_metric_is_the_whole_batchs_and_none_where_nothing_weighs(self):
