@@ -90,6 +90,7 @@ class CheckpointTest(parameterized.TestCase):
     self.assertEqual((restored.config, restored.step), (_RUNS[kind], 0))
 
   @parameterized.parameters(*_RUNS)
+  @pytest.mark.integration
   def test_public_weights_include_the_constant_of_the_attention(self, kind):
     _, tensors, plain, _ = _made(kind)
     config = _RUNS[kind]

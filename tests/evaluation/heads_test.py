@@ -390,11 +390,11 @@ class ImportanceTest(parameterized.TestCase):
     # Two heads a group and two groups: a routed head of each, or a group.
     importance = np.array([[0.9, 0.1, 0.2, 0.3], [0.8, 0.6, 0.4, 0.7]])
     for size, parts, top_k in ((1, 2, (2, 2)), (2, 1, (2, 2))):
-      budget = HeadBudget(4 // size, 0, 2 // size, 8, parts)
-      units = [Units(budget, size)] * 2
+      budget = HeadBudget(4 // size, 0, 2 // size, 8)
+      units = [Units(budget, size, parts)] * 2
       found = top_k_by_importance(importance, units, [range(4)] * 2)
       self.assertEqual(found, top_k)
-    more = [Units(HeadBudget(4, 0, 2, 8, 2)), Units(HeadBudget(4, 0, 4, 8, 2))]
+    more = [Units(HeadBudget(4, 0, k, 8), parts=2) for k in (2, 4)]
     found = top_k_by_importance(importance, more, [range(4)] * 2)
     self.assertEqual(found, (2, 4))  # 0.6 + 0.4 is more than 0.1 + 0.2
 
