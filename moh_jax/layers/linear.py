@@ -183,10 +183,11 @@ class KernelLayer(nn.Module, kw_only=True):
     adapts = len(inputs) if self.adapts else None
     make = functools.partial(declare, self, param_dtype=self.param_dtype)
     stored = make("kernel", init, shape, names, self.dtype, adapts)
-    scale = self.get_variable("params", KERNEL_SCALE, 1)
+    scale = self.get_variable("params", KERNEL_SCALE)
 
     def kernel() -> jax.Array:
-      return self._deal(stored * scale, names)
+      whole = stored if scale is None else stored * scale
+      return self._deal(whole, names)
 
     narrow = stored.dtype.itemsize < jnp.dtype(self.dtype).itemsize
     if not narrow or not self.adapts:
@@ -306,8 +307,11 @@ class Linear(KernelLayer):
     """Maps [..., C] to [..., features]."""
     axes = tuple((name,) for name in self.axes)
     kernel, bias = self.parameters(x.shape[-1:], (self.features,), axes)
-    fit = [lambda kernel: constrain(kernel, None, None)] * self.gathered
-    out = self.multiply(x, kernel, bias, 1, *fit)
+
+    def whole(kernel: jax.Array) -> jax.Array:
+      return constrain(kernel, None, None) if self.gathered else kernel
+
+    out = self.multiply(x, kernel, bias, 1, whole)
     if factors := self.adapter((self.axes[0], None), (None, self.axes[1])):
       low = product(self.adapter_input(x.astype(self.dtype)), factors[0])
       out = out + product(low, factors[1])

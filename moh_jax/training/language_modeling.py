@@ -177,9 +177,8 @@ def _make_prediction(config: Config) -> _TaskLoss:
   """Cross-entropy of the next tokens.
 
   It is the mean over the trained targets of the whole step, so neither
-  microbatches nor devices change a target's weight: each divides by its even
-  share of their number. A teacher adds the divergence from it (`tune.distill`),
-  divided likewise.
+  microbatches nor devices change a target's weight. So is the divergence from a
+  teacher that is added to it (`tune.distill`).
   """
   teach = _make_teaching(config)
 
@@ -187,12 +186,12 @@ def _make_prediction(config: Config) -> _TaskLoss:
     params: Any, batch: Any, x: jax.Array, step: jax.Array, options: Any
   ) -> tuple[jax.Array, dict[str, Mean]]:
     del options
-    weights, trained = batch["weights"], _trained(batch)
+    weights = _shares(batch)
     # Dividing the weights is cheaper than dividing the loss: the gradient of
     # the output layer, the largest of all, then needs no pass to scale it.
     kernel, chunk = output_kernel(params, config.model), config.model.loss_chunk
-    loss = summed_nats(x, kernel, batch["targets"], weights / trained, chunk)
-    metrics = {"task_loss": Mean(loss * trained, weights.sum())}
+    loss = summed_nats(x, kernel, batch["targets"], weights, chunk)
+    metrics = {"task_loss": Mean(loss, weights.sum())}
     if teach is not None:
       taught, metrics["distill_loss"] = teach(params, batch, x, step)
       loss += taught
@@ -201,10 +200,12 @@ def _make_prediction(config: Config) -> _TaskLoss:
   return task_loss
 
 
-def _trained(batch: Any) -> jax.Array:
-  """The batch's even share of the step's trained targets; 1 without any."""
-  share = batch.get(TARGETS, batch["weights"]).sum()
-  return jnp.where(share == 0, 1, share)
+def _shares(batch: Any) -> jax.Array:
+  """Weights of the targets, whose sum is 1 on average over a step's parts."""
+  weights = batch["weights"]
+  own = weights.sum(keepdims=True)[0] / len(weights)  # where no step is
+  targets = len(weights) * batch.get(TARGETS, own)[:, None]
+  return weights / jnp.where(targets == 0, 1, targets)
 
 
 def _make_preference(model: nn.Module, config: Config) -> _TaskLoss:
@@ -275,19 +276,18 @@ def _make_teaching(config: Config) -> _Teaching | None:
       lambda: apply_packed(teacher, own, batch)[0],
       lambda: jnp.zeros_like(x),
     )
-    weights, trained = has * batch["weights"], _trained(batch)
+    weights = has * _shares(batch)
     kernels = (output_kernel(tree, config.model) for tree in (params, own))
     ours, theirs = zip((x, known), kernels)
     # Not under `cond`, which would keep copies of the kernels.
     total = summed_divergence(
       ours,
       theirs,
-      weights / trained,
+      weights,
       distill.temperature,
       config.model.loss_chunk,
     )
-    mean = Mean(total * trained, weights.sum())
-    return distill.weight * total, mean
+    return distill.weight * total, Mean(total, weights.sum())
 
   return teach
 
