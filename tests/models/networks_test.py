@@ -64,7 +64,10 @@ class NetworksTest(parameterized.TestCase):
     for model, count in ((config, 0), (again, len(stacks))):
       arguments = small.random_variables(model), *small.inputs(model)
       program = jax.make_jaxpr(small.network(model).apply)(*arguments)
-      self.assertEqual(str(program).count("prevent_cse"), count)
+      # Those of activations, which MLPs always compute again, have no policy.
+      text = str(program)
+      found = text.count("prevent_cse") - text.count("policy=None")
+      self.assertEqual(found, count)
     ours, plain = small.gradient(again), small.gradient(config)
     chex.assert_trees_all_close(ours, plain, rtol=1e-4, atol=1e-4)
 
