@@ -1,26 +1,26 @@
 """Small data and runs under the names that the docs use.
 
-With these the examples run in seconds: `runs/digits` is a ViT of a few steps,
+With these the examples run in seconds: `runs/digits` is a ViT of random numbers,
 `IMAGES` a folder of noise, and so on.
 """
 
 import dataclasses
 import gzip
 import json
-import tarfile
 
 from moh_jax.config import without_router
 from moh_jax.data.tokenizers import train_bpe
+from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm
 from tests.docs.blocks import ROOT
 from tests.inference import tiny_text_model, tiny_vae
+from tests.training import tiny
 
 _LINKED = (
   *("benchmarks", "configs", "docs", "moh_jax", "tests"),
   *("README.md", "pyproject.toml", "train.py"),
 )
-_RUNS = {"digits": "vit", "dit": "dit"}  # runs/NAME: the stored checkpoint
-_STORED = ROOT / "tests/old_checkpoints"
+_RUNS = {"digits": tiny.config(), "dit": tiny.dit_config()}
 
 
 def lay_out(folder):
@@ -63,11 +63,9 @@ def _save_llama(folder, texts):
 
 def add_runs(folder):
   """Puts small checkpoints where the docs' runs would be."""
-  for name, stored in _RUNS.items():
-    with tarfile.open(_STORED / f"{stored}.tar.gz") as archive:
-      archive.extractall(folder / "runs", filter="data")
-    if stored != name:
-      (folder / "runs" / stored).rename(folder / "runs" / name)
+  for name, config in _RUNS.items():
+    where = folder / "runs" / name
+    tiny_checkpoint.save_random(where, config, tiny_checkpoint.DIGITS)
   config = tiny_text_model.CONFIG
   model = dataclasses.replace(config.model, max_length=128)
   tiny_text_model.save(
