@@ -12,8 +12,11 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import multiprocessing
 import os
 import pathlib
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -25,7 +28,6 @@ from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
-from moh_jax.runtime.workers import process_pool
 
 # Documents, and about characters, for one call of the tokenizer, on all its
 # threads.
@@ -282,7 +284,10 @@ def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
     yield from map(job.write, todo)
     return
   try:
-    with process_pool(workers, _start_worker, job) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+      workers, spawn, _start_worker, (job,)
+    ) as pool:
       groups = [pool.submit(_write_group, group) for group in todo]
       for group in concurrent.futures.as_completed(groups):
         yield group.result()
@@ -298,6 +303,12 @@ _worker_job: list[_Job] = []  # the job of this process, if it is a worker
 
 
 def _start_worker(job: _Job):
+  def end_with_parent() -> None:  # which may be killed
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+  threading.Thread(target=end_with_parent, daemon=True).start()
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says it
   # There is a process for each core, so the tokenizer needs no threads.
   os.environ["TOKENIZERS_PARALLELISM"] = "false"
   _worker_job[:] = [job]

@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import importlib.metadata
 import math
+import multiprocessing
 import pickle
 import re
 import time
@@ -21,7 +22,6 @@ from moh_jax.config.registry import ROUTERS, RouterKind, get_router
 from moh_jax.runtime import devices as devices_lib
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import USABLE, Topology
-from moh_jax.runtime.workers import process_pool
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
@@ -133,7 +133,11 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
     "XLA_FLAGS": "--xla_gpu_autotune_level=0" if on_gpu else "",
     "TF_CPP_MIN_LOG_LEVEL": "3",
   }
-  with devices_lib.environment(environment), process_pool(1) as pool:
+  spawn = multiprocessing.get_context("spawn")
+  with (
+    devices_lib.environment(environment),
+    concurrent.futures.ProcessPoolExecutor(1, spawn) as pool,
+  ):
     try:
       router = get_router(config.model.router.kind)
       return pool.submit(_compile, config, router, topology).result()

@@ -1,9 +1,10 @@
 """Every example of README.md and docs/ works.
 
-The default suite checks the options and configs of all; `pytest -m fuzz` runs
-examples with small stand-ins. `pytest -m slow` runs examples as they stand, in
-one folder, page after page: about an hour on two cores. Of the scripts and
-files of docs/clusters.md the syntax and our commands are checked.
+The default suite checks the options and configs of all; `pytest -m integration`
+runs examples with small stand-ins. `pytest -m slow` runs examples as they
+stand, in one folder, page after page: about an hour on two cores. Of the
+scripts and files of docs/clusters.md the syntax and our commands are
+checked.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def test_options_and_configs_are_valid(block, small, monkeypatch):
       _check_module(command, monkeypatch)
 
 
-@pytest.mark.fuzz
+@pytest.mark.integration
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_runs_with_stand_ins(block, small, monkeypatch):
   monkeypatch.chdir(small)
