@@ -11,6 +11,7 @@ of 16 heads, which read 4 heads of keys and values: every
 library, answered by its docstrings; only the answers are trained, and with
 `--config.train.init_from=DIR`, a run of moh, the model has read Python before):
 
+  python -m docs.examples.docstrings data/docstrings
   python train.py --config=configs/llm_stdlib.py:chat --workdir=CHAT
   python -m moh_jax generate --checkpoint CHAT --chat \
     --prompt "What does os.path.join do?"
@@ -76,10 +77,15 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     eval=lib.EvalConfig(every=0, batch_size=16),
   )
   if kind == "chat":
+    folder = "data/docstrings"
     config = dataclasses.replace(
       config,
-      data=dataclasses.replace(
-        config.data, source="docstrings", path="data/docstrings"
+      data=lib.TextDataConfig(
+        source="chat",
+        path=folder,
+        tokenizer_path=folder,
+        sequence_length=256,
+        num_threads=1,
       ),
       train=lib.TrainConfig(steps=600),
     )

@@ -199,5 +199,4 @@ _FITTED = ("template", "too_long", "on_error")
 _text("chat", "conversations:ChatSource", "tokenizer_path", *_FITTED)
 _PAIRS = "conversations:PreferenceSource"
 _text("preference", _PAIRS, "tokenizer_path", *_FITTED, pairs=True)
-_text("docstrings", "docstrings:DocstringSource", *_FITTED)
 _text("fake", "sequences:FakeSequences", "separate_documents", has_path=False)

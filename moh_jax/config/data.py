@@ -178,12 +178,10 @@ class TextDataConfig(ExamplesConfig):
     source: "tokens" (what `prepare tokenize` writes), "chat" (conversations:
       only their answers are trained), "preference" (conversations with a better
       and a worse answer, see `tune.dpo`), "stdlib" (the sources of the running
-      Python's standard library, tokenized on first use), "docstrings"
-      (questions about that library, answered by its docstrings) or "fake"
-      (random tokens).
+      Python's standard library, tokenized on first use) or "fake" (random
+      tokens).
     path: folder of the token sets, or of files of conversations that are named
-      train and val; for "stdlib" and "docstrings" where they are prepared;
-      "fake" has none.
+      train and val; for "stdlib" where they are prepared; "fake" has none.
     mix: names of the sources, path/NAME/{train,val}; () is the one set
       path/{train,val}.
     ratios: percent of the sequences that each of `mix` gives, 100 together.

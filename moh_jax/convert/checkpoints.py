@@ -28,7 +28,7 @@ from moh_jax.config import (
 from moh_jax.convert import peft, rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
-from moh_jax.data import tokenizer_files, tokenizers
+from moh_jax.data import tokenizers
 from moh_jax.data.chat import template_names
 from moh_jax.data.infer import resolve
 from moh_jax.data.input_files import import_extra
@@ -475,9 +475,9 @@ def _make(rule: rules.Rule, ours: Sequence[stream.StoredLeaf]) -> list[Any]:
 
 def _check_no_other_tokenizer(source: pathlib.Path, target: Any) -> None:
   """Refuses a target with files of another tokenizer than the source has."""
-  for name in (*tokenizer_files.TOKENIZER_FILES, *tokenizer_files.FILES_BESIDE):
+  for name in (*tokenizers.TOKENIZER_FILES, *tokenizers.FILES_BESIDE):
     # Its ends of texts may have come from config.json.
-    origin = CONFIG_FILE if name == tokenizer_files.GENERATION_CONFIG else name
+    origin = CONFIG_FILE if name == tokenizers.GENERATION_CONFIG else name
     files = source / name, source / origin
     if (target / name).is_file() and not any(f.is_file() for f in files):
       raise ValueError(
@@ -488,9 +488,9 @@ def _check_no_other_tokenizer(source: pathlib.Path, target: Any) -> None:
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  sha256 = tokenizer_files.copy_tokenizer_files(source, target)
+  sha256 = tokenizers.copy_tokenizer_files(source, target)
   if not sha256:
-    names = " or ".join(tokenizer_files.TOKENIZER_FILES)
+    names = " or ".join(tokenizers.TOKENIZER_FILES)
     _LOG.warning("%s has no %s: no tokenizer is copied", source, names)
   return sha256
 

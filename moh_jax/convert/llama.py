@@ -25,7 +25,7 @@ from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.convert import llama_config, rules
 from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
-from moh_jax.data import tokenizer_files
+from moh_jax.data import tokenizers
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import printable
 from moh_jax.runtime.json_files import read_json
@@ -170,9 +170,9 @@ def folder_files(exported: Exported) -> dict[str, str]:
   if has_code:
     files |= {path.name: path.read_text() for path in _CODE.glob("*.py")}
   generation = {name: value for name, value in ids.items() if value is not None}
-  if generation and not (folder / tokenizer_files.GENERATION_CONFIG).exists():
-    files[tokenizer_files.GENERATION_CONFIG] = _json(generation)
-  if tokenizer and not (folder / tokenizer_files.TOKENIZER_CONFIG).exists():
+  if generation and not (folder / tokenizers.GENERATION_CONFIG).exists():
+    files[tokenizers.GENERATION_CONFIG] = _json(generation)
+  if tokenizer and not (folder / tokenizers.TOKENIZER_CONFIG).exists():
     files |= _tokenizer_files(folder, tokenizer)
   return {**files, "README.md": _model_card(exported, has_code=has_code)}
 
@@ -216,7 +216,7 @@ def _tokenizer_files(
     "clean_up_tokenization_spaces": False,
     **tokens,
   }
-  return {tokenizer_files.TOKENIZER_CONFIG: _json(config), **files}
+  return {tokenizers.TOKENIZER_CONFIG: _json(config), **files}
 
 
 def read_scores(path: str, step: int) -> dict[str, float]:

@@ -32,7 +32,7 @@ from moh_jax.convert.rules import (
   expected_tensors,
 )
 from moh_jax.convert.tensor_files import Planned
-from moh_jax.data.tokenizer_files import copy_tokenizer_files
+from moh_jax.data.tokenizers import copy_tokenizer_files
 from moh_jax.layers.linear import LORA_A, LORA_B
 from moh_jax.models import stored
 from moh_jax.models.adapters import Adapters, Matrix

@@ -1,30 +1,37 @@
 """Chat templates: from messages to the text that a model was tuned on.
 
-A template is a Jinja text of the checkpoint's author, so it runs in a sandbox
-that lets it change nothing and read nothing but the messages and the names of
-the special tokens: that of transformers, with its filters and tags, in another
-process with bounds (`template_process`).
+A template is a Jinja text of the checkpoint's author. It runs in transformers'
+sandbox, with its filters and tags, which lets it change nothing and read
+nothing but the messages and the names of the special tokens.
 """
 
+import contextlib
+import functools
+import itertools
+import json
+import os
+import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from moh_jax.data import tokenizers
-from moh_jax.data.template_process import ASSISTANT, Message, call
-from moh_jax.data.tokenizer_files import (
+from moh_jax.data.input_files import import_extra
+from moh_jax.data.tokenizers import (
   TEMPLATE,
   TEMPLATE_FOLDER,
   TEMPLATE_JSON,
   TOKENIZER_CONFIG,
+  Tokenizer,
   named_tokens,
   read_json,
 )
 from moh_jax.runtime.json_files import check_json
 
-_KEY = "chat_template"
+Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
+Span = tuple[int, int]
+ASSISTANT = "assistant"
 _DEFAULT = "default"
 # Fields of rows or messages that change what is read or trained, and that few
 # templates know. Thoughts have several names, and transformers gives them all.
@@ -33,6 +40,16 @@ FIELDS = (
   "image images video videos audio audios train training loss mask"
 ).split()
 _RARE = *zip(FIELDS), ("reasoning_content", "thinking", "reasoning")
+# The marks of templates around what is trained, and ours within: a character,
+# and a tag that trims the text beside it as theirs did.
+_BEGIN = re.compile(r"(\{%[-+]?\s*generation\s*)([-+]?%\})")
+_END = re.compile(r"(\{%[-+]?)(\s*endgeneration\s*[-+]?%\})")
+_OURS = (
+  r"\1%%}{{ '%s' }}{%% set moh_jax_mark = 0 \2",
+  r"\1 set moh_jax_mark = 0 %%}{{ '%s' }}{%%\2",
+)
+_Write = Callable[..., str]  # of messages, by a template with its options
+_CHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # that stand for nothing
 
 
 class Template:
@@ -42,7 +59,7 @@ class Template:
     file: that holds it, for messages.
   """
 
-  def __init__(self, tokenizer: tokenizers.Tokenizer, name: str | None = None):
+  def __init__(self, tokenizer: Tokenizer, name: str | None = None):
     """Finds the template.
 
     Args:
@@ -56,22 +73,44 @@ class Template:
     if not found:
       raise ValueError(
         "the model has no chat template: there is no "
-        f"{TEMPLATE} beside its tokenizer and no {_KEY!r} in "
+        f"{TEMPLATE} beside its tokenizer and no 'chat_template' in "
         f"{TOKENIZER_CONFIG}"
       )
     if wanted not in found:
       raise ValueError(
         f"chat template {wanted!r} must be one of {tuple(found)}"
       )
-    source, self.file = found[wanted]
+    self._source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
     tokens = own | named_tokens(tokenizer.files)
-    tokens = {key: token for key, token in tokens.items() if token}
-    stops = tuple(filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids)))
-    self._state = {"source": source, "tokens": tokens, "stops": stops}
+    self._tokens = {key: token for key, token in tokens.items() if token}
+    # Texts of the tokens that end a generated text.
+    self._stops = [
+      *filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids))
+    ]
 
-  def answers(self, messages: Sequence[Message], **options: Any) -> tuple:
+  def render(
+    self, messages: Sequence[Message], *, prompt: bool = True, **options: Any
+  ) -> str:
+    """Writes a conversation as the text that the model reads.
+
+    Args:
+      messages: with "role" and "content", in order.
+      prompt: end with what begins the assistant's answer.
+      **options: what the template gets beside the messages: "tools", a list of
+        JSON schemas, "enable_thinking" and so on.
+
+    Raises:
+      ValueError: the template refuses the messages, for example their order,
+        knows no tools or fails; or a library is missing.
+    """
+    self._check_fields(messages, options)
+    return self._write(messages, prompt=prompt, options=options)
+
+  def answers(
+    self, messages: Sequence[Message], **options: Any
+  ) -> tuple[str, list[Span]]:
     """Writes a conversation, and finds in it what the assistant wrote.
 
     A template may mark that itself ({% generation %}). Else an answer begins
@@ -82,67 +121,186 @@ class Template:
 
     Args:
       messages: with "role" and "content", in order.
-      **options: what the template gets beside them: "tools", a list of JSON
-        schemas, "enable_thinking" and so on.
+      **options: as for `render`.
 
     Returns:
       The text, and the answers' spans (start, stop) in it, in order.
 
     Raises:
-      ValueError: as `call`, or the template, without marks, writes messages
+      ValueError: as `render`, or the template, without marks, writes messages
         otherwise where others follow, changes an answer, or leaves out calls.
     """
-    return tuple(self.call("answers", messages, options))
+    self._check_fields(messages, options)
+    wanted = [x.get("weight", 1) for x in messages if x["role"] == ASSISTANT]
+    messages = [{k: x[k] for k in x if k != "weight"} for x in messages]
+    write = functools.partial(self._write, options=options)
+    find = self._marked if _BEGIN.search(self._source) else self._unmarked
+    text, spans = find(messages, write)
+    self._check_contents(messages, text, spans)
+    self._check_calls(messages, write)
+    if not all(wanted):
+      if len(spans) != len(wanted):
+        raise self._refusal("marks other parts than answers, which have weight")
+      spans = list(itertools.compress(spans, wanted))
+    return text, [(start, stop) for start, stop in spans if start < stop]
 
-  def call(
-    self, method: str, messages: Sequence[Message], options: Any, **given: Any
-  ) -> Any:
-    """What a method of `template_process.Writer` makes of a conversation.
+  def _refusal(self, what: str) -> ValueError:
+    return ValueError(f"{self.file}: {what}")
 
-    Raises:
-      ValueError: the template refuses the messages, for example their order,
-        knows no tools, fails or takes too long, or a library is missing.
-    """
-    state = {**self._state, "tokens": self._state["tokens"] | options}
+  def _write(
+    self,
+    messages: Sequence[Message],
+    *,
+    options: Mapping[str, Any],
+    prompt: bool = False,
+    source: str | None = None,
+  ) -> str:
+    import_extra("jinja2", "a chat template")
+    # Else transformers says that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    name = "transformers.utils.chat_template_utils"
+    library = import_extra(name, "a chat template")
+    try:
+      (text,), _ = library.render_jinja_template(
+        [messages],
+        chat_template=source or self._source,
+        add_generation_prompt=prompt,
+        **{**self._tokens, **options},
+      )
+      text.encode()  # halves of surrogate pairs are no text
+    except Exception as error:  # whatever a wrong template does
+      line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+      text = " ".join(f"{type(error).__name__}: {error}".split())
+      raise ValueError(f"{self.file}{line}: {text}") from error
+    return text
+
+  def _check_fields(
+    self, messages: Sequence[Message], options: Mapping[str, Any]
+  ) -> None:
+    """Refuses fields that say something and that the template never reads."""
     pairs = [pair for x in (options, *messages) for pair in x.items()]
     for names in _RARE:
       said = [k for k, x in pairs if k in names and x not in (None, "", [])]
-      if said and not re.search(rf"\b({'|'.join(names)})\b", state["source"]):
-        raise ValueError(f"{self.file}: does not know {said[0]!r}")
-    try:
-      return call(method, state, messages, **given)
-    except (ValueError, TypeError) as error:  # TypeError: no JSON
-      raise ValueError(f"{self.file}: {error}") from error
+      if said and not re.search(rf"\b({'|'.join(names)})\b", self._source):
+        raise self._refusal(f"does not know {said[0]!r}")
 
+  def _check_contents(
+    self, messages: Sequence[Message], text: str, spans: Sequence[Span]
+  ) -> None:
+    """Refuses contents that are no text and stand as Python writes them."""
+    answers = [i for i, x in enumerate(messages) if x["role"] == ASSISTANT]
+    own = dict(zip(answers, spans)) if len(answers) == len(spans) else {}
+    for index, message in enumerate(messages):
+      if isinstance(content := message.get("content", ""), str):
+        continue
+      python, answer = str(content), text[slice(*own.get(index, (0, 0)))]
+      begins = answer.lstrip().startswith(python)
+      if begins or (content and python in text):
+        raise self._refusal(
+          f"writes the content of message {index}, which is no text, as Python "
+          f"does: {python[:40]}"
+        )
 
-def render_chat(
-  tokenizer: tokenizers.Tokenizer,
-  messages: Sequence[Message],
-  template: str | None = None,
-  *,
-  add_generation_prompt: bool = True,
-  **options: Any,
-) -> str:
-  """Writes a conversation as the text that the model reads.
+  def _check_calls(self, messages: Sequence[Message], write: _Write) -> None:
+    """Refuses calls of tools whose names are not written."""
+    # OpenAI's form of a call has the other one within it.
+    renamed, forms = json.loads(json.dumps(messages)), {"function", "arguments"}
+    calls = [c for x in renamed for c in x.get("tool_calls") or ()]
+    called = [c.get("function", c) for c in calls if forms.intersection(c)]
+    for number, one in enumerate(called):
+      one["name"] = f"moh_jax_{number}_"
+    text = called and write(renamed)
+    if any(one["name"] not in text for one in called):
+      raise self._refusal("does not write all 'tool_calls'")
 
-  Args:
-    tokenizer: with the files beside it, which hold the template.
-    messages: with "role" and "content", in order.
-    template: name of the template where there are several; None is "default".
-    add_generation_prompt: end with what begins the assistant's answer.
-    **options: what the template gets beside the messages, such as "tools".
+  def _unmarked(
+    self, messages: Sequence[Message], write: _Write
+  ) -> tuple[str, list[Span]]:
+    """A conversation, and the answers in it, by what others would change.
 
-  Raises:
-    ValueError: there is no such template, the messages are none, or the
-      template refuses them; see `Template`.
-  """
-  check_messages(messages)
-  how = {"add_generation_prompt": add_generation_prompt}
-  return Template(tokenizer, template).call("render", messages, options, **how)
+    The span of an answer without a question is empty: some templates cannot
+    write what is before it.
+    """
+    text, spans = write(messages), []
+    for index, message in enumerate(messages):
+      if message["role"] != ASSISTANT:
+        continue
+      spans.append((0, 0))
+      before, asked = None, any(x["role"] == "user" for x in messages[:index])
+      with contextlib.suppress(*() if asked else (ValueError,)):
+        before = write(messages[:index], prompt=True) if index else None
+      if before is None:
+        continue
+      start = len(before)
+      stop = self._stop(text, messages, index, start, write)
+      answer = text[start:stop]
+      is_whole = _holds(answer, message.get("content") or "", self._stops)
+      if not text.startswith(before) or not answer or not is_whole:
+        raise self._refusal(
+          f"does not write message {index} as an answer to those before it, so "
+          "what to train is unknown: it needs the marks {% generation %} and "
+          "{% endgeneration %} around answers"
+        )
+      spans[-1] = start, stop
+    return text, spans
+
+  def _stop(
+    self,
+    text: str,
+    messages: Sequence[Message],
+    index: int,
+    start: int,
+    write: _Write,
+  ) -> int:
+    """Where the answer `index` ends that begins at `start`; 0 is unknown."""
+    found = [(text.find(stop, start), stop) for stop in self._stops]
+    at, stop = min((x for x in found if x[0] >= 0), default=(len(text), ""))
+    end = at + len(stop)
+    is_last = index + 1 == len(messages)
+    ended = text if is_last else write(messages[: index + 1])
+    is_alike = text.startswith(ended)
+    if is_alike and (not stop or end <= len(ended)):
+      return min(end, len(ended))
+    # The stop follows what is written of these messages alone. It is that of a
+    # later message if other text stands between, or if a change of the next
+    # message changes text before it.
+    following = messages[index + 1]
+    longer = {**following, "content": _longer(following.get("content"))}
+    other = write([*messages[: index + 1], longer, *messages[index + 2 :]])
+    is_shown = other != text  # else the change says nothing
+    is_next = not (is_alike and text[len(ended) : at].strip())
+    if stop and is_next and is_shown and other[start:end] == text[start:end]:
+      return end
+    return len(ended) if is_alike else 0
+
+  def _marked(
+    self, messages: Sequence[Message], write: _Write
+  ) -> tuple[str, list[Span]]:
+    """A conversation, and what the template marks in it.
+
+    transformers counts characters as they are written, which misplaces marks
+    in macros, filters and set blocks; characters in the text move with it.
+    """
+    for _ in range(2):  # a template may tell the time
+      text = write(messages)
+      begin, end = [x for x in _CHARACTERS if x not in text + self._source][:2]
+      source = _BEGIN.sub(_OURS[0] % begin, self._source)
+      source = _END.sub(_OURS[1] % end, source)
+      # Text, mark, text, ...
+      parts = re.split(f"([{begin}{end}])", write(messages, source=source))
+      marks = "".join(parts[1::2])
+      if "".join(parts[::2]) == text and not marks.replace(begin + end, ""):
+        ends = list(itertools.accumulate(map(len, parts[::2])))
+        return text, list(zip(ends[::2], ends[1::2]))
+    raise self._refusal(
+      "writes otherwise with a character at each {% generation %} and {% "
+      "endgeneration %}, so what to train is unknown: these tags may not be "
+      "nested, nor quoted, nor what they enclose be cut or counted"
+    )
 
 
 def chat_ids(
-  tokenizer: tokenizers.Tokenizer,
+  tokenizer: Tokenizer,
   messages: Sequence[Message],
   template: str | None = None,
   **options: Any,
@@ -158,34 +316,16 @@ def chat_ids(
   Raises:
     ValueError: there is no such template, or it refuses the messages.
   """
-  text = render_chat(tokenizer, messages, template, **options)
+  check_messages(messages)
+  text = Template(tokenizer, template).render(messages, **options)
   # The template writes the begin of text itself, and no user text is escaped:
   # the name of a special token is that token wherever it stands.
   return tokenizer.encode(text, parse_special=True)
 
 
-def template_names(tokenizer: tokenizers.Tokenizer) -> tuple[str, ...]:
-  """Names of the templates of a tokenizer.
-
-  Raises:
-    ValueError: a file that should hold them is damaged.
-  """
+def template_names(tokenizer: Tokenizer) -> tuple[str, ...]:
+  """Names of the templates of a tokenizer."""
   return tuple(_sources(tokenizer.files))
-
-
-def check_messages(messages: Any) -> None:
-  """Checks that a value is a conversation.
-
-  Raises:
-    ValueError: it is no list of objects with a "role" and a "content".
-  """
-  is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-  if not is_list or not messages:
-    raise ValueError(f"messages={messages!r} must be a list, and not empty")
-  for index, message in enumerate(messages):
-    check_json(message, _Message, f"message {index}")
-    if message.get("weight") and message["role"] != ASSISTANT:
-      raise ValueError(f"message {index}: 'weight' 1 is of {ASSISTANT!r} alone")
 
 
 class _Message(msgspec.Struct):
@@ -195,45 +335,59 @@ class _Message(msgspec.Struct):
   weight: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
 
 
-class _Entry(msgspec.Struct):
-  name: str
-  template: str
+def check_messages(messages: Any) -> None:
+  """Checks that a value is a conversation.
+
+  Raises:
+    ValueError: it is no list of objects with a "role" and a "content".
+  """
+  if not isinstance(messages, Sequence) or not messages:
+    raise ValueError(f"messages={messages!r} must be a list, and not empty")
+  for index, message in enumerate(messages):
+    check_json(message, _Message, f"message {index}")
+    if message.get("weight") and message["role"] != ASSISTANT:
+      raise ValueError(f"message {index}: 'weight' 1 is of {ASSISTANT!r} alone")
 
 
 def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   """Templates by name, each with the file that holds it."""
   own = {_DEFAULT: TEMPLATE} if TEMPLATE in files else {}
-  for path in files:
-    folder, _, name = path.rpartition("/")
-    if folder == TEMPLATE_FOLDER:
-      name = name.removesuffix(".jinja")
-      if name in own:
-        raise ValueError(f"{path}: {own[name]} is a template {name!r} too")
-      own[name] = path
+  more = (path for path in files if path.startswith(TEMPLATE_FOLDER))
+  own |= {pathlib.PurePath(path).stem: path for path in more}
   if own:
-    return {name: (_text(p, files[p]), p) for name, p in own.items()}
+    return {name: (files[path].decode(), path) for name, path in own.items()}
   for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
-    stored = read_json(files, file).get(_KEY)
-    if stored is not None:
-      return {name: (text, file) for name, text in _named(file, stored).items()}
+    stored = read_json(files, file).get("chat_template") or {}
+    if isinstance(stored, str):
+      stored = {_DEFAULT: stored}
+    elif isinstance(stored, list):
+      stored = {entry["name"]: entry["template"] for entry in stored}
+    if stored:
+      return {name: (text, file) for name, text in stored.items()}
   return {}
 
 
-def _named(file: str, stored: Any) -> dict[str, str]:
-  """Templates by name, as a JSON file has them: one, a list, or an object."""
-  check_json(stored, str | list[_Entry] | dict[str, str], f"{file}: {_KEY}")
-  if isinstance(stored, str):
-    return {_DEFAULT: stored}
-  if isinstance(stored, dict):
-    return stored
-  found = {entry["name"]: entry["template"] for entry in stored}
-  if len(found) < len(stored):
-    raise ValueError(f"{file}: {_KEY} has two templates of one name")
-  return found
+def _part(part: Any) -> str:
+  """The text of a part of a content, "" of an image and the like."""
+  text = part.get("text") if isinstance(part, Mapping) else None
+  return text if isinstance(text, str) else ""
 
 
-def _text(path: str, content: bytes) -> str:
-  try:
-    return content.decode()
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{path}: not UTF-8: {error}") from error
+def _holds(answer: str, content: Any, stops: Sequence[str]) -> bool:
+  """Whether an answer has all texts of a content, in order, before its stop."""
+  stop = next(filter(answer.endswith, stops), "")
+  place, end = 0, len(answer) - len(stop)
+  for part in [content] if isinstance(content, str) else map(_part, content):
+    part = part.strip().removesuffix(stop)
+    if (found := answer.find(part, place, end)) < 0:
+      return False
+    place = found + len(part)
+  return True
+
+
+def _longer(content: Any) -> Any:
+  """A content with a word more on both sides."""
+  if isinstance(content, list):
+    word = {"type": "text", "text": "x"}
+    return [word, *content, word]
+  return f"x{content or ''}x"

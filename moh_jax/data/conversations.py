@@ -31,12 +31,17 @@ from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data import text_files
-from moh_jax.data.chat import FIELDS, Template, check_messages
+from moh_jax.data.chat import (
+  ASSISTANT,
+  FIELDS,
+  Message,
+  Span,
+  Template,
+  check_messages,
+)
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
-from moh_jax.data.template_process import ASSISTANT, Message, Span
-from moh_jax.data.tokenizer_limits import library_errors
 from moh_jax.data.tokenizers import (
   JsonTokenizer,
   check_vocabulary,
@@ -124,8 +129,7 @@ class ChatSource:
     while rows := list(itertools.islice(written, _AT_ONCE)):
       texts = [text for row in rows for text, _ in row]
       parser = self._tokenizer.parser
-      with library_errors("the tokenizer cannot encode a text"):
-        encoded = iter(parser.encode_batch(texts, add_special_tokens=False))
+      encoded = iter(parser.encode_batch(texts, add_special_tokens=False))
       for row in rows:
         yield [
           _Conversation(np.array(x.ids, np.int32), _in_spans(x.offsets, spans))
@@ -395,7 +399,15 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
       f"{where} must name a folder with a {JsonTokenizer.file_name} and a chat "
       "template, or train.init_from a checkpoint that has them"
     )
-  tokenizer = load_tokenizer(data.tokenizer_path)
+  try:
+    tokenizer = load_tokenizer(data.tokenizer_path)
+  except FileNotFoundError as error:
+    if os.path.isdir(data.path):
+      raise
+    raise FileNotFoundError(
+      f"data.path={data.path!r}: no such folder; `python -m "
+      f"docs.examples.docstrings {data.path}` writes one to try"
+    ) from error
   if not isinstance(tokenizer, JsonTokenizer):
     raise ValueError(
       f"{where} must hold a {JsonTokenizer.file_name}: a tokenizer of the kind "

@@ -30,13 +30,10 @@ from array_record.python import array_record_module
 from moh_jax.data.identity import Identity
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.shards import Shards
-from moh_jax.data.tokenizer_files import write_tokenizer_files
 from moh_jax.data.tokenizers import (
-  BytesTokenizer,
-  JsonTokenizer,
-  SentencePieceTokenizer,
   Tokenizer,
-  read_tokenizer,
+  load_tokenizer,
+  write_tokenizer_files,
 )
 from moh_jax.runtime.files import checksum, replacing
 
@@ -84,11 +81,7 @@ def set_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
       library is missing.
   """
   entry = metadata["tokenizer"]
-  if entry["kind"] == BytesTokenizer.kind:
-    return BytesTokenizer()
-  kinds = {kind.kind: kind for kind in (JsonTokenizer, SentencePieceTokenizer)}
-  file = folder / entry["file"]
-  return read_tokenizer(kinds[entry["kind"]], file, entry["sha256"], "the set")
+  return load_tokenizer(folder / entry["file"], entry["sha256"], "the set")
 
 
 class TokenSet:

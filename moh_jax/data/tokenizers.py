@@ -4,42 +4,28 @@ All kinds encode plain text: they add no begin or end of text, and encode text
 that looks like a special token as text, unless asked to parse it. A
 SentencePiece model normalizes the text as it was trained to, so decoding may
 not give the same spaces and characters back.
+
+The files that transformers writes beside a tokenizer say how a model is used
+with it: which tokens begin and end a text, at which tokens a generated text
+stops, and chat templates. They go wherever the tokenizer goes: into token sets,
+runs, converted and exported models. What identifies a tokenizer is its own file
+alone.
 """
 
 import functools
 import hashlib
+import json
 import os
-import pathlib
 import re
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers as hf
+from etils import epath
 
-from moh_jax.config.base import is_utf8
 from moh_jax.data.input_files import import_extra
-from moh_jax.data.tokenizer_files import (
-  ADDED_TOKENS,
-  GENERATION_CONFIG,
-  MOST_BYTES,
-  SPECIAL_TOKENS,
-  STOPS,
-  TOKENIZER_CONFIG,
-  TOKENIZER_FILES,
-  named_tokens,
-  read_files_beside,
-  read_json,
-  stored_ids,
-)
-from moh_jax.data.tokenizer_limits import (
-  TokenizerFileError,
-  check_rules,
-  library_errors,
-  read_tokenizer_json,
-  special_ends,
-)
-from moh_jax.runtime.files import read_bytes
+from moh_jax.runtime.files import write_whole
+from moh_jax.runtime.json_files import parse_json
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 # Names of begin and end of text, for tokenizers that come without any file that
@@ -51,9 +37,30 @@ _BEGIN_END = (
   ("[BOS]", "[EOS]"),
   ("<|startoftext|>", "<|endoftext|>"),
 )
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+GENERATION_CONFIG = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATE_JSON = "chat_template.json"
+TEMPLATE_FOLDER = "additional_chat_templates"  # further templates by name
+FILES_BESIDE = (
+  TOKENIZER_CONFIG,
+  SPECIAL_TOKENS,
+  ADDED_TOKENS,
+  *("vocab.json", "merges.txt"),  # what tokenizer.json was made from
+  GENERATION_CONFIG,
+  TEMPLATE,
+  TEMPLATE_JSON,
+)
+_STOPS = "eos_token_id"
+_ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
 Ids = tuple[int | None, int | None]  # of begin and end of text
-_MOST_ENTRIES = 1 << 22  # of a trained vocabulary
-_NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
+
+
+class TokenizerFileError(ValueError):
+  """A tokenizer's own file cannot be used, or its library is missing."""
 
 
 class Tokenizer:
@@ -80,7 +87,7 @@ class Tokenizer:
   add_bos: bool
   stop_ids: tuple[int, ...]
 
-  def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
+  def __init__(self, content: bytes, files: Mapping[str, bytes] | None = None):
     """Parses the content of a tokenizer's file.
 
     Args:
@@ -92,7 +99,7 @@ class Tokenizer:
         missing.
       ValueError: one of the files is damaged or names an unknown token.
     """
-    self.content, self.files = content, dict(files)
+    self.content, self.files = content, dict(files or {})
     self.sha256 = hashlib.sha256(content).hexdigest()
 
   def __reduce__(self):
@@ -127,19 +134,13 @@ class Tokenizer:
       token_to_id: id of a token's text, None if it is unknown.
       own: begin and end of text that the tokenizer's own file says. Where
         tokenizer_config.json does not say it, texts begin with its begin.
-
-    Raises:
-      ValueError: a file is damaged, or names a token that the tokenizer does
-        not have.
     """
     named, said = named_tokens(self.files), {}
     for key in named.keys() & {"bos_token", "eos_token"}:
       token = named[key]
-      said[key] = None
-      if token is not None:
-        said[key] = token_to_id(token) if is_utf8(token) else None
-        if said[key] is None:
-          raise ValueError(f"{key}={token!r} is no token of the tokenizer")
+      said[key] = None if token is None else token_to_id(token)
+      if token is not None and said[key] is None:
+        raise ValueError(f"{key}={token!r} is no token of the tokenizer")
     if said:
       begin, end = said.get("bos_token", own[0]), said.get("eos_token", own[1])
     else:
@@ -155,7 +156,7 @@ class Tokenizer:
     if add_bos is None:
       described = {TOKENIZER_CONFIG, SPECIAL_TOKENS} & self.files.keys()
       add_bos = own[0] is not None or not described
-    stops = read_json(self.files, GENERATION_CONFIG).get(STOPS)
+    stops = read_json(self.files, GENERATION_CONFIG).get(_STOPS)
     stops = stops if isinstance(stops, list) else [stops]
     found = dict.fromkeys(i for i in (*stops, end) if i is not None)
     self.bos_id, self.eos_id, self.stop_ids = begin, end, tuple(found)
@@ -165,45 +166,51 @@ class Tokenizer:
 class JsonTokenizer(Tokenizer):
   """Tokenizer of a tokenizer.json file, by the library `tokenizers`."""
 
-  kind = "tokenizer_json"
-  file_name = "tokenizer.json"
+  kind, file_name = "tokenizer_json", TOKENIZER_FILES[0]
 
-  def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
+  def __init__(self, content: bytes, files: Mapping[str, bytes] | None = None):
     super().__init__(content, files)
-    self._tokenizer = read_tokenizer_json(content, special_as_text=True)
+    self._tokenizer = self._parsed(special_as_text=True)
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
-    for token, index in stored_ids(self.files).items():
-      if (own := vocabulary.get(token, index)) != index:
-        raise ValueError(
-          f"{TOKENIZER_CONFIG} or {ADDED_TOKENS}: token {token!r} has the id "
-          f"{index}, it is {own} in {self.file_name}"
-        )
-    self._set_special(vocabulary.get, special_ends(self._tokenizer))
+    # The special tokens that the file itself puts around a text.
+    made = self._tokenizer.post_process(_ONE_TOKEN.encode("a"))
+    pairs = zip(made.ids, made.special_tokens_mask)
+    first, *others = [i if is_special else None for i, is_special in pairs]
+    self._set_special(vocabulary.get, (first, others[-1] if others else None))
+
+  def _parsed(self, *, special_as_text: bool) -> hf.Tokenizer:
+    try:
+      tokenizer = hf.Tokenizer.from_str(self.content.decode())
+    except Exception as error:  # the library has no class for it
+      raise TokenizerFileError(f"not a {self.file_name}: {error}") from error
+    tokenizer.encode_special_tokens = special_as_text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+      tokenizer.model.dropout = None  # of its training: equal texts, equal ids
+    return tokenizer
 
   @functools.cached_property
   def parser(self) -> hf.Tokenizer:
     """That of the library to which names of special tokens are these tokens."""
     # A second one, since the switch of the library is not thread-safe.
-    return read_tokenizer_json(self.content, special_as_text=False)
+    return self._parsed(special_as_text=False)
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
     used = self.parser if parse_special else self._tokenizer
-    with library_errors("the tokenizer cannot encode a text"):
-      return used.encode(text, add_special_tokens=False).ids
+    return used.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
     encode = self._tokenizer.encode_batch_fast
-    with library_errors("the tokenizer cannot encode a text"):
-      return [e.ids for e in encode(list(texts), add_special_tokens=False)]
+    return [one.ids for one in encode(list(texts), add_special_tokens=False)]
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
-    with library_errors("the tokenizer cannot decode its tokens"):
-      return self._tokenizer.decode([int(i) for i in ids])
+    return self._tokenizer.decode([int(i) for i in ids])
 
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id."""
@@ -218,25 +225,25 @@ class SentencePieceTokenizer(Tokenizer):
   Files beside it that add tokens, or want other spaces, are refused.
   """
 
-  kind = "sentencepiece"
-  file_name = "tokenizer.model"
+  kind, file_name = "sentencepiece", TOKENIZER_FILES[1]
 
-  def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
+  def __init__(self, content: bytes, files: Mapping[str, bytes] | None = None):
     super().__init__(content, files)
     try:
       library = import_extra("sentencepiece", "a SentencePiece model")
       self._processor = model = library.SentencePieceProcessor()
       model.LoadFromSerializedProto(content)  # refuses an empty file too
+      self.vocab_size = model.vocab_size()
       self._special = {
         model.id_to_piece(i): i
-        for i in range(model.vocab_size())
+        for i in range(self.vocab_size)
         if model.is_control(i) or model.is_unknown(i)
       }
-    except (RuntimeError, ValueError) as error:
-      what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
-      raise TokenizerFileError(f"{what}{error}") from error
-    check_rules(content)
-    self.vocab_size = model.vocab_size()
+    except RuntimeError as error:
+      text = f"not a SentencePiece model: {error}"
+      raise TokenizerFileError(text) from error
+    except ValueError as error:
+      raise TokenizerFileError(str(error)) from error
     self._check_files()
     own = (i if i >= 0 else None for i in (model.bos_id(), model.eos_id()))
     self._set_special(self._token_to_id, tuple(own))
@@ -245,8 +252,10 @@ class SentencePieceTokenizer(Tokenizer):
     """Refuses what the files beside ask for and a model alone does not do."""
     config = read_json(self.files, TOKENIZER_CONFIG)
     added = (config.get("added_tokens_decoder") or {}).values()
+    names = {one["content"] for one in added}
+    names.update(read_json(self.files, ADDED_TOKENS))
     stripped = any(x.get("lstrip") or x.get("rstrip") for x in added)
-    if stripped or not stored_ids(self.files).items() <= self._special.items():
+    if stripped or not names <= self._special.keys():
       what = f"{TOKENIZER_CONFIG} or {ADDED_TOKENS} adds tokens to it"
     elif config.get("legacy") is False:
       what = f"{TOKENIZER_CONFIG}: 'legacy' is false"
@@ -269,41 +278,36 @@ class SentencePieceTokenizer(Tokenizer):
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
-    names = sorted(self._special, key=len, reverse=True)
-    pattern = f"({'|'.join(map(re.escape, names))})"
-    ids: list[int] = []
-    for part in re.split(pattern, text) if parse_special else [text]:
-      special = self._special.get(part) if parse_special else None
-      ids += self._encode(part) if special is None else [special]
-    return ids
-
-  def _encode(self, text: str | list[str]) -> list:
-    with library_errors("the tokenizer cannot encode a text"):
+    if not parse_special:
       return self._processor.encode(text)
+    names = sorted(self._special, key=len, reverse=True)
+    ids: list[int] = []
+    for part in re.split(f"({'|'.join(map(re.escape, names))})", text):
+      special = self._special.get(part)
+      ids += self._processor.encode(part) if special is None else [special]
+    return ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
-    return self._encode(list(texts))
+    return self._processor.encode(list(texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
     known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-    with library_errors("the tokenizer cannot decode its tokens"):
-      return self._processor.decode(known)
+    return self._processor.decode(known)
 
 
 class BytesTokenizer(Tokenizer):
   """Tokenizer whose ids 0 to 255 are UTF-8 bytes; 256 begins and ends text."""
 
   kind, file_name = "bytes", ""
-  content, files = b"", _NO_FILES
   sha256 = hashlib.sha256(b"bytes").hexdigest()
   vocab_size = 257
   bos_id = eos_id = 256
   add_bos, stop_ids = True, (256,)
 
-  def __init__(self, content: bytes = b"", files: Mapping = _NO_FILES):
-    del content, files  # it has none
+  def __init__(self):
+    self.content, self.files = b"", {}
 
   __reduce__ = object.__reduce__  # a subclass may have a state
 
@@ -343,25 +347,30 @@ def check_vocabulary(
     )
 
 
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(
+  path: str | os.PathLike, sha256: str = "", owner: str = ""
+) -> Tokenizer:
   """Loads a tokenizer from a file, and the files that lie beside it.
 
   Args:
     path: a tokenizer.json, a SentencePiece .model, a folder that holds a
-      tokenizer.json or tokenizer.model, or "bytes".
+      tokenizer.json or tokenizer.model, or "bytes"; local, or in a bucket.
+    sha256: of its content; "" accepts any.
+    owner: what was made with that tokenizer, for the message.
 
   Raises:
     FileNotFoundError: there is no such file.
     TokenizerFileError: the file is damaged, or an optional library is missing.
-    ValueError: it is of an unknown kind, or a file beside it is damaged.
+    ValueError: it is another one or of an unknown kind, or a file beside it is
+      damaged.
   """
-  if os.fspath(path) == "bytes":
+  if os.fspath(path) == "bytes" or sha256 == BytesTokenizer.sha256:
     return BytesTokenizer()
-  file = pathlib.Path(path)
+  file = epath.Path(path)
   if file.is_dir():
     found = [f for name in TOKENIZER_FILES if (f := file / name).is_file()]
     if not found:
-      raise FileNotFoundError(f"{file} holds none of {TOKENIZER_FILES}")
+      raise FileNotFoundError(f"{file} holds no {' or '.join(TOKENIZER_FILES)}")
     file = found[0]
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
@@ -371,28 +380,9 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
       f"{file}: a tokenizer file ends in one of {tuple(kinds)}; 'bytes' needs "
       "none"
     )
-  return read_tokenizer(kinds[file.suffix], file)
-
-
-def read_tokenizer(
-  kind: type[Tokenizer], file: pathlib.Path, sha256: str = "", owner: str = ""
-) -> Tokenizer:
-  """Reads a tokenizer, and checks that it is the expected one.
-
-  Args:
-    kind: class of those that have a file.
-    file: path of the file.
-    sha256: of its content; "" accepts any.
-    owner: what was made with that tokenizer, for the message.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    TokenizerFileError: the file is damaged, or an optional library is missing.
-    ValueError: it is another one, or a file beside it is damaged.
-  """
   try:
-    content = read_bytes(file, MOST_BYTES)
-    tokenizer = kind(content, read_files_beside(file.parent))
+    files = read_files_beside(file.parent)
+    tokenizer = kinds[file.suffix](file.read_bytes(), files)
   except TokenizerFileError as error:
     raise TokenizerFileError(f"{file}: {error}") from error
   except ValueError as error:
@@ -403,6 +393,98 @@ def read_tokenizer(
       f"tokenizer of {sha256[:16]}"
     )
   return tokenizer
+
+
+def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
+  """Reads the files that lie beside a tokenizer.
+
+  A folder of transformers may name the ends of generated texts in config.json
+  alone; they are returned as generation_config.json, where transformers looks
+  for them first.
+
+  Args:
+    folder: local, or in a bucket.
+
+  Returns:
+    Contents by name, relative to the folder; those that exist.
+  """
+  folder = epath.Path(folder)
+  paths = [folder / name for name in (*FILES_BESIDE, "config.json")]
+  templates = folder / TEMPLATE_FOLDER
+  if templates.is_dir():
+    paths += sorted(templates.glob("*.jinja"))
+  files = {
+    os.fspath(path.relative_to(folder)): path.read_bytes()
+    for path in paths
+    if path.is_file()
+  }
+  stops = read_json(files, "config.json").get(_STOPS)
+  generation = read_json(files, GENERATION_CONFIG)
+  if stops is not None and generation.get(_STOPS) is None:
+    generation[_STOPS] = stops
+    files[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode()
+  files.pop("config.json", None)
+  return files
+
+
+def write_tokenizer_files(
+  folder: str | os.PathLike, files: Mapping[str, bytes]
+) -> None:
+  """Writes files, each whole or not at all.
+
+  Args:
+    folder: local, or in a bucket; created.
+    files: contents by name, relative to the folder.
+  """
+  for name, content in files.items():
+    path = epath.Path(folder) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
+
+
+def copy_tokenizer_files(
+  source: str | os.PathLike, target: str | os.PathLike
+) -> str:
+  """Copies a tokenizer with all files that belong to it.
+
+  Args:
+    source: folder of a tokenizer, such as a run's working directory, an output
+      of `convert`, or a folder of transformers.
+    target: folder to write to; created if there is anything to write.
+
+  Returns:
+    The SHA-256 of the tokenizer's file; "", and nothing is written, where there
+    is none.
+  """
+  paths = [epath.Path(source) / name for name in TOKENIZER_FILES]
+  own = {path.name: path.read_bytes() for path in paths if path.is_file()}
+  if not own:
+    return ""
+  write_tokenizer_files(target, {**own, **read_files_beside(source)})
+  return hashlib.sha256(next(iter(own.values()))).hexdigest()
+
+
+def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+  """Parses one of the files beside a tokenizer; {} if it is missing.
+
+  Raises:
+    ValueError: it is no JSON object; the message begins with its name.
+  """
+  return parse_json(files[name], dict, name) if name in files else {}
+
+
+def named_tokens(files: Mapping[str, bytes]) -> dict[str, str | None]:
+  """Texts of special tokens by key, such as "bos_token"; None where it is null.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  return {
+    key: token["content"] if isinstance(token, dict) else token
+    for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG)
+    for key, token in read_json(files, name).items()
+    if key.endswith("_token") and isinstance(token, str | dict | None)
+  }
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -420,11 +502,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     ValueError: `vocab_size` is below 258.
   """
   smallest = 256 + 2
-  # The library takes memory for all entries.
-  if not smallest <= vocab_size <= _MOST_ENTRIES:
+  if vocab_size < smallest:
     raise ValueError(
-      f"vocab_size={vocab_size} must be at least {smallest}, the 256 bytes, "
-      f"{BEGIN} and {END}, and at most {_MOST_ENTRIES}"
+      f"vocab_size={vocab_size} must be at least {smallest}: the 256 bytes, "
+      f"{BEGIN} and {END}"
     )
   tokenizer: Any = hf.Tokenizer(hf.models.BPE())
   tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)

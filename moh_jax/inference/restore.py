@@ -219,22 +219,6 @@ def load_checkpoint_tokenizer(
   """
   metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
   check_command(metadata.config.model, "generate", directory)
-  expected = metadata.tokenizer_sha256
-  if expected == tokenizers.BytesTokenizer.sha256:
-    return tokenizers.BytesTokenizer()
-  folder, refused = steps.workdir(directory), []
-  kinds = tokenizers.JsonTokenizer, tokenizers.SentencePieceTokenizer
-  for kind in kinds:
-    file = folder / kind.file_name
-    try:
-      return tokenizers.read_tokenizer(kind, file, expected, "the checkpoint")
-    except FileNotFoundError:
-      continue
-    except ValueError as error:  # the right one may lie beside it
-      refused.append(str(error))
-  if refused:
-    raise ValueError("; ".join(refused))
-  names = " or ".join(kind.file_name for kind in kinds)
-  raise FileNotFoundError(
-    f"{folder} holds no {names}; put the model's tokenizer there"
+  return tokenizers.load_tokenizer(
+    steps.workdir(directory), metadata.tokenizer_sha256, "the checkpoint"
   )

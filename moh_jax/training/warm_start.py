@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
-from moh_jax.data.tokenizer_files import (
+from moh_jax.data.tokenizers import (
+  Tokenizer,
   read_files_beside,
   write_tokenizer_files,
 )
-from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.models import stored
 from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import fit_params, make_model

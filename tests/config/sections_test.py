@@ -89,7 +89,7 @@ _OUTSIDE = """
   '?' | ('two_stage', 'query_norm', 'gate', 'none' | router.kind
   '?' | 'array_record', 'parquet', 'latents', 'fake') | data.source
   '?' | '', '3a', or 'rand' with sections | data.auto_augment
-  '?' | 'chat', 'preference', 'docstrings', 'fake') | text.source
+  '?' | 'chat', 'preference', 'fake') | text.source
   '?' | ('ddpm', 'ddim', 'dpm', 'euler', 'heun') | sample.method
   '?' | ('adamw', 'adafactor', 'lion', 'muon') | optim.name
 """

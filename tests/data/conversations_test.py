@@ -15,9 +15,10 @@ import pytest
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
+from docs.examples import docstrings
 from moh_jax.cli import batch_picture
 from moh_jax.config import TextDataConfig
-from moh_jax.data import conversations, docstrings, infer
+from moh_jax.data import conversations, infer
 from moh_jax.data.chat import Template
 from moh_jax.data.conversations import (
   ChatSource,
@@ -25,7 +26,6 @@ from moh_jax.data.conversations import (
   best_fit,
   read_pair,
 )
-from moh_jax.data.sequences import Text
 from moh_jax.layers.vocabulary import token_nats
 from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
@@ -458,6 +458,9 @@ class SourceTest(_ChatTest):
       self._open()
 
   def test_lacking_data_tokenizers_and_templates_are_named(self):
+    missing = str(self.root / "no")
+    with self.assertRaisesRegex(FileNotFoundError, "examples.docstrings .*/no"):
+      self._open(path=missing, tokenizer_path=missing)
     with self.assertRaisesRegex(FileNotFoundError, "no conversations to train"):
       self._open()
     self._write("train.jsonl", {"messages": _ask("one")})
@@ -613,14 +616,15 @@ class DocstringsTest(FolderTest):
   def test_names_are_answered_by_their_docstrings(self):
     files = [pathlib.Path(m.__file__) for m in (abc, json.decoder)]
     parts = [files[:1], files[1:]]
-    data = TextDataConfig("docstrings", str(self.root / "made"))
-    data = dataclasses.replace(data, sequence_length=512)
     with mock.patch.object(docstrings, "list_sources", lambda: parts):
-      texts = [Text(data, 2048, split) for split in ("train", "val")]
-    asked = []
-    for split, text in zip(("train", "val"), texts):
-      lines = (self.root / "made" / f"{split}.jsonl").read_text().splitlines()
-      packed = sum(text[i]["segments"].max() for i in range(len(text)))
+      docstrings.write(self.root)
+    root, asked = str(self.root), []
+    data = TextDataConfig("chat", root, tokenizer_path=root)
+    data = dataclasses.replace(data, sequence_length=512)
+    for split in ("train", "val"):
+      source = ChatSource(data, 2048, split)
+      lines = (self.root / f"{split}.jsonl").read_text().splitlines()
+      packed = sum(source[i]["segments"].max() for i in range(len(source)))
       self.assertEqual(packed, len(lines))
       for line in lines:
         question, answer = json.loads(line)["messages"]

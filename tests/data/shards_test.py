@@ -16,7 +16,6 @@ from moh_jax.data import (
   sequences,
   shards,
   token_sets,
-  tokenizer_files,
   tokenizers,
 )
 from moh_jax.data.sequences import PackedSource
@@ -294,14 +293,14 @@ class TokensTest(_SetTest):
 
   def test_files_beside_the_shards_are_compared(self):
     content = train_bpe(iter(["some text"]), 260)
-    files = {tokenizer_files.GENERATION_CONFIG: b'{"eos_token_id": 1}'}
+    files = {tokenizers.GENERATION_CONFIG: b'{"eos_token_id": 1}'}
     used = tokenizers.JsonTokenizer(content, files)
     tiny_text.write(self.folder, [[[5], [6, 7], [8]]], used)
     TokenSet(self.folder)
     for name in (
       DOCUMENTS,
       "tokenizer.json",
-      tokenizer_files.GENERATION_CONFIG,
+      tokenizers.GENERATION_CONFIG,
     ):
       path = self.folder / name
       whole = path.read_bytes()

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from moh_jax.config import RouterConfig
-from moh_jax.data.tokenizer_files import write_tokenizer_files
-from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.data.tokenizers import BytesTokenizer, write_tokenizer_files
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model

@@ -22,8 +22,7 @@ from moh_jax.config import (
 )
 from moh_jax.convert.checkpoints import export
 from moh_jax.data import sequences
-from moh_jax.data.tokenizer_files import copy_tokenizer_files
-from moh_jax.data.tokenizers import load_tokenizer
+from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
 from moh_jax.inference.restore import load_checkpoint_tokenizer
 from moh_jax.models.registry import grow_vocabulary, make_model, restack
 from moh_jax.runtime import checkpoint, sharding

@@ -1,34 +1,28 @@
 """Questions about Python's standard library: conversations without a download.
 
+  python -m docs.examples.docstrings data/docstrings
+
 Each public function, class and method that has a docstring is asked for in one
 form, "What does os.path.join do?", and answered by the docstring's first
-sentence. Held out are the packages that "stdlib" holds out, and the tokenizer
-is that of "stdlib", so that a model of its runs can be tuned.
+sentence. The folder gets train.jsonl, val.jsonl (the packages that "stdlib"
+holds out), the tokenizer of "stdlib", so that a model of its runs can be tuned,
+and a chat template.
 """
 
+import argparse
 import ast
-import dataclasses
 import json
 import pathlib
 import re
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from moh_jax.config import Config
-from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS
-from moh_jax.data.conversations import ChatSource
-from moh_jax.data.stdlib import (
-  BPE_TOKENS,
-  list_sources,
-  train_tokenizer,
-  write_once,
-)
-from moh_jax.data.tokenizer_files import TEMPLATE, write_tokenizer_files
+from moh_jax.data.stdlib import BPE_TOKENS, list_sources, train_tokenizer
 
 # ChatML, with the begin and the end of text around each message.
-_CHATML = """\
+CHATML = """\
 {% for message in messages %}
 {{ bos_token }}{{ message.role }}
 {{ message.content }}{{ eos_token }}
@@ -40,39 +34,22 @@ _CHATML = """\
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-class DocstringSource(ChatSource):
-  """The questions and answers, written on first use."""
-
-  @classmethod
-  def open(
-    cls, data: TextDataConfig, vocab_size: int, split: str
-  ) -> dict[str, ChatSource]:
-    """Opens a split of what `_write` makes."""
-    write_once(pathlib.Path(data.path), _write)
-    own = dataclasses.replace(data, source="chat", tokenizer_path=data.path)
-    return {data.source: ChatSource(own, vocab_size, split)}
-
-  @classmethod
-  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The vocabulary of the tokenizer."""
-    del config, names
-    return {"vocab_size": BPE_TOKENS}
-
-
-def _write(folder: pathlib.Path) -> None:
+def write(folder: pathlib.Path) -> None:
+  """Writes the conversations and the tokenizer."""
   parts = list_sources()
-  tokenizer = train_tokenizer(parts[0], BPE_TOKENS)
-  own = {tokenizer.file_name: tokenizer.content, TEMPLATE: _CHATML.encode()}
-  write_tokenizer_files(folder, own)
+  folder.mkdir(parents=True, exist_ok=True)
+  content = train_tokenizer(parts[0], BPE_TOKENS).content
+  (folder / "tokenizer.json").write_bytes(content)
+  (folder / "chat_template.jinja").write_text(CHATML)
   for split, files in zip(SPLITS, parts):
     with (folder / f"{split}.jsonl").open("w") as stream:
-      for name, answer in _answers(files):
+      for name, answer in answers(files):
         question = {"role": "user", "content": f"What does {name} do?"}
         messages = [question, {"role": "assistant", "content": answer}]
         stream.write(json.dumps({"messages": messages}) + "\n")
 
 
-def _answers(files: Iterable[pathlib.Path]) -> Iterator[tuple[str, str]]:
+def answers(files: Iterable[pathlib.Path]) -> Iterator[tuple[str, str]]:
   """Full names in files, and the first sentences of their docstrings."""
   root = sysconfig.get_path("stdlib")
   for file in files:
@@ -92,3 +69,14 @@ def _documented(node: Any, name: str) -> Iterator[tuple[str, str]]:
     for child in ast.iter_child_nodes(node):
       if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
         yield from _documented(child, f"{name}.{child.name}")
+
+
+def main() -> None:
+  """Writes into the folder that is named."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("folder", type=pathlib.Path)
+  write(parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+  main()
