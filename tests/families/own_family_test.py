@@ -17,7 +17,7 @@ from moh_jax.cli import heads
 from moh_jax.config import registry
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import done
-from tests.families.patch_family import PatchConfig, PatchNet
+from docs.examples.patch_family import PatchConfig, PatchNet
 from tests.training import tiny
 
 
@@ -39,7 +39,7 @@ class OwnFamilyTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    cls.workdir, module = folder / "run", "tests.families.patch_family"
+    cls.workdir, module = folder / "run", "docs.examples.patch_family"
     file = tiny_checkpoint.write_config(folder, _config(), module)
     train = ("train", f"--config={file}", f"--workdir={cls.workdir}")
     done(*train, "--config.train.steps=30")

@@ -82,7 +82,7 @@ class OwnRouterTest(parameterized.TestCase):
 
 
 class ExampleTest(absltest.TestCase):
-  """What docs/own_router.md says of its example, and how it tests it."""
+  """What docs/extend.md says of its example, and how it tests it."""
 
   def setUp(self):
     super().setUp()
