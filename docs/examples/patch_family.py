@@ -40,6 +40,7 @@ class PatchConfig(LayerStack, ImageClassifier):
   top_k: tuple[int, ...] = (2, 2)
 
   def check(self):
+    """Refuses an image that patches do not fill."""
     super().check()
     if any(side % self.patch for side in self.image_size):
       self.fail("image_size", f"must be multiples of model.patch={self.patch}")
@@ -57,12 +58,13 @@ class PatchConfig(LayerStack, ImageClassifier):
 
 
 class PatchNet(nn.Module):
-  """Images [B, X, Y, channels] to logits [B, num_classes] and side values."""
+  """A classifier of patches, with one routed attention a layer."""
 
   config: PatchConfig
 
   @nn.compact
   def __call__(self, images, *, train=False):
+    """Images [B, X, Y, channels] to (logits [B, num_classes], aux)."""
     del train
     cfg = self.config
     size = (cfg.patch, cfg.patch)

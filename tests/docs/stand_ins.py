@@ -1,7 +1,7 @@
 """Small data and runs under the names that the docs use.
 
-With these the examples run in seconds: `runs/digits` is a ViT of random numbers,
-`IMAGES` a folder of noise, and so on.
+With these the examples run in seconds: `runs/digits` is a ViT of random
+numbers, `IMAGES` a folder of noise, and so on.
 """
 
 import dataclasses

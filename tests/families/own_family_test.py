@@ -12,12 +12,12 @@ import pytest
 from absl.testing import parameterized
 
 import moh_jax
+from docs.examples.patch_family import PatchConfig, PatchNet
 from moh_jax import config as config_lib
 from moh_jax.cli import heads
 from moh_jax.config import registry
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import done
-from docs.examples.patch_family import PatchConfig, PatchNet
 from tests.training import tiny
 
 
