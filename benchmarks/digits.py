@@ -24,7 +24,7 @@ from sklearn import svm
 
 from benchmarks.common import finish, make_parser
 from moh_jax.config.dit import FLOW
-from moh_jax.data.sources import DigitsSource
+from moh_jax.data.stand_ins import DigitsSource
 from moh_jax.inference.restore import Restored, restore
 from moh_jax.models.generation import make_sampler, to_pixels
 

@@ -15,10 +15,14 @@ from benchmarks.common import finish, make_parser
 from moh_jax.cli.flags import split_changes
 from moh_jax.config import Config
 from moh_jax.data.decode import decode_image
-from moh_jax.data.image_folders import EncodedSource, Record
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import held_out_images, train_images
-from moh_jax.data.sources import CheckedSource, make_source
+from moh_jax.data.sources import (
+  CheckedSource,
+  EncodedSource,
+  Record,
+  make_source,
+)
 from moh_jax.runtime.steps import load_config
 
 _IMAGES = 256  # held in memory, so that no disk is timed
@@ -47,9 +51,6 @@ class _InMemory(EncodedSource):
   def name(self, index: int) -> str:
     return self.read(index).place
 
-  def identity(self) -> dict[str, int]:
-    return {"examples": len(self)}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints images per second and thread, and CPU time of an image."""
@@ -69,7 +70,7 @@ def measure(config: Config, rounds: int) -> list[dict[str, Any]]:
   on the machine lengthen less; the medians of the rounds are taken.
   """
   images = _InMemory(make_source(config, "train"))
-  checked = CheckedSource(images, skip=False)
+  checked = CheckedSource(images, skip=False, decode=config.data.decode)
 
   def decode(index: int) -> Any:
     record = images.read(index)

@@ -179,14 +179,14 @@ def _source(name: str, code: str, **properties: _typing.Any) -> None:
 
 
 _FILES = ("class_list", "decode")
-_source("digits", "sources:DigitsSource", has_path=False)
-_source("image_folder", "image_folders:ImageFolderSource", options=_FILES)
-_source("array_record", "image_shards:ArrayRecordSource", options=("decode",))
+_source("digits", "stand_ins:DigitsSource", has_path=False)
+_source("image_folder", "folders:ImageFolderSource", options=_FILES)
+_source("array_record", "packed:PackedImages", options=("decode",))
 _TABLES = (*_FILES, "label_column")
-_source("parquet", "image_tables:ParquetSource", options=_TABLES)
-_source("latents", "image_shards:LatentSource", holds=("latents",))
+_source("parquet", "tables:TableSource", options=_TABLES)
+_source("latents", "packed:LatentSource", holds=("latents",))
 _BOTH = ("images", "latents")
-_source("fake", "sources:FakeSource", holds=_BOTH, has_path=False)
+_source("fake", "stand_ins:FakeSource", holds=_BOTH, has_path=False)
 
 
 def _text(name: str, code: str, *options: str, **properties: bool) -> None:

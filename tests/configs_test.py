@@ -191,7 +191,7 @@ _RECIPES = (
     model.image_size=(224,224) model.num_classes=1000 data.eval_resize=256
     data.mean=(0.485,0.456,0.406) data.std=(0.229,0.224,0.225)
     data.augment=crop_flip data.auto_augment=rand-m9-mstd0.5-inc1
-    data.color_jitter=0 data.random_erasing=0.25 data.repeats=3
+    data.random_erasing=0.25 data.repeats=3
     """,
   ),
   ("vit", ("s80", "s75", "small"), "model.drop_path=0.45"),

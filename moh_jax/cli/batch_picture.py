@@ -15,12 +15,12 @@ from moh_jax.config import (
   MeshConfig,
 )
 from moh_jax.convert.vae import load_autoencoder
-from moh_jax.data.grids import tiles
-from moh_jax.data.image_shards import LatentSource
+from moh_jax.data.packed import LatentSource
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sequences import Text
 from moh_jax.data.sources import ImageSource, is_latent, make_source
 from moh_jax.data.tokenizers import JsonTokenizer, Tokenizer
+from moh_jax.evaluation.pictures import tiles
 from moh_jax.inference.sample import write_grid
 from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding

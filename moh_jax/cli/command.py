@@ -12,7 +12,7 @@ a dataclass and a function:
 
   def run(options: Options) -> int:
     '''Prints the classes of each image, and returns the exit status.'''
-    from moh_jax.data import image_folders  # what needs JAX is imported here
+    from moh_jax.data import decode  # what needs JAX is imported here
     ...
     options.give(values, lines)
     return 0

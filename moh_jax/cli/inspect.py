@@ -33,7 +33,7 @@ class Options(command.Stored, command.RunConfig, command.Output):
     config: config file, as FILE or FILE:ARG; --config.KEY=VALUE changes a key
       of it, and with --help all keys are listed.
     data: folder of shards, of latents for --batch.
-    checksums: compare the files of --data, or of --checkpoint (without a number
+    checksums: compare the files of --checkpoint (without a number
       as --step all that are there) with their checksums; the status is 1 where
       any is damaged.
     batch: draw images into this .png file and print their classes: of --config
@@ -79,9 +79,9 @@ class Options(command.Stored, command.RunConfig, command.Output):
     if self.checksums and self.changes:
       raise ValueError("--checksums compares files; no key can be changed")
     if self.checksums and (self.batch or self.config):
-      raise ValueError("--checksums needs --checkpoint or --data alone")
-    if self.data is not None and not (self.checksums or self.batch):
-      self.fail("data", "needs --checksums or --batch")
+      raise ValueError("--checksums needs --checkpoint alone")
+    if self.data is not None and (self.checksums or not self.batch):
+      self.fail("data", "needs --batch")
     if self.batch == "-" and self.config is None:
       self.fail("batch", "needs --config")
     if self.data is not None and self.batch and self.vae is None:
@@ -150,16 +150,7 @@ def _draw(options: Options) -> int:
 
 
 def _compare_checksums(options: Options) -> int:
-  """A line for each set of shards, or for each checkpoint."""
-  if options.data:
-    found = _damaged_sets(options.data)
-    lines = [
-      line
-      for folder, damage in found.items()
-      for line in damage or [f"{folder}: whole"]
-    ]
-    options.give(found, lines)
-    return 1 if any(found.values()) else 0
+  """A line for each checkpoint."""
   folder, number = options.checkpoint, options.step_number
   wanted = steps.list_steps(folder)
   if number is not None:
@@ -176,23 +167,6 @@ def _compare_checksums(options: Options) -> int:
   ]
   options.give(values, itertools.starmap(steps.describe, damage.items()))
   return 1 if any(damage.values()) else 0
-
-
-def _damaged_sets(folder: str) -> dict[str, list[str]]:
-  """What is damaged in the sets of shards in a folder and right below it."""
-  from moh_jax.data import shards
-
-  found, root = {}, pathlib.Path(folder)
-  for place in (root, *sorted(root.glob("*/"))):
-    # Shards without metadata are what is left of a set, or not finished.
-    if (place / shards.METADATA).is_file() or any(place.glob("*.array_record")):
-      try:
-        found[str(place)] = shards.damage(place)
-      except (ValueError, OSError) as error:  # the others are compared too
-        found[str(place)] = [str(error)]
-  if not found:
-    raise ValueError(f"--data {folder} holds no shards")
-  return found
 
 
 def layer_rows(config: Config) -> list[dict]:

@@ -22,8 +22,7 @@ class Images(command.BaseOptions):
     data: folder with a folder of images per class, or with train/ and val/ that
       have those; or Parquet or Arrow files of images.
     out: folder of the shards.
-    split: read this split alone; without train/ and val/, what the images are
-      (default: train).
+    split: read this split alone (default: both).
     val_share: share of the images that becomes val/ where there is none, as
       data.val_share of a run.
     label_column: column of the labels of Parquet or Arrow files (default:
@@ -44,8 +43,8 @@ class Images(command.BaseOptions):
 
   def sources(self, *channels: int, class_names=()) -> dict:
     """Opens the images of each split."""
-    from moh_jax.data.image_folders import Selection
-    from moh_jax.data.image_shards import open_splits
+    from moh_jax.data.packed import open_splits
+    from moh_jax.data.sources import Selection
 
     selection = Selection(self.val_share, class_names, self.label_column)
     return open_splits(self.data, self.split, *channels, selection=selection)
@@ -68,13 +67,13 @@ class PackImages(Images):
 
 def pack_images(options: PackImages) -> int:
   """Writes the shards of each split."""
-  from moh_jax.data import image_shards
+  from moh_jax.data import packed
   from moh_jax.data.sources import listed_classes
 
   names = listed_classes(options.class_list)
   for split, source in options.sources(class_names=names).items():
     folder = pathlib.Path(options.out) / split
-    metadata = image_shards.pack_images(
+    metadata = packed.pack_images(
       source,
       folder,
       packed_from=options.data,
@@ -135,13 +134,15 @@ def encode_latents(options: EncodeLatents) -> int:
       config,
       options,
       params=params,
-      notes={"vae": options.vae, "encoded_from": options.data},
     )
     for split, source in sources.items()
   }
+  notes = {"vae": options.vae, "encoded_from": options.data}
   for split, source in sources.items():
     metadata = encode.encode_latents(
-      source, writers[split], config, params, options, process=options.part
+      *(source, writers[split], config, params, options),
+      notes=notes,
+      process=options.part,
     )
     folder = folders[split]
     if metadata is None:
@@ -157,7 +158,7 @@ def encode_latents(options: EncodeLatents) -> int:
 
 def _skipped(metadata: dict, folder: pathlib.Path) -> str:
   count = metadata["skipped"]
-  return f"; {count:,} skipped, see {folder}/skipped" if count else ""
+  return f"; {count:,} skipped, see {folder}/skipped.txt" if count else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,7 @@ class Tokenize(command.Texts):
   Attributes:
     tokenizer: a tokenizer.json, a SentencePiece .model, a folder with one of
       them, or 'bytes'.
-    out: folder of the token sets; OUT/SPLIT/skipped/ lists what was skipped.
+    out: folder of the token sets; OUT/SPLIT/skipped.txt lists what was skipped.
     held_out: share of the documents in val/, chosen by a hash of their text;
       the others are train/, and each gets one at least (default: 0.005). Of one
       document the last lines are held out.
@@ -196,7 +197,6 @@ class Tokenize(command.Texts):
 def tokenize(options: Tokenize) -> int:
   """Writes the token set of each split."""
   from moh_jax.data import tokenize as tokenize_lib
-  from moh_jax.data.shard_writer import describe_skipped
   from moh_jax.data.tokenizers import load_tokenizer
 
   part = {"split": options.split}
@@ -215,14 +215,11 @@ def tokenize(options: Tokenize) -> int:
   )
   for split, metadata in done.items():
     folder = pathlib.Path(options.out) / split
-    text = (
+    print(
       f"{split}: {metadata['documents']:,} documents, "
       f"{metadata['tokens']:,} tokens of {metadata['text_bytes']:,} bytes of "
-      f"text in {folder}"
+      f"text in {folder}" + _skipped(metadata, folder)
     )
-    if skipped := describe_skipped(metadata["shards"]):
-      text += f"; {skipped}, see {folder}/skipped"
-    print(text)
   return 0
 
 
@@ -251,7 +248,6 @@ def train_tokenizer(options: TrainTokenizer) -> int:
   """Trains a byte-level BPE and writes it."""
   import collections
 
-  from moh_jax.data.shard_writer import describe_skipped
   from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
   from moh_jax.runtime.files import write_whole
 
@@ -260,8 +256,8 @@ def train_tokenizer(options: TrainTokenizer) -> int:
   content = train_bpe(texts, options.vocab_size)
   write_whole(options.out, content)
   entries = JsonTokenizer(content).vocab_size
-  told = describe_skipped([{"skipped": skipped}])
-  print(f"{options.out}: {entries:,} entries" + (f"; {told}" if told else ""))
+  told = f"; {skipped.total():,} skipped" if skipped else ""
+  print(f"{options.out}: {entries:,} entries{told}")
   if entries < options.vocab_size:
     print(
       f"the text has no more; --vocab-size={options.vocab_size} is not reached"

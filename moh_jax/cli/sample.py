@@ -84,8 +84,8 @@ def run(options: Options) -> int:
 
   from moh_jax.convert import HOW_TO_GET_VAE
   from moh_jax.convert.vae import load_autoencoder
-  from moh_jax.data.grids import tiles
-  from moh_jax.data.image_folders import find_images
+  from moh_jax.data.folders import find_images
+  from moh_jax.evaluation.pictures import tiles
   from moh_jax.inference import sample
   from moh_jax.inference.restore import fingerprint
   from moh_jax.models.vae import weights_sha256

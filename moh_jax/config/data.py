@@ -1,7 +1,6 @@
 """The section `data`, and those of how its examples are used in training."""
 
 import dataclasses
-import math
 import re
 from typing import Annotated, Literal
 
@@ -76,10 +75,7 @@ class DataConfig(ExamplesConfig):
     auto_augment: random operations after `augment`, as timm names: "" none,
       "rand-m9-mstd0.5-inc1" RandAugment (arXiv:1909.13719) with sections m
       (magnitude), n (operations), p (probability), mstd (spread of magnitudes),
-      mmax (largest one) and inc (1: all stronger with the magnitude), "3a"
-      three-augment (arXiv:2204.07118).
-    color_jitter: brightness, contrast and saturation are multiplied by factors
-      between 1 minus this (at least 0) and 1 plus this; 0 is off.
+      mmax (largest one) and inc1 (all are stronger with the magnitude).
     random_erasing: probability that a box of an image becomes noise
       (arXiv:1708.04896), in [0, 1].
     repeats: copies of an image in an epoch, one after the other and augmented
@@ -103,9 +99,6 @@ class DataConfig(ExamplesConfig):
     eval_resize: shorter side in pixels before the centre crop of evaluation; 0
       resizes straight to the model's image size, None is the largest centre
       crop of the images.
-    max_shrink: the images of a run that starts from a trained model
-      (`train.init_from`) are less than this many times as large as its input,
-      by the shorter sides.
     mean: subtracted from pixels in [0, 1], one value per channel; None is 0.5
       for diffusion models, ImageNet's for classifiers of three channels, the
       training scans' for "digits", else 0.5. Latents are not normalized.
@@ -117,7 +110,6 @@ class DataConfig(ExamplesConfig):
   source: Annotated[str, SOURCES["images"]] = "fake"
   augment: Literal["none", "shift", "crop_flip", "center_flip"] = "none"
   auto_augment: str = ""
-  color_jitter: Annotated[float, base.Range(0, 10)] = 0.0
   random_erasing: base.Share = 0.0
   repeats: base.Ahead = 1
   val_share: base.Share = 0.0
@@ -126,7 +118,6 @@ class DataConfig(ExamplesConfig):
   decode: Literal["exact", "fast"] = "exact"
   bad_images: Literal["raise", "skip", "check"] = "raise"
   eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
-  max_shrink: Annotated[float, base.Range(1)] = 8.0
   mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
   std: tuple[Annotated[float, base.Range(0, 1e6, "(]")], ...] | None = None
 
@@ -227,17 +218,13 @@ class TextDataConfig(ExamplesConfig):
       self.fail("ratios", f"must sum to 100 (percent), not {sum(self.ratios)}")
 
 
-# Policies of random operations on images, as timm names them.
-THREE_AUGMENT = "3a"
 _POLICY_KEYS = {
   "m": "magnitude",
   "n": "layers",
   "p": "probability",
   "mstd": "spread",
   "mmax": "limit",
-  "inc": "increasing",
 }
-_UNIFORM_ABOVE = 100  # a spread above it means uniform magnitudes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,12 +236,8 @@ class RandAugmentPolicy(base.Section):
       is at the end of its range.
     layers: operations that are sampled for an image, with replacement.
     probability: of each of them to be applied.
-    spread: standard deviation of the magnitude; infinite is uniform between 0
-      and `magnitude`.
+    spread: standard deviation of the magnitude.
     limit: largest magnitude after the spread; the smallest is 0.
-    increasing: whether every operation changes more at larger magnitudes.
-      Otherwise posterize and solarize change less, and color, contrast,
-      brightness and sharpness change nothing at 5.
   """
 
   NAME = "data.auto_augment"
@@ -262,44 +245,29 @@ class RandAugmentPolicy(base.Section):
   magnitude: Annotated[int, base.Range(0, 30, "[]")] = 10
   layers: Annotated[int, base.Range(1, 15, "[]")] = 2
   probability: base.Share = 0.5
-  spread: Annotated[float, base.Range(0, math.inf)] = 0.0
+  spread: Annotated[float, base.Range(0, 100, "[]")] = 0.0
   limit: Annotated[int, base.Range(1, 30, "[]")] = 10
-  increasing: bool = False
 
 
 def parse_policy(text: str) -> RandAugmentPolicy | None:
-  """Parses the text of a policy.
+  """Parses the text of a policy; "" is none.
 
   Args:
-    text: "rand" and sections "-KEYVALUE" in any order, "3a" or "".
-
-  Returns:
-    The options of RandAugment; None for "3a" and "".
+    text: "rand" and sections "-KEYVALUE" in any order, "inc1" among them.
 
   Raises:
-    ValueError: the text is none of these.
+    ValueError: the text is no policy.
   """
-  if text in ("", THREE_AUGMENT):
+  if not text:
     return None
-  name, *parts = text.split("-")
-  values: dict[str, base.GivenText] = {}
-  for part in parts:
-    match = re.fullmatch(r"([a-z]+)([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
-    key = _POLICY_KEYS.get(match[1]) if match else None
-    if key is None or key in values:
-      name = f"{name}-{part}"
-      break
-    values[key] = base.GivenText(match[2])
-  if name != "rand":
+  values = dict(re.findall(r"-([a-z]+)([0-9]+(?:\.[0-9]+)?)", text))
+  again = "rand" + "".join(f"-{key}{value}" for key, value in values.items())
+  increasing = values.pop("inc", "")
+  if again != text or increasing != "1" or values.keys() - _POLICY_KEYS:
     raise ValueError(
-      f"data.auto_augment={shown(text)} must be '', '3a', or 'rand' with "
-      "sections -KEYVALUE, each key once, such as 'rand-m9-mstd0.5-inc1', not "
-      f"{shown(name)}; keys are {', '.join(_POLICY_KEYS)}"
+      f"data.auto_augment={shown(text)} must be '', or 'rand' with sections "
+      "-KEYVALUE, each key once, such as 'rand-m9-mstd0.5-inc1'; keys are "
+      f"{', '.join(_POLICY_KEYS)} and inc, which must be 1"
     )
-  number = values.get("increasing", "0")
-  bools = {"0": "false", "1": "true"}
-  values["increasing"] = base.GivenText(bools.get(number, number))
-  policy = RandAugmentPolicy(**values)
-  if policy.spread > _UNIFORM_ABOVE:
-    return dataclasses.replace(policy, spread=math.inf)
-  return policy
+  given = {key: base.GivenText(value) for key, value in values.items()}
+  return RandAugmentPolicy(**{_POLICY_KEYS[key]: given[key] for key in given})

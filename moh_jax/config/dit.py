@@ -383,9 +383,7 @@ class DiTConfig(LayerStack, ImageModel):
 
 
 # Fields of `data` that change pixels; latents have their defaults.
-_OF_PIXELS = (
-  *("augment", "auto_augment", "color_jitter", "random_erasing", "eval_resize"),
-)
+_OF_PIXELS = (*("augment", "auto_augment", "random_erasing", "eval_resize"),)
 
 
 def _check_space(run: Config) -> None:

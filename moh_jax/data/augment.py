@@ -15,14 +15,10 @@ from typing import Any
 
 import grain
 import numpy as np
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 
 from moh_jax.config import DataConfig
-from moh_jax.config.data import (
-  THREE_AUGMENT,
-  RandAugmentPolicy,
-  parse_policy,
-)
+from moh_jax.config.data import RandAugmentPolicy, parse_policy
 from moh_jax.data.decode import to_array, to_picture
 from moh_jax.data.sources import Example
 
@@ -34,20 +30,8 @@ _DRAWS = 1 << 16  # as many as a uint16 has values
 _SOLARIZED = 128  # pixels below this are brightened by solarize_add
 
 
-class _ImageMap(grain.transforms.RandomMap):
-  """A random change of the image of an example."""
-
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Changes one example."""
-    return {**element, "image": self.change(element["image"], rng)}
-
-  def change(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Changes an image [X, Y, channels] uint8, which is not written to."""
-    raise NotImplementedError
-
-
 @dataclasses.dataclass(frozen=True)
-class RandAugment(_ImageMap):
+class RandAugment(grain.transforms.RandomMap):
   """Applies some of timm's fifteen operations (arXiv:1909.13719).
 
   Attributes:
@@ -58,75 +42,28 @@ class RandAugment(_ImageMap):
   policy: RandAugmentPolicy
   fill: tuple[int, ...]
 
-  def change(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Changes one image."""
-    policy = self.policy
-    operations = tuple((INCREASING if policy.increasing else PLAIN).values())
+  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
+    """Changes one example."""
+    policy, operations = self.policy, tuple(OPERATIONS.values())
     chosen = rng.integers(len(operations), size=policy.layers)
     applied = chosen[rng.random(policy.layers) < policy.probability]
     if not len(applied):
-      return image
-    picture = to_picture(image)
+      return element
+    picture = to_picture(element["image"])
     fill = self.fill if len(self.fill) > 1 else self.fill[0]
     for index in applied:
-      level = self._magnitude(rng) / _LEVEL_UNIT
+      magnitude = float(policy.magnitude)
+      if policy.spread:
+        magnitude = rng.normal(magnitude, policy.spread)
+      level = max(0.0, min(magnitude, policy.limit)) / _LEVEL_UNIT
       if operations[index].signed and rng.random() < 0.5:
         level = -level
       picture = operations[index].apply(picture, level, fill)
-    return to_array(picture)
-
-  def _magnitude(self, rng: np.random.Generator) -> float:
-    """Samples a magnitude."""
-    policy, magnitude = self.policy, float(self.policy.magnitude)
-    if math.isinf(policy.spread):
-      magnitude = rng.uniform(0, magnitude)
-    elif policy.spread:
-      magnitude = rng.normal(magnitude, policy.spread)
-    return max(0.0, min(magnitude, policy.limit))
+    return {**element, "image": to_array(picture)}
 
 
 @dataclasses.dataclass(frozen=True)
-class ThreeAugment(_ImageMap):
-  """Makes an image grey, solarizes or blurs it (DeiT III, arXiv:2204.07118).
-
-  One of the three happens to every image, each as often: greys; pixels from 128
-  on inverted; Gaussian blur with a radius between 0.1 and 2 pixels.
-  """
-
-  def change(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Changes one image."""
-    picture, choice = to_picture(image), rng.integers(3)
-    if choice == 0:
-      return to_array(ImageOps.solarize(picture, 128))
-    if choice == 1:
-      return to_array(ImageEnhance.Color(picture).enhance(0.0))
-    blur = ImageFilter.GaussianBlur(rng.uniform(0.1, 2.0))
-    return to_array(picture.filter(blur))
-
-
-@dataclasses.dataclass(frozen=True)
-class ColorJitter(_ImageMap):
-  """Changes brightness, contrast and saturation, in random order.
-
-  Attributes:
-    strength: each is multiplied by a factor that is uniform between
-      1 - strength (at least 0) and 1 + strength.
-  """
-
-  strength: float
-
-  def change(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Changes one image."""
-    kinds = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-    picture: Image.Image = to_picture(image)
-    low, high = max(0.0, 1 - self.strength), 1 + self.strength
-    for index in rng.permutation(len(kinds)):
-      picture = kinds[index](picture).enhance(rng.uniform(low, high))
-    return to_array(picture)
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomErasing(_ImageMap):
+class RandomErasing(grain.transforms.RandomMap):
   """Fills a random box with noise (arXiv:1708.04896), timm's mode "pixel".
 
   The box has 2 % to a third of the area, and height over width between 0.3 and
@@ -143,11 +80,11 @@ class RandomErasing(_ImageMap):
   mean: tuple[float, ...]
   std: tuple[float, ...]
 
-  def change(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Changes one image."""
+  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
+    """Changes one example."""
     if rng.random() >= self.probability:
-      return image
-    rows, columns = image.shape[:2]
+      return element
+    rows, columns = element["image"].shape[:2]
     for _ in range(10):
       area = rows * columns * rng.uniform(*_ERASED_AREA)
       ratio = math.exp(rng.uniform(*map(math.log, _ERASED_ASPECT)))
@@ -156,15 +93,15 @@ class RandomErasing(_ImageMap):
       if height < rows and width < columns:
         break
     else:
-      return image
+      return element
     top = int(rng.integers(rows - height + 1))
     left = int(rng.integers(columns - width + 1))
-    image = image.copy()
+    image = element["image"].copy()
     erased = image[top : top + height, left : left + width]
     for channel, (mean, std) in enumerate(zip(self.mean, self.std)):
       draws = rng.integers(_DRAWS, size=(height, width), dtype=np.uint16)
       erased[..., channel] = _normal_pixels(mean, std)[draws]
-    return image
+    return {**element, "image": image}
 
 
 @functools.cache
@@ -186,14 +123,9 @@ def _normal_pixels(mean: float, std: float) -> np.ndarray:
 def augmentations(data: DataConfig) -> list:
   """The changes that follow crop and flip, in timm's order."""
   chosen: list = []
-  policy = parse_policy(data.auto_augment)
-  if policy:
+  if policy := parse_policy(data.auto_augment):
     fill = tuple(min(255, round(255 * value)) for value in data.mean or ())
     chosen.append(RandAugment(policy, fill))
-  elif data.auto_augment == THREE_AUGMENT:
-    chosen.append(ThreeAugment())
-  if data.color_jitter:
-    chosen.append(ColorJitter(data.color_jitter))
   if data.random_erasing:
     chosen.append(RandomErasing(data.random_erasing, data.mean, data.std))
   return chosen
@@ -249,15 +181,13 @@ def _lookup(picture: Picture, table: list[int]) -> Picture:
   return picture.point(table * len(picture.getbands()))
 
 
-def _posterize(picture: Picture, bits: int) -> Picture:
-  """Keeps the highest bits; without any the image is black.
+def _posterize(picture: Picture, level: float, _: Any) -> Picture:
+  """Keeps the highest 4 bits, or fewer; without any the image is black.
 
   Pillow's own function refuses 0 bits since version 12, but the magnitudes of
   the usual policies come to it.
   """
-  if bits >= 8:
-    return picture
-  mask = 256 - 2 ** (8 - max(bits, 0))
+  mask = 256 - 2 ** (8 - max(4 - int(level * 4), 0))
   return _lookup(picture, [value & mask for value in range(256)])
 
 
@@ -267,25 +197,23 @@ def _solarize_add(picture: Picture, level: float, _: Any) -> Picture:
   return _lookup(picture, [*raised, *range(_SOLARIZED, 256)])
 
 
-def _solarize_from(level: float) -> int:
-  return min(256, int(level * 256))
+def _solarize(picture: Picture, level: float, _: Any) -> Picture:
+  return ImageOps.solarize(picture, 256 - min(256, int(level * 256)))
 
 
-def _enhanced(
-  suffix: str, factor: Callable[[float], float], signed: bool
-) -> dict[str, Operation]:
-  """The operations of Pillow's enhancers, whose factor a level tells."""
+def _enhanced(name: str) -> Operation:
+  """An operation of Pillow's enhancers."""
+  kind = getattr(ImageEnhance, name)
 
-  def operation(kind: Callable[[Picture], Any]) -> Operation:
-    return Operation(
-      lambda picture, level, _: kind(picture).enhance(factor(level)), signed
-    )
+  def apply(picture: Picture, level: float, _: Any) -> Picture:
+    return kind(picture).enhance(max(0.1, 1.0 + level * 0.9))
 
-  kinds = "Color", "Contrast", "Brightness", "Sharpness"
-  return {f"{n}{suffix}": operation(getattr(ImageEnhance, n)) for n in kinds}
+  return Operation(apply, signed=True)
 
 
-_ALWAYS = {
+# By the names that timm gives them. With "inc1", none changes less at larger
+# magnitudes.
+OPERATIONS = {
   "AutoContrast": Operation(lambda picture, *_: ImageOps.autocontrast(picture)),
   "Equalize": Operation(lambda picture, *_: ImageOps.equalize(picture)),
   "Invert": Operation(lambda picture, *_: ImageOps.invert(picture)),
@@ -295,22 +223,10 @@ _ALWAYS = {
   "ShearY": Operation(_shear_y, signed=True),
   "TranslateXRel": Operation(_move_x, signed=True),
   "TranslateYRel": Operation(_move_y, signed=True),
-}
-# Operations by the name that timm gives them. In the first set some change less
-# at larger magnitudes, in the second ("inc1") none does.
-PLAIN = _ALWAYS | {
-  "Posterize": Operation(lambda x, level, _: _posterize(x, int(level * 4))),
-  "Solarize": Operation(
-    lambda x, level, _: ImageOps.solarize(x, _solarize_from(level))
-  ),
-  **_enhanced("", lambda level: level * 1.8 + 0.1, False),
-}
-INCREASING = _ALWAYS | {
-  "PosterizeIncreasing": Operation(
-    lambda x, level, _: _posterize(x, 4 - int(level * 4))
-  ),
-  "SolarizeIncreasing": Operation(
-    lambda x, level, _: ImageOps.solarize(x, 256 - _solarize_from(level))
-  ),
-  **_enhanced("Increasing", lambda level: max(0.1, 1.0 + level * 0.9), True),
+  "PosterizeIncreasing": Operation(_posterize),
+  "SolarizeIncreasing": Operation(_solarize),
+  "ColorIncreasing": _enhanced("Color"),
+  "ContrastIncreasing": _enhanced("Contrast"),
+  "BrightnessIncreasing": _enhanced("Brightness"),
+  "SharpnessIncreasing": _enhanced("Sharpness"),
 }

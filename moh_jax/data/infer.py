@@ -5,12 +5,11 @@ import dataclasses
 import logging
 import math
 import os
-import pathlib
 from typing import Any
 
 from moh_jax.config import Config, imported
 from moh_jax.config.dit import LatentScaling
-from moh_jax.config.registry import SOURCES, SPLITS, get_source
+from moh_jax.config.registry import SOURCES, get_source
 from moh_jax.data.sequences import COUNTED
 from moh_jax.data.sources import is_latent
 from moh_jax.runtime.steps import workdir
@@ -48,7 +47,7 @@ def resolve(config: Config) -> Config:
   normalizes = normalizes and not is_latent(config)
   source = imported(get_source(config.data).source)
   asked = [*wanted, *["mean", "std"] * normalizes]
-  # Where data are looked at, a model that was trained before must suit them.
+  # Where data are looked at, it is said what a model trained before reads.
   asked += ["pixels"] * bool(asked and config.train.init_from)
   told = source.tell(config, asked) if asked else {}
   if missing := [name for name in wanted if name not in told]:
@@ -59,7 +58,11 @@ def resolve(config: Config) -> Config:
   found = {name: told[name] for name in wanted}
   model, data = dataclasses.replace(config.model, **found), config.data
   if config.train.init_from and "pixels" in told:
-    _check_shrink(model, data, told)
+    _LOG.info(
+      "data.path=%r: images of about %s pixels, %d channels; the model of "
+      "train.init_from reads %s",
+      *(data.path, told["pixels"], told["channels"], model.input_shape),
+    )
   if normalizes:
     mean = std = (0.5,) * model.channels  # pixels in [-1, 1]
     if "diffusion" not in config.sections:
@@ -84,25 +87,6 @@ def resolve(config: Config) -> Config:
   diffusion = dataclasses.replace(diffusion, **stated)
   sections = {**config.sections, "diffusion": diffusion}
   return dataclasses.replace(resolved, sections=sections)
-
-
-def _check_shrink(model: Any, data: Any, told: dict[str, Any]) -> None:
-  """Says what a trained model reads, and refuses far larger images."""
-  (*size, channels), pixels = model.input_shape, told["pixels"]
-  shapes = (*pixels, told["channels"]), (*size, channels)
-  images, ours = (
-    f"{rows} x {columns} pixels, {'grey' if channels == 1 else 'RGB'}"
-    for rows, columns, channels in shapes
-  )
-  text = f"data.path={data.path!r}: images of about {images}; the model of "
-  text += f"train.init_from reads {ours}"
-  shrink = min(pixels) / min(size)
-  if shrink >= data.max_shrink:
-    raise ValueError(
-      f"{text}: they would shrink to 1/{shrink:.3g}; a larger --config.model."
-      f"{model.SIZE} or data.max_shrink={math.floor(shrink) + 1} allows them"
-    )
-  _LOG.info("%s", text)
 
 
 def _counted(config: Config) -> Config:
@@ -137,31 +121,21 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   except FileNotFoundError:
     if config.train.epochs:  # which missing data cannot count
       raise
-    data = dataclasses.replace(
-      config.data, source="fake", **_usual(config.data)
-    )
-    found = resolve(dataclasses.replace(config, data=data))
-  assumed = {
-    field.name: getattr(found.model, field.name)
-    for field in dataclasses.fields(config.model)
-    if getattr(config.model, field.name) is None
-  }
-  unset = {
-    field.name: getattr(found.data, field.name)
-    for field in dataclasses.fields(config.data)
-    if getattr(config.data, field.name) is None
-  }
+  data = dataclasses.replace(config.data, source="fake", **_usual(config.data))
+  found = resolve(dataclasses.replace(config, data=data))
+  assumed, unset = (
+    {name: getattr(filled, name) for name, x in vars(own).items() if x is None}
+    for own, filled in ((config.model, found.model), (config.data, found.data))
+  )
   data = dataclasses.replace(config.data, **unset)
   return dataclasses.replace(found, data=data), assumed
 
 
 def _usual(data: Any) -> dict[str, Any]:
   """Defaults of the fields that its source reads, and random data do not."""
-  fields = {f.name: f.default for f in dataclasses.fields(data)}
-  lacking = {*get_source(data).options} - {
-    *SOURCES[data.reads].get("fake").options
-  }
-  return {name: fields[name] for name in lacking}
+  others = SOURCES[data.reads].get("fake").options
+  names = (name for name in get_source(data).options if name not in others)
+  return {name: getattr(type(data), name) for name in names}
 
 
 def data_at(config: Config, path: str) -> dict[str, Any]:
@@ -182,14 +156,9 @@ def data_at(config: Config, path: str) -> dict[str, Any]:
   is_own = kind.has_path and "decode" not in kind.options
   if "images" not in kind.holds or is_own:
     return {"path": path}
-  # Their libraries take a while.
-  from moh_jax.data.image_tables import is_tables
-  from moh_jax.data.shards import METADATA
+  from moh_jax.data.packed import source_at  # whose libraries take a while
 
-  if any((pathlib.Path(path) / n / METADATA).is_file() for n in SPLITS):
-    of_tables = {"label_column": "", "class_list": ""}
-    return {"source": "array_record", "path": path, **of_tables}
-  all_of_it = {"path": path, "val_share": 1.0}
-  if is_tables(path):
-    return {"source": "parquet", **all_of_it}
-  return {"source": "image_folder", "label_column": "", **all_of_it}
+  source = source_at(path)
+  read = SOURCES["images"].get(source).options
+  unread = {n: "" for n in ("class_list", "label_column") if n not in read}
+  return {"source": source, "path": path, "val_share": 1.0, **unread}

@@ -8,11 +8,11 @@ the count of batches read, which stays exact if the number of processes changes,
 and each row of a global batch always holds the same example.
 """
 
-import dataclasses
 import functools
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,9 +26,6 @@ from moh_jax.config.registry import get_source
 from moh_jax.data import transforms
 from moh_jax.data.sources import (
   CheckedSource,
-  Example,
-  ImageSource,
-  SharedReads,
   crops_center,
   is_latent,
 )
@@ -42,10 +39,7 @@ _CPUS_PER_WORKER, _MOST_WORKERS = 16, 8
 _SHARED_BATCHES = 3
 _SHARED_MEMORY = "/dev/shm"
 _EPOCH_STEP = 256  # examples: the length of a repeated epoch is a multiple
-# Transforms without chance that, where they are first, read the image files.
-_FITS = (transforms.Resize, transforms.CenterCrop, transforms.ResizeCenterCrop)
-# Images that wait for their next copy, and bytes of them.
-_MOST_KEPT, _MOST_KEPT_BYTES = 32, 1 << 28
+_MOST_KEPT = 32  # images that wait for their next copy
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +47,7 @@ _log = logging.getLogger(__name__)
 Source = grain.sources.RandomAccessDataSource[dict[str, Any]]
 
 
-def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
+def train_images(config: Config, source: CheckedSource) -> grain.MapDataset:
   """Builds the endless stream of transformed training images (or latents).
 
   Args:
@@ -65,22 +59,30 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
     and `transforms.normalizer` makes float32 of them on the device; latents are
     float32.
   """
-  examples, recipe = grain.MapDataset.source(source), train_recipe(config)
-  if config.data.repeats == 1:  # copies of an image share one decoding of it
-    examples, recipe = _fit_when_read(source, recipe)
-  dataset = examples.seed(config.train.seed).shuffle()
-  if config.data.repeats > 1:
-    dataset = RepeatedImages(dataset, config.data.repeats)
+  data, recipe, seed = config.data, train_recipe(config), config.train.seed
+  if (data.decode, data.augment, data.repeats) == ("fast", "crop_flip", 1):
+    # The crop reads the files, to decode no more than it needs.
+    crop, *recipe = recipe
+    numbers = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat()
+    read = functools.partial(source.fitted, crop.random_map)
+    return numbers.random_map(read).apply(recipe)
+  dataset = grain.MapDataset.source(source).seed(seed).shuffle()
+  if data.repeats > 1:  # copies of an image share one decoding of it
+    dataset = RepeatedImages(dataset, data.repeats)
   return dataset.repeat().apply(recipe)
 
 
-def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
+def held_out_images(config: Config, source: CheckedSource) -> grain.MapDataset:
   """The held-out images of a run after their transforms; nothing is random.
 
   As in `train_images`, pixels are uint8.
   """
-  examples, recipe = _fit_when_read(source, eval_recipe(config))
-  return examples.apply(recipe)
+  recipe = eval_recipe(config)
+  if config.data.decode != "fast":
+    return grain.MapDataset.source(source).apply(recipe)
+  fit, *others = recipe
+  fit = functools.partial(source.fitted, fit.map)
+  return grain.MapDataset.range(len(source)).map(fit).apply(others)
 
 
 def train_recipe(config: Config) -> list:
@@ -112,51 +114,6 @@ def _of_latents(config: Config, transform: type) -> list:
   return [transform(config.diffusion.scaling)] if stored else []
 
 
-def _fit_when_read(
-  source: ImageSource, recipe: list
-) -> tuple[grain.MapDataset, list]:
-  """The examples of a source; of image files no more is decoded than needed.
-
-  Returns:
-    Elements of the stream, and its recipe. Where the first transform fits image
-    files to the model, it reads them, and the elements are their numbers.
-  """
-  if isinstance(source, CheckedSource) and hasattr(source, "later"):
-    fit, *rest = recipe
-    for kinds, read in (
-      (_FITS, _ReadAndFit),
-      (transforms.RandomCropFlip, _ReadAndCropAtRandom),
-    ):
-      if isinstance(fit, kinds):
-        return grain.MapDataset.range(len(source)), [read(source, fit), *rest]
-  return grain.MapDataset.source(source), recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReadAndFit(grain.transforms.Map):
-  """Maps the number of an image to its example, of the model's size."""
-
-  source: CheckedSource
-  fit: Any  # one of `_FITS`
-
-  def map(self, element: int) -> Example:
-    """Reads and fits image number `element`."""
-    return self.source.fitted(element, self.fit.map)
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReadAndCropAtRandom(grain.transforms.RandomMap):
-  """Maps the number of an image to its example, cropped at random."""
-
-  source: CheckedSource
-  crop: transforms.RandomCropFlip
-
-  def random_map(self, element: int, rng: np.random.Generator) -> Example:
-    """Reads and crops image number `element`."""
-    crop = functools.partial(self.crop.random_map, rng=rng)
-    return self.source.fitted(element, crop)
-
-
 class RepeatedImages(grain.MapDataset):
   """Copies of each image one after the other (arXiv:1901.09335).
 
@@ -177,19 +134,23 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    self._reads = SharedReads(_MOST_KEPT_BYTES, parent.__getitem__, _share)
+    places = functools.lru_cache(_MOST_KEPT)
+    self._places = places(lambda place: (threading.Lock(), []))
+
+  def __reduce__(self) -> tuple:  # a worker keeps images of its own
+    return RepeatedImages, (self._parent, self._copies)
 
   def __len__(self) -> int:
     return self._length
 
   def __getitem__(self, index: int) -> Any:
     epoch, place = divmod(index, self._length)
-    return self._reads.get(epoch * len(self._parent) + place // self._copies)
-
-
-def _share(key: int, example: Example) -> int:
-  """Bytes of an image; a small one counts as if just `_MOST_KEPT` fitted."""
-  return max(example["image"].nbytes, _MOST_KEPT_BYTES // _MOST_KEPT)
+    image = epoch * len(self._parent) + place // self._copies
+    lock, found = self._places(image)
+    with lock:  # the first of several threads reads it for all
+      if not found:
+        found.append(self._parent[image])
+    return found[0]
 
 
 class TrainBatches:
@@ -331,15 +292,13 @@ def worker_count(
   if not wanted or not os.path.isdir(_SHARED_MEMORY):
     return wanted
   arrays = map(np.asarray, jax.tree.leaves(examples[0]))
-  batch_bytes = local_batch * sum(array.nbytes for array in arrays)
-  free = shutil.disk_usage(_SHARED_MEMORY).free
-  fitting = free // (_SHARED_BATCHES * batch_bytes)
+  needed = _SHARED_BATCHES * local_batch * sum(array.nbytes for array in arrays)
+  fitting = shutil.disk_usage(_SHARED_MEMORY).free // needed
   if wanted > fitting:
     _log.warning(
-      "%d processes make batches, not %d: %s has %.0f MB free, and each takes "
-      "%d batches of %.1f MB (Docker gives 64 MB without --shm-size)",
-      *(fitting, wanted, _SHARED_MEMORY, free / 1e6),
-      *(_SHARED_BATCHES, batch_bytes / 1e6),
+      "%d processes make batches, not %d: %s has no room for %d batches of "
+      "each (Docker gives 64 MB without --shm-size)",
+      *(fitting, wanted, _SHARED_MEMORY, _SHARED_BATCHES),
     )
   return min(wanted, fitting)
 

@@ -1,181 +1,63 @@
-"""Sets of examples in array_record shards: the format, and random access.
+"""Sets of examples in array_record shards: writing, and random access.
 
 A set is a folder of files NNNNN-of-NNNNN.array_record and a metadata.json,
-which is written last and states what the set holds and the size of each shard.
-A record is one line of JSON and then bytes; sets of the kind "tokens" have
-records of bytes alone. The folder must be local or mounted, as array_record
-reads no buckets.
+which is written last. A record is a line of JSON and then bytes; sets of the
+kind "tokens" have records of bytes alone. array_record compares checksums of
+its own when a record is read, and reads no buckets.
 
-A process keeps open the shards that it used last, of all sets together at most
-half as many as it may open files (`ulimit -n`). Opening a shard again takes
-about two milliseconds, so sets with more shards can be read, but slower.
+A shard is renamed into the folder when it is whole, so a killed process loses
+one at most. FOLDER/parts/ has what the next call needs to go on: the settings,
+and the entry of each shard in metadata.json.
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
 import resource
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import xxhash
 from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.identity import Identity, of_shards, read_ends
-from moh_jax.runtime.files import checksum, inside
-from moh_jax.runtime.json_files import (
-  Count,
-  FileName,
-  Sha256,
-  Size,
-  Text,
-  check_json,
-  json_checksum,
-  parse_json,
-  read_json,
-)
+from moh_jax.data.identity import Identity
+from moh_jax.runtime.files import replacing, write_whole
+from moh_jax.runtime.json_files import differences, plain, read_json
 
-METADATA = "metadata.json"
-VERSION = 1
-# Small buffers, since records are read in random order.
+METADATA, SKIPPED = "metadata.json", "skipped.txt"
+VERSION = 2
+# Records are read one by one in random order; payloads compress no further.
+_WRITER_OPTIONS = "group_size:1,uncompressed"
 _READER_OPTIONS = "readahead_buffer_size:0"
 _BUFFER_BYTES = 32 << 10
-_MAX_HEADER = 1 << 16
-_MAX_METADATA = 1 << 30  # a million shards have 200 MB
+# A process keeps open the shards that it used last: to open one takes 2 ms.
 _FILES, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 _MOST_OPEN = None if _FILES == resource.RLIM_INFINITY else max(_FILES // 2, 1)
 
-_Scale = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
-
-class Entry(msgspec.Struct, kw_only=True):
-  """What metadata.json says of a shard."""
-
-  file: FileName
-  examples: Count
-  bytes: Count
-  xxh3: str  # of the whole file
-  ends_xxh3: str  # of its two ends
-  skipped: dict[str, Count]  # counts by reason
-
-
-class FileEntry(msgspec.Struct):
-  """What metadata.json says of a file beside the shards."""
-
-  file: str
-  bytes: Count
-  xxh3: str
-
-
-class TokenEntry(Entry):
-  """What metadata.json says of a shard of tokens."""
-
-  documents: Count
-  tokens: Count
-  text_bytes: Count
-
-
-class _Set(msgspec.Struct, kw_only=True):
-  examples: Count
-  shards: list[Entry]
-  skipped: Count = 0
-  files: list[FileEntry]
-  checksum: str
-
-
-class Images(_Set):
-  """metadata.json of encoded images."""
-
-  class_names: list[Text]
-
-
-class Latents(Images, kw_only=True):
-  """metadata.json of latents."""
-
-  latent_shape: Annotated[list[Size], msgspec.Meta(min_length=3, max_length=3)]
-  latent_scale: _Scale
-  latent_shift: float = 0.0
-  latent_mean: list[float] = []
-  latent_std: list[_Scale] = []
-  encoder_sha256: Sha256 = ""
-  image_size: int | list[int]
-
-
-class TokenizerEntry(msgspec.Struct, kw_only=True):
-  """The tokenizer that made a set of tokens."""
-
-  kind: Literal["tokenizer_json", "sentencepiece", "bytes"]
-  sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-  # Empty for bytes, which have none.
-  file: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00]*\Z")]
-
-
-class Tokens(_Set):
-  """metadata.json of tokens."""
-
-  shards: list[TokenEntry]
-  tokenizer: TokenizerEntry
-  vocab_size: Size
-  documents: Count
-  tokens: Count
-  text_bytes: Count
-  bos_id: Count | None = None
-  eos_id: Count | None = None
-  notes: dict = {}
-
-
-SCHEMAS = {"images": Images, "latents": Latents, "tokens": Tokens}
-_MAKERS = {  # kinds of `prepare`
-  "images": "pack-images",
-  "latents": "encode-latents",
-  "tokens": "tokenize",
-}
-
-
-class Header(msgspec.Struct, kw_only=True):
-  """The line of JSON at the start of a record of an image or a latent."""
-
-  label: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-  name: str = ""
-
-
-class Head(msgspec.Struct, kw_only=True):
-  """What tells the kinds of sets apart."""
+class _Metadata(msgspec.Struct):
+  """What every metadata.json has, beside the fields of its kind."""
 
   format: str
   version: int
+  examples: int
+  skipped: int
+  fingerprint: str  # of the settings, and of names and sizes of the shards
+  shards: list[dict[str, Any]]  # "file", "examples", "bytes", and the writer's
 
 
-def pack(header: dict[str, Any], payload: bytes) -> bytes:
-  """Makes a record: the header as one line of JSON, then the payload."""
-  return json.dumps(header, separators=(",", ":")).encode() + b"\n" + payload
-
-
-def unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
-  """Splits a record that `pack` made into header and payload.
-
-  Raises:
-    ValueError: the record does not begin with a line of JSON that has a label.
-  """
-  header, newline, payload = record.partition(b"\n")
-  if not newline:
-    raise ValueError("the record has no header")
-  return parse_json(header, Header, "its header", _MAX_HEADER), payload
-
-
-def read_metadata(
-  folder: str | os.PathLike, kind: str | None = None
-) -> dict[str, Any]:
-  """Reads and checks the metadata.json of a set.
+def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
+  """Reads the metadata.json of a set.
 
   Args:
     folder: folder of the set.
-    kind: expected kind: "images", "latents" or "tokens"; None is any.
+    kind: expected kind: "images", "latents" or "tokens".
 
   Raises:
     MissingSplitError: there is no such folder.
@@ -185,60 +67,21 @@ def read_metadata(
   path = pathlib.Path(folder) / METADATA
   if not path.parent.is_dir():
     raise MissingSplitError(
-      f"{path.parent}: no such directory; `python -m moh_jax prepare "
-      f"{_MAKERS.get(kind, '...')}` makes it"
+      f"{path.parent}: no such directory; `prepare` makes it"
     )
   if not path.is_file():
     raise FileNotFoundError(
-      f"{path}: no such file; it is written last, so either the set of {kind} "
-      "is unfinished (run the command that writes it again) or it is elsewhere"
+      f"{path}: no such file; it is written last: run the command that makes "
+      "the set again"
     )
-  metadata = read_json(path, Head, _MAX_METADATA)
-  found, version = metadata["format"], metadata["version"]
-  kinds = (kind,) if kind else tuple(SCHEMAS)
-  if found not in kinds or version != VERSION:
+  metadata = read_json(path, _Metadata)
+  found = metadata["format"], metadata["version"]
+  if found != (kind, VERSION):
     raise ValueError(
-      f"{path}: holds {found!r} of version {version}, expected "
-      f"{' or '.join(map(repr, kinds))} of version {VERSION}"
+      f"{path}: holds {found[0]!r} of version {found[1]}, expected {kind!r} of "
+      f"version {VERSION}"
     )
-  check_json(metadata, SCHEMAS[found], os.fspath(path))
-  if metadata["checksum"] != json_checksum(metadata):
-    raise ValueError(f"{path}: its content is not what was written")
   return metadata
-
-
-def damage(folder: pathlib.Path) -> list[str]:
-  """Compares the files of a set of any kind with their checksums.
-
-  Args:
-    folder: folder of the set.
-
-  Returns:
-    A line for each file that is missing or not as it was written.
-
-  Raises:
-    ValueError: metadata.json is damaged.
-  """
-  metadata = read_metadata(folder)
-  return _differing(folder, metadata["shards"] + metadata["files"])
-
-
-def _differing(
-  folder: pathlib.Path, entries: Iterable[dict[str, Any]]
-) -> list[str]:
-  lines = []
-  for entry in entries:
-    file = inside(folder, entry["file"], METADATA)
-    found = checksum(file) if file.is_file() else ("", -1)
-    if found != (entry["xxh3"], entry["bytes"]):
-      what = "its content is not what was written"
-      lines.append(f"{file}: {what if found[0] else 'no such file'}")
-  return lines
-
-
-def checksum_of_ends(file: str | os.PathLike) -> str:
-  """XXH3 of the first and last bytes of a shard, which tell it from others."""
-  return xxhash.xxh3_128_hexdigest(read_ends(file, os.path.getsize(file)))
 
 
 class Shards:
@@ -252,38 +95,36 @@ class Shards:
     """Opens a set.
 
     Args:
-      folder: folder of the set.
+      folder: folder of the set, local or mounted.
       kind: expected kind: "images", "latents" or "tokens".
 
     Raises:
-      FileNotFoundError: metadata.json or a shard is missing.
-      ValueError: metadata.json is of another kind, or a shard is truncated.
+      FileNotFoundError: there is no metadata.json.
+      ValueError: it is of another kind, or a shard is missing or truncated.
     """
     self.metadata = read_metadata(folder, kind)
-    self._folder = pathlib.Path(folder)
-    self._shards = self.metadata["shards"]
-    self._written = self._check_files()
-    counts = (shard["examples"] for shard in self._shards)
+    self._paths = [
+      pathlib.Path(folder, shard["file"]) for shard in self.metadata["shards"]
+    ]
+    self._changed = []
+    for path, shard in zip(self._paths, self.metadata["shards"]):
+      found = path.stat() if path.is_file() else None
+      if found is None or found.st_size != shard["bytes"]:
+        raise ValueError(f"{path}: missing, truncated or of another set")
+      self._changed.append(found.st_mtime_ns)
+    counts = (shard["examples"] for shard in self.metadata["shards"])
     self._ends = list(itertools.accumulate(counts))
 
   def __len__(self) -> int:
     return self.metadata["examples"]
 
   def __getitem__(self, index: int) -> tuple[dict[str, Any], bytes]:
-    """Returns the header and the payload of record `index`.
+    """Returns the header and the payload of record `index`."""
+    header, _, payload = self.record(index).partition(b"\n")
+    return json.loads(header), payload
 
-    Raises:
-      IndexError: the set has no such record.
-      ValueError: the record is damaged; the message names it.
-    """
-    return self.record(index, unpack)
-
-  def identity(self) -> Identity:
-    """Identifies the shards and their order."""
-    return of_shards(self._folder, self._shards)
-
-  def record(self, index: int, parse: Callable[[bytes], Any] = bytes) -> Any:
-    """Returns the bytes of record `index`, or what `parse` makes of them.
+  def record(self, index: int) -> bytes:
+    """Returns the bytes of record `index`.
 
     Raises:
       IndexError: the set has no such record.
@@ -291,71 +132,214 @@ class Shards:
     """
     shard, position = self._find(index)
     try:
-      ends = self._shards[shard]["ends_xxh3"]
-      reader = _reader(str(self.path(shard)), self._written[shard], ends)
-      return parse(reader.read([position])[0])
-    except (RuntimeError, ValueError, IndexError) as error:
-      where = self.locate(index)
-      raise ValueError(f"{where}: damaged record: {error}") from error
+      reader = _reader(str(self._paths[shard]), self._changed[shard])
+      return reader.read([position])[0]
+    except (RuntimeError, IndexError) as error:
+      raise ValueError(f"{self.locate(index)}: damaged: {error}") from error
 
   def locate(self, index: int) -> str:
     """Names a record for messages: "PATH/00000-of-00002.array_record[7]"."""
     shard, position = self._find(index)
-    return f"{self.path(shard)}[{position}]"
+    return f"{self._paths[shard]}[{position}]"
 
-  def path(self, shard: int) -> pathlib.Path:
-    """Path of shard number `shard`."""
-    return self._folder / self._shards[shard]["file"]
+  def identity(self) -> Identity:
+    """Identifies the shards and their order."""
+    sizes = [shard["bytes"] for shard in self.metadata["shards"]]
+    return {
+      "examples": len(self),
+      "shards": len(sizes),
+      "bytes": sum(sizes),
+      "fingerprint": self.metadata["fingerprint"],
+    }
 
   def _find(self, index: int) -> tuple[int, int]:
     """The shard that holds a record, and the record's position in it."""
     if not 0 <= index < len(self):
       raise IndexError(f"index={index} of {len(self)} records")
     shard = bisect.bisect_right(self._ends, index)
-    return shard, index - self._ends[shard] + self._shards[shard]["examples"]
-
-  def _check_files(self) -> list[int]:
-    """Times of the last changes of the shards, which are of the right sizes."""
-    paths = list(map(self.path, range(len(self._shards))))
-    if missing := [path.name for path in paths if not path.is_file()]:
-      raise FileNotFoundError(
-        f"{self._folder} lacks {len(missing)} of its {len(paths)} shards: "
-        f"{', '.join(missing[:5])}"
-      )
-    # The files beside them are small, so that their content is compared too.
-    if lines := _differing(self._folder, self.metadata["files"]):
-      raise ValueError(
-        f"{lines[0]}; the command that made the set writes it again"
-      )
-    found = [path.stat() for path in paths]
-    for shard, stat in zip(self._shards, found):
-      if stat.st_size != shard["bytes"]:
-        raise ValueError(
-          f"{self._folder}: a shard is truncated or not of this set: "
-          f"{shard['file']} ({stat.st_size} bytes)"
-        )
-    return [stat.st_mtime_ns for stat in found]
+    return shard, index - (self._ends[shard - 1] if shard else 0)
 
 
 @functools.lru_cache(_MOST_OPEN)
-def _reader(path: str, written: int, ends: str) -> Any:
-  """Opens a shard, or returns it from those that were used last.
-
-  Args:
-    path: of the file.
-    written: time of its last change, since another file may take its place.
-    ends: checksum of its two ends.
-
-  Raises:
-    RuntimeError: it cannot be opened.
-    ValueError: it is another shard.
-  """
-  if checksum_of_ends(path) != ends:
-    raise ValueError("the shard is not as it was written")
-  reader = array_record_module.ArrayRecordReader(
+def _reader(path: str, changed: int) -> Any:
+  """Opens a shard; another file that took its place has changed later."""
+  del changed
+  return array_record_module.ArrayRecordReader(
     path, options=_READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
   )
-  if not reader.ok():
-    reader.close()
-    reader.read([0])  # raises, with the reason
-  return reader
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+  """Turns errors of writing, as on a full disk, into an OSError."""
+  try:
+    yield
+  except (RuntimeError, OSError) as error:  # array_record raises RuntimeError
+    raise OSError(
+      f"a shard cannot be written: {error}; the finished ones are whole: make "
+      "space and run the same command again"
+    ) from error
+
+
+class OpenShard:
+  """A shard that is being written.
+
+  Attributes:
+    examples: number of records so far.
+    skipped: what was left out, a line each.
+    notes: further fields for the shard's entry in metadata.json.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self._writer = array_record_module.ArrayRecordWriter(
+      str(path), _WRITER_OPTIONS
+    )
+    self.examples = 0
+    self.skipped: list[str] = []
+    self.notes: dict[str, Any] = {}
+
+  def add(self, header: dict[str, Any], payload: bytes) -> None:
+    """Appends a record that consists of a header and a payload."""
+    self.add_record(json.dumps(header).encode() + b"\n" + payload)
+
+  def add_record(self, record: bytes) -> None:
+    """Appends a record of any bytes."""
+    with _disk_errors():
+      self._writer.write(record)
+    self.examples += 1
+
+  def skip(self, what: str) -> None:
+    """Records that an item is left out: its name, and why."""
+    self.skipped.append(" ".join(what.split()))
+
+  def close(self) -> None:
+    """Writes what is buffered and closes the file."""
+    with _disk_errors():
+      self._writer.close()
+
+
+class ShardWriter:
+  """Writes a set shard by shard, also one that was interrupted.
+
+    writer = ShardWriter(...)
+    for shard in writer.todo():
+      with writer.open(shard) as target:
+        target.add(header, payload)
+    writer.finish()
+
+  Attributes:
+    num_shards: of the whole set.
+  """
+
+  def __init__(
+    self,
+    folder: str | os.PathLike,
+    kind: str,
+    num_shards: int,
+    settings: dict[str, Any],
+  ):
+    """Starts a set, or continues an interrupted one.
+
+    Args:
+      folder: folder of the set; created.
+      kind: "images", "latents" or "tokens".
+      num_shards: of the whole set.
+      settings: JSON values that the records depend on; a set is continued only
+        with equal ones. They are part of metadata.json.
+
+    Raises:
+      ValueError: the folder holds shards of other settings, which are named.
+    """
+    self._folder = pathlib.Path(folder)
+    self._kind, self.num_shards = kind, num_shards
+    self._settings = plain({**settings, "num_shards": num_shards})
+    self._parts = self._folder / "parts"
+    self._parts.mkdir(parents=True, exist_ok=True)
+    stated = self._parts / "settings.json"
+    stored = read_json(stated) if stated.is_file() else {}
+    begun = any(self._folder.glob("*.array_record"))
+    if begun and (found := differences(self._settings, stored)):
+      raise ValueError(
+        f"{self._folder} holds {kind} of other settings; {found}. Choose "
+        "another directory or the same settings"
+      )
+    write_whole(stated, _json(self._settings))
+
+  def todo(self) -> list[int]:
+    """Numbers of the shards that are still to be written."""
+    return [
+      shard
+      for shard in range(self.num_shards)
+      if not (self._path(shard).is_file() and self._entry(shard).is_file())
+    ]
+
+  @contextlib.contextmanager
+  def open(self, shard: int) -> Iterator[OpenShard]:
+    """Context that writes one shard; it appears if the context ends normally.
+
+    Raises:
+      OSError: the shard cannot be written, for example because the disk is
+        full.
+    """
+    path = self._path(shard)
+    with replacing(path) as growing:
+      target = OpenShard(growing)
+      try:
+        yield target
+      except BaseException:
+        with contextlib.suppress(OSError):  # keep the first error
+          target.close()
+        raise
+      target.close()
+      size = growing.stat().st_size
+      entry = {"file": path.name, "examples": target.examples, "bytes": size}
+      entry |= {**target.notes, "skipped": target.skipped}
+      write_whole(self._entry(shard), _json(entry))
+
+  def entries(self) -> list[dict[str, Any]]:
+    """The entries of all shards, in order, with what each left out."""
+    return [read_json(self._entry(s)) for s in range(self.num_shards)]
+
+  def finish(self, **notes: Any) -> dict[str, Any]:
+    """Writes metadata.json, and skipped.txt where something was left out.
+
+    Args:
+      **notes: further fields of metadata.json.
+
+    Returns:
+      The content of metadata.json.
+
+    Raises:
+      ValueError: no item could be read.
+    """
+    entries = self.entries()
+    skipped = [line for entry in entries for line in entry.pop("skipped")]
+    if skipped:
+      lines = "\n".join([*skipped, ""])
+      content = lines.encode(errors="surrogateescape")
+      write_whole(self._folder / SKIPPED, content)
+    examples = sum(entry["examples"] for entry in entries)
+    if not examples:
+      raise ValueError(
+        f"{self._folder}: no {self._kind} could be read; see "
+        f"{self._folder / SKIPPED}"
+      )
+    metadata = {"format": self._kind, "version": VERSION}
+    metadata |= {**self._settings, **plain(notes)}
+    metadata |= {"examples": examples, "skipped": len(skipped)}
+    known = _json({"settings": self._settings, "shards": entries})
+    metadata["fingerprint"] = xxhash.xxh3_128_hexdigest(known)
+    metadata["shards"] = entries
+    write_whole(self._folder / METADATA, _json(metadata))
+    return metadata
+
+  def _path(self, shard: int) -> pathlib.Path:
+    name = f"{shard:05d}-of-{self.num_shards:05d}.array_record"
+    return self._folder / name
+
+  def _entry(self, shard: int) -> pathlib.Path:
+    return self._parts / f"{shard:05d}.json"
+
+
+def _json(value: Any) -> bytes:
+  return f"{json.dumps(value, indent=2)}\n".encode()

@@ -1,32 +1,35 @@
 """Sources of labelled images: what all have in common, and that of a run.
 
 Example i of a source is {"image": [X, Y, channels] uint8, "label": int32}. In
-sources of latents "image" is the stored posterior, see `image_shards.py`.
+sources of latents "image" is the stored posterior, see `packed.py`.
 """
 
 import abc
 import concurrent.futures
-import functools
+import contextlib
+import hashlib
 import logging
-import operator
-import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+import pathlib
+import statistics
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moh_jax.config import Config, imported
-from moh_jax.config.registry import SPLITS, get_source
-from moh_jax.data.decoding_memory import DECODING_MEMORY
+from moh_jax.config.registry import get_source
+from moh_jax.data import decode
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import import_extra
-from moh_jax.runtime.files import read_bytes
 
 Example = dict[str, Any]
-_DIGITS_SIDE = 32  # of inputs, which every stage can halve
-_MOST_LIST_BYTES = 1 << 24  # of a list of classes
-_MOST_NAMED = 10  # bad images in one message
-_FAKE_CLASSES, _FAKE_SIDE = 1000, 224  # the usual ones
+FLAT_CLASS = "images"  # the one class of a folder without class folders
+_MOST_NAMED = 10  # bad images, or classes, in one message
+# Images whose headers tell the size and the channels of all: a look at each
+# would take minutes at ImageNet's size.
+_LOOKED_AT = 64
+# Sides of inputs are multiples of this, which every stage can halve.
+_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
 _LOG = logging.getLogger(__name__)
 
 
@@ -92,7 +95,7 @@ class ImageSource(abc.ABC):
     """Returns {"image": [X, Y, channels] uint8, "label": int32}.
 
     Raises:
-      FileNotFoundError: the file of the image is gone.
+      OSError: the file of the image is gone.
       ValueError: it is damaged; the message names it.
     """
 
@@ -105,86 +108,193 @@ class ImageSource(abc.ABC):
     return f"example {index}"
 
 
-class DigitsSource(ImageSource):
-  """Scikit-learn's handwritten digits: 1,797 scans, 8 x 8 pixels, 16 greys.
+class Record(NamedTuple):
+  """An image file and its label; `place` names it in messages."""
 
-  The held-out split is a fixed fifth of them, 359 scans.
+  label: int
+  place: str
+  content: bytes
+
+
+class Selection(NamedTuple):
+  """Which images of a path are taken, and what their labels are.
+
+  Attributes:
+    val_share: share that is held out where there is no val.
+    class_names: classes whose positions are the labels; () takes those of the
+      data: class folders in alphabetical order, or what tables name.
+    label_column: column of the labels of tables; "" finds it.
   """
 
-  class_names = tuple(str(digit) for digit in range(10))
-  channels = 1
+  val_share: float = 0.0
+  class_names: tuple[str, ...] = ()
+  label_column: str = ""
 
-  def __init__(
-    self, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ):
-    """Opens a split, the same for all configs; see `open`."""
-    del config, class_names
-    images, labels = _load_digits()
-    order = np.random.RandomState(0).permutation(len(labels))
-    held_out = round(len(labels) / 5)
-    index = order[:held_out] if split == "val" else order[held_out:]
-    self._images, self._labels = images[index], labels[index]
+
+ALL = Selection()
+
+
+class EncodedSource(ImageSource):
+  """Images that are files, which are decoded to grey or RGB by `channels`.
+
+  Subclasses take path, split, channels and a `Selection`, of which shards need
+  nothing. They say what `read` gives; all else follows from it.
+  """
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "EncodedSource":
+    """Opens a split as the section `data` says."""
+    data = config.data
+    names = class_names or listed_classes(data.class_list)
+    selection = Selection(data.val_share, names, data.label_column)
+    return cls(data.path, split, config.model.channels or 3, selection)
+
+  @abc.abstractmethod
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded.
+
+    Raises:
+      OSError: it is gone.
+      ValueError: it cannot be read.
+    """
+
+  @property
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """Identifies the list of images."""
+
+  def identity(self) -> Identity:
+    """Identifies the images."""
+    return {"examples": len(self), "fingerprint": self.fingerprint}
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """All fields; mean and standard deviation are the training scans'."""
-    del config, names
-    told = {"channels": 1, "num_classes": 10, "image_size": (_DIGITS_SIDE,) * 2}
-    return {**told, "mean": (0.3,), "std": (0.37,)}
+    """The classes of the training images, and what some headers say.
 
-  def __len__(self) -> int:
-    return len(self._labels)
-
-  def __getitem__(self, index: int) -> Example:
-    return {"image": self._images[index], "label": self._labels[index]}
-
-
-@functools.cache
-def _load_digits() -> tuple[np.ndarray, np.ndarray]:
-  from sklearn import datasets  # slow to import, only this source needs it
-
-  digits = datasets.load_digits()
-  images = np.round(digits.images * (255 / 16)).astype(np.uint8)
-  return images[..., None], digits.target.astype(np.int32)
-
-
-class FakeSource(ImageSource):
-  """Random images (or latents) and labels; example i is the same in every run.
-
-  Pixels are uniform, latents are standard normal.
-  """
-
-  def __init__(
-    self, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ):
-    """Prepares a split, of what the model reads; see `open`."""
-    model = config.model
-    self.class_names = class_names or tuple(map(str, range(model.num_classes)))
-    self.channels, self._shape = model.channels, model.input_shape
-    self._seed, self._latent = SPLITS.index(split), is_latent(config)
-    self._examples = config.data.fake_examples
-
-  @classmethod
-  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The shapes of the usual images or latents."""
-    del names
+    The size is a square about as large as the images, in steps of 32 up to
+    224. Images whose headers cannot be read are for `data.bad_images`.
+    """
+    if not {"channels", "image_size", "num_classes", "pixels"} & set(names):
+      return {}
+    source, found = cls.open(config, "train"), []
+    for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
+      with contextlib.suppress(ValueError, OSError):
+        record = source.read(i)
+        found.append(decode.describe_image(record.content, record.place))
+    if not found:
+      raise ValueError(
+        f"data.path={config.data.path!r}: none of the images that were looked "
+        "at can be read"
+      )
+    sizes, greys = zip(*found)
+    side = statistics.median_low(map(min, sizes)) // _SIDE_STEP * _SIDE_STEP
+    side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
     return {
-      "channels": 4 if is_latent(config) else 3,
-      "num_classes": _FAKE_CLASSES,
-      "image_size": (_FAKE_SIDE,) * 2,
+      "num_classes": len(source.class_names),
+      "channels": 1 if all(greys) else 3,
+      "image_size": (side, side),
+      "pixels": tuple(map(statistics.median_low, zip(*sizes))),
     }
 
-  def __len__(self) -> int:
-    return self._examples
-
   def __getitem__(self, index: int) -> Example:
-    rng = np.random.default_rng((self._seed, index))
-    if self._latent:
-      image = rng.standard_normal(self._shape, np.float32)
-    else:
-      image = rng.integers(0, 256, self._shape, np.uint8)
-    label = np.int32(rng.integers(len(self.class_names)))
-    return {"image": image, "label": label}
+    """Returns a decoded example."""
+    return self._example(index, decode.decode_image)
+
+  def later(self, index: int) -> Example:
+    """As `source[index]`, but "image" of a JPEG file is not yet decoded."""
+    return self._example(index, decode.decode_later)
+
+  def _example(self, index: int, read: Callable[..., Any]) -> Example:
+    record = self.read(index)
+    image = read(record.content, self.channels, record.place)
+    return {"image": image, "label": np.int32(record.label)}
+
+
+def hold_out(
+  names: Sequence[str],
+  labels: Sequence[int],
+  split: str,
+  share: float,
+  where: Any,
+) -> list[int]:
+  """Positions of the images of a split where a share of them is held out.
+
+  A hash of an image's name decides, so that further images move none from one
+  split to the other.
+
+  Args:
+    names: of the images.
+    labels: of the images.
+    split: "train" or "val".
+    share: `data.val_share`.
+    where: of the images, for messages.
+
+  Raises:
+    ValueError: training lacks a class, or nothing is held out.
+  """
+
+  def is_held_out(name: str) -> bool:
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+  of_val = split == "val"
+  chosen = [i for i, name in enumerate(names) if is_held_out(name) == of_val]
+  absent = {*labels} - {labels[i] for i in chosen}
+  if not chosen or (absent and not of_val):
+    raise ValueError(
+      f"{where}: data.val_share={share} holds out "
+      f"{'no image' if of_val else 'every image of a class'}; add images, "
+      "change it, or make train/ and val/"
+    )
+  return chosen
+
+
+def listed_classes(file: str | None) -> tuple[str, ...]:
+  """Reads a list of classes, one a line; () where no file is named."""
+  if not file:
+    return ()
+  lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
+  return tuple(line.strip() for line in lines if line.strip())
+
+
+def match_classes(
+  found: tuple[str, ...], wanted: tuple[str, ...], where: str
+) -> tuple[tuple[str, ...], list[int]]:
+  """Finds the labels of class folders among a model's classes, by name.
+
+  Args:
+    found: names of the folders.
+    wanted: classes of the model, or the lines of a list of them, such as
+      "n01440764 tench, Tinca tinca": then the first word is the name.
+    where: name of the data, for the message.
+
+  Returns:
+    The wanted classes, and the label of each folder.
+
+  Raises:
+    ValueError: a folder is none of the classes.
+  """
+  if found == wanted:
+    return wanted, [*range(len(found))]
+  if not {*found} <= {*wanted}:
+    wanted = tuple(line.split()[0] for line in wanted)
+  labels = {name: label for label, name in enumerate(wanted)}
+  if len(labels) < len(wanted):
+    raise ValueError(f"{where}: one of {_few(wanted)} is there twice")
+  if unknown := [name for name in found if name not in labels]:
+    raise ValueError(
+      f"{where}: class folder {unknown[0]!r} is none of {_few(wanted)}, those "
+      "of the model or of data.class_list"
+    )
+  return wanted, [labels[name] for name in found]
+
+
+def _few(names: tuple[str, ...]) -> str:
+  """How many classes there are, and the names of the first ones."""
+  more = ", ..." * (len(names) > _MOST_NAMED)
+  return f"{len(names)} classes ({', '.join(names[:_MOST_NAMED])}{more})"
 
 
 def is_latent(config: Config) -> bool:
@@ -202,7 +312,7 @@ def crops_center(config: Config, split: str) -> bool:
 
 def make_source(
   config: Config, split: str, class_names: tuple[str, ...] = ()
-) -> ImageSource:
+) -> "CheckedSource":
   """Opens one split of the configured source.
 
   `data.bad_images` decides what happens to unreadable images of the training
@@ -221,183 +331,43 @@ def make_source(
     FileNotFoundError: a directory, metadata.json or a shard is missing.
     ValueError: the data is damaged or does not fit the model or its classes.
   """
-  data, model, kind = config.data, config.model, get_source(config.data)
-  try:
-    source = imported(kind.source).open(config, split, class_names)
-    names, channels = source.class_names, source.channels
-    size = len(source)
-  except (OSError, ValueError):
-    raise
-  except Exception as error:  # of another package's code
-    raise ValueError(
-      f"data.source={data.source!r} fails: {type(error).__name__}: {error}"
-    ) from error
+  data, model = config.data, config.model
   if data.decode == "fast":
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
-  where = f"{data.path or data.source}, {split}"
-  wrong = "" if size else "no example"
-  if (found := len(names)) != model.num_classes:
-    wrong = f"{_few(names)}, must be model.num_classes={model.num_classes}"
-  elif found < 2 and "classifier" in config.sections:
-    wrong = f"one class, {names[0]!r}; a classifier needs at least 2, each in "
-    wrong += "a folder of its own"
-  elif channels != model.channels:
-    wrong = f"images of {channels} channels, must be model.channels="
-    wrong += f"{model.channels}"
-  if wrong:
-    raise ValueError(f"{where}: {wrong}")
-  _LOG.info("data: %s: %d examples of %d classes", where, size, found)
-  check_class_names(class_names, names, where)
+  source = imported(get_source(data).source).open(config, split, class_names)
+  where, names = f"{data.path or data.source}, {split}", source.class_names
+  for field, theirs in (
+    ("num_classes", len(names)),
+    ("channels", source.channels),
+  ):
+    if theirs != (ours := getattr(model, field)):
+      raise ValueError(
+        f"{where}: images of {source.channels} channels and {_few(names)}, "
+        f"must be model.{field}={ours}"
+      )
+  if len(names) < 2 and "classifier" in config.sections:
+    raise ValueError(
+      f"{where}: one class, {names[0]!r}; a classifier needs at least 2, each "
+      "in a folder of its own"
+    )
+  if class_names and class_names != names:
+    raise ValueError(
+      f"{where}: {_few(names)}, the model has {_few(class_names)}"
+    )
+  _LOG.info(
+    "data: %s: %d examples of %d classes", where, len(source), len(names)
+  )
   checked = CheckedSource(
     source,
     skip=data.bad_images == "skip" and split == "train",
     smallest=model.input_shape[:2] if crops_center(config, split) else (1, 1),
     decode=data.decode,
-    is_pixels=not is_latent(config),
   )
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
-    if bad := checked.read_all(data.num_threads):
-      hint = {
-        "train": ", or leave them out with data.bad_images='skip'",
-        "val": ": data.bad_images='skip' is for training images, as accuracies "
-        "on fewer images could not be compared",
-      }
-      raise ValueError(f"{where}: {bad}; remove them{hint[split]}")
+    checked.read_all(data.num_threads, where)
   return checked
-
-
-def _few(names: tuple[str, ...]) -> str:
-  """How many classes there are, and the names of the first ones."""
-  more = ", ..." * (len(names) > 10)
-  return f"{len(names)} classes ({', '.join(names[:10])}{more})"
-
-
-def check_class_names(
-  ours: tuple[str, ...], theirs: tuple[str, ...], where: str
-) -> None:
-  """Checks that the labels of model and data mean the same classes.
-
-  Args:
-    ours: class names that the model was trained with.
-    theirs: class names of the data.
-    where: name of the data, for the message.
-
-  Raises:
-    ValueError: a label has two names.
-  """
-  for label, (mine, other) in enumerate(zip(ours, theirs)):
-    if mine != other:
-      raise ValueError(
-        f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
-        "directories must have the names of the training split"
-      )
-
-
-class ClassList(NamedTuple):
-  """A file of class names, whose positions are the labels.
-
-  Attributes:
-    where: names the file in messages.
-    lines: those of it that are not empty.
-  """
-
-  where: str
-  lines: tuple[str, ...]
-
-
-def listed_classes(file: str) -> ClassList | tuple[()]:
-  """Reads a list of classes; () where `file` is "".
-
-  Args:
-    file: a class on each line, such as "n01440764", "n01440764 tench, Tinca
-      tinca" or "polar bear"; the data tell whether the first word or all is the
-      name. Empty lines are left out.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: it is no text or names no class.
-  """
-  if not file:
-    return ()
-  where = f"data.class_list={file!r}"
-  try:
-    text = read_bytes(file, _MOST_LIST_BYTES).decode()
-  except FileNotFoundError as error:
-    raise FileNotFoundError(f"{where}: no such file") from error
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{where}: not UTF-8: {error}") from error
-  lines = tuple(line.strip() for line in text.splitlines() if line.strip())
-  if not lines:
-    raise ValueError(f"{where}: names no class")
-  return ClassList(where, lines)
-
-
-def match_classes(
-  found: tuple[str, ...],
-  wanted: tuple[str, ...] | ClassList,
-  where: str,
-  *,
-  are_labels: bool = False,
-) -> tuple[tuple[str, ...], list[int]]:
-  """Finds the labels of class folders among a model's classes, by name.
-
-  Folders that are named by numbers, as those of ImageNet-V2, are labels
-  themselves, or where the classes have such names too, the class of that value:
-  leading zeros do not matter.
-
-  Args:
-    found: names of the folders.
-    wanted: classes of the model, or a list of them, of which the first word of
-      a line is the name where the whole line is not in `found`.
-    where: name of the data, for the message.
-    are_labels: `found` are the labels from 0 on, not names.
-
-  Returns:
-    The wanted classes, and the label of each folder.
-
-  Raises:
-    ValueError: a folder is none of the classes, two are the same one, or a list
-      has one twice.
-  """
-  whose, origin = "the model's", ", the names of the training's folders"
-  if isinstance(wanted, ClassList):
-    whose, origin = "the", f" of {wanted.where}"
-    names = tuple(n if n in found else n.split()[0] for n in wanted.lines)
-    if twice := [name for name in names if names.count(name) > 1]:
-      raise ValueError(f"{wanted.where}: class {twice[0]!r} is there twice")
-    wanted = names
-  if are_labels:
-    if len(found) > len(wanted):
-      raise ValueError(
-        f"{where}: label {found[-1]} is none of {whose} {_few(wanted)}{origin}"
-      )
-    return wanted, [*range(len(found))]
-  if found == wanted:  # also where some classes have one name
-    return wanted, [*range(len(found))]
-  for names in (found, wanted):
-    if twice := [n for n in found if names.count(n) > 1]:
-      raise ValueError(
-        f"{where}: class {twice[0]!r} may be several of {whose} classes{origin}"
-      )
-  labels = {name: label for label, name in enumerate(wanted)}
-  if any(name not in labels for name in found) and all(
-    map(str.isdecimal, found)
-  ):
-    values = {int(n): i for i, n in enumerate(wanted) if n.isdecimal()}
-    values = values or dict(enumerate(range(len(wanted))))
-    labels = {n: values[int(n)] for n in found if int(n) in values}
-    if len(set(labels.values())) < len(labels):
-      raise ValueError(f"{where}: class folders {found} have a number twice")
-  if unknown := [name for name in found if name not in labels]:
-    raise ValueError(
-      f"{where}: class folder {unknown[0]!r} is none of {whose} "
-      f"{_few(wanted)}{origin}"
-    )
-  if missing := len(wanted) - len(set(found)):
-    _LOG.warning("%s: no folder of %d classes", where, missing)
-  return wanted, [labels[name] for name in found]
 
 
 class CheckedSource:
@@ -412,175 +382,95 @@ class CheckedSource:
     source: Any,
     *,
     skip: bool,
-    smallest: tuple[int, int] = (1, 1),
+    smallest: tuple[int, ...] = (1, 1),
     decode: str = "exact",
-    is_pixels: bool = True,
   ):
     """Wraps a source.
 
     Args:
-      source: source that raises ValueError or FileNotFoundError for an example
-        that it cannot read.
+      source: source that raises ValueError or OSError for an example that it
+        cannot read.
       skip: whether bad images are replaced; otherwise they raise.
-      smallest: minimum rows and columns of an image.
-      decode: `data.decode`, which changes pixels and so the identity.
-      is_pixels: images are uint8 [rows, columns, channels]; latents are not.
+      smallest: minimum rows and columns of an image, or of latents.
+      decode: `data.decode`.
     """
     self._source, self._skip, self._smallest = source, skip, smallest
-    self._decode, self._is_pixels = decode, is_pixels
-    self._bad: dict[int, object] = {}
+    self._decode = decode
+    self._bad: set[int] = set()
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith("_"):  # of this object, which pickle is making
       raise AttributeError(name)
     return getattr(self._source, name)
 
-  def identity(self) -> Identity:
-    """Identifies the examples and their order."""
-    found = self._source.identity()
-    # "exact" goes unsaid, as in checkpoints from before there was a choice.
-    return found | ({"decode": self._decode} if self._decode != "exact" else {})
-
   def __len__(self) -> int:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Example:
-    return self.fitted(index)
+    return self.fitted(dict, index)
 
   def fitted(
-    self, index: int, fit: Callable[[Example], Example] | None = None
+    self, fit: Callable[..., Example], index: int, *rng: np.random.Generator
   ) -> Example:
-    """An example after `fit`, which may raise for an image that is damaged.
+    """What `fit` makes of an example, or of the next one that can be read.
 
     Args:
-      index: of the image, which with `fit` is a file.
-      fit: maps {"image", "label"}; "image" may be a `LaterImage`.
+      fit: maps an example, and a generator where one is given. With
+        data.decode="fast" JPEG files are not yet decoded, see `decode.resize`.
+      index: of the example.
+      *rng: a generator for `fit`, or none.
     """
-    read = self._source.later if fit else self._source.__getitem__
-    size = len(self._source)
-    for step in range(size):
-      candidate = (index + step) % size
+    read = self._source.__getitem__
+    if self._decode == "fast" and fit is not dict:
+      read = getattr(self._source, "later", read)
+    for step in range(len(self)):
+      candidate = (index + step) % len(self)
       try:
-        with DECODING_MEMORY.held():
-          example = self._checked(read, candidate)
-          return fit(example) if fit else example
-      except (ValueError, FileNotFoundError) as error:
+        return fit(self._checked(read(candidate), candidate), *rng)
+      except (ValueError, OSError) as error:
         if not self._skip:
           raise
-        # `setdefault` is atomic, so exactly one of several threads warns.
-        token = object()
-        if self._bad.setdefault(candidate, token) is token:
+        if candidate not in self._bad:
+          self._bad.add(candidate)
           _LOG.warning("skipped %s (%d so far)", error, len(self._bad))
-    raise ValueError(f"none of the {size} images can be read")
+    raise ValueError(f"none of the {len(self)} images can be read")
 
-  def read_all(self, threads: int) -> str:
+  def read_all(self, threads: int, where: str) -> None:
     """Reads every example once.
 
     Args:
       threads: number of threads that read.
+      where: names the source in messages.
 
-    Returns:
-      A message that names those that cannot be read, "" where all can.
+    Raises:
+      ValueError: some cannot be read; the first ones are named.
     """
 
     def error(index: int) -> str:
       try:
-        self._checked(self._source.__getitem__, index)
-      except (ValueError, FileNotFoundError) as bad:
+        self._checked(self._source[index], index)
+      except (ValueError, OSError) as bad:
         return str(bad)
       return ""
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
       bad = list(filter(None, pool.map(error, range(len(self)))))
-    named = "; ".join(bad[:_MOST_NAMED])
-    if (more := len(bad) - _MOST_NAMED) > 0:
-      named += f"; and {more} more"
-    what = f"{len(bad)} of {len(self)} images cannot be used: {named}"
-    return what if bad else ""
-
-  def _checked(self, read: Callable[[int], Example], index: int) -> Example:
-    """An example that is large enough, of one of the classes."""
-    try:
-      example = read(index)
-      label, classes = example["label"], len(self._source.class_names)
-      label, image = operator.index(label), example["image"]
-      shape = tuple(image.shape)
-      dtype = getattr(image, "dtype", np.uint8)  # a `LaterImage` has none
-    except (OSError, ValueError, MemoryError):
-      raise
-    except Exception as error:  # of another package's code; is not skipped
-      raise OSError(
-        f"example {index} of the data: {type(error).__name__}: {error}"
-      ) from error
-    channels = self._source.channels
-    if self._is_pixels and (dtype != np.uint8 or shape[2:] != (channels,)):
+    if bad:
       raise ValueError(
-        f"example {index} of the data: {dtype} {shape}, must be uint8 [rows, "
-        f"columns, {channels}]"
+        f"{where}: {len(bad)} of {len(self)} images cannot be used; remove "
+        "them, or leave out those of training with data.bad_images='skip': "
+        f"{'; '.join(bad[:_MOST_NAMED])}"
       )
-    if not 0 <= label < classes:
-      name = self._source.name(index)
+
+  def _checked(self, example: Example, index: int) -> Example:
+    """The example, of one of the classes and large enough."""
+    name, label = self._source.name(index), np.int32(example["label"])
+    if not 0 <= label < (classes := len(self._source.class_names)):
       raise ValueError(f"{name}: label={label} must be in [0, {classes - 1}]")
-    smallest = self._smallest
-    if self._is_pixels and (shape[0] < smallest[0] or shape[1] < smallest[1]):
+    (rows, columns), least = example["image"].shape[:2], self._smallest
+    if rows < least[0] or columns < least[1]:
       raise ValueError(
-        f"{self._source.name(index)}: {shape[0]} x {shape[1]} pixels (rows x "
-        f"columns), at least {smallest[0]} x {smallest[1]} needed"
+        f"{name}: {rows} x {columns} pixels (rows x columns), at least "
+        f"{least[0]} x {least[1]} needed"
       )
-    return {**example, "label": np.int32(label)}
-
-
-def read_ahead(
-  read: Callable[[int], Any], places: Iterable[int], threads: int, ahead: int
-) -> Iterator[Any]:
-  """Reads examples on threads, at most `ahead` of them before their turn."""
-  import grain  # imports JAX
-
-  options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
-  dataset = grain.MapDataset.source(list(places)).map(read)
-  return iter(dataset.to_iter_dataset(options))
-
-
-class SharedReads:
-  """What threads read for one another: the first that asks for it loads it.
-
-  The results that were used last are kept. After a failure the next one loads.
-  """
-
-  def __init__(
-    self,
-    most: int,
-    load: Callable[[Any], Any],
-    size: Callable[[Any, Any], int] = lambda key, result: 1,
-  ):
-    """Holds nothing yet.
-
-    Args:
-      most: results that are kept, or the sum of their sizes; the newest is.
-      load: makes the result of a key.
-      size: (key, result) -> what counts of it.
-    """
-    self._given, self._lock = (most, load, size), threading.Lock()
-    self._kept: dict[Hashable, tuple] = {}  # the last used is the last
-
-  def __reduce__(self) -> tuple:
-    return SharedReads, self._given  # a worker has its own
-
-  def get(self, key: Hashable) -> Any:
-    """The result of a key."""
-    most, load, size = self._given
-    with self._lock:
-      place = self._kept.pop(key, None) or (threading.Lock(), [])
-      self._kept[key] = lock, found = place
-    with lock:
-      if not found:
-        found.append((result := load(key), size(key, result)))
-    with self._lock:
-      sizes = {k: x[0][1] for k, (_, x) in self._kept.items() if x}
-      total = sum(sizes.values())
-      for old in list(sizes)[:-1]:
-        if total <= most:
-          break
-        del self._kept[old]
-        total -= sizes[old]
-    return found[0][0]
+    return {**example, "label": label}

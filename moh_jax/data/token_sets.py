@@ -11,8 +11,8 @@ The folder also holds the tokenizer's files, documents.npy (int64 [D + 1]: the
 index of the first token of each of the D documents, then the number of tokens)
 and metadata.json with the fields "tokenizer" (kind, sha256, file),
 "vocab_size", "bos_id", "eos_id", "documents", "tokens", "text_bytes" (UTF-8
-bytes of the documents; these three also in the entry of each shard), "notes",
-"files" (the checksums of the files named above) and "checksum" (its own).
+bytes of the documents; these three also in the entry of each shard) and
+"notes".
 """
 
 import bisect
@@ -28,8 +28,7 @@ import numpy as np
 from array_record.python import array_record_module
 
 from moh_jax.data.identity import Identity
-from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.shards import Shards
+from moh_jax.data.shards import OpenShard, Shards, ShardWriter
 from moh_jax.data.tokenizers import (
   Tokenizer,
   load_tokenizer,
@@ -110,15 +109,13 @@ class TokenSet:
     self.metadata = self._shards.metadata
     self.num_tokens: int = self.metadata["tokens"]
     self._entries = self.metadata["shards"]
-    self._vocab_size = self.metadata["vocab_size"]
-    self._dtype = token_dtype(self._vocab_size)
+    self._dtype = token_dtype(self.metadata["vocab_size"])
     # The first token and the first record of each shard.
     self._first_tokens, self._first_records = (
       [0, *itertools.accumulate(entry[name] for entry in self._entries)][:-1]
       for name in ("tokens", "examples")
     )
-    # A plain array view, since indexing a memmap is slow. The file is as it was
-    # written: `Shards` has compared it.
+    # A plain array view, since indexing a memmap is slow.
     self.ends = np.asarray(np.load(self.folder / DOCUMENTS, mmap_mode="r"))
 
   def __reduce__(self) -> tuple:
@@ -140,8 +137,7 @@ class TokenSet:
       [stop - start] int32.
 
     Raises:
-      ValueError: a record is damaged, or an id is not in the vocabulary; the
-        message names the shard.
+      ValueError: a record is damaged; the message names the shard.
     """
     parts = [np.empty(0, np.int32)]
     while start < stop:
@@ -154,21 +150,7 @@ class TokenSet:
     shard = bisect.bisect_right(self._first_tokens, start) - 1
     block, offset = divmod(start - self._first_tokens[shard], BLOCK)
     record = self._shards.record(self._first_records[shard] + block)
-    tokens = self._entries[shard]["tokens"]
-    expected = min(BLOCK, tokens - block * BLOCK)
-    if len(record) != expected * self._dtype.itemsize:
-      raise ValueError(
-        f"{self._shards.path(shard)}: block {block} has {len(record)} bytes, "
-        f"expected {expected} tokens of {self._dtype.itemsize} bytes"
-      )
-    part = np.frombuffer(record, self._dtype)[offset : offset + stop - start]
-    if part.max() >= self._vocab_size:
-      at = int(np.argmax(part >= self._vocab_size))
-      raise ValueError(
-        f"{self._shards.path(shard)}: token {block * BLOCK + offset + at} is "
-        f"{part[at]}, beyond vocab_size={self._vocab_size}"
-      )
-    return part
+    return np.frombuffer(record, self._dtype)[offset : offset + stop - start]
 
 
 class TokenShard:
@@ -211,7 +193,7 @@ class TokenShard:
     self._shard.notes.update(zip(_COUNTS, counts))
 
 
-class TokenSetWriter(ShardSetWriter):
+class TokenSetWriter(ShardWriter):
   """Writes a set of tokens with `num_shards` shards; picklable."""
 
   def __init__(
@@ -248,8 +230,7 @@ class TokenSetWriter(ShardSetWriter):
       "block": BLOCK,
       **settings,
     }
-    sizes = {"items": num_shards, "shard_size": 1}
-    super().__init__(folder, KIND, **sizes, settings=settings, notes={})
+    super().__init__(folder, KIND, num_shards, settings)
     has_ends(self._folder, self._settings)  # warns
 
   @contextlib.contextmanager
@@ -284,8 +265,7 @@ class TokenSetWriter(ShardSetWriter):
     if name := self._tokenizer.file_name:
       beside = {name: self._tokenizer.content, **self._tokenizer.files}
       write_tokenizer_files(self._folder, beside)
-    names = (DOCUMENTS, *beside)
-    return super().finish(names, **totals, notes=self._set_notes)
+    return super().finish(**totals, notes=self._set_notes)
 
   def _lengths(self, entry: dict[str, Any]) -> np.ndarray:
     """Reads the number of tokens of each document of a shard."""

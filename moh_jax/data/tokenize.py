@@ -24,7 +24,6 @@ import tqdm
 
 from moh_jax.config.registry import SPLITS
 from moh_jax.data import text_files
-from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.token_sets import TokenSetWriter, TokenShard
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import inside
@@ -83,8 +82,9 @@ def fill_parts(
     if low < held_out <= high:
       return held_out, False
   if not count:
-    told = describe_skipped([{"skipped": skipped}])
-    raise ValueError(f"the input has no document; {told or 'it is empty'}")
+    raise ValueError(
+      f"the input has no document; {skipped.total()} lines or files are no text"
+    )
   if count == 1 and cut_tail(text, held_out):
     return held_out, True
   if low == high:
@@ -146,7 +146,7 @@ class _Job:
             elif self.on_error == "stop" or text.is_damage:
               raise text
             elif found := target(name):
-              found.skip(name, text.reason, text.detail)
+              found.skip(f"{name}: {text.reason}{text.detail}")
 
       for batch in _batches(documents()):
         try:
@@ -158,7 +158,7 @@ class _Job:
           if tokens:
             found.add(tokens, len(text.encode()))
           else:
-            found.skip(name, "empty")
+            found.skip(f"{name}: empty")
     return self.size(group)
 
   def size(self, group: int) -> int:
@@ -211,7 +211,7 @@ def tokenize(
     piece_bytes: approximate bytes of input for one shard.
     workers: number of processes; 1 is this one, which encodes on all cores.
     on_error: "skip" lists lines, rows and files that hold no text in
-      OUT/SPLIT/skipped/, and goes on; a run that was stopped by one may be
+      OUT/SPLIT/skipped.txt, and goes on; a run that was stopped by one may be
       continued so. A damaged file ends the run in any case.
     notes: any JSON values, stored in metadata.json.
 
@@ -238,42 +238,28 @@ def tokenize(
     what = "lines" if cuts else "texts"
     keeps = {part: f"{name}{of}) of {what}" for part, of in parts.items()}
   writers: dict[str, TokenSetWriter] = {}
-  try:
-    settings = {"inputs": text_files.fingerprint(groups), "field": field}
-    options = {"num_shards": len(groups), "notes": notes or {}}
-    for part, keep in keeps.items():
-      options["settings"] = {**settings, "keep": keep}
-      writers[part] = TokenSetWriter(out / part, tokenizer, **options)
-    todo: dict[int, list[str]] = {}
-    for split, writer in writers.items():
-      for group in writer.todo():
-        todo.setdefault(group, []).append(split)
-    job = _Job(
-      writers, held_out, cuts, groups, todo, tokenizer, field, on_error
-    )
-    with tqdm.tqdm(
-      desc=", ".join(writers),
-      total=sum(map(job.size, todo)),
-      unit="B",
-      unit_scale=True,
-      disable=None,  # where stderr is no terminal
-    ) as bar:
-      for size in _write_all(job, sorted(todo), workers):
-        bar.update(size)
-  except (OSError, ValueError):
-    for writer in writers.values():
-      if len(writer.todo()) == len(groups):
-        writer.discard()
-    raise
+  settings = {"inputs": text_files.fingerprint(groups), "field": field}
+  options = {"num_shards": len(groups), "notes": notes or {}}
+  for part, keep in keeps.items():
+    options["settings"] = {**settings, "keep": keep}
+    writers[part] = TokenSetWriter(out / part, tokenizer, **options)
+  todo: dict[int, list[str]] = {}
   for split, writer in writers.items():
-    entries = writer.entries()
-    if not any(entry["documents"] for entry in entries):
-      for other in writers.values():
-        other.discard()
-      raise ValueError(
-        f"{out / split}: the input has no document for it; "
-        f"{describe_skipped(entries) or 'it has none'}"
-      )
+    for group in writer.todo():
+      todo.setdefault(group, []).append(split)
+  job = _Job(writers, held_out, cuts, groups, todo, tokenizer, field, on_error)
+  with tqdm.tqdm(
+    desc=", ".join(writers),
+    total=sum(map(job.size, todo)),
+    unit="B",
+    unit_scale=True,
+    disable=None,  # where stderr is no terminal
+  ) as bar:
+    for size in _write_all(job, sorted(todo), workers):
+      bar.update(size)
+  for split, writer in writers.items():
+    if not any(entry["documents"] for entry in writer.entries()):
+      raise ValueError(f"{out / split}: the input has no document for it")
   return {split: writer.finish() for split, writer in writers.items()}
 
 

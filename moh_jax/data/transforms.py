@@ -17,7 +17,7 @@ from PIL import Image
 from moh_jax.config import DataConfig, ImageModel
 from moh_jax.config.dit import LatentScaling
 from moh_jax.data.augment import augmentations
-from moh_jax.data.decode import mirror, resize
+from moh_jax.data.decode import resize
 from moh_jax.data.sources import Example
 
 
@@ -110,7 +110,7 @@ class RandomFlip(grain.transforms.RandomMap):
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     """Mirrors one example or leaves it."""
     if rng.random() < 0.5:
-      return {**element, "image": mirror(element["image"])}
+      return {**element, "image": element["image"][:, ::-1]}
     return element
 
 
@@ -153,7 +153,7 @@ class RandomCropFlip(grain.transforms.RandomMap):
     box = self._box(image.shape[:2], rng)
     image = resize(image, self.size, box, fast=self.fast, reduced=self.fast)
     if rng.random() < 0.5:
-      image = mirror(image)
+      image = image[:, ::-1]
     return {**element, "image": image}
 
   def _box(self, shape: tuple[int, int], rng: np.random.Generator) -> tuple:
@@ -219,13 +219,7 @@ def normalizer(data: Any) -> Callable[[Any], Any]:
 def sample_posterior(
   mean: np.ndarray, log_variance: np.ndarray, noise: np.ndarray
 ) -> np.ndarray:
-  """Samples latents: mean + exp(log_variance / 2) * noise.
-
-  Args:
-    mean: any shape.
-    log_variance: the same shape.
-    noise: standard normal noise of the same shape.
-  """
+  """Samples latents: mean + exp(log_variance / 2) * noise, all of one shape."""
   return mean + np.exp(0.5 * log_variance) * noise
 
 

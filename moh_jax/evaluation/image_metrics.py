@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from moh_jax.data.decode import open_picture, picture_size, read_image
-from moh_jax.data.decoding_memory import DECODING_MEMORY
-from moh_jax.data.image_folders import find_files
+from moh_jax.data.decode import describe_image, read_image
+from moh_jax.data.folders import find_images
 from moh_jax.data.transforms import center_crop
 from moh_jax.evaluation.fid import (
   INCEPTION_BLOCK,
@@ -26,7 +25,6 @@ from moh_jax.evaluation.fid import (
 from moh_jax.evaluation.metrics import one_late
 from moh_jax.models.inception import Features, InceptionV3, prepare
 from moh_jax.runtime.files import (
-  check_regular,
   npz_damage,
   npz_names,
   open_member,
@@ -115,8 +113,8 @@ def _npz_batches(
 
 
 def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
-  files = find_files(path)
-  sizes = [_image_size(file) for file in files]
+  files = find_images([str(path)])
+  sizes = [describe_image(file, file)[0] for file in files]
   size = (image_size,) * 2 if image_size else sizes[0]
   for file, found in zip(files, sizes):
     if image_size and min(found) < image_size:
@@ -132,11 +130,10 @@ def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
   order = np.random.RandomState(_SEED).permutation(len(files))
 
   def read(file: str) -> np.ndarray:
-    with DECODING_MEMORY.held():
-      image = read_image(file, 3)
-      if not image_size and image.shape[:2] != size:
-        raise ValueError(f"{file} has {_written(image.shape)}, others have not")
-      return center_crop(image, size)
+    image = read_image(file, 3)
+    if not image_size and image.shape[:2] != size:
+      raise ValueError(f"{file} has {_written(image.shape)}, others have not")
+    return center_crop(image, size)
 
   def batches(batch_size: int) -> Iterator[np.ndarray]:
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -145,18 +142,6 @@ def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
         yield np.stack(list(pool.map(read, part)))
 
   return ImageSet(str(path), len(files), size, batches)
-
-
-def _image_size(file: str) -> tuple[int, int]:
-  """(X, Y) from the header alone, for a folder may hold 50,000 images."""
-  check_regular(file)
-  try:
-    with open_picture(file) as image:
-      return picture_size(image)
-  except Exception as error:  # a damaged image raises nearly anything
-    raise ValueError(
-      f"{file}: not an image Pillow can read: {error}"
-    ) from error
 
 
 def _written(size: tuple[int, ...]) -> str:

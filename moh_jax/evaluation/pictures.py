@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from moh_jax.data.decode import to_picture
+from moh_jax.data.decode import to_array, to_picture
 from moh_jax.evaluation.head_stats import HeadStats, Layer
 from moh_jax.runtime.files import printable, printable_name, write_whole
 
@@ -27,6 +27,7 @@ _PALETTE = (
 _MASKED = "#DDDDDD"
 SCORES = ("bits_per_byte", "accuracy", "loss")  # the main ones
 _DPI = 110
+_TILE = 112  # columns that an image is enlarged to in a grid
 _MOST_BYTES = 400_000  # of a picture in a page
 _PANELS = 4  # panels side by side
 _SHOWN_LAYERS = 6  # columns of routing maps
@@ -73,6 +74,38 @@ def _png(picture: Image.Image) -> bytes:
   stream = io.BytesIO()
   picture.save(stream, "png")
   return stream.getvalue()
+
+
+def tiles(
+  images: np.ndarray, names: Sequence[str] = (), zoom: int = 0
+) -> np.ndarray:
+  """Images at a size that is seen, with names beneath.
+
+  Args:
+    images: [B, X, Y, 1 or 3] uint8.
+    names: of the images, cut to their width; () writes none.
+    zoom: how often a pixel is repeated in each direction; 0 makes an image at
+      least 112 pixels wide.
+  """
+  zoom = zoom or -(-_TILE // images.shape[2])
+  images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+  if not names:
+    return images
+  from matplotlib import get_data_path  # has a font of more than ASCII
+  from PIL import ImageDraw, ImageFont
+
+  (height, width), out = images.shape[1:3], []
+  font = pathlib.Path(get_data_path(), "fonts/ttf/DejaVuSans.ttf")
+  font = ImageFont.truetype(font, max(12, width // 9))
+  margin = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
+  for image, name in zip(np.pad(images, margin, constant_values=255), names):
+    text = printable_name(name)
+    picture = to_picture(image)
+    while font.getlength(text) > width - 2:
+      text = text[:-1]
+    ImageDraw.Draw(picture).text((1, height + 1), text, "black", font)
+    out.append(to_array(picture))
+  return np.stack(out)
 
 
 def new_figure(**options: Any) -> Any:

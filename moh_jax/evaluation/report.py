@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
 from moh_jax.data.decode import decode_image
-from moh_jax.data.grids import tiles
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import pictures
 from moh_jax.evaluation.head_stats import VALUES, HeadStats
@@ -307,7 +306,7 @@ def _losses(found: Findings) -> str:
   only = ", ".join(
     f"{name}={values[name]}"
     for name in (
-      *("augment", "auto_augment", "color_jitter", "random_erasing", "mixup"),
+      *("augment", "auto_augment", "random_erasing", "mixup"),
       *("cutmix", "label_smoothing", "drop_path", "label_dropout"),
     )
     if values.get(name) not in (None, 0, "", "none")
@@ -484,7 +483,7 @@ def _generated(
     return _image(pictures.shrunk(preview), "samples of the run")
   if config.diffusion.space != "pixel":
     return "<p>Latents need their autoencoder to be shown: see `sample`.</p>"
-  grid = image_grid(tiles(generate(_SAMPLES)), columns=_COLUMNS)
+  grid = image_grid(pictures.tiles(generate(_SAMPLES)), columns=_COLUMNS)
   png = pictures.shrunk(pictures.png_of_pixels(grid))
   return _image(png, "generated samples")
 

@@ -13,11 +13,15 @@ import numpy as np
 import tqdm
 
 from moh_jax.config import MeshConfig
-from moh_jax.config.dit import EncodeOptions, LatentScaling, VAEConfig
-from moh_jax.data.image_folders import EncodedSource
-from moh_jax.data.image_shards import LATENTS, encode_moments
-from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.sources import CheckedSource, read_ahead
+from moh_jax.config.dit import EncodeOptions, VAEConfig
+from moh_jax.data.packed import (
+  LATENTS,
+  encode_moments,
+  read_ahead,
+  shard_items,
+)
+from moh_jax.data.shards import OpenShard, ShardWriter
+from moh_jax.data.sources import CheckedSource, EncodedSource
 from moh_jax.data.transforms import CenterCrop
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
@@ -30,8 +34,7 @@ def open_latents(
   options: EncodeOptions,
   *,
   params: Any,
-  notes: dict[str, str],
-) -> ShardSetWriter:
+) -> ShardWriter:
   """Starts a set of latents, or continues an interrupted one.
 
   Args:
@@ -40,7 +43,6 @@ def open_latents(
     config: the autoencoder.
     options: sizes.
     params: its parameters, which are hashed.
-    notes: "vae" and "encoded_from", for the reader of metadata.json.
 
   Raises:
     ValueError: sizes do not fit, or `out` holds latents of other settings.
@@ -48,46 +50,32 @@ def open_latents(
   side, step = options.image_size, config.downscale
   if side % step:
     raise ValueError(f"image_size={side} must be a multiple of {step}")
-  return ShardSetWriter(
-    out,
-    LATENTS,
-    items=len(source),
-    shard_size=options.shard_size,
-    settings={
-      "image_size": side,
-      "latent_shape": (side // step, side // step, config.latent_channels),
-      **_scaling(config, options),
-      "vae_sha256": weights_sha256(config, params),
-      "compute_dtype": config.dtype,
-      "images": source.fingerprint,
-    },
-    notes={
-      **notes,
-      "class_names": source.class_names,
-      "encoder_sha256": encoder_sha256(config, params),
-    },
-  )
-
-
-def _scaling(config: VAEConfig, options: EncodeOptions) -> dict[str, Any]:
-  """What metadata.json says of the scaling, but for what is as usual."""
-  scaling, usual = config.scaling, LatentScaling()
+  scaling = config.scaling
   if options.latent_scale is not None:
     scaling = dataclasses.replace(scaling, scale=options.latent_scale)
-  return {
-    f"latent_{name}": value
-    for name, value in dataclasses.asdict(scaling).items()
-    if name == "scale" or value != getattr(usual, name)
+  settings = {
+    "image_size": side,
+    "latent_shape": (side // step, side // step, config.latent_channels),
+    "scaling": dataclasses.asdict(scaling),
+    "vae_sha256": weights_sha256(config, params),
+    "encoder_sha256": encoder_sha256(config, params),
+    "compute_dtype": config.dtype,
+    "images": source.fingerprint,
+    "class_names": source.class_names,
+    "shard_size": options.shard_size,
   }
+  shards = len(shard_items(len(source), options.shard_size))
+  return ShardWriter(out, LATENTS, shards, settings)
 
 
 def encode_latents(
   source: EncodedSource,
-  writer: ShardSetWriter,
+  writer: ShardWriter,
   config: VAEConfig,
   params: Any,
   options: EncodeOptions,
   *,
+  notes: dict[str, str],
   devices: list | None = None,
   process: tuple[int, int] | None = None,
 ) -> dict[str, Any] | None:
@@ -102,6 +90,7 @@ def encode_latents(
     config: the autoencoder.
     params: its parameters.
     options: the same as `writer`'s.
+    notes: "vae" and "encoded_from", for the reader of metadata.json.
     devices: None takes this process's.
     process: index of this process and number of all; None asks JAX.
 
@@ -109,8 +98,8 @@ def encode_latents(
     What metadata.json says; None while other processes' shards are missing.
 
   Raises:
-    FileNotFoundError: an image is gone, with bad_images="raise".
-    OSError: a shard could not be written; finished ones are whole.
+    OSError: an image is gone, with bad_images="raise", or a shard could not be
+      written; finished ones are whole.
     ValueError: an image is bad, or the batch does not fit the devices.
   """
   mesh = sharding.make_mesh(MeshConfig(), devices or jax.local_devices())
@@ -118,9 +107,8 @@ def encode_latents(
   index, count = process or (jax.process_index(), jax.process_count())
   mine = range(index, writer.num_shards, count)
   todo = [shard for shard in writer.todo() if shard in mine]
-  left, total = (
-    sum(len(writer.items(s)) for s in part) for part in (todo, mine)
-  )
+  items = shard_items(len(source), options.shard_size)
+  left, total = (sum(len(items[s]) for s in part) for part in (todo, mine))
   bar = tqdm.tqdm(total=total, initial=total - left, unit="image", disable=None)
   params = jax.device_put(params, sharding.replicated(mesh))
 
@@ -130,23 +118,23 @@ def encode_latents(
     pixels = np.pad(pixels, padding)  # one size, one compilation
     return _moments(VAE(config), params, sharding.shard_batch(pixels, mesh))
 
-  places = itertools.chain.from_iterable(map(writer.items, todo))
+  places = itertools.chain.from_iterable(items[shard] for shard in todo)
   images = _read_images(source, places, options)
   with bar, sharding.use_mesh(mesh):
     for shard in todo:
-      of_shard = itertools.islice(images, len(writer.items(shard)))
+      of_shard = itertools.islice(images, len(items[shard]))
       with writer.open(shard) as target:
         previous: tuple = ((), ())  # added while the devices encode the next
         while batch := list(itertools.islice(of_shard, options.batch_size)):
           for bad in (image for image in batch if image.problem):
-            target.skip(bad.name, "unreadable", f": {bad.problem}")
+            target.skip(bad.problem)
           good = [image for image in batch if not image.problem]
           encoded = (good, encode(good)) if good else ((), ())
           _add(target, *previous)
           previous = encoded
           bar.update(len(batch))
         _add(target, *previous)
-  return None if writer.todo() else writer.finish()
+  return None if writer.todo() else writer.finish(**notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +158,10 @@ def _read_images(
   def read(place: int) -> _Image:
     name = source.name(place)
     try:
-      example = checked.fitted(place, crop)
-    except (ValueError, FileNotFoundError) as error:
+      example = crop(checked[place])
+    except (ValueError, OSError) as error:
       if options.bad_images == "skip":
         return _Image(name, problem=str(error))
-      if isinstance(error, FileNotFoundError):
-        raise
       raise ValueError(
         f"{error}; --bad-images skip leaves out what cannot be used"
       ) from error

@@ -21,8 +21,7 @@ from jax.sharding import Mesh
 from PIL import PngImagePlugin
 
 from moh_jax.config import Config, MeshConfig, check_command
-from moh_jax.data.decode import open_picture, to_picture
-from moh_jax.data.grids import grid_zoom
+from moh_jax.data.decode import open_image, to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
@@ -218,8 +217,6 @@ def check_size(config: Config, num: int, out: pathlib.Path) -> None:
   size, width = math.prod(config.model.input_shape), config.model.input_size[1]
   if config.diffusion.space == "latent":
     size, width = 3 * 64 * math.prod(config.model.input_size), 8 * width
-  if out.suffix == ".png":
-    size *= grid_zoom(width, config.sample.zoom) ** 2
   what = f"{num:,} images of {size:,} bytes"
   if out.suffix == ".png":
     check_bytes(num * size, what)
@@ -354,7 +351,7 @@ def _check_picture(
   """
   content = read_bytes(file, _MOST_PNG_BYTES)
   try:
-    with open_picture(io.BytesIO(content)) as picture:
+    with open_image(io.BytesIO(content), str(file)) as picture:
       pixels, mark = np.asarray(picture), picture.info.get(_MARK)
   except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(f"{file}: damaged, remove it: {error}") from error

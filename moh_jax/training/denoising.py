@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.convert.inception import load_inception
-from moh_jax.data.grids import tiles
 from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import make_source
 from moh_jax.evaluation.fid import (
@@ -30,6 +29,7 @@ from moh_jax.evaluation.metrics import (
   denoising_step,
   mean_metrics,
 )
+from moh_jax.evaluation.pictures import tiles
 from moh_jax.layers.partitioning import draw_examples
 from moh_jax.models import inception
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler

@@ -38,6 +38,7 @@ class ClassifierTest(tiny_checkpoint.CommandTest):
   def test_models_of_shards_and_of_folders_read_both(self):
     shards, folder = self.root / "shards", self._folder()
     argv = ("--data", folder, "--out", shards, "--split", "val")
+    argv += ("--val-share=1",)
     tiny_checkpoint.done("prepare", "pack-images", *argv)
     for source in ("array_record", "image_folder"):
       stored = config_lib.apply_overrides(CONFIG, "model", num_classes=4)

@@ -11,14 +11,14 @@ from absl.testing import parameterized
 from etils import epath
 from PIL import Image
 
-from moh_jax.data.image_shards import LatentSource
+from moh_jax.data.packed import LatentSource
 from moh_jax.data.sources import make_source
 from moh_jax.models.generation import to_pixels
 from moh_jax.models.vae import VAE
 from moh_jax.runtime import steps
 from moh_jax.runtime.steps import load_config
 from tests.cli import tiny_checkpoint
-from tests.data import tiny_sets, tiny_text
+from tests.data import tiny_sets
 from tests.inference import tiny_vae
 from tests.training import tiny
 
@@ -119,23 +119,6 @@ class ChecksumsTest(tiny_checkpoint.CommandTest):
     (self.root / "checkpoints/2/config/metadata").write_text("{")
     told = f"step 2: damaged, file {steps.MANIFEST}: missing\n"
     self.assertEqual(self.call(*argv, "--step=2"), (1, told, ""))
-
-  def test_sets_of_shards(self):
-    train, val = self.root / "train", self.root / "val"
-    for folder in (train, val):
-      tiny_text.write(folder, [[[1, 2, 3]]])
-    whole, argv = f"{val}: whole\n", ("--data", self.root)
-    self.assertEqual(self.done(*argv), f"{train}: whole\n{whole}")
-    (train / "metadata.json").write_text('{"format": "sounds", "version": 1}')
-    status, out, _ = self.call(*argv)
-    self.assertEqual(status, 1)
-    self.assertIn("holds 'sounds' of version 1, expected", out.splitlines()[0])
-    self.assertEndsWith(out, whole)
-    (train / "metadata.json").unlink()
-    status, out, _ = self.call(*argv)
-    self.assertEqual(status, 1)
-    self.assertIn("metadata.json: no such file; it is wr", out.splitlines()[0])
-    self.assert_refused("nowhere holds no shards", "--data", "nowhere")
 
 
 class BatchTest(tiny_checkpoint.CommandTest):

@@ -64,7 +64,6 @@ def _print_digests(workers, count):
       "batch_size": 4,
       "augment": "crop_flip",
       "auto_augment": "rand-m9-mstd0.5-inc1",
-      "color_jitter": 0.3,
       "random_erasing": 0.5,
       "repeats": 3,
       "workers": workers,
@@ -216,14 +215,6 @@ class RepeatedImagesTest(parameterized.TestCase):
     self.assertEqual(
       source.reads, collections.Counter({i: 3 for i in range(4)})
     )
-
-  def test_large_images_do_not_wait_for_their_copies(self):
-    source = _Slow(12, together=1)
-    with mock.patch.object(pipeline, "_MOST_KEPT_BYTES", 20):  # one of 16 bytes
-      repeated = RepeatedImages(grain.MapDataset.source(source), 3)
-    for number in (0, 1, 3, 0):
-      repeated[number]
-    self.assertEqual(source.reads, {0: 2, 1: 1})
 
 
 if __name__ == "__main__":

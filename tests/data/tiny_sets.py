@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from moh_jax.data import image_shards, pipeline
-from moh_jax.data.shard_writer import ShardSetWriter
+from moh_jax.data import packed, pipeline
+from moh_jax.data.shards import ShardWriter
 from tests.training import tiny
 
 VIT = dataclasses.replace(
@@ -24,20 +24,20 @@ def moments(index):
 
 def write_latents(folder, examples=10, shard_size=4, **settings):
   """Example i has the label i % 2."""
-  defaults = {"image_size": 16, "latent_shape": SHAPE, "latent_scale": 0.5}
-  writer = ShardSetWriter(
-    folder,
-    image_shards.LATENTS,
-    items=examples,
-    shard_size=shard_size,
-    settings={**defaults, **settings},
-    notes={"class_names": CLASSES},
-  )
+  defaults = {
+    "image_size": 16,
+    "latent_shape": SHAPE,
+    "scaling": {"scale": 0.5},
+  }
+  defaults |= {"class_names": CLASSES, "encoder_sha256": ""}
+  items = packed.shard_items(examples, shard_size)
+  settings = {**defaults, **settings}
+  writer = ShardWriter(folder, packed.LATENTS, len(items), settings)
   for shard in writer.todo():
     with writer.open(shard) as target:
-      for item in writer.items(shard):
+      for item in items[shard]:
         header = {"label": item % 2, "name": f"{CLASSES[item % 2]}/{item}"}
-        target.add(header, image_shards.encode_moments(moments(item)))
+        target.add(header, packed.encode_moments(moments(item)))
   return writer.finish()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.config.dit import LatentScaling
-from moh_jax.data.image_shards import LatentSource, open_splits
+from moh_jax.data.packed import LatentSource, open_splits
 from moh_jax.data.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
@@ -38,7 +38,6 @@ class EncodeTest(FolderTest):
       config,
       options,
       params=_params(seed),
-      notes={"vae": "tiny", "encoded_from": "here"},
     )
 
   def _encode(self, name="out", source=None, devices=1, **kw):
@@ -50,6 +49,7 @@ class EncodeTest(FolderTest):
       config,
       _params(),
       options,
+      notes={"vae": "tiny", "encoded_from": "here"},
       devices=jax.devices()[:devices],
       process=(0, 1),
     )
@@ -60,7 +60,8 @@ class EncodeTest(FolderTest):
 
   def _files(self, name):
     return {
-      path.name: path.read_bytes() for path in (self.root / name).iterdir()
+      path.name: path.read_bytes()
+      for path in (self.root / name).glob("*.array_record")
     }
 
   def test_holds_the_posteriors_of_image_and_mirror_and_says_how(self):
@@ -69,7 +70,7 @@ class EncodeTest(FolderTest):
       "class_names": ["ant", "cat"],
       "image_size": 8,
       "latent_shape": [4, 4, 2],
-      "latent_scale": 0.5,
+      "scaling": {"scale": 0.5, "shift": 0.0, "mean": [], "std": []},
       "vae_sha256": weights_sha256(tiny_vae.CONFIG, _params()),
       "vae": "tiny",
       "encoded_from": "here",
@@ -125,15 +126,18 @@ class EncodeTest(FolderTest):
       self._encode()
     metadata = self._encode(bad_images="skip")
     self.assertEqual((metadata["examples"], metadata["skipped"]), (8, 2))
-    lists = sorted((self.root / "out" / "skipped").iterdir())
-    listing = "".join(file.read_text() for file in lists)
-    self.assertRegex(listing, "ant/1.png: unreadable: .*not an image")
+    listing = (self.root / "out" / "skipped.txt").read_text()
+    self.assertRegex(listing, "ant/1.png: not an image")
     self.assertRegex(listing, "cat/4.png: .*30 x 7 .* 8 x 8 needed")
     labels = [int(example["label"]) for example in self._read()]
     self.assertEqual(labels, [0] * 4 + [1] * 4)
 
   @parameterized.parameters(
-    ({"latent_scale": 1.0}, {}, "latent_scale: 1.0 here, 0.5 there"),
+    (
+      {"latent_scale": 1.0},
+      {},
+      "scaling: {'scale': 1.0,.* here, {'sc",
+    ),
     ({"image_size": 9}, {}, "image_size=9 must be a multiple"),
     ({}, {"seed": 1}, "vae_sha256: '.*' here, '.*' there"),
     (

@@ -10,53 +10,44 @@ autoencoder's posterior. float16 takes half the disk space of float32 (32 KiB
 for an image of 256 x 256 pixels). It rounds a mean between 4 and 8 by at most
 0.002; after `latent_scale` that is 0.0004, a 25th of the smallest noise of the
 training (0.01 at timestep 0). metadata.json has the fields "class_names",
-"latent_shape", "latent_scale" (and "latent_shift", "latent_mean", "latent_std"
-where the autoencoder has them), "image_size", "vae", "vae_sha256",
-"encoder_sha256" and "encoded_from".
+"latent_shape", "scaling" (of `LatentScaling`), "image_size", "vae",
+"vae_sha256", "encoder_sha256" and "encoded_from".
 """
 
-import dataclasses
 import io
-import itertools
 import os
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import grain
 import numpy as np
 import tqdm
 
 from moh_jax.config import Config, differing_fields
 from moh_jax.config.dit import LatentScaling
-from moh_jax.config.registry import SPLITS
+from moh_jax.config.registry import SPLITS, MissingSplitError
 from moh_jax.data import decode
-from moh_jax.data.decoding_memory import DECODING_MEMORY
+from moh_jax.data.folders import ImageFolderSource
 from moh_jax.data.identity import Identity
-from moh_jax.data.image_folders import (
+from moh_jax.data.shards import METADATA, Shards, ShardWriter
+from moh_jax.data.sources import (
   ALL,
   EncodedSource,
-  ImageFolderSource,
-  Record,
-  Selection,
-  find_splits,
-)
-from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
-from moh_jax.data.shard_writer import ShardSetWriter
-from moh_jax.data.shards import METADATA, Shards, read_metadata, unpack
-from moh_jax.data.sources import (
   Example,
   ImageSource,
-  check_class_names,
-  read_ahead,
+  Record,
+  Selection,
 )
+from moh_jax.data.tables import TableSource, find_tables
 
-KIND, LATENTS = "images", "latents"
+IMAGES, LATENTS = "images", "latents"  # kinds of sets
 _DTYPE = np.dtype("<f2")  # of latents
 _THREADS = 8  # threads that read image files
 _QUALITY = 95  # of JPEG files that are written in place of larger images
 
 
-class _ShardSource(ImageSource):
+class _PackedSource(ImageSource):
   """Examples in PATH/SPLIT/*.array_record."""
 
   kind: str  # of the set
@@ -89,10 +80,10 @@ class _ShardSource(ImageSource):
     return self._shards.locate(index)
 
 
-class ArrayRecordSource(_ShardSource, EncodedSource):
+class PackedImages(_PackedSource, EncodedSource):
   """Source of packed images, which are as they were selected for it."""
 
-  kind = KIND
+  kind = IMAGES
 
   def __init__(
     self, path: str, split: str, channels: int, selection: Selection = ALL
@@ -114,14 +105,11 @@ class ArrayRecordSource(_ShardSource, EncodedSource):
     return Record(header["label"], place, content)
 
   def name(self, index: int) -> str:
-    """The image's "CLASS/NAME"; shard and position if the record is damaged."""
-    try:
-      return self._shards[index][0]["name"]
-    except ValueError:
-      return super().name(index)
+    """The image's "CLASS/NAME"."""
+    return self._shards[index][0]["name"]
 
 
-class LatentSource(_ShardSource):
+class LatentSource(_PackedSource):
   """Source of latents.
 
   `source[i]` is {"image": [2, 2, X, Y, channels] float16, "label": int32}. The
@@ -136,9 +124,8 @@ class LatentSource(_ShardSource):
     super().__init__(path, split)
     self.latent_shape = tuple(self.metadata["latent_shape"])
     self.channels = self.latent_shape[-1]
-    self.scaling = stored_scaling(self.metadata)
-    # "" in sets of older versions.
-    self.encoder_sha256 = self.metadata.get("encoder_sha256", "")
+    self.scaling = LatentScaling(**self.metadata["scaling"])
+    self.encoder_sha256 = self.metadata["encoder_sha256"]
 
   @classmethod
   def open(
@@ -170,21 +157,41 @@ class LatentSource(_ShardSource):
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """Classes and channels; also "scaling" and "encoder_sha256"."""
     del names
-    metadata = read_metadata(pathlib.Path(config.data.path) / "train", LATENTS)
+    source = cls(config.data.path, "train")
     return {
-      "channels": metadata["latent_shape"][-1],
-      "num_classes": len(metadata["class_names"]),
-      "scaling": stored_scaling(metadata),
-      "encoder_sha256": metadata.get("encoder_sha256", ""),
+      "channels": source.channels,
+      "num_classes": len(source.class_names),
+      "scaling": source.scaling,
+      "encoder_sha256": source.encoder_sha256,
     }
 
   def __getitem__(self, index: int) -> Example:
-    return self._shards.record(index, self._parse)
-
-  def _parse(self, record: bytes) -> Example:
-    header, payload = unpack(record)
+    header, payload = self._shards[index]
     moments = np.frombuffer(payload, _DTYPE).reshape(2, 2, *self.latent_shape)
     return {"image": moments, "label": np.int32(header["label"])}
+
+
+def encode_moments(moments: np.ndarray) -> bytes:
+  """Encodes the payload of a record.
+
+  Args:
+    moments: [2, 2, X, Y, channels] float, see the head of this file.
+
+  Raises:
+    ValueError: a value is not finite in float16.
+  """
+  with np.errstate(over="ignore"):
+    stored = moments.astype(_DTYPE)
+  if not np.isfinite(stored).all():
+    raise ValueError("the autoencoder's output is not finite in float16")
+  return stored.tobytes()
+
+
+def source_at(path: str | os.PathLike) -> str:
+  """What a folder of images holds: the name of its source."""
+  if any(pathlib.Path(path, split, METADATA).is_file() for split in SPLITS):
+    return "array_record"
+  return "parquet" if find_tables(path) else "image_folder"
 
 
 def open_splits(
@@ -196,11 +203,8 @@ def open_splits(
   """Opens images of any kind on disk, whichever it is.
 
   Args:
-    path: folder with train/ and val/ (or one of them), or with one split
-      directly, of class folders or of what `prepare pack-images` wrote; or a
-      folder of Parquet or Arrow files.
-    split: the wanted split; None opens all. If `path` is one split directly,
-      this is the name it gets, "train" for None.
+    path: folder of class folders, tables, or what `prepare pack-images` wrote.
+    split: the wanted split; None opens those that there are.
     channels: 1 decodes to grey, 3 to RGB.
     selection: of the images; the classes of the first split are those of all.
 
@@ -209,37 +213,38 @@ def open_splits(
 
   Raises:
     FileNotFoundError: there is no such split.
-    ValueError: the data are damaged, or have classes beside `class_names`; a
-      column of folders or shards; a share of shards.
+    ValueError: the data are damaged, or have classes beside `class_names`.
   """
-  of_tables, share = is_tables(path), selection.val_share
-  if selection.label_column and not of_tables:
-    raise ValueError(
-      f"--label-column={selection.label_column!r} must be '': {path} has no "
-      "tables"
-    )
-  found = find_tables(path) if of_tables else find_splits(path)
-  divided = share > 0 and found.keys() == {"train"}
-  if divided and not of_tables and (found["train"] / METADATA).is_file():
-    raise ValueError(f"--val-share={share} must be 0: {path} is packed")
-  places: dict[str, tuple[type[EncodedSource], str, str]] = {}
-  if divided or of_tables:
-    kind = ParquetSource if of_tables else ImageFolderSource
-    names = [split] if split else (SPLITS if divided else found)
-    places = {name: (kind, path, name) for name in names}
-  else:
-    for name, folder in find_splits(path, split).items():
-      packed = (folder / METADATA).is_file()
-      kind = ArrayRecordSource if packed else ImageFolderSource
-      places[name] = kind, str(folder), ""
-  opened: dict[str, EncodedSource] = {}
-  for name, (kind, *place) in places.items():
-    opened[name] = source = kind(*place, channels, selection)
-    selection = selection._replace(class_names=source.class_names)
-  first, *others = opened.values()
-  for other in others:
-    check_class_names(first.class_names, other.class_names, path)
+  kinds: dict[str, type[EncodedSource]] = {
+    "image_folder": ImageFolderSource,
+    "parquet": TableSource,
+    "array_record": PackedImages,
+  }
+  kind, opened = kinds[source_at(path)], {}
+  for name in [split] if split else SPLITS:
+    try:
+      opened[name] = kind(path, name, channels, selection)
+    except MissingSplitError:
+      if split or (name == SPLITS[-1] and not opened):
+        raise
+      continue
+    selection = selection._replace(class_names=opened[name].class_names)
   return opened
+
+
+def shard_items(items: int, shard_size: int) -> list[range]:
+  """Numbers of the images that belong to each shard."""
+  starts = range(0, items, shard_size)
+  return [range(i, min(i + shard_size, items)) for i in starts]
+
+
+def read_ahead(
+  read: Callable[[int], Any], places: Iterable[int], threads: int, ahead: int
+) -> Iterator[Any]:
+  """Reads examples on threads, at most `ahead` of them before their turn."""
+  options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+  dataset = grain.MapDataset.source(list(places)).map(read)
+  return iter(dataset.to_iter_dataset(options))
 
 
 def pack_images(
@@ -271,54 +276,43 @@ def pack_images(
     The content of metadata.json.
 
   Raises:
-    FileNotFoundError: an image is gone, with bad_images="raise".
-    OSError: a shard cannot be written.
+    OSError: an image cannot be read, with bad_images="raise", or a shard not
+      be written.
     ValueError: `out` holds a set of other images or settings, or an image is
       damaged, with bad_images="raise".
   """
-  images = source.fingerprint
-  if shorter_side:
-    images += f", shorter side at most {shorter_side}"
-  writer = ShardSetWriter(
-    out,
-    KIND,
-    items=len(source),
-    shard_size=shard_size,
-    settings={"images": images},
-    notes={
-      "class_names": source.class_names,
-      "packed_from": os.fspath(packed_from),
-    },
-  )
+  items = shard_items(len(source), shard_size)
+  settings = {"images": source.fingerprint, "shard_size": shard_size}
+  settings |= {"shorter_side": shorter_side}
+  writer = ShardWriter(out, IMAGES, len(items), settings)
 
   def prepare(item: int) -> Record | Exception:
     try:
-      record = source.read(item)
-      return _checked(record, shorter_side)
-    except (ValueError, FileNotFoundError) as error:
+      return _fitted(source.read(item), shorter_side)
+    except (ValueError, OSError) as error:
       return error
 
-  todo = writer.todo()
-  left = sum(len(writer.items(shard)) for shard in todo)
-  places = itertools.chain.from_iterable(map(writer.items, todo))
-  images_read = read_ahead(prepare, places, _THREADS, 2 * _THREADS)
+  places = [item for shard in writer.todo() for item in items[shard]]
+  found = read_ahead(prepare, places, _THREADS, 2 * _THREADS)
   # None disables it where stderr is no terminal.
-  with tqdm.tqdm(total=left, unit="image", disable=None) as bar:
-    for shard in todo:
+  with tqdm.tqdm(total=len(places), unit="image", disable=None) as bar:
+    for shard in writer.todo():
       with writer.open(shard) as target:
-        for item, found in zip(writer.items(shard), images_read):
-          name = source.name(item)
-          if isinstance(found, Record):
-            target.add({"label": found.label, "name": name}, found.content)
+        for item, image in zip(items[shard], found):
+          if isinstance(image, Record):
+            header = {"label": image.label, "name": source.name(item)}
+            target.add(header, image.content)
           elif bad_images == "raise":
-            raise found
+            raise image
           else:
-            target.skip(name, "unreadable", f": {found}")
+            target.skip(str(image))
           bar.update()
-  return writer.finish()
+  return writer.finish(
+    class_names=source.class_names, packed_from=os.fspath(packed_from)
+  )
 
 
-def _checked(record: Record, shorter: int) -> Record:
+def _fitted(record: Record, shorter: int) -> Record:
   """The image with a shorter side of at most `shorter` pixels; 0 is any.
 
   Raises:
@@ -327,38 +321,10 @@ def _checked(record: Record, shorter: int) -> Record:
   size, grey = decode.describe_image(record.content, record.place)
   if not shorter or min(size) <= shorter:
     return record
-  with DECODING_MEMORY.held():
-    pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
-    # Some files say behind the pixels that rows are columns.
-    size = tuple(round(n * shorter / min(size)) for n in pixels.shape[:2])
-    pixels = decode.resize(pixels, size)
+  pixels = decode.decode_image(record.content, 1 if grey else 3, record.place)
+  # Some files say behind the pixels that rows are columns.
+  size = tuple(round(n * shorter / min(size)) for n in pixels.shape[:2])
   file = io.BytesIO()
-  decode.to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
+  smaller = decode.to_picture(decode.resize(pixels, size))
+  smaller.save(file, "JPEG", quality=_QUALITY)
   return record._replace(content=file.getvalue())
-
-
-def stored_scaling(metadata: Mapping[str, Any]) -> LatentScaling:
-  """How the latents of a set are scaled, from its metadata.json."""
-  stored = {
-    field.name: metadata.get(f"latent_{field.name}", field.default)
-    for field in dataclasses.fields(LatentScaling)
-  }
-  for name in ("mean", "std"):
-    stored[name] = tuple(stored[name])
-  return LatentScaling(**stored)
-
-
-def encode_moments(moments: np.ndarray) -> bytes:
-  """Encodes the payload of a record.
-
-  Args:
-    moments: [2, 2, X, Y, channels] float, see the head of this file.
-
-  Raises:
-    ValueError: a value is not finite in float16.
-  """
-  with np.errstate(over="ignore"):
-    stored = moments.astype(_DTYPE)
-  if not np.isfinite(stored).all():
-    raise ValueError("the autoencoder's output is not finite in float16")
-  return stored.tobytes()
