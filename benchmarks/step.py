@@ -80,7 +80,7 @@ def measure(run: Config, rounds: int) -> dict[str, Any]:
   compiled = program.step.lower(program.state, program.batch).compile()
   compile_seconds = time.perf_counter() - start
   seconds = step_seconds({"": run}, rounds)[""].median
-  flops, batch = step_flops(run).active, run.data.batch_size
+  flops, batch = step_flops(run), run.data.batch_size
   published = published_peak(jax.devices()[0].device_kind)
   return {
     "batch": batch,

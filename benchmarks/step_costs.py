@@ -8,15 +8,12 @@ The last columns of `python -m moh_jax compare`, for docs/results.md.
 
 import sys
 
-import jax
-
 from benchmarks.common import finish, make_parser
 from moh_jax.cli.flags import split_changes
 from moh_jax.data.infer import resolve
-from moh_jax.runtime.sharding import axis_sizes
 from moh_jax.runtime.steps import load_config
 from moh_jax.training.bench import step_seconds
-from moh_jax.training.flops import form_summary, step_flops, step_forms
+from moh_jax.training.flops import step_flops
 from moh_jax.training.variants import compared_runs
 
 
@@ -35,15 +32,10 @@ def main() -> None:
   }
   times, rows = step_seconds(runs, args.rounds), []
   for name, run in runs.items():
-    forms = step_forms(run, axis_sizes(run.mesh, jax.device_count()))
-    flops, (form, share) = step_flops(run), form_summary(run, forms)
     rows.append(
       {
         "variant": name,
-        "form": form,
-        "computed_share": share,
-        "flops_needed": flops.active,
-        "flops_computed": sum(flops.computed(forms).values()),
+        "flops_needed": step_flops(run),
         "seconds": times[name].median,
         "ratio_spread": times[name].spread,
       }

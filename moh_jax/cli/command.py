@@ -41,10 +41,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from moh_jax.cli.flags import PREFIX, flag
 from moh_jax.config import Config, MeshConfig, base, check_command
-from moh_jax.config.base import Count
 from moh_jax.config.parse import changed
 from moh_jax.data.text_files import PIECE_BYTES, list_pieces, read_texts
-from moh_jax.runtime import cluster, files, run_lock, steps
+from moh_jax.runtime import files, processes, steps
 from moh_jax.runtime.json_files import strict_json
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class BaseOptions(base.Section):
   # `runtime.compilation_cache`.
   KEEPS_PROGRAMS = False
   # Options in which the processes of a run may differ.
-  OF_A_PROCESS = ("json", "join_seconds", "traceback")
+  OF_A_PROCESS = ("json", "traceback")
 
   def __post_init__(self):
     for name, hint in base.hints(type(self)).items():
@@ -260,22 +259,9 @@ class Distributed(BaseOptions):
     distributed: join the other processes of the run; the first one prints. JAX
       finds them on TPU pods, Slurm, Open MPI and Kubernetes; elsewhere set
       JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
-    join_seconds: how long process 0 may take to listen, before the others give
-      up; a cluster that starts its hosts one by one needs more.
   """
 
   distributed: bool = False
-  join_seconds: Count = cluster.JOIN_SECONDS
-
-  @functools.cached_property
-  def _place(self) -> cluster.Place:
-    return cluster.given_place()
-
-  def prepare(self) -> None:
-    """Checks where the processes find one another, too."""
-    if self.distributed:
-      _ = self._place
-    super().prepare()
 
   def join(self) -> None:
     """Connects this process to the others of its run if --distributed asks.
@@ -284,17 +270,13 @@ class Distributed(BaseOptions):
 
     Raises:
       ValueError: the cluster is none that JAX recognizes, and the environment
-        does not describe it; or the processes differ in their versions, options
-        or checkpoints.
-      OSError: the first process cannot be reached, or another one does not
-        come.
+        does not describe it; the first process cannot be reached; or the
+        processes differ in their versions, options or checkpoints.
     """
     if not self.distributed:
       return
-    from moh_jax.runtime.peers import agree
-
-    cluster.join(self._place, self.join_seconds)
-    agree(self.compared())
+    processes.join()
+    processes.agree(self.compared())
 
   def compared(self) -> dict[str, Any]:
     """The options in which processes must not differ, and the checkpoint.
@@ -340,19 +322,9 @@ class Workdir(RunConfig):
   Attributes:
     workdir: directory of checkpoints and metrics, local or a bucket; run again
       with the same arguments, the command resumes from its last checkpoint.
-    no_verify: use a checkpoint without comparing it with its checksums, which
-      takes the time of reading it.
   """
 
   workdir: OutPlace
-  no_verify: bool = False
-
-  def prepare(self) -> None:
-    """Checks that no run has the directory, too."""
-    # With several processes the first one, which may be quicker, has the lock.
-    if not getattr(self, "distributed", False):
-      run_lock.check_free(self.workdir)
-    super().prepare()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

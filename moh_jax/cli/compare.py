@@ -78,9 +78,7 @@ def run(options: Options) -> int:
   runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
   decode = read_decoder(options.vae, runs[0].config)
   with run_log.kept(options):
-    outcomes = compare(
-      options.loaded, runs, options.workdir, decode, not options.no_verify
-    )
+    outcomes = compare(options.loaded, runs, options.workdir, decode)
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
   if outcomes is not None and options.rounds:
@@ -137,16 +135,13 @@ def _costs(config: Config, time: Timing | None) -> dict[str, float]:
   import jax
 
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import abstract_params, axis_sizes
-  from moh_jax.training.flops import step_flops, step_forms
+  from moh_jax.runtime.sharding import abstract_params
+  from moh_jax.training.flops import step_flops
 
   params = jax.tree.leaves(abstract_params(*make_model(config)))
-  sizes = axis_sizes(config.mesh, jax.device_count())
-  flops = step_flops(config)
   costs = {
     "parameters": sum(leaf.size for leaf in params),
-    "step_flops": flops.active,
-    "computed_flops": sum(flops.computed(step_forms(config, sizes)).values()),
+    "step_flops": step_flops(config),
   }
   if time is not None:
     costs |= {"step_seconds": time.median, "step_spread": time.spread}

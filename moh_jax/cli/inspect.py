@@ -12,7 +12,7 @@ from typing import Literal
 
 from moh_jax import config as config_lib
 from moh_jax.cli import command
-from moh_jax.config import Config, LayerGroup, MeshConfig
+from moh_jax.config import Config, LayerGroup
 from moh_jax.config.base import Count
 from moh_jax.runtime import steps
 
@@ -24,9 +24,7 @@ _OF_A_BUDGET = "num_heads", "head_dim", "shared", "routed", "top_k", "active"
 class Options(command.Stored, command.RunConfig, command.Output):
   """Describe a checkpoint or config, check files, or show training examples.
 
-  Without --checksums and --batch: heads, parameters and sizes. The column
-  `attention` is the form that a layer has in training, for one example on one
-  device.
+  Without --checksums and --batch: heads, parameters and sizes.
 
   Attributes:
     checkpoint: workdir of `train` or output of `convert`.
@@ -96,7 +94,7 @@ def run(options: Options) -> int:
     return _draw(options)
   from moh_jax.data.infer import resolve
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import abstract_params, unbox, unsplit_params
+  from moh_jax.runtime.sharding import abstract_params, unbox
 
   if options.checkpoint:
     metadata, step = options.stored()
@@ -107,8 +105,6 @@ def run(options: Options) -> int:
   anywhere = config_lib.apply_overrides(config, "model", attention_impl="auto")
   boxed = abstract_params(*make_model(anywhere))
   counts = _by_module(unbox(boxed))
-  sizes = {axis: max(1, getattr(config.mesh, axis)) for axis in MeshConfig.AXES}
-  unsplit = [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]
   report = {
     "step": step,
     "class_names": list(names),
@@ -117,7 +113,6 @@ def run(options: Options) -> int:
     "activated_share": config.model.activated_share,
     "parameters": sum(counts.values()),
     "parameters_by_module": counts,
-    "unsplit": unsplit,
   }
   options.give(report, _lines(report, config))
   return 0
@@ -178,7 +173,6 @@ def layer_rows(config: Config) -> list[dict]:
       "stage": index + 1,
       "tokens": group.tokens,
       **{name: getattr(group.budget, name) for name in _OF_A_BUDGET},
-      "attention": _attention(config, group, mesh),
     }
     for order in group.order_of_each:
       rows.append({"layer": len(rows), **row})
@@ -208,19 +202,6 @@ def _on_devices(
   }
 
 
-def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
-  """The form that a layer has in training, for one example.
-
-  On a device like those of this machine, with its part of the heads.
-  """
-  from moh_jax.training.flops import attention_form
-
-  try:
-    return attention_form(config, group, mesh).name
-  except ValueError as error:  # trained elsewhere, it is looked at anywhere
-    return f"impossible here: {error}"
-
-
 def _by_module(params: dict) -> dict[str, int]:
   """Parameters of each part of a stage."""
   from flax import traverse_util
@@ -244,10 +225,6 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
   yield command.table(rows, ("layers", "count", *list(values)[1:]))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
   yield f"\n{command.table(counts, ('module', 'parameters'))}\n"
-  if unsplit := report["unsplit"]:
-    columns = ("name", "shape", "bytes", "why")
-    rows = [[one[name] for name in columns] for one in unsplit]
-    yield command.table(rows, ("not split", *columns[1:])) + "\n"
   yield f"family: {config.model.family}"
   if report["step"] is not None:
     yield f"step: {report['step']}"

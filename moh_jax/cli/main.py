@@ -23,7 +23,7 @@ from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference, registry
 from moh_jax.config.base import MistakesError
-from moh_jax.runtime import compilation_cache, files, signals, steps
+from moh_jax.runtime import compilation_cache, files, processes, steps
 
 # Commands, each a module of this folder; see `options`.
 COMMANDS = (
@@ -175,7 +175,7 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   for module in modules:
     try:
       importlib.import_module(module)
-    except (KeyboardInterrupt, signals.StoppedError):
+    except (KeyboardInterrupt, processes.StoppedError):
       raise
     except BaseException as error:  # whatever the module's own code raises
       name = pathlib.PurePath(module).stem if module.endswith(".py") else ""
@@ -291,9 +291,9 @@ def _plain_warnings() -> Iterator[None]:
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   """Runs a command, turning the user's mistakes into lines on stderr."""
   try:
-    with signals.handled():
+    with processes.handled():
       return call()
-  except signals.StoppedError as stopped:
+  except processes.StoppedError as stopped:
     _print_error(str(stopped))
     return stopped.status
   except BrokenPipeError:  # the reader of stdout has seen enough

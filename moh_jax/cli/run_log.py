@@ -11,10 +11,10 @@ from typing import Any
 
 from moh_jax.cli.command import OneLine
 from moh_jax.runtime.files import check_regular
-from moh_jax.runtime.peers import LOG
 from moh_jax.runtime.steps import absolute
 
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+LOG = "run.log"  # in the working directory
 _OURS = "moh_jax"
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 

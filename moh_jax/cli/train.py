@@ -42,8 +42,7 @@ def run(options: Options) -> int:
   decode = read_decoder(options.vae, config)
   try:
     with run_log.kept(options):
-      verify = not options.no_verify
-      result = train(config, options.workdir, decode=decode, verify=verify)
+      result = train(config, options.workdir, decode=decode)
   except NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1

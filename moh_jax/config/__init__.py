@@ -43,7 +43,6 @@ from moh_jax.config.run import EvalConfig as EvalConfig
 from moh_jax.config.run import LogConfig as LogConfig
 from moh_jax.config.run import MeshConfig as MeshConfig
 from moh_jax.config.run import OptimConfig as OptimConfig
-from moh_jax.config.run import RewindConfig as RewindConfig
 from moh_jax.config.run import TrainConfig as TrainConfig
 from moh_jax.config.tune import DistillConfig as DistillConfig
 from moh_jax.config.tune import DpoConfig as DpoConfig

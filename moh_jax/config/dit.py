@@ -223,12 +223,6 @@ class SampleConfig(base.Section):
       "all".
     cfg_interval: (low, high): guidance acts on timesteps t with low <= t < high
       (arXiv:2404.07724); a high of 100,000 or more has no upper end.
-    fid_images: images that each evaluation samples for the metric "fid", of all
-      classes in turn; 0 leaves it out.
-    fid_reference: npz file of statistics of real images, as `fid --save-stats`
-      writes it, or of ADM or pytorch-fid.
-    fid_inception: weights of the Inception network, as for `fid --inception`.
-    fid_resize: to 299 pixels, as `fid --resize`: "tf1" or "ptfid".
   """
 
   NAME = "sample"
@@ -243,21 +237,12 @@ class SampleConfig(base.Section):
   cfg_scale: base.Amount = 1.5
   cfg_channels: Literal["three", "all"] = "three"
   cfg_interval: tuple[int, base.Natural] = (0, MOST_TIMESTEPS)
-  fid_images: base.Natural = 0
-  fid_reference: str = ""
-  fid_inception: str = ""
-  fid_resize: Literal["tf1", "ptfid"] = "tf1"
 
   # All of them: they train nothing.
   RUNTIME_FIELDS = tuple(__annotations__)
 
   def check(self) -> None:
-    """FID has its files and images, guidance a range of timesteps."""
-    if self.fid_images == 1:
-      self.fail("fid_images", "must be 0, or at least 2 for a covariance")
-    for name in ("fid_reference", "fid_inception"):
-      if self.fid_images and not getattr(self, name):
-        self.fail(name, "must name a file where sample.fid_images is not 0")
+    """Guidance has a range of timesteps."""
     low, high = self.cfg_interval
     if not 0 <= low < high:
       self.fail("cfg_interval", "must be (low, high) with 0 <= low < high")
@@ -375,10 +360,10 @@ class DiTConfig(LayerStack, ImageModel):
   def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """As for all images, the process of the weights, and how they sample.
 
-    Labels and the reference of FID belong to the data of that run.
+    Labels belong to the data of that run.
     """
     sections = {n: dataclasses.asdict(s) for n, s in trained.sections.items()}
-    sections["sample"] |= {"labels": (), "fid_images": 0, "fid_reference": ""}
+    sections["sample"] |= {"labels": ()}
     return {**super().inherited(trained, stated), **sections}
 
 

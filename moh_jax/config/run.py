@@ -25,7 +25,7 @@ class OptimConfig(base.Section):
       serve them; Lion's are larger and want a third to a tenth of them.
     lr: peak learning rate.
     schedule: learning rate after the warm-up: "cosine" falls from `lr` to
-      `final_lr`, "constant" stays, "wsd" stays and falls in the last
+      `final_lr`, "constant" stays, "wsd" stays and falls evenly in the last
       `decay_steps` (arXiv:2405.18392). A run of "wsd" can be made longer from
       any checkpoint before its fall.
     warmup_steps: steps of the linear warm-up from `warmup_lr`, which begin the
@@ -34,8 +34,6 @@ class OptimConfig(base.Section):
     warmup_lr: learning rate of the first step of a warm-up.
     final_lr: learning rate at the end of "cosine" and "wsd".
     decay_steps: steps of the fall of "wsd"; None is a fifth of `train.steps`.
-    decay_form: how "wsd" falls: "linear", "cosine", or "sqrt", as 1 minus the
-      root of the share of the fall that is done.
     b1: decay of the first moment, in [0, 1). With 0 "adafactor" keeps none;
       "lion" weights its moment against the gradient by it.
     b2: decay of the second moment, in [0, 1), for "adafactor" its limit; "lion"
@@ -43,9 +41,6 @@ class OptimConfig(base.Section):
     eps: added to the root of the second moment by AdamW.
     moment_dtype: dtype of the first moment, "float32" or "bfloat16". The second
       moment is float32: it changes by less than bfloat16 resolves.
-    state_memory: where the optimizer's state lies between steps: on the
-      "device", or in the memory of its "host", which takes the time of two
-      copies in every step.
     weight_decay: decoupled weight decay per step, multiplied by the learning
       rate.
     no_decay: patterns (fnmatch) of parameter paths "a/b/c" that do not decay.
@@ -56,11 +51,8 @@ class OptimConfig(base.Section):
     layer_decay: factor in (0, 1] of the learning rate from a layer to the one
       before it, as fine-tuning wants it: the output has the whole rate, the
       first layers the least. 1 is one rate for all.
-    ema_every: steps between updates of the averaged parameters, each of which
-      decays them as so many steps.
-    ema_dtype: dtype of the averaged parameters, "float32" or "bfloat16". The
-      latter has 8 bits: an update that changes a value by less than 1/512 is
-      lost, so `ema_decay` to the power of `ema_every` should be far from 1.
+    skip_nonfinite: steps in a row whose gradients may be NaN or infinite: they
+      change nothing. 0 ends the run at the first one.
     accumulation: microbatches that a step's batch is split into, to save
       memory.
   """
@@ -75,19 +67,16 @@ class OptimConfig(base.Section):
   warmup_lr: base.Amount = 0.0
   final_lr: base.Amount = 0.0
   decay_steps: base.Natural | None = None
-  decay_form: Literal["linear", "cosine", "sqrt"] = "linear"
   b1: base.Decay = 0.9
   b2: base.Decay = 0.999
   eps: base.Amount = 1e-8
   moment_dtype: base.Dtype = "float32"
-  state_memory: Literal["device", "host"] = "device"
   weight_decay: base.Amount = 0.05
   no_decay: tuple[str, ...] = ("*bias", "*scale")
   clip_norm: base.Amount = 1.0
   ema_decay: base.Decay = 0.0
   layer_decay: Annotated[float, base.Range(0, 1, "(]")] = 1.0
-  ema_every: base.Count = 1
-  ema_dtype: base.Dtype = "float32"
+  skip_nonfinite: base.Natural = 0
   accumulation: base.Batch = 1
 
   def warmup(self, steps: int) -> int:
@@ -101,35 +90,6 @@ class OptimConfig(base.Section):
     if self.schedule != "wsd":
       return 0
     return steps // 5 if self.decay_steps is None else self.decay_steps
-
-
-@dataclasses.dataclass(frozen=True)
-class RewindConfig(base.Section):
-  """What a run does when its loss is NaN or a spike.
-
-  It goes back to a checkpoint, skips all batches from there to the bad step,
-  and goes on.
-
-  Attributes:
-    steps: steps to go back at least, or to the oldest checkpoint that is kept
-      (without any, to the beginning); 0 ends the run instead.
-    limit: times that a run goes back; then it ends.
-    spike: loss above this many times its mean over some 50 steps before is as
-      bad as NaN; 0 sees NaN and infinite values alone. At least 1.
-  """
-
-  NAME = "rewind"
-
-  steps: base.Natural = 0
-  limit: base.Count = 3
-  spike: base.Amount = 0.0
-
-  def check(self) -> None:
-    """A spike is a multiple, and something that the run answers."""
-    if 0 < self.spike < 1:
-      self.fail("spike", "must be 0 or at least 1")
-    if self.spike and not self.steps:
-      self.fail("spike", "must be 0 where rewind.steps=0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +107,6 @@ class TrainConfig(base.Section):
       rows of its vocabulary are the
       mean of its own.
     balance_weight: weight of the router's load-balance loss in the loss.
-    rewind: what the run does when its loss is NaN or a spike.
     compilation_cache: folder or bucket that keeps compiled programs, so that a
       run that is started again does not compile; "" keeps none.
   """
@@ -159,7 +118,6 @@ class TrainConfig(base.Section):
   seed: Annotated[int, base.Range(0, 2**31 - 1, "[]")] = 0
   init_from: str = ""
   balance_weight: base.Amount = 0.01
-  rewind: RewindConfig = RewindConfig()
   compilation_cache: str = ""
 
 
@@ -179,9 +137,6 @@ class MeshConfig(base.Section):
     max_imbalance: largest allowed ratio of the active heads that are expected
       on the busiest device of `tensor` to their mean. More is refused: the
       other devices would wait.
-    max_whole: bytes of parameters that may be whole on every device although
-      `fsdp` or `tensor` is above 1, since no axis divides a dimension of them.
-      More are refused.
     gather: how often the axis `fsdp` gathers parameters. "microbatch": a layer
       at a time, in every microbatch, and gradients are reduced as often.
       "step": all of them once, and gradients once too, for which each device
@@ -200,7 +155,6 @@ class MeshConfig(base.Section):
   sequence: _Axis = 1
   dcn_data: base.Count = 1
   max_imbalance: Annotated[float, base.Range(1)] = 1.1
-  max_whole: base.Natural = 1 << 30
   gather: Literal["microbatch", "step"] = "microbatch"
   exchange: Literal["float32", "bfloat16"] = "float32"
 
@@ -224,9 +178,6 @@ class CheckpointConfig(base.Section):
     keep_last: number of newest checkpoints that are kept.
     keep_every: steps: checkpoints at multiples of this are kept too; itself a
       multiple of `every`, 0 keeps none.
-    async_save: whether to write in the background while training goes on.
-    on_error: what follows when a checkpoint or metrics cannot be written:
-      "stop" ends the run, "continue" warns and tries again at the next one.
   """
 
   NAME = "checkpoint"
@@ -234,8 +185,6 @@ class CheckpointConfig(base.Section):
   every: base.Count | None = None
   keep_last: base.Count = 2
   keep_every: base.Natural = 0
-  async_save: bool = True
-  on_error: Literal["stop", "continue"] = "stop"
 
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
@@ -277,7 +226,6 @@ class LogConfig(base.Section):
     every: steps between records of metrics; None is a 25th of `train.steps`,
       from 1 to 50.
     tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
-    progress: whether to print a line for every row of metrics.
     profile: "A:B" traces steps A to B - 1 into WORKDIR/profile, for XProf; ""
       traces none.
     wandb: project of Weights & Biases that gets the metrics too (the extra
@@ -285,20 +233,15 @@ class LogConfig(base.Section):
     heads: steps between records of the load of every head: a row of the split
       "heads" in metrics.jsonl, and a picture of each layer in tensorboard and
       wandb; None is a 10th of `train.steps`, from 1 to 100, and 0 records none.
-    collapse_entropy: a router whose load has a smaller entropy has collapsed,
-      which is said in the log; 0 says nothing. The entropy is 0 where all
-      tokens select the same heads, 1 where all heads are selected as often.
   """
 
   NAME = "log"
 
   every: base.Count | None = None
   tensorboard: bool = True
-  progress: bool = True
   profile: str = ""
   wandb: str = ""
   heads: base.Natural | None = None
-  collapse_entropy: base.Share = 0.1
 
   def check(self) -> None:
     """The steps of `profile` can be read."""

@@ -14,7 +14,6 @@ _HIGHER = {"accuracy", "top5_accuracy", "precision", "recall"}  # is better
 # Costs that the table shows over those of the first row, with their titles.
 _COSTS = {
   "step_flops": "FLOPs needed",
-  "computed_flops": "FLOPs computed",
   "step_seconds": "time of a step",
 }
 # Metrics by run, for each seed that got to its end; None is not finite.
@@ -61,7 +60,7 @@ class Row:
     better: seeds of these in which it beats the baseline.
     activated_share: heads used over heads present, as the evaluation counts.
     costs: "parameters", "step_flops" (that the active heads need),
-      "computed_flops" and, where measured, "step_seconds" and "step_spread",
+      and, where measured, "step_seconds" and "step_spread",
       (75th - 25th percentile) / median of the ratio to the first row's.
   """
 

@@ -27,7 +27,7 @@ from moh_jax.evaluation.head_stats import VALUES, HeadStats
 from moh_jax.evaluation.probe import Probe
 from moh_jax.evaluation.similarity import HeadSimilarity, mean_similarity
 from moh_jax.models.generation import image_grid
-from moh_jax.ops.routing import LOAD_SPLIT
+from moh_jax.ops.routing import COLLAPSED, LOAD_SPLIT
 from moh_jax.runtime import sharding, steps
 from moh_jax.runtime.files import printable, read_bytes, write_whole
 
@@ -267,7 +267,7 @@ def verdict(
     if budget.top_k in (0, budget.routed) and not config.model.router.varies:
       found["no choice"].append(name)
       del entropies[name]
-    elif entropies[name] < config.log.collapse_entropy:
+    elif entropies[name] < COLLAPSED:
       found["collapsed to the same heads"].append(name)
     else:
       if name in uneven:

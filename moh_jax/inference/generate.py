@@ -43,7 +43,7 @@ from moh_jax.runtime.json_files import (
   same_settings,
   strict_json,
 )
-from moh_jax.runtime.peers import ask_first_process
+from moh_jax.runtime.processes import ask_first_process
 
 Prompt = str | Sequence[int]
 

@@ -39,7 +39,7 @@ from moh_jax.runtime.files import (
   write_whole,
 )
 from moh_jax.runtime.json_files import plain, same_settings
-from moh_jax.runtime.peers import ask_first_process
+from moh_jax.runtime.processes import ask_first_process
 
 Labels = Sequence[int | None]
 

@@ -42,6 +42,7 @@ from moh_jax.config.heads import HeadBudget
 # Norms count as equal if they deviate from their mean by less than this factor.
 _EQUAL_TO = 1e-6
 _TINY = 1e-30
+COLLAPSED = 0.1  # a router whose load has less entropy has collapsed
 LOAD_SPLIT = "heads"  # split of the rows of metrics.jsonl that hold loads
 
 
@@ -442,16 +443,15 @@ def load_entropy(load: np.ndarray) -> np.ndarray:
   return np.where(counted[..., 0], scaled, np.nan)
 
 
-def collapse_lines(entropies: Mapping[str, float], bound: float) -> list[str]:
+def collapse_lines(entropies: Mapping[str, float]) -> list[str]:
   """What to say of collapsed routers: a line for each.
 
   Args:
     entropies: of every layer's load, see `load_entropy`.
-    bound: a router whose load has a smaller entropy has collapsed.
   """
   return [
     f"the router of layer {name} has collapsed: nearly all tokens select the "
-    f"same heads (entropy of the load {entropy:.3f}, under {bound:g})"
+    f"same heads (entropy of the load {entropy:.3f}, under {COLLAPSED:g})"
     for name, entropy in entropies.items()
-    if entropy < bound
+    if entropy < COLLAPSED
   ]

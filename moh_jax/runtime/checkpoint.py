@@ -28,7 +28,7 @@ from moh_jax.config import Config, upgrade
 from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
 from moh_jax.runtime.json_files import check_json
-from moh_jax.runtime.peers import ask_first_process
+from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.sharding import check_finite
 
 ITEMS = ("params", "train", "ema", "data", "config")
@@ -171,7 +171,7 @@ def params_item(
     ask_first_process(lambda: steps.check_whole(directory, step, {item}))
   if item == "ema":
     optim = read_metadata(directory, step, verify=False)[0].config.optim
-    rest = optim.ema_decay ** (step - step % optim.ema_every)
+    rest = optim.ema_decay**step
     if rest > 0.1:
       _LOG.warning(
         f"{directory}, step {step}: averaged parameters are still {rest:.0%} "

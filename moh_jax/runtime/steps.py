@@ -76,22 +76,11 @@ class StoredConfig(msgspec.Struct):
   ] = ""
 
 
-class StoredWatch(msgspec.Struct):
-  """What decides over rewinds: see `training.saving.Watch.to_json`."""
-
-  rewinds: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
-  mean_loss: float | None = None
-
-
 class StoredData(msgspec.Struct):
-  """The item `data`: where the training stream stands, and which it is."""
+  """The item `data`: which training stream it is, and JAX's random numbers."""
 
-  position: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-  # Older versions stored none of these.
-  stream: dict[str, Any] | None = None
-  watch: StoredWatch | None = None
-  # Settings of JAX: see `runtime.devices.random_settings`.
-  random: dict[str, str | bool] | None = None
+  stream: dict[str, Any]
+  random: dict[str, str | bool]  # see `runtime.devices.random_settings`
 
 
 def absolute(directory: str | epath.Path) -> epath.Path:

@@ -1,29 +1,18 @@
-"""Class-conditional diffusion: the task of MoH-DiT, previews and FID."""
+"""Class-conditional diffusion: the task of MoH-DiT, and its previews."""
 
-import dataclasses
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.convert.inception import load_inception
 from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import make_source
-from moh_jax.evaluation.fid import (
-  Gaussian,
-  frechet_distance,
-  moments,
-  read_statistics,
-)
-from moh_jax.evaluation.image_metrics import make_extractor
 from moh_jax.evaluation.metrics import (
   denoising_losses,
   denoising_step,
@@ -31,14 +20,11 @@ from moh_jax.evaluation.metrics import (
 )
 from moh_jax.evaluation.pictures import tiles
 from moh_jax.layers.partitioning import draw_examples
-from moh_jax.models import inception
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
-from moh_jax.models.registry import make_model, params_sha256
 from moh_jax.models.samplers import drop_labels
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
-from moh_jax.training.stopping import interruptible
+from moh_jax.training.step import LossFn, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
   Objective,
@@ -49,11 +35,7 @@ from moh_jax.training.task import (
   image_task,
 )
 
-# The decoder of latents takes far more memory for an image than the network in
-# an evaluation, whose batches are larger. `sample` takes 64 at a time too.
-_MOST_AT_ONCE = 64
 _LOG = logging.getLogger(__name__)
-_QUARTILES = 4
 
 
 def make_task(config: Config, decode: Decode | None = None) -> Task:
@@ -61,30 +43,21 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
   Args:
     config: config of the run.
-    decode: maps latents to images, for previews and FID of latent diffusion.
+    decode: maps latents to images, for previews of latent diffusion.
 
   Raises:
-    FileNotFoundError: data is missing, or a file that `sample` names.
+    FileNotFoundError: data is missing.
     ValueError: the data does not fit the model, or previews of latents lack
-      their autoencoder, or the files of FID do not belong together.
+      their autoencoder.
   """
   objective = make_objective(config)
-  task = image_task(
+  return image_task(
     config,
     objective,
     _evaluate_if_held_out,
     preview=_make_preview(objective.model, config, decode),
     preview_every=config.sample.every,
     shown=("mse",),
-  )
-  if not config.sample.fid_images:
-    return task
-  fid = make_fid(config, *_inception(config), decode)
-  return dataclasses.replace(
-    task,
-    evaluate=lambda params, mesh: (
-      task.evaluate(params, mesh) | fid(params, mesh)
-    ),
   )
 
 
@@ -131,8 +104,7 @@ def _evaluate_if_held_out(
 def make_loss(model: nn.Module, config: Config) -> LossFn:
   """Makes the loss: denoising loss plus the weighted balance loss.
 
-  Timesteps are sampled uniformly. The squared error is also a metric for each
-  quarter of the timesteps, without a value where a batch has none of them.
+  Timesteps are sampled uniformly.
 
   Args:
     model: maps (x, t, labels) to (output, aux).
@@ -160,21 +132,10 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     )
     means = {name: value.mean() for name, value in losses.items()}
     task_loss = means.pop("loss")
-    means |= _by_quartile(losses["mse"], t, diffusion.steps)
     weight = config.train.balance_weight
     return add_balance_loss(task_loss, aux, weight, **means)
 
   return loss_fn
-
-
-def _by_quartile(mse: jax.Array, t: jax.Array, num_steps: int) -> Metrics:
-  quartile = t * _QUARTILES // num_steps
-  out = {}
-  for index in range(_QUARTILES):
-    inside = quartile == index
-    total = jnp.where(inside, mse, 0.0).sum()
-    out[f"mse_quartile{index + 1}"] = Mean(total, inside.sum())
-  return out
 
 
 def _make_preview(
@@ -203,78 +164,3 @@ def _make_preview(
     return image_grid(tiles(pictures, zoom=zoom), columns)
 
   return preview
-
-
-def _inception(
-  config: Config,
-) -> tuple[Gaussian, Callable[[jax.Array, Mesh], jax.Array]]:
-  """The features of real images, and what extracts those of samples.
-
-  Raises:
-    FileNotFoundError: a file that the section `sample` names is missing.
-    ValueError: the files do not belong together.
-  """
-  sample = config.sample
-  sizes = inception.POOL_DIM, inception.SPATIAL_DIM
-  reference = read_statistics(sample.fid_reference, *sizes)
-  params = load_inception(sample.fid_inception)
-  ours = {"resize": sample.fid_resize, "inception": params_sha256(params)}
-  reference.check_made_with(ours, sample.fid_reference)
-  features = make_extractor(inception.InceptionV3(), sample.fid_resize)
-
-  @functools.cache
-  def on(mesh: Mesh) -> Any:
-    return jax.device_put(params, sharding.replicated(mesh))
-
-  def extract(images: jax.Array, mesh: Mesh) -> jax.Array:
-    return features(on(mesh), images).pool3
-
-  return reference.pool3, extract
-
-
-def make_fid(
-  config: Config,
-  reference: Gaussian,
-  extract: Callable[[jax.Array, Mesh], jax.Array],
-  decode: Decode | None = None,
-) -> Evaluate:
-  """Makes the metric "fid" of a state.
-
-  Image i has the noise of (train.seed, i) and the label i modulo the number of
-  classes, so the metric depends on the parameters alone.
-
-  Args:
-    config: of a diffusion model; `sample.fid_images` images are sampled,
-      `eval.batch_size` at a time, but at most 64 (or one for each shard).
-    reference: distribution of the features of real images.
-    extract: maps images [B, X, Y, 3] uint8 on a mesh to features [B, D].
-    decode: latents to images; required by models of latents.
-
-  Raises:
-    ValueError: the decoder is missing, or images have neither 1 nor 3 channels.
-  """
-  model, _ = make_model(config)
-  paint = make_image_sampler(model, config, decode)
-  num = config.sample.fid_images
-  most = min(config.eval.batch_size, _MOST_AT_ONCE)
-  channels, classes = config.model.channels, config.model.num_classes
-  if decode is None and channels not in (1, 3):
-    raise ValueError(
-      f"sample.fid_images={num} must be 0 for model.channels={channels}: the "
-      "metric is of images with 1 or 3"
-    )
-
-  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    seen, shards = None, sharding.batch_shards(mesh)
-    size = max(most // shards, 1) * shards
-    for start in interruptible(range(0, num, size)):
-      index = np.arange(start, start + size, dtype=np.int32)
-      batch = [sharding.put_batch(x, mesh) for x in (index, index % classes)]
-      images = paint(params, config.train.seed, *batch)
-      if images.shape[-1] == 1:
-        images = images.repeat(3, -1)
-      features = sharding.gather(extract(images, mesh))[: num - start]
-      seen = moments(features, seen)
-    return {"fid": frechet_distance(seen.gaussian(), reference)}
-
-  return evaluate

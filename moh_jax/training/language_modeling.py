@@ -41,9 +41,6 @@ from moh_jax.training.task import (
   stream,
 )
 
-# Compressors whose size of the held-out text its set may note.
-_COMPRESSORS = ("gzip", "xz")
-
 
 def make_task(config: Config, decode: Decode | None = None) -> Task:
   """Opens the data and builds the task.
@@ -57,18 +54,12 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   text = sequences.Text(data, vocab_size, "train")
   train = text.stream(config.train.seed)
   objective = make_objective(config)
-
-  def stream_metrics(examples: int) -> dict[str, float]:
-    shares = sequences.mixture_shares(data, examples)
-    return {f"mix/{name}": share for name, share in shares.items()}
-
   return Task(
     **vars(objective),
     batches=lambda mesh: stream(config, train, mesh, len(text)),
     evaluate=make_evaluate(objective.model, config, Metadata(config)),
     class_names=(),
     tokenizer=text.tokenizer,
-    stream_metrics=stream_metrics if len(data.mix) > 1 else None,
     shown=("bits_per_byte",),
     identity=text.identity(),
   )
@@ -125,7 +116,7 @@ def make_evaluate(
     if not tokens:
       raise ValueError("the held-out text has no token that is predicted")
     text_bytes = held_out.bytes_of(eval_indices(config, len(held_out)))
-    metrics = {
+    return {
       "bits_per_byte": bits_per_byte(nats, text_bytes),
       "loss": nats / tokens,
       "perplexity": perplexity(nats, tokens),
@@ -133,11 +124,6 @@ def make_evaluate(
       "activated_share": sums["activated_share"] / sums["examples"],
       "tokens": int(tokens),
     }
-    for name in _COMPRESSORS:
-      if f"{name}_bytes" in held_out.notes:
-        packed = held_out.notes[f"{name}_bytes"]
-        metrics[f"{name}_bits_per_byte"] = 8 * packed / held_out.text_bytes
-    return metrics
 
   return evaluate
 

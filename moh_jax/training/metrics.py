@@ -1,5 +1,6 @@
 """Where a run's metrics go: metrics.jsonl, stderr, tensorboard, W&B."""
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -7,84 +8,202 @@ import json
 import logging
 import math
 import os
-import re
+import pathlib
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import tqdm
 from etils import epath
+from jax.sharding import Mesh
 
-from moh_jax.config import Config, LogConfig
+from moh_jax.config import Config, to_dict
 from moh_jax.data.decode import to_picture
-from moh_jax.ops.routing import LOAD_SPLIT, collapse_lines, load_entropy
-from moh_jax.runtime.files import read_bytes, write_whole
+from moh_jax.ops.routing import (
+  COLLAPSED,
+  LOAD_SPLIT,
+  collapse_lines,
+  load_entropy,
+)
+from moh_jax.runtime.files import write_whole
 from moh_jax.runtime.json_files import strict_json
 from moh_jax.runtime.steps import in_bucket
+from moh_jax.training import flops
+from moh_jax.training.saving import NonFiniteLossError
+from moh_jax.training.step import HEAD_LOADS
+from moh_jax.training.task import Task
 
 _LOG = logging.getLogger(__name__)
-_MOST_BYTES = 1 << 30  # of metrics.jsonl
-_BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
 
 
-class MetricsWriter:
-  """Writes scalars of a run; processes other than the first write nothing.
+class Log(contextlib.AbstractContextManager):
+  """What a run tells of itself; processes other than the first write nothing.
 
   metrics.jsonl has one object a line: {"step", "split", name: value, ...}.
+  Buckets cannot append to files: what belongs there is written to a folder of
+  this machine, and copied at each checkpoint.
   """
 
   def __init__(
     self,
-    workdir: epath.Path,
-    config: LogConfig,
-    *,
+    directory: epath.Path,
+    config: Config,
+    task: Task,
+    mesh: Mesh,
     start: int,
-    steps: int,
-    shown: Sequence[str] = (),
-    run: Mapping[str, Any] | None = None,
   ):
-    """Opens the files for continuing at `start`.
+    """Opens the files to continue after step `start`.
+
+    Rows of later steps, left by a run that was killed, are dropped.
 
     Args:
-      workdir: the run's directory.
-      config: what to write.
+      directory: working directory.
+      config: of the run.
+      task: what it trains on.
+      mesh: the devices.
       start: steps already done.
-      steps: length of the run.
-      shown: metrics that the progress shows, in this order; () shows all.
-      run: config of the run, for loggers that show it.
     """
-    self._workdir = workdir
-    self._active = jax.process_index() == 0
-    if not self._active:
-      return
-    self._rows = _Rows(workdir / "metrics.jsonl", start)
-    self._viewers: list[_Tensorboard | _Wandb] = []
-    if config.tensorboard:
-      self._viewers.append(_Tensorboard(workdir, start))
-    if config.wandb:
-      self._viewers.append(_Wandb(config.wandb, workdir, run or {}))
-    self._lines = _Lines(steps, shown) if config.progress else None
+    self.directory, self._config, self._task = directory, config, task
+    self._mesh, self._peak = mesh, flops.at_peak(config)
+    model = config.model
+    orders = (x for g in model.layer_groups() for x in g.order_of_each)
+    # Numbers of each layer's routed heads, [] where no token chooses.
+    self._routed = {
+      name: sorted(order[budget.shared :]) if budget.top_k else []
+      for (name, budget), order in zip(
+        model.layer_budgets().items(), orders, strict=True
+      )
+    }
+    self._collapsed: set[str] = set()
+    self._is_first = jax.process_index() == 0
+    self._pending: tuple[int, Any] | None = None  # of the newest step
+    self._viewers: list[Any] = []
+    self._written: set[tuple[int, str]] = set()  # (step, split) of each row
 
-  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    """Records scalars of one step.
+    self._rated, self._since = start, time.monotonic()
+    if self._is_first:
+      self._open(start)
+
+  def _open(self, start: int) -> None:
+    self._folder = self.directory
+    if in_bucket(self.directory):
+      self._folder = epath.Path(tempfile.mkdtemp())
+    kept = _rows_until(self.directory / "metrics.jsonl", start)
+    self._rows = self._folder / "metrics.jsonl"
+    write_whole(self._rows, "".join(kept).encode())
+    rows = map(json.loads, kept)
+    self._written = {(row["step"], row["split"]) for row in rows}
+    if self._config.log.tensorboard:
+      self._viewers.append(_Tensorboard(self._folder, start))
+    if self._config.log.wandb:
+      self._viewers.append(_Wandb(self.directory, self._folder, self._config))
+
+  def __exit__(self, *_: Any) -> None:
+    for viewer in self._viewers:
+      viewer.close()
+
+  def has(self, step: int, split: str) -> bool:
+    """Whether the row of a step is written; for the first process."""
+    return (step, split) in self._written
+
+  @contextlib.contextmanager
+  def not_counted(self) -> Iterator[None]:
+    """A block whose time is not that of training steps."""
+    began = time.monotonic()
+    yield
+    self._since += time.monotonic() - began
+
+  def step(self, step: int, metrics: Any) -> None:
+    """Takes a step's arrays, and reads those of the step before.
+
+    So the devices compute one step while this process reads another.
+
+    Raises:
+      NonFiniteLossError: the step before has a loss that is not finite.
+    """
+    self.flush()
+    self._pending = step, metrics
+
+  def flush(self) -> None:
+    """Reads, checks and writes the newest step; see `step`."""
+    if self._pending is None:
+      return
+    (step, metrics), self._pending = self._pending, None
+    config = self._config
+    is_last = step == config.train.steps
+    metrics = jax.device_get(metrics)  # at once, not one after the other
+    loads = self._by_layer(metrics.pop(HEAD_LOADS, ()))
+    values = {name: float(value) for name, value in metrics.items()}
+    self._check(step, values)
+    if step % config.log.every == 0 or is_last:
+      now = time.monotonic()
+      seconds = (now - self._since) / (step - self._rated)
+      self._rated, self._since = step, now
+      rate = self._task.units_per_step / seconds
+      values[f"{self._task.unit}_per_second"] = rate
+      if self._peak is not None:
+        values["mfu"] = self._peak / (seconds * self._mesh.size)
+      if loads:
+        values["load_entropy"] = self._least_entropy(step, loads)
+      left = tqdm.tqdm.format_interval(seconds * (config.train.steps - step))
+      self.write(step, "train", values, f", ETA {left}")
+    every = config.log.heads
+    if loads and every and (step % every == 0 or is_last):
+      self._record(
+        step,
+        LOAD_SPLIT,
+        {
+          name: [round(float(share), 3) for share in load]
+          for name, load in loads.items()
+        },
+      )
+
+  def _check(self, step: int, values: Mapping[str, float]) -> None:
+    """Refuses what is not finite, but for steps that the optimizer skips."""
+    if 0 < values.get("skipped", 0) <= self._config.optim.skip_nonfinite:
+      return
+    for name in ("loss", "grad_norm"):
+      if not math.isfinite(values[name]):
+        raise NonFiniteLossError(f"{name}={values[name]} at step {step}")
+
+  def write(
+    self, step: int, split: str, values: Mapping[str, float], end: str = ""
+  ) -> None:
+    """Records scalars of one step, and tells them on stderr.
 
     Args:
       step: optimizer steps done.
       split: "train" or "val".
       values: name -> number.
+      end: of the line on stderr.
     """
     # A mean of nothing (no example in some group) has no value to record.
     values = {n: v for n, v in values.items() if math.isfinite(v)}
-    if not self._active or not values or self.has(step, split):
+    if not self._is_first or not values or self.has(step, split):
       return  # the last: a finished run that was started again
-    for sink in (self._rows, *self._viewers, self._lines):
-      if sink is not None:
-        sink.write(step, split, values)
+    self._record(step, split, values)
+    named = {f"{split}/{name}": value for name, value in values.items()}
+    for viewer in self._viewers:
+      viewer.write(step, named)
+    unit = f"{self._task.unit}_per_second"
+    shown = "loss", *self._task.shown, "balance_loss", "activated_share", unit
+    line = ", ".join(_text(n, values[n]) for n in shown if n in values)
+    steps = self._config.train.steps
+    print(f"step {step}/{steps} {split}: {line}{end}", file=sys.stderr)
 
-  def write_image(self, step: int, name: str, picture: np.ndarray) -> None:
+  def _record(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+    if not self._is_first or self.has(step, split):
+      return
+    self._written.add((step, split))
+    row = {"step": step, "split": split, **values}
+    with self._rows.open("a") as stream:
+      stream.write(f"{strict_json(row)}\n")
+
+  def picture(self, step: int, name: str, picture: np.ndarray) -> None:
     """Writes a picture to WORKDIR/NAME/STEP.png, tensorboard and W&B.
 
     Args:
@@ -92,9 +211,9 @@ class MetricsWriter:
       name: directory, and name in tensorboard and W&B.
       picture: [rows, columns, 1 or 3] uint8.
     """
-    if not self._active:
+    if not self._is_first:
       return
-    file = self.image_path(step, name)
+    file = self.directory / name / f"{step:08d}.png"
     file.parent.mkdir(parents=True, exist_ok=True)
     stream = io.BytesIO()
     to_picture(picture).save(stream, "png")
@@ -102,253 +221,19 @@ class MetricsWriter:
     for viewer in self._viewers:
       viewer.show(step, name, picture)
 
-  def write_loads(self, step: int, loads: Mapping[str, np.ndarray]) -> None:
-    """Records the load of heads, a row of the split "heads".
-
-    Args:
-      step: optimizer steps done.
-      loads: for each layer [R] share of tokens that select each routed head.
-    """
-    if not self._active or self.has(step, LOAD_SPLIT):
+  def copy(self) -> None:
+    """Copies rows and events to the bucket of the working directory, if any."""
+    if not self._is_first or self._folder == self.directory:
       return
-    rows = {
-      # Few digits: runs in a bucket write all rows again and again.
-      name: [round(float(share), 3) for share in load]
-      for name, load in loads.items()
-    }
-    self._rows.write(step, LOAD_SPLIT, rows)
+    for viewer in self._viewers:
+      viewer.flush()
+    for file in pathlib.Path(self._folder).rglob("*"):
+      if file.is_file():
+        copy = self.directory / file.relative_to(self._folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
 
-  def image_path(self, step: int, name: str) -> epath.Path:
-    """Where `write_image` puts a picture."""
-    return self._workdir / name / f"{step:08d}.png"
-
-  def drop_images(self, name: str, drops: Callable[[int], bool]) -> None:
-    """Removes pictures that will be written again.
-
-    Args:
-      name: as for `write_image`.
-      drops: (step) -> whether to remove its picture.
-    """
-    if not self._active:
-      return
-    for path in (self._workdir / name).glob("*.png"):
-      if re.fullmatch(r"\d{8}", path.stem) and drops(int(path.stem)):
-        path.unlink()
-
-  def has(self, step: int, split: str) -> bool:
-    """Whether the row of a step is written; for the first process."""
-    return (step, split) in self._rows.written
-
-  def flush(self) -> None:
-    """Writes the rows that a bucket lacks; before a checkpoint is saved."""
-    if self._active:
-      self._rows.flush()
-
-  def close(self) -> None:
-    """Flushes and closes the files."""
-    if self._active:
-      self._rows.flush()
-      for viewer in self._viewers:
-        viewer.close()
-
-
-class _Rows:
-  """The file metrics.jsonl.
-
-  Buckets cannot append: there the whole file is written again, but not for
-  every row. Rows since the last checkpoint will come again after a kill.
-
-  Attributes:
-    written: pairs (step, split) of its rows.
-  """
-
-  def __init__(self, path: epath.Path, start: int):
-    """Opens the file for continuing at `start`.
-
-    Rows of later steps, left by a run that was killed after its last
-    checkpoint, are dropped: those steps will be taken again.
-    """
-    self._path, self.written = path, set[tuple[int, str]]()
-    content = read_bytes(path, _MOST_BYTES) if path.exists() else b""
-    # Of the part to keep, without what a killed run left of a row. Rows are in
-    # the order of their steps; damaged lines between them stay.
-    length = offset = 0
-    for line in content.splitlines(keepends=True):
-      offset += len(line)
-      try:
-        row = json.loads(line)
-        if row["step"] > start:
-          break
-        self.written.add((row["step"], row.get("split")))
-      except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        continue
-      length = offset
-    kept = content[:length]
-    self._whole = kept if in_bucket(path) else None
-    self._unwritten, self._written_at = False, time.monotonic()
-    if self._whole is None:
-      with path.open("ab") as stream:
-        stream.truncate(length)
-    if kept and not kept.endswith(b"\n"):
-      self._append(b"\n")
-
-  def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-    self.written.add((step, split))
-    row = {"step": step, "split": split, **values}
-    self._append(f"{strict_json(row)}\n".encode())
-
-  def _append(self, line: bytes) -> None:
-    if self._whole is None:
-      with self._path.open("ab") as stream:
-        stream.write(line)
-    else:
-      self._whole += line
-      self._unwritten = True
-      if time.monotonic() - self._written_at > _BUCKET_SECONDS:
-        self.flush()
-
-  def flush(self) -> None:
-    if self._unwritten:
-      write_whole(self._path, self._whole)
-      self._unwritten, self._written_at = False, time.monotonic()
-
-
-class _Lines:
-  """A line on stderr for each row."""
-
-  def __init__(self, steps: int, shown: Sequence[str]):
-    self._steps, self._shown = steps, shown
-    self._first: tuple[int, float] | None = None  # step of a row, when
-
-  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    names = [n for n in self._shown or values if n in values]
-    line = ", ".join(_text(name, values[name]) for name in names)
-    if split == "train":
-      now = time.monotonic()
-      first, since = self._first = self._first or (step, now)
-      each = values.get("step_seconds_p50")  # of the first row's steps
-      if step > first:
-        each = (now - since) / (step - first)
-      if each is not None:
-        left = each * (self._steps - step)
-        line += f", ETA {tqdm.tqdm.format_interval(left)}"
-    print(
-      f"step {step}/{self._steps} {split}: {line}", file=sys.stderr, flush=True
-    )
-
-
-class _Tensorboard:
-  """Event files in WORKDIR/tensorboard."""
-
-  def __init__(self, workdir: epath.Path, start: int):
-    import tensorboardX  # an import of a second, not needed by every user
-    from tensorboardX import record_writer
-
-    scheme, separator, _ = str(workdir).partition("://")
-    if separator:
-      record_writer.register_writer_factory(scheme, _EventFile())
-    self._writer = tensorboardX.SummaryWriter(
-      str(workdir / "tensorboard"), purge_step=start + 1
-    )
-
-  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-      self._writer.add_scalar(f"{split}/{name}", value, step)
-
-  def show(self, step: int, name: str, picture: np.ndarray) -> None:
-    self._writer.add_image(name, picture, step, dataformats="HWC")
-
-  def close(self) -> None:
-    self._writer.close()
-
-
-class _EventFile:
-  """An event file that is kept in memory and written whole at each flush.
-
-  Objects of a bucket cannot be appended to; tensorboardX flushes every two
-  minutes, and at the end. Its own writer for gs:// wants a package that the
-  extra `gcs` does not install; this one goes through the library of epath.
-  """
-
-  def __init__(self, path: str = ""):
-    self._path, self._content, self._written = epath.Path(path), bytearray(), 0
-
-  def open(self, path: str) -> "_EventFile":
-    return _EventFile(path)
-
-  def directory_check(self, path: str) -> None:
-    """Buckets have no directories."""
-
-  def write(self, content: bytes) -> None:
-    self._content += content
-
-  def flush(self) -> None:
-    if len(self._content) > self._written:
-      self._path.write_bytes(bytes(self._content))
-      self._written = len(self._content)
-
-  close = flush
-
-
-class _Wandb:
-  """The run of a workdir in a W&B project; a resumed run goes on with it.
-
-  WANDB_MODE=offline keeps it in WORKDIR/wandb (`wandb sync` sends it).
-  """
-
-  def __init__(self, project: str, workdir: epath.Path, run: Mapping[str, Any]):
-    import wandb
-
-    name = os.fspath(workdir)
-    self._image = wandb.Image
-    self._run = wandb.init(
-      project=project,
-      id=hashlib.sha256(name.encode()).hexdigest()[:16],
-      name=workdir.name,
-      dir=None if in_bucket(name) else name,
-      config=dict(run),
-      resume="allow",
-    )
-    self._run.define_metric("*", step_metric="step")
-
-  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
-    named = {f"{split}/{name}": value for name, value in values.items()}
-    self._run.log({"step": step, **named})
-
-  def show(self, step: int, name: str, picture: np.ndarray) -> None:
-    self._run.log({"step": step, name: self._image(picture)})
-
-  def close(self) -> None:
-    self._run.finish()
-
-
-class HeadWatch:
-  """Watches whether the tokens of a run use all routed heads."""
-
-  def __init__(self, config: Config):
-    """Reads the head budgets of the layers.
-
-    Args:
-      config: of the run.
-    """
-    model = config.model
-    budgets = model.layer_budgets()
-    orders = (x for g in model.layer_groups() for x in g.order_of_each)
-    # Numbers of the routed heads, [] where no token chooses.
-    self._routed = {
-      name: sorted(order[budget.shared :]) if budget.top_k else []
-      for (name, budget), order in zip(budgets.items(), orders, strict=True)
-    }
-    self._every, self._steps = config.log.heads, config.train.steps
-    self._bound = config.log.collapse_entropy
-    self._collapsed: set[str] = set()
-
-  def due(self, step: int) -> bool:
-    """Whether the load of every head is recorded after a step."""
-    every = self._every
-    return bool(every) and (step % every == 0 or step == self._steps)
-
-  def by_layer(self, stacks: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+  def _by_layer(self, stacks: Any) -> dict[str, np.ndarray]:
     """Loads [R] of the routed heads of every layer that routes, by its name.
 
     Heads are in the order of their numbers, also where `model.head_order`
@@ -364,31 +249,73 @@ class HeadWatch:
       if heads
     }
 
-  def metrics(
-    self, step: int, stacks: Sequence[np.ndarray]
-  ) -> dict[str, float]:
-    """The smallest entropy of a layer's load, and how many have collapsed.
-
-    A router that has just collapsed gets a line in the log.
-
-    Args:
-      step: optimizer steps done.
-      stacks: as for `by_layer`.
-    """
-    entropies = {
-      name: float(load_entropy(load))
-      for name, load in self.by_layer(stacks).items()
-    }
-    collapsed = {n: e for n, e in entropies.items() if e < self._bound}
+  def _least_entropy(self, step: int, loads: Mapping[str, np.ndarray]) -> float:
+    """The smallest entropy of a layer's load; warns once of a collapse."""
+    entropies = {n: float(load_entropy(load)) for n, load in loads.items()}
+    collapsed = {n: e for n, e in entropies.items() if e < COLLAPSED}
     new = {n: e for n, e in collapsed.items() if n not in self._collapsed}
-    if jax.process_index() == 0:  # all processes know the same loads
-      for line in collapse_lines(new, self._bound):
-        _LOG.warning("step %d: %s", step, line)
     self._collapsed = set(collapsed)
-    return {
-      "load_entropy": min(entropies.values()),
-      "collapsed_routers": float(len(collapsed)),
-    }
+    for line in collapse_lines(new) if self._is_first else ():
+      _LOG.warning("step %d: %s", step, line)
+    return min(entropies.values())
+
+
+def _rows_until(file: epath.Path, step: int) -> list[str]:
+  """The whole lines of metrics.jsonl up to a step."""
+  lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+  whole = [line for line in lines if line.endswith("}\n")]
+  return [line for line in whole if json.loads(line)["step"] <= step]
+
+
+class _Tensorboard:
+  """Event files in the folder "tensorboard"."""
+
+  def __init__(self, folder: epath.Path, start: int):
+    import tensorboardX  # an import of a second, not needed by every user
+
+    self._writer = tensorboardX.SummaryWriter(
+      str(folder / "tensorboard"), purge_step=start + 1
+    )
+    self.flush, self.close = self._writer.flush, self._writer.close
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+      self._writer.add_scalar(name, value, step)
+
+  def show(self, step: int, name: str, picture: np.ndarray) -> None:
+    self._writer.add_image(name, picture, step, dataformats="HWC")
+
+
+class _Wandb:
+  """The run of a workdir in a W&B project; a resumed run goes on with it.
+
+  WANDB_MODE=offline keeps it in WORKDIR/wandb (`wandb sync` sends it).
+  """
+
+  def __init__(self, directory: epath.Path, folder: epath.Path, config: Config):
+    import wandb
+
+    name = os.fspath(directory)
+    self._image = wandb.Image
+    self._run = wandb.init(
+      project=config.log.wandb,
+      id=hashlib.sha256(name.encode()).hexdigest()[:16],
+      name=directory.name,
+      dir=os.fspath(folder),
+      config=to_dict(config),
+      resume="allow",
+    )
+    self._run.define_metric("*", step_metric="step")
+    self.close = self._run.finish
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    self._run.log({"step": step, **values})
+
+  def show(self, step: int, name: str, picture: np.ndarray) -> None:
+    self._run.log({"step": step, name: self._image(picture)})
+
+  def flush(self) -> None:
+    """W&B sends by itself."""
 
 
 def _text(name: str, value: float) -> str:

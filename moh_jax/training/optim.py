@@ -30,27 +30,18 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
   warmup, decay = config.warmup(steps), config.decay(steps)
   parts, ends = [optax.constant_schedule(config.lr)], []
   if config.schedule == "cosine":
-    parts = [_fall(config, max(steps - warmup, 1), "cosine")]
+    # cosine_decay_schedule takes its floor as a fraction of the peak.
+    floor = config.final_lr / config.lr if config.lr else 0.0
+    length = max(steps - warmup, 1)
+    parts = [optax.cosine_decay_schedule(config.lr, length, floor)]
   if warmup:
     ramp = optax.linear_schedule(config.warmup_lr, config.lr, warmup)
     parts, ends = [ramp, *parts], [warmup]
   if decay:
-    parts.append(_fall(config, decay, config.decay_form))
+    fall = optax.linear_schedule(config.lr, config.final_lr, decay)
+    parts.append(fall)
     ends.append(steps - decay)
   return optax.join_schedules(parts, ends) if ends else parts[0]
-
-
-def _fall(config: OptimConfig, steps: int, form: str) -> optax.Schedule:
-  """From `lr` to `final_lr` in so many steps."""
-  high, low = config.lr, config.final_lr
-  if form == "linear":
-    return optax.linear_schedule(high, low, steps)
-  if form == "sqrt":
-    return lambda step: (
-      low + (high - low) * (1.0 - jnp.sqrt(jnp.minimum(step / steps, 1.0)))
-    )
-  # cosine_decay_schedule takes its floor as a fraction of the peak.
-  return optax.cosine_decay_schedule(high, steps, low / high if high else 0.0)
 
 
 def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
@@ -127,24 +118,11 @@ def make_optimizer(
   if config.clip_norm:
     clip = optax.clip_by_global_norm(config.clip_norm)
     optimizer = optax.chain(clip, optimizer)
-  if config.state_memory == "host":
-    optimizer = _on_host(optimizer)
   if config.layer_decay != 1:
     optimizer = decay_by_layer(optimizer, config.layer_decay, model)
+  if config.skip_nonfinite:
+    optimizer = optax.apply_if_finite(optimizer, config.skip_nonfinite)
   return optimizer
-
-
-def _on_host(
-  optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-  """The same optimizer, with its state in the host's memory between steps."""
-
-  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    state = jax.device_put(state, jax.memory.Space.Device)
-    updates, state = optimizer.update(updates, state, params)
-    return updates, jax.device_put(state, jax.memory.Space.Host)
-
-  return optax.GradientTransformation(optimizer.init, update)
 
 
 def _direction(config: OptimConfig, boxed: Any) -> optax.GradientTransformation:

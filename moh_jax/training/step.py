@@ -18,7 +18,6 @@ from moh_jax.layers.stack import ModelAux
 from moh_jax.models.adapters import Adapters, join
 from moh_jax.runtime.sharding import (
   BATCH_AXES,
-  HOST_MEMORY,
   abstract_boxed,
   abstract_params,
   init_params,
@@ -38,7 +37,7 @@ class TrainState:
     step: [] int32, number of optimizer steps done.
     params: tree of the parameters that are trained, float32.
     opt_state: state of the optax optimizer.
-    ema: averaged parameters in `optim.ema_dtype`, or None.
+    ema: averaged parameters, float32, or None.
     rng: [2] uint32, data of the run's random key; a step folds its number in.
   """
 
@@ -161,7 +160,6 @@ def train_step(
   schedule: optax.Schedule,
   accumulation: int = 1,
   ema_decay: float = 0.0,
-  ema_every: int = 1,
   exchange: Callable[[Callable], Callable] = lambda gradients: gradients,
 ) -> tuple[TrainState, Metrics]:
   """Updates the state with one global batch.
@@ -180,7 +178,6 @@ def train_step(
       of means over tokens, is then computed for each microbatch and averaged.
     ema_decay: decay per step of the averaged parameters; 0 leaves them
       unchanged.
-    ema_every: steps between their updates.
     exchange: wraps the gradients' function, see `training.exchange`.
 
   Returns:
@@ -199,25 +196,13 @@ def train_step(
   metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
+  if isinstance(opt_state, optax.ApplyIfFiniteState):
+    metrics["skipped"] = opt_state.notfinite_count
   ema = state.ema
   if ema_decay:
-    ema = _average(params, ema, state.step + 1, ema_decay, ema_every)
+    ema = optax.incremental_update(params, ema, 1.0 - ema_decay)
   new_state = TrainState(state.step + 1, params, opt_state, ema, state.rng)
   return new_state, metrics
-
-
-def _average(
-  params: Any, ema: Any, step: jax.Array, decay: float, every: int
-) -> Any:
-  """Averaged parameters after a step, updated at multiples of `every`."""
-
-  def update() -> Any:
-    new = optax.incremental_update(params, ema, 1.0 - decay**every)
-    return jax.tree.map(lambda x, old: x.astype(old.dtype), new, ema)
-
-  if every == 1:
-    return update()
-  return jax.lax.cond(step % every == 0, update, lambda: ema)
 
 
 def _gradients(
@@ -371,12 +356,8 @@ def make_program(
       schedule=schedule,
       accumulation=section.accumulation,
       ema_decay=section.ema_decay,
-      ema_every=section.ema_every,
       exchange=exchange,
     )
-
-  def averaged(param: jax.Array) -> jax.Array:
-    return jnp.array(param, section.ema_dtype)  # a copy before the first step
 
   def random() -> Any:
     key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
@@ -393,7 +374,7 @@ def make_program(
       step=jnp.zeros((), jnp.int32),
       params=params,
       opt_state=optimizer.init(params),
-      ema=jax.tree.map(averaged, params) if section.ema_decay else None,
+      ema=jax.tree.map(jnp.copy, params) if section.ema_decay else None,
       rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
     )
 
@@ -423,10 +404,7 @@ def _state_shardings(
   def moments(path: tuple, leaf: Any) -> NamedSharding:
     ends = (path[start:] for start in range(len(path)))
     param = next((paths[end] for end in ends if end in paths), None)
-    found = whole if param is None else _like(leaf.shape, param) or whole
-    if config.optim.state_memory == "host":
-      found = found.with_memory_kind(HOST_MEMORY)
-    return found
+    return whole if param is None else _like(leaf.shape, param) or whole
 
   opt_state = jax.tree_util.tree_map_with_path(moments, opt_state)
   params = jax.tree.map(lambda x: x.sharding, params)

@@ -27,7 +27,6 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Objective
-from moh_jax.training.stopping import interruptible
 
 _LOG = logging.getLogger(__name__)
 Evaluate = Callable[[Any, Mesh], dict[str, float]]
@@ -86,8 +85,6 @@ class Task(Objective):
       the progress of the run, or None.
     preview_every: steps between previews.
     tokenizer: tokenizer of the text that the model reads, or None.
-    stream_metrics: (n) -> metrics of the first n examples of the training
-      stream, which are logged too; or None.
     shown: the family's own metrics that the progress shows, after the loss.
     identity: what identifies the training data, by source. A run is not
       continued with other data.
@@ -100,7 +97,6 @@ class Task(Objective):
   preview: Preview | None = None
   preview_every: int = 0
   tokenizer: Tokenizer | None = None
-  stream_metrics: Callable[[int], dict[str, float]] | None = None
   shown: tuple[str, ...] = ()
   identity: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
   encoder_sha256: str = ""
@@ -205,7 +201,4 @@ def held_out_batches(
   rows = sharding.batch_rows(mesh, config.eval.batch_size)
   batches = eval_batches(config, source, rows)
   normalize = normalizer(config.data)
-  return (
-    normalize(sharding.shard_batch(batch, mesh))
-    for batch in interruptible(batches)
-  )
+  return (normalize(sharding.shard_batch(batch, mesh)) for batch in batches)

@@ -1,38 +1,38 @@
 """The run: from a config and a directory to a trained checkpoint."""
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
-import operator
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 from etils import epath
 from jax.sharding import Mesh
+from orbax.checkpoint import multihost
 
-from moh_jax.config import Config, to_dict
+from moh_jax.config import Config
 from moh_jax.data.infer import resolve
 from moh_jax.models.adapters import count, join
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import compilation_cache, sharding
-from moh_jax.runtime.peers import Peers, ask_first_process
-from moh_jax.training import entrance, flops, saving, warm_start
-from moh_jax.training.clock import Profiler, RunClock
-from moh_jax.training.feed import Feed
-from moh_jax.training.metrics import HeadWatch, MetricsWriter
-from moh_jax.training.saving import BadStepError, Saver, Watch
-from moh_jax.training.step import (
-  HEAD_LOADS,
-  Program,
-  TrainState,
-  make_program,
-)
-from moh_jax.training.stopping import StopRequest
+from moh_jax.runtime import compilation_cache, processes, sharding
+from moh_jax.runtime.alive import alive
+from moh_jax.runtime.processes import ask_first_process
+from moh_jax.training import entrance, saving, warm_start
+from moh_jax.training.metrics import Log
+from moh_jax.training.saving import Saver
+from moh_jax.training.step import Program, TrainState, make_program
 from moh_jax.training.task import Task, task_builder
-from moh_jax.training.warm_start import keep_tokenizer
 
 _LOG = logging.getLogger(__name__)
-_SAMPLES = "samples"  # folder of the pictures
+# How often the processes have compared notes. JAX wants a number that grows,
+# also over several runs of one process.
+_TICKS = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +56,17 @@ def train(
   *,
   devices: list[jax.Device] | None = None,
   decode: Decode | None = None,
-  verify: bool = True,
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
   From the first step on SIGTERM, and with one process SIGINT, save a checkpoint
-  and return after the current step. An evaluation that is under way is given
-  up; the resumed run does it.
+  and return after the current step.
 
   Args:
     config: the run.
     workdir: local directory or bucket for checkpoints and metrics.
     devices: the mesh's devices; None takes all devices of all processes.
-    decode: latents to images, for previews and FID of latent diffusion.
-    verify: compare checkpoints with their checksums before resuming from the
-      newest one that is whole.
+    decode: latents to images, for previews of latent diffusion.
 
   Returns:
     The final state and evaluation.
@@ -80,100 +76,179 @@ def train(
       before anything is compiled.
     OSError: the working directory cannot be written, or belongs to another
       run that is going on.
-    NonFiniteLossError: the loss or the gradient norm is NaN or infinite, or
-      the loss is a spike, and the run may not go back (again).
+    NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
-  # Prepare.
-  clock, config = RunClock(), resolve(config)
+  config = resolve(config)
   entrance.check_processes(config, workdir)
   warm_start.check_source(config, workdir)
   compilation_cache.keep_in(config.train.compilation_cache)
-  # Devices.
   mesh = sharding.make_mesh(config.mesh, devices)
-  # Program.
-  builder = task_builder(config)
-  objective = builder.make_objective(config)
-  program = make_program(config, objective, mesh)
+  task = task_builder(config).make_task(config, decode)
+  program = make_program(config, task, mesh)
   entrance.check_run(config, mesh, program)
-  # Directory.
-  directory = entrance.check_writable(workdir)
   with contextlib.ExitStack() as stack:
     enter = stack.enter_context
-    lock = enter(entrance.hold_lock(directory))
-    start = saving.resumable_step(directory, verify)
-    # Data.
-    task = builder.make_task(config, decode)
+    directory = enter(entrance.own_directory(workdir))
+    start = saving.resumable_step(directory)
     metadata = task.metadata(config)
-    entrance.check_same_run(directory, start, metadata, task.identity, verify)
+    entrance.check_same_run(directory, start, metadata, task.identity)
     enter(sharding.use_mesh(mesh))
     begin = warm_start.prepare(metadata, program, mesh, directory, start)
-    metadata, frozen = begin.metadata, begin.frozen
-    keep_tokenizer(directory, metadata, task.tokenizer, is_new=start is None)
+    warm_start.keep_tokenizer(
+      directory, begin.metadata, task.tokenizer, is_new=start is None
+    )
     _say(config, mesh, program)
-    # Loop.
-    saver = Saver(directory, metadata, task.identity, verify, start)
-    enter(saver.errors())
-    enter(saver)
-    batches = enter(Feed(task.batches(mesh), mesh, config.data.device_prefetch))
-    peers = enter(Peers(directory, lambda: saver.last_whole(verify=False)))
-    stop = enter(StopRequest())
-    profiler = enter(Profiler(config.log.profiled_steps, directory))
-    clock.begin(directory, start or 0)
-    log = enter(Log(directory, config, task, mesh, saver, clock, frozen))
-    watch, skipped = Watch(config.train.rewind), 0  # batches left out
-    while True:
-      clock.enter("restart")
-      if start is None:
-        state, stored = begin.state(), {}
-      else:
-        state, stored = saving.restore(directory, start, program.state)
-        is_done = start >= config.train.steps
-        end = f"; train.steps={config.train.steps} are done" if is_done else ""
-        _LOG.info("resumed from step %d in %s%s", start, directory, end)
-      watch.restore(stored.get("watch"))
-      batches.seek(max(stored.get("position", 0), skipped))
-      first = step = start or 0
-      pending, evaluation = None, log.begin(step, state, stop)
+    enter(saving.last_step_named(directory))
+    saver = enter(Saver(directory, begin.metadata, task.identity, start))
+    log = enter(Log(directory, config, task, mesh, start or 0))
+    if start is None:
+      state = begin.state()
+    else:
+      state = saving.restore(directory, start, program.state)
+      is_done = start >= config.train.steps
+      end = f"; train.steps={config.train.steps} are done" if is_done else ""
+      _LOG.info("resumed from step %d in %s%s", start, directory, end)
+    run = _Run(config, task, mesh, program, begin.frozen, saver, log)
+    return run.take_steps(state, start or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """A run whose checks are done, and whose files are open."""
+
+  config: Config
+  task: Task
+  mesh: Mesh
+  program: Program
+  frozen: Any
+  saver: Saver
+  log: Log
+
+  def take_steps(self, state: TrainState, step: int) -> Result:
+    """Takes the steps after `step`, all of them or until a request to stop."""
+    config, log, last = self.config, self.log, self.config.train.steps
+    evaluation, stopping = {}, False
+    # A run that was stopped had no time to show the state that it saved.
+    is_shown = ask_first_process(lambda: [log.has(step, "val")], 1)[0]
+    if step == last or (step and not is_shown):
+      evaluation = self._show(step, state)
+    with contextlib.ExitStack() as stack:
+      if step < last:
+        batches = stack.enter_context(self._batches(step))
+        step_function = self._compiled()
+        stops = stack.enter_context(_stops())
+        profiler = stack.enter_context(_Profiler(config, log.directory))
+      while step < last and not stopping:
+        batch = next(batches)
+        with profiler.step(step + 1, state):
+          state, metrics = step_function(state, batch, self.frozen)
+        step += 1
+        log.step(step, metrics)
+        stopping = stops()
+        if stopping or step == last or step % config.checkpoint.every == 0:
+          log.flush()  # raises where the loss is not finite
+          log.copy()
+          self.saver.save(state)
+        if not stopping:
+          evaluation = self._show(step, state) or evaluation
+    log.copy()
+    if stopping:
+      _LOG.warning("stopped at step %d, saved; run again to resume", step)
+    return Result(state, evaluation, not stopping)
+
+  def _show(self, step: int, state: TrainState) -> dict[str, float]:
+    """Shows and scores a state where that is due; returns its evaluation."""
+    config, task, log = self.config, self.task, self.log
+    last, every, found = step == config.train.steps, config.eval.every, {}
+    has_picture = task.preview and (last or step % task.preview_every == 0)
+    is_scored = last or (every and step % every == 0)
+    if not has_picture and not is_scored:
+      return {}
+    log.flush()
+    use_ema = config.eval.use_ema and state.ema is not None
+    params = join(self.frozen, state.ema if use_ema else state.params)
+    with log.not_counted(), alive("evaluating"):
+      if has_picture:
+        log.picture(step, "samples", task.preview(params, self.mesh))
+      if is_scored:
+        found = task.evaluate(params, self.mesh)
+    log.write(step, "val", found)
+    return found
+
+  def _compiled(self) -> Callable[..., tuple[TrainState, Any]]:
+    """Compiles the training step."""
+    program, began = self.program, time.monotonic()
+    _LOG.info(
+      "compiling the training step; a large model takes minutes, and a message "
+      "of XLA about a slow compile or constant folding is no error"
+    )
+    with self.log.not_counted(), alive("compiling the training step"):
+      lowered = program.step.lower(program.state, program.batch, program.frozen)
+      compiled = lowered.compile()
+    _LOG.info("compiled in %.1f s", time.monotonic() - began)
+    return compiled
+
+  @contextlib.contextmanager
+  def _batches(self, position: int) -> Iterator[Iterator[Any]]:
+    """Training batches on the devices, some of them before they are asked for.
+
+    Args:
+      position: number of the first one.
+    """
+    batches = self.task.batches(self.mesh)
+    batches.seek(position)
+    ahead: collections.deque[Future] = collections.deque()
+
+    def load() -> Any:
+      return sharding.shard_batch(next(batches), self.mesh)
+
+    def taken() -> Iterator[Any]:
+      while True:
+        while len(ahead) <= self.config.data.device_prefetch:
+          ahead.append(pool.submit(load))
+        yield ahead.popleft().result()
+
+    with contextlib.closing(batches), ThreadPoolExecutor(1) as pool:
       try:
-        while step < config.train.steps:
-          step += 1
-          peers.at(step)
-          with clock.phase("wait_for_data"):
-            batch = next(batches)
-          with profiler.step(step, pending), clock.compiling(step == first + 1):
-            state, metrics = program.step(state, batch, frozen)
-          stop.begin()  # from now on there is something to save
-          if pending:  # one step late, while the devices take this one
-            log.report(*pending, watch)
-          pending = step, batches.position, metrics
-          saver.poll()
-          lock.check()
-          stopping = stop.reached()
-          saves = stopping or saver.due(step)
-          shows = any(log.due(step)) and not stopping
-          if saves or shows:  # never save or show a state that is not finite
-            log.report(*pending, watch)
-            pending = None
-          if saves:
-            log.save(step, state, batches.position, watch)
-          if shows:
-            evaluation = log.show(step, state, stop) or evaluation
-          if stop:
-            if not saves:  # the signal came after `stop.reached`
-              if pending:
-                log.report(*pending, watch)
-              log.save(step, state, batches.position, watch)
-            break
-        if not stop and not evaluation:  # of a finished run, started again
-          evaluation = log.show(step, state, stop, (False, True))
-        log.finish(step)
-        if stop:
-          _LOG.warning("stopped at step %d, saved; run again to resume", step)
-        return Result(state, evaluation, not stop)
-      except BadStepError as error:
-        bad = error.with_traceback(None)  # its frames keep the state alive
-      state = pending = batch = metrics = None
-      start, skipped = saver.go_back(bad, watch), bad.position
+        yield taken()
+      finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _stops() -> Iterator[Callable[[], bool]]:
+  """What tells, after each step, whether a signal asked the run to stop."""
+  if jax.process_count() > 1:  # JAX tells all of them of a SIGTERM of one
+    yield lambda: multihost.reached_preemption(next(_TICKS))
+    return
+  with processes.deferred():
+    yield processes.stop_was_asked
+
+
+class _Profiler(contextlib.AbstractContextManager):
+  """Traces steps A to B - 1 into WORKDIR/profile, in every process."""
+
+  def __init__(self, config: Config, directory: epath.Path):
+    self._steps = config.log.profiled_steps or (0, 0)
+    self._folder, self._tracing = os.fspath(directory / "profile"), False
+
+  def __exit__(self, *_: Any) -> None:
+    if self._tracing:
+      self._tracing = False
+      jax.profiler.stop_trace()
+      _LOG.info("profile: %s", self._folder)
+
+  def step(self, step: int, before: Any) -> contextlib.AbstractContextManager:
+    """A block that begins a step; arrays of the one `before` are waited for."""
+    first, end = self._steps
+    if self._tracing != (first <= step < end):
+      jax.block_until_ready(before)
+      if self._tracing:
+        self.__exit__()
+      else:
+        self._tracing = True
+        jax.profiler.start_trace(self._folder)
+    return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
 
 def _say(config: Config, mesh: Mesh, program: Program) -> None:
@@ -198,181 +273,3 @@ def _say(config: Config, mesh: Mesh, program: Program) -> None:
     f"{trained:,}",
     f" are trained, {frozen:,} are frozen" if frozen else "",
   )
-
-
-class Log(contextlib.AbstractContextManager):
-  """What a run tells of itself: metrics, pictures and evaluations."""
-
-  def __init__(
-    self,
-    directory: epath.Path,
-    config: Config,
-    task: Task,
-    mesh: Mesh,
-    saver: saving.Saver,
-    clock: RunClock,
-    frozen: Any = None,
-  ):
-    """Writes nothing before `begin`.
-
-    Args:
-      directory: working directory.
-      config: the run.
-      task: makes pictures and evaluates.
-      mesh: the devices.
-      saver: of checkpoints; it guards all that is written.
-      clock: counts the time.
-      frozen: the parameters that are not trained; None where all are.
-    """
-    self._frozen = frozen
-    self._directory, self._config, self._task = directory, config, task
-    self._mesh, self._saver, self._clock = mesh, saver, clock
-    self._peaks, self._heads = flops.at_peak(config), HeadWatch(config)
-    self._writer: MetricsWriter | None = None
-
-  def __exit__(self, *_: Any) -> None:
-    if self._writer:
-      self._writer.close()
-
-  def begin(
-    self, step: int, state: TrainState, stop: StopRequest
-  ) -> dict[str, float]:
-    """Opens the files to continue after a step; again where a run went back.
-
-    A restored state is shown and scored if the run ended before it was. The
-    pictures of later steps that are due, which a run that went back left, are
-    removed.
-
-    Returns:
-      The evaluation, if there was any.
-    """
-    self.__exit__()
-    self._writer = writer = MetricsWriter(
-      self._directory,
-      self._config.log,
-      start=step,
-      steps=self._config.train.steps,
-      shown=(
-        *("loss", *self._task.shown, "balance_loss", "activated_share"),
-        f"{self._task.unit}_per_second",
-      ),
-      run=to_dict(self._config),
-    )
-    self._clock.at(step)
-    with self._saver.guard(f"pictures after step {step}"):
-      writer.drop_images(_SAMPLES, lambda s: s > step and self.due(s)[0])
-    if not step or not any(self.due(step)):
-      return {}
-
-    def missing() -> list[int]:
-      has_picture = writer.image_path(step, _SAMPLES).exists()
-      return [not has_picture, not writer.has(step, "val")]
-
-    picture, row = ask_first_process(missing, 2)
-    return self.show(step, state, stop, (bool(picture), bool(row)))
-
-  def save(
-    self, step: int, state: TrainState, position: int, watch: Watch
-  ) -> None:
-    """Begins a checkpoint, with the metrics and the seconds until there.
-
-    Args:
-      step: its number.
-      state: after the step.
-      position: training batches read until then.
-      watch: what it knows is saved too.
-    """
-    with self._clock.phase("save"):
-      self._saver.wait()  # for the one before
-      self._flush(step)
-      self._saver.save(state, position, watch.to_json())
-
-  def finish(self, step: int) -> None:
-    """Waits for the last checkpoint, and writes what is left."""
-    with self._clock.phase("save"):
-      self._saver.wait()
-      self._flush(step)
-
-  def _flush(self, step: int) -> None:
-    with self._saver.guard("metrics.jsonl"):
-      self._writer.flush()
-    with self._saver.guard("goodput.json"):
-      self._clock.save(step)
-
-  def report(
-    self, step: int, position: int, metrics: Any, watch: Watch
-  ) -> None:
-    """Reads a step's metrics, checks them, and logs them if it is time.
-
-    Args:
-      step: its number.
-      position: training batches read until then.
-      metrics: arrays of the step.
-      watch: checks them.
-
-    Raises:
-      BadStepError: they are not finite, or the loss is a spike.
-    """
-    config, task, writer = self._config, self._task, self._writer
-    metrics = jax.device_get(metrics)  # at once, not one after the other
-    loads = metrics.pop(HEAD_LOADS, None)
-    values = {n: float(v) for n, v in metrics.items()}
-    watch.check(step, position, values)
-    self._clock.step_done()
-    if step % config.log.every == 0 or step == config.train.steps:
-      seconds = self._clock.seconds_per_step(step)
-      rate = task.units_per_step / seconds
-      values |= {f"{task.unit}_per_second": rate, **self._clock.metrics()}
-      scale = seconds * self._mesh.size
-      values |= {name: least / scale for name, least in self._peaks.items()}
-      if config.train.rewind.steps:
-        values["rewinds"] = watch.rewinds
-      if task.stream_metrics:
-        values |= task.stream_metrics(position * config.data.batch_size)
-      if loads is not None:
-        values |= self._heads.metrics(step, loads)
-      self._write(step, "train", values)
-    if loads is not None and self._heads.due(step):
-      with self._saver.guard(f"the loads of heads of step {step}"):
-        writer.write_loads(step, self._heads.by_layer(loads))
-
-  def due(self, step: int) -> tuple[bool, bool]:
-    """Whether a picture and an evaluation are due after a step."""
-    task, every = self._task, self._config.eval.every
-    last = step == self._config.train.steps
-    show = task.preview and (last or step % task.preview_every == 0)
-    return bool(show), bool(last or (every and step % every == 0))
-
-  def show(
-    self,
-    step: int,
-    state: TrainState,
-    stop: StopRequest,
-    missing: tuple[bool, bool] = (True, True),
-  ) -> dict[str, float]:
-    """Shows and scores a state where that is due; returns its evaluation."""
-    show, evaluate = map(operator.and_, self.due(step), missing)
-    if show:
-      with self._clock.phase("evaluate"):
-        params = self._params(state)
-        picture = stop.run(lambda: self._task.preview(params, self._mesh))
-      if picture is not None:
-        with self._saver.guard(f"the picture of step {step}"):
-          self._writer.write_image(step, _SAMPLES, picture)
-    found = stop.run(lambda: self._scores(state)) if evaluate else None
-    if found is not None:
-      self._write(step, "val", found)
-    return found or {}
-
-  def _scores(self, state: TrainState) -> dict[str, float]:
-    with self._clock.phase("evaluate"):
-      return self._task.evaluate(self._params(state), self._mesh)
-
-  def _write(self, step: int, split: str, values: dict[str, float]) -> None:
-    with self._saver.guard(f"metrics.jsonl, step {step},"):
-      self._writer.write(step, split, values)
-
-  def _params(self, state: TrainState) -> Any:
-    use_ema = self._config.eval.use_ema and state.ema is not None
-    trained = state.ema if use_ema else state.params
-    return join(self._frozen, trained)

@@ -23,10 +23,10 @@ from moh_jax.config.base import split_items
 from moh_jax.config.heads import Units
 from moh_jax.config.parse import from_config_dict, override, upgrade
 from moh_jax.models.generation import Decode
+from moh_jax.runtime import steps
 from moh_jax.runtime.files import read_bytes, write_whole
 from moh_jax.runtime.json_files import MAX_BYTES, json_checksum, parse_json
-from moh_jax.runtime.peers import ask_first_process
-from moh_jax.training.entrance import check_writable
+from moh_jax.runtime.processes import ask_first_process
 from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.train import train
 
@@ -318,7 +318,6 @@ def compare(
   runs: Sequence[ComparedRun],
   workdir: str,
   decode: Decode | None = None,
-  verify: bool = True,
 ) -> dict[str, Outcome] | None:
   """Trains and scores the runs that have no outcome in the directory yet.
 
@@ -327,7 +326,6 @@ def compare(
     runs: in the order in which they are trained.
     workdir: local directory or bucket of the comparison.
     decode: see `train`.
-    verify: see `train`.
 
   Returns:
     Outcomes by `ComparedRun.name`, in the first process; None after a request
@@ -338,10 +336,11 @@ def compare(
       names the fields that differ.
     OSError: it cannot be written.
   """
-  directory, outcomes = check_writable(workdir), dict[str, Outcome]()
+  directory, outcomes = steps.absolute(workdir), dict[str, Outcome]()
   file = directory / _FILE
 
   def read() -> list[bool]:
+    directory.mkdir(parents=True, exist_ok=True)
     if file.exists():
       outcomes.update(_read(file, config))
     write()
@@ -359,9 +358,7 @@ def compare(
       continue
     _LOG.info("run %d of %d: %s", number, len(runs), run.name)
     try:
-      result = train(
-        run.config, directory / run.name, decode=decode, verify=verify
-      )
+      result = train(run.config, directory / run.name, decode=decode)
     except NonFiniteLossError as error:
       _LOG.warning("%s: %s", run.name, error)
       outcomes[run.name] = Outcome(fault=str(error))

@@ -22,10 +22,6 @@ from tests.data import tiny_sets
 from tests.inference import tiny_vae
 from tests.training import tiny
 
-_NO_CUDNN = (
-  "impossible here: implementation='cudnn' needs an NVIDIA GPU, this is a cpu "
-  "(cpu)"
-)
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 _RUN = "tests/faults/tiny_run.py"
 _PLAIN = "--config.classifier.mixup=0.", "--config.classifier.cutmix=0."
@@ -44,7 +40,6 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     layer = {
       "layer": 0, "stage": 1, "tokens": 4, "num_heads": 4, "head_dim": 2,
       "shared": 1, "routed": 3, "top_k": 1, "active": 2,
-      "attention": "dense",
     }  # fmt: skip
     self.assertEqual(report["layers"], [layer])
     params = tiny.random_params(tiny_checkpoint.CONFIG)
@@ -55,7 +50,7 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     self.assertEqual(changed["activated_share"], 0.75)
     out = self.done(*argv)
     self.assertIn("\nrouter: two_stage (released, free)\n", out)
-    self.assertRegex(out, r"(?m)^0 +1 +1 +4 +4 .* dense$")
+    self.assertRegex(out, r"(?m)^0 +1 +1 +4 +4 ")
     self.assertRegex(out, r"(?m)^classes: 6 \(ant, bee, cat, dog, eel, fox\)$")
     self.assertRegex(out, r"(?m)^activated share: 0\.5000$")
 
@@ -70,21 +65,11 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     layer = self.report("--config", _CONFIGS / name, mesh)["layers"][0]
     self.assertEqual([layer["per_device"], layer["imbalance"]], [*heads])
 
-  @parameterized.parameters(
-    ("vit_digits.py:moh", ["window", "window", "dense", "dense"]),
-    ("llm_stdlib.py:moh", ["packed"] * 4),
-    # Layers whose top_k changes skip no head.
-    ("llm_stdlib.py:tune", ["packed"] * 4),
-    ("llm_stdlib.py:schedule", ["blocked"] * 4),
-    ("llm_stdlib.py:moh", [_NO_CUDNN] * 4, "cudnn"),
-  )
-  def test_describes_a_config(self, spec, forms, form="auto"):
-    change = f"--config.model.attention_impl={form}"
-    report = self.report("--config", _CONFIGS / spec, change)
+  def test_describes_a_config(self):
+    report = self.report("--config", _CONFIGS / "llm_stdlib.py:moh")
     self.assertIsNone(report["step"])
     self.assertAlmostEqual(report["activated_share"], 0.75)
-    self.assertEqual([row["attention"] for row in report["layers"]], forms)
-    self.assertEqual(report["config"]["model"]["attention_impl"], form)
+    self.assertEqual(report["config"]["model"]["attention_impl"], "auto")
 
 
 class ChecksumsTest(tiny_checkpoint.CommandTest):

@@ -17,8 +17,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _QUICK = (
   *("--config.data.batch_size=8", "--config.data.val_share=0.3"),
   *("--config.eval.batch_size=8", "--config.data.num_threads=1"),
-  *("--config.optim.warmup_steps=0", "--config.checkpoint.async_save=False"),
-  *("--config.log.progress=False", "--config.log.tensorboard=False"),
+  *("--config.optim.warmup_steps=0", "--config.log.tensorboard=False"),
 )
 
 
@@ -37,16 +36,15 @@ class TrainTest(tiny_checkpoint.CommandTest):
     argv = ("--checkpoint", self.root / "run", "--json=-")
     again = json.loads(tiny_checkpoint.done("evaluate", *argv))
     chex.assert_trees_all_close(again, metrics, atol=5e-6, rtol=0)
-    out = self.done("--no-verify")
+    out = self.done()
     self.assertRegex(out, r"(?m)^held-out: .*accuracy 0\.\d{4}.*, step 2$")
     self.assertIn(f"checkpoint: {self.root / 'run'}\n", out)
 
   def test_loss_that_is_not_finite_is_a_failed_check(self):
     error = NonFiniteLossError("loss=nan at step 1")
-    with mock.patch("moh_jax.training.train.train", side_effect=error) as train:
-      result = self.call("--no-verify")
+    with mock.patch("moh_jax.training.train.train", side_effect=error):
+      result = self.call()
     self.assertEqual(result, (1, "", "error: loss=nan at step 1\n"))
-    self.assertFalse(train.call_args.kwargs["verify"])
 
 
 class OwnImagesTest(tiny_checkpoint.CommandTest):

@@ -123,7 +123,7 @@ class ParseTest(parameterized.TestCase):
 
 class ProcessesTest(parameterized.TestCase):
   @parameterized.parameters(
-    ({"json": "b", "join_seconds": 3}, True),
+    ({"json": "b"}, True),
     ({"top_k": (1,)}, False),
     ({"changes": ("model.dtype=bfloat16",)}, False),
   )

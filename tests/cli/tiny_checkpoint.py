@@ -22,9 +22,8 @@ CONFIG = resolve(
     model=small.ONE_STAGE,
     data=config_lib.DataConfig(batch_size=8, fake_examples=20, num_threads=1),
     train=config_lib.TrainConfig(steps=2),
-    checkpoint=config_lib.CheckpointConfig(async_save=False),
     eval=config_lib.EvalConfig(batch_size=8),
-    log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+    log=config_lib.LogConfig(every=1, tensorboard=False),
   )
 )
 DIT_CONFIG = tiny.dit_config(mesh={"data": -1})

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.ops.attention import attention
-from tests.compiles.compiling import compile_for, programs
+from tests.compiles.programs import compile_for, programs
 
 pytestmark = pytest.mark.compiles
 

@@ -23,7 +23,7 @@ from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.ops.position import rotation
 from moh_jax.runtime.sharding import unbox
-from tests.compiles.compiling import compile_for, programs
+from tests.compiles.programs import compile_for, programs
 
 pytestmark = pytest.mark.compiles
 

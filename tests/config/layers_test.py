@@ -144,13 +144,8 @@ class InheritedTest(absltest.TestCase):
       steps="5",
       cfg_scale=3.0,
       labels=(4, 2),
-      fid_images=50,
-      fid_reference="pets.npz",
-      fid_inception="inception.pth",
     )
     trained = Config(model=small.DIT, sample=sample)
     found = small.DIT.inherited(trained, {})["sample"]
-    expected = SampleConfig(
-      steps="5", cfg_scale=3.0, fid_inception="inception.pth"
-    )
+    expected = SampleConfig(steps="5", cfg_scale=3.0)
     self.assertEqual(found, dataclasses.asdict(expected))

@@ -18,7 +18,7 @@ _VIT = Config(
   model=small.ONE_STAGE,
   data=config_lib.DataConfig(batch_size=12),
   optim=config_lib.OptimConfig(lr=3e-4, no_decay=("*/bias", "*/scale")),
-  checkpoint=config_lib.CheckpointConfig(async_save=False),
+  checkpoint=config_lib.CheckpointConfig(keep_last=3),
 )
 _DIT = Config(
   model=config_lib.DiTConfig(
@@ -293,7 +293,7 @@ class FormsTest(parameterized.TestCase):
     ("vit", "optim", "lr", True, "must be of type float"),
     ("vit", "optim", "lr", 10**400, "must be finite"),
     ("vit", "optim", "no_decay", "*/bias", "must be a tuple"),
-    ("vit", "checkpoint", "async_save", 1, "must be of type bool"),
+    ("vit", "eval", "use_ema", 1, "must be of type bool"),
     ("vit", "model", "image_size", (8, 8, 3), "must have 2 values"),
     ("vit", "model", "image_size", (8,), "must have 2 values, as in 8,8"),
     ("dit", "optim", "learning_rate", 1e-3, "learning_rate; it is optim.lr"),

@@ -34,7 +34,6 @@ _SECTIONS = {
   "sample": config_lib.SampleConfig(),
   "optim": config_lib.OptimConfig(),
   "train": config_lib.TrainConfig(),
-  "rewind": config_lib.RewindConfig(),
   "mesh": config_lib.MeshConfig(),
   "checkpoint": config_lib.CheckpointConfig(),
   "eval": config_lib.EvalConfig(),
@@ -50,20 +49,18 @@ _OUTSIDE = """
     data.batch_size data.prefetch data.device_prefetch data.fake_examples
     data.num_threads text.sequence_length text.batch_size text.prefetch
     text.num_threads text.fake_examples sample.num optim.accumulation
-    optim.ema_every train.steps rewind.limit checkpoint.every
+    train.steps checkpoint.every
     checkpoint.keep_last eval.batch_size log.every mesh.dcn_data
   -1 | must be at least 0 | vit.fixed_pool_size vit.pretrain_image_size
     vit.pretrain_columns llm.loss_chunk data.eval_resize data.workers
-    sample.every sample.fid_images optim.warmup_steps optim.decay_steps
-    rewind.steps checkpoint.keep_every eval.every eval.examples log.heads
-    mesh.max_whole
+    sample.every optim.warmup_steps optim.decay_steps optim.skip_nonfinite
+    checkpoint.keep_every eval.every eval.examples log.heads
   -1e-09 | must be at least 0 | dit.mlp_ratio
     classifier.mixup classifier.cutmix diffusion.vb_weight sample.cfg_scale
     optim.lr optim.warmup_lr optim.final_lr optim.eps optim.weight_decay
-    optim.clip_norm train.balance_weight rewind.spike
+    optim.clip_norm train.balance_weight
   1.1 | must be in [0, 1] | router.top_p data.random_erasing data.val_share
     classifier.cutmix_prob classifier.label_smoothing sample.eta
-    log.collapse_entropy
   1.0 | must be in [0, 1) | optim.b1 optim.b2 optim.ema_decay
   1.0 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
   -0.1 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
@@ -84,7 +81,7 @@ _OUTSIDE = """
   100001 | must be in [21, 100000] | diffusion.steps
   -1 | must be in [0, 64] | sample.zoom
   '?' | must be one of ('float32', 'bfloat16') | vit.dtype dit.dtype llm.dtype
-    vae.dtype optim.moment_dtype optim.ema_dtype
+    vae.dtype optim.moment_dtype
   '?' | ('auto', 'dense', 'packed', 'kernel' | llm.attention_impl
   '?' | ('two_stage', 'query_norm', 'gate', 'none' | router.kind
   '?' | 'array_record', 'parquet', 'latents', 'fake') | data.source
@@ -186,10 +183,6 @@ _REFUSED = (
   ("sample", "labels", (3, -2), "labels[1]=-2 must be at least -1"),
   ("sample", "cfg_interval", (5, 5), "0 <= low < high"),
   ("sample", "cfg_interval", (-1, 5), "0 <= low < high"),
-  ("sample", "fid_images", 1, "0, or at least 2"),
-  ("sample", "fid_images", 50, "fid_reference='' must name a file"),
-  ("rewind", "spike", 0.5, "0 or at least 1"),
-  ("rewind", "spike", 2.0, "0 where rewind.steps=0"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
   ("checkpoint", "keep_every", 1500, "must be 0 where checkpoint.every=None"),
   ("log", "profile", "5:2", "'A:B' with steps 1 <= A < B"),

@@ -20,7 +20,7 @@ def _seeds(*losses, share=1.0):
 def _compare(results, runs, metrics=("loss",), **costs):
   """The rows of "VARIANT SETTING" -> seeds, and the lines of their table."""
   results = {tuple(f"{k} ".split(" ")[:2]): v for k, v in results.items()}
-  plain = {"parameters": 1000, "step_flops": 2e9, "computed_flops": 2e9}
+  plain = {"parameters": 1000, "step_flops": 2e9}
   plain |= {"step_seconds": 0.5, "step_spread": 0.0}
   costs = {key: plain | costs.get(key[0], {}) for key in results}
   rows = comparison.summarize(results, runs, metrics, costs)

@@ -1,7 +1,6 @@
 """Disks that are full, small or read-only: one line, and nothing lost."""
 
 import os
-import pathlib
 import subprocess
 
 import pytest
@@ -75,17 +74,7 @@ class DiskTest(RunsTest):
   def test_limit_of_file_sizes(self):
     run = self.start(_SAVE_OFTEN, shell="ulimit -f 12")  # 12 KiB
     line = self._fails(run)
-    self.assertIn(
-      "checkpoint of step 2 cannot be written: File too large", line
-    )
-
-  def test_run_that_goes_on_without_space(self):
-    workdir = self._small("600k")
-    options = (_SAVE_OFTEN, "--config.checkpoint.on_error=continue")
-    run = self.finished(*options, workdir=workdir, name="../r")
-    self.assertNotIn("Traceback", run.said())
-    self.assertIn("cannot be written", run.said())
-    self.assertTrue(pathlib.Path(workdir, "metrics.jsonl").exists())
+    self.assertRegex(line, "checkpoint .* cannot be written: .*File too large")
 
   def test_run_goes_on_from_the_last_whole_step_when_there_is_space(self):
     whole = self.finished(_SAVE_OFTEN)

@@ -45,12 +45,11 @@ class KillsTest(RunsTest):
         victim.send_signal(signal.SIGKILL)
         killed += 1
         for process in run.processes:
-          process.wait(90)
+          process.wait(200)
       else:
         self.assertEqual(run.wait(), 0, run.said())
-      for index in range(processes):
-        self.assertNotIn("Traceback", run.said(index))
-        self.assertNotIn("stack trace", run.said(index))
+      if processes == 1:  # JAX ends the others with a stack of its own
+        self.assertNotIn("Traceback", run.said())
       # An older one may be half deleted.
       for step in steps.list_steps(workdir)[-1:]:
         self.assertEqual(steps.find_damage(workdir, step), {})

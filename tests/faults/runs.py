@@ -155,11 +155,10 @@ def rows(workdir: str | pathlib.Path) -> dict[tuple[int, str], dict[str, Any]]:
 
 
 def state(workdir: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """All arrays of the newest checkpoint, and its position."""
+  """All arrays of the newest checkpoint."""
   step = steps.find_step(str(workdir), None)
   folder = steps.step_folder(str(workdir), step)
-  stored = steps.read_json_item(workdir, step, "data")
-  found = {"position": np.asarray(stored["position"])}
+  found = {}
   # As numpy arrays, whatever devices the run had.
   how = ocp.RestoreArgs(restore_type=np.ndarray)
   with ocp.PyTreeCheckpointer() as reader:

@@ -5,7 +5,7 @@ import time
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.training import feed
+from moh_jax.data.pipeline import TrainBatches
 from tests.training import tiny
 
 
@@ -17,7 +17,7 @@ def get_config(name: str = "llm") -> ml_collections.ConfigDict:
   """
   family, _, waits = name.partition("-")
   if waits:
-    feed.Feed.__next__ = lambda batches: time.sleep(600)
+    TrainBatches.__next__ = lambda batches: time.sleep(600)
   pictures = {"sample": {"every": 4}} if family == "dit" else {}
   config = tiny.CONFIGS[family](
     train={"steps": 12},

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from etils import epath
 from flax import traverse_util
 
 from moh_jax import config as config_lib
@@ -31,7 +32,7 @@ from tests.training import tiny
 _CONFIG = resolve(
   config_lib.Config(
     model=dataclasses.replace(small.ONE_STAGE, depths=(2,), drop_path=0.1),
-    checkpoint=config_lib.CheckpointConfig(async_save=False, keep_last=9),
+    checkpoint=config_lib.CheckpointConfig(keep_last=9),
   )
 )
 _NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
@@ -49,7 +50,6 @@ def _save(directory, config=_CONFIG):
 def _save_steps(directory, steps, config=_CONFIG):
   """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
   metadata = checkpoint.Metadata(config, _NAMES)
-  saver = saving.Saver(directory, metadata, {})
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),
@@ -58,8 +58,8 @@ def _save_steps(directory, steps, config=_CONFIG):
       ema=_params(100 + step),
       rng=jnp.zeros(2, jnp.uint32),
     )
-    saver.save(state, step)
-  saver.wait()
+    with saving.Saver(epath.Path(directory), metadata, {}) as saver:
+      saver.save(state)
 
 
 class RestoreTest(parameterized.TestCase):
@@ -86,11 +86,11 @@ class RestoreTest(parameterized.TestCase):
     self.assertEqual(restored.step, seed % 100)
     chex.assert_trees_all_equal(restored.params, _params(seed))
 
-  @parameterized.parameters((0.7, 2, 1, 49), (0.7, 7, 1, 0), (0.1, 3, 4, 100))
+  @parameterized.parameters((0.7, 2, 49), (0.7, 7, 0))
   def test_averages_that_are_mostly_the_start_say_so(
-    self, decay, step, every, percent
+    self, decay, step, percent
   ):
-    optim = dataclasses.replace(_CONFIG.optim, ema_decay=decay, ema_every=every)
+    optim = dataclasses.replace(_CONFIG.optim, ema_decay=decay)
     where = self.enterContext(tempfile.TemporaryDirectory())
     config = dataclasses.replace(_CONFIG, optim=optim)
     _save_steps(where, (step,), config)

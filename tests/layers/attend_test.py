@@ -30,7 +30,7 @@ from moh_jax.ops.position import rotation
 from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import unbox
-from moh_jax.training.compiling import read_collectives
+from tests.compiles.programs import read_collectives
 from tests.training import tiny
 
 _BUDGET = HeadBudget(num_heads=4, shared=1, top_k=1, head_dim=8)

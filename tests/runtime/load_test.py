@@ -28,7 +28,7 @@ _BY_TYPE = (
   ("model.image_size", "64,32", (64, 32)), ("model.image_size", "none", None),
   ("model.num_classes", "7", 7), ("optim.warmup_steps", "none", None),
   ("optim.lr", "3e-4", 3e-4), ("optim.lr", "1", 1.0),
-  ("train.rewind.steps", "4", 4), ("eval.use_ema", "FALSE", False),
+  ("train.steps", "4", 4), ("eval.use_ema", "FALSE", False),
 )  # fmt: skip
 
 

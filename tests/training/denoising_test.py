@@ -1,4 +1,4 @@
-"""The diffusion task: its loss, held-out figures, previews and FID."""
+"""The diffusion task: its loss, held-out figures and previews."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,15 +13,9 @@ import pytest
 from absl.testing import absltest
 from PIL import Image
 
-from moh_jax.config import apply_overrides
-from moh_jax.evaluation.fid import Gaussian, frechet_distance, moments
-from moh_jax.inference.restore import Restored
-from moh_jax.inference.sample import Sampler, sample_images
 from moh_jax.layers.stack import ModelAux
-from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.training import denoising
-from moh_jax.training.denoising import make_fid
 from moh_jax.training.step import make_program, metric_values
 from tests import folders
 from tests.data.tiny_images import put
@@ -46,11 +40,6 @@ class _Echo(nn.Module):
     if self.learn_sigma:
       out = jnp.concatenate([out, jnp.zeros_like(x)], axis=-1)
     return out, ModelAux(jnp.float32(3.0), jnp.float32(0.5), layers=())
-
-
-def _quartile(t, labels):
-  del labels
-  return t * 4 // 50
 
 
 def _metrics(network, examples=_EXAMPLES, labels=0, seed=0, **sections):
@@ -89,35 +78,13 @@ class LossTest(absltest.TestCase):
     self.assertAlmostEqual(mse / np.square(np.arange(50)).mean(), 1, delta=0.05)
     self.assertEqual(mse, again)
     self.assertNotEqual(mse, other)
-    metrics = _metrics(_Echo(_quartile))
-    quartiles = [metrics[f"mse_quartile{i}"] for i in (1, 2, 3, 4)]
-    self.assertEqual(quartiles, [0, 1, 4, 9])
+    metrics = _metrics(_Echo())
     self.assertNotIn("vb", metrics)
     self.assertEqual(metrics["task_loss"], metrics["mse"])
 
-  def test_quartile_without_examples_leaves_the_gradients_finite(self):
-    class Scale(nn.Module):
-      @nn.compact
-      def __call__(self, x, t, labels):
-        scale = self.param("scale", nn.initializers.ones, ())
-        out, aux = _Echo()(x, t, labels)
-        return out + scale * x, aux
-
-    loss_fn = denoising.make_loss(Scale(), tiny.dit_config())
-    batch = {"image": jnp.ones((1, 8, 8, 1)), "label": jnp.zeros(1, jnp.int32)}
-    grads, metrics = jax.grad(loss_fn, has_aux=True)(
-      {"scale": jnp.float32(1)}, batch, jax.random.key(0), 0
-    )
-    self.assertTrue(np.isfinite(grads["scale"]))
-    self.assertNotEqual(float(grads["scale"]), 0)
-    values = metric_values(metrics)
-    quartiles = [values[f"mse_quartile{i}"] for i in (1, 2, 3, 4)]
-    self.assertEqual(np.isnan(quartiles).sum(), 3)
-    self.assertEqual(np.nanmax(quartiles), values["mse"])
-
   def test_loss_is_the_weighted_sum_of_its_parts(self):
     metrics = _metrics(
-      _Echo(_quartile, learn_sigma=True),
+      _Echo(lambda t, labels: t * 4 // 50, learn_sigma=True),
       diffusion={"vb_weight": 0.5},
       train={"balance_weight": 0.1},
     )
@@ -180,7 +147,16 @@ def _on_mesh(make, config):
     return make(jax.device_put(params, sharding.replicated(mesh)), mesh)
 
 
-class PreviewTest(absltest.TestCase):
+class PreviewTest(folders.FolderTest):
+  @pytest.mark.integration
+  def test_a_run_writes_pictures_beside_its_metrics(self):
+    config = tiny.dit_config(train={"steps": 3}, sample=_PREVIEW)
+    tiny.train(config, self.root)
+    files = sorted(path.name for path in (self.root / "samples").iterdir())
+    self.assertEqual(files, ["00000002.png", "00000003.png"])
+    with Image.open(self.root / "samples" / files[0]) as picture:
+      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
+
   def _preview(self, devices=1, **sample):
     config = tiny.dit_config(
       sample={**_PREVIEW, **sample}, mesh={"data": devices}
@@ -214,77 +190,3 @@ class PreviewTest(absltest.TestCase):
     picture = _on_mesh(make_task(config, decode).preview, config)
     self.assertEqual(decode.call_args.args[0].shape, (5, 8, 8, 1))
     self.assertEqual(picture.shape, (52, 34, 3))
-
-
-_NUM, _DIM = 13, 6  # images, the last batch is not full
-_FILES = {"fid_reference": "stats.npz", "fid_inception": "weights.pth"}
-_REFERENCE = Gaussian(np.full(_DIM, 90.0), 50 * np.eye(_DIM))
-
-
-def _extract(images, mesh=None):
-  del mesh
-  return _features(images)
-
-
-@jax.jit
-def _features(images):
-  """Features of [B, 8, 8, 3] images: means of two rows of each channel."""
-  assert images.dtype == jnp.uint8
-  rows = images.astype(jnp.float32).mean(2)
-  return rows[:, :2].reshape(len(images), _DIM)
-
-
-def _config(**sections):
-  sample = {"fid_images": _NUM, "steps": "3", **_FILES}
-  return tiny.dit_config(sample=sample, eval={"batch_size": 8}, **sections)
-
-
-class SampledFidTest(folders.FolderTest):
-  @pytest.mark.integration
-  def test_is_that_of_the_sampler_s_images_on_any_devices(self):
-    config = _config(mesh={"data": 1})
-    model, _ = make_model(config)
-    restored = Restored(config, model, tiny.random_params(config), 0, ())
-    sampler = Sampler(restored, seed=config.train.seed)
-    images = sample_images(sampler, _NUM, 8).repeat(3, -1)
-    found = moments(np.asarray(_extract(images))).gaussian()
-    expected = frechet_distance(found, _REFERENCE)
-    for devices in (1, 8):
-      config = _config(mesh={"data": devices})
-      fid = _on_mesh(make_fid(config, _REFERENCE, _extract), config)["fid"]
-      self.assertAlmostEqual(fid, expected, delta=1e-6 * expected)
-
-  def test_images_are_decoded_few_at_a_time(self):
-    extract = mock.Mock(side_effect=_extract)
-    config = tiny.dit_config(
-      sample={"fid_images": 70, "steps": "1", **_FILES},
-      eval={"batch_size": 192}, mesh={"data": 3},
-    )  # fmt: skip
-    _on_mesh(make_fid(config, _REFERENCE, extract), config)
-    sizes = [len(call.args[0]) for call in extract.call_args_list]
-    self.assertEqual(sizes, [63, 63])  # 64, and each device as many
-
-  @pytest.mark.integration
-  def test_run_writes_it_with_every_evaluation_and_pictures_beside(self):
-    config = _config(mesh={"data": 1}, train={"steps": 3})
-    config = apply_overrides(config, "eval", every=1)
-    config = apply_overrides(config, "sample", **_PREVIEW)
-    found = _REFERENCE, _extract
-    with mock.patch.object(denoising, "_inception", return_value=found):
-      tiny.train(config, self.root)
-    rows = tiny.rows(self.root, "val")
-    self.assertEqual([row["step"] for row in rows], [1, 2, 3])
-    self.assertLen({row["fid"] for row in rows}, 3)
-    files = sorted(path.name for path in (self.root / "samples").iterdir())
-    self.assertEqual(files, ["00000002.png", "00000003.png"])
-    with Image.open(self.root / "samples" / files[0]) as picture:
-      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
-
-  def test_what_lacks_is_named_before_the_run(self):
-    config = _config(mesh={"data": 1})
-    with self.assertRaisesRegex(FileNotFoundError, "stats.npz"):
-      tiny.train(config, "/nonexistent/run")
-    latents = {"data": {"source": "fake"}, "diffusion": {"space": "latent"}}
-    config = _config(**latents)
-    with self.assertRaisesRegex(ValueError, "an autoencoder must decode"):
-      make_fid(config, _REFERENCE, _extract)

@@ -9,8 +9,8 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax.runtime import sharding
-from moh_jax.training.compiling import read_collectives
 from moh_jax.training.step import make_program
+from tests.compiles.programs import read_collectives
 from tests.training import meshes, tiny
 
 _MICROBATCHES = 4

@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import shutil
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -26,11 +25,8 @@ from moh_jax.inference.restore import restore
 from moh_jax.models.registry import released_model
 from moh_jax.ops import head_layout
 from moh_jax.runtime import sharding
-from moh_jax.training import entrance
-from moh_jax.training.feed import Feed
 from moh_jax.training.step import make_program
 from moh_jax.training.train import train
-from tests.runtime.sharding_test import two_slices
 from tests.training import meshes, tiny
 from tests.training.tiny import make_task
 
@@ -111,9 +107,10 @@ class ProgramTest(parameterized.TestCase):
     program = make_program(config, task, mesh)
     with sharding.use_mesh(mesh):
       state = program.init()
-      with Feed(task.batches(mesh), mesh, ahead=1) as batches:
-        for _ in range(2):
-          state, _ = program.step(state, next(batches))
+      batches = task.batches(mesh)
+      for _ in range(2):
+        batch = sharding.shard_batch(next(batches), mesh)
+        state, _ = program.step(state, batch)
 
     def check(leaf, abstract):
       same = leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
@@ -154,57 +151,6 @@ class ChecksTest(parameterized.TestCase):
       ValueError, r"2 shared heads of 4 in model.head_order: .* 1\.333 times"
     ):
       head_layout.check_heads(model, mesh, 1.3)
-
-  def test_slices_mix_images_of_a_device_which_needs_two(self):
-    def check(**sections):
-      run = tiny.config(
-        mesh={"dcn_data": 2, "data": 4}, data={"batch_size": 32}, **sections
-      )
-      with two_slices():
-        mesh = sharding.make_mesh(run.mesh)
-      entrance.check_mixed_images(run, mesh)
-
-    alone, off = {"accumulation": 4}, {"mixup": 0.0, "cutmix": 0.0}
-    check()
-    check(optim=alone, classifier=off)
-    with self.assertRaisesRegex(ValueError, "data.batch_size=32 .* it is 1: "):
-      check(optim=alone)
-
-  def test_devices_without_memory_of_a_host_are_refused(self):
-    beads = [SimpleNamespace(kind="beads")]
-    device = SimpleNamespace(
-      device_kind="Abacus", addressable_memories=lambda: beads
-    )
-    mesh = SimpleNamespace(devices=np.array([device]))
-    config = tiny.llm_config(optim={"state_memory": "host"})
-    with self.assertRaisesRegex(
-      ValueError, "^optim.state.* of the kind pinned_host; Abacus has .'beads'"
-    ):
-      entrance.check_host_memory(config, mesh)
-
-
-class HostMemoryTest(absltest.TestCase):
-  @pytest.mark.slow
-  def test_a_run_is_the_same_and_resumes_on_a_mesh(self):
-    """Its state is saved from the host and restored to it."""
-
-    def config(memory, remat, steps):
-      return tiny.llm_config(
-        mesh=tiny.MESH,
-        train={"steps": steps},
-        optim={"lr": 1e-3, "warmup_steps": 0, "state_memory": memory},
-        model={"remat": remat},
-      )
-
-    folders = [self.create_tempdir().full_path for _ in range(2)]
-    device = train(config("device", "dots", 3), folders[0]).state
-    for steps in (2, 3):
-      host = train(config("host", "offload", steps), folders[1]).state
-    moments = host.opt_state[1][0].mu["head"]["kernel"]
-    self.assertEqual(moments.sharding.memory_kind, sharding.HOST_MEMORY)
-    chex.assert_trees_all_close(
-      *jax.device_get((host, device)), rtol=1e-6, atol=1e-7
-    )
 
 
 OPTIMIZERS = choices(OptimConfig, "name")

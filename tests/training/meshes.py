@@ -9,8 +9,14 @@ import re
 import jax
 
 from moh_jax.runtime import sharding
-from moh_jax.training import compiling
 from moh_jax.training.step import make_program
+from tests.compiles.programs import (
+  arrays,
+  computations,
+  count_runs,
+  ints,
+  read_collectives,
+)
 from tests.runtime.sharding_test import two_slices
 from tests.training import tiny
 
@@ -63,7 +69,6 @@ MESHES = {
 # Of a version of jax: other versions of XLA may exchange otherwise.
 _MINOR = ".".join(jax.__version__.split(".")[:2])
 GOLDEN = pathlib.Path(__file__).parent / f"collectives/jax_{_MINOR}.json"
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _DOT = re.compile(
   r"= \w+\[([\d,]*)\]\S* dot\((?:\w+\[([\d,]*)\]\S* )?%?([\w.-]+)"
 )
@@ -125,7 +130,7 @@ def exchanges(text, mesh):
     {"kind axes dtype": [how often in a step, bytes of all]}, as in `GOLDEN`.
   """
   rows = {}
-  for one in compiling.read_collectives(text, dict(mesh.shape)):
+  for one in read_collectives(text, dict(mesh.shape)):
     row = rows.setdefault(
       f"{one.kind} {'+'.join(one.axes)} {one.dtype}", [0, 0]
     )
@@ -141,9 +146,7 @@ def recorded(family, mesh):
 
 def shapes(text: str, dtype: str = "f32") -> set[tuple[int, ...]]:
   """Shapes of a program's arrays of a dtype."""
-  return {
-    tuple(_ints(dims)) for kind, dims in _ARRAY.findall(text) if kind == dtype
-  }
+  return {tuple(shape) for kind, shape in arrays(text) if kind == dtype}
 
 
 def dot_flops(text: str) -> int:
@@ -154,8 +157,8 @@ def dot_flops(text: str) -> int:
   Args:
     text: of the compiled program.
   """
-  bodies = compiling.computations(text)
-  runs = compiling.count_runs(bodies)
+  bodies = computations(text)
+  runs = count_runs(bodies)
   return sum(
     runs[name] * _flops_of(line, lines)
     for name, lines in bodies.items()
@@ -175,9 +178,5 @@ def _flops_of(line: str, body: list[str]) -> int:
     )
     left = next(m[1] for m in map(start.match, body) if m)
   dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line)[1]
-  inner = [_ints(left)[i] for i in _ints(dims)]
-  return 2 * math.prod(_ints(out)) * math.prod(inner)
-
-
-def _ints(text: str) -> list[int]:
-  return [int(number) for number in text.split(",") if number]
+  inner = [ints(left)[i] for i in ints(dims)]
+  return 2 * math.prod(ints(out)) * math.prod(inner)

@@ -26,8 +26,8 @@ _config = functools.partial(tiny.llm_config, model={"num_kv_heads": 4})
 _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
 _CHILD = """
 import pathlib, sys
-from moh_jax.runtime import cluster
-cluster.join(cluster.given_place())
+from moh_jax.runtime import processes
+processes.join()
 from tests.training import processes_test
 processes_test.train_and_draw(pathlib.Path(sys.argv[1]))
 """

@@ -90,33 +90,6 @@ class StepTest(parameterized.TestCase):
     np.testing.assert_allclose(rates[:3], [0.0, 5e-4, 1e-3], rtol=1e-6)
 
   @pytest.mark.integration
-  def test_average_of_every_third_step_decays_as_three(self):
-    config = tiny.llm_config(
-      optim={"lr": 1e-2, "ema_decay": 0.5, "ema_every": 3,
-             "ema_dtype": "bfloat16", "warmup_steps": 0}
-    )  # fmt: skip
-    program, _, batch = _setup(config)
-    state = start = program.init()
-    emas = [jax.device_get(state.ema)]
-    for number in (1, 2, 3, 4):
-      state, _ = program.step(state, batch)
-      emas.append(jax.device_get(state.ema))
-      if number == 3:
-        params = jax.device_get(state.params)
-    self.assertTrue(start.params["head"]["kernel"].is_deleted())  # donated
-    first, *same, third, fourth = emas
-    for ema in same:
-      chex.assert_trees_all_equal(ema, first)
-    chex.assert_trees_all_equal(fourth, third)
-    self.assertEqual(third["head"]["kernel"].dtype, "bfloat16")
-    expected = jax.tree.map(
-      lambda e, p: np.float32(e) / 8 + p * 7 / 8, first, params
-    )
-    chex.assert_trees_all_close(
-      jax.tree.map(np.float32, third), expected, rtol=2**-8, atol=1e-6
-    )
-
-  @pytest.mark.integration
   def test_random_choices_differ_between_steps(self):
     config = tiny.dit_config(  # noise and times are sampled
       model=tiny.ALIKE["dit"],

@@ -83,7 +83,7 @@ LLM = config_lib.LLMConfig(
 _RUN = {
   "mesh": config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
   "checkpoint": config_lib.CheckpointConfig(every=2),
-  "log": config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+  "log": config_lib.LogConfig(every=1, tensorboard=False),
   "train": config_lib.TrainConfig(steps=4),
 }
 _ALONE = {"num_threads": 1, "prefetch": 1}
@@ -205,4 +205,4 @@ def deterministic_config(**sections: dict[str, Any]) -> Config:
 
 def is_time(metric: str) -> bool:
   """Whether a metric tells of speed, which differs from run to run."""
-  return "second" in metric or metric == "goodput" or metric.startswith("mfu")
+  return "second" in metric or metric.startswith("mfu")
