@@ -18,7 +18,6 @@ from moh_jax.config.layers import Implementation
 from moh_jax.config.parse import changed
 from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.devices import CHIPS
 
 if TYPE_CHECKING:
   from collections.abc import Sequence
@@ -117,8 +116,7 @@ class HeadOptions(command.Output):
 class ModelOptions(command.Stored, command.RunConfig, command.Output):
   """Time a whole model and its multi-head baseline, on random data.
 
-  units/s are tokens or images. The times can also be predicted for GPUs and
-  TPUs that are not here, beside what Amdahl's law leaves. --config.KEY=VALUE
+  units/s are tokens or images. --config.KEY=VALUE
   changes a key of what is timed, such as --config.data.batch_size=8 (of 4
   examples), --config.model.dtype=bfloat16, --config.model.attention_impl=dense
   or --config.data.sequence_length=1024 (of 512 tokens, or the longest sequence
@@ -131,24 +129,18 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
     checkpoint: workdir of `train` or output of `convert`.
     lengths: tokens of a sequence, for language models; else rows and columns of
       the images or latents; without it the model's own.
-    predict: kinds of devices to predict the times for, such as h100,v5p.
-    rounds: measured turns; 0 measures nothing.
+    rounds: measured turns.
   """
 
   model: str = "moh-vit-s80"
   config: command.Place | None = None
   checkpoint: command.Place | None = None
   lengths: tuple[Count, ...] = ()
-  predict: tuple[str, ...] = ()
-  rounds: Natural = 7
+  rounds: Count = 7
 
   def check(self) -> None:
     """The model is stated once; the devices are known; there is work."""
     super().check()
-    if set(self.predict) - set(CHIPS):
-      self.fail("predict", f"must be some of {', '.join(CHIPS)}")
-    if not self.rounds and not self.predict:
-      self.fail("rounds", "must be above 0 without --predict")
     if self.config is not None and self.checkpoint is not None:
       self.fail("config", "and --checkpoint exclude each other")
     config_lib.released_model(self.model)
@@ -243,7 +235,7 @@ def run_attention(options: HeadOptions) -> int:
 @alive("measuring")
 def run_model(options: ModelOptions) -> int:
   """Prints a table of what was measured and predicted."""
-  from moh_jax.cli.run_speed import measure_model, predict_model
+  from moh_jax.cli.run_speed import measure_model
 
   rows, runs = [], options.runs()
   for length, run in runs.items():
@@ -251,10 +243,7 @@ def run_model(options: ModelOptions) -> int:
       length = run.data.sequence_length
     elif length:  # the changes may have another one
       length = getattr(run.model, run.model.SIZE)[0]
-    if options.predict:
-      rows += predict_model(run, length, options.predict)
-    if options.rounds:
-      rows += measure_model(run, length, options.rounds)
+    rows += measure_model(run, length, options.rounds)
   modes = list(dict.fromkeys(row.mode for row in rows))
   rows.sort(key=lambda row: modes.index(row.mode))
   settings = {**options.values(), "config": config_lib.to_dict(run)}

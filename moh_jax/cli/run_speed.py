@@ -8,7 +8,6 @@ The same can be predicted for devices that are not here.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,29 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config import Config, LayerGroup, get_family, without_router
-from moh_jax.config.llm import LLMConfig, Sampling
+from moh_jax.config import Config, get_family, without_router
+from moh_jax.config.llm import Sampling
 from moh_jax.data.pipeline import TrainBatches, train_recipe
 from moh_jax.data.sources import make_source
 from moh_jax.inference import decoding, generate
 from moh_jax.inference.batch import batch_bucket, length_bucket
 from moh_jax.models.llm import LLM
 from moh_jax.models.registry import make_model
-from moh_jax.ops.attention import choose_cached_form
-from moh_jax.ops.target import Target, target
+from moh_jax.ops.target import target
 from moh_jax.runtime import sharding
-from moh_jax.runtime.devices import CHIPS, Topology
 from moh_jax.runtime.sharding import init_params, unbox
 from moh_jax.training.bench import Program, Row, compile_program, time_rows
-from moh_jax.training.flops import (
-  LayerForm,
-  StepFlops,
-  form_summary,
-  published_peak,
-  step_flops,
-  step_forms,
-)
-from moh_jax.training.plan import MEMORY_SHARE, PEAK_SHARE, make_plan
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
@@ -112,111 +100,6 @@ def _batches(run: Config) -> tuple[int, ...]:
   return _BATCHES if writes else ()
 
 
-def predict_model(
-  run: Config, length: int | None, devices: Sequence[str]
-) -> list[Row]:
-  """Predicts the times of a model over those of its baseline.
-
-  The modes are those of `measure_model`, and "step" with the optimizer's
-  update. "limit" is what Amdahl's law leaves: all products and bytes of the
-  baseline and the routers, of attention and the cache the share of the active
-  heads. On devices models are bfloat16, products and memory reach what `plan`
-  assumes, and a token is written in the time of reading the weights and the
-  cache.
-
-  Args:
-    run: on random data.
-    length: what the rows say of it.
-    devices: kinds, such as "h100".
-  """
-  model = dataclasses.replace(run.model, dtype="bfloat16")
-  runs = _pair(dataclasses.replace(run, model=model), "moh").values()
-  pair = [(one, step_flops(one)) for one in runs]
-  rows = []
-  for name in ("limit", *devices):
-    ours, mha = (_predicted(*one, name) for one in pair)
-    for mode, cost in ours.items():
-      row = Row(name, "model", mode, length, model.activated_share, name)
-      ms = None if name == "limit" else cost * 1e3
-      rows.append(
-        dataclasses.replace(row, ms=ms, ratio_to_mha=cost / mha[mode])
-      )
-  return rows
-
-
-def _predicted(run: Config, flops: StepFlops, name: str) -> dict[str, float]:
-  """Seconds by mode; of "limit" FLOPs, of its writing bytes."""
-  model, groups = run.model, run.model.layer_groups()
-  limit = [LayerForm(name, group.budget.share) for group in groups]
-  if name == "limit":
-    rate, speed, forms, device = 1.0, 1.0, limit, None
-  else:
-    chip = CHIPS[name]
-    topology = Topology(name, chip, (1,) * max(1, chip.dimensions))
-    plan = make_plan(run, topology, compiles=False)
-    rate = topology.devices * published_peak(chip.kind) * PEAK_SHARE
-    speed = topology.devices * chip.memory_speed * MEMORY_SHARE
-    forms, device = plan.attention, Target(chip.platform, chip.kind, chip.cores)
-  products = sum(flops.computed(forms).values())
-  found = {
-    "forward": products / 3 / rate,
-    "forward_backward": products / rate,
-    "step": products if name == "limit" else plan.step_time.seconds,
-  }
-  if not (batches := _batches(run)):
-    return found
-  length = run.data.sequence_length
-  # Only the last token has logits.
-  fewer = 2 * model.width * model.vocab_size * (length - 1)
-  one = products / 3 / run.data.batch_size - fewer
-  if device:
-    cached = [cached_form(group, model, device) for group in groups]
-  else:
-    cached = limit
-  # Bytes of one text's keys and values that a token reads.
-  slot = 2 * 2 * model.num_kv_heads * model.head_dim
-  read = sum(group.depth * form.heads for group, form in zip(groups, cached))
-  cache = length * slot * read
-  network, inputs = make_model(run)
-  params = unbox(sharding.abstract_params(network, inputs))
-  if not model.tie_embeddings:  # of the embedding a token reads its row
-    params.pop("embed")
-  weights = 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
-  found["prefill"] = one / rate
-  for batch in batches:
-    found[f"decode_{batch}"] = (weights + batch * cache) / speed
-  return found
-
-
-def cached_form(
-  group: LayerGroup, model: LLMConfig, device: Target
-) -> LayerForm:
-  """How a layer attends to its cache; heads are those of keys and values.
-
-  A token reads those of which some query head is active, any choice likely.
-  """
-  units = group.units(model.router)
-  form = choose_cached_form(
-    model.attention_impl,
-    device,
-    new=1,
-    head_dim=model.head_dim,
-    unit=units.size,
-  )
-  budget = units.budget
-  if form == "dense" or units.parts > 1:
-    return LayerForm(form)
-  # Units of each key/value head; the first ones are shared.
-  size = budget.num_heads // model.num_kv_heads
-  reads = []
-  for first in range(0, budget.num_heads, size):
-    routed = min(first + size, budget.num_heads) - max(first, budget.shared)
-    others = math.comb(budget.routed - routed, budget.top_k)
-    idle = others / math.comb(budget.routed, budget.top_k)
-    reads.append(1 - idle if routed == size else 1.0)
-  return LayerForm(form, sum(reads) / len(reads))
-
-
 def random_params(run: Config) -> Any:
   """Initial parameters of a run's network plus 0.02, so that few are zero.
 
@@ -235,7 +118,7 @@ def _training(run: Config, _: int) -> Iterator[tuple[str, _Made]]:
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   batch = jax.tree.map(jnp.asarray, next(task.batches(mesh)))
   arrays = (random_params(run), batch, jax.random.key(0), jnp.int32(0))
-  form = form_summary(run, step_forms(run, {}))
+  form = "", run.model.activated_share
 
   def forward(*arrays: Any) -> jax.Array:
     return task.loss_fn(*arrays)[0]
@@ -282,10 +165,9 @@ def _writing(run: Config, batch: int) -> Iterator[tuple[str, _Made]]:
   if batch == 1:  # in the form of training: there is no cache to attend to
     data = dataclasses.replace(run.data, batch_size=rows)
     one = dataclasses.replace(run, data=data)
-    yield "prefill", (Program(prefill), *form_summary(one, step_forms(one, {})))
-  forms = [cached_form(g, config, target()) for g in config.layer_groups()]
+    yield "prefill", (Program(prefill), "", one.model.activated_share)
   program = Program(decode, _SPAN)
-  yield f"decode_{batch}", (program, *form_summary(run, forms))
+  yield f"decode_{batch}", (program, "", config.activated_share)
 
 
 def measure_input(config: Config, batches: int, steps: int) -> dict[str, Any]:

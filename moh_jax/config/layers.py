@@ -86,8 +86,7 @@ class RoutedLayers(Section):
     remat: what the backward pass computes again to save memory: "none"; "full"
       whole layers; "attention" all but the results of attention; "dots" all but
       these and products with weights; "all_dots" all but these and any
-      products; "offload" as "dots", whose results lie in the host's memory
-      until then.
+      products.
   """
 
   RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
@@ -118,9 +117,7 @@ class RoutedLayers(Section):
   attention_impl: Implementation = "auto"
   attention_out_multiplier: Positive = 1.0
   dtype: Dtype = "float32"
-  remat: Literal["none", "full", "attention", "dots", "all_dots", "offload"] = (
-    "none"
-  )
+  remat: Literal["none", "full", "attention", "dots", "all_dots"] = "none"
 
   @property
   def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,21 +13,6 @@ from moh_jax.ops.basics import ATTENTION
 from moh_jax.ops.routing import RouterAux
 
 _policies = jax.checkpoint_policies
-_TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
-
-
-def _offload(primitive: Any, *args: Any, **params: Any) -> Any:
-  """Moves to the host what "dots" keeps."""
-  # JAX's own union of two policies takes none that offloads.
-  names = _policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=(),
-    names_which_can_be_offloaded=(ATTENTION,),
-    **_TO_HOST,
-  )
-  products = _policies.offload_dot_with_no_batch_dims(**_TO_HOST)
-  policy = names if primitive.name == "name" else products
-  return policy(primitive, *args, **params)
-
 
 # Values of a block that the backward pass keeps; it computes the others again.
 REMAT_POLICIES: dict[str, Callable] = {
@@ -41,12 +25,7 @@ REMAT_POLICIES: dict[str, Callable] = {
   "all_dots": _policies.save_from_both_policies(
     _policies.dots_saveable, _policies.save_only_these_names(ATTENTION)
   ),
-  "offload": _offload,
 }
-# What a policy runs twice, of what costs most: the products with weights,
-# attention, or both. The policies that are not named here run neither twice,
-# but for dense and cuDNN attention, which keep nothing.
-RUN_TWICE = {"full": ("products", "attention"), "attention": ("products",)}
 
 
 def scan_blocks(
@@ -67,8 +46,7 @@ def scan_blocks(
     remat: what the backward pass computes again: "none" (nothing), "full"
       (everything), or everything but the results of "attention", of attention
       and products with weights ("dots"), or of attention and all products
-      ("all_dots", which with dense attention are the logits too). "offload"
-      computes as "dots" does, and keeps the results in the host's memory.
+      ("all_dots", which with dense attention are the logits too).
 
   Returns:
     The lifted class.

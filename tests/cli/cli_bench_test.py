@@ -14,11 +14,9 @@ from absl.testing import parameterized
 
 from moh_jax.cli import bench_attention, run_speed
 from moh_jax.cli.bench import HeadOptions, ModelOptions, bench_run
-from moh_jax.config.heads import HeadBudget, RouterConfig, Units
+from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.config.parse import changed
-from moh_jax.data.infer import resolve
 from moh_jax.ops import attention as ops
-from moh_jax.ops.target import Target
 from tests.cli import tiny_checkpoint
 from tests.data.tiny_images import put
 from tests.training import tiny
@@ -154,59 +152,6 @@ class ModelTest(parameterized.TestCase):
       self.assertTrue(math.isfinite(moh.units_per_second))
       # 16 tokens are too few to leave heads out.
       self.assertEqual((moh.length, moh.share), (16, 0.75))
-      self.assertEqual((moh.form, moh.computed_share), ("dense", 1))
-
-  @pytest.mark.integration
-  def test_the_limit_is_the_share_of_attention_and_of_the_cache(self):
-    llm = {"width": 8, "head_dim": 4, "mlp_dim": 16, "vocab_size": 32}
-    layer = {"num_heads": (2,), "shared_heads": (1,), "top_k": (0,)}
-    model = dataclasses.replace(tiny.LLM, num_kv_heads=2, **llm, **layer)
-    run = resolve(bench_run(model, 2, 64))
-    rows = run_speed.predict_model(run, 64, ["h100", "v5p"])
-    limits = {row.mode: row for row in rows if row.implementation == "limit"}
-    products = 2 * (4 * 8 * 8 + 3 * 8 * 16)
-    head = 2 * 8 * 32
-    attention = 4 * 2 * 4 * 65 / 2
-    whole = products + head + attention
-    self.assertAlmostEqual(
-      limits["forward"].ratio_to_mha,
-      1 - attention / 2 / whole,
-      delta=2e-2,
-    )
-    last = products + head / 64 + attention
-    self.assertAlmostEqual(
-      limits["prefill"].ratio_to_mha, 1 - attention / 2 / last, delta=3e-2
-    )
-    self.assertEqual(
-      {row.implementation for row in rows if row.ms}, {"h100", "v5p"}
-    )
-
-  @parameterized.parameters(
-    (8, 2, 3, "free", 4), (8, 0, 2, "free", 2), (6, 3, 1, "free", 2),
-    (8, 2, 3, "free", 8), (8, 4, 2, "whole_group", 4),
-    (8, 4, 2, "per_group", 2),
-  )  # fmt: skip
-  def test_read_share_is_that_of_every_choice(
-    self, heads, shared, k, structure, groups
-  ):
-    model = dataclasses.replace(
-      tiny.LLM, num_heads=(heads,), shared_heads=(shared,), top_k=(k,),
-      num_kv_heads=groups, router=RouterConfig(structure=structure),
-    )  # fmt: skip
-    size, read = heads // groups, []
-    unit = size if structure == "whole_group" else 1
-    units = range(shared // unit, heads // unit)
-    for chosen in itertools.combinations(units, k // unit):
-      active = {*range(shared)}
-      active |= {u * unit + i for u in chosen for i in range(unit)}
-      read.append(len({head // size for head in active}) / groups)
-    expected = 1.0 if structure == "per_group" else sum(read) / len(read)
-    [group] = model.layer_groups()
-    h100 = Target("gpu", "NVIDIA H100 80GB HBM3", 132)
-    cpu = Target("cpu", ""), expected if structure == "whole_group" else 1.0
-    for device, share in ((h100, expected), cpu):
-      found = run_speed.cached_form(group, model, device)
-      self.assertAlmostEqual(found.heads, share)
 
   @parameterized.parameters(("moh-vit-s80", 64), ("moh-dit-s2-90", 16))
   def test_lengths_are_sides_of_images(self, model, side):
@@ -223,13 +168,6 @@ class ModelTest(parameterized.TestCase):
       )
       [run] = options.runs().values()
       self.assertEqual(run.data.batch_size, 1)
-      self.assertTrue(run_speed.predict_model(run, None, ()))
-
-  def test_unknown_devices_are_refused(self):
-    with self.assertRaisesRegex(ValueError, "--predict.* must be some of"):
-      ModelOptions(predict=("h1000",))
-    with self.assertRaisesRegex(ValueError, "--rounds.* must be above 0"):
-      ModelOptions(rounds=0)
 
 
 class InputTest(tiny_checkpoint.CommandTest):

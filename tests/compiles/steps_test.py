@@ -143,7 +143,7 @@ class VitTest(parameterized.TestCase):
     self.assertEqual(text.count("__cudnn$"), calls)
 
 
-# All but the first two, small ones, are commands of docs/plan.md; minutes each.
+# All but the first two, small ones, are of docs/launching.md; minutes each.
 _PLANS = (
   ("configs/llm_stdlib.py:moh", "h100:8"),
   ("configs/llm_stdlib.py:moh", "v5e-4", "mesh.dcn_data=2"),

@@ -91,7 +91,7 @@ class ScanBlocksTest(parameterized.TestCase):
 
   @parameterized.product(
     implementation=("packed", "kernel"),
-    remat=("full", "attention", "dots", "offload"),
+    remat=("full", "attention", "dots"),
   )
   @pytest.mark.integration
   def test_only_full_remat_attends_once_more(self, implementation, remat):
