@@ -336,13 +336,10 @@ class Stored(BaseOptions):
       `convert` knows by their name, such as a folder of `export`.
     step: which checkpoint: a number, newest, or whole: the newest one that is
       whole, where newer ones are damaged.
-    no_verify: use a checkpoint without comparing it with its checksums, which
-      takes the time of reading it.
   """
 
   checkpoint: Place
   step: str = "newest"
-  no_verify: bool = False
 
   def check(self) -> None:
     """The step is a number or one of two words."""
@@ -390,9 +387,7 @@ class Stored(BaseOptions):
     """
     from moh_jax.runtime import checkpoint
 
-    metadata, step = checkpoint.read_metadata(
-      self.checkpoint, self.step_number, verify=not self.no_verify
-    )
+    metadata, step = checkpoint.read_metadata(self.checkpoint, self.step_number)
     if command is not None:
       check_command(metadata.config.model, command, self.checkpoint)
     config = changed(metadata.config, self.changes)
@@ -444,7 +439,6 @@ class Checkpoint(Stored):
     given = {
       "step": step,
       "use_ema": metadata.config.eval.use_ema,
-      "verify": not self.no_verify,
       "changes": (*_SERVED, *self.changes),
       "top_k": self.top_k,
     }

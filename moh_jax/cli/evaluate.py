@@ -234,9 +234,7 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
   from moh_jax.inference.score import Scorer
   from moh_jax.runtime import sharding
 
-  tokenizer = load_checkpoint_tokenizer(
-    options.checkpoint, options.step_number, verify=not options.no_verify
-  )
+  tokenizer = load_checkpoint_tokenizer(options.checkpoint, options.step_number)
   if options.data:
     options.texts()  # finds the files
   tasks = None

@@ -94,7 +94,6 @@ def run(options: Options) -> int:
     shard_size=options.shard_bytes,
     license=options.license,
     scores=options.scores or "",
-    verify=not options.no_verify,
   )
   print(f"{count:,} parameters written to {options.out}")
   if hub:

@@ -168,9 +168,7 @@ def run(options: Options) -> int:
   tools = options.tools and (read_json(options.tools, list[dict]) or None)
   options.join()
   metadata, step = options.stored("generate")
-  tokenizer = load_checkpoint_tokenizer(
-    options.checkpoint, step, verify=not options.no_verify
-  )
+  tokenizer = load_checkpoint_tokenizer(options.checkpoint, step)
 
   def prompt_in(one: dict[str, Any]) -> Prompt:
     if "prompt" in one:

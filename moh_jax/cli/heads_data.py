@@ -91,9 +91,7 @@ def _open(options: Any, mesh: Mesh) -> Opened:
   make_probe(make_model(metadata.config)[0], metadata.config)
   tokenizer = None
   if metadata.tokenizer_sha256:
-    tokenizer = load_checkpoint_tokenizer(
-      options.checkpoint, step, verify=not options.no_verify
-    )
+    tokenizer = load_checkpoint_tokenizer(options.checkpoint, step)
   restored = options.restore(mesh=mesh)
   size = options.batch_size
   # Nothing is accumulated here, so any batch will do.

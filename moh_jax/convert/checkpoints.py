@@ -151,7 +151,6 @@ def export(
   license: str = "",
   scores: str = "",
   base: str = "",
-  verify: bool = True,
 ) -> int:
   """Writes a checkpoint's weights under their public names.
 
@@ -180,7 +179,6 @@ def export(
     scores: JSON file of `evaluate` for the model card.
     base: where the model that adapters were trained on is now; "" is where it
       was.
-    verify: compare what is read with its checksums first.
 
   Returns:
     The number of parameters.
@@ -190,7 +188,7 @@ def export(
     ValueError: a folder that holds something, an argument out of range, or a
       model that cannot have this form.
   """
-  metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
+  metadata, step = checkpoint.read_metadata(directory, step)
   config, path = metadata.config, pathlib.Path(out)
   if base:
     train = dataclasses.replace(config.train, init_from=base)
@@ -214,7 +212,7 @@ def export(
       f"--to {form!r}: {directory} has no adapters (tune.lora.rank=0)"
     )
   if form == peft.FORM:
-    how = {"use_ema": use_ema, "verify": verify, "dtype": dtype}
+    how = {"use_ema": use_ema, "dtype": dtype}
     return peft.export_adapters(directory, out, step, **how)
   converter = converter_of(config.model)
   table = model_rules(config.model, form)
@@ -222,7 +220,7 @@ def export(
   total = _count(abstract)
 
   def plan() -> list[Planned]:
-    how = {"use_ema": use_ema, "verify": verify}
+    how = {"use_ema": use_ema}
     if config.tune.lora.rank:
       held = abstract_on(*make_model(config), None)
       held = jax.tree.map(lambda x: x.update(dtype=dtype), held)

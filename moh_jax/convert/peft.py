@@ -34,7 +34,6 @@ from moh_jax.convert.rules import (
 from moh_jax.convert.tensor_files import Planned
 from moh_jax.data.tokenizers import copy_tokenizer_files
 from moh_jax.layers.linear import LORA_A, LORA_B
-from moh_jax.models import stored
 from moh_jax.models.adapters import Adapters, Matrix
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
@@ -169,7 +168,6 @@ def export_adapters(
   step: int,
   *,
   use_ema: bool,
-  verify: bool,
   dtype: str,
 ) -> int:
   """Writes the adapters of a checkpoint as a folder of PEFT.
@@ -180,7 +178,6 @@ def export_adapters(
     out: the folder, new or empty.
     step: of the checkpoint.
     use_ema: prefer averaged parameters.
-    verify: compare what is read with its checksums first.
     dtype: of the tensors.
 
   Returns:
@@ -189,7 +186,7 @@ def export_adapters(
   Raises:
     ValueError: the adapters have no public form.
   """
-  metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
+  metadata, step = checkpoint.read_metadata(directory, step)
   config = metadata.config
   lora = config.tune.lora
   boxed = abstract_params(*make_model(config))
@@ -199,7 +196,6 @@ def export_adapters(
     step,
     abstract_boxed(adapters.trained, None),
     use_ema=use_ema,
-    verify=verify,
   )
   params = {p: np.asarray(x) for p, x in flatten_dict(params).items()}
   tensors, saved, targets, others = {}, set(), set(), set()
@@ -370,12 +366,10 @@ def import_adapters(source: str, base: str, out: str) -> int:
         raise ValueError(f"{source}: {name} is {shape}, must be {wanted}")
     given = [_floats(source, name, tensors[name]) for name in rule.theirs]
     params[rule.ours[0]][rule.layer] = rule.load(given)[0]
-  held = stored.base_abstract(metadata.config, adapters, None)
-  read = stored.read_params(metadata, base, step, held, None)
   stored_metadata = Metadata(
     config,
     tokenizer_sha256=metadata.tokenizer_sha256,
-    base_mark=stored.base_mark(step, read),
+    base_mark=steps.mark(base, step),
   )
   copy_tokenizer_files(steps.workdir(base), steps.absolute(out))
   checkpoint.save_params(out, unflatten_dict(params), stored_metadata)

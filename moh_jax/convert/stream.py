@@ -276,7 +276,6 @@ def open_params(
   abstract: Any,
   *,
   use_ema: bool,
-  verify: bool = True,
 ) -> Any:
   """Opens a checkpoint's parameters without reading them.
 
@@ -285,7 +284,6 @@ def open_params(
     step: step of the checkpoint.
     abstract: its parameter tree as ShapeDtypeStructs.
     use_ema: prefer averaged parameters where there are any.
-    verify: compare them with their checksums first.
 
   Returns:
     Tree of `StoredLeaf`s.
@@ -293,7 +291,7 @@ def open_params(
   Raises:
     ValueError: the parameters are damaged, or one has another shape.
   """
-  item = checkpoint.params_item(directory, step, use_ema=use_ema, verify=verify)
+  item = checkpoint.params_item(directory, step, use_ema=use_ema)
   args = jax.tree.map(
     lambda _: ocp.RestoreArgs(restore_type=StoredLeaf), abstract
   )

@@ -97,7 +97,6 @@ def restore(
   use_ema: bool = True,
   mesh: Mesh | None = None,
   sample: Mapping[str, Any] | None = None,
-  verify: bool = True,
   changes: Sequence[str] = (),
   **model_overrides: Any,
 ) -> Restored:
@@ -112,7 +111,6 @@ def restore(
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
     sample: fields of the section `sample` to change, for diffusion models.
-    verify: compare what is read with its checksums first.
     changes: keys of the config to change, as on command lines:
       "sample.steps=50"; `model_overrides` come after them.
     **model_overrides: model fields to change, for instance `top_k` to serve
@@ -132,7 +130,7 @@ def restore(
     from moh_jax.convert.checkpoints import unpacked
 
     directory = unpacked(directory)
-  stored, step = checkpoint.read_metadata(directory, step, verify=verify)
+  stored, step = checkpoint.read_metadata(directory, step)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
   config = serving_config(stored.config, changes, overrides, sample or {})
   # The stored tree is the trained model's: an override such as top_k = 0 may
@@ -158,7 +156,7 @@ def restore(
     stored, config=dataclasses.replace(stored.config, train=config.train)
   )
   params = read_params(
-    metadata, directory, step, abstract, mesh, use_ema=use_ema, verify=verify
+    metadata, directory, step, abstract, mesh, use_ema=use_ema
   )
   names, sha256 = stored.class_names, stored.tokenizer_sha256
   return Restored(config, model, fit(params), step, names, sha256)
@@ -203,21 +201,20 @@ def fingerprint(config: Any, params: Any) -> str:
 
 
 def load_checkpoint_tokenizer(
-  directory: str, step: int | None = None, *, verify: bool = True
+  directory: str, step: int | None = None
 ) -> tokenizers.Tokenizer:
   """Opens the tokenizer that belongs to the checkpoint of a language model.
 
   Args:
     directory: a working directory of train.py or an output of `convert`.
     step: which checkpoint; None is the newest.
-    verify: compare its metadata with its checksum first.
 
   Raises:
     FileNotFoundError: there is no such checkpoint, or no tokenizer beside it.
     ValueError: the checkpoint is no language model, or the tokenizer is not the
       one that it was trained with.
   """
-  metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
+  metadata, _ = checkpoint.read_metadata(directory, step)
   check_command(metadata.config.model, "generate", directory)
   return tokenizers.load_tokenizer(
     steps.workdir(directory), metadata.tokenizer_sha256, "the checkpoint"

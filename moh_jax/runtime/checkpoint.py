@@ -10,12 +10,10 @@ mesh and any number of processes.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +25,6 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, upgrade
 from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.json_files import check_json
 from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.sharding import check_finite
 
@@ -51,8 +48,8 @@ class Metadata:
     tokenizer_sha256: SHA-256 of the tokenizer's file, "" without one.
     encoder_sha256: of the autoencoder whose latents the model was trained on,
       see `models.vae`; "" without one, and for older latents.
-    base_mark: step and hash of the parameters of `train.init_from` that
-      adapters were trained on, see `models.stored`; "" without adapters.
+    base_mark: of the checkpoint `train.init_from` that adapters were trained
+      on, see `steps.mark`; "" without adapters.
   """
 
   config: Config
@@ -63,14 +60,13 @@ class Metadata:
 
 
 def read_metadata(
-  directory: str | epath.Path, step: int | None = None, *, verify: bool = True
+  directory: str | epath.Path, step: int | None = None
 ) -> tuple[Metadata, int]:
   """Reads the metadata of a checkpoint.
 
   Args:
     directory: working directory.
     step: step of the checkpoint; None is the newest.
-    verify: compare the metadata with its checksum first.
 
   Returns:
     The metadata, and the step.
@@ -81,9 +77,7 @@ def read_metadata(
       config.
   """
   step = steps.find_step(directory, step)
-  steps.check_regular_files(directory, step)
-  if verify:
-    steps.check_whole(directory, step, {"config"})
+  steps.check_whole(directory, step, {"config"})
   stored = steps.read_json_item(directory, step)
   try:
     return metadata_from_json(stored), step
@@ -97,7 +91,6 @@ def restore_params(
   abstract: Any,
   *,
   use_ema: bool,
-  verify: bool = True,
 ) -> Any:
   """Reads the parameters of a checkpoint, some at a time, the largest first.
 
@@ -112,13 +105,12 @@ def restore_params(
     abstract: tree of ShapeDtypeStructs with shardings. Arrays are converted to
       its dtypes while they are read; each process reads its own parts of them.
     use_ema: prefer averaged parameters where there are any.
-    verify: compare them with their checksums first.
 
   Raises:
     FloatingPointError: a number is NaN or infinite.
     ValueError: they are damaged, or others than wanted.
   """
-  folder = params_item(directory, step, use_ema=use_ema, verify=verify)
+  folder = params_item(directory, step, use_ema=use_ema)
   leaves = traverse_util.flatten_dict(abstract)
   with (
     _unreadable(directory, step, folder.name),
@@ -143,34 +135,26 @@ def restore_params(
 
 
 def params_item(
-  directory: str | epath.Path, step: int, *, use_ema: bool, verify: bool = True
+  directory: str | epath.Path, step: int, *, use_ema: bool
 ) -> epath.Path:
   """Path of a checkpoint's parameters, or of the averaged ones if preferred.
 
-  It warns of averages that the run's start, which may be noise, is a tenth of.
+  The first process compares them with their checksums. Averages that the run's
+  start, which may be noise, is a tenth of are warned of.
 
   Args:
     directory: working directory.
     step: step of the checkpoint.
     use_ema: prefer averaged parameters where there are any.
-    verify: compare them with their checksums first. With several processes the
-      first one does.
 
   Raises:
     ValueError: they are damaged.
   """
   folder = steps.step_folder(directory, step)
-  files = None
-  with contextlib.suppress(ValueError, OSError):  # `check_whole` names these
-    files = steps.read_manifest(folder)
-  has_ema = (folder / "ema").exists() or any(
-    path.startswith("ema/") for path in files or ()
-  )
-  item = "ema" if use_ema and has_ema else "params"
-  if verify:
-    ask_first_process(lambda: steps.check_whole(directory, step, {item}))
+  item = "ema" if use_ema and (folder / "ema").exists() else "params"
+  ask_first_process(lambda: steps.check_whole(directory, step, {item}))
   if item == "ema":
-    optim = read_metadata(directory, step, verify=False)[0].config.optim
+    optim = read_metadata(directory, step)[0].config.optim
     rest = optim.ema_decay**step
     if rest > 0.1:
       _LOG.warning(
@@ -192,8 +176,7 @@ def read_items(
     items: for each item its tree of ShapeDtypeStructs with shardings.
 
   Raises:
-    ValueError: an item cannot be read. Checksums find damage before; this is
-      for checkpoints without them.
+    ValueError: an item cannot be read.
   """
   folder, found = steps.step_folder(directory, step), {}
   with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
@@ -221,15 +204,7 @@ def _groups(leaves: dict[tuple, Any]) -> Iterator[dict[tuple, Any]]:
 def _unreadable(
   directory: str | epath.Path, step: int, item: str
 ) -> Iterator[None]:
-  """Makes a ValueError that names the item of any error of Orbax.
-
-  After an error Orbax closes its event loop, and the reads that still go on
-  print tracebacks when they end. What hides those therefore stays in place.
-  """
-  logging.getLogger("asyncio").addFilter(_is_no_read)
-  hook = sys.unraisablehook
-  if getattr(hook, "func", None) is not _report_others:
-    sys.unraisablehook = functools.partial(_report_others, hook)
+  """Makes a ValueError that names the item of any error of Orbax."""
   try:
     with alive(f"reading {directory}, step {step}, {item}"):
       yield
@@ -239,17 +214,6 @@ def _unreadable(
       f"{directory}, checkpoint of step {step}: item {item} cannot be "
       f"read: {type(error).__name__}: {text}"
     ) from error
-  sys.unraisablehook = hook
-
-
-def _is_no_read(record: logging.LogRecord) -> bool:
-  error = record.exc_info and record.exc_info[1]
-  return "tensorstore/" not in str(error)
-
-
-def _report_others(hook: Callable[[Any], None], unraisable: Any) -> None:
-  if str(unraisable.exc_value) != "Event loop is closed":
-    hook(unraisable)
 
 
 def check_vacant(directory: str | epath.Path) -> None:
@@ -300,7 +264,8 @@ def save_params(
     item_handlers=handlers or None,
     options=options,
   ) as manager:
-    items = ocp.args.Composite(params=save, config=config_item(metadata, 0))
+    config = ocp.args.JsonSave(metadata_to_json(metadata))
+    items = ocp.args.Composite(params=save, config=config)
     manager.save(0, args=items, force=True)
 
 
@@ -308,12 +273,6 @@ def save_arrays(tree: Any) -> ocp.args.StandardSave:
   """How Orbax saves a tree so that it can be read in chunks."""
   args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
   return ocp.args.StandardSave(tree, args)
-
-
-def config_item(metadata: Metadata, step: int) -> ocp.args.JsonSave:
-  """The item `config`, which also says its step, and that it has a manifest."""
-  flags = {steps.MANIFEST_FLAG: 1, steps.STEP_FLAG: step}
-  return ocp.args.JsonSave(metadata_to_json(metadata) | flags)
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
@@ -325,17 +284,9 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
-  check_json(stored, steps.StoredConfig)
   config = config_lib.from_config_dict(upgrade(stored["config"]))
   sums = {name: stored[name] for name in _SUMS if name in stored}
-  names = tuple(stored["class_names"])
-  classes = getattr(config.model, "num_classes", None)
-  if names and classes is not None and len(names) != classes:
-    raise ValueError(
-      f"class_names has {len(names)} entries, must have {classes}, "
-      "model.num_classes"
-    )
-  return Metadata(config, names, **sums)
+  return Metadata(config, tuple(stored["class_names"]), **sums)
 
 
 def temporary_path_class(

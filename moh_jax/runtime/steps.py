@@ -3,8 +3,7 @@
 A run keeps the checkpoint of a step in the folder DIR/checkpoints/STEP. The
 file `manifest.txt` of such a folder is written last, before the folder gets its
 name. Its first line holds the checksum of the others, each of which states the
-checksum, the length and the path of a file of the step; a file that it does not
-list is damage, as is the item `config` of another step. The checksum is XXH3 of
+checksum, the length and the path of a file of the step. The checksum is XXH3 of
 128 bits, so that reading a file takes longer than summing it up.
 
 A config file may leave the model to a checkpoint (`load_config`).
@@ -17,8 +16,8 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import xxhash
@@ -36,22 +35,16 @@ from moh_jax.config.parse import (
 from moh_jax.config.run import section_types
 from moh_jax.runtime.alive import alive
 from moh_jax.runtime.files import (
-  check_regular,
   checksum,
   read_bytes,
   write_whole,
 )
-from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
+from moh_jax.runtime.json_files import MAX_BYTES, parse_json
 
 FOLDER = "checkpoints"
 _STEP = re.compile("0|[1-9][0-9]{0,17}")  # a folder's name, no other spelling
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 MANIFEST = "manifest.txt"
-# What the item `config` states where a manifest belongs to a step, so that its
-# loss is found, and which step it is. Older versions stated neither, or only
-# the first.
-MANIFEST_FLAG, STEP_FLAG = "manifest", "step"
-_CONFIG = "config/metadata"
 _LOG = logging.getLogger(__name__)
 _HEADER = "moh_jax manifest 1, XXH3-128 of the following lines: "
 _THREADS = 4
@@ -68,12 +61,10 @@ class StoredConfig(msgspec.Struct):
   """The item `config`: see `runtime.checkpoint.Metadata`."""
 
   config: dict[str, dict]
-  class_names: Annotated[list[Text], msgspec.Meta(max_length=2**24)]
-  tokenizer_sha256: Sha256 = ""
-  encoder_sha256: Sha256 = ""
-  base_mark: Annotated[
-    str, msgspec.Meta(pattern=r"\A(\d{1,18}:[0-9a-f]{32})?\Z")
-  ] = ""
+  class_names: list[str]
+  tokenizer_sha256: str = ""
+  encoder_sha256: str = ""
+  base_mark: str = ""
 
 
 class StoredData(msgspec.Struct):
@@ -168,7 +159,7 @@ def read_json_item(
 @alive("comparing a checkpoint with its checksums")
 def find_damage(
   directory: str | epath.Path, step: int, items: Collection[str] | None = None
-) -> dict[str, str] | None:
+) -> dict[str, str]:
   """Compares the files of a checkpoint with its checksums.
 
   Args:
@@ -178,48 +169,35 @@ def find_damage(
       read.
 
   Returns:
-    For each damaged file, by its path within the step, how it differs; None
-    for a checkpoint without checksums, which an older version wrote.
+    For each damaged file, by its path within the step, how it differs.
   """
   folder = step_folder(directory, step)
   try:
     entries = read_manifest(folder)
   except (ValueError, OSError) as error:
     return {MANIFEST: str(error)}
-  if entries is None:
-    return None
-
-  def is_wanted(name: str) -> bool:
-    item, inside, _ = name.partition("/")
-    return items is None or not inside or item in items
-
-  wanted = {n: entry for n, entry in entries.items() if is_wanted(n)}
+  wanted = {
+    name: entry
+    for name, entry in entries.items()
+    if items is None or "/" not in name or name.partition("/")[0] in items
+  }
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     found = pool.map(
       lambda name: _difference(folder / name, *wanted[name]), wanted
     )
-    damage = {name: what for name, what in zip(wanted, found) if what}
-  if not in_bucket(folder):  # where asking takes long
-    for name in filter(is_wanted, _files(folder)):
-      # Programs leave hidden files, such as .DS_Store.
-      if name not in entries and not name.rpartition("/")[2].startswith("."):
-        damage[name] = f"not among the files of {MANIFEST}"
-  if not damage and (stated := _stated(folder).get(STEP_FLAG, step)) != step:
-    damage[_CONFIG] = f"of step {stated}: the folder was renamed or copied"
-  return damage
+    return {name: what for name, what in zip(wanted, found) if what}
 
 
-def describe(step: int, damage: Mapping[str, str] | None) -> str:
+def describe(step: int, damage: Mapping[str, str]) -> str:
   """One line that says what `find_damage` returned for a step."""
-  if damage is None:
-    return f"step {step}: without checksums, an older version wrote it"
   if not damage:
     return f"step {step}: whole"
   named = []
   for name, what in itertools.islice(damage.items(), _MOST_NAMED):
     item, inside, file = name.partition("/")
-    where = f"item {item}, file {file}" if inside else f"file {name}"
-    named.append(f"{where}: {what}")
+    named.append(
+      f"item {item}, file {file}: {what}" if inside else f"file {name}: {what}"
+    )
   more = len(damage) - _MOST_NAMED
   rest = f"; and {more} more files" if more > 0 else ""
   return f"step {step}: damaged, {'; '.join(named)}{rest}"
@@ -240,13 +218,6 @@ def check_whole(
       and the newest checkpoint before it that is whole.
   """
   damage = find_damage(directory, step, items)
-  if damage is None and items != {"config"}:
-    _LOG.warning(
-      "%s, checkpoint %d has no checksums, so that damage would not be "
-      "noticed: an older version wrote it",
-      directory,
-      step,
-    )
   if not damage:
     return
   hint = "no checkpoint before it is whole"
@@ -259,29 +230,17 @@ def check_whole(
   )
 
 
-def newest_whole_step(
-  directory: str | epath.Path,
-  items: Collection[str] | None = None,
-  prefer: Callable[[Sequence[int]], int] = max,
-) -> int:
+def newest_whole_step(directory: str | epath.Path) -> int:
   """Finds the newest checkpoint that is whole; warns of newer ones.
-
-  A checkpoint without checksums counts as whole.
-
-  Args:
-    directory: working directory.
-    items: items that will be read; None is all.
-    prefer: chooses another one of the steps, until the chosen one is whole.
 
   Raises:
     FileNotFoundError: there is no checkpoint.
     DamagedCheckpointError: none is whole.
   """
   find_step(directory, None)
-  left, damaged = list_steps(directory), []
-  while left:
-    step = prefer(left)
-    damage = find_damage(directory, step, items)
+  damaged = []
+  for step in reversed(list_steps(directory)):
+    damage = find_damage(directory, step)
     if not damage:
       for other in damaged:
         _LOG.warning("%s, checkpoint of %s", directory, other)
@@ -289,7 +248,6 @@ def newest_whole_step(
         _LOG.warning("using the checkpoint of step %d instead", step)
       return step
     damaged.append(describe(step, damage))
-    left.remove(step)
   raise DamagedCheckpointError(
     f"{directory} has no whole checkpoint; {'; '.join(damaged)}"
   )
@@ -311,16 +269,6 @@ def set_aside_after(directory: str | epath.Path, step: int) -> None:
       _LOG.warning("the checkpoint of step %d is set aside: %s", later, target)
 
 
-def stored_bytes(directory: str | epath.Path) -> int | None:
-  """Bytes of the newest checkpoint, None where no manifest says them."""
-  steps = list_steps(directory)
-  try:
-    entries = read_manifest(step_folder(directory, max(steps)))
-  except (ValueError, OSError):  # also where there are no steps
-    return None
-  return sum(length for _, length in entries.values()) if entries else None
-
-
 def write_manifest(folder: epath.Path) -> None:
   """Writes the manifest of all files below a step folder."""
   names = sorted(_files(folder))
@@ -333,65 +281,49 @@ def write_manifest(folder: epath.Path) -> None:
   write_whole(folder / MANIFEST, f"{_header(lines)}{lines}".encode())
 
 
-def read_manifest(folder: epath.Path) -> dict[str, tuple[str, int]] | None:
+def read_manifest(folder: epath.Path) -> dict[str, tuple[str, int]]:
   """Reads the manifest of a step folder.
 
   Returns:
-    Checksum and length of each file, by its path, or None for a checkpoint of
-    a version that wrote no manifest.
+    Checksum and length of each file, by its path.
 
   Raises:
-    ValueError: the manifest is damaged, or missing where there was one.
+    ValueError: the manifest is missing or damaged.
     OSError: it cannot be read.
   """
   path = folder / MANIFEST
   if not path.exists():
-    if _stated(folder).get(MANIFEST_FLAG):
-      raise ValueError("missing")
-    return None
-  content = read_bytes(path, MAX_BYTES).decode(errors="replace")
-  header, newline, lines = content.partition("\n")
+    raise ValueError("missing")
+  header, newline, lines = path.read_text(errors="replace").partition("\n")
   if header + newline != _header(lines):
-    raise ValueError("damaged, or of a newer version")
-  entries = {}
-  for line in lines.splitlines():
-    digest, size, name = line.split(" ", 2)
-    if ".." in name.split("/") or name.startswith("/"):
-      raise ValueError(f"names a file outside of the checkpoint: {name!r}")
-    entries[name] = digest, int(size)
-  if _CONFIG not in entries:
-    raise ValueError(f"lists no {_CONFIG}, so it is none of a checkpoint")
-  return entries
+    raise ValueError("damaged")
+  parts = (line.split(" ", 2) for line in lines.splitlines())
+  return {name: (digest, int(size)) for digest, size, name in parts}
+
+
+def mark(directory: str | epath.Path, step: int) -> str:
+  """Identifies a checkpoint: "STEP:", and the checksum of its checksums."""
+  digest, _ = checksum(step_folder(directory, step) / MANIFEST)
+  return f"{step}:{digest}"
 
 
 def _difference(path: epath.Path, digest: str, length: int) -> str:
   """How a file differs from what was written; "" if it does not."""
   try:
-    found = _length(path)
+    found = path.stat().length
     if found != length:
       return f"{found} bytes, {length} were written"
     if checksum(path) != (digest, length):
       return "its content is not what was written"
   except FileNotFoundError:
     return "missing"
-  except (OSError, ValueError) as error:
+  except OSError as error:
     return f"cannot be read: {error}"
   return ""
 
 
 def _header(lines: str) -> str:
   return f"{_HEADER}{xxhash.xxh3_128_hexdigest(lines.encode())}\n"
-
-
-def _length(path: epath.Path) -> int:
-  """Bytes of a file.
-
-  Raises:
-    ValueError: it is no regular file: opening a pipe would wait for ever.
-  """
-  if not in_bucket(path):
-    check_regular(path)
-  return path.stat().length
 
 
 def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
@@ -402,25 +334,6 @@ def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
       yield from _files(folder, f"{name}/")
     elif name != MANIFEST:
       yield name
-
-
-def _stated(folder: epath.Path) -> dict[str, Any]:
-  """The item `config`; where it cannot be read, that it had a manifest."""
-  try:
-    return parse_json(read_bytes(folder / _CONFIG, MAX_BYTES))
-  except (OSError, ValueError):
-    return {MANIFEST_FLAG: True}
-
-
-def check_regular_files(directory: str | epath.Path, step: int) -> None:
-  """Checks that a step has no pipes or devices, which readers would wait for.
-
-  Raises:
-    ValueError: it does.
-  """
-  folder = step_folder(directory, step)
-  for name in () if in_bucket(folder) else _files(folder):
-    check_regular(folder / name)
 
 
 def may_be_public(source: str | os.PathLike) -> bool:

@@ -1,6 +1,5 @@
 """Image classification: the task of MoH-ViT, its targets and losses."""
 
-import math
 from typing import Any
 
 import chex
@@ -15,7 +14,7 @@ from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import ImageSource, make_source
 from moh_jax.evaluation import predictions
 from moh_jax.evaluation.predictions import Predict
-from moh_jax.layers.partitioning import axes_of, reverse_examples
+from moh_jax.layers.partitioning import reverse_examples
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
@@ -105,15 +104,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     targets = class_targets(
       labels, config.model.num_classes, classifier.label_smoothing
     )
-    # Between slices only gradients should pass, so images stay on their device.
-    apart = config.mesh.dcn_data > 1
-    images, targets = mix_images(
-      mix_rng,
-      batch["image"],
-      targets,
-      classifier,
-      math.prod(axes_of("batch", len(labels)).values()) if apart else None,
-    )
+    images, targets = mix_images(mix_rng, batch["image"], targets, classifier)
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
     )
@@ -148,7 +139,6 @@ def mix_images(
   images: jax.Array,
   targets: jax.Array,
   config: ClassifierConfig,
-  parts: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899) of a whole batch.
 
@@ -161,9 +151,6 @@ def mix_images(
     targets: [B, K].
     config: section with `mixup`, `cutmix` and `cutmix_prob`; with both alphas 0
       nothing is mixed.
-    parts: equal parts of the examples that are here, of two or more, each of
-      which is mixed so by itself, where no image should move to another device;
-      None is the batch of all devices.
 
   Returns:
     Mixed images and targets.
@@ -183,16 +170,9 @@ def mix_images(
   cut_share = 1.0 - inside.mean()  # clipping at the border changes the area
   weight = jnp.where(cut, 1.0 - inside, share)[..., None]  # [X, Y, 1]
   weight = jax.lax.broadcast_to_rank(weight.astype(images.dtype), images.ndim)
-  images = images * weight + _reversed(images, parts) * (1 - weight)
+  images = images * weight + reverse_examples(images) * (1 - weight)
   share = jnp.where(cut, cut_share, share)
-  return images, targets * share + _reversed(targets, parts) * (1 - share)
-
-
-def _reversed(x: jax.Array, parts: int | None) -> jax.Array:
-  """X [B, ...] in reverse order, or each of its equal parts."""
-  if parts is None:
-    return reverse_examples(x)
-  return x.reshape(parts, -1, *x.shape[1:])[:, ::-1].reshape(x.shape)
+  return images, targets * share + reverse_examples(targets) * (1 - share)
 
 
 def _cut_box(

@@ -82,7 +82,8 @@ class Saver(contextlib.AbstractContextManager):
     items = {n: checkpoint.save_arrays(t) for n, t in _items(state).items()}
     data = {"stream": self._stream, "random": random_settings()}
     items["data"] = ocp.args.JsonSave(data)
-    items["config"] = checkpoint.config_item(self._metadata, step)
+    metadata = checkpoint.metadata_to_json(self._metadata)
+    items["config"] = ocp.args.JsonSave(metadata)
     with _named("the checkpoint before"):
       self._manager.wait_until_finished()
     with _named(f"the checkpoint of step {step}"):

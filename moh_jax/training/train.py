@@ -80,7 +80,6 @@ def train(
   """
   config = resolve(config)
   entrance.check_processes(config, workdir)
-  warm_start.check_source(config, workdir)
   compilation_cache.keep_in(config.train.compilation_cache)
   mesh = sharding.make_mesh(config.mesh, devices)
   task = task_builder(config).make_task(config, decode)
@@ -253,23 +252,17 @@ class _Profiler(contextlib.AbstractContextManager):
 
 def _say(config: Config, mesh: Mesh, program: Program) -> None:
   """Logs what is trained, and on what."""
+  axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+  kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
   _LOG.info(
-    "devices: %d x %s, processes: %d, mesh: %s",
-    mesh.size,
-    mesh.devices.flat[0].device_kind,
-    jax.process_count(),
-    ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+    f"devices: {mesh.size} x {kind}, processes: {processes}, mesh: {axes}"
   )
   groups = config.model.layer_groups()
-  widths = dict.fromkeys(str(group.width) for group in groups)
+  widths = ", ".join(dict.fromkeys(str(group.width) for group in groups))
   trained, frozen = count(program.state.params), count(program.frozen)
   _LOG.info(
-    "model: %s, %d layers of width %s, %.1f%% of the heads active, %s "
-    "parameters%s",
-    config.model.family,
-    sum(group.depth for group in groups),
-    ", ".join(widths),
-    100 * config.model.activated_share,
-    f"{trained:,}",
-    f" are trained, {frozen:,} are frozen" if frozen else "",
+    f"model: {config.model.family}, {sum(g.depth for g in groups)} layers of "
+    f"width {widths}, {config.model.activated_share:.1%} of the heads active, "
+    f"{trained:,} parameters"
+    + (f" are trained, {frozen:,} are frozen" if frozen else "")
   )

@@ -4,13 +4,11 @@ import dataclasses
 import functools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
@@ -31,50 +29,14 @@ from moh_jax.runtime.sharding import abstract_boxed, abstract_on, unbox
 from moh_jax.training.step import Program, TrainState
 
 _LOG = logging.getLogger(__name__)
-
 # Keys, or beginnings of keys, that change what the model computes with the same
-# parameters.
+# parameters, and those of models that choose heads.
 _NUMERIC_FIELDS = (
-  "model.norm_eps",
-  "model.rope.",
-  "model.sr_ratios:",
-  "model.window:",
+  *("model.norm_eps", "model.rope.", "model.sr_ratios:", "model.window:"),
 )
-# Those of models that choose heads; of "two_stage", or own kinds made from it.
 _ROUTING_FIELDS = (
-  "model.router.gate_form",
-  "model.router.structure",
-  "model.head_order",
+  *("model.router.gate_form", "model.router.structure", "model.head_order"),
 )
-_TWO_STAGE_FIELDS = ("model.router.two_stage",)
-
-
-@dataclasses.dataclass(frozen=True)
-class ClassRows:
-  """The rows of a parameter that belong to classes which both models have.
-
-  Attributes:
-    axis: axis of the classes.
-    rows: [K, 2] rows in the run's parameter, and in the stored one, of the same
-      classes.
-    new: number of rows of the run's parameter that the stored one lacks.
-    left: number of the stored rows that the run does not take.
-  """
-
-  axis: int
-  rows: np.ndarray
-  new: int
-  left: int
-
-  def take(self, given: jax.Array, own: jax.Array) -> jax.Array:
-    """The run's initial parameter `own` with the rows that `given` has."""
-    before = (slice(None),) * self.axis
-    ours, theirs = ((*before, rows) for rows in self.rows.T)
-    return own.at[ours].set(given[theirs].astype(own.dtype))
-
-  def __str__(self) -> str:
-    taken = len(self.rows)
-    return f"took {taken} rows, initialised {self.new}, left out {self.left}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +45,7 @@ class Beginning:
 
   Attributes:
     state: () -> its first state.
-    metadata: of the run, with the hash of what its adapters are trained on.
+    metadata: of the run, with the mark of what its adapters are trained on.
     frozen: the parameters that are not trained; None where all are.
   """
 
@@ -97,13 +59,13 @@ class Source:
   """A checkpoint that a run starts from.
 
   Attributes:
-    lacking: paths of the parameters that it does not have, or not whole.
+    lacking: paths of the parameters that it does not have.
     read: (the run's initial parameters, of which `lacking` is enough) -> the
-      parameters to start from, and the mark of those that are stored.
+      parameters to start from.
   """
 
   lacking: frozenset[str]
-  read: Callable[[Any], tuple[Any, str]]
+  read: Callable[[Any], Any]
 
 
 def prepare(
@@ -142,59 +104,42 @@ def prepare(
       "parameters that adapters are trained on"
     )
   source = warm_start(ours, abstract_boxed(adapters.base, mesh), mesh, adapters)
-  trained = _flat(unbox(adapters.trained))
-  if lost := sorted(source.lacking - trained.keys()):
+  if lost := sorted(source.lacking - _flat(unbox(adapters.trained)).keys()):
     raise ValueError(
       f"train.init_from={config.train.init_from!r} lacks "
       f"{', '.join(lost[:3])}: tune.lora.whole must name what is to be trained "
       "from its initial values"
     )
 
-  def initial() -> dict[str, Any]:
+  def initial() -> Any:
     params = _flat(program.random())
-    return {name: params[name] for name in source.lacking}
+    lacking = {name: params[name] for name in source.lacking}
+    return unflatten_dict(lacking, sep="/")
 
   def split(base: Any) -> tuple[Any, Any]:
     key = jax.random.key(config.train.seed)
     return adapters.begin(key, base), adapters.freeze(base)
 
-  base, found = source.read(unflatten_dict(jax.jit(initial)(), sep="/"))
   shardings = jax.tree.map(
     lambda x: x.sharding, (program.state.params, program.frozen)
   )
-  first, frozen = jax.jit(split, out_shardings=shardings, donate_argnums=0)(
-    base
-  )
+  split = jax.jit(split, out_shardings=shardings, donate_argnums=0)
+  first, frozen = split(source.read(jax.jit(initial)()))
   place = os.fspath(steps.absolute(config.train.init_from))
   train = dataclasses.replace(config.train, init_from=place)
   config = dataclasses.replace(config, train=train)
-  ours = dataclasses.replace(ours, config=config, base_mark=found)
+  mark = steps.mark(place, steps.find_step(place, None))
+  ours = dataclasses.replace(ours, config=config, base_mark=mark)
   return Beginning(lambda: program.init(first), ours, frozen)
 
 
 def _first_state(program: Program, source: Source) -> TrainState:
   """The state of a run that trains all parameters of another one further."""
   state = program.init()
-  params, _ = source.read(state.params)
-  ema = state.ema
+  params, ema = source.read(state.params), state.ema
   if ema is not None:
-    ema = jax.tree.map(lambda x, old: jnp.array(x, old.dtype), params, ema)
+    ema = jax.tree.map(jnp.array, params)
   return dataclasses.replace(state, params=params, ema=ema)
-
-
-def check_source(config: Config, workdir: str) -> None:
-  """Checks that a run which begins has the checkpoint that it begins from.
-
-  Raises:
-    FileNotFoundError: there is none at `train.init_from`.
-  """
-  source = config.train.init_from
-  if not source or steps.list_steps(workdir):
-    return
-  try:
-    steps.find_step(source, None)
-  except FileNotFoundError as error:
-    raise FileNotFoundError(f"train.init_from={source!r}: {error}") from error
 
 
 def warm_start(
@@ -211,18 +156,16 @@ def warm_start(
   Returns:
     How the parameters are read, sharded like `abstract`. Of the run's initial
     ones the routers are kept if the checkpoint has none, and what belongs to
-    classes that it does not have.
+    classes if it has others.
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
     ValueError: its model is of another family or shape, computes something
       else with the same parameters, or was trained with another tokenizer.
   """
-  wanted = ours.config
-  source = wanted.train.init_from
+  wanted, source = ours.config, ours.config.train.init_from
   metadata, step = checkpoint.read_metadata(source)
-  trained = metadata.config
-  family = wanted.model.family
+  trained, family = metadata.config, wanted.model.family
   if family != trained.model.family:
     raise ValueError(
       f"train.init_from={source!r} holds a model of family "
@@ -237,30 +180,34 @@ def warm_start(
   fit = functools.partial(
     fit_params, trained=trained.model, wanted=wanted.model
   )
-  fitted = jax.eval_shape(fit, theirs)
-  needed, given = _flat(abstract), _flat(fitted)
-  classes = match_classes(ours, metadata, needed, given)
-  taken = _taken(source, needed, given, classes)
+  needed, given = _flat(abstract), _flat(jax.eval_shape(fit, theirs))
+  names = ours.class_names, metadata.class_names
+  free = {"/".join(path) for path in wanted.model.CLASS_AXES}
+  if not all(names) or names[0] == names[1]:
+    free = {x for x in free if _shape(needed, x) != _shape(given, x)}
+  lacking = (needed.keys() - given.keys()) | (free & needed.keys())
+  _check_fit(source, needed, given, free)
 
   def combine(params: Any, initial: Any) -> Any:
-    initial = _flat(initial)
-    found = initial | _flat(fit(params))
-    for name, one in classes.items():
-      found[name] = one.take(found[name], initial[name])
-    return unflatten_dict({name: found[name] for name in needed}, sep="/")
+    params, initial = _flat(fit(params)), _flat(initial)
+    found = {n: (initial if n in lacking else params)[n] for n in needed}
+    return unflatten_dict(found, sep="/")
 
-  def read(initial: Any) -> tuple[Any, str]:
+  def read(initial: Any) -> Any:
     params = stored.read_params(metadata, source, step, theirs, mesh)
-    found = stored.base_mark(step, params) if adapters else ""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    _LOG.info("train.init_from=%s, step %d: %s", source, step, taken)
-    return jax.jit(combine, out_shardings=shardings)(params, initial), found
+    _LOG.info(
+      "train.init_from=%s, step %d: took %d of %d parameters%s",
+      *(source, step, len(needed) - len(lacking), len(needed)),
+      f"; initialised {', '.join(sorted(lacking))}" if lacking else "",
+    )
+    return jax.jit(combine, out_shardings=shardings)(params, initial)
 
-  return Source(frozenset(needed.keys() - given | classes.keys()), read)
+  return Source(frozenset(lacking), read)
 
 
 def keep_tokenizer(
-  directory: str | epath.Path,
+  directory: epath.Path,
   ours: Metadata,
   tokenizer: Tokenizer | None,
   is_new: bool = True,
@@ -277,49 +224,41 @@ def keep_tokenizer(
     ours: metadata of the run.
     tokenizer: of the run's text, if it has any; the kind "bytes" has no file.
     is_new: whether the run begins.
-
-  Raises:
-    ValueError: a file beside the tokenizer of `train.init_from` is damaged.
   """
-  if tokenizer is None or not tokenizer.file_name:
+  if jax.process_index() or tokenizer is None or not tokenizer.file_name:
     return
   files = {tokenizer.file_name: tokenizer.content}
   if is_new:
     files |= tokenizer.files
-    source = ours.config.train.init_from
-    files = _files_beside(source, tokenizer) | files
-  if not jax.process_index():
-    write_tokenizer_files(steps.absolute(directory), files)
-
-
-def _files_beside(source: str, tokenizer: Tokenizer) -> dict[str, bytes]:
-  """The files beside the same tokenizer of another run, if it has it."""
-  if not source:
-    return {}
-  own = steps.workdir(source) / tokenizer.file_name
-  same = own.is_file() and own.read_bytes() == tokenizer.content
-  return read_files_beside(own.parent) if same else {}
+    if source := ours.config.train.init_from:
+      own = steps.workdir(source) / tokenizer.file_name
+      if own.is_file() and own.read_bytes() == tokenizer.content:
+        files = read_files_beside(own.parent) | files
+  write_tokenizer_files(directory, files)
 
 
 def _check_numbers(source: str, ours: Config, theirs: Config) -> None:
-  here, there = ours.model, theirs.model
-  kinds, fields = {here.router.kind, there.router.kind}, _NUMERIC_FIELDS
+  """The same parameters compute the same in both models."""
+  kinds = {ours.model.router.kind, theirs.model.router.kind}
+  numeric = _NUMERIC_FIELDS
   if "none" not in kinds:
-    fields += _ROUTING_FIELDS
-  if len(kinds) == 1 and not kinds & {"none", "query_norm"}:
-    fields += _TWO_STAGE_FIELDS
-  differing = config_lib.differing_fields(here, there, "model")
-  wrong = [line for line in differing if line.startswith(fields)]
+    numeric += _ROUTING_FIELDS
+  if kinds == {"two_stage"}:
+    numeric += ("model.router.two_stage",)
   for name, section in ours.sections.items():
-    other = theirs.sections[name]
-    fields = getattr(section, "NUMERIC_FIELDS", ())
-    starts = tuple(f"{name}.{field}:" for field in fields)
-    differing = config_lib.differing_fields(section, other, name)
-    wrong += [line for line in differing if line.startswith(starts)]
-  if wrong:
+    own = getattr(section, "NUMERIC_FIELDS", ())
+    numeric += tuple(f"{name}.{field}:" for field in own)
+  there = theirs.by_name()
+  differing = [
+    line
+    for name, section in ours.by_name().items()
+    for line in config_lib.differing_fields(section, there[name], name)
+    if line.startswith(numeric)
+  ]
+  if differing:
     raise ValueError(
       f"train.init_from={source!r} holds parameters that were trained with "
-      f"other numbers: {'; '.join(wrong)}"
+      f"other numbers: {'; '.join(differing)}"
     )
 
 
@@ -340,94 +279,30 @@ def _check_tokenizer(source: str, ours: Metadata, theirs: Metadata) -> None:
   )
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-  return flatten_dict(tree, sep="/")
-
-
-def _taken(
-  source: str,
-  needed: Mapping[str, Any],
-  given: Mapping[str, Any],
-  classes: Mapping[str, ClassRows],
-) -> str:
-  """Says which parameters a run takes, initialises and leaves out.
-
-  Raises:
-    ValueError: others than routers are missing or left, or of another shape.
-  """
-  new = [name for name in needed if name not in given]
-  unused = [name for name in given if name not in needed]
-  wrong = [
-    f"{name} missing, {needed[name].shape} needed"
-    for name in new
-    if "/router/" not in name
-  ]
-  wrong += [
-    f"{name} {given[name].shape}, {leaf.shape} needed"
-    for name, leaf in needed.items()
-    if name in given.keys() - classes and given[name].shape != leaf.shape
-  ]
-  wrong += [f"{name} not used" for name in unused if "/router/" not in name]
+def _check_fit(
+  source: str, needed: Mapping[str, Any], given: Mapping[str, Any], free: set
+) -> None:
+  """No parameters but routers and those of classes lack, or differ in shape."""
+  wrong = []
+  for name in sorted((needed.keys() | given.keys()) - free):
+    here, there = _shape(needed, name), _shape(given, name)
+    if here is None or there is None:
+      if "/router/" not in name:
+        what = "not used" if here is None else f"missing, {here} needed"
+        wrong.append(f"{name} {what}")
+    elif here != there:
+      wrong.append(f"{name} {there}, {here} needed")
   if wrong:
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     raise ValueError(
       f"train.init_from={source!r} does not fit the model: "
       f"{'; '.join(wrong[:3])}{more}"
     )
-  taken = len(needed) - len(new) - len(classes)
-  parts = [f"took {taken} of {len(needed)} parameters"]
-  parts += [f"{name}: {rows}" for name, rows in classes.items()]
-  for what, names in (("initialised", new), ("left out", unused)):
-    if names:
-      parts.append(f"{what} {', '.join(names)}")
-  return "; ".join(parts)
 
 
-def match_classes(
-  ours: Metadata,
-  theirs: Metadata,
-  needed: Mapping[str, Any],
-  given: Mapping[str, Any],
-) -> dict[str, ClassRows]:
-  """Finds what a run can take of the parameters that belong to classes.
+def _shape(tree: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+  return tree[name].shape if name in tree else None
 
-  Classes are matched by name, or by position where a model has no names and
-  equally many classes. Rows behind those of the classes, such as the one of "no
-  label", are taken where both have them.
 
-  Args:
-    ours: metadata of the run.
-    theirs: metadata of the model that it starts from.
-    needed: parameters of the run, or their shapes, by path.
-    given: parameters of the other model in the layout of the run's.
-
-  Returns:
-    For each parameter that belongs to classes, by its path. It is empty where
-    both have the same classes.
-  """
-  model, other = ours.config.model, theirs.config.model
-  paths = (("/".join(path), axis) for path, axis in model.CLASS_AXES.items())
-  axes = {name: axis for name, axis in paths if name in needed.keys() & given}
-  alike = all(needed[name].shape == given[name].shape for name in axes)
-  named = bool(ours.class_names and theirs.class_names)
-  if alike and (not named or ours.class_names == theirs.class_names):
-    return {}
-  pairs: list[tuple[int, int]] = []
-  if named:
-    counts = Counter(theirs.class_names), Counter(ours.class_names)
-    pairs = [
-      (label, theirs.class_names.index(name))
-      for label, name in enumerate(ours.class_names)
-      # A name of several classes tells none of them.
-      if counts[0][name] == counts[1][name] == 1
-    ]
-  elif model.num_classes == other.num_classes:
-    pairs = [(label, label) for label in range(model.num_classes)]
-  found = {}
-  for name, axis in axes.items():
-    here, there = (tree[name].shape[axis] for tree in (needed, given))
-    beyond = range(min(here - model.num_classes, there - other.num_classes))
-    more = [(model.num_classes + i, other.num_classes + i) for i in beyond]
-    rows = np.array([*pairs, *more], int).reshape(-1, 2)
-    found[name] = ClassRows(axis, rows, here - len(rows), there - len(rows))
-  return found
+def _flat(tree: Any) -> dict[str, Any]:
+  return flatten_dict(tree, sep="/")

@@ -96,11 +96,11 @@ class ConvertTest(tiny_checkpoint.CommandTest):
       told = self.done(
         *("export", "--checkpoint", checkpoint, "--out", out, "--to=hf"),
         *("--dtype=bfloat16", "--shard-bytes=9", "--license=mit"),
-        *("--scores", scores, "--no-verify", "--config.eval.use_ema=false"),
+        *("--scores", scores, "--config.eval.use_ema=false"),
       )
     self.assertEqual(told, f"1,234 parameters written to {out}\n")
     given = dict(
       to="hf", step=0, use_ema=False, base="", dtype="bfloat16", shard_size=9
     )
-    given |= dict(license="mit", scores=scores, verify=False)
+    given |= dict(license="mit", scores=scores)
     export.assert_called_once_with(str(checkpoint), out, **given)

@@ -35,8 +35,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import restore
 from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import make_model
-from moh_jax.models.stored import base_mark
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert.stored import save_tensors
 from tests.folders import FolderTest
@@ -218,7 +217,7 @@ class CheckpointTest(parameterized.TestCase):
     config = dataclasses.replace(
       _VIT, tune=TuneConfig(lora=lora), train=TrainConfig(init_from=base)
     )
-    metadata = checkpoint.Metadata(config, base_mark=base_mark(0, params))
+    metadata = checkpoint.Metadata(config, base_mark=steps.mark(base, 0))
     trained = jax.tree.map(
       lambda x: jnp.full_like(x, 0.1), adapters.begin(jax.random.key(0), params)
     )

@@ -372,7 +372,6 @@ class CardTest(_Case):
     found["[a](b)|`<\n"] = 3
     scores.write_text(json.dumps(found))
     options = {"scores": str(scores), "license": "apache-2.0"}
-    options["verify"] = False  # the step has another name
     card = (self.export(dtype="bfloat16", **options) / "README.md").read_text()
     count = sum(x.size for x in tiny_llm.tensors(tiny_llm.MOH).values())
     for line in (

@@ -13,7 +13,7 @@ from moh_jax.convert.checkpoints import export
 from moh_jax.models import stored
 from moh_jax.models.adapters import Adapters, join
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.sharding import abstract_params
 from tests.convert import tiny_llm
@@ -62,7 +62,7 @@ def write(
   adapters = Adapters.of(abstract_params(model, inputs), lora)
   held = stored.base_abstract(run, adapters, None)
   params = jax.tree.map(lambda x, to: x.astype(to.dtype), params, held)
-  metadata = Metadata(config, base_mark=stored.base_mark(0, params))
+  metadata = Metadata(config, base_mark=steps.mark(base, 0))
   rng = np.random.default_rng(1)
   begin = adapters.begin(jax.random.key(0), params)
   trained = jax.tree.map(np.array, begin)

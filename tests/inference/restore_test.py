@@ -149,16 +149,6 @@ class RestoreTest(parameterized.TestCase):
     chex.assert_trees_all_equal(jax.device_get(restored.params), _params())
 
 
-class MetadataTest(parameterized.TestCase):
-  def test_names_of_classes_are_as_many_as_the_outputs(self):
-    stored = checkpoint.metadata_to_json(checkpoint.Metadata(_CONFIG, _NAMES))
-    read = checkpoint.metadata_from_json(stored)
-    self.assertEqual(read.class_names, _NAMES)
-    stored["class_names"] = stored["class_names"][:5]
-    with self.assertRaisesRegex(ValueError, "has 5 entries, must have 6, mode"):
-      checkpoint.metadata_from_json(stored)
-
-
 class DiffusionRestoreTest(FolderTest):
   def test_overrides_of_model_and_sampling_go_together(self):
     config = tiny.dit_config()

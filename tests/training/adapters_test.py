@@ -208,7 +208,7 @@ class AdaptersRunTest(parameterized.TestCase):
     tune = TuneConfig(lora=lora, distill=DistillConfig(1.0))
     base = _save(self.root, _DENSE)
     config = dataclasses.replace(_tuned(tiny.llm_config(), base), tune=tune)
-    with self.assertRaisesRegex(ValueError, "routers alone .*not norm/scale"):
+    with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
       tiny.train(config, self._folder("run"))
 
   def test_served_models_have_no_adapters_to_change(self):

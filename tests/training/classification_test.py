@@ -112,19 +112,6 @@ class MixImagesTest(parameterized.TestCase):
     np.testing.assert_allclose(images[:, 1], 1, atol=1e-6)
     np.testing.assert_allclose(targets[:, 1, 1], 1, atol=1e-6)
 
-  def test_each_of_several_parts_is_mixed_by_itself(self):
-    config = ClassifierConfig(mixup=0.8, cutmix=0.0)
-    images = jnp.arange(8, dtype=jnp.bfloat16)[:, None, None, None]
-    images, targets = images * jnp.ones((8, 2, 2, 1), "bfloat16"), jnp.eye(8)
-    key = jax.random.key(3)
-    mixed = mix_images(key, images, targets, config, 4)
-    self.assertEqual(mixed[0].dtype, images.dtype)
-    for part in range(4):
-      rows = slice(2 * part, 2 * part + 2)
-      alone = mix_images(key, images[rows], targets[rows], config)
-      chex.assert_trees_all_equal([x[rows] for x in mixed], list(alone))
-    self.assertGreater(float(jnp.abs(mixed[0] - images).max()), 0)
-
 
 class LossTest(absltest.TestCase):
   def test_loss_is_the_cross_entropy_plus_the_weighted_balance_loss(self):

@@ -4,6 +4,7 @@ What holds for every family is tested with the one that compiles fastest.
 """
 
 import errno
+import json
 import os
 import pathlib
 import shutil
@@ -22,8 +23,9 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax.data import pipeline
-from moh_jax.runtime import steps
+from moh_jax.runtime import compilation_cache, steps
 from moh_jax.runtime.sharding import make_mesh
+from moh_jax.training import entrance, flops
 from moh_jax.training.metrics import Log
 from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.task import stream
@@ -34,6 +36,7 @@ from tests.training import tiny
 _OPTIM = {"ema_decay": 0.999, "lr": 0.1, "accumulation": 2}
 _KILLED = """
 import os, pathlib, signal, sys, time
+from moh_jax.training import entrance, flops
 from moh_jax.training.metrics import Log
 from tests.training import loop_test, tiny
 
@@ -286,6 +289,30 @@ class LoopTest(parameterized.TestCase):
       ),
     ):
       run(workdir, train={"steps": 6})
+
+  @pytest.mark.integration
+  def test_run_writes_mfu_and_a_trace_and_keeps_its_programs(self):
+    workdir = self._dir()
+    with (
+      mock.patch.object(flops, "published_peak", return_value=1e12),
+      mock.patch.object(compilation_cache, "keep_in") as keep_in,
+    ):
+      log = {"every": 2, "profile": "2:4", "tensorboard": False}
+      run(workdir, log=log, train={"compilation_cache": "/kept"})
+    keep_in.assert_called_once_with("/kept")
+    lines = pathlib.Path(workdir, "metrics.jsonl").read_text().splitlines()
+    rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
+    self.assertEqual([row["step"] for row in rows], [2, 4])
+    self.assertGreater(min(row["mfu"] for row in rows), 0)
+    (trace,) = pathlib.Path(workdir, "profile").rglob("*.xplane.pb")
+    self.assertIn(b"step_num", trace.read_bytes())
+
+  def test_missing_wandb_is_refused_before_the_run(self):
+    with mock.patch.object(
+      entrance.importlib.util, "find_spec", return_value=None
+    ):
+      with self.assertRaisesRegex(ValueError, "log.wandb='p' needs .* wandb"):
+        run("/nonexistent/run", log={"wandb": "p"})
 
   @pytest.mark.integration
   def test_bad_data_end_a_run_that_names_its_last_checkpoint(self):

@@ -229,7 +229,7 @@ class PreferenceTest(parameterized.TestCase):
       train=dataclasses.replace(config.train, init_from=base),
       tune=TuneConfig(lora=lora),
     )
-    with self.assertRaisesRegex(ValueError, "must name nothing .*norm/scale"):
+    with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
       tiny.train(config, str(self.root / "run"))
 
 
