@@ -10,17 +10,12 @@ import os
 import pathlib
 import platform
 
-import filelock
-
-from moh_jax.config import base
-
 VARIABLE = "MOH_JAX_COMPILATION_CACHE"
 _OPTIONS = {
   "jax_compilation_cache_max_size": 1 << 30,  # bytes; the oldest use goes first
   # A command compiles dozens of small programs too.
   "jax_persistent_cache_min_compile_time_secs": 0.1,
 }
-_LOCK_SECONDS = 10
 _LOG = logging.getLogger(__name__)
 
 
@@ -31,21 +26,14 @@ def enable() -> None:
   so do JAX's other variables. MOH_JAX_COMPILATION_CACHE=off keeps none.
   Where the folder cannot be used, a warning says so and programs are compiled
   as without it.
-
-  Raises:
-    ValueError: a folder's name is not UTF-8.
   """
   import jax
 
-  for name in ("JAX_COMPILATION_CACHE_DIR", VARIABLE):
-    if not base.is_utf8(value := os.environ.get(name, "")):
-      raise ValueError(f"{name}={value!r} must be UTF-8")
   if jax.config.jax_compilation_cache_dir or os.environ.get(VARIABLE) == "off":
     return
   path = folder()
   try:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds programs
-    _tidy(path)
   except OSError as error:
     _LOG.warning("compiled programs are not kept: %s: %s", path, error)
     return
@@ -77,19 +65,6 @@ def folder() -> pathlib.Path:
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   given = os.environ.get(VARIABLE) or os.path.join(base, "moh_jax", "xla")
   return pathlib.Path(given).expanduser().absolute() / _machine()
-
-
-def _tidy(path: pathlib.Path) -> None:
-  """Removes what a process left that was killed while it wrote.
-
-  JAX writes a program, then the time of its last use. Without the latter it
-  would stop adding programs, and the former may have been cut off.
-  """
-  with filelock.FileLock(path / ".lockfile", timeout=_LOCK_SECONDS):
-    for kind, other in (("-cache", "-atime"), ("-atime", "-cache")):
-      for file in path.glob(f"*{kind}"):
-        if not file.with_name(file.name.removesuffix(kind) + other).exists():
-          file.unlink()
 
 
 def _machine() -> str:

@@ -5,15 +5,13 @@ for GPUs the packages `jax-cuda13-plugin`, `jax-cuda13-pjrt`,
 `nvidia-cudnn-cu13` and `nvidia-cublas`, for TPUs `libtpu`. The result tells the
 kernels, the memory and the communication, but cannot run.
 
-Importable without JAX: a name is checked before anything long begins. So is the
-memory that something needs at least (`check_bytes`).
+Importable without JAX: a name is checked before anything long begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import math
 import os
@@ -36,30 +34,21 @@ class Chip:
   Attributes:
     kind: as `jax.Device.device_kind`.
     memory: bytes.
-    memory_speed: bytes per second that it reads.
-    link: bytes per second that it sends to the other devices of its host
-      (NVLink), or of its slice (ICI).
-    network: bytes per second that it sends to other hosts or slices.
     per_host: devices of a host.
     cores: multiprocessors of a GPU, cores of a TPU.
     dimensions: of a TPU's torus; 0 for a GPU.
     per_chip: devices of a chip.
     counts_cores: whether the number in names such as v5p-64 is that of cores,
       two a chip; else it is that of chips.
-    source: where these figures are stated.
   """
 
   kind: str
   memory: float
-  memory_speed: float
-  link: float
-  network: float
   per_host: int
   cores: int
   dimensions: int = 0
   per_chip: int = 1
   counts_cores: bool = False
-  source: str = ""
 
   @property
   def platform(self) -> str:
@@ -67,65 +56,28 @@ class Chip:
     return "tpu" if self.dimensions else "gpu"
 
 
-_TPU_PAGE = "docs.cloud.google.com/tpu/docs/"
 _GIB = 2**30
-# The makers state both directions of a link together: half of it is sent.
-# TPUs of a slice of several hosts are on hosts of four chips. The network of a
-# GPU is one adapter of 400 Gb/s (A100: 200) each, as in NVIDIA's DGX.
+# Of TPUs the pages of docs.cloud.google.com/tpu/docs, where a chip of TPU7x is
+# two devices; of GPUs NVIDIA's data sheets. TPUs of a slice of several hosts are
+# on hosts of four chips.
 CHIPS = {
-  "v5e": Chip(
-    *("TPU v5 lite", 16 * _GIB, 819e9, 200e9, 3.1e9, 4, 1, 2),
-    source=f"{_TPU_PAGE}v5e; 6.4 Tb/s of network for 256 chips",
-  ),
-  "v5p": Chip(
-    *("TPU v5", 95 * _GIB, 2765e9, 600e9, 6.25e9, 4, 2, 3),
-    counts_cores=True,
-    source=f"{_TPU_PAGE}v5p-training",
-  ),
-  "v6e": Chip(
-    *("TPU v6 lite", 32 * _GIB, 1638e9, 400e9, 12.5e9, 4, 1, 2),
-    source=f"{_TPU_PAGE}v6e",
-  ),
-  "tpu7x": Chip(
-    *("TPU7x", 96 * _GIB, 3690e9, 300e9, 6.25e9, 8, 1, 3),
-    per_chip=2,
-    counts_cores=True,
-    source=f"{_TPU_PAGE}tpu7x, halved: a chip is two devices",
-  ),
-  "a100": Chip(
-    *("NVIDIA A100-SXM4-80GB", 80 * _GIB, 2039e9, 300e9, 25e9, 8, 108),
-    source="NVIDIA's data sheet of the A100 and of the DGX A100",
-  ),
-  "h100": Chip(
-    *("NVIDIA H100 80GB HBM3", 84.9e9, 3352e9, 450e9, 50e9, 8, 132),
-    source="NVIDIA's data sheet of the H100 and of the DGX H100",
-  ),
-  "h200": Chip(
-    *("NVIDIA H200", 151.3e9, 4800e9, 450e9, 50e9, 8, 132),
-    source="NVIDIA's data sheet of the H200 and of the DGX H200",
-  ),
-  "b200": Chip(
-    *("NVIDIA B200", 191.5e9, 7672e9, 900e9, 50e9, 8, 148),
-    source="NVIDIA's data sheet of the B200 and of the DGX B200",
-  ),
-  "rtx4090": Chip(
-    *("NVIDIA GeForce RTX 4090", 24 * _GIB, 1008e9, 32e9, 1.25e9, 8, 128),
-    source="NVIDIA's page of the card; PCIe 4.0 x16 and 10 Gb/s Ethernet are "
-    "assumed",
-  ),
+  "v5e": Chip("TPU v5 lite", 16 * _GIB, 4, 1, 2),
+  "v5p": Chip("TPU v5", 95 * _GIB, 4, 2, 3, counts_cores=True),
+  "v6e": Chip("TPU v6 lite", 32 * _GIB, 4, 1, 2),
+  "tpu7x": Chip("TPU7x", 96 * _GIB, 8, 1, 3, per_chip=2, counts_cores=True),
+  "a100": Chip("NVIDIA A100-SXM4-80GB", 80 * _GIB, 8, 108),
+  "h100": Chip("NVIDIA H100 80GB HBM3", 84.9e9, 8, 132),
+  "h200": Chip("NVIDIA H200", 151.3e9, 8, 132),
+  "b200": Chip("NVIDIA B200", 191.5e9, 8, 148),
+  "rtx4090": Chip("NVIDIA GeForce RTX 4090", 24 * _GIB, 8, 128),
 }
 _ALIASES = {"v5litepod": "v5e", "v6": "v6e", "7x": "tpu7x"}
 _NAME = re.compile(
   r"(?P<kind>[a-z0-9]+)((?P<separator>[:-])(?P<size>\d{1,6}(x\d{1,6})*))?",
   re.ASCII,
 )
-_MOST = 2**16  # chips
 # What XLA must know of a GPU: a text proto each, the published figures of it.
 _GPU_DIR = pathlib.Path(__file__).parent / "gpu_targets"
-_GROUP_LIMITS = (
-  "/sys/fs/cgroup/memory.max",
-  "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
 # libtpu would ask a metadata server for a TPU's network.
 _TPU_ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
@@ -162,14 +114,13 @@ class Topology:
     return self.slices * -(-self.devices // self.slices // self.chip.per_host)
 
 
-def parse_topology(name: str, field: str = "topology") -> Topology:
+def parse_topology(name: str) -> Topology:
   """Reads the name of a topology.
 
   Args:
     name: a GPU and a number, "h100:16" (or "h100" for one); a TPU and the shape
       of its slice, "v5p:2x4x4"; or a TPU and the number that Google Cloud
       counts it by, "v5p-64" (cores) or "v5litepod-16" (chips).
-    field: what the name is given as, for messages.
 
   Raises:
     ValueError: there is no such topology; the message lists those known.
@@ -177,24 +128,24 @@ def parse_topology(name: str, field: str = "topology") -> Topology:
   match = _NAME.fullmatch(name)
   kind = match and _ALIASES.get(match["kind"], match["kind"])
   if kind not in CHIPS:
-    raise ValueError(f"{field}={name!r} must be {_known()}")
+    raise ValueError(f"topology={name!r} must be {_known()}")
   chip, size = CHIPS[kind], match["size"] or "1"
   numbers = tuple(int(part) for part in size.split("x"))
   if len(numbers) == 1:
     counts_cores = match["separator"] == "-" and chip.counts_cores
-    shape = _shape(f"{field}={name!r}", chip, numbers[0], counts_cores)
+    shape = _shape(f"topology={name!r}", chip, numbers[0], counts_cores)
   elif len(numbers) == chip.dimensions:
     shape = numbers
   else:
-    raise ValueError(f"{field}={name!r} must be {_known()}")
-  if not 1 <= math.prod(shape) <= _MOST:
-    raise ValueError(f"{field}={name!r} must have 1 to {_MOST} chips")
-  if not chip.dimensions and shape[0] > chip.per_host:
-    if shape[0] % chip.per_host:
-      raise ValueError(
-        f"{field}={name!r} must have a multiple of {chip.per_host} devices, "
-        f"those of a host, or at most {chip.per_host}"
-      )
+    raise ValueError(f"topology={name!r} must be {_known()}")
+  most = chip.per_host
+  if not math.prod(shape):
+    raise ValueError(f"topology={name!r} must have 1 chip or more")
+  if not chip.dimensions and shape[0] > most and shape[0] % most:
+    raise ValueError(
+      f"topology={name!r} must have a multiple of {most} devices, those of a "
+      f"host, or at most {most}"
+    )
   return Topology(f"{kind}:{'x'.join(map(str, shape))}", chip, shape)
 
 
@@ -228,11 +179,7 @@ def _known() -> str:
 
 
 def missing_packages(name: str) -> tuple[str, ...]:
-  """Packages that `absent_devices` needs for a target and that are not here.
-
-  Args:
-    name: see `absent_devices`.
-  """
+  """Packages that `absent_devices` needs for a target and that are not here."""
   packages = ("libtpu",)
   if parse_topology(name).chip.platform == "gpu":
     packages = "jax-cuda13-plugin", "jax-cuda13-pjrt"
@@ -257,10 +204,10 @@ def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
   import jax
   from jax.experimental import topologies
 
-  wanted = dataclasses.replace(parse_topology(name, "target"), slices=slices)
+  wanted = dataclasses.replace(parse_topology(name), slices=slices)
   if missing := missing_packages(name):
     raise ValueError(
-      f"target={name!r} needs the package {', '.join(missing)} in the version "
+      f"topology={name!r} needs the package {', '.join(missing)} in the version "
       "of jax"
     )
   changes: dict[str, str] = {}
@@ -287,17 +234,7 @@ def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
       return list(topologies.get_topology_desc(**asked).devices)
   except (ValueError, jax.errors.JaxRuntimeError) as error:
     reason = str(error).splitlines()[0]
-    raise ValueError(f"target={name!r} cannot be had: {reason}") from None
-
-
-def abstract_device(wanted: Topology) -> jax.sharding.AbstractDevice:
-  """What a program that is traced for a topology knows of its devices."""
-  import jax
-
-  chip = wanted.chip
-  return jax.sharding.AbstractDevice(
-    device_kind=chip.kind, num_cores=chip.cores, platform=chip.platform
-  )
+    raise ValueError(f"topology={name!r} cannot be had: {reason}") from None
 
 
 @contextlib.contextmanager
@@ -326,37 +263,3 @@ def random_settings() -> dict[str, Any]:
   }
   found = {name: getattr(jax.config, name, usual[name]) for name in usual}
   return {name: x for name, x in found.items() if x != usual[name]}
-
-
-@functools.cache
-def total_memory() -> int:
-  """Bytes of memory that this machine, or the container, may use."""
-  limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-  for name in _GROUP_LIMITS:
-    try:
-      limits.append(int(pathlib.Path(name).read_text()))
-    except (OSError, ValueError):  # no such group, or "max"
-      continue
-  return min(limits)
-
-
-def check_bytes(needed: int, what: str, have: int | None = None) -> None:
-  """Refuses what is larger than all memory.
-
-  Args:
-    needed: bytes that are needed at least.
-    what: names what needs them and its sizes, for the message.
-    have: bytes of memory; None is that of the machine.
-
-  Raises:
-    ValueError: they are more than there are.
-  """
-  have = total_memory() if have is None else have
-  if needed > have:
-    raise ValueError(
-      f"{what}: at least {_gib(needed)} of memory, there are {_gib(have)}"
-    )
-
-
-def _gib(count: int) -> str:
-  return f"{count / 2**30:,.1f} GiB"

