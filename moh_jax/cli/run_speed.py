@@ -48,17 +48,10 @@ def measure_model(run: Config, length: int | None, rounds: int) -> list[Row]:
     run: on random data.
     length: what the rows say of it.
     rounds: measured turns.
-
-  Raises:
-    ValueError: it needs more memory than there is.
   """
   form = run.model.attention_impl
   runs, modes = _pair(run, form), [(_training, run.data.batch_size)]
   modes += [(_writing, batch) for batch in _batches(run)]
-  for one in runs.values():
-    mesh = sharding.make_mesh(one.mesh, jax.devices()[:1])
-    params = sharding.abstract_on(*make_model(one), mesh)
-    sharding.check_tree((params, params), "the parameters and their gradients")
   rows = []
   for make, batch in modes:
     made = {name: dict(make(one, batch)) for name, one in runs.items()}

@@ -99,7 +99,6 @@ def run(options: Options) -> int:
   labels = _labels(options.labels, metadata.class_names)
   sample.check_request(config, labels, options.seed)
   num = options.num or max(len(labels) or config.model.num_classes, len(files))
-  sample.check_size(config, num, out)
   if config.diffusion.space == "latent" and not options.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
   mesh = sharding.make_mesh(config.mesh)

@@ -150,7 +150,6 @@ def restore(
   told = [key for key in changes if key.startswith("model.")]
   told += [f"model.{name}={value!r}" for name, value in overrides.items()]
   model = _network(config, jax.eval_shape(fit, abstract), told)
-  sharding.check_tree(abstract, f"the parameters of {directory}")
   # Where the base of adapters is now may be among the changes.
   metadata = dataclasses.replace(
     stored, config=dataclasses.replace(stored.config, train=config.train)

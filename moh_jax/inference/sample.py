@@ -4,10 +4,8 @@ import contextlib
 import io
 import itertools
 import json
-import math
 import os
 import pathlib
-import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +23,6 @@ from moh_jax.data.decode import open_image, to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
-from moh_jax.runtime.devices import check_bytes
 from moh_jax.runtime.files import (
   check_regular,
   disk_errors,
@@ -201,31 +198,6 @@ def _batches(
     for start, count in sizes.items():
       yield start, sampler.batch(start, size)[:count]
       bar.update(count)
-
-
-def check_size(config: Config, num: int, out: pathlib.Path) -> None:
-  """Refuses images that do not fit memory (.png) or the disk.
-
-  Args:
-    config: of the model.
-    num: images.
-    out: file to write.
-
-  Raises:
-    ValueError: they need more.
-  """
-  size, width = math.prod(config.model.input_shape), config.model.input_size[1]
-  if config.diffusion.space == "latent":
-    size, width = 3 * 64 * math.prod(config.model.input_size), 8 * width
-  what = f"{num:,} images of {size:,} bytes"
-  if out.suffix == ".png":
-    check_bytes(num * size, what)
-    return
-  place = next(folder for folder in out.parents if folder.exists())
-  free = shutil.disk_usage(place).free
-  done = out.exists() or _parts(out).exists()
-  if num * size > free and not done:
-    raise ValueError(f"{what} do not fit {out.parent}, {free:,} bytes are free")
 
 
 def sample_files(

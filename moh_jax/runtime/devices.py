@@ -58,8 +58,8 @@ class Chip:
 
 _GIB = 2**30
 # Of TPUs the pages of docs.cloud.google.com/tpu/docs, where a chip of TPU7x is
-# two devices; of GPUs NVIDIA's data sheets. TPUs of a slice of several hosts are
-# on hosts of four chips.
+# two devices; of GPUs NVIDIA's data sheets. TPUs of a slice of several hosts
+# are on hosts of four chips.
 CHIPS = {
   "v5e": Chip("TPU v5 lite", 16 * _GIB, 4, 1, 2),
   "v5p": Chip("TPU v5", 95 * _GIB, 4, 2, 3, counts_cores=True),
@@ -207,8 +207,8 @@ def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
   wanted = dataclasses.replace(parse_topology(name), slices=slices)
   if missing := missing_packages(name):
     raise ValueError(
-      f"topology={name!r} needs the package {', '.join(missing)} in the version "
-      "of jax"
+      f"topology={name!r} needs the package {', '.join(missing)} in the "
+      "version of jax"
     )
   changes: dict[str, str] = {}
   if wanted.chip.platform == "gpu":

@@ -31,8 +31,6 @@ import numpy as np
 import xxhash
 from etils import epath
 
-from moh_jax.runtime.devices import check_bytes
-
 # Deflate, as in zip and PNG files, makes at most this many bytes of one.
 DEFLATE_RATIO = 1032
 _TEMPORARY: dict[str, str] = {}  # folders, and what the user named
@@ -429,11 +427,9 @@ def read_npz(
       not fit into memory.
   """
   names = npz_names(path) if names is None else tuple(names)
-  arrays, needed = {}, 0
+  arrays = {}
   for name in names:
     with open_member(path, name) as (stream, (shape, fortran, dtype)):
-      needed += math.prod(shape) * dtype.itemsize
-      check_bytes(needed, f"{path}: {name} of shape {shape}")
       with npz_damage(path):
         data = np.frombuffer(stream.read(), dtype)
         arrays[name] = data.reshape(shape, order="F" if fortran else "C")

@@ -1,9 +1,8 @@
 """The device mesh, the table of logical axes, parameters and arrays on it."""
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,11 +19,9 @@ from jax.sharding import (
 )
 
 from moh_jax.config import MeshConfig
-from moh_jax.runtime.devices import check_bytes, total_memory
 
 AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")
-HOST_MEMORY = "pinned_host"  # what JAX calls memory that devices reach
 
 # Logical axis -> mesh axes. An axis that two dimensions of an array are mapped
 # to splits that of the first rule. Parameters are split over `tensor` along
@@ -346,59 +343,12 @@ def _held_shards(mesh: Mesh, process: int | None = None) -> np.ndarray:
   return np.flatnonzero(mine)
 
 
-def check_tree(tree: Any, what: str) -> None:
-  """Checks that devices can hold their parts of abstract arrays.
-
-  Arrays in the memory of the host are not counted.
-
-  Args:
-    tree: ShapeDtypeStructs with shardings.
-    what: names them, for the message.
-
-  Raises:
-    ValueError: the parts of one device need more memory than it has.
-  """
-  if leaves := jax.tree.leaves(tree):
-    devices = leaves[0].sharding.device_set
-    each = device_bytes(next(iter(devices)), devices)
-    check_bytes(bytes_on_device(tree), what, each)
-
-
-def bytes_on_device(tree: Any, in_host: bool = False) -> int:
-  """Bytes of one device's parts of abstract arrays with shardings.
-
-  Args:
-    tree: ShapeDtypeStructs with shardings.
-    in_host: count what lies in the memory of the host, and nothing else; by
-      default that is left out.
-  """
+def bytes_on_device(tree: Any) -> int:
+  """Bytes of one device's parts of ShapeDtypeStructs with shardings."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(tree)
-    if (leaf.sharding.memory_kind == HOST_MEMORY) == in_host
   )
-
-
-def stated_bytes(device: jax.Device) -> int | None:
-  """Memory of a device that arrays may take; None where it does not tell."""
-  if device.platform == "cpu":
-    return None
-  try:
-    stats = device.memory_stats() or {}
-  except jax.errors.JaxRuntimeError:  # compiled for, but not here
-    stats = {}
-  return stats.get("bytes_limit")
-
-
-def device_bytes(device: jax.Device, devices: set[jax.Device]) -> int:
-  """Memory of one device; the CPUs of a process share the machine's."""
-  if device.platform != "cpu":
-    return stated_bytes(device) or 1 << 62
-  beside = [d for d in devices if d.process_index == device.process_index]
-  return total_memory() // max(1, len(beside))
-
-
-_SPLITTING_AXES = ("fsdp", "tensor")  # of the mesh, those that split parameters
 
 
 def init_params(model: nn.Module, rng: jax.Array, inputs: Any) -> Any:
@@ -475,109 +425,6 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
     tree,
     shardings,
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class Unsplit:
-  """A parameter that some axis does not split.
-
-  Attributes:
-    name: its path.
-    shape: of the whole parameter.
-    bytes: on each device.
-    whole: whether no axis splits it.
-    why: axes that it has a dimension for and that do not divide it; empty for
-      parameters that are whole by design (norms, biases, routers).
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  bytes: int
-  whole: bool
-  why: str
-
-
-def unsplit_params(boxed: Any, sizes: Mapping[str, int]) -> list[Unsplit]:
-  """Lists what a mesh does not split, the largest first.
-
-  Args:
-    boxed: abstract parameters in their boxes, see `abstract_params`.
-    sizes: size of every mesh axis.
-
-  Returns:
-    Parameters that stay whole, and those that miss an axis. Empty where both
-    axes have one device.
-  """
-  if all(sizes[axis] == 1 for axis in _SPLITTING_AXES):
-    return []
-  found = []
-  for name, shape, itemsize, names, used in _specs(boxed, sizes):
-    why = [
-      f"{axis}={sizes[axis]} does not divide {logical} {size}"
-      for logical, size in zip(names, shape)
-      for axis in axes_of_entry(dict(RULES)[logical] if logical else None)
-      if axis in _SPLITTING_AXES and sizes[axis] > 1 and axis not in used
-    ]
-    if why or not used:
-      parts = math.prod(sizes[axis] for axis in used)
-      total = math.prod(shape) * itemsize // parts
-      found.append(Unsplit(name, shape, total, not used, ", ".join(why)))
-  return sorted(found, key=lambda one: -one.bytes)
-
-
-def check_whole(boxed: Any, sizes: Mapping[str, int], most: int) -> str:
-  """Checks that a mesh splits parameters, and says what stays whole.
-
-  Args:
-    boxed: abstract parameters in their boxes.
-    sizes: size of every mesh axis.
-    most: bytes that may stay whole, see `MeshConfig.max_whole`.
-
-  Returns:
-    A line for the log, empty if there is nothing to say.
-
-  Raises:
-    ValueError: an axis splits no parameter, or more bytes stay whole.
-  """
-  used = {axis for *_, axes in _specs(boxed, sizes) for axis in axes}
-  for axis in _SPLITTING_AXES:
-    if sizes[axis] > 1 and axis not in used:
-      raise ValueError(
-        f"mesh.{axis}={sizes[axis]} divides no dimension of any parameter"
-      )
-  unsplit = unsplit_params(boxed, sizes)
-  if not unsplit:
-    return ""
-  whole = [one for one in unsplit if one.whole]
-  total = sum(one.bytes for one in whole)
-  largest = ", ".join(_describe(one) for one in whole[:3])
-  if total > most:
-    raise ValueError(
-      f"mesh.max_whole={most:,} bytes: {total:,} bytes of parameters would be "
-      f"whole on every device, the largest are {largest}"
-    )
-  line = f"{len(whole)} parameters ({total:,} bytes) whole on every device"
-  if missed := [one for one in unsplit if one.why]:
-    listed = "; ".join(_describe(one) for one in missed[:3])
-    line += f"; {len(missed)} not split by an axis, the largest: {listed}"
-  return line
-
-
-def _describe(one: Unsplit) -> str:
-  why = f": {one.why}" if one.why else ""
-  return f"{one.name} {list(one.shape)}{why}"
-
-
-def _specs(boxed: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:
-  """Of each parameter name, shape, item size, logical names and axes used."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
-    names: tuple[str | None, ...] = ()
-    if is_box(leaf):
-      names, leaf = leaf.names, leaf.value
-    spec = resolve_spec(names, leaf.shape[: len(names)], dict(sizes), RULES)
-    used = {axis for entry in spec for axis in axes_of_entry(entry)}
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    yield name, leaf.shape, leaf.dtype.itemsize, names, used
 
 
 def is_box(leaf: Any) -> bool:

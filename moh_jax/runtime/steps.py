@@ -294,7 +294,9 @@ def read_manifest(folder: epath.Path) -> dict[str, tuple[str, int]]:
   path = folder / MANIFEST
   if not path.exists():
     raise ValueError("missing")
-  header, newline, lines = path.read_text(errors="replace").partition("\n")
+  header, newline, lines = (
+    path.read_bytes().decode(errors="replace").partition("\n")
+  )
   if header + newline != _header(lines):
     raise ValueError("damaged")
   parts = (line.split(" ", 2) for line in lines.splitlines())

@@ -15,7 +15,7 @@ from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import devices, sharding
+from moh_jax.runtime import sharding
 from tests.folders import FolderTest
 from tests.training import tiny
 
@@ -271,20 +271,6 @@ class NpzTest(FolderTest):
       self.parts.symlink_to(self.parts.rename(self.root / "other"))
     with self.assertRaisesRegex(ValueError, message):
       self._run()
-
-  @parameterized.parameters(
-    ("x.png", devices, "total_memory", "of memory"),
-    ("x.npz", sample_lib.shutil, "disk_usage", "bytes are free"),
-  )
-  def test_more_images_than_there_is_room_for(self, name, place, call, text):
-    config = tiny.dit_config(mesh={"data": -1}, sample={"zoom": 1})
-    out = self.root / name
-    size = 64 * 10  # ten images of 8 x 8 grey pixels
-    have = {"total_memory": size, "disk_usage": mock.Mock(free=size)}[call]
-    with mock.patch.object(place, call, lambda *_: have):
-      sample_lib.check_size(config, 10, out)
-      with self.assertRaisesRegex(ValueError, f"11 images.*{text}"):
-        sample_lib.check_size(config, 11, out)
 
   @parameterized.parameters(("000000016.npz", 2), ("images.npz", 4))
   def test_full_disk_keeps_whole_parts_and_is_continued(self, name, whole):

@@ -1,19 +1,17 @@
-"""The mesh: rows of processes, slices, what stays whole, what fits."""
+"""The mesh: rows of processes, slices, axes that split nothing."""
 
 import types
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
-from moh_jax.config import MeshConfig, apply_overrides
+from moh_jax.config import MeshConfig
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
-from moh_jax.runtime.sharding import abstract_params
+from moh_jax.runtime.sharding import abstract_on
 from moh_jax.training import entrance
-from tests.cli import tiny_checkpoint
 from tests.training import tiny
 
 _AXES = sharding.AXES
@@ -117,79 +115,19 @@ class SlicesTest(parameterized.TestCase):
     self.assertNotIn("\n", str(caught.exception))
 
 
-_SIZES = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1}
-
-
-def _boxed(**model):
-  return abstract_params(*make_model(tiny.llm_config(model=model)))
-
-
-class WholeParamsTest(parameterized.TestCase):
-  def test_what_an_axis_does_not_divide_is_listed_the_largest_first(self):
-    rows = sharding.unsplit_params(
-      _boxed(mlp_dim=27, vocab_size=62), {**_SIZES, "fsdp": 2, "tensor": 2}
+class AxesTest(parameterized.TestCase):
+  @parameterized.parameters("fsdp", "tensor")
+  def test_an_axis_that_splits_nothing_is_refused(self, axis):
+    run = tiny.llm_config(mesh={"data": 1, axis: 7}, data={"batch_size": 7})
+    sizes = {**dict.fromkeys(sharding.AXES, 1), axis: 7}
+    mesh = jax.sharding.AbstractMesh((*sizes.values(),), (*sizes,))
+    program = types.SimpleNamespace(
+      state=types.SimpleNamespace(params=abstract_on(*make_model(run), mesh)),
+      frozen=None,
     )
-    down, up, gate = [one for one in rows if one.why]  # one splits `vocab`
-    self.assertEqual(down.name, "blocks0/mlp/down/kernel")
-    self.assertEqual(down.why, "tensor=2 does not divide mlp 27")
-    self.assertEqual((down.shape, down.whole), ((2, 27, 32), False))
-    self.assertEqual(down.bytes, 4 * 2 * 27 * 32 // 2)
-    self.assertEqual(rows, sorted(rows, key=lambda one: -one.bytes))
-    # Whole by design.
-    self.assertEqual(
-      {one.name.split("/")[-2] for one in rows if one.whole},
-      {"router", "attn_norm", "mlp_norm", "norm"},
-    )
-    self.assertEqual({up.whole, gate.whole}, {False})
-    self.assertEmpty(sharding.unsplit_params(_boxed(), {**_SIZES, "data": 8}))
-
-  def test_limit_refuses_and_names_the_largest(self):
-    two = {**_SIZES, "fsdp": 2}
-    line = sharding.check_whole(_boxed(), two, 10**6)
-    self.assertRegex(line, r"^\d+ parameters \(.* bytes\) whole")
-    for sizes, most, message in (
-      (two, 10, r"mesh.max_whole=10 bytes: .*router/routed \[2, 32, 3\]"),
-      ({**_SIZES, "fsdp": 7}, 10**9, "mesh.fsdp=7 divides no dim"),
-      ({**_SIZES, "tensor": 7}, 10**9, "mesh.tensor=7 divides no dim"),
+    with (
+      mock.patch.object(entrance, "check_heads"),
+      mock.patch.object(entrance, "check_batch"),
+      self.assertRaisesRegex(ValueError, f"mesh.{axis}=7 divides no dimension"),
     ):
-      with self.assertRaisesRegex(ValueError, message) as caught:
-        sharding.check_whole(_boxed(), sizes, most)
-      self.assertNotIn("\n", str(caught.exception))
-
-
-class FitsTest(parameterized.TestCase):
-  def test_what_a_run_needs_at_least_is_compared_with_memory(self):
-    config = tiny_checkpoint.CONFIG
-    mesh = sharding.make_mesh(config.mesh)
-    no_state = types.SimpleNamespace(state=(), frozen=None)
-    entrance.check_memory(config, mesh, no_state)
-    few = apply_overrides(config, "data", prefetch=1, batch_size=1)
-    for section, fields, have, message in (
-      ("data", {"prefetch": 1024, "batch_size": 1 << 20}, 1 << 40,
-       "data.prefetch=1024 batches"),
-      ("model", {"image_size": (1 << 12, 1 << 12)}, 1 << 40,
-       "tables of relative positions"),
-      ("data", {}, 10, "layers' inputs of one example"),
-    ):  # fmt: skip
-      with (
-        mock.patch.object(entrance, "device_bytes", return_value=have),
-        self.assertRaisesRegex(ValueError, message),
-      ):
-        changed = apply_overrides(few, section, **fields)
-        entrance.check_memory(changed, mesh, no_state)
-
-  def test_parts_of_a_device_count_and_cpus_share_a_machine(self):
-    devices = jax.devices()
-    alone, one_of = (
-      sharding.device_bytes(devices[0], set(devices[:count]))
-      for count in (1, 8)
-    )
-    self.assertEqual(alone // 8, one_of)
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    small, large = (
-      jax.ShapeDtypeStruct((size, 1 << 20), jnp.float32, sharding=one)
-      for size in (1, 1 << 30)
-    )
-    sharding.check_tree({"a": small}, "x")
-    with self.assertRaisesRegex(ValueError, "^x: at least 4,194,304.0 GiB"):
-      sharding.check_tree({"a": small, "b": large}, "x")
+      entrance.check_run(run, mesh, program)
