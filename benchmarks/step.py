@@ -26,7 +26,6 @@ from moh_jax.config import (
 from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache, sharding
-from moh_jax.runtime.sharding import stated_bytes
 from moh_jax.training.bench import step_seconds
 from moh_jax.training.flops import published_peak, step_flops
 from moh_jax.training.step import make_program
@@ -47,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   model = dataclasses.replace(released_model(args.model), dtype=args.dtype)
   model = without_router(model) if args.mha else model
   batch = args.batch
-  if memory := stated_bytes(jax.devices()[0]):
+  stats = jax.devices()[0].memory_stats() or {}  # of a CPU there are none
+  if memory := stats.get("bytes_limit"):
     fitting = max(1, batch * memory / _CARD_BYTES)
     batch = min(batch, 2 ** math.floor(math.log2(fitting)))
   compilation_cache.enable()  # the step is compiled twice
