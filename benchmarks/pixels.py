@@ -70,7 +70,7 @@ def measure(config: Config, rounds: int) -> list[dict[str, Any]]:
   on the machine lengthen less; the medians of the rounds are taken.
   """
   images = _InMemory(make_source(config, "train"))
-  checked = CheckedSource(images, skip=False, decode=config.data.decode)
+  checked = CheckedSource(images, skip=False)
 
   def decode(index: int) -> Any:
     record = images.read(index)

@@ -67,8 +67,7 @@ def describe_image(
 ) -> tuple[tuple[int, int], bool]:
   """What the header of an image file says; its pixels are not decoded.
 
-  Only of a PNG file that notes its orientation behind the pixels are rows and
-  columns those before it is turned.
+  Of a PNG file that is to be turned, rows and columns are those before.
 
   Args:
     file: its path, or its content.
@@ -82,13 +81,12 @@ def describe_image(
   """
   file = io.BytesIO(file) if isinstance(file, bytes) else file
   with open_image(file, name) as image:
-    size, grey = image.size, image.mode.partition(";")[0] in _GREY_MODES
-    is_upright = image.format == "TIFF"  # whose size Pillow has turned
-    if image.format == "PNG":
-      is_upright = "exif" not in image.info
-    if is_upright or _orientation(image) not in _TURNED:
-      size = size[::-1]
-    return size, grey
+    rows, columns = image.size[::-1]
+    # Pillow has turned TIFF files; a PNG file may note it behind the pixels.
+    known = image.format not in ("PNG", "TIFF")
+    if known and _orientation(image) in _TURNED:
+      rows, columns = columns, rows
+    return (rows, columns), image.mode.partition(";")[0] in _GREY_MODES
 
 
 def _orientation(image: Image.Image) -> int:

@@ -24,11 +24,7 @@ import numpy as np
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.registry import get_source
 from moh_jax.data import transforms
-from moh_jax.data.sources import (
-  CheckedSource,
-  crops_center,
-  is_latent,
-)
+from moh_jax.data.sources import CheckedSource, crops_center, is_latent
 
 Batch = dict[str, np.ndarray]
 # Operations on images hold Python's lock for a tenth (crop and flip) to a third
@@ -75,41 +71,33 @@ def train_images(config: Config, source: CheckedSource) -> grain.MapDataset:
 def held_out_images(config: Config, source: CheckedSource) -> grain.MapDataset:
   """The held-out images of a run after their transforms; nothing is random.
 
-  As in `train_images`, pixels are uint8.
+  As in `train_images`, pixels are uint8. Diffusion models are always evaluated
+  on the centre crop.
   """
-  recipe = eval_recipe(config)
-  if config.data.decode != "fast":
-    return grain.MapDataset.source(source).apply(recipe)
-  fit, *others = recipe
-  fit = functools.partial(source.fitted, fit.map)
-  return grain.MapDataset.range(len(source)).map(fit).apply(others)
+  dataset = grain.MapDataset.source(source)
+  if is_latent(config):
+    return dataset.apply(_of_latents(config, transforms.MeanLatent))
+  fit = transforms.eval_fit(config.data, config.model)
+  if crops_center(config, "val"):
+    fit = transforms.CenterCrop(config.model.input_shape[:2])
+  if config.data.decode == "fast":
+    read = functools.partial(source.fitted, fit.map)
+    return grain.MapDataset.range(len(source)).map(read)
+  return dataset.apply(fit)
 
 
 def train_recipe(config: Config) -> list:
   """The transforms of training examples, in order.
 
   They make uint8 pixels of the model's size, and samples of stored posteriors.
-  Random latents need none.
   """
   if is_latent(config):
     return _of_latents(config, transforms.SampleLatent)
   return transforms.train_transforms(config.data, config.model)
 
 
-def eval_recipe(config: Config) -> list:
-  """The transforms of held-out examples, in order; none is random.
-
-  Diffusion models are always evaluated on the centre crop.
-  """
-  if is_latent(config):
-    return _of_latents(config, transforms.MeanLatent)
-  chosen = transforms.eval_transforms(config.data, config.model)[:-1]
-  if crops_center(config, "val"):
-    chosen[0] = transforms.CenterCrop(config.model.input_shape[:2])
-  return chosen
-
-
 def _of_latents(config: Config, transform: type) -> list:
+  """The transform of stored posteriors; random latents need none."""
   stored = "images" not in get_source(config.data).holds
   return [transform(config.diffusion.scaling)] if stored else []
 

@@ -143,14 +143,8 @@ class Shards:
     return f"{self._paths[shard]}[{position}]"
 
   def identity(self) -> Identity:
-    """Identifies the shards and their order."""
-    sizes = [shard["bytes"] for shard in self.metadata["shards"]]
-    return {
-      "examples": len(self),
-      "shards": len(sizes),
-      "bytes": sum(sizes),
-      "fingerprint": self.metadata["fingerprint"],
-    }
+    """Identifies the shards, their order and the settings they depend on."""
+    return {"examples": len(self), "fingerprint": self.metadata["fingerprint"]}
 
   def _find(self, index: int) -> tuple[int, int]:
     """The shard that holds a record, and the record's position in it."""

@@ -361,7 +361,6 @@ def make_source(
     source,
     skip=data.bad_images == "skip" and split == "train",
     smallest=model.input_shape[:2] if crops_center(config, split) else (1, 1),
-    decode=data.decode,
   )
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
@@ -383,7 +382,6 @@ class CheckedSource:
     *,
     skip: bool,
     smallest: tuple[int, ...] = (1, 1),
-    decode: str = "exact",
   ):
     """Wraps a source.
 
@@ -392,10 +390,8 @@ class CheckedSource:
         cannot read.
       skip: whether bad images are replaced; otherwise they raise.
       smallest: minimum rows and columns of an image, or of latents.
-      decode: `data.decode`.
     """
     self._source, self._skip, self._smallest = source, skip, smallest
-    self._decode = decode
     self._bad: set[int] = set()
 
   def __getattr__(self, name: str) -> Any:
@@ -407,22 +403,24 @@ class CheckedSource:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Example:
-    return self.fitted(dict, index)
+    return self._first_good(index, self._source.__getitem__)
 
   def fitted(
     self, fit: Callable[..., Example], index: int, *rng: np.random.Generator
   ) -> Example:
-    """What `fit` makes of an example, or of the next one that can be read.
+    """What `fit` makes of the image file `index`, or of the next good one.
 
     Args:
-      fit: maps an example, and a generator where one is given. With
-        data.decode="fast" JPEG files are not yet decoded, see `decode.resize`.
+      fit: maps an example, and a generator where one is given, to another. Its
+        "image" may be a file that `decode.resize` decodes as far as needed.
       index: of the example.
       *rng: a generator for `fit`, or none.
     """
-    read = self._source.__getitem__
-    if self._decode == "fast" and fit is not dict:
-      read = getattr(self._source, "later", read)
+    return self._first_good(index, self._source.later, fit, *rng)
+
+  def _first_good(
+    self, index: int, read: Callable[[int], Example], fit: Any = dict, *rng: Any
+  ) -> Example:
     for step in range(len(self)):
       candidate = (index + step) % len(self)
       try:
@@ -464,13 +462,16 @@ class CheckedSource:
 
   def _checked(self, example: Example, index: int) -> Example:
     """The example, of one of the classes and large enough."""
-    name, label = self._source.name(index), np.int32(example["label"])
-    if not 0 <= label < (classes := len(self._source.class_names)):
-      raise ValueError(f"{name}: label={label} must be in [0, {classes - 1}]")
+    label, classes = np.int32(example["label"]), len(self._source.class_names)
     (rows, columns), least = example["image"].shape[:2], self._smallest
-    if rows < least[0] or columns < least[1]:
-      raise ValueError(
-        f"{name}: {rows} x {columns} pixels (rows x columns), at least "
-        f"{least[0]} x {least[1]} needed"
+    wrong = ""
+    if not 0 <= label < classes:
+      wrong = f"label={label} must be in [0, {classes - 1}]"
+    elif rows < least[0] or columns < least[1]:
+      wrong = (
+        f"{rows} x {columns} pixels (rows x columns), at least {least[0]} "
       )
+      wrong += f"x {least[1]} needed"
+    if wrong:
+      raise ValueError(f"{self._source.name(index)}: {wrong}")
     return {**example, "label": label}

@@ -13,7 +13,7 @@ from PIL import Image
 
 from moh_jax.config import Config, check_command
 from moh_jax.data.decode import read_image, to_picture, to_pixels
-from moh_jax.data.transforms import eval_transforms
+from moh_jax.data.transforms import eval_fit, normalizer
 from moh_jax.runtime.sharding import check_finite
 
 # A path, a picture, or [X, Y] or [X, Y, channels] uint8.
@@ -82,19 +82,19 @@ def classify(
     )
   # A few images need no faster resizing, nor the library of "fast".
   data = dataclasses.replace(config.data, decode="exact")
-  transforms = eval_transforms(data, config.model)
-  ready = []
-  for index, image in enumerate(images):
-    example = {"image": _pixels(index, image, config.model.channels)}
-    for transform in transforms:
-      example = transform.map(example)
-    ready.append(example["image"])
+  fit, normalize = eval_fit(data, config.model), normalizer(data)
+  ready = [
+    fit.map({"image": _pixels(i, image, config.model.channels)})["image"]
+    for i, image in enumerate(images)
+  ]
   rows: list[np.ndarray] = []
   size = min(batch_size, 1 << max(0, len(ready) - 1).bit_length())
   for start in range(0, len(ready), size):
     part = ready[start : start + size]
-    batch = np.stack(part + part[:1] * (size - len(part)))
-    rows += list(np.asarray(_probabilities(model, params, batch)))
+    batch = {"image": np.stack(part + part[:1] * (size - len(part)))}
+    rows += list(
+      np.asarray(_probabilities(model, params, normalize(batch)["image"]))
+    )
   check_finite(rows, "the model's probabilities of classes")
   names = class_names or [str(i) for i in range(config.model.num_classes)]
   return [
