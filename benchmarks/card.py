@@ -13,22 +13,18 @@ import contextlib
 import gc
 import importlib.util
 import io
-import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
-from benchmarks import crossing, decode, exact, layer, plot, step, tiles
+from benchmarks import decode, exact, layer, plot, step
 from benchmarks.common import attempt, table_of
 from moh_jax.cli.command import table
 from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
-from moh_jax.ops.kernels import attention as kernels
-from moh_jax.ops.kernels.attention import has_kernels
+from moh_jax.ops.attention import kernels_of
 from moh_jax.ops.target import target
 from moh_jax.runtime.json_files import read_json
 from moh_jax.training import bench
@@ -39,7 +35,6 @@ from moh_jax.training.bench import (
   table_cells,
 )
 
-TILES_FILE = "tiles.json"
 _ORDER = "forward", "causal", "forward_backward", "causal_forward_backward"
 # Released name, examples a step on 80 GB, and more.
 _MODELS = (
@@ -92,7 +87,9 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
     for mode in modes:
       for length in lengths:
         for dim in has["dims"]:
-          fast = has_kernels(target(), dtype, dim)
+          device = target()
+          fast = not kernels_of(device).unable(device, dtype, dim)
+          fast = fast and device.platform != "cpu"
           yield stage(
             f"core_{dim}_{mode}_{length}",
             moh_jax,
@@ -131,13 +128,6 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
   yield from cores(_ORDER[:1], first)
   yield from models("")
   yield from decodes(has["slots"][:1])
-  for dim in has["dims"] if has_kernels(target()) else ():
-    yield stage(
-      f"tiles_{dim}",
-      tiles.main,
-      f"--near --head-dim {dim} --dtype {dtype} --rounds {rounds}",
-      *("--out", str(folder / TILES_FILE)),
-    )
   yield from cores(_ORDER[1:3], first)
   for length in has["layers"]:
     yield stage(
@@ -171,7 +161,6 @@ def _run(folder: pathlib.Path, minutes: float) -> int:
       )
   took: dict[str, float] = {}  # seconds of the last stage of each kind
   results, faults, left = {}, [], []
-  used = _use_tiles(folder, "")
   for name, program, argv in stages(folder):
     path, kind = folder / f"{name}.json", name.partition("_")[0]
     start = time.perf_counter()
@@ -189,7 +178,6 @@ def _run(folder: pathlib.Path, minutes: float) -> int:
         print(f"{name} failed: {why}", flush=True)
         continue
       print(f"{name}: {took[kind]:.1f} s", flush=True)
-      used = _use_tiles(folder, used)
     results[name] = _read(path)
     for part in results[name]["rows"]:
       if part.get("fault"):
@@ -220,36 +208,15 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
   return {} if isinstance(found, Exception) else found
 
 
-def _use_tiles(folder: pathlib.Path, used: str) -> str:
-  """Makes the kernels use the tiles that were tuned, if the user named none.
-
-  Args:
-    folder: where they are, if there are any.
-    used: content of the file that is in use; "" for none.
-
-  Returns:
-    The content that is in use now.
-  """
-  path = folder / TILES_FILE
-  named = os.environ.get(kernels.FILE_VARIABLE, str(path))
-  if named != str(path) or not path.exists() or path.read_text() == used:
-    return used
-  kernels.read(path)  # a damaged file is an error here, not in every stage
-  os.environ[kernels.FILE_VARIABLE] = str(path)
-  kernels.measured.cache_clear()
-  jax.clear_caches()  # compiled programs have the tiles of before
-  return path.read_text()
-
-
 def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
-  """Prints all tables, draws them, and gives the entries for crossovers."""
+  """Prints all tables and draws them."""
   groups: dict[str, list[Row]] = {}
   parts: dict[str, list[dict[str, Any]]] = {"exact": [], "model": []}
   for name, result in results.items():
     kind, *more = name.split("_")
     if kind in parts:
       parts[kind] += result["rows"]
-    elif kind != "tiles":
+    else:
       key = f"{kind}_{more[0]}"
       groups.setdefault(key, []).extend(read_rows(result))
   for title, rows in groups.items():
@@ -273,10 +240,6 @@ def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     if rows:
       print(f"\n{title}")
       print(table_of(rows))
-  cores = [r for name, r in results.items() if name.startswith("core_")]
-  lines = "".join(f"{entry.line()},\n" for entry in crossing.crossovers(cores))
-  print(f"\nfor moh_jax/ops/crossovers.json:\n{lines}", end="")
-  (folder / "crossovers.txt").write_text(lines)
 
 
 def expectations(

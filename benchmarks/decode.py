@@ -18,12 +18,10 @@ from moh_jax.cli.bench import HeadOptions
 from moh_jax.cli.bench_attention import Split, make_reference, random_active
 from moh_jax.cli.command import option
 from moh_jax.config.base import Count
-from moh_jax.ops.attention import cached_attention
-from moh_jax.ops.attention_forms import Form
+from moh_jax.ops.attention import Form, cached_attention
 from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
-from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels.attention import kernel_options
-from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
+from moh_jax.ops.kernels import decode
+from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.target import target
 
 
@@ -37,15 +35,12 @@ class DecodeOptions(HeadOptions):
   """
 
   lengths: tuple[Count, ...] = (1024, 4096)
-  # "dense" reads the cache for every head, "groups" for active key/value heads
-  # (on CPUs, --structure whole_group), "kernel" for active heads only.
-  implementations: tuple[Literal["dense", "groups", "kernel"], ...] | None = (
-    None
-  )
-  cache_dtype: Literal["bfloat16", "float32", "int8"] | None = None
+  # "dense" reads the cache for every head, "kernel" for active heads only.
+  implementations: tuple[Literal["dense", "kernel"], ...] | None = None
+  cache_dtype: Literal["bfloat16", "float32"] | None = None
   modes: tuple[Literal["decode"], ...] = option("hidden", default=("decode",))
 
-  FORMS = ("dense", "groups", "kernel")
+  FORMS = ("dense", "kernel")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,18 +57,9 @@ def chosen_form(
     ValueError: it is impossible.
   """
   del mode, length
-  if name == "kernel":
-    kernel_options(target())
-    if options.head_dim > MAX_HEAD_DIM:
-      raise ValueError(
-        f"--head-dim {options.head_dim} is not for --implementations kernel: "
-        f"must be at most {MAX_HEAD_DIM}"
-      )
-  is_whole = options.structure == "whole_group" and share < 1
-  if name == "groups" and not (is_whole and target().platform == "cpu"):
-    raise ValueError(
-      "--implementations groups needs a CPU and --structure whole_group"
-    )
+  needs = decode.unable(target(), options.head_dim)
+  if name == "kernel" and needs:
+    raise ValueError(f"--implementations kernel needs {needs}")
   return Form(name, packs=name != "dense" and share < 1)
 
 
@@ -116,7 +102,7 @@ def _evaluation(name: str) -> Callable:
   """Makes the function (q, cache, slots, active) -> (outputs, ())."""
 
   def run(q, cache, slots, active):
-    out = cached_attention(q, cache, slots, name, active)
+    out = cached_attention(q, cache, slots, active, name)
     return _gated(out, active), ()
 
   return run
@@ -125,8 +111,6 @@ def _evaluation(name: str) -> Callable:
 def _keys_and_values(cache: LayerCache) -> tuple[jax.Array, jax.Array]:
   """What a cache holds, [B, M, K, D] float32."""
   k, v = (x.astype(jnp.float32) for x in (cache.k, cache.v))
-  if cache.k_scale is not None:
-    k, v = k * cache.k_scale.mT, v * cache.v_scale.mT
   return k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 

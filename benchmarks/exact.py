@@ -18,11 +18,10 @@ from benchmarks.common import attempt, finish, make_parser
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget, Units
-from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import Call, Visible
+from moh_jax.ops.attention import attention, kernels_of
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import dense_attention
-from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels.attention import has_kernels
+from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.target import target
 from moh_jax.training.bench import check_exact, exact_products, failure
 
@@ -97,7 +96,9 @@ def _has(form: str, dtype: str, head_dim: int) -> bool:
   """Whether the device has a form; a CPU would interpret kernels, slowly."""
   if form == "cudnn":
     return target().platform == "gpu"
-  return form != "kernel" or has_kernels(target(), dtype, head_dim)
+  device = target()
+  able = not kernels_of(device).unable(device, dtype, head_dim)
+  return form != "kernel" or (able and device.platform != "cpu")
 
 
 def _arrays(tokens: int, dtype: str, head_dim: int, case: str) -> tuple:
@@ -119,8 +120,8 @@ def _arrays(tokens: int, dtype: str, head_dim: int, case: str) -> tuple:
   return q, k, v, cotangent, active, segments
 
 
-def _dense(q, k, v, *, active, segments, causal):
-  del active
+def _dense(q, k, v, *, active, max_active, segments, causal):
+  del active, max_active
   visible = Visible(segments=segments, causal=causal)
   return dense_attention(Call(q, k, v, visible, q.shape[-1] ** -0.5))
 
@@ -130,8 +131,9 @@ def _evaluation(attend: Callable, causal: bool, **options: Any) -> Callable:
 
   def run(q, k, v, cotangent, active: ActiveHeads, segments):
     def outputs(q, k, v):
+      heads = {"active": active.mask, "max_active": active.max_per_token}
       return attend(
-        q, k, v, active=active, segments=segments, causal=causal, **options
+        q, k, v, segments=segments, causal=causal, **heads, **options
       )
 
     out, pull = jax.vjp(outputs, q, k, v)

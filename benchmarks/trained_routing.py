@@ -23,7 +23,6 @@ from moh_jax.cli import main as cli
 from moh_jax.cli.bench_attention import random_active
 from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.ops.attention import attention
-from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.runtime import checkpoint
 from moh_jax.training.bench import compile_program, interleaved
 
@@ -76,19 +75,18 @@ def measure(
   shape = (len(masks), batch, tokens, heads, budgets[0].head_dim)
   keys = jax.random.split(jax.random.key(0), 3)
   qkv = [jax.random.normal(key, shape) for key in keys]
-  pairs = list(zip(masks, budgets))
   routings = {
     "every head": [None] * len(masks),
     "uniformly random": [
-      random_active(Units(b), batch, tokens) for _, b in pairs
+      random_active(Units(b), batch, tokens).mask for b in budgets
     ],
-    "trained": [ActiveHeads(mask, b.active) for mask, b in pairs],
+    "trained": masks,
   }
 
   def layers(q, k, v, active):
     return [
-      attention(*arrays, active=one, causal=True)
-      for *arrays, one in zip(q, k, v, active)
+      attention(*arrays, active=one, max_active=b.active, causal=True)
+      for *arrays, one, b in zip(q, k, v, active, budgets)
     ]
 
   times = interleaved(

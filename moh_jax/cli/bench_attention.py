@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.heads import HeadBudget, Units
-from moh_jax.ops.attention import attention, choose_form
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
+from moh_jax.ops.attention import AttentionCase, Form, attend, choose_form
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import dense_attention
-from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.routing import select_heads
 from moh_jax.ops.target import target
 from moh_jax.training.bench import (
@@ -185,7 +185,7 @@ def random_active(units: Units, batch: int, tokens: int) -> ActiveHeads:
   mask = jnp.repeat(mask, units.size, axis=-1)
   mask = mask[..., np.argsort(units.order())]
   most = budget.active * units.size
-  return ActiveHeads(mask, most, parts=units.parts, unit=units.size)
+  return ActiveHeads(mask, most, parts=units.parts)
 
 
 def splits(options: Any, mode: str, length: int) -> Iterable[Split]:
@@ -222,10 +222,11 @@ def _evaluation(name: str, *, mode: str) -> Callable:
   causal = "causal" in mode
 
   def run(q, k, v, cotangent, active):
-    attend = functools.partial(
-      attention, active=active, causal=causal, implementation=name
-    )
-    return _evaluate(attend, mode, (q, k, v), cotangent)
+    def attend_to(q, k, v):
+      call = Call(q, k, v, Visible(causal=causal), q.shape[-1] ** -0.5)
+      return attend(dataclasses.replace(call, active=active), name)
+
+    return _evaluate(attend_to, mode, (q, k, v), cotangent)
 
   return run
 

@@ -74,7 +74,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   seed: Annotated[int, Range(0, _SEEDS - 1, "[]")] = 0
   stop: tuple[str, ...] = command.option("repeated", "TEXT", default=())
   batch_size: Count = 8
-  cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+  cache_dtype: Literal["float32", "bfloat16"] | None = None
 
   def check(self) -> None:
     """Prompts come from one place, and its options are given with it."""

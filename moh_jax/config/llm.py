@@ -9,7 +9,7 @@ from moh_jax.config.data import TextDataConfig
 from moh_jax.config.layers import LayerStack
 from moh_jax.config.run import Config
 
-CACHE_DTYPES = ("float32", "bfloat16", "int8")
+CACHE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from moh_jax.config import Config
 from moh_jax.evaluation.probe import Batch, Probe, on_host, recorded_layers
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.heads import HeadMix
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.call import Visible
 from moh_jax.runtime import sharding
 
 _BATCHES = 8  # batches that are measured at most

@@ -88,7 +88,7 @@ class Generator:
       tokenizer: the one it was trained with.
       mesh: devices that share the work; the one that `restored` lies on. None
         is one device.
-      cache_dtype: of keys and values: "float32", "bfloat16" or "int8"; None is
+      cache_dtype: of keys and values: "float32" or "bfloat16"; None is
         the compute dtype, on a CPU float32.
       batch_size: texts written at one time.
       add_bos: whether prompts begin with the begin of text; None does what the

@@ -20,7 +20,7 @@ from moh_jax.layers.mlp import CONV_INIT, LayerNorm
 from moh_jax.layers.partitioning import constrain, declare
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops.basics import gelu
-from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
 from moh_jax.ops.window import (

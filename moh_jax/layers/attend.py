@@ -15,11 +15,10 @@ from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import attention as ops
-from moh_jax.ops.attention_forms import Call, Visible
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.head_layout import HeadLayout, kv_repeats
-from moh_jax.ops.target import target
+from moh_jax.ops.pairs import ActiveHeads
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 _ATTENDED = ("batch", None, "attended_heads", None)
@@ -63,7 +62,7 @@ def active_heads(
   if gates is None or router.needs_all_heads:
     return None
   choice, units = choice or HeadChoice(), Units.of(budget, router, kv_heads)
-  make = functools.partial(ActiveHeads, gates != 0, unit=units.size)
+  make = functools.partial(ActiveHeads, gates != 0)
   if choice.top_k is not None or router.varies:
     return make(budget.num_heads)
   placement = layout and layout.placement
@@ -157,18 +156,9 @@ def attend_to_cache(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-  form = ops.choose_cached_form(
-    implementation,
-    target(),
-    new=q.shape[1],
-    head_dim=q.shape[-1],
-    unit=1 if active is None else active.unit,
-  )
-  if form == "dense":
-    return ops.cached_attention(q, cache, slots, form)
 
   def local(q, cache, slots, active):
-    return ops.cached_attention(q, cache, slots, form, active)
+    return ops.cached_attention(q, cache, slots, active, implementation)
 
   slots = Slots(jnp.broadcast_to(slots.start, slots.first.shape), slots.first)
   stored = ("batch", "heads", None, None)

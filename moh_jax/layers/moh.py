@@ -36,12 +36,12 @@ from moh_jax.layers.partitioning import (
 )
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
-from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.basics import check_array
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
-from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.call import Visible
 from moh_jax.ops.head_layout import HeadLayout, place_heads
-from moh_jax.ops.picked_heads import attend_picked
+from moh_jax.ops.pairs import ActiveHeads
+from moh_jax.ops.picked import attend_picked
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
 

@@ -235,7 +235,7 @@ class LLM(nn.Module):
     Args:
       batch: B, texts.
       slots: M, tokens of a text at most.
-      dtype: "float32", "bfloat16" or "int8".
+      dtype: "float32" or "bfloat16".
 
     Returns:
       For every stack of layers its cache; with a leading layer axis, or if

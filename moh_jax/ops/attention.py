@@ -1,4 +1,4 @@
-"""Attention of each head, one function for all implementations.
+"""Attention of each head, one function for all forms, and which form computes.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads (H is a
 multiple of K), D head dim. `jax.nn.dot_product_attention` has the same layout
@@ -6,10 +6,7 @@ but calls the heads N and the head dim H.
 """
 
 import dataclasses
-import json
 import math
-import pathlib
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +14,25 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from moh_jax.config.layers import IMPLEMENTATIONS
-from moh_jax.ops import blocked, cudnn, dense, splash
-from moh_jax.ops.attention_forms import (
-  AttentionCase,
-  Backend,
-  Call,
-  Form,
-  Visible,
-)
-from moh_jax.ops.basics import check_array
+from moh_jax.ops.basics import HALF, check_array
 from moh_jax.ops.cache import LayerCache, Slots, split_texts
-from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels import attention as kernel
-from moh_jax.ops.kernels.attention import has_kernels
-from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
-from moh_jax.ops.picked_heads import attend_picked
+from moh_jax.ops.call import Call, Visible
+from moh_jax.ops.dense import cached_dense_attention, dense_attention
+from moh_jax.ops.head_layout import LANES
+from moh_jax.ops.kernels import decode
+from moh_jax.ops.kernels.attention import (
+  DTYPES,
+  MAX_HEAD_DIM,
+  Kernels,
+  block_sizes,
+  kernel_attention,
+)
+from moh_jax.ops.kernels.hopper import Hopper
+from moh_jax.ops.kernels.tpu import Tpu
+from moh_jax.ops.packed import packed_attention
+from moh_jax.ops.pairs import ActiveHeads, blocks_of
+from moh_jax.ops.picked import attend_picked
+from moh_jax.ops.stock import cudnn_attention, splash_attention
 from moh_jax.ops.target import (
   Target,
   has_cudnn,
@@ -41,15 +42,24 @@ from moh_jax.ops.target import (
   varying_axes,
 )
 
-# All forms, equal up to rounding. "auto" takes the first one that suits a call.
-BACKENDS: dict[str, Backend] = {
-  "cudnn": cudnn,  # every head, on NVIDIA GPUs
-  "splash": splash,  # every head, in JAX's kernel for TPUs
-  "kernel": kernel,  # every head or the active ones, in one Pallas kernel
-  "dense": dense,  # every head, all logits at once
-  "blocked": blocked,  # every head, some rows at a time
-  "packed": blocked,  # the active heads, some rows at a time
-}
+HOPPER, TPU = Hopper(), Tpu()
+# Largest size of the logits [B, H, N, M] float32 that a device holds at once.
+# On a CPU it is what the caches hold: several times slower beyond.
+_MAX_LOGITS_BYTES = {"cpu": 12 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
+# On a CPU, sequences shorter than this take blocks of 32 rows.
+_SHORT = 384
+# From so many tokens on, a CPU gains from leaving out hidden keys of causal
+# attention, also where all logits would fit.
+_LONG_CAUSAL = 256
+# Largest head dim that cuDNN's fused attention has gradients for everywhere.
+_MOST_OF_CUDNN = 128
+# The largest share of active heads at which packing pays, as measured at these
+# numbers of tokens.
+_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+_CPU_FLOAT32 = (0.8,) * 7
+_CPU_HALF_CAUSAL = (0.5, *(0.8,) * 6)
+_CPU_HALF = (0.0, *(0.8,) * 6)  # 256 tokens do not make up for float32 blocks
+_H100_64 = (0.0, 0.36, 0.63, 0.72, 0.82, 0.84, 0.87)
 
 
 def attention(
@@ -62,7 +72,8 @@ def attention(
   segments: jax.Array | None = None,
   causal: bool = False,
   scale: float | None = None,
-  active: ActiveHeads | None = None,
+  active: jax.Array | None = None,
+  max_active: int | None = None,
   implementation: str = "auto",
 ) -> jax.Array:
   """Softmax attention of the active heads, before heads are mixed.
@@ -79,14 +90,15 @@ def attention(
     causal: query n sees the keys up to n + M - N, so fewer queries than keys
       are the last ones of the sequence.
     scale: factor of the logits; None is D ** -0.5.
-    active: the heads that each token uses; None is every head. The output of an
-      inactive head is unspecified, either 0 or its attention: multiply it by a
-      gate of 0. Forms that skip heads return NaN for a sequence in which a
-      token has more than `active.max_per_token`.
+    active: [B, N, H] bool, the heads that each token uses; None is every head.
+      The output of an inactive head is unspecified, either 0 or its attention:
+      multiply it by a gate of 0.
+    max_active: active heads that any one token has at most; None is H. Forms
+      that skip heads return NaN for a sequence in which a token has more.
     implementation: "dense" computes every head and "packed" the active ones,
       both in plain XLA; "kernel" computes the active ones in one Pallas kernel;
       "cudnn" uses cuDNN; "auto" takes the fastest by measurement for the shapes
-      and the device (see `BACKENDS`).
+      and the device (see `choose_form`).
 
   Returns:
     [B, N, H, D] in the dtype of v. A query that sees no key gets 0.
@@ -97,15 +109,14 @@ def attention(
   """
   _check_arguments(q, k, v, bias, key_mask, segments, active)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
+  heads = None
+  if active is not None:
+    most = q.shape[2] if max_active is None else max_active
+    if most < 1:
+      raise ValueError(f"max_active={most} must be at least 1")
+    heads = ActiveHeads(active, most)
   visible = Visible(key_mask, segments, causal)
-  call = Call(q, k, v, visible, scale, bias, active)
-  if active is None or active.parts == 1:
-    return attend(call, implementation)
-
-  def attend_to(q: jax.Array) -> jax.Array:
-    return attend(dataclasses.replace(call, q=q, active=None), implementation)
-
-  return attend_picked(attend_to, q, active, bias)
+  return attend(Call(q, k, v, visible, scale, bias, heads), implementation)
 
 
 def _check_arguments(
@@ -115,7 +126,7 @@ def _check_arguments(
   bias: jax.Array | None,
   key_mask: jax.Array | None,
   segments: jax.Array | None,
-  active: ActiveHeads | None,
+  active: jax.Array | None,
 ) -> None:
   """Refuses what the forms would take for something else."""
   for name, array in (("q", q), ("k", k), ("v", v)):
@@ -123,11 +134,17 @@ def _check_arguments(
       raise ValueError(f"{name} has shape {array.shape}, must have 4 axes")
   batch, queries, heads, dim = q.shape
   keys, kv_heads = k.shape[1:3]
+  if heads % kv_heads:
+    raise ValueError(
+      f"{heads} query heads are not a multiple of the {kv_heads} key/value "
+      "heads"
+    )
   check_array("q", q, jnp.floating, (batch, queries, heads, dim))
   for name, array in (("k", k), ("v", v)):
     check_array(name, array, jnp.floating, (batch, keys, kv_heads, dim))
   check_array("key_mask", key_mask, bool, (batch, keys))
   check_array("segments", segments, jnp.integer, (batch, keys))
+  check_array("active", active, bool, (batch, queries, heads))
   if segments is not None and queries != keys:
     raise ValueError(f"segments: the {queries} queries must be the {keys} keys")
   if bias is not None:
@@ -135,62 +152,55 @@ def _check_arguments(
     fits = bias.ndim <= 4 and all(size in (1, full) for size, full in sizes)
     shape = bias.shape if fits else (batch, heads, queries, keys)
     check_array("bias", bias, jnp.floating, shape)
-  if active is not None:
-    check_array("active.mask", active.mask, bool, (batch, queries, heads))
-    most, parts = active.max_per_token, active.parts
-    if most < 1:
-      raise ValueError(f"max_per_token={most} must be at least 1")
-    if parts != 1 and (parts != kv_heads or most % parts):
-      allowed = f"1, or the {kv_heads} key/value heads and divide max_per_token"
-      raise ValueError(f"active.parts={parts} must be {allowed}={most}")
 
 
 def attend(call: Call, implementation: str) -> jax.Array:
-  """`attention` of a `Call`."""
-  q, k = call.q, call.k
-  batch, queries, heads, dim = q.shape
-  keys = k.shape[1]
-  if heads % k.shape[2]:
-    raise ValueError(
-      f"{heads} query heads are not a multiple of the {k.shape[2]} key/value "
-      "heads"
-    )
+  """`attention` of a `Call`.
+
+  Where tokens use as many heads of each key/value head, only the queries of
+  these are attended with.
+  """
+  if call.active is not None and call.active.parts > 1:
+
+    def attend_to_all(q: jax.Array) -> jax.Array:
+      return attend(dataclasses.replace(call, q=q, active=None), implementation)
+
+    return attend_picked(attend_to_all, call.q, call.active, call.bias)
   call = vary_alike(call)
-  active, visible, bias = call.active, call.visible, call.bias
-  if not (q.size and k.size):
-    return jnp.zeros(q.shape, call.v.dtype)
-  mesh = jax.typeof(q).sharding.mesh
+  if not (call.q.size and call.k.size):
+    return jnp.zeros(call.q.shape, call.v.dtype)
+  mesh = jax.typeof(call.q).sharding.mesh
   axes = zip(mesh.axis_names, mesh.axis_types)
   if axes := {name for name, kind in axes if kind == AxisType.Explicit}:
     return _attend_on(axes, call, implementation)
-  hides = visible.key_mask is not None or queries != keys
-  case = AttentionCase(
-    target=target(),
-    batch=batch,
-    queries=queries,
-    keys=keys,
-    num_heads=heads,
-    head_dim=dim,
-    share=1.0 if active is None else active.share,
-    causal=visible.causal,
-    masked=visible.segments is not None or (visible.causal and hides),
-    biased=bias is not None,
-    group=heads // k.shape[2],
-    dtype=jnp.result_type(q, k, call.v).name,
-    one_device=on_one_device(),
-    has_cudnn=has_cudnn(),
-    checked=bool(varying_axes(call)),
-  )
-  form = choose_form(implementation, case)
-  active, factor = active.bounded() if form.packs else (None, 1.0)
+  form = choose_form(implementation, _case_of(call))
+  active, factor = call.active.bounded() if form.packs else (None, 1.0)
+  visible, bias = call.visible, call.bias
   if visible.segments is not None:
     segments = visible.segments.astype(jnp.int32)
     visible = dataclasses.replace(visible, segments=segments)
   if bias is not None:
     bias = jax.lax.broadcast_to_rank(bias, 4)
   call = dataclasses.replace(call, visible=visible, bias=bias, active=active)
-  out = BACKENDS[form.name].attend(call, form)
-  return factor * out if form.packs else out
+  return factor * _compute(call, form) if form.packs else _compute(call, form)
+
+
+def _compute(call: Call, form: "Form") -> jax.Array:
+  """Computes a call in a form; inactive heads are unspecified."""
+  if form.name == "dense":
+    return dense_attention(call)
+  if form.name == "cudnn":
+    return cudnn_attention(call)
+  if form.name == "splash":
+    return splash_attention(call)
+  group = call.q.shape[2] // call.k.shape[2]
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows, group)
+  if form.name == "kernel":
+    on_cpu = target().platform == "cpu"
+    return kernel_attention(
+      call, blocks, kernels_of(target()), interpret=on_cpu
+    )
+  return packed_attention(call, blocks, form.blocks_per_step)
 
 
 def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
@@ -220,6 +230,105 @@ def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
   return reshard(run(jax.tree.map(reshard, call, shardings)), own)
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+  """The properties of a call that decide about its form.
+
+  Sizes are those of the part that one device computes.
+
+  Attributes:
+    target: the device that it runs on.
+    batch: B.
+    queries: N.
+    keys: M.
+    num_heads: H.
+    head_dim: D.
+    share: expected share of the heads that are active, 1 for all.
+    causal: whether later keys are hidden.
+    masked: whether cuDNN would read what is hidden as an array: segments, and
+      where attention is causal a key mask, or fewer or more queries than keys.
+    biased: whether a bias is added to the logits.
+    group: query heads that read one key/value head, H / K.
+    dtype: name of the widest dtype of queries, keys and values.
+    one_device: whether the arrays are one device's own. Else the compiler
+      splits them over a mesh, which it can do to plain XLA alone.
+    has_cudnn: whether programs with cuDNN can be traced here.
+    checked: whether `jax.shard_map` checks how values vary, `check_vma`.
+  """
+
+  target: Target
+  batch: int
+  queries: int
+  keys: int
+  num_heads: int
+  head_dim: int
+  share: float
+  causal: bool = False
+  masked: bool = False
+  biased: bool = False
+  group: int = 1
+  dtype: str = "float32"
+  one_device: bool = True
+  has_cudnn: bool = True
+  checked: bool = False
+
+  @property
+  def on_cpu(self) -> bool:
+    """Whether it runs on a CPU."""
+    return self.target.platform == "cpu"
+
+  @property
+  def is_small(self) -> bool:
+    """Whether all logits, float32, may be in memory at once."""
+    size = 4 * self.batch * self.num_heads * self.queries * self.keys
+    return size <= _MAX_LOGITS_BYTES.get(self.target.platform, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """A form of attention, with the sizes of its blocks.
+
+  Attributes:
+    name: "dense", every head, all logits at once; "blocked", every head, some
+      rows at a time; "packed", the active heads, some rows at a time; "kernel",
+      every head or the active ones, in one Pallas kernel; "cudnn" or "splash",
+      every head, in kernels of others for GPUs and TPUs.
+    packs: whether only the active heads are computed.
+    rows: rows of a block; 0 for forms without blocks.
+    blocks_per_step: blocks of a key/value head that one step of the loop
+      computes, at most.
+  """
+
+  name: str
+  packs: bool = False
+  rows: int = 0
+  blocks_per_step: int = 1
+
+
+def _case_of(call: Call) -> AttentionCase:
+  """What decides about the form of a call."""
+  (batch, queries, heads, dim), keys = call.q.shape, call.k.shape[1]
+  visible = call.visible
+  hides = visible.key_mask is not None or queries != keys
+  return AttentionCase(
+    target=target(),
+    batch=batch,
+    queries=queries,
+    keys=keys,
+    num_heads=heads,
+    head_dim=dim,
+    share=1.0 if call.active is None else call.active.share,
+    causal=visible.causal,
+    masked=visible.segments is not None or (visible.causal and hides),
+    biased=call.bias is not None,
+    group=heads // call.k.shape[2],
+    dtype=jnp.result_type(call.q, call.k, call.v).name,
+    one_device=on_one_device(),
+    has_cudnn=has_cudnn(),
+    checked=bool(varying_axes(call)),
+  )
+
+
 def choose_form(implementation: str, case: AttentionCase) -> Form:
   """Chooses the form of a call.
 
@@ -234,37 +343,177 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     ValueError: the implementation is unknown or does not support the call.
   """
   _check_known(implementation)
-  if implementation not in ("auto", "dense", "packed"):
-    if reason := BACKENDS[implementation].unable(case):
-      raise ValueError(f"implementation={implementation!r} needs {reason}")
-    return BACKENDS[implementation].form(case, packs=case.share < 1)
-  if implementation == "packed" and case.share < 1:
-    return blocked.form(case, packs=True)
+  packs = case.share < 1
+  if implementation == "kernel":
+    _refuse(implementation, kernel_needs(case))
+    return _kernel_form(case, packs=packs)
+  if implementation == "cudnn":
+    _refuse(implementation, _cudnn_needs(case))
+    return Form("cudnn")
+  if implementation == "packed" and packs:
+    return _block_form(case, packs=True)
   if implementation != "auto" or not case.one_device:
-    if dense.unable(case):
-      return blocked.large_blocks(case)
-    return dense.form(case, packs=False)
-  every = _fastest(case, packs=False)
-  if case.share == 1 or (every.name == "dense" and not case.causal):
+    return Form("dense") if case.is_small else _large_blocks(case)
+  every = _form_of_every_head(case)
+  if not packs or (every.name == "dense" and not case.causal):
     return every  # all logits of a sequence at once are fastest
-  packed = _fastest(case, packs=True)
-  same_kernel = packed.name == every.name
-  largest = largest_share(case, packed.backend, same_kernel=same_kernel)
-  return packed if case.share <= largest else every
+  if case.on_cpu:
+    fewer = _block_form(case, packs=True)
+  elif kernel_needs(case):
+    return every
+  else:
+    fewer = _kernel_form(case, packs=True)
+  return fewer if case.share <= _largest_share(case) else every
 
 
-def _fastest(case: AttentionCase, *, packs: bool) -> Form:
-  """The form of the first back end that suits a call."""
-  suiting = (x for x in BACKENDS.values() if x.suits(case, packs=packs))
-  return next(suiting).form(case, packs=packs)  # the last one suits all calls
+def _form_of_every_head(case: AttentionCase) -> Form:
+  """The fastest form of every head."""
+  if not (
+    case.masked or _cudnn_needs(case)
+  ):  # it would read an array [B, N, M]
+    return Form("cudnn")
+  if not _splash_needs(case):
+    return Form("splash")
+  if not (case.on_cpu or kernel_needs(case)):
+    return _kernel_form(case, packs=False)
+  fast = True
+  if case.on_cpu and case.causal:
+    fast = case.queries < _LONG_CAUSAL
+  elif case.on_cpu:
+    # Blocks are computed in float32, which all logits need not be.
+    fast = case.queries < _SHORT or case.dtype != "float32"
+  if case.is_small and fast:
+    return Form("dense")
+  if case.on_cpu and case.causal:
+    return _block_form(case, packs=False)
+  return _large_blocks(case)
+
+
+def _block_form(case: AttentionCase, *, packs: bool) -> Form:
+  """Some rows at a time, so many that their logits stay in a CPU's caches."""
+  rows, count = (128 if case.queries >= 2048 else 64), 4
+  if not case.causal:
+    # A step's logits of all keys take at most 4 MiB of the caches.
+    rows, count = 64, 8 if case.keys <= 2048 else 4
+  rows = 32 if case.queries < _SHORT else rows
+  return Form("packed" if packs else "blocked", packs, rows, count)
+
+
+def _large_blocks(case: AttentionCase) -> Form:
+  """Every head, in blocks of many rows, each computed on its own."""
+  # A causal block computes logits of all keys up to its last row: the larger
+  # the block, the more of them are masked.
+  long = case.queries >= 2048 and not case.causal
+  return Form("blocked", rows=min(case.queries, 1024 if long else 512))
+
+
+def _kernel_form(case: AttentionCase, *, packs: bool) -> Form:
+  """The kernel, with fewer rows of a block where a key/value head has few."""
+  per_head = case.queries * case.group
+  per_head = int(per_head * case.share) if packs else per_head
+  kernels = kernels_of(case.target)
+  sizes = block_sizes(kernels, case.head_dim, case.dtype, per_head)
+  return Form("kernel", packs, sizes.rows)
+
+
+def _largest_share(case: AttentionCase) -> float:
+  """The largest share of active heads at which packing pays."""
+  half = case.dtype in HALF
+  if case.on_cpu:
+    shares = _CPU_FLOAT32
+    if half:
+      shares = _CPU_HALF_CAUSAL if case.causal else _CPU_HALF
+  elif (
+    half
+    and not case.causal
+    and case.head_dim <= 64
+    and case.target.kind == "NVIDIA H100 80GB HBM3"
+  ):
+    shares = _H100_64
+  elif case.queries < 1024:
+    return 0.0
+  else:
+    return 0.5 if case.queries < 4096 else 0.75
+  logs = [math.log(x) for x in _LENGTHS]
+  return float(np.interp(math.log(case.queries), logs, shares, left=0.0))
+
+
+def kernels_of(device: Target) -> Kernels:
+  """The kernels of a device; a CPU interprets those for TPUs."""
+  return HOPPER if device.platform == "gpu" else TPU
+
+
+def kernel_needs(case: AttentionCase) -> str:
+  """What the kernel would need that a call has not; empty if nothing."""
+  if case.biased:
+    return "logits without a bias; 'packed' adds it"
+  if case.head_dim > MAX_HEAD_DIM:
+    return f"a head_dim of at most {MAX_HEAD_DIM}, not {case.head_dim}"
+  if case.dtype not in DTYPES:
+    return f"one of the dtypes {', '.join(DTYPES)}, not {case.dtype}"
+  if case.on_cpu and case.checked:
+    return f"{_UNCHECKED} in Pallas's interpreter, as on this CPU"
+  device = case.target
+  return kernels_of(device).unable(device, case.dtype, case.head_dim)
+
+
+def _cudnn_needs(case: AttentionCase) -> str:
+  """What cuDNN would need that a call has not; empty if nothing."""
+  if problem := case.target.gpu_problem:
+    return problem
+  if not case.has_cudnn:
+    return "JAX's plug-in for CUDA, which is not installed"
+  if case.dtype not in HALF:
+    return f"model.dtype bfloat16 or float16, not {case.dtype}"
+  if case.head_dim % 8 or case.head_dim > _MOST_OF_CUDNN:
+    most = f"a multiple of 8 and at most {_MOST_OF_CUDNN}"
+    return f"a head_dim that is {most}, not {case.head_dim}"
+  if case.checked:
+    return _UNCHECKED
+  if case.biased and (case.queries % 2 or case.keys % 2):
+    # Its gradients exist for even numbers alone.
+    sizes = f"{case.queries} and {case.keys}"
+    return f"even numbers of queries and keys beside a bias, not {sizes}"
+  return ""
+
+
+def _splash_needs(case: AttentionCase) -> bool:
+  """Whether splash attention lacks something that a call needs."""
+  sizes = case.queries, case.keys
+  return (
+    case.target.platform != "tpu"
+    or case.checked
+    or case.biased
+    or case.dtype not in ("bfloat16", "float32")
+    or case.head_dim > MAX_HEAD_DIM
+    or any(x % LANES for x in sizes)
+    or (case.causal and case.queries > case.keys)
+    or jax.config.jax_enable_x64  # its gradients mix int32 and int64
+  )
+
+
+# What kernels need whose results have no type that can be checked.
+_UNCHECKED = "check_vma=False of jax.shard_map"
+
+
+def _refuse(implementation: str, needs: str) -> None:
+  if needs:
+    raise ValueError(f"implementation={implementation!r} needs {needs}")
+
+
+def _check_known(implementation: str) -> None:
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(
+      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
+    )
 
 
 def cached_attention(
   q: jax.Array,
   cache: LayerCache,
   slots: Slots,
-  form: str,
   active: ActiveHeads | None = None,
+  implementation: str = "auto",
 ) -> jax.Array:
   """Softmax attention of new tokens to the slots of a key/value cache.
 
@@ -275,141 +524,48 @@ def cached_attention(
     cache: keys and values [B, K, M, D] or [B * K, M, D], those of the new
       tokens among them.
     slots: which slots each new token sees; `first` is not None.
-    form: from `choose_cached_form`.
     active: the heads that tokens use; None is every head. The outputs of other
       heads are finite and otherwise undefined; a gate of 0 makes them 0. A text
-      whose token has more than `active.max_per_token` gets NaN from "kernel".
+      whose token has more than `active.max_per_token` gets NaN from the kernel.
+    implementation: see `choose_cached_form`.
 
   Returns:
     [B, n, H, D] in the dtype of q; 0 where no slot is visible.
 
   Raises:
-    ValueError: the device has no kernels.
+    ValueError: the implementation is unknown, or the device has no kernel.
   """
+  device, (batch, new, _, dim) = target(), q.shape
+  form = choose_cached_form(implementation, device, new=new, head_dim=dim)
   if form == "dense":
-    return dense.attend_to_cache(q, cache, slots)
-  if form == "groups":
-    return dense.attend_to_groups(q, cache, slots, active)
-  return kernel.attend_to_cache(q, split_texts(cache, len(q)), slots, active)
+    return cached_dense_attention(q, cache, slots)
+  _refuse("kernel", decode.unable(device, dim))
+  cache, on_cpu = split_texts(cache, batch), device.platform == "cpu"
+  return decode.decode_attention(q, cache, slots, active, interpret=on_cpu)
 
 
 def choose_cached_form(
-  implementation: str,
-  device: Target,
-  *,
-  new: int,
-  head_dim: int,
-  unit: int = 1,
+  implementation: str, device: Target, *, new: int, head_dim: int
 ) -> str:
   """Chooses the form in which new tokens attend to a cache.
 
-  "auto" is "kernel" on GPUs and TPUs, also where every head is active: a cache
-  has slots for tokens to come, which the dense form would read. On CPUs it is
-  "groups" where tokens choose whole key/value groups, else "dense".
+  "auto" is "kernel" on GPUs, also where every head is active: a cache has slots
+  for tokens to come, which the dense form would read.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
     device: the device that it runs on.
     new: new tokens per text; the kernel takes one.
-    head_dim: D; "auto" is "dense" for heads that are too wide for the kernel.
-    unit: see `ActiveHeads`.
+    head_dim: D.
 
   Returns:
-    "kernel", which reads the active heads and the visible slots; "groups",
-    which reads the active key/value heads; or "dense", which reads all.
+    "kernel", which reads the active heads and the visible slots; or "dense",
+    which reads all.
 
   Raises:
     ValueError: the implementation is unknown.
   """
   _check_known(implementation)
-  pays = head_dim <= MAX_HEAD_DIM and has_kernels(device)
+  pays = device.platform == "gpu" and not decode.unable(device, head_dim)
   wanted = implementation == "kernel" or (implementation == "auto" and pays)
-  if wanted and new == 1:
-    return "kernel"
-  chosen = implementation in ("auto", "packed") and device.platform == "cpu"
-  return "groups" if unit > 1 and chosen and new == 1 else "dense"
-
-
-def _check_known(implementation: str) -> None:
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
-    )
-
-
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-@dataclasses.dataclass(frozen=True)
-class Crossover:
-  """Where packing begins to pay on a kind of device.
-
-  Attributes:
-    device: whole words of the device's kind, or its platform: "H100", "cpu".
-    backend: what packs: "xla" or a back end of Pallas.
-    dtypes: names of the queries' dtypes.
-    head_dim: D, the largest that this holds for.
-    causal: whether attention is causal; None is either.
-    shares: the largest share of active heads, for each of `LENGTHS`.
-    measured: False for a prediction, see benchmarks/predict.py.
-  """
-
-  device: str
-  backend: str
-  dtypes: Sequence[str]
-  head_dim: int
-  causal: bool | None
-  shares: Sequence[float]
-  measured: bool = False
-
-  def line(self) -> str:
-    """The entry as a line of crossovers.json."""
-    return json.dumps(dataclasses.asdict(self))
-
-
-# The first entry that holds for a call counts. On a CPU blocks are computed in
-# float32, which 256 tokens of another dtype do not make up for.
-CROSSOVERS = [
-  Crossover(**entry)
-  for entry in json.loads(
-    pathlib.Path(__file__).with_name("crossovers.json").read_text()
-  )
-]
-
-
-def largest_share(
-  case: AttentionCase, backend: str, *, same_kernel: bool = False
-) -> float:
-  """The largest share of active heads at which packing pays.
-
-  Args:
-    case: the call.
-    backend: what packs, as in `Crossover`.
-    same_kernel: whether what packs would also compute every head. Then fewer
-      heads are less work on any device, and one without entries of its own gets
-      the smallest share of all that have some.
-
-  Returns:
-    The share, by linear interpolation in log N; 0 below the first length and
-    where no entry holds.
-  """
-  entries = [
-    entry
-    for entry in CROSSOVERS
-    if entry.backend == backend
-    and case.dtype in entry.dtypes
-    and case.head_dim <= entry.head_dim
-    and entry.causal in (None, case.causal)
-  ]
-  for entry in entries:
-    if entry.device == case.target.platform or case.target.is_a(entry.device):
-      return _interpolate(case.queries, entry.shares)
-  if not same_kernel:
-    return 0.0
-  shares = (_interpolate(case.queries, x.shares) for x in entries)
-  return min(shares, default=0.0)
-
-
-def _interpolate(queries: int, shares: tuple[float, ...]) -> float:
-  logs = [math.log(x) for x in LENGTHS]
-  return float(np.interp(math.log(queries), logs, shares, left=0.0))
+  return "kernel" if wanted and new == 1 else "dense"

@@ -17,8 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_INT8_MAX = 127.0
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +26,10 @@ class LayerCache:
   Attributes:
     k: [B, K, M, D] keys, after RoPE; or [B * K, M, D], see `merge_texts`.
     v: values, of the same shape.
-    k_scale: [B, K, 1, M] float32 where keys are int8, or [B * K, 1, M]: a key
-      is scale * stored; else None.
-    v_scale: the same for values.
   """
 
   k: jax.Array
   v: jax.Array
-  k_scale: jax.Array | None = None
-  v_scale: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -83,16 +76,13 @@ def make_cache(
     kv_heads: K.
     slots: M, tokens of a text at most.
     head_dim: D.
-    dtype: "float32", "bfloat16" or "int8".
+    dtype: "float32" or "bfloat16".
 
   Returns:
-    Zeros, [B, K, M, D] and for "int8" scales [B, K, 1, M].
+    Zeros, [B, K, M, D].
   """
   values = jnp.zeros((batch, kv_heads, slots, head_dim), dtype)
-  if dtype != "int8":
-    return LayerCache(values, values)
-  scales = jnp.zeros((batch, kv_heads, 1, slots), jnp.float32)
-  return LayerCache(values, values, scales, scales)
+  return LayerCache(values, values)
 
 
 def merge_texts(caches: Any) -> Any:
@@ -124,18 +114,17 @@ def write_cache(
   Returns:
     The cache with the new keys and values.
   """
-  stored: dict[str, jax.Array] = {}
-  for name, new in (("k", k), ("v", v)):
-    old = getattr(cache, name)
-    new = new.swapaxes(1, 2)
+
+  def put(old: jax.Array, new: jax.Array) -> jax.Array:
+    new = new.swapaxes(1, 2).astype(old.dtype)
     new = new.reshape(*old.shape[:-2], *new.shape[2:])  # as the cache, n slots
-    if cache.k_scale is not None:
-      new, scale = _quantize(new)
-      scale_name = f"{name}_scale"
-      old_scale = getattr(cache, scale_name)
-      stored[scale_name] = _put(old_scale, scale[..., None, :], slot, -1)
-    stored[name] = _put(old, new.astype(old.dtype), slot, -2)
-  return LayerCache(**stored)
+    update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=-2)
+    if slot.ndim == 0:
+      return update(old, new, slot)
+    heads = old.shape[0] // slot.size  # of a text along the first axis
+    return jax.vmap(update)(old, new, jnp.repeat(slot, heads))
+
+  return LayerCache(put(cache.k, k), put(cache.v, v))
 
 
 def put_prefix(caches: Any, prefix: Any, slot: jax.Array) -> Any:
@@ -199,35 +188,10 @@ def _map_slots(function: Callable[..., jax.Array], *trees: Any) -> Any:
   """Maps arrays of caches, after the axis of their slots."""
 
   def one(*caches: LayerCache) -> LayerCache:
-    made: dict[str, jax.Array] = {}
-    for name, axis in (("k", -2), ("v", -2), ("k_scale", -1), ("v_scale", -1)):
-      arrays = [getattr(cache, name) for cache in caches]
-      if arrays[0] is not None:
-        made[name] = function(axis, *arrays)
-    return LayerCache(**made)
+    return jax.tree.map(functools.partial(function, -2), *caches)
 
   return jax.tree.map(one, *trees, is_leaf=_is_cache)
 
 
 def _is_cache(x: Any) -> bool:
   return isinstance(x, LayerCache)
-
-
-def _put(
-  old: jax.Array, new: jax.Array, slot: jax.Array, axis: int
-) -> jax.Array:
-  """Puts new entries into an array of slots, from slot [] or [B] on."""
-  update = jax.lax.dynamic_update_slice_in_dim
-  if slot.ndim == 0:
-    return update(old, new, slot, axis)
-  each = functools.partial(update, axis=axis)
-  heads = old.shape[0] // slot.size  # of a text along the first axis
-  return jax.vmap(each)(old, new, jnp.repeat(slot, heads))
-
-
-def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Rounds vectors [..., D] to int8, with a float32 scale [...] each."""
-  x = x.astype(jnp.float32)
-  scale = jnp.abs(x).max(-1) / _INT8_MAX
-  divisor = jnp.where(scale > 0, scale, 1.0)[..., None]
-  return jnp.round(x / divisor).astype(jnp.int8), scale

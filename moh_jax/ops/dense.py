@@ -7,59 +7,15 @@ Shapes: B batch, N queries, M keys (slots of a cache), n new tokens, H query
 heads, K key/value heads, D head dim.
 """
 
-import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
-from moh_jax.ops.cache import LayerCache, Slots, merge_texts
-from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.cache import LayerCache, Slots
+from moh_jax.ops.call import Call
 from moh_jax.ops.target import on_one_device
-
-# From so many tokens on, a CPU gains from leaving out hidden keys of causal
-# attention, also where all logits would fit.
-_LONG_CAUSAL = 256
-
-
-def unable(case: AttentionCase) -> str:
-  """See `Backend.unable`."""
-  if case.is_small or _is_small_by_one(case):
-    return ""
-  return "logits that fit a device's caches or memory"
-
-
-def _is_small_by_one(case: AttentionCase) -> bool:
-  """Whether only the logits of one sequence are small."""
-  one = dataclasses.replace(case, batch=1)
-  short = case.on_cpu and case.one_device and case.queries < SHORT
-  return not case.is_small and short and one.is_small
-
-
-def suits(case: AttentionCase, *, packs: bool) -> bool:
-  """See `Backend.suits`."""
-  if packs or unable(case):
-    return False
-  if not case.on_cpu:
-    return True
-  if case.causal:
-    return case.is_small and case.queries < _LONG_CAUSAL
-  # Blocks are computed in float32, which all logits need not be.
-  return case.queries < SHORT or case.dtype != "float32"
-
-
-def form(case: AttentionCase, *, packs: bool) -> Form:
-  """See `Backend.form`."""
-  return Form("dense", one_by_one=_is_small_by_one(case))
-
-
-def attend(call: Call, form: Form) -> jax.Array:
-  """See `Backend.attend`."""
-  return _one_by_one(call) if form.one_by_one else dense_attention(call)
 
 
 def dense_attention(call: Call) -> jax.Array:
@@ -96,25 +52,9 @@ def dense_attention(call: Call) -> jax.Array:
   return out.astype(v.dtype).swapaxes(1, 2)
 
 
-def _one_by_one(call: Call) -> jax.Array:
-  """`dense_attention` of one sequence of the batch after another.
-
-  The logits of a sequence stay in a CPU's caches where those of the batch would
-  not. Gradients compute them again, so that they are never all in memory.
-  """
-  shared = call.bias is None or call.bias.shape[0] == 1
-
-  @functools.partial(jax.checkpoint, prevent_cse=False)
-  def attend(arrays: tuple) -> jax.Array:
-    *inputs, own, visible = jax.tree.map(lambda x: x[None], arrays)
-    bias = call.bias if shared else own
-    return dense_attention(Call(*inputs, visible, call.scale, bias))[0]
-
-  own = None if shared else call.bias
-  return jax.lax.map(attend, (call.q, call.k, call.v, own, call.visible))
-
-
-def attend_to_cache(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:
+def cached_dense_attention(
+  q: jax.Array, cache: LayerCache, slots: Slots
+) -> jax.Array:
   """Attention of new tokens to a cache, every head.
 
   Args:
@@ -128,75 +68,23 @@ def attend_to_cache(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:
   batch, new, heads, dim = q.shape
   *lead, length, _ = cache.k.shape
   groups = math.prod(lead) // batch
-  dtype = q.dtype
-  if cache.k_scale is None:  # keep a float32 cache in float32, not in q's dtype
-    dtype = jnp.promote_types(dtype, cache.k.dtype)
+  # A float32 cache stays float32, also where queries are bfloat16.
+  dtype = jnp.promote_types(q.dtype, cache.k.dtype)
   # One product per key/value head: its rows are the queries that read the head,
   # of all new tokens, r = n * H / K.
   grouped = q.reshape(batch, new, groups, -1, dim).transpose(0, 2, 1, 3, 4)
   grouped = grouped.reshape(*lead, -1, dim).astype(dtype)
   logits = einsum_float32("...rd,...md->...rm", grouped, cache.k.astype(dtype))
-  if cache.k_scale is not None:
-    logits = logits * cache.k_scale
   visible = jnp.repeat(slots.visible(new, length), heads // groups, axis=1)
   visible = jnp.repeat(visible[:, None], groups, axis=1).reshape(logits.shape)
   logits = jnp.where(visible, logits * dim**-0.5, -jnp.inf)
   weights, total, _ = unnormalized_softmax(logits, masked=True)
-  if cache.v_scale is not None:
-    weights = weights * cache.v_scale
   out = einsum_float32(
     "...rm,...md->...rd", weights.astype(dtype), cache.v.astype(dtype)
   )
   out = (out / total).astype(q.dtype)
   out = out.reshape(batch, groups, new, -1, dim).transpose(0, 2, 1, 3, 4)
   return out.reshape(batch, new, heads, dim)
-
-
-def attend_to_groups(
-  q: jax.Array, cache: LayerCache, slots: Slots, active: ActiveHeads
-) -> jax.Array:
-  """`attend_to_cache` of one new token that reads the active groups alone.
-
-  A branch for each key/value head slices the cache only where it is taken; what
-  a loop over a list of heads slices, XLA copies first for CPUs.
-
-  Args:
-    q: [B, 1, H, D].
-    cache: as for `attend_to_cache`.
-    slots: as for `attend_to_cache`.
-    active: all query heads of a key/value head, or none.
-
-  Returns:
-    [B, 1, H, D]; 0 for inactive heads.
-  """
-  batch, _, heads, dim = q.shape
-  cache = merge_texts(cache)
-  groups = cache.k.shape[0] // batch
-  size = heads // groups
-  mask = active.mask.reshape(batch, groups, size).any(-1)
-  start = jnp.broadcast_to(slots.start, slots.first.shape)
-  grouped = q.reshape(batch * groups, size, dim)
-
-  def attend_one(text: jax.Array, group: int) -> jax.Array:
-    def taken(q: jax.Array, cache: LayerCache) -> jax.Array:
-      def part(x: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, text * groups + group, 1)
-
-      own = Slots(start[text], slots.first[text][None])
-      return attend_to_cache(part(q)[None], jax.tree.map(part, cache), own)[0]
-
-    def left_out(q: jax.Array, cache: LayerCache) -> jax.Array:
-      del cache
-      return jnp.zeros((1, size, dim), q.dtype)
-
-    return lax.cond(mask[text, group], taken, left_out, grouped, cache)
-
-  def one_text(text: jax.Array) -> jax.Array:
-    return jnp.concatenate([attend_one(text, group) for group in range(groups)])
-
-  # Of one text the places in the cache are constants, which XLA reads faster.
-  out = one_text(0) if batch == 1 else lax.map(one_text, jnp.arange(batch))
-  return out.reshape(q.shape)
 
 
 # Both products have float32 results, so their gradients arrive in float32. They

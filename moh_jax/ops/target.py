@@ -11,14 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import ManualAxisType
 
-# JAX knows the compute capability of devices that are here. Of others a mesh
-# tells the kind alone; 7.5 stands for all before 8.0.
-_GPUS = {
-  r"\b(GH200|H100|H200|H20|H800)\b": "9.0",
-  r"\b([KMP]\d+\w*|G?V100S?|T4G?|T[4-6]\d\d|T[12][02]00|MX[1-4]\d+|GTX|Quadro"
-  r"|RTX 20[678]0|Tesla|TITAN)\b": "7.5",
-}
-_NOT_NVIDIA = re.compile(r"\b(AMD|Instinct|Radeon|MI\d+\w*|gfx\w+|Intel)\b")
+_HOPPER = re.compile(r"\b(GH200|H100|H200|H20|H800)\b")
 _TPUS = {
   "TPU v5": "TPU v5p",
   "TPU v5 lite": "TPU v5e",
@@ -55,22 +48,17 @@ class Target:
     """The kind, by one name where JAX has two: "TPU v5e"."""
     return _TPUS.get(self.kind, self.kind)
 
-  def is_a(self, name: str) -> bool:
-    """Whether whole words of the kind are a name, such as "H100" or "v5e"."""
-    word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
-    return name == self.kind or bool(word.search(self.name))
-
   @property
   def compute(self) -> float:
     """Compute capability of an NVIDIA GPU; 0 for others, which read no PTX.
 
-    Without one, names tell; unknown ones are taken for newer than all others.
+    Of a GPU that is not here the name tells whether it is Hopper; all others
+    are taken for newer than 8.0.
     """
-    other = _NOT_NVIDIA.search(f"{self.kind} {self.capability}")
-    if self.platform != "gpu" or other:
+    if self.platform != "gpu" or self.capability.startswith("gfx"):
       return 0.0
-    named = (x for words, x in _GPUS.items() if re.search(words, self.kind))
-    return float(self.capability or next(named, "inf"))
+    absent = 9.0 if _HOPPER.search(self.kind) else 8.0
+    return float(self.capability or absent)
 
   @property
   def is_hopper(self) -> bool:

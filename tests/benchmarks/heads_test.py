@@ -14,8 +14,7 @@ from benchmarks.layer import LayerOptions
 from moh_jax.cli import bench_attention as bench
 from moh_jax.config import CACHE_DTYPES
 from moh_jax.ops import attention as ops
-from moh_jax.ops.attention import cached_attention
-from moh_jax.ops.attention_forms import Form
+from moh_jax.ops.attention import Form, cached_attention
 from tests.cli.tiny_checkpoint import call
 
 _TINY = dict(lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,))

@@ -39,7 +39,7 @@ class PromptsTest(_GenerateTest):
     # The begin of text after another text is followed by "aA".
     argv = (
       *("--prompt=zZ<|begin_of_text|>", "--parse-special", "--no-bos"),
-      *("--cache-dtype=int8", "--batch-size=2", "--temperature=50"),
+      *("--cache-dtype=bfloat16", "--batch-size=2", "--temperature=50"),
       *("--top-p=0.001", "--sample-top-k=7", "--seed=3", "--stop=!"),
     )
     with (
@@ -66,7 +66,9 @@ class PromptsTest(_GenerateTest):
     del init.call_args.kwargs["mesh"]
     self.assertEqual(
       init.call_args.kwargs,
-      dict(cache_dtype="int8", batch_size=2, add_bos=False, parse_special=True),
+      dict(
+        cache_dtype="bfloat16", batch_size=2, add_bos=False, parse_special=True
+      ),
     )
     sampling = dict(max_new_tokens=3, temperature=50, top_k=7, top_p=0.001)
     sampling = Sampling(**sampling, stop=("!",), seed=3)

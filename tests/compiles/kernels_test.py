@@ -17,11 +17,12 @@ from absl.testing import parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.ops import splash
-from moh_jax.ops.attention_forms import Call, Form, Visible
-from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
+from moh_jax.ops.attention import HOPPER, TPU
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
+from moh_jax.ops.pairs import ActiveHeads, head_blocks
 from moh_jax.ops.position import rotation
+from moh_jax.ops.stock import splash_attention
 from moh_jax.runtime.sharding import unbox
 from tests.compiles.programs import compile_for, programs
 
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.compiles
 
 _TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 _TPU_KERNEL = 'custom_call_target="tpu_custom_call"'
-_TRITON = "__gpu$xla.gpu.triton"
 _PTXAS = shutil.which("ptxas")
 _shape = jax.ShapeDtypeStruct
 
@@ -54,11 +54,12 @@ def _core(
     def attend(q, k, v):
       call = Call(q, k, v, visible, dim**-0.5)
       if backend == "splash":
-        return splash.attend(call, Form(backend))
-      rows = block_sizes(backend, dim, dtype, per_head).rows
+        return splash_attention(call)
+      kernels = TPU if backend == "mosaic_tpu" else HOPPER
+      rows = block_sizes(kernels, dim, dtype, per_head).rows
       active = ActiveHeads(chosen, heads // 2)
       blocks = head_blocks(active, rows, heads // kv_heads)
-      return kernel_attention(call, blocks, backend=backend)
+      return kernel_attention(call, blocks, kernels)
 
     out, pull = jax.vjp(attend, q, k, v)
     return out, *pull(grad)
@@ -186,53 +187,3 @@ class HopperTest(parameterized.TestCase):
   )  # fmt: skip
   def test_odd_lengths_and_groups(self, *options):
     self._check(*options[:-1], kv_heads=options[-1])
-
-
-_B, _N, _H, _D = 1, 4096, 32, 64
-_Q = _shape((_B, _N, _H, _D), jnp.bfloat16)
-_GATES = _shape((_B, _N, _H), jnp.float32)
-
-
-def _attend(q, k, v, gates):
-  """Gated causal attention; half of the heads are active."""
-  rows = block_sizes("triton", _D, q.dtype).rows
-  blocks = head_blocks(ActiveHeads(gates != 0, _H // 2), rows)
-  visible, scale = Visible(causal=True), _D**-0.5
-  out = kernel_attention(
-    Call(q, k, v, visible, scale), blocks, backend="triton"
-  )
-  return out * gates[..., None].astype(out.dtype)
-
-
-def _with_gradients(q, k, v, gates, grad):
-  out, pull = jax.vjp(_attend, q, k, v, gates)
-  return out, pull(grad)
-
-
-def _large(programs):
-  """Programs without a kernel that write as much as the active queries."""
-  return [
-    line
-    for line, shapes in programs
-    if _TRITON not in line
-    and max(map(math.prod, shapes), default=0) >= _B * _N * _H // 2 * _D
-  ]
-
-
-class GlueTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ("h100", 9, 14), ("a100", 10, 17), ("rtx4090", 9, 14)
-  )
-  def test_few_programs_around_the_kernels(self, target, forward, both):
-    for function, arrays, count, most in (
-      (_attend, (_Q, _Q, _Q, _GATES), 1, forward),
-      (_with_gradients, (_Q, _Q, _Q, _GATES, _Q), 3, both),
-    ):
-      found = programs(compile_for(target, function, *arrays))
-      self.assertLen([line for line, _ in found if _TRITON in line], count)
-      self.assertLessEqual(len(found) - count, most)
-      # Queries, keys and values are read in place; the gate multiplies where
-      # rows return to their tokens. Backward one program makes the rows of
-      # queries and gradients, one takes rows back; the gates and their
-      # gradients need no pass of their own.
-      self.assertLen(_large(found), 1 if count == 1 else 2)

@@ -96,9 +96,7 @@ def _kernels(target: str, name: str, calls: dict[str, int]) -> int:
     return calls.get("tpu_custom_call", 0)
   if "dit" in name:
     return sum(n for call, n in calls.items() if call.startswith("__cudnn$"))
-  return sum(n for call, n in calls.items() if "triton" in call) + sum(
-    n for call, n in calls.items() if "mosaic_gpu" in call
-  )
+  return sum(n for call, n in calls.items() if "mosaic_gpu" in call)
 
 
 class TrainingStepTest(parameterized.TestCase):

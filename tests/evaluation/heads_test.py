@@ -27,7 +27,7 @@ from moh_jax.evaluation.probe import (
 from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.llm import LLM, output_kernel
 from moh_jax.models.registry import make_model
-from moh_jax.ops.attention_forms import Visible
+from moh_jax.ops.call import Visible
 from moh_jax.ops.routing import load_entropy
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import unbox

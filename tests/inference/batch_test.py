@@ -51,10 +51,6 @@ class BatchTest(parameterized.TestCase):
   def test_prompts_join_as_texts_end(self):
     self._check_joins(None)
 
-  @pytest.mark.integration
-  def test_prompts_join_as_texts_of_an_int8_cache_end(self):
-    self._check_joins("int8")
-
   def _check_joins(self, cache_dtype):
     join, move = self._calls("join"), self._calls("move")
     prompts = _prompts((3, 40, 11, 1, 25, 38, 7, 16, 30, 5, 2, 9, 12, 31))

@@ -151,8 +151,8 @@ class TokensTest(parameterized.TestCase):
     tables = [call.args[3] is not None for call in reader.call_args_list]
     self.assertEqual(tables, [True, True])
 
-  def test_int8_cache_is_read_after_the_prompt(self):
-    written = _generator(cache_dtype="int8").generate(_PROMPTS, _GREEDY)
+  def test_16_bit_cache_is_read_after_the_prompt(self):
+    written = _generator(cache_dtype="bfloat16").generate(_PROMPTS, _GREEDY)
     for completion, exact in zip(written, _written()):
       first = completion.log_probs[0]  # of the prompt alone
       self.assertAlmostEqual(first, exact.log_probs[0], delta=1e-4)
@@ -296,7 +296,11 @@ class ErrorsTest(parameterized.TestCase):
     ([(1, 60)], 4, r"prompt 0: token 60 must be in \[0, 60\)"),
     ([(-1,)], 4, r"prompt 0: token -1 must be in \[0, 60\)"),
     ([(1,), (1,) * 30], 3, "prompt 1 has 30 tokens; with .*max_length=32"),
-    ({"cache_dtype": "float16"}, 4, "cache_dtype='float16' must be .*'int8'"),
+    (
+      {"cache_dtype": "float16"},
+      4,
+      "cache_dtype='float16' must be .*'bfloat",
+    ),
     ({"batch_size": 0}, 4, "batch_size=0 must be at least 1"),
     ({"tokenizer": tiny_writer.BYTES}, 4, "257 ids, more than .*vocab_size=60"),
   )

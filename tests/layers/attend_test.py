@@ -22,10 +22,10 @@ from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import head_layout
-from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.call import Visible
 from moh_jax.ops.head_layout import place_heads
+from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.position import rotation
 from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding

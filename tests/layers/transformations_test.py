@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.ops import attention_forms
+from moh_jax.ops import attention as attention_lib
 from moh_jax.ops.attention import attention
 
 # Half of the heads: "auto" packs 1,024 tokens of float32.
@@ -119,25 +119,6 @@ def _jvp(apply, params, x):
   return jax.jvp(apply, (params, x), _direction((params, x)))
 
 
-def _forward_over_reverse(apply, params, x):
-  gradient = jax.grad(_loss(apply))
-  moved = jax.jvp(lambda p: gradient(p, x), (params,), (_direction(params),))
-  return moved[1]
-
-
-def _reverse_over_reverse(apply, params, x):
-  def along(params):
-    grads = jax.grad(_loss(apply))(params, x)
-    both = zip(jax.tree.leaves(grads), jax.tree.leaves(_direction(params)))
-    return sum(jnp.vdot(*pair) for pair in both)
-
-  return jax.grad(along)(params)
-
-
-_SECOND = {
-  "forward over reverse": _forward_over_reverse,
-  "reverse over reverse": _reverse_over_reverse,
-}
 _ON_SEVERAL_DEVICES = {
   "pmap": _pmap,
   "shard_map": _shard_map,
@@ -146,18 +127,15 @@ _ON_SEVERAL_DEVICES = {
   "Auto axes": functools.partial(_on_mesh, AxisType.Auto),
 }
 _ALL = {"jit": _plain, "vmap": _vmap, "scan": _scan, "remat": _remat}
-_ALL |= {**_ON_SEVERAL_DEVICES, "jvp": _jvp, **_SECOND}
+_ALL |= {**_ON_SEVERAL_DEVICES, "jvp": _jvp}
 
 
 def _refusal(name, form, tokens, dtype):
   """What a transformation is refused with; empty if it works."""
-  if form == "kernel" and name in _SECOND:
-    return "no second derivatives; implementation='packed' and 'dense' have"
   if form == "kernel" and "shard_map" in name:
     return "implementation='kernel' needs check_vma=False of jax.shard_map"
   all_logits = tokens == 16 and form in ("dense", "auto")
-  forward = {"jvp": not all_logits, "forward over reverse": False}
-  if name in forward and (forward[name] or (all_logits and dtype != "float32")):
+  if name == "jvp" and not (all_logits and dtype == "float32"):
     return "forward-mode"
   return ""
 
@@ -165,10 +143,9 @@ def _refusal(name, form, tokens, dtype):
 @functools.cache
 def _expected(name, tokens, dtype):
   """What the dense form gives on one device, in float32 if that is needed."""
-  function = {"jvp": _jvp, **dict.fromkeys(_SECOND, _forward_over_reverse)}
-  function = function.get(name, _plain)
+  function = _jvp if name == "jvp" else _plain
   apply = _apply(_layer("dense", dtype if function is _plain else "float32"))
-  with mock.patch.dict(attention_forms.MAX_LOGITS_BYTES, cpu=1 << 30):
+  with mock.patch.dict(attention_lib._MAX_LOGITS_BYTES, cpu=1 << 30):
     run = jax.jit(functools.partial(function, apply))
     return jax.tree.map(np.asarray, run(*_inputs(tokens)))
 
@@ -195,7 +172,6 @@ _SHORT = (
   *((name, "packed") for name in _ALL if name not in ("jit", "Auto axes")),
   ("Explicit axes", "dense"), ("Explicit axes", "kernel"),
   ("shard_map", "auto"), ("shard_map", "kernel"), ("jvp", "dense"),
-  ("reverse over reverse", "kernel"), ("forward over reverse", "auto"),
 )  # fmt: skip
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops import cudnn
-from moh_jax.ops.attention import BACKENDS, attention
-from moh_jax.ops.attention_forms import Call, Form, Visible
+from moh_jax.ops.attention import attend, attention
 from moh_jax.ops.basics import unnormalized_softmax
-from moh_jax.ops.blocked import blocked_attention
-from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
+from moh_jax.ops.call import Call, Visible
+from moh_jax.ops.packed import packed_attention
+from moh_jax.ops.pairs import ActiveHeads, head_blocks
+from moh_jax.ops.stock import cudnn_attention
 from tests.ops import cases
 from tests.ops.cases import BIASED, CASES, Case
 
-_PLAIN = ("dense", "one_by_one", "blocked", "packed", "cudnn")
+_PLAIN = ("dense", "blocked", "packed", "cudnn")
 # Causal steps of these lengths read the keys up to their last token.
 _LONG = {
   "long": Case(queries=150, keys=150, kv_heads=1, head_dim=8, causal=True),
@@ -41,18 +41,12 @@ _SPLASH = {
 
 
 class FormsTest(parameterized.TestCase):
-  def test_every_back_end_is_compared(self):
-    # The kernel is, in each of its three versions, by kernels_test.
-    self.assertEqual(
-      {*_PLAIN, "splash", "kernel"} - {"one_by_one"}, {*BACKENDS}
-    )
-
   @parameterized.parameters(
     *itertools.product(_TABLE, ("packed",)),
     *itertools.product(
       ("every_head", "fewer_keys", "all_masks", "first_queries", "one_token",
        "bias_of_examples", "hiding_bias"),
-      ("dense", "one_by_one", "blocked", "cudnn"),
+      ("dense", "blocked", "cudnn"),
     ),
     *itertools.product(
       ("grouped", "key_mask", "fewer_queries", "bias", "hiding_bias_of_all"),
@@ -88,7 +82,7 @@ class FormsTest(parameterized.TestCase):
 
       def forward(q, k, v, mask):
         blocks = head_blocks(ActiveHeads(mask, 2), 16)
-        return blocked_attention(Call(q, k, v, Visible(), 1.0), blocks, 4)
+        return packed_attention(Call(q, k, v, Visible(), 1.0), blocks, 4)
 
       compiled = jax.jit(forward).lower(q, q, q, mask).compile()
       return compiled.memory_analysis().temp_size_in_bytes
@@ -97,20 +91,14 @@ class FormsTest(parameterized.TestCase):
 
 
 def _call(case: Case, implementation="auto", arrays=None, **changes):
-  """`attention` of a case, which expects half of the heads to be active."""
+  """Attention of a case, which expects half of the heads to be active."""
   *own, _ = case.arrays()[:4]
   bias = case.arrays()[4:]
-  visible, mask = case.visible(), jnp.asarray(case.active())
-  options = {
-    "bias": bias[0] if bias else None,
-    "key_mask": visible.key_mask,
-    "segments": visible.segments,
-    "causal": case.causal,
-    "scale": case.scale,
-    "active": ActiveHeads(mask, case.heads, case.heads / 2),
-    "implementation": implementation,
-  }
-  return attention(*(arrays or own), **options | changes)
+  mask = jnp.asarray(case.active())
+  active = ActiveHeads(mask, case.heads, case.heads / 2)
+  options = {"bias": bias[0] if bias else None, "active": active} | changes
+  call = Call(*(arrays or own), case.visible(), case.factor(), **options)
+  return attend(call, implementation)
 
 
 class AttentionTest(parameterized.TestCase):
@@ -144,11 +132,11 @@ class AttentionTest(parameterized.TestCase):
     case = Case(queries=96, keys=96, kv_heads=kv_heads, share=1.0)
     q, k, v, _ = case.arrays()
     few = np.arange(4) == np.arange(96)[:, None] % 4
-    active = ActiveHeads(jnp.asarray([np.ones((96, 4), bool), few]), 1)
+    active = jnp.asarray([np.ones((96, 4), bool), few])
 
     def run(q, k, v):
-      out = attention(q, k, v, active=active, implementation=form)
-      return (jnp.sin(out) * active.mask[..., None]).sum(), out
+      out = attention(q, k, v, active=active, max_active=1, implementation=form)
+      return (jnp.sin(out) * active[..., None]).sum(), out
 
     grads, out = jax.grad(run, (0, 1, 2), has_aux=True)(q, k, v)
     for x in (out, *grads):
@@ -177,11 +165,11 @@ class AttentionTest(parameterized.TestCase):
 
   def test_what_is_wrong_is_named(self):
     q, k, *_ = Case(kv_heads=2).arrays()
-    nothing = ActiveHeads(jnp.zeros(q.shape[:3], bool), 0)
+    nothing = {"active": jnp.zeros(q.shape[:3], bool), "max_active": 0}
     for keys, options, message in (
       (k, {"implementation": "flush"}, "implementation='flush' .*'auto', 'den"),
       (q[:, :, :3], {}, r"4 query heads .* 3 key/value"),
-      (k, {"active": nothing}, "max_per_token=0 must be at least"),
+      (k, nothing, "max_active=0 must be at least"),
     ):
       with self.assertRaisesRegex(ValueError, message):
         attention(q, keys, keys, **options)
@@ -195,6 +183,7 @@ class AttentionTest(parameterized.TestCase):
     ({"bias": (1, 1, 1, 2, 7)}, "bias bool.* must be floating"),
     ({"bias": (7, 7)}, r"bias bool\(7, 7\) must be floating\(7, 7\)"),
     ({"bias": (2, 7)}, r"bias bool\(2, 7\) must be floating\(2, 4,"),
+    ({"active": (2, 7, 8)}, r"active bool\(2, 7, 8\) must be bool\(2, 7, 4"),
   )
   def test_arguments_of_other_shapes_and_dtypes_are_named(self, given, message):
     arrays = dict(zip("qkv", [jnp.ones((2, 7, 4, 8))] * 3))
@@ -249,7 +238,7 @@ class CudnnTest(parameterized.TestCase):
     with mock.patch.object(jax.nn, attend.__name__, wraps=attend) as spy:
       arrays = case.arrays(jnp.bfloat16)[:3]
       call = Call(*arrays, case.visible(), 0.3, bias)
-      cudnn.attend(call, Form("cudnn"), backend="xla")
+      cudnn_attention(call, "xla")
     bias, mask = (spy.call_args.kwargs.get(x) for x in ("bias", "mask"))
     for x in filter(lambda x: x is not None, (bias, mask)):
       self.assertEqual(x.shape[2:], (9, 9))

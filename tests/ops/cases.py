@@ -7,21 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.ops import cudnn, dense, splash
-from moh_jax.ops.attention import BACKENDS
-from moh_jax.ops.attention_forms import Call, Form, Visible
-from moh_jax.ops.blocked import blocked_attention
-from moh_jax.ops.head_blocks import (
+from moh_jax.ops.attention import HOPPER, TPU
+from moh_jax.ops.call import Call, Visible
+from moh_jax.ops.dense import dense_attention
+from moh_jax.ops.kernels.attention import (
+  BlockSizes,
+  Problem,
+  kernel_attention,
+)
+from moh_jax.ops.packed import packed_attention
+from moh_jax.ops.pairs import (
   ActiveHeads,
   HeadBlocks,
   blocks_of,
   head_blocks,
 )
-from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.problem import BlockSizes, Problem
-from tests.ops import devices
+from moh_jax.ops.stock import cudnn_attention, splash_attention
 
 _table = jax.jit(head_blocks, static_argnums=(1, 2))
+KERNELS = {"mosaic_gpu": HOPPER, "mosaic_tpu": TPU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,22 +169,20 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   call = Call(q, k, v, visible, scale, bias)
   chosen = jnp.asarray(case.active())
   if form == "packed":
-    return blocked_attention(call, blocks, 3)
-  if form in ("triton", "mosaic_gpu", "mosaic_tpu"):
-    devices.need(form)
-    options = {"backend": form, "interpret": True, **options}
-    return kernel_attention(call, blocks, **options)
+    return packed_attention(call, blocks, 3)
+  if form in KERNELS:
+    return kernel_attention(
+      call, blocks, KERNELS[form], interpret=True, **options
+    )
   if form == "cudnn":
-    out = cudnn.attend(call, Form(form), backend="xla")
+    out = cudnn_attention(call, "xla")
   elif form == "splash":
-    out = splash.attend(call, Form(form), interpret=True)
+    out = splash_attention(call, interpret=True)
   elif form == "blocked":
     every = blocks_of(None, q.shape[:3], 8, case.heads // case.kv_heads)
-    out = blocked_attention(call, every)
-  elif form == "one_by_one":
-    out = dense.attend(call, Form("dense", one_by_one=True))
+    out = packed_attention(call, every)
   else:
-    out = BACKENDS[form].attend(call, Form(form))
+    out = dense_attention(call)
   return jnp.where(chosen[..., None], out, 0)
 
 

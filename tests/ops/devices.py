@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -10,23 +9,7 @@ from unittest import mock
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-from moh_jax.ops.kernels import tpu_plan, triton
-
-# As found; tests that choose forms replace them.
-_MISSING, _PROBLEM = triton.MISSING, triton.refused
-
-
-def need(backend: str, *, lowers: bool = False) -> None:
-  """Skips a test of a back end of Pallas that JAX lacks or refuses."""
-  problem = _PROBLEM() if lowers else _MISSING
-  if backend == "triton" and problem:
-    raise unittest.SkipTest(f"needs {problem}")
-
-
-def with_triton() -> contextlib.AbstractContextManager:
-  """Context in which forms are chosen as if JAX had Triton in any case."""
-  found = {"MISSING": "", "refused": lambda: ""}
-  return mock.patch.multiple(triton, **found)
+from moh_jax.ops.kernels import tpu_plan
 
 
 def traced_for(
@@ -41,17 +24,16 @@ def traced_for(
 
 
 def lowered_kernels(
-  backend: str, function: Callable, *shapes: Any
+  platform: str, function: Callable, *shapes: Any
 ) -> tuple[int, Any]:
-  """Kernels in what a function lowers to for a back end, and its jaxpr."""
-  need(backend, lowers=True)
-  platform, kernel = {
-    "triton": ("cuda", "__gpu$xla.gpu.triton"),
-    "mosaic_tpu": ("tpu", "@tpu_custom_call"),
-  }[backend]
+  """Kernels in what a function lowers to for a GPU or TPU, and its jaxpr."""
+  name, kernel = {
+    "gpu": ("cuda", "__gpu$xla.gpu.triton"),
+    "tpu": ("tpu", "@tpu_custom_call"),
+  }[platform]
   with traced_for("gpu", "NVIDIA H100"):
     traced = jax.jit(function).trace(*shapes)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    text = traced.lower(lowering_platforms=(name,)).as_text()
   return text.count(kernel), traced.jaxpr
 
 

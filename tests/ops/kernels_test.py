@@ -13,21 +13,21 @@ import pytest
 from absl.testing import parameterized
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moh_jax.ops.attention_forms import Call, Visible
-from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
+from moh_jax.ops.attention import HOPPER, TPU
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.kernels import hopper_program, tpu_plan
-from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
-from moh_jax.ops.kernels.hopper_program import Ring
-from moh_jax.ops.kernels.problem import (
+from moh_jax.ops.kernels.attention import (
   BlockSizes,
+  block_sizes,
+  kernel_attention,
   keys_of_rows,
   rows_of_keys,
 )
+from moh_jax.ops.kernels.hopper_program import Ring
 from moh_jax.ops.kernels.tpu_plan import Cut
+from moh_jax.ops.pairs import ActiveHeads, head_blocks
 from tests.ops import cases, devices
 from tests.ops.cases import CASES, LANES, Case
-
-_BACKENDS = ("triton", "mosaic_tpu")
 
 
 def _tiles(rows: int = 16, keys: int = 16, part: int = 16) -> BlockSizes:
@@ -35,114 +35,59 @@ def _tiles(rows: int = 16, keys: int = 16, part: int = 16) -> BlockSizes:
   return BlockSizes.of((rows, keys), (part, keys), (part, keys))
 
 
-def _run(case, backend, arrays=None, blocks=None, tiles=None):
-  """Output and gradients with blocks of 16 rows."""
-  devices.need(backend)
+def _run(case, arrays=None, blocks=None, tiles=None):
+  """Output and gradients of the TPU kernels with blocks of 16 rows."""
   arrays = case.arrays() if arrays is None else arrays
   blocks = case.blocks() if blocks is None else blocks
-  return cases.results(backend, case, arrays, blocks, tiles or _tiles())
-
-
-# The others are under the marker `integration`.
-_FEW = ("all_masks", "causal", "grouped", "no_head", "grouped_in_lanes")
-# What other cases have in part already is for one back end alone.
-_OF_ONE = {"whole_blocks": "triton", "key_mask": "triton"}
-_OF_ONE |= {"fewer_keys": "mosaic_tpu", "segments": "mosaic_tpu"}
-
-
-_PAIRS = (
-  *itertools.product(sorted(CASES.keys() - _OF_ONE), _BACKENDS),
-  *_OF_ONE.items(),
-  *((x, "mosaic_tpu") for x in LANES),
-)
+  return cases.results("mosaic_tpu", case, arrays, blocks, tiles or _tiles())
 
 
 class InterpretedTest(parameterized.TestCase):
-  @parameterized.parameters(*(pair for pair in _PAIRS if pair[0] in _FEW))
+  @parameterized.parameters(*CASES, *LANES)
   @pytest.mark.integration
-  def test_equals_float64(self, name, backend):
-    self._check(name, backend)
-
-  @parameterized.parameters(*(pair for pair in _PAIRS if pair[0] not in _FEW))
-  @pytest.mark.integration
-  def test_other_cases_equal_float64(self, name, backend):
-    self._check(name, backend)
-
-  def _check(self, name, backend):
+  def test_equals_float64(self, name):
     case = {**CASES, **LANES}[name]
-    cases.check(_run(case, backend), cases.reference(case))
+    cases.check(_run(case), cases.reference(case))
 
-  @parameterized.parameters(
-    ("triton", "bfloat16", "bfloat16"), ("mosaic_tpu", "bfloat16", "bfloat16"),
-    ("triton", "float16", "float16"), ("triton", "bfloat16", "float32"),
-  )  # fmt: skip
   @pytest.mark.integration
-  def test_16_bits_are_close(self, backend, dtype, v_dtype):
-    case = CASES["grouped"]  # on GPUs its columns are two slices
-    dtypes = [dtype, dtype, v_dtype, v_dtype]
-    arrays = [x.astype(y) for x, y in zip(case.arrays(), dtypes)]
-    results = _run(case, backend, arrays)
-    chex.assert_type(results, [v_dtype, dtype, dtype, v_dtype])
+  def test_16_bits_are_close(self):
+    case = CASES["grouped"]
+    results = _run(case, arrays := case.arrays("bfloat16"))
+    chex.assert_type(results, "bfloat16")
     cases.check(results, cases.reference(case, arrays), 2e-2, 2e-2)
 
-  @parameterized.parameters(("triton", 32, 64, 16), ("mosaic_tpu", 32, 32, 32))
   @pytest.mark.integration
-  def test_any_tile_gives_the_same(self, backend, rows, keys, part):
-    case, tiles = CASES["all_masks"], _tiles(rows, keys, part)
-    results = _run(case, backend, blocks=case.blocks(rows), tiles=tiles)
+  def test_any_tile_gives_the_same(self):
+    case, tiles = CASES["all_masks"], _tiles(32, 32, 32)
+    results = _run(case, blocks=case.blocks(32), tiles=tiles)
     cases.check(results, cases.reference(case))
 
-  @parameterized.parameters(*_BACKENDS)
   @pytest.mark.integration
-  def test_keys_after_the_last_token_are_not_read(self, backend):
+  def test_keys_after_the_last_token_are_not_read(self):
     case = Case(causal=True)
     q, k, v, grad = case.arrays()
     early = np.arange(case.queries)[:, None] < 16
     active = ActiveHeads(jnp.asarray(case.active() & early), case.heads)
     after = (jnp.arange(case.keys) >= 16)[:, None, None]
     k, v = (jnp.where(after, jnp.nan, x) for x in (k, v))
-    arrays = [q, k, v, grad]
-    out, dq, _, _ = _run(case, backend, arrays, head_blocks(active, 16))
+    out, dq, _, _ = _run(case, [q, k, v, grad], head_blocks(active, 16))
     chex.assert_tree_all_finite((out, dq))
     self.assertGreater(float(jnp.abs(out).max()), 0)
 
-  @parameterized.parameters(
-    (jnp.float32, "triton"),
-    (jnp.bfloat16, "triton"),
-    (jnp.float16, "triton"),
-    (jnp.float32, "mosaic_tpu"),
-  )
   @pytest.mark.integration
-  def test_rows_without_a_pair_have_no_query(self, dtype, backend):
+  def test_rows_without_a_pair_have_no_query(self):
     case = Case(one_head=True)  # not the first one
-    q, k, v, grad = case.arrays(dtype)
+    q, k, v, grad = case.arrays()
     foreign = q.at[0, 0, 0].set(100)  # logits of -1,000
-    results, expected = (
-      _run(case, backend, [x, k - 3, v, grad]) for x in (foreign, q)
-    )
+    results, expected = (_run(case, [x, k - 3, v, grad]) for x in (foreign, q))
     chex.assert_tree_all_finite(results)
     chex.assert_trees_all_equal(results, expected)
 
-
-class ErrorsTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ("npu", "float32", 16, "backend='npu' .*'triton'"),
-    ("triton", "int32", 16, "q is int32, .* bfloat16"),
-    ("triton", "float32", 24, "rows=24 .* power of two"),
-    ("mosaic_tpu", "float32", 12, "rows=12 .* multiple of 8"),
-    ("triton", "float32", 64, "dkv.rows=48 must divide .*=64"),
-    ("mosaic_gpu", "float32", 16, "not float32 and 64"),
-    ("mosaic_gpu", "float16", 16, "rows=16 of a block must be 64 or 128"),
-  )
-  def test_what_a_back_end_lacks_is_named(self, backend, dtype, rows, message):
-    devices.need(backend)
+  def test_a_dtype_that_a_back_end_lacks_is_named(self):
     case = Case(1, 1, 1, kv_heads=1, head_dim=64)
-    call = Call(*case.arrays(dtype)[:3], Visible(), 1.0)
-    sizes = BlockSizes.of((rows, 16), (min(rows, 32), 16), (min(rows, 48), 16))
-    with self.assertRaisesRegex(ValueError, message):
-      kernel_attention(
-        call, case.blocks(rows), backend=backend, sizes=sizes, interpret=True
-      )
+    call = Call(*case.arrays()[:3], Visible(), 1.0)
+    with self.assertRaisesRegex(ValueError, "not float32 and 64"):
+      kernel_attention(call, case.blocks(64), HOPPER, interpret=True)
 
 
 class LoweringTest(parameterized.TestCase):
@@ -152,25 +97,24 @@ class LoweringTest(parameterized.TestCase):
     options=((72, "float32", ""), (64, "bfloat16", "causal"),
              (128, "float32", "causal key_mask segments"),
              (128, "bfloat16", "causal key_mask segments")),
-    backend=_BACKENDS,
   )  # fmt: skip
-  def test_lowers_without_a_warning(self, options, backend):
+  def test_lowers_without_a_warning(self, options):
     dim, dtype, masks = options
     masks = dict.fromkeys(masks.split(), True)
     case = Case(2, 200, 200, heads=8, kv_heads=4, head_dim=dim, **masks)
-    rows = block_sizes(backend, dim, dtype).rows
+    rows = block_sizes(TPU, dim, dtype).rows
 
     def call(q, k, v, grad):
       def attend(q, k, v):
         return kernel_attention(
-          Call(q, k, v, case.visible(), 1.0), case.blocks(rows), backend=backend
+          Call(q, k, v, case.visible(), 1.0), case.blocks(rows), TPU
         )
 
       out, pull = jax.vjp(attend, q, k, v)
       return out, *pull(grad)
 
     arrays = jax.eval_shape(lambda: case.arrays(dtype))
-    self.assertEqual(devices.lowered_kernels(backend, call, *arrays)[0], 3)
+    self.assertEqual(devices.lowered_kernels("tpu", call, *arrays)[0], 3)
 
 
 # Lengths of queries and keys, and what hides keys; segments need as many
@@ -271,13 +215,9 @@ def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
 class PlanTest(parameterized.TestCase):
   """Sizes for real devices; nothing is computed."""
 
-  @parameterized.parameters(
-    ("mosaic_gpu", 32, 1.15), ("mosaic_gpu", 8, 1.06), ("triton", 8, 1.04)
-  )
-  def test_tiles_hold_few_pairs_that_are_not_needed(
-    self, backend, kv_heads, most
-  ):
-    tile = block_sizes(backend, 64, "bfloat16").forward
+  @parameterized.parameters((32, 1.15), (8, 1.06))
+  def test_tiles_hold_few_pairs_that_are_not_needed(self, kv_heads, most):
+    tile = block_sizes(HOPPER, 64, "bfloat16").forward
     order = np.tile(np.arange(32), (1, 4096, 1))
     mask = np.random.default_rng(0).permuted(order, axis=-1) < 16
     active = ActiveHeads(jnp.asarray(mask), 16)
@@ -298,7 +238,7 @@ class PlanTest(parameterized.TestCase):
     # LLaMA-8B on tensor=8.
     case = Case(1, 4096, 4096, 4, 1, 128, causal)
     with devices.traced_for("tpu", "TPU v5"):
-      tile = block_sizes("mosaic_tpu", 128, "bfloat16").dkv
+      tile = block_sizes(TPU, 128, "bfloat16").dkv
       problem = case.problem(256)
       plan = tpu_plan.Plan(problem, tile.keys, keys_first=keys_first)
       cut = plan.cut

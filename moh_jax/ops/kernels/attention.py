@@ -1,90 +1,472 @@
 """Attention of the active heads in one kernel, with its gradients.
 
 The kernels read keys and values in place, and everything else as rows: the
-active (token, head) pairs of `HeadBlocks`. A forward kernel may also pick its
-rows out of the queries itself. Its results are kept as rows, so their size
-follows the number of active heads.
+active (token, head) pairs of `HeadBlocks`. Results are kept as rows, so their
+size follows the number of active heads.
 
-Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
-dim, T blocks, R rows of a block.
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, G query
+heads of a key/value head, D head dim, T blocks, R rows of a block, r rows of a
+tile, L keys of a tile, P tiles of rows, J tiles of keys.
 """
 
+import dataclasses
 import functools
-import json
-import os
-import pathlib
-from typing import Any
+import math
+from typing import Any, ClassVar, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import HALF, keep_attention
-from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.head_blocks import ActiveHeads, HeadBlocks, blocks_of
-from moh_jax.ops.kernels import tpu_decode, triton_decode
-from moh_jax.ops.kernels.hopper import Hopper
-from moh_jax.ops.kernels.problem import (
-  MAX_HEAD_DIM,
-  BlockSizes,
-  DecodeProblem,
-  Kernels,
-  Key,
-  Problem,
-  Tile,
-  fitting,
-  head_list,
-)
-from moh_jax.ops.kernels.tpu import Tpu
-from moh_jax.ops.kernels.triton import Triton
-from moh_jax.ops.target import Target, target
+from moh_jax.ops.call import Call, Visible
+from moh_jax.ops.pairs import HeadBlocks, gather_rows, scatter_rows
+from moh_jax.ops.target import Target
 
-_DTYPES = (*HALF, "float32")
+MAX_HEAD_DIM = 256
+DTYPES = (*HALF, "float32")
+LOG2_E = math.log2(math.e)
+_STATIC = {"static": True}
+
+# Inputs or outputs of a kernel.
+Arrays = tuple[jax.Array, ...]
 
 
-def unable(case: AttentionCase) -> str:
-  """See `Backend.unable`."""
-  if case.biased:
-    return "logits without a bias; 'packed' adds it"
-  if case.head_dim > MAX_HEAD_DIM:
-    return f"a head_dim of at most {MAX_HEAD_DIM}, not {case.head_dim}"
-  if case.dtype not in _DTYPES:
-    return f"one of the dtypes {', '.join(_DTYPES)}, not {case.dtype}"
-  if case.on_cpu and case.checked:
-    return f"{case.check_problem} in Pallas's interpreter, as on this CPU"
-  return pallas_backend(case.target, case.dtype, case.head_dim)[1]
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How much of the attention matrix a kernel works on at a time.
+
+  Attributes:
+    rows: rows of a tile: (token, head) pairs of one key/value head.
+    keys: columns of a tile: keys.
+    warps: warps of a program; decoding alone.
+    stages: stages of the software pipeline that loads tiles; GPUs only.
+  """
+
+  rows: int
+  keys: int
+  warps: int = 4
+  stages: int = 2
+
+  def cut(self, rows: int) -> "Tile":
+    """Returns a tile with at most this many rows."""
+    return dataclasses.replace(self, rows=min(self.rows, rows))
 
 
-def suits(case: AttentionCase, *, packs: bool) -> bool:
-  """See `Backend.suits`; a CPU interprets kernels."""
-  return not (case.on_cpu or unable(case))
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+  """Tiles of the three kernels.
+
+  Attributes:
+    forward: tile of the forward pass; its rows are R, the rows of a block of
+      the table of active heads.
+    dq: tile for the gradient of the queries; on GPUs its rows divide R.
+    dkv: tile for the gradients of keys and values; on GPUs its rows divide R.
+  """
+
+  forward: Tile
+  dq: Tile
+  dkv: Tile
+
+  @classmethod
+  def of(cls, *tiles: tuple[int, ...]) -> "BlockSizes":
+    """The tiles of the three kernels, from the numbers of each."""
+    return cls(*(Tile(*tile) for tile in tiles))
+
+  @property
+  def rows(self) -> int:
+    """R, the rows that `head_blocks` should give its blocks."""
+    return self.forward.rows
+
+  def with_rows(self, rows: int) -> "BlockSizes":
+    """Returns the sizes for a table whose blocks have this many rows."""
+    forward = dataclasses.replace(self.forward, rows=rows)
+    return BlockSizes(forward, self.dq.cut(rows), self.dkv.cut(rows))
 
 
-def form(case: AttentionCase, *, packs: bool) -> Form:
-  """See `Backend.form`."""
-  backend, _ = pallas_backend(case.target, case.dtype, case.head_dim)
-  per_head = case.queries * case.group
-  per_head = int(per_head * case.share) if packs else per_head
-  sizes = block_sizes(backend, case.head_dim, case.dtype, per_head)
-  return Form("kernel", packs, sizes.rows, backend=backend)
+def fitting(table: dict, head_dim: int, dtype: jax.typing.DTypeLike) -> Any:
+  """Looks up the default sizes of a back end.
+
+  Args:
+    table: by bytes of a number, 2 or 4, and largest head dim.
+    head_dim: D.
+    dtype: of the queries.
+
+  Raises:
+    ValueError: the head dim is too large.
+  """
+  sizes = table[max(2, min(4, jnp.dtype(dtype).itemsize))]
+  if head_dim > max(sizes):
+    raise ValueError(f"head_dim={head_dim} must be at most {max(sizes)}")
+  return sizes[min(x for x in sizes if head_dim <= x)]
 
 
-def attend(call: Call, form: Form) -> jax.Array:
-  """See `Backend.attend`."""
-  group = call.q.shape[2] // call.k.shape[2]
-  blocks = blocks_of(call.active, call.q.shape[:3], form.rows, group)
-  interpret = target().platform == "cpu"
-  return kernel_attention(
-    call, blocks, backend=form.backend, interpret=interpret
+class Ranges(NamedTuple):
+  """Ranges of what may be seen, [begin, end), and of what surely is.
+
+  For instance, causal attention of a tile with tokens 3, 5 and 6: the tile
+  reads the keys [0, 7), and all of its rows see the keys [0, 4), so these need
+  no mask. All are int32 arrays of one shape: keys, or tiles of a loop.
+
+  Attributes:
+    begin: the first that may be seen.
+    whole_begin: the first that surely is seen.
+    whole_end: where these end; at most `whole_begin` if there are none.
+    end: where those that may be seen end; at most `begin` if there are none.
+  """
+
+  begin: jax.Array
+  whole_begin: jax.Array
+  whole_end: jax.Array
+  end: jax.Array
+
+  def ordered(self) -> "Ranges":
+    """Moves them so that begin <= whole_begin <= whole_end <= end."""
+    end = jnp.maximum(self.begin, self.end)
+    first = jnp.clip(self.whole_begin, self.begin, end)
+    last = jnp.clip(self.whole_end, first, end)
+    return Ranges(self.begin, first, last, end)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """One call of the attention: shapes, masks, the table of active heads.
+
+  On a TPU several narrow heads may be one here, see `Tpu.to_rows`: K and D are
+  then those of `Kernels.arranged`.
+
+  Attributes:
+    k_shape: (B, M, K, D), the shape of keys and values.
+    dtype: of queries, keys and values.
+    visible: which keys a query sees.
+    blocks: the active (token, head) pairs.
+    scale: factor of the logits.
+    interpret: whether the kernels run in Pallas's interpreter.
+  """
+
+  k_shape: tuple[int, ...] = dataclasses.field(metadata=_STATIC)
+  dtype: jnp.dtype = dataclasses.field(metadata=_STATIC)
+  visible: Visible
+  blocks: HeadBlocks
+  scale: float = dataclasses.field(metadata=_STATIC)
+  interpret: bool = dataclasses.field(metadata=_STATIC)
+
+  @property
+  def batch(self) -> int:
+    """B."""
+    return self.k_shape[0]
+
+  @property
+  def keys(self) -> int:
+    """M."""
+    return self.k_shape[1]
+
+  @property
+  def kv_heads(self) -> int:
+    """K."""
+    return self.k_shape[2]
+
+  @property
+  def head_dim(self) -> int:
+    """D."""
+    return self.k_shape[3]
+
+  @property
+  def log2_scale(self) -> float:
+    """Factor that turns q k^T into logits of a softmax in base 2."""
+    return self.scale * LOG2_E
+
+  @property
+  def exponent_scale(self) -> float:
+    """Factor of logits that turns them into exponents of 2.
+
+    It is positive, so that the largest logit is the largest before it too: a
+    scale of at most 0 is applied to the logits themselves.
+    """
+    return self.log2_scale if self.scale > 0 else 1.0
+
+  @property
+  def queries(self) -> int:
+    """N."""
+    return self.blocks.row.shape[1]
+
+  @property
+  def group(self) -> int:
+    """G."""
+    return self.blocks.row.shape[2] // self.kv_heads
+
+  @property
+  def together(self) -> int:
+    """Key/value heads of the table that are one here, m; 1 on GPUs."""
+    return self.blocks.rank.shape[2] // self.kv_heads
+
+  @property
+  def rows(self) -> int:
+    """R."""
+    return self.blocks.token.shape[1]
+
+  @property
+  def num_blocks(self) -> int:
+    """T."""
+    return self.blocks.token.shape[0]
+
+  @property
+  def masks_by_value(self) -> bool:
+    """Whether a key mask or segments hide keys, not only their positions.
+
+    Which tiles need no mask is then unknown before the arrays are read.
+    """
+    visible = self.visible
+    return visible.key_mask is not None or visible.segments is not None
+
+  @property
+  def row_outputs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Results of the kernels that add to rows: a vector and a number each."""
+    count = self.num_blocks * self.rows
+    return (
+      jax.ShapeDtypeStruct((count, self.head_dim), self.dtype),
+      jax.ShapeDtypeStruct((count,), jnp.float32),
+    )
+
+  @property
+  def key_outputs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Gradients of keys and values."""
+    return (jax.ShapeDtypeStruct(self.k_shape, self.dtype),) * 2
+
+  def scaled(self, products: jax.Array) -> jax.Array:
+    """Products that are base-2 logits once times `exponent_scale`."""
+    return products if self.scale > 0 else products * self.log2_scale
+
+  def ranges(self, batch: jax.Array, token: jax.Array) -> Ranges:
+    """The keys that some tokens see, in the shape of `token`."""
+    keys = self.keys
+    begin, end = jnp.zeros_like(token), jnp.full_like(token, keys)
+    if self.visible.causal:
+      end = jnp.clip(token + 1 + keys - self.queries, 0, keys)
+    whole_end = end
+    if self.masks_by_value:
+      seen = self.visible.key_ranges(self.queries, keys)
+      first, last, exact = (x[batch, token] for x in seen)
+      begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
+      whole_end = jnp.where(exact, end, 0)
+    return Ranges(begin, begin, whole_end, end)
+
+  def row_masks(self) -> tuple[jax.Array | None, jax.Array | None]:
+    """What decides which keys each row sees, [T * R] int32 each, or None.
+
+    Returns:
+      The last key that a causal row sees, M in empty rows; and the segment of
+      the row's token, arbitrary in empty rows.
+    """
+    last, segments = None, self.visible.segments
+    if self.visible.causal:
+      last = self.blocks.token.reshape(-1) + (self.keys - self.queries)
+    if segments is not None:
+      token = jnp.minimum(self.blocks.token, self.queries - 1)
+      segments = segments[self.blocks.batches()[:, None], token].reshape(-1)
+    return last, segments
+
+
+def keys_of_rows(problem: Problem, rows: int, keys: int) -> Ranges:
+  """Ordered ranges of each row tile's loop over the tiles of keys, [P].
+
+  A tile reads the keys that at least one of its rows may see; those that all of
+  its rows see need no mask. The tiles of a head ascend in all four numbers.
+
+  Args:
+    problem: the call.
+    rows: r, a divisor of R.
+    keys: L.
+  """
+  # By blocks, and with M in empty rows, so that XLA makes the ranges of row
+  # tiles of all sizes in one pass.
+  token = problem.blocks.token
+  batch = problem.blocks.batches()[:, None]
+  ranges = problem.ranges(batch, jnp.minimum(token, problem.queries - 1))
+  empty = (token == problem.queries).reshape(-1, rows)
+  begin, whole_begin, whole_end, end = (
+    jnp.where(token == problem.queries, problem.keys, x).reshape(-1, rows)
+    for x in ranges
   )
+  begin, whole_end = begin.min(-1), whole_end.min(-1)
+  whole_begin, end = (
+    jnp.where(empty, 0, x).max(-1) for x in (whole_begin, end)
+  )
+  stop = jnp.where(begin < end, pl.cdiv(end, keys), 0)
+  start = jnp.minimum(begin // keys, stop)
+  whole = pl.cdiv(whole_begin, keys), whole_end // keys
+  return Ranges(start, *whole, stop).ordered()
+
+
+def rows_of_keys(problem: Problem, rows: int, keys: int) -> Ranges:
+  """Ordered ranges of each key tile's loop over row tiles, [B * K, J].
+
+  Rows of a key/value head ascend by token, so the row tiles that read a tile of
+  keys follow one another. One head of the problem is one of the table.
+
+  Args:
+    problem: the call.
+    rows: r.
+    keys: L.
+  """
+  start = jnp.arange(0, problem.keys, keys, dtype=jnp.int32)
+  stop = jnp.minimum(start + keys, problem.keys)
+  begin, whole_begin, whole_end, end = problem.ranges(
+    *jnp.indices((problem.batch, problem.queries), jnp.int32)
+  )
+  values = jnp.stack([end, whole_end, whole_begin, begin])
+  targets = jnp.stack([start + 1, stop, start + 1, stop])
+  # Values ascend by token, so these tokens are the first ones.
+  tokens = values[:, :, None] < targets[:, None, :, None]  # [4, B, J, N]
+  tokens = tokens.sum(-1, dtype=jnp.int32)
+  rank = problem.blocks.rank
+  batch = jnp.arange(problem.batch)[None, :, None]
+  below = rank[batch, jnp.maximum(tokens - 1, 0)]  # rows of each one
+  below = jnp.where((tokens > 0)[..., None], below, 0)  # [4, B, J, K]
+  count = rank[None, :, -1:]
+  next_tile = pl.cdiv(below, rows)
+  # The tile of the next row; after the last tile if there is no such row.
+  tile = jnp.where(below < count, below // rows, next_tile)
+  bounds = Ranges(tile[0], next_tile[1], tile[2], next_tile[3]).ordered()
+  first = problem.blocks.first[:-1].reshape(problem.batch, 1, -1)
+  first = first * (problem.rows // rows)
+  return Ranges(
+    *((first + x).swapaxes(1, 2).reshape(-1, len(start)) for x in bounds)
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """An input or output of a kernel: the whole array, and a program's part."""
+
+  array: jax.Array | jax.ShapeDtypeStruct
+  spec: pl.BlockSpec
+
+
+def across(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Multiplies rows [X, D] with rows [Y, D] to [X, Y] float32."""
+  return _product(a, b, (((1,), (1,)), ((), ())))
+
+
+def times(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Multiplies [X, Y] with [Y, D] to [X, D] float32."""
+  return _product(a, b, (((1,), (0,)), ((), ())))
+
+
+def _product(a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+  return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+
+
+class Kernels:
+  """The kernels of one back end of Pallas.
+
+  Rows are [T * R, D], one number per row is [T * R]; keys and values are
+  [B, M, K, D]. All have the dtype of the problem, but for numbers per row,
+  which are float32. In results, rows of unused blocks are undefined.
+
+  Attributes:
+    tiles: default `BlockSizes`, see `fitting`.
+    few_rows: key/value heads with fewer rows than this get blocks of half the
+      rows,
+    least_rows: or of so many rows.
+  """
+
+  tiles: ClassVar[dict[int, dict[int, BlockSizes]]]
+  few_rows: ClassVar[int] = 512
+  least_rows: ClassVar[int] = 64
+
+  def unable(self, device: Target, dtype: str, head_dim: int) -> str:
+    """What the kernels need to run on a device that is not there; else empty.
+
+    Args:
+      device: the device; a CPU interprets kernels.
+      dtype: name of the dtype of queries, keys and values.
+      head_dim: D.
+    """
+
+  def lacks(self, dtype: str, head_dim: int) -> str:
+    """What the kernels need of a dtype and a head dim; else empty."""
+    return ""
+
+  def product_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of products, where the widest of the arrays is another one."""
+    return dtype
+
+  def arranged(self, x: jax.Array) -> jax.Array:
+    """Keys or values [B, M, K, D] as the kernels read them."""
+    return x
+
+  def to_rows(self, problem: Problem, x: jax.Array) -> jax.Array:
+    """Reorders pairs [B, N, H, D] to rows; 0 in empty rows."""
+    return gather_rows(x, problem.blocks)
+
+  def to_pairs(self, problem: Problem, rows: jax.Array, dim: int) -> jax.Array:
+    """Reorders rows, results of a kernel, to pairs [B, N, H, D]; 0 if inactive.
+
+    Args:
+      problem: the call.
+      rows: [T * R, head dim of the problem].
+      dim: D.
+    """
+    return scatter_rows(rows, problem.blocks)
+
+  def run(
+    self, name: str, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """Runs a kernel.
+
+    - "forward" maps queries to the output and the base-2 log-sum-exp of each
+      row; both are 0 where a row sees no key.
+    - "dq" maps queries, output, log-sum-exp and gradient of the output to the
+      gradient of the queries, and the inner product of each row's output and
+      gradient.
+    - "dkv" maps queries, log-sum-exp, these inner products and the gradient of
+      the output to the gradients of keys and values.
+
+    Args:
+      name: one of these.
+      problem: the call.
+      rows: what the kernel maps, 0 in empty rows.
+      keys: keys and values.
+      tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
+    """
+
+
+def block_sizes(
+  kernels: Kernels,
+  head_dim: int,
+  dtype: jax.typing.DTypeLike,
+  per_head: int | None = None,
+) -> BlockSizes:
+  """The tiles of a back end.
+
+  Args:
+    kernels: of the back end.
+    head_dim: D, at most 256.
+    dtype: dtype of the queries.
+    per_head: rows that a key/value head has on average, N * active heads / K:
+      blocks get smaller where these are few. None keeps the blocks as they are.
+
+  Raises:
+    ValueError: the head dim is too large.
+  """
+  sizes = fitting(kernels.tiles, head_dim, dtype)
+  # The last block of each is half empty on average, which costs more the fewer
+  # blocks there are.
+  if per_head is not None and per_head < kernels.few_rows:
+    least = min(kernels.least_rows, sizes.rows)
+    sizes = sizes.with_rows(max(least, sizes.rows // 2))
+  return sizes
 
 
 def kernel_attention(
   call: Call,
   blocks: HeadBlocks,
+  kernels: Kernels,
   *,
-  backend: str,
   sizes: BlockSizes | None = None,
   interpret: bool = False,
 ) -> jax.Array:
@@ -97,12 +479,10 @@ def kernel_attention(
   Args:
     call: arrays, bfloat16, float16 or float32, without a bias.
     blocks: the active pairs, in blocks of the key/value heads. The rows of a
-      block, R, are a power of two of at least 16 for "triton", 64 or 128 for
-      "mosaic_gpu" and a multiple of 8 for "mosaic_tpu".
-    backend: of Pallas, "triton" (NVIDIA GPUs), "mosaic_gpu" (NVIDIA Hopper,
-      where it is able) or "mosaic_tpu".
-    sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
-      reduced where R is smaller than theirs.
+      block, R, are 64 or 128 on Hopper and a multiple of 8 on a TPU.
+    kernels: of a back end.
+    sizes: sizes of the tiles; None is `block_sizes`. Tiles are reduced where R
+      is smaller than theirs.
     interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
 
   Returns:
@@ -110,8 +490,7 @@ def kernel_attention(
     see no key.
 
   Raises:
-    ValueError: the back end, a dtype or R is not supported, or a tile's rows
-      do not divide R.
+    ValueError: a dtype or the head dim is not supported.
   """
   q, k, v = call.q, call.k, call.v
   chex.assert_rank((q, k, v), 4)
@@ -119,82 +498,41 @@ def kernel_attention(
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
   chex.assert_shape(blocks.row, q.shape[:3])
   chex.assert_shape(blocks.rank, (*q.shape[:2], k.shape[2]))
-  dtype = product_dtype(backend, q.shape[-1], q=q, k=k, v=v)
+  dtype = kernels.product_dtype(jnp.result_type(q, k, v))
+  if reason := kernels.lacks(dtype.name, q.shape[-1]):
+    raise ValueError(f"the kernel needs {reason}")
   if sizes is None:
-    sizes = block_sizes(backend, q.shape[-1], dtype)
+    sizes = block_sizes(kernels, q.shape[-1], dtype)
   sizes = sizes.with_rows(blocks.token.shape[1])
-  kernels = BACKENDS[backend]
-  kernels.check(sizes)
   q, k, v = (x.astype(dtype) for x in (q, k, v))
   k, v = kernels.arranged(k), kernels.arranged(v)
   masks, scale = call.visible, float(call.scale)
   problem = Problem(k.shape, dtype, masks, blocks, scale, interpret)
-  out = _attend(q, k, v, problem, (kernels, sizes))
+  out = _attend_rows(q, k, v, problem, (kernels, sizes))
   return out.astype(call.v.dtype)
 
 
-def product_dtype(backend: str, head_dim: int, **arrays: Any) -> jnp.dtype:
-  """The widest dtype of arrays that a back end multiplies.
-
-  Args:
-    backend: of Pallas, one of `BACKENDS`.
-    head_dim: D.
-    **arrays: by the names that an error gives them.
-
-  Raises:
-    ValueError: no kernels exist for the back end, or they do not read a dtype.
-  """
-  if backend not in BACKENDS:
-    raise ValueError(f"backend={backend!r} must be one of {set(BACKENDS)}")
-  for name, x in arrays.items():
-    if x.dtype.name not in _DTYPES:
-      known = ", ".join(_DTYPES)
-      raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
-  dtype = jnp.result_type(*arrays.values())
-  if reason := BACKENDS[backend].lacks(dtype.name, head_dim):
-    raise ValueError(f"backend={backend!r} needs {reason}")
-  if backend == "mosaic_tpu" and dtype == jnp.float16:
-    return jnp.dtype(jnp.float32)  # TPUs have no float16
-  return dtype
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, problem, options):
+def _attend_rows(q, k, v, problem, options):
   return _forward(q, k, v, problem, options)[0]
-
-
-@jax.custom_jvp
-def _once(arrays):
-  return arrays
-
-
-@_once.defjvp
-def _refuse(arrays, tangents):
-  raise ValueError(
-    "kernels of attention have no second derivatives; implementation='packed' "
-    "and 'dense' have them"
-  )
 
 
 # Indices in kernels are int32, also with `jax_enable_x64`.
 @jax.enable_x64(False)
 def _forward(q, k, v, problem, options):
-  q, k, v = _once((q, k, v))
   (kernels, sizes), dim = options, q.shape[-1]
-  if not kernels.picks_rows:
-    q = kernels.to_rows(problem, q)
+  rows = kernels.to_rows(problem, q)
   out, log_sums = keep_attention(
-    kernels.run("forward", problem, (q,), (k, v), sizes.forward)
+    kernels.run("forward", problem, (rows,), (k, v), sizes.forward)
   )
-  saved = q, k, v, problem, out, log_sums
+  saved = rows, k, v, problem, out, log_sums
   return kernels.to_pairs(problem, out, dim), saved
 
 
 @jax.enable_x64(False)
 def _backward(options, saved, grad):
-  (kernels, sizes), dim, grad = options, grad.shape[-1], _once(grad)
-  q, k, v, problem, out, log_sums = saved
-  rows = kernels.to_rows(problem, q) if kernels.picks_rows else q
+  (kernels, sizes), dim = options, grad.shape[-1]
+  rows, k, v, problem, out, log_sums = saved
   grad = kernels.to_rows(problem, grad)
   given = rows, out, log_sums, grad
   dq, inner = kernels.run("dq", problem, given, (k, v), sizes.dq)
@@ -203,239 +541,4 @@ def _backward(options, saved, grad):
   return kernels.to_pairs(problem, dq, dim), dk, dv, None
 
 
-_attend.defvjp(_forward, _backward)
-
-
-FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
-# By the name that Pallas has for them; the first that is able runs a call.
-BACKENDS: dict[str, Kernels] = {
-  "mosaic_gpu": Hopper(),
-  "triton": Triton(),
-  "mosaic_tpu": Tpu(),
-}
-
-
-def pallas_backend(
-  device: Target, dtype: str = "", head_dim: int = 0
-) -> tuple[str, str]:
-  """The first back end that is able to run on a device.
-
-  Args:
-    device: the device; a CPU interprets kernels.
-    dtype: name of the dtype of queries, keys and values; without it the back
-      end is one that serves all.
-    head_dim: D.
-
-  Returns:
-    Its name, and what would be needed if there is none.
-  """
-  call = device, dtype, head_dim
-  for name, kernels in BACKENDS.items():
-    if not kernels.unable(*call):
-      return name, ""
-  return "", BACKENDS["triton"].unable(*call)
-
-
-def kernel_options(
-  device: Target, dtype: str = "", head_dim: int = 0
-) -> dict[str, Any]:
-  """The keyword arguments with which the functions of kernels run on a device.
-
-  Args:
-    device: the device.
-    dtype: as in `pallas_backend`.
-    head_dim: D.
-
-  Returns:
-    "backend", the back end of Pallas, and "interpret", True on a CPU.
-
-  Raises:
-    ValueError: no kernels exist for the device.
-  """
-  backend, reason = pallas_backend(device, dtype, head_dim)
-  if reason:
-    raise ValueError(f"implementation='kernel' needs {reason}")
-  return {"backend": backend, "interpret": device.platform == "cpu"}
-
-
-def has_kernels(device: Target, dtype: str = "", head_dim: int = 0) -> bool:
-  """Whether kernels are compiled for a device; a CPU interprets them, slowly.
-
-  Args:
-    device: the device.
-    dtype: as in `pallas_backend`.
-    head_dim: D.
-  """
-  compiled = device.platform != "cpu"
-  return compiled and not pallas_backend(device, dtype, head_dim)[1]
-
-
-def block_sizes(
-  backend: str,
-  head_dim: int,
-  dtype: jax.typing.DTypeLike,
-  per_head: int | None = None,
-) -> BlockSizes:
-  """Looks up the tiles for the device that a program is traced for.
-
-  Args:
-    backend: of Pallas, one of `BACKENDS`.
-    head_dim: D, at most 256.
-    dtype: dtype of the queries.
-    per_head: rows that a key/value head has on average, N * active heads / K:
-      blocks get smaller where these are few. None keeps the blocks as they are.
-
-  Returns:
-    Measured sizes if the file of the environment has them, else the defaults.
-
-  Raises:
-    ValueError: the head dim is too large.
-  """
-  dtype, kernels = jnp.dtype(dtype), BACKENDS[backend]
-  sizes = measured().get(Key(backend, target().kind, head_dim, dtype.name))
-  if sizes is None:
-    sizes = fitting(kernels.tiles, head_dim, dtype)
-  # The last block of each is half empty on average, which costs more the fewer
-  # blocks there are.
-  if per_head is not None and per_head < kernels.few_rows:
-    least = min(kernels.least_rows, sizes.rows)
-    sizes = sizes.with_rows(max(least, sizes.rows // 2))
-  return sizes
-
-
-def read(path: str | os.PathLike) -> dict[Key, BlockSizes]:
-  """Reads a file of measured sizes, as `benchmarks.tiles` writes it.
-
-  Args:
-    path: a JSON list with one entry per `Key`.
-
-  Raises:
-    OSError: the file cannot be read.
-    ValueError: it is not such a file, or its tiles would give wrong results.
-  """
-  try:
-    return dict(map(_parse, json.loads(pathlib.Path(path).read_text())))
-  except (KeyError, RecursionError, TypeError, ValueError) as error:
-    raise ValueError(
-      f"{path} is not a file of block sizes, for {FILE_VARIABLE}: {error}"
-    ) from None
-
-
-def _parse(entry: dict) -> tuple[Key, BlockSizes]:
-  """Reads and checks one entry of a file."""
-  entry, tiles = dict(entry), {}
-  key = Key(*(entry.pop(name) for name in Key._fields))
-  if key.backend not in BACKENDS:
-    raise ValueError(f"backend={key.backend!r} must be one of {list(BACKENDS)}")
-  if not 1 <= key.head_dim <= MAX_HEAD_DIM:
-    raise ValueError(
-      f"head_dim={key.head_dim!r} must be in [1, {MAX_HEAD_DIM}]"
-    )
-  for name, tile in entry.items():
-    try:
-      tiles[name] = Tile(**tile)
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"{name}: {error}") from None
-  BACKENDS[key.backend].check(sizes := BlockSizes(**tiles))
-  return key._replace(dtype=jnp.dtype(key.dtype).name), sizes
-
-
-@functools.cache
-def measured() -> dict[Key, BlockSizes]:
-  """Reads the file that MOH_JAX_BLOCK_SIZES names, once; empty without it."""
-  path = os.environ.get(FILE_VARIABLE)
-  return read(path) if path else {}
-
-
-# By back end of Pallas.
-_KERNELS = {"triton": triton_decode, "mosaic_tpu": tpu_decode}
-
-
-def attend_to_cache(
-  q: jax.Array, cache: LayerCache, slots: Slots, active: ActiveHeads | None
-) -> jax.Array:
-  """Attention of one new token per text, on the device that it is traced for.
-
-  Args:
-    q: [B, 1, H, D].
-    cache: keys and values [B, K, M, D].
-    slots: which slots each token sees.
-    active: the active heads; None is every head.
-
-  Returns:
-    [B, 1, H, D] in the dtype of q; 0 for inactive heads and for tokens that
-    see no slot, NaN for texts whose token has too many heads.
-
-  Raises:
-    ValueError: a dtype or the head dim is not supported.
-  """
-  active, factor = (None, 1.0) if active is None else active.bounded()
-  options = kernel_options(target())
-  return factor * kernel_decode(q, cache, slots, active, **options)
-
-
-@jax.enable_x64(False)  # indices in kernels are int32
-def kernel_decode(
-  q: jax.Array,
-  cache: LayerCache,
-  slots: Slots,
-  active: ActiveHeads | None,
-  *,
-  backend: str,
-  interpret: bool = False,
-) -> jax.Array:
-  """Softmax attention of one new token per text, without gradients.
-
-  Sums are float32. Queries and keys are multiplied in the wider of their
-  dtypes; a narrower cache is widened as it is read. The scales of an int8 cache
-  multiply logits and weights. TPUs have no float16: a float16 cache is copied
-  to float32 first.
-
-  Args:
-    q: [B, 1, H, D] bfloat16, float16 or float32.
-    cache: keys and values [B, K, M, D] in one of these dtypes, or int8 with
-      scales; query head h reads key/value head h // (H / K).
-    slots: which slots each token sees.
-    active: the active heads; None is every head. A key/value head is read if
-      any of its query heads is active.
-    backend: of Pallas, "triton" (NVIDIA GPUs) or "mosaic_tpu".
-    interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
-
-  Returns:
-    [B, 1, H, D] in the dtype of q; 0 for inactive heads and for tokens that
-    see no slot.
-
-  Raises:
-    ValueError: the back end, a dtype or the head dim is not supported.
-  """
-  chex.assert_rank((q, cache.k), 4)
-  batch, _, heads, dim = q.shape
-  kv_heads, most_slots = cache.k.shape[1:3]
-  chex.assert_shape(q, (batch, 1, heads, dim))
-  chex.assert_shape((cache.k, cache.v), (batch, kv_heads, most_slots, dim))
-  first = slots.first.astype(jnp.int32)
-  end = jnp.broadcast_to(slots.start + 1, first.shape).astype(jnp.int32)
-  if cache.k_scale is None:
-    dtype = product_dtype(backend, dim, q=q, k=cache.k, v=cache.v)
-    if backend == "mosaic_tpu" and cache.k.dtype == jnp.float16:
-      cache = jax.tree.map(lambda x: x.astype(jnp.float32), cache)
-  else:
-    dtype = product_dtype(backend, dim, q=q)  # holds all values of int8
-  shape = batch, kv_heads, heads // kv_heads, dim
-  chosen = jnp.broadcast_to((first < end)[:, None, None], shape[:3])
-  most = kv_heads
-  if active is not None:
-    chex.assert_shape(active.mask, (batch, 1, heads))
-    chosen = chosen & active.mask.reshape(shape[:3])
-    most = min(kv_heads, active.max_per_token)
-  problem = DecodeProblem(
-    cache,
-    head_list(chosen.any(-1), most),
-    jnp.maximum(first, 0),
-    jnp.minimum(end, most_slots),
-    dtype,
-    interpret,
-  )
-  out = _KERNELS[backend].attend(problem, q.astype(dtype).reshape(shape))
-  out = jnp.where(chosen[..., None], out, 0.0)
-  return out.astype(q.dtype).reshape(q.shape)
+_attend_rows.defvjp(_forward, _backward)

@@ -23,6 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.basics import HALF
+from moh_jax.ops.kernels.attention import (
+  LOG2_E,
+  Arrays,
+  BlockSizes,
+  Kernels,
+  Problem,
+  Tile,
+  keys_of_rows,
+  rows_of_keys,
+)
 from moh_jax.ops.kernels.hopper_program import (
   MATRIX,
   PART,
@@ -35,16 +45,6 @@ from moh_jax.ops.kernels.hopper_program import (
   column,
   hide,
   row,
-)
-from moh_jax.ops.kernels.problem import (
-  LOG2_E,
-  Arrays,
-  BlockSizes,
-  Kernels,
-  Problem,
-  Tile,
-  keys_of_rows,
-  rows_of_keys,
 )
 from moh_jax.ops.target import Target
 
@@ -72,10 +72,6 @@ class Hopper(Kernels):
     if device.cuda in _MISCOMPILING_CUDA:
       return f"a CUDA that compiles its kernels well, not {device.cuda}"
     return self.lacks(dtype, head_dim)
-
-  def rows_must_be(self, rows: int) -> str:
-    """See `Kernels.rows_must_be`."""
-    return "" if rows in (PART, 2 * PART) else f"{PART} or {2 * PART} on Hopper"
 
   def lacks(self, dtype: str, head_dim: int) -> str:
     """See `Kernels.lacks`."""

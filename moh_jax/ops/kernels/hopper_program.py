@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moh_jax.ops.kernels.problem import Arrays, Problem, Tile, across, times
+from moh_jax.ops.kernels.attention import Arrays, Problem, Tile, across, times
 from moh_jax.ops.target import target, vary_alike
 
 # Rows of a consumer's part of a tile: what one product instruction takes.

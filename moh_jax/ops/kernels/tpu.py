@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from moh_jax.ops.head_layout import fill_lanes, heads_in_lanes, in_place
-from moh_jax.ops.kernels.problem import (
+from moh_jax.ops.kernels.attention import (
   LOG2_E,
   Arrays,
   BlockSizes,
@@ -42,7 +42,6 @@ class Tpu(Kernels):
     2: {256: BlockSizes.of((256, 1024), (256, 1024), (256, 512))},
     4: {256: BlockSizes.of((256, 512), (256, 512), (256, 512))},
   }
-  cuts_blocks = False
   few_rows = 768
   least_rows = 128
 
@@ -51,9 +50,9 @@ class Tpu(Kernels):
     able = device.platform in ("cpu", "tpu")
     return "" if able else f"a TPU, this is a {device.platform} ({device.kind})"
 
-  def rows_must_be(self, rows: int) -> str:
-    """See `Kernels.rows_must_be`."""
-    return "a multiple of 8" if rows % 8 else ""
+  def product_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+    """See `Kernels.product_dtype`: TPUs have no float16."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
   def arranged(self, x: jax.Array) -> jax.Array:
     """Arranges keys or values [B, M, K, D] as [B, M, K / m, W].

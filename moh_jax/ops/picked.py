@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.pairs import ActiveHeads
 
 
 def attend_picked(

@@ -38,9 +38,7 @@ class ActiveHeads:
       `max_per_token`. On a mesh a device's heads are picked by some tokens more
       often than by others.
     parts: K where a token has at most max_per_token / K query heads of each
-      key/value head, static, see `ops.picked_heads`; 1 where it may have any.
-    unit: heads of a key/value head that are active together, static; 1 where
-      each may be alone.
+      key/value head, static, see `ops.picked`; 1 where it may have any.
   """
 
   mask: jax.Array
@@ -49,7 +47,6 @@ class ActiveHeads:
     default=None, metadata={"static": True}
   )
   parts: int = dataclasses.field(default=1, metadata={"static": True})
-  unit: int = dataclasses.field(default=1, metadata={"static": True})
 
   @property
   def share(self) -> float:
@@ -216,26 +213,6 @@ def blocks_of(
     first=jnp.arange(count + 1, dtype=jnp.int32) * each,
     rank=jnp.broadcast_to((position + 1) * group, (batch, tokens, kv_heads)),
   )
-
-
-def sequence_rows(active: ActiveHeads) -> tuple[PairRows, jax.Array]:
-  """Makes the table of the active pairs with one range of rows per head.
-
-  Rows of a range are filled from its start, sorted by token.
-
-  Args:
-    active: the heads that each token uses.
-
-  Returns:
-    The table, whose rows are B * H ranges of N; and the rows used of each,
-    [B * H] int32.
-  """
-  batch, tokens, heads = active.mask.shape
-  rank, place = _ranks(active.mask, 1)
-  start = jnp.arange(batch * heads, dtype=jnp.int32) * tokens
-  row = place + start.reshape(batch, 1, heads)
-  table = _pair_rows(active.mask, row, batch * heads * tokens)
-  return table, rank[:, -1].reshape(-1)
 
 
 def _ranks(active: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:

@@ -1,10 +1,8 @@
 """Key/value caches: what is stored, attention to it, and its kernels."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
 from unittest import mock
 
 import chex
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.ops import dense
 from moh_jax.ops.attention import attention, cached_attention
 from moh_jax.ops.cache import (
   LayerCache,
@@ -24,14 +21,14 @@ from moh_jax.ops.cache import (
   split_texts,
   write_cache,
 )
-from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels import tpu_decode, triton_decode
-from moh_jax.ops.kernels.attention import kernel_decode
-from moh_jax.ops.kernels.problem import Tile
+from moh_jax.ops.dense import cached_dense_attention
+from moh_jax.ops.kernels import decode
+from moh_jax.ops.kernels.attention import Tile
+from moh_jax.ops.pairs import ActiveHeads
 from tests.ops import devices
 
 B, K, M, D = 2, 2, 8, 6
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = ("float32", "bfloat16")
 write = jax.jit(write_cache)
 
 
@@ -53,11 +50,7 @@ def filled(
 
 def stored(cache: LayerCache, name: str) -> np.ndarray:
   """Keys or values as floats, [B, M, K, D]."""
-  x = np.asarray(getattr(cache, name), np.float32)
-  scale = getattr(cache, f"{name}_scale")
-  if scale is not None:
-    x = x * np.asarray(scale.mT)
-  return x.swapaxes(1, 2)
+  return np.asarray(getattr(cache, name), np.float32).swapaxes(1, 2)
 
 
 class SlotsTest(parameterized.TestCase):
@@ -80,7 +73,7 @@ class WriteCacheTest(parameterized.TestCase):
     after = write(before, k, v, jnp.int32(slot))
     chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
     inside = slice(slot, slot + tokens)
-    atol = {"float32": 0, "bfloat16": 0.02, "int8": 0.02}[dtype]
+    atol = {"float32": 0, "bfloat16": 0.02}[dtype]
     for name, new in (("k", k), ("v", v)):
       np.testing.assert_allclose(stored(after, name)[:, inside], new, atol=atol)
       kept = np.delete(stored(after, name), inside, axis=1)
@@ -94,19 +87,8 @@ class WriteCacheTest(parameterized.TestCase):
       for ours, theirs in zip(*map(jax.tree.leaves, (apart, alone))):
         np.testing.assert_array_equal(ours[text], theirs[text])
 
-  def test_int8_is_off_by_half_a_step_of_its_vector_at_most(self):
-    k = vectors(M, seed=5) * jnp.array([1e-3, 50.0])[:, None, None, None]
-    cache = make_cache(B, K, M, D, "int8")
-    cache = write(cache, k, k, jnp.int32(0))
-    largest = np.abs(np.asarray(k)).max(-1, keepdims=True)
-    gap = np.abs(stored(cache, "k") - np.asarray(k))
-    bound = largest / 127 / 2
-    self.assertTrue(np.all(gap <= bound * 1.0001))
-    self.assertGreater((gap / bound).max(), 0.5)  # and the bound is tight
-    self.assertEqual(int(jnp.abs(cache.k).max()), 127)
 
-
-_attend = jax.jit(cached_attention, static_argnames="form")
+_attend = jax.jit(cached_attention, static_argnames="implementation")
 _dense = jax.jit(attention, static_argnames="causal")
 
 
@@ -120,14 +102,14 @@ class CachedAttentionTest(parameterized.TestCase):
     *((case, "float32", jnp.float32)
       for case in ((2, 1, 8), (6, 3, 3), (6, 1, 3))),
     *itertools.product(
-      ((4, 2, 5),), ("bfloat16", "int8"), (jnp.float32, jnp.bfloat16)
+      ((4, 2, 5),), ("bfloat16",), (jnp.float32, jnp.bfloat16)
     ),
   )  # fmt: skip
   def test_equals_dense_attention_to_what_is_stored(self, case, dtype, q_dtype):
     (heads, new, seen), (cache, *_) = case, filled(dtype)
     q = vectors(new, heads, dtype=q_dtype)
     k, v = (jnp.asarray(stored(cache, name)[:, :seen]) for name in "kv")
-    out = _attend(q, cache, _slots(new, seen), "dense")
+    out = _attend(q, cache, _slots(new, seen), None, "dense")
     chex.assert_shape(out, q.shape)
     chex.assert_type(out, q_dtype)
     expected = _dense(q.astype(jnp.float32), k, v, causal=True)
@@ -145,7 +127,7 @@ class CachedAttentionTest(parameterized.TestCase):
     chex.assert_shape(merged.k, (B * K, M, D))
     chex.assert_trees_all_equal(split_texts(merged, B), after)
     q, slots = vectors(1, 2 * K), Slots(jnp.asarray(slot), jnp.array([0, 1]))
-    outs = [_attend(q, cache, slots, form) for cache in (after, merged)]
+    outs = [_attend(q, cache, slots, None, form) for cache in (after, merged)]
     np.testing.assert_allclose(*outs, atol=1e-6)
 
   def test_more_heads_than_the_bound_give_nan_in_their_text(self):
@@ -153,26 +135,12 @@ class CachedAttentionTest(parameterized.TestCase):
     q, slots = vectors(1, 4), _slots(1, 5)
     mask = np.arange(4) <= 3 * (np.arange(B) == 0)[:, None, None]
     active = ActiveHeads(jnp.asarray(mask), 1)
-    out = _attend(q, cache, slots, "kernel", active)
+    out = _attend(q, cache, slots, active, "kernel")
     self.assertTrue(np.isnan(out[0]).any())
-    expected = jnp.where(mask[..., None], _attend(q, cache, slots, "dense"), 0)
+    expected = jnp.where(
+      mask[..., None], _attend(q, cache, slots, None, "dense"), 0
+    )
     np.testing.assert_allclose(out[1:], expected[1:], atol=2e-6)
-
-
-_BACKENDS = ("triton", "mosaic_tpu")
-_INT8 = "int8"
-
-
-@contextlib.contextmanager
-def _small_tiles() -> Iterator[None]:
-  """Context in which tiles have 16 slots, and splits at least as many."""
-  tiles = {size: {512: Tile(16, 16)} for size in (2, 4)}
-  with (
-    mock.patch.object(triton_decode, "TILES", tiles),
-    mock.patch.object(tpu_decode, "TILES", tiles),
-    mock.patch.object(triton_decode, "_MIN_SLOTS", 16),
-  ):
-    yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,13 +160,8 @@ class _Case:
     stored = batch, self.kv_heads, self.slots, self.head_dim
     q = rng.normal(size=(batch, 1, self.heads, self.head_dim))
     k, v = rng.normal(size=(2, *stored))
-    q = jnp.asarray(q, dtype)
-    if cache_dtype != _INT8:
-      k, v = (jnp.asarray(x, cache_dtype or dtype) for x in (k, v))
-      return q, LayerCache(k, v)
-    k, v = (jnp.asarray(np.clip(40 * x, -127, 127), jnp.int8) for x in (k, v))
-    scales = rng.uniform(0.01, 0.05, (2, *stored[:2], 1, self.slots))
-    return q, LayerCache(k, v, *jnp.asarray(scales, jnp.float32))
+    k, v = (jnp.asarray(x, cache_dtype or dtype) for x in (k, v))
+    return jnp.asarray(q, dtype), LayerCache(k, v)
 
   def bounds(self) -> tuple[jax.Array, jax.Array]:
     return tuple(jnp.asarray(x, jnp.int32) for x in zip(*self.seen))
@@ -259,127 +222,77 @@ _CASES = {
 def _reference(case: _Case, q, cache) -> jax.Array:
   """The dense form in float32, 0 for heads that are not active."""
   first, end = case.bounds()
-  q, cache = jax.tree.map(
-    lambda x: x if x.dtype == jnp.int8 else x.astype(jnp.float32), (q, cache)
-  )
-  out = dense.attend_to_cache(q, cache, Slots(end - 1, first))
+  q, cache = jax.tree.map(lambda x: x.astype(jnp.float32), (q, cache))
+  out = cached_dense_attention(q, cache, Slots(end - 1, first))
   active = case.active()
   return out if active is None else out * active.mask[..., None]
 
 
-def _decode(case, q, cache, backend, interpret=True):
+def _decode(case, q, cache, interpret=True):
   first, end = case.bounds()
-  return kernel_decode(
-    q, cache, Slots(end - 1, first), case.active(), backend=backend,
-    interpret=interpret,
-  )  # fmt: skip
+  slots = Slots(end - 1, first)
+  return decode.decode_attention(
+    q, cache, slots, case.active(), interpret=interpret
+  )
 
 
-# The others are under the marker `integration`.
-_FEW = ("padding", "many_splits", "hidden_text", "grouped", "no_head", "few")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _kernel(case, backend, q, cache):
-  devices.need(backend)
-  with _small_tiles():
-    return _decode(case, q, cache, backend)
+@functools.partial(jax.jit, static_argnums=0)
+def _kernel(case, q, cache):
+  """With tiles of 16 slots, and splits of at least as many."""
+  tiles = {size: {512: Tile(16, 16)} for size in (2, 4)}
+  with mock.patch.multiple(decode, TILES=tiles, _MIN_SLOTS=16):
+    return _decode(case, q, cache)
 
 
 class InterpretedTest(parameterized.TestCase):
-  @parameterized.product(name=_FEW, backend=_BACKENDS)
+  @parameterized.parameters(*_CASES)
   @pytest.mark.integration
-  def test_equals_the_dense_form(self, name, backend):
-    self._check(name, backend)
-
-  @parameterized.product(
-    name=[name for name in _CASES if name not in _FEW], backend=_BACKENDS
-  )
-  @pytest.mark.integration
-  def test_other_cases_equal_the_dense_form(self, name, backend):
-    self._check(name, backend)
-
-  def _check(self, name, backend):
+  def test_equals_the_dense_form(self, name):
     case = _CASES[name]
     arrays = case.arrays()
-    out = _kernel(case, backend, *arrays)
+    out = _kernel(case, *arrays)
     np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
 
-  @parameterized.product(
-    dtypes=(
-      (jnp.bfloat16, jnp.bfloat16, 1e-2),
-      # The wider of both: nothing is rounded but the result.
-      (jnp.float32, jnp.float16, 2e-6),
-      (jnp.float16, jnp.bfloat16, 2e-3),
-      (jnp.float32, _INT8, 2e-6),
-      (jnp.bfloat16, _INT8, 1e-2),
-    ),
-    backend=_BACKENDS,
+  @parameterized.parameters(
+    (jnp.bfloat16, jnp.bfloat16, 1e-2),
+    # The wider of both: nothing is rounded but the result.
+    (jnp.float32, jnp.float16, 2e-6),
   )
   @pytest.mark.integration
-  def test_dtypes(self, dtypes, backend):
+  def test_dtypes(self, dtype, cache_dtype, atol):
     case = _CASES["grouped"]
-    dtype, cache_dtype, atol = dtypes
     arrays = case.arrays(dtype, cache_dtype)
-    out = _kernel(case, backend, *arrays)
+    out = _kernel(case, *arrays)
     chex.assert_type(out, dtype)
     out = np.asarray(out, np.float64)
     np.testing.assert_allclose(out, _reference(case, *arrays), atol=atol)
 
-  @parameterized.product(
-    case=(("many_splits", jnp.float32), ("hidden_text", _INT8),
-          ("few", jnp.float32), ("few", _INT8)),
-    backend=_BACKENDS,
-  )  # fmt: skip
+  @parameterized.parameters("many_splits", "few")
   @pytest.mark.integration
-  def test_what_is_not_seen_may_be_anything(self, case, backend):
-    name, dtype = case
+  def test_what_is_not_seen_may_be_anything(self, name):
     case = _CASES[name]
-    q, cache = case.arrays(cache_dtype=dtype)
+    q, cache = case.arrays()
     read = case.is_read()[..., None] & case.visible()[:, None]  # [B, K, M]
     self.assertFalse(read.all())
-
-    def spoil(x: jax.Array) -> jax.Array:
-      own = read[..., None] if x.shape[2] > 1 else read[:, :, None]
-      return jnp.where(own, x, -128 if x.dtype == jnp.int8 else jnp.nan)
-
-    out = _kernel(case, backend, q, jax.tree.map(spoil, cache))
-    chex.assert_trees_all_equal(out, _kernel(case, backend, q, cache))
+    spoilt = jax.tree.map(
+      lambda x: jnp.where(read[..., None], x, jnp.nan), cache
+    )
+    out = _kernel(case, q, spoilt)
     np.testing.assert_allclose(out, _reference(case, q, cache), atol=2e-6)
-
-  # On two cores, whose memory holds NaN where nothing was written.
-  @parameterized.parameters(
-    "padding", "many_splits", "hidden_text", "first_text_chose_nothing",
-    "grouped", "no_head", "one_slot",
-  )  # fmt: skip
-  @pytest.mark.slow
-  def test_equals_the_dense_form_without_races(self, name):
-    case = _CASES[name]
-    arrays = case.arrays()
-    with devices.simulated_tpu(2):
-      call = functools.partial(_kernel.__wrapped__, case, "mosaic_tpu")
-      out = jax.block_until_ready(jax.jit(call)(*arrays))
-    np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
 
 
 class LoweringTest(parameterized.TestCase):
   """What a machine without the device can check: that kernels lower."""
 
-  @parameterized.product(
-    options=(
-      (jnp.bfloat16, jnp.bfloat16, 5120, 128),
-      (jnp.float32, jnp.bfloat16, 1100, 80),
-      (jnp.bfloat16, _INT8, 1100, 80),
-      (jnp.bfloat16, _INT8, 20, 64),
-    ),
-    backend=_BACKENDS,
+  @parameterized.parameters(
+    (jnp.bfloat16, jnp.bfloat16, 5120, 128),
+    (jnp.float32, jnp.bfloat16, 1100, 80),
   )
-  def test_lowers_and_copies_no_cache(self, options, backend):
-    *dtypes, slots, head_dim = options
-    case = _Case(16, 8, slots, head_dim, seen=((0, slots),) * 4)
-    call = functools.partial(_decode, case, backend=backend, interpret=False)
-    shapes = jax.eval_shape(lambda: case.arrays(*dtypes))
-    count, jaxpr = devices.lowered_kernels(backend, call, *shapes)
+  def test_lowers_and_copies_no_cache(self, dtype, cache_dtype, slots, dim):
+    case = _Case(16, 8, slots, dim, seen=((0, slots),) * 4)
+    call = functools.partial(_decode, case, interpret=False)
+    shapes = jax.eval_shape(lambda: case.arrays(dtype, cache_dtype))
+    count, jaxpr = devices.lowered_kernels("gpu", call, *shapes)
     self.assertEqual(count, 1)
     large = {
       equation.primitive.name
@@ -387,8 +300,4 @@ class LoweringTest(parameterized.TestCase):
       for out in equation.outvars
       if out.aval.size >= shapes[1].k.size
     }
-    kept = {"reshape", "squeeze"}
-    if backend == "mosaic_tpu":
-      # Another order of the dimensions is one that a TPU stores them in.
-      kept |= {"transpose", "with_memory_space_constraint"}
-    self.assertEqual(large - kept, set())
+    self.assertEqual(large - {"reshape", "squeeze"}, set())

@@ -1,4 +1,8 @@
-"""Attention of all heads on TPUs, by JAX's splash attention kernel.
+"""Attention of every head by others' kernels: cuDNN's, and JAX's for TPUs.
+
+They skip no inactive heads. Told the lengths of their queries, cuDNN takes as
+long in the forward pass for half of them as for all, and what its backward pass
+skips makes it no faster than the kernel (measured on an H100).
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim.
@@ -13,51 +17,57 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
 
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.basics import ATTENTION
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
 
-_BLOCK = 512  # queries, and keys, of a tile at most
-_DTYPES = ("bfloat16", "float32")
-_MAX_HEAD_DIM = 256
+_BLOCK = 512  # queries, and keys, of a tile of splash at most
 
 
-def unable(case: AttentionCase) -> str:
-  """See `Backend.unable`."""
-  if case.target.platform != "tpu":
-    return f"a TPU, this is a {case.target.platform}"
-  if jax.config.jax_enable_x64:
-    return "no jax_enable_x64: its gradients mix int32 and int64"
-  if case.checked:
-    return case.check_problem
-  if case.biased:
-    return "logits without a bias"
-  if case.dtype not in _DTYPES:
-    return f"one of the dtypes {_DTYPES}, not {case.dtype}"
-  if case.head_dim > _MAX_HEAD_DIM:
-    return f"a head_dim of at most {_MAX_HEAD_DIM}, not {case.head_dim}"
-  sizes = case.queries, case.keys
-  if any(x % LANES for x in sizes) or (case.causal and sizes[0] > sizes[1]):
-    return f"lengths that are multiples of {LANES}, and enough keys: {sizes}"
-  return ""
+def cudnn_attention(call: Call, implementation: str = "cudnn") -> jax.Array:
+  """Softmax attention by `jax.nn.dot_product_attention`.
+
+  Args:
+    call: arrays, bfloat16 or float16 for cuDNN.
+    implementation: "cudnn", or "xla" for tests without a GPU.
+
+  Returns:
+    [B, N, H, D] in the dtype of v; 0 for queries that see no key.
+  """
+  q, k, v, bias, visible = call.q, call.k, call.v, call.bias, call.visible
+  causal = visible.causal and q.shape[1] == k.shape[1]
+  if causal:  # cuDNN applies this mask itself and skips hidden tiles
+    visible = Visible(visible.key_mask, visible.segments)
+  sizes = q.shape[1], k.shape[1]
+  mask = visible.mask(*sizes)
+  if bias is not None:
+    # cuDNN makes NaN of rows that are all -inf, and gradients that are NaN of
+    # a float32 bias beside 16-bit queries (jax-ml/jax#32242).
+    bias = bias.astype(q.dtype)
+    seen = bias != -jnp.inf
+    bias = jnp.where(seen, bias, 0)
+    mask = seen if mask is None else mask & seen
+  # It broadcasts examples and heads alone (jax-ml/jax#28974).
+  bias, mask = jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (*x.shape[:2], *sizes)), (bias, mask)
+  )
+  out = jax.nn.dot_product_attention(
+    q, k, v, bias=bias, mask=mask, is_causal=causal, scale=call.scale,
+    implementation=implementation,
+  )  # fmt: skip
+  if mask is None:
+    return out
+  if causal:
+    mask = mask & jnp.tri(q.shape[1], dtype=bool)[None, None]
+  seen = mask.any(-1).swapaxes(1, 2)[..., None]  # 1 where sizes may be 1
+  return jnp.where(seen, out, 0)
 
 
-def suits(case: AttentionCase, *, packs: bool) -> bool:
-  """See `Backend.suits`."""
-  return not packs and not unable(case)
-
-
-def form(case: AttentionCase, *, packs: bool) -> Form:
-  """See `Backend.form`."""
-  return Form("splash")
-
-
-def attend(call: Call, form: Form, interpret: bool = False) -> jax.Array:
-  """Softmax attention of every head; tiles that no query sees are skipped.
+def splash_attention(call: Call, interpret: bool = False) -> jax.Array:
+  """Softmax attention by JAX's splash kernel; it skips tiles that none sees.
 
   Args:
     call: arrays, bfloat16 or float32; N and M are multiples of 128.
-    form: as in `Backend.attend`.
     interpret: runs the kernel in Pallas's interpreter, on any device, slowly.
 
   Returns:

@@ -22,19 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import (
   einsum_float32,
   keep_attention,
   unnormalized_softmax,
 )
-from moh_jax.ops.dense import dense_attention
-from moh_jax.ops.head_blocks import (
-  HeadBlocks,
-  blocks_of,
-  gather_rows,
-  scatter_rows,
-)
+from moh_jax.ops.call import Call
+from moh_jax.ops.pairs import HeadBlocks, gather_rows, scatter_rows
 from moh_jax.ops.target import target, vary_alike
 
 # A causal step reads the keys up to its last token. Array sizes are static, so
@@ -43,61 +37,13 @@ _LENGTHS = 8
 _MIN_LENGTH = 64
 
 
-def unable(case: AttentionCase) -> str:
-  """See `Backend.unable`."""
-  return ""
-
-
-def suits(case: AttentionCase, *, packs: bool) -> bool:
-  """See `Backend.suits`."""
-  return True
-
-
-def form(case: AttentionCase, *, packs: bool) -> Form:
-  """See `Backend.form`."""
-  if not packs and not (case.on_cpu and case.causal):
-    return large_blocks(case)
-  rows, count = (128 if case.queries >= 2048 else 64), 4
-  if not case.causal:
-    # A step's logits of all keys take at most 4 MiB of the caches.
-    rows, count = 64, 8 if case.keys <= 2048 else 4
-  rows = 32 if case.queries < SHORT else rows
-  return Form("packed" if packs else "blocked", packs, rows, count)
-
-
-def large_blocks(case: AttentionCase) -> Form:
-  """Every head, in blocks of many rows, each computed on its own."""
-  # A causal block computes logits of all keys up to its last row: the larger
-  # the block, the more of them are masked.
-  long = case.queries >= 2048 and not case.causal
-  return Form("blocked", rows=min(case.queries, 1024 if long else 512))
-
-
-def attend(call: Call, form: Form) -> jax.Array:
-  """See `Backend.attend`."""
-  bias = call.bias
-  if bias is not None:
-    sizes = call.q.shape[1], call.k.shape[1]
-    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *sizes))
-  group = call.q.shape[2] // call.k.shape[2]
-  blocks = blocks_of(call.active, call.q.shape[:3], form.rows, group)
-  arrays = call.q, call.k, call.v
-  if target().platform == "cpu":
-    # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
-    arrays = (x.astype(jnp.float32) for x in arrays)
-  inner = Call(*arrays, call.visible, call.scale, bias)
-  out = blocked_attention(inner, blocks, form.blocks_per_step)
-  return out.astype(call.v.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def blocked_attention(
+def packed_attention(
   call: Call, blocks: HeadBlocks, blocks_per_step: int = 1
 ) -> jax.Array:
   """Softmax attention of the (token, head) pairs in a table.
 
   Args:
-    call: arrays; a bias is [B or 1, H or 1, N, M].
+    call: arrays; a bias is broadcastable to [B, H, N, M].
     blocks: the active pairs, in blocks of the key/value heads.
     blocks_per_step: blocks computed in one step, at most.
 
@@ -105,48 +51,34 @@ def blocked_attention(
     [B, N, H, D] in the dtype of v; 0 for inactive pairs and for queries that
     see no key.
   """
+  bias = call.bias
+  if bias is not None:
+    sizes = call.q.shape[1], call.k.shape[1]
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *sizes))
+  arrays = call.q, call.k, call.v
+  if target().platform == "cpu":
+    # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
+    arrays = (x.astype(jnp.float32) for x in arrays)
+  inner = Call(*arrays, call.visible, call.scale, bias)
+  return _attend(inner, blocks, blocks_per_step).astype(call.v.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attend(call, blocks, blocks_per_step):
   return _forward(call, blocks, blocks_per_step)[0]
 
 
 def _forward(call, blocks, blocks_per_step):
-  run = _like_dense(functools.partial(_run, blocks_per_step), _dense)
-  out, log_sums = keep_attention(run(call, blocks))
+  out, log_sums = keep_attention(_run(blocks_per_step, call, blocks))
   return out, (call, blocks, out, log_sums)
 
 
 def _backward(blocks_per_step, saved, grad):
-  run = functools.partial(_gradients, blocks_per_step)
-  (dq, dk, dv, dbias), _ = _like_dense(run, _dense_gradients)(saved, grad)
+  dq, dk, dv, dbias = _gradients(blocks_per_step, saved, grad)
   return Call(dq, dk, dv, None, saved[0].scale, dbias), None
 
 
-blocked_attention.defvjp(_forward, _backward)
-
-
-def _like_dense(run: Callable, dense: Callable) -> Callable:
-  """Lets run(*arrays) -> (result, rest) be differentiated as dense(*arrays)."""
-  run = jax.custom_jvp(run)
-
-  @run.defjvp
-  def differentiate(arrays: tuple, tangents: tuple) -> tuple:
-    result, rest = run(*arrays)
-    _, tangent = jax.jvp(dense, arrays, tangents)
-    return (result, rest), (tangent, jax.tree.map(jnp.zeros_like, rest))
-
-  return run
-
-
-def _dense(call: Call, blocks: HeadBlocks) -> jax.Array:
-  return jnp.where(blocks.active[..., None], dense_attention(call), 0)
-
-
-def _dense_gradients(saved: tuple, grad: jax.Array) -> tuple:
-  call, blocks, *_ = saved
-
-  def attend(q, k, v, bias):
-    return _dense(dataclasses.replace(call, q=q, k=k, v=v, bias=bias), blocks)
-
-  return jax.vjp(attend, call.q, call.k, call.v, call.bias)[1](grad)
+_attend.defvjp(_forward, _backward)
 
 
 def _run(blocks_per_step, call, blocks):
@@ -222,7 +154,7 @@ def _gradients(blocks_per_step, saved, grad):
     dbias = dbias.astype(bias.dtype)
   dq, batch = scatter_rows(dq, blocks), len(q)
   dk, dv = _from_heads(dk, batch), _from_heads(dv, batch)
-  return (dq, dk, dv, dbias), ()
+  return dq, dk, dv, dbias
 
 
 @dataclasses.dataclass(frozen=True)

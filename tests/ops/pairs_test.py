@@ -9,12 +9,11 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moh_jax.ops.head_blocks import (
+from moh_jax.ops.pairs import (
   ActiveHeads,
   blocks_of,
   head_blocks,
   max_blocks,
-  sequence_rows,
 )
 
 
@@ -126,23 +125,3 @@ class BoundTest(parameterized.TestCase):
     cut = [[[1, 1, 0, 0], [0, 1, 0, 1]], [[0] * 4] * 2]
     np.testing.assert_array_equal(active.mask, np.asarray(cut, bool))
     np.testing.assert_array_equal(factor[:, 0, 0, 0], [np.nan, 1])
-
-
-class SequencesTest(parameterized.TestCase):
-  @parameterized.parameters(1, 3, 4)
-  def test_rows_fill_a_range_per_head_from_its_start(self, most):
-    rng = np.random.default_rng(0)
-    order = rng.permuted(np.tile(np.arange(4), (2, 5, 1)), axis=-1)
-    mask = order < most
-    mask[1, :, :2] = False
-    table, lengths = sequence_rows(ActiveHeads(jnp.asarray(mask), most))
-    _check_pair_rows(self, mask, table)
-    ranges = np.asarray(table.pair).reshape(len(lengths), -1)
-    self.assertEqual(ranges.shape, (8, 5))
-    np.testing.assert_array_equal(lengths, mask.sum(1).reshape(-1))
-    for i, (pairs, length) in enumerate(zip(ranges, lengths)):
-      np.testing.assert_array_equal(pairs >= 0, np.arange(len(pairs)) < length)
-      pairs = pairs[:length]
-      self.assertTrue((np.diff(pairs) > 0).all())
-      np.testing.assert_array_equal(pairs // 20, i // 4)
-      np.testing.assert_array_equal(pairs % 4, i % 4)
