@@ -22,7 +22,7 @@ class SigmoidRouter(moh_jax.Router):
     scores = nn.sigmoid(logits)
     bias = self.param("bias", nn.initializers.zeros, (routed,))[None, None]
     probs = nn.softmax(nn.log_sigmoid(logits))  # scores over their sum
-    selected = self.select(scores + bias, probs, top_k)
+    selected = self.select(scores + bias, top_k)
     gates = jnp.where(selected, 2 * scores, 0.0)
     # Same values, but the balance loss then moves the bias alone: down for
     # heads with a load above the mean, up for others.

@@ -180,7 +180,7 @@ def random_active(units: Units, batch: int, tokens: int) -> ActiveHeads:
   budget = units.budget
   scores = jax.random.normal(jax.random.key(3), (batch, tokens, budget.routed))
   shared = jnp.ones((batch, tokens, budget.shared), bool)
-  selected = select_heads(scores, scores, budget, parts=units.parts)
+  selected = select_heads(scores, budget, parts=units.parts)
   mask = jnp.concatenate([shared, selected], axis=-1)
   mask = jnp.repeat(mask, units.size, axis=-1)
   mask = mask[..., np.argsort(units.order())]

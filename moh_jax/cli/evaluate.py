@@ -36,9 +36,7 @@ class Options(
   """Score a checkpoint on what its run held out, on other data, or on tasks.
 
   --config.eval.batch_size=N are examples at a time (text and tasks: 8 without
-  it), --config.eval.examples=N takes some examples in place of all, and
-  --config.model.router.top_p=P lets every token select its best routed heads
-  until their scores add up to P: activated_share is what they use.
+  it), --config.eval.examples=N takes some examples in place of all.
 
   Attributes:
     top_k: routed heads per token, one number for each layer (ViT: stage) or one

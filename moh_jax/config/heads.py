@@ -31,8 +31,6 @@ class RouterConfig(base.Section):
     straight_through: which routed heads' scores get a gradient from the hard
       gates of "query_norm": the "selected" ones, since the score of another is
       the constant 0 in eq. 5, or "all", which needs every head's output.
-    top_p: to serve a trained model: where above 0, a token selects its best
-      routed heads until their scores add up to so much, in place of `top_k`.
     structure: which choices tokens have where several query heads share keys
       and values. "free": any `top_k` of the routed heads (MoH). "per_group":
       shared and routed heads are counted within each key/value group, and a
@@ -47,14 +45,7 @@ class RouterConfig(base.Section):
   gate_form: Literal["released", "paper"] = "released"
   two_stage: bool = True
   straight_through: Literal["selected", "all"] = "selected"
-  top_p: base.Share = 0.0
   structure: Structure = "free"
-
-  def check(self) -> None:
-    """There are heads to select."""
-    if self.top_p and not self.selects:
-      routes = f"for router.kind={self.kind!r}, which routes none"
-      self.fail("top_p", f"must be 0 {routes}")
 
   @property
   def selects(self) -> bool:
@@ -81,7 +72,7 @@ class RouterConfig(base.Section):
   @property
   def varies(self) -> bool:
     """Whether a token may select more routed heads than the budget says."""
-    return self.top_p > 0 or get_router(self.kind).varies
+    return get_router(self.kind).varies
 
 
 GATE_FORMS = base.choices(RouterConfig, "gate_form")

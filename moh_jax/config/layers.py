@@ -201,9 +201,7 @@ def without_router(model: _Model, **changes: Any) -> _Model:
     model: the section.
     **changes: further fields to change.
   """
-  off = dataclasses.replace(
-    model.router, kind="none", structure="free", top_p=0.0
-  )
+  off = dataclasses.replace(model.router, kind="none", structure="free")
   return dataclasses.replace(model, router=off, **changes)
 
 

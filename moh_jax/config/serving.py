@@ -61,11 +61,6 @@ def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
       f"top_k={values}: the model has no routed heads, "
       f"model.router.kind={router.kind!r}"
     )
-  if values and router.top_p:
-    raise ValueError(
-      f"top_k={values}: router.top_p={router.top_p} selects heads by score, so "
-      "they exclude each other"
-    )
   if isinstance(values, list | tuple) and len(values) == 1:
     values = tuple(values) * len(config.model.top_k)
   return apply_overrides(config, "model", top_k=values)

@@ -499,7 +499,6 @@ def to_released(model: LLMConfig) -> dict[str, Any]:
     model,
     {
       "router.kind": (want.router.kind,),
-      "router.top_p": (0.0,),
       "router.structure": ("free",),
       "num_heads": ((heads,) * model.depth,),
       "shared_heads": (want.shared_heads,),

@@ -90,7 +90,7 @@ class MoHAttention(nn.Module):
     if config.router["kind"] != "none":
       self.router = MoHRouter(config, layer)
     self.num_picked, router = self.num_heads, config.router
-    if router["structure"] == "per_group" and not router["top_p"]:
+    if router["structure"] == "per_group":
       if groups % devices == 0:  # else devices share groups
         self.num_picked = (shared + selected) // devices
     self.attn = Attention(

@@ -285,25 +285,19 @@ class Router(nn.Module):
     return examples_key(super().make_rng(name))
 
   @nn.nowrap
-  def select(
-    self, scores: jax.Array, probs: jax.Array, top_k: jax.Array | None
-  ) -> jax.Array:
+  def select(self, scores: jax.Array, top_k: jax.Array | None) -> jax.Array:
     """Marks the heads with the best scores, as many as budget and config say.
 
     Args:
       scores: [B, N, R].
-      probs: [B, N, R] scores that add up to 1, for `RouterConfig.top_p`.
       top_k: as `__call__` gets it.
 
     Returns:
       [B, N, R] bool.
     """
-    choice = self._choice(top_k)
-    return routing.select_heads(scores, probs, self.budget, **choice)
-
-  @nn.nowrap
-  def _choice(self, top_k: jax.Array | None) -> dict[str, Any]:
-    return {"parts": self.parts, "top_k": top_k, "top_p": self.config.top_p}
+    return routing.select_heads(
+      scores, self.budget, parts=self.parts, top_k=top_k
+    )
 
   @nn.nowrap
   def routing(
@@ -349,7 +343,8 @@ class TwoStageRouter(Router):
       group_logits=logits.get("group"),
       batch_shape=x.shape[:2],
       form=self.config.gate_form,
-      **self._choice(top_k),
+      parts=self.parts,
+      top_k=top_k,
     )
 
 
@@ -378,5 +373,6 @@ class QueryNormRouter(Router):
       norms,
       self.budget,
       straight_through=self.config.straight_through,
-      **self._choice(top_k),
+      parts=self.parts,
+      top_k=top_k,
     )

@@ -162,79 +162,40 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
       raise ValueError(f"k={k} must be in [0, {num}]")
     if k in (0, num):
       return jnp.full(scores.shape, k == num)
-  return _better(scores).sum(-1) < k
-
-
-def top_p_mask(probs: jax.Array, p: float) -> jax.Array:
-  """Marks each token's best heads until their scores add up to p.
-
-  Args:
-    probs: [..., R] scores that add up to 1.
-    p: in (0, 1].
-
-  Returns:
-    [..., R] bool, True for the best head of each token, and for every head
-    whose better ones have less than p together. All heads for p = 1, also
-    where rounding makes the sum of the better ones 1.
-  """
-  if p == 1:
-    return jnp.ones(probs.shape, bool)
-  together = jnp.where(_better(probs), probs[..., None, :], 0.0).sum(-1)
-  return together < p
-
-
-def _better(scores: jax.Array) -> jax.Array:
-  """Whether head j is better than head i, or equal and before it: [..., i, j].
-
-  Heads are few, and unlike a sort this is not gathered from the devices of a
-  mesh.
-  """
+  # Whether head j is better than head i, or equal and before it: [..., i, j].
+  # Heads are few, and unlike a sort this is not gathered from a mesh.
   ours, theirs = scores[..., :, None], scores[..., None, :]
-  index = jnp.arange(scores.shape[-1])
-  before = index[None, :] < index[:, None]
+  before = jnp.tri(num, k=-1, dtype=bool)
   before = jax.lax.broadcast_to_rank(before, ours.ndim)
-  return (theirs > ours) | ((theirs == ours) & before)
+  better = (theirs > ours) | ((theirs == ours) & before)
+  return better.sum(-1) < k
 
 
 def select_heads(
   scores: jax.Array,
-  probs: jax.Array,
   budget: HeadBudget,
   *,
   parts: int = 1,
   top_k: jax.Array | None = None,
-  top_p: float = 0.0,
 ) -> jax.Array:
   """Marks the routed heads that each token selects.
 
   Args:
     scores: [B, N, R], of which the largest are selected.
-    probs: [B, N, R] scores that add up to 1, which `top_p` adds up.
     budget: the layer's head split.
     parts: equal parts of the routed heads, see `Units`.
     top_k: [] int32, at least 1, replaces the budget's top_k at run time; it is
       rounded down to as many heads of each part, but to one at least. A layer
       whose budget selects no head ignores it.
-    top_p: see `RouterConfig`; `top_k` replaces it too.
 
   Returns:
     [B, N, R] bool.
   """
-  shape = scores.shape
-  if parts > 1:
-    split = *shape[:-1], parts, budget.routed // parts
-    scores, probs = scores.reshape(split), probs.reshape(split)
-  if top_p and budget.top_k and top_k is None:
-    if parts > 1:
-      # A part whose scores all underflow counts them as equal.
-      total = probs.sum(-1, keepdims=True)
-      probs = jnp.where(total > 0, probs / total, 1 / probs.shape[-1])
-    selected = top_p_mask(probs, top_p)
-  else:
-    own = top_k is None or not budget.top_k
-    kept = budget.top_k if own else jnp.maximum(top_k, parts)
-    selected = top_k_mask(scores, kept // parts)
-  return selected.reshape(shape)
+  kept = budget.top_k
+  if top_k is not None and budget.top_k:
+    kept = jnp.maximum(top_k, parts)
+  by_part = scores.reshape(*scores.shape[:-1], parts, budget.routed // parts)
+  return top_k_mask(by_part, kept // parts).reshape(scores.shape)
 
 
 def beside_shared(
@@ -267,7 +228,7 @@ def two_stage_gates(
       (the paper's ablation); ignored where one group is empty.
     batch_shape: (B, N).
     form: "released" or "paper", see the module's docstring.
-    **choice: `parts`, `top_k` and `top_p` of `select_heads`.
+    **choice: `parts` and `top_k` of `select_heads`.
 
   Returns:
     The `Routing` of every token.
@@ -285,7 +246,7 @@ def two_stage_gates(
     scores = routed_logits.astype(jnp.float32)
     probs = jax.nn.softmax(scores)
   # By logits, since distant ones have a probability of 0 and would be ties.
-  selected = select_heads(scores, probs, budget, **choice)
+  selected = select_heads(scores, budget, **choice)
 
   shared_gates = shared_scores
   routed_gates = jnp.where(selected, probs, 0.0)
@@ -334,7 +295,7 @@ def query_norm_gates(
       first.
     budget: the layer's head split.
     straight_through: "selected" or "all", see `RouterConfig`.
-    **choice: `parts`, `top_k` and `top_p` of `select_heads`.
+    **choice: `parts` and `top_k` of `select_heads`.
 
   Returns:
     The `Routing` of every token.
@@ -354,7 +315,7 @@ def query_norm_gates(
     scale = jax.lax.rsqrt(jnp.where(differ, variance, 1.0))
     norms = jnp.where(differ, norms * scale, 0.0)
   probs = jax.nn.softmax(norms)
-  selected = select_heads(norms, probs, budget, **choice)
+  selected = select_heads(norms, budget, **choice)
 
   passed = probs - jax.lax.stop_gradient(probs)  # 0 with the scores' gradient
   if straight_through == "selected":

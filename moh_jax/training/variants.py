@@ -76,7 +76,7 @@ def make_variant(config: Config, name: str) -> Config:
   if name == "mha":
     return without_router(model).in_run(config)
   if name == "gate":
-    gate = dataclasses.replace(model.router, kind="gate", top_p=0.0)
+    gate = dataclasses.replace(model.router, kind="gate")
     return dataclasses.replace(model, router=gate).in_run(config)
   if not kept and name != "config" and not model.router.selects:
     raise ValueError(

@@ -84,15 +84,6 @@ class DiffusionTest(tiny_checkpoint.CommandTest):
     share = float(metrics["activated_share"])
     self.assertAlmostEqual(share, (1 + 4) / (2 + 4), delta=1e-4)
 
-  @pytest.mark.integration
-  def test_share_of_the_heads_counts_no_padding(self):
-    argv = (f"{_EXAMPLES}=119", "--config.model.router.top_p=0.6")
-    shares = [
-      self.report(*argv, f"{_BATCH}={size}")["activated_share"]
-      for size in (8, 120)
-    ]
-    self.assertAlmostEqual(*shares, places=6)
-
 
 class TextTest(tiny_checkpoint.CommandTest):
   COMMAND, STORED = "evaluate", "text"

@@ -70,7 +70,6 @@ _REFUSED = {
   },
   "evaluate --checkpoint {vit}": {
     "--top-k 1 --top-k 2 --per-class {here}/x.csv": "x.csv' takes one --top-k",
-    "--top-k=1 --config.model.router.top_p=0.5": "top_p=0.5 selects heads by",
     "--config.eval.batch_size=9": "eval.batch_size=9 must be a multiple of",
     "--data /nope": "data.path='/nope'",
     "--data a b": "--data=('a', 'b') must be one direct",

@@ -129,10 +129,6 @@ class WithoutRouterTest(parameterized.TestCase):
     expected = tuple(HeadBudget(h, h, 0, 4) for h in (4, 4, 6))
     self.assertEqual(off.budgets(), expected)
 
-  def test_what_selects_heads_by_score_goes_with_the_router(self):
-    model = dataclasses.replace(small.LLM, router=RouterConfig(top_p=0.5))
-    self.assertEqual(without_router(model).router, RouterConfig("none"))
-
   def test_fields_left_to_the_data_are_named(self):
     with self.assertRaisesRegex(ValueError, "model.channels=None must be"):
       small.TALL_VIT.check_complete()

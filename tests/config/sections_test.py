@@ -59,7 +59,7 @@ _OUTSIDE = """
     classifier.mixup classifier.cutmix diffusion.vb_weight sample.cfg_scale
     optim.lr optim.warmup_lr optim.final_lr optim.eps optim.weight_decay
     optim.clip_norm train.balance_weight
-  1.1 | must be in [0, 1] | router.top_p data.random_erasing data.val_share
+  1.1 | must be in [0, 1] | data.random_erasing data.val_share
     classifier.cutmix_prob classifier.label_smoothing sample.eta
   1.0 | must be in [0, 1) | optim.b1 optim.b2 optim.ema_decay
   1.0 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
@@ -238,7 +238,6 @@ class SectionsTest(parameterized.TestCase):
     ("data", {"mean": (0.5,), "std": (1.0, 1.0)}, "must have one value per ch"),
     ("data", {"mean": (0.5,), "std": (0.0,)}, "std[0]=0.0 must be in (0, "),
     ("llm", {"shared_heads": (1, 0), "top_k": (2, 0)}, "1: shared=0 and top_k"),
-    ("router", {"kind": "none", "top_p": 0.5}, "top_p=0.5 must be 0 for ro"),
     ("rope", {"scaling": "yarn", "theta": 1.0}, "theta=1.0 must be above 1"),
     ("checkpoint", {"every": 1000, "keep_every": 1500}, "multiple of checkpoi"),
     *(

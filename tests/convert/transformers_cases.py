@@ -55,7 +55,6 @@ _PLAIN |= {"top_k": (0,) * 3}
 CASES = {
   "released_gates": {},
   "paper_gates": {"router": RouterConfig(gate_form="paper")},
-  "top_p": {"router": RouterConfig(top_p=0.6)},
   "one_stage": {"router": RouterConfig(two_stage=False)},
   "no_shared": {"shared_heads": (0,) * 3},
   "one_shared": {"shared_heads": (1,) * 3, "tie_embeddings": True},
@@ -80,11 +79,6 @@ CASES = {
     "rope": RotaryConfig(scaling="yarn", factor=4.0, original_length=16),
   },
   "per_group": {**_PER_GROUP, "router": RouterConfig(structure="per_group")},
-  "per_group_top_p": {
-    **_PER_GROUP,
-    "router": RouterConfig(structure="per_group", top_p=0.7),
-    "head_order": (_MIXED,) * 3,
-  },
   "per_group_norms": {
     **_PER_GROUP,
     "router": RouterConfig("query_norm", structure="per_group"),

@@ -97,7 +97,6 @@ class VllmTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("per_group", [6, 6, 12]),  # of 12
-    ("per_group_top_p", [12, 12, 12]),
     ("whole_group", [12, 12, 12]),
   )
   def test_attention_computes_the_heads_that_tokens_share(self, name, heads):

@@ -131,10 +131,6 @@ class RestoreTest(parameterized.TestCase):
       {"sample": {"steps": "2"}},
       r"'vit' has no section 'sample' to change \['steps'\]",
     ),
-    (
-      {"top_k": 1, "router": {"top_p": 0.5}},
-      r"top_k=\(1,\): router.top_p=0.5 .* exclude each other",
-    ),
   )
   def test_override_that_does_not_fit_is_named(self, override, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -142,7 +142,7 @@ class Threshold(Router):
     probs = nn.softmax(self.logits(x, routed=self.budget.routed)["routed"])
     selected = probs > 0.5 / self.budget.routed
     if top_k is not None:
-      selected = self.select(probs, probs, top_k)
+      selected = self.select(probs, top_k)
     return self.routing(jnp.where(selected, 1.0, 0.0), probs, selected)
 
 
@@ -198,7 +198,7 @@ class Norms(Router):
   def __call__(self, x, *, norms=None, top_k=None):
     norms = norms[..., self.budget.shared :]
     probs = norms / norms.sum(-1, keepdims=True)
-    selected = self.select(norms, probs, top_k)
+    selected = self.select(norms, top_k)
     return self.routing(jnp.where(selected, probs, 0.0), probs, selected)
 
 

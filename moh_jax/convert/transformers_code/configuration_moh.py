@@ -12,8 +12,6 @@ class MoHLlamaConfig(LlamaConfig):
       "gate_form": "released" or "paper",
       "two_stage": whether the weights of the two groups of heads are learned,
       "straight_through": "selected" or "all",
-      "top_p": where above 0, tokens select heads until their scores add up to
-      it, in place of `selected_heads`,
       "structure": "free", "per_group" (as many heads of each key/value group)
       or "whole_group" (key/value groups with all of their heads)}.
     shared_heads: for each layer the number of heads that are always on.
@@ -59,7 +57,6 @@ class MoHLlamaConfig(LlamaConfig):
       "gate_form": "released",
       "two_stage": True,
       "straight_through": "selected",
-      "top_p": 0.0,
       "structure": "free",
       **(router or {}),
     }

@@ -145,7 +145,7 @@ class MoHRouter(nn.Module):
     if self.num_selected:
       scores = self.routed(x)
       probs = scores.softmax(-1)
-    selected = self._selected(scores, probs)
+    selected = self._selected(scores)
     routed = torch.where(selected, probs, 0.0)
     released = self.options["gate_form"] == "released"
     if released:  # an active head of a uniform router weighs 1
@@ -161,25 +161,15 @@ class MoHRouter(nn.Module):
       shared, routed = shared * groups[..., :1], routed * groups[..., 1:]
     return torch.cat((shared, routed), -1), probs, selected
 
-  def _selected(
-    self, scores: torch.Tensor, probs: torch.Tensor
-  ) -> torch.Tensor:
+  def _selected(self, scores: torch.Tensor) -> torch.Tensor:
     """Marks each token's best heads; of equal ones the first, unlike topk."""
     if not self.num_selected:
       return torch.zeros_like(scores, dtype=torch.bool)
-    top_p, shape = self.options["top_p"], scores.shape
-    scores, probs = (x.unflatten(-1, (self.parts, -1)) for x in (scores, probs))
-    if self.parts > 1:
-      total = probs.sum(-1, keepdim=True)
-      probs = torch.where(total > 0, probs / total, 1 / probs.shape[-1])
-    best, order = (probs if top_p else scores).sort(
-      dim=-1, descending=True, stable=True
-    )
+    parts = scores.unflatten(-1, (self.parts, -1))
+    _, order = parts.sort(dim=-1, descending=True, stable=True)
     kept = torch.arange(order.shape[-1], device=order.device)
     kept = (kept < self.num_selected // self.parts).expand_as(order)
-    if top_p:  # the better ones have less than top_p together
-      kept = (best.cumsum(-1) - best < top_p) | (top_p == 1)
-    return torch.zeros_like(kept).scatter(-1, order, kept).view(shape)
+    return torch.zeros_like(kept).scatter(-1, order, kept).view(scores.shape)
 
   def _by_norm(self, query: torch.Tensor) -> tuple[torch.Tensor, ...]:
     squares = query.float().square().sum(-1)
@@ -201,7 +191,7 @@ class MoHRouter(nn.Module):
       scale = torch.where(differ, variance, 1.0).rsqrt()
       norms = torch.where(differ, norms * scale, 0.0)
     probs = norms.softmax(-1)
-    selected = self._selected(norms, probs)
+    selected = self._selected(norms)
     passed = probs - probs.detach()  # 0 with the gradient of the scores
     if self.options["straight_through"] == "selected":
       passed = torch.where(selected, passed, 0.0)
