@@ -188,7 +188,7 @@ def _on_devices(
 
   None where the axes tensor and sequence cannot split the heads.
   """
-  from moh_jax.ops.head_layout import head_placement, works_equally
+  from moh_jax.ops.placement import head_placement, works_equally
 
   placement, budget = head_placement(group, *mesh), group.budget
   if placement is None:

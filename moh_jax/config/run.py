@@ -134,9 +134,6 @@ class MeshConfig(base.Section):
     dcn_data: slices of the devices, such as TPU pods that a data center's
       network joins. Each holds `data` replicas, so that only gradients cross
       between slices.
-    max_imbalance: largest allowed ratio of the active heads that are expected
-      on the busiest device of `tensor` to their mean. More is refused: the
-      other devices would wait.
     gather: how often the axis `fsdp` gathers parameters. "microbatch": a layer
       at a time, in every microbatch, and gradients are reduced as often.
       "step": all of them once, and gradients once too, for which each device
@@ -154,7 +151,6 @@ class MeshConfig(base.Section):
   tensor: _Axis = 1
   sequence: _Axis = 1
   dcn_data: base.Count = 1
-  max_imbalance: Annotated[float, base.Range(1)] = 1.1
   gather: Literal["microbatch", "step"] = "microbatch"
   exchange: Literal["float32", "bfloat16"] = "float32"
 

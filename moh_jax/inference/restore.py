@@ -18,7 +18,7 @@ from moh_jax.data import tokenizers
 from moh_jax.inference.classify import ImageLike, Prediction, classify
 from moh_jax.models.registry import fit_params, make_model, serving_dtypes
 from moh_jax.models.stored import read_params
-from moh_jax.ops.head_layout import check_heads
+from moh_jax.ops.placement import check_heads
 from moh_jax.runtime import checkpoint, sharding, steps
 from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.layers.attend import active_heads, attend, implementation_of
+from moh_jax.layers.attend import (
+  active_heads,
+  attend_on_mesh,
+  implementation_of,
+)
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, Linear, add_bias
 from moh_jax.layers.mlp import CONV_INIT, LayerNorm
@@ -172,7 +176,7 @@ class FullAttention(CosineAttention):
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, D]."""
     how = {"active": active, "implementation": implementation_of(self)}
-    return attend(q, k, v, bias=bias, scale=1.0, **how)
+    return attend_on_mesh(q, k, v, bias=bias, scale=1.0, **how)
 
 
 class AggregatedAttention(CosineAttention, kw_only=True):

@@ -17,8 +17,10 @@ from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import attention as ops
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.call import Call, Visible
-from moh_jax.ops.head_layout import HeadLayout, kv_repeats
 from moh_jax.ops.pairs import ActiveHeads
+from moh_jax.ops.picked import attend_picked
+from moh_jax.ops.placement import HeadPlacement, kv_repeats
+from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 _ATTENDED = ("batch", None, "attended_heads", None)
@@ -41,7 +43,7 @@ def active_heads(
   budget: HeadBudget,
   router: RouterConfig,
   choice: HeadChoice | None = None,
-  layout: HeadLayout | None = None,
+  placement: HeadPlacement | None = None,
   kv_heads: int | None = None,
 ) -> ActiveHeads | None:
   """Finds the heads that attention must compute for each token.
@@ -52,7 +54,7 @@ def active_heads(
     router: the kind of the router.
     choice: runtime overrides of the budget, whose values are not known when the
       program is compiled.
-    layout: where the heads lie; the gates are in its order.
+    placement: how devices hold the heads; the gates are in its order.
     kv_heads: K; None is one per query head.
 
   Returns:
@@ -65,7 +67,6 @@ def active_heads(
   make = functools.partial(ActiveHeads, gates != 0)
   if choice.top_k is not None or router.varies:
     return make(budget.num_heads)
-  placement = layout and layout.placement
   if placement is None:
     return make(budget.active, parts=units.parts)
   if choice.order is not None:  # any heads may be shared, also all of a device
@@ -74,7 +75,7 @@ def active_heads(
   return make(placement.most_active(budget), expected)
 
 
-def attend(
+def attend_on_mesh(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -101,8 +102,9 @@ def attend(
     q: [B, N, H, D] queries.
     k: [B, M, K, D] keys.
     v: [B, M, K, D] values.
-    active: the heads that tokens use; None is every head.
-    implementation: see `attention`, as for all arguments below.
+    active: the heads that tokens use; None is every head. Where they are as
+      many of each key/value head, devices get the queries of these alone.
+    implementation: see `ops.attention.attention`, as for all arguments below.
     visible: which keys a query sees.
     bias: [H, N, M] added to the scaled logits.
     scale: factor of the logits; None is D ** -0.5.
@@ -114,6 +116,14 @@ def attend(
     ValueError: the implementation is unknown or cannot do this.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
+  if active is not None and active.parts > 1:
+    rest = {
+      "visible": visible,
+      "scale": scale,
+      "implementation": implementation,
+    }
+    run = functools.partial(attend_on_mesh, k=k, v=v, active=None, **rest)
+    return attend_picked(run, q, active, bias)
 
   def local(q, k, v, visible, bias, active):
     call = Call(q, k, v, visible, scale, bias, active)
@@ -141,14 +151,14 @@ def attend_to_cache(
   active: ActiveHeads | None,
   implementation: str,
 ) -> jax.Array:
-  """Runs `ops.attention.cached_attention`, on a mesh as `attend` does.
+  """Runs `ops.attention.cached_attention`, on a mesh as `attend_on_mesh` does.
 
   Args:
     q: [B, n, H, D] queries of new tokens.
     cache: keys and values, those of the new tokens among them.
     slots: which slots each new token sees.
     active: the heads that tokens use; None is every head.
-    implementation: see `choose_cached_form`.
+    implementation: see `ops.attention.choose_cached_form`.
 
   Returns:
     [B, n, H, D] in the dtype of q.
@@ -156,11 +166,17 @@ def attend_to_cache(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-
-  def local(q, cache, slots, active):
-    return ops.cached_attention(q, cache, slots, active, implementation)
-
+  how = {"implementation": implementation}
+  if active is not None and active.parts > 1:
+    rest = {"cache": cache, "slots": slots, "active": None, **how}
+    return attend_picked(functools.partial(attend_to_cache, **rest), q, active)
+  form = ops.choose_cached_form(
+    implementation, target(), new=q.shape[1], head_dim=q.shape[-1]
+  )
+  if form == "dense":  # the compiler splits it, also caches of merged texts
+    return ops.cached_attention(q, cache, slots, **how)
   slots = Slots(jnp.broadcast_to(slots.start, slots.first.shape), slots.first)
+  local = functools.partial(ops.cached_attention, **how)
   stored = ("batch", "heads", None, None)
   names = (_HEADS, stored, ("batch",), _HEADS[:3])
   return map_shards(

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 
 from moh_jax.layers.linear import Kernel, KernelLayer
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
-from moh_jax.ops.head_layout import (
+from moh_jax.ops.lanes import (
   HeadLayout,
-  HeadPlacement,
   fill_lanes,
   head_layout,
   on_tpu,
   over_lanes,
   store_by_head,
 )
+from moh_jax.ops.placement import HeadPlacement
 
 _HEAD_AXES = ("heads", "head_dim")
 
@@ -33,7 +33,7 @@ def layer_layout(
   pads: bool = False,
   placement: HeadPlacement | None = None,
 ) -> HeadLayout:
-  """The layout of a layer's heads on the mesh, see `ops.head_layout`.
+  """The layout of a layer's heads on the mesh, see `ops.lanes`.
 
   Args:
     dim: D.
@@ -48,7 +48,7 @@ def layer_layout(
 class HeadProjection(KernelLayer):
   """Projects tokens to per-head vectors, several kinds in one product.
 
-  On a TPU each kind is a product of its own (`ops.head_layout` says why).
+  On a TPU each kind is a product of its own (`ops.lanes` says why).
 
   The kernel is [C, parts, H, D], or output-major [parts, H, D, C].
 
@@ -186,7 +186,7 @@ class HeadMix(KernelLayer):
 
 
 def _store_by_head(x: jax.Array) -> jax.Array:
-  """Calls `head_layout.store_by_head` for each device's part of [B, N, S, W].
+  """Calls `lanes.store_by_head` for each device's part of [B, N, S, W].
 
   XLA's partitioner would gather the array to set its order.
   """

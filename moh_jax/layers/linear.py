@@ -20,10 +20,10 @@ from moh_jax.layers.partitioning import (
   axes_of,
   constrain,
   declare,
-  draw_examples,
+  drop_elements,
 )
 from moh_jax.ops.basics import einsum_float32
-from moh_jax.ops.head_layout import HeadLayout, on_tpu
+from moh_jax.ops.lanes import HeadLayout, on_tpu
 from moh_jax.ops.target import on_one_device
 
 # With fewer the CPU reads float32 weights up to twice as fast as the left
@@ -271,12 +271,7 @@ class KernelLayer(nn.Module, kw_only=True):
   def adapter_input(self, x: jax.Array) -> jax.Array:
     """What an adapter sees of x [B, ...]: in training it may miss elements."""
     rate = _DROPOUT.get()
-    if not rate:
-      return x
-    keep = 1 - rate
-    draw = functools.partial(jax.random.bernoulli, p=keep)
-    kept = draw_examples(draw, self.make_rng("dropout"), x.shape)
-    return jnp.where(kept, x / keep, 0)
+    return drop_elements(self, x, rate) if rate else x
 
   def _deal(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Casts a parameter and brings its heads to the devices of the layout."""

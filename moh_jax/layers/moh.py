@@ -7,22 +7,19 @@ The contract that every family follows: it makes per-head outputs
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import reshard
 
 from moh_jax.config.base import make_section
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.attend import (
   active_heads,
-  attend,
+  attend_on_mesh,
   attend_to_cache,
   implementation_of,
 )
@@ -31,17 +28,18 @@ from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import (
   axes_of,
   constrain,
-  draw_examples,
-  gather,
+  drop_elements,
+  split_alike,
+  split_batch_alone,
 )
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.basics import check_array
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.call import Visible
-from moh_jax.ops.head_layout import HeadLayout, place_heads
+from moh_jax.ops.lanes import HeadLayout
 from moh_jax.ops.pairs import ActiveHeads
-from moh_jax.ops.picked import attend_picked
+from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
 
@@ -62,6 +60,13 @@ class Places:
   rotation: Rotation | None = None
   segments: jax.Array | None = None
   counted: jax.Array | None = None
+
+
+class Memory(NamedTuple):
+  """Earlier tokens' keys and values, and where the new tokens' go."""
+
+  cache: LayerCache
+  slots: Slots
 
 
 class MoHAttention(nn.Module):
@@ -122,6 +127,7 @@ class MoHAttention(nn.Module):
       self.router = make_section("router", RouterConfig, self.router)
     super().__post_init__()
 
+  @nn.compact
   def __call__(
     self,
     x: jax.Array,
@@ -132,7 +138,8 @@ class MoHAttention(nn.Module):
     places: Places | None = None,
     choice: HeadChoice | None = None,
     deterministic: bool | None = None,
-  ) -> tuple[jax.Array, RouterAux]:
+    memory: Memory | None = None,
+  ) -> tuple[jax.Array, RouterAux] | tuple[jax.Array, RouterAux, LayerCache]:
     """Attends.
 
     Args:
@@ -146,104 +153,69 @@ class MoHAttention(nn.Module):
       choice: runtime overrides of the budget.
       deterministic: whether none are dropped; None is where there is no rng
         "dropout".
+      memory: see `decode`.
 
     Returns:
-      [B, N, C] and the router's side values.
+      [B, N, C] and the router's side values; with a memory its new cache too.
 
     Raises:
       ValueError: shapes or dtypes are none of these.
     """
     self._check(x, context, token_mask, context_mask, places)
-    given = {"x": x, "token_mask": token_mask, "context": context}
-    given |= {"context_mask": context_mask}
-    # The batch alone may be split along Explicit axes of a mesh.
-    given = jax.tree.map(functools.partial(gather, kept=1), given)
-    given |= {"choice": choice, "deterministic": deterministic}
-    out, aux, _ = self.extend(cache=None, slots=None, places=places, **given)
-    own = jax.typeof(x).sharding
-    return reshard(out, own) if any(own.spec) else out, aux
+    whole, (places, choice) = x, (places or Places(), choice or HeadChoice())
+    given = split_batch_alone((x, context, token_mask, context_mask))
+    x, context, token_mask, context_mask = given
+    layout = self._layout(cached=memory is not None)
+    q, k, v = self.project(x, layout, context)
+    counted = token_mask if places.counted is None else places.counted
+    gates, aux = self.route(x, q, layout, counted, choice)
+    q, k = self.rotate(q, k, places.rotation, layout)
+    if memory is not None:
+      cache = write_cache(memory.cache, k, v, memory.slots.start)
+      memory = Memory(cache, memory.slots)
+    key_mask = token_mask if context is None else context_mask
+    visible = Visible(key_mask, places.segments, self.causal)
+    kinds = self.budget, self.router, choice, layout.placement
+    active = active_heads(gates, *kinds, self.num_kv_heads)
+    heads = self.attend(
+      q, k, v, layout, active=active, visible=visible, memory=memory
+    )
+    out = self.mix(heads, gates, x.shape[-1], layout)
+    if not (deterministic or not self.dropout_rate):
+      drops = deterministic is False or self.has_rng("dropout")
+      out = drop_elements(self, out, self.dropout_rate) if drops else out
+    out = split_alike(out, whole)
+    return (out, aux) if memory is None else (out, aux, memory.cache)
 
-  @nn.compact
-  def extend(
+  def decode(
     self,
     x: jax.Array,
-    cache: LayerCache | None,
-    slots: Slots | None,
+    cache: LayerCache,
+    slots: Slots,
     token_mask: jax.Array | None = None,
     *,
-    context: jax.Array | None = None,
-    context_mask: jax.Array | None = None,
     places: Places | None = None,
     choice: HeadChoice | None = None,
-    deterministic: bool | None = None,
-  ) -> tuple[jax.Array, RouterAux, LayerCache | None]:
+  ) -> tuple[jax.Array, RouterAux, LayerCache]:
     """Attends to earlier tokens too, whose keys and values are in a cache.
 
-    Call it by `layer.apply(..., method="extend")`.
+    Call it by `layer.apply(..., method="decode")`.
 
     Args:
       x: [B, N, C] new tokens.
-      cache: keys and values of the tokens before them (`ops.cache.make_cache`);
-        None is as `__call__`.
-      slots: where the new tokens' keys and values go, and which they see;
-        needed with a cache alone.
+      cache: keys and values of the tokens before them (`ops.cache.make_cache`).
+      slots: where the new tokens' keys and values go, and which they see.
       token_mask: as in `__call__`; keys are masked only if `slots.first` is
         None, which else says what tokens see. The same holds for segments.
-      context: as in `__call__`, without a cache; so are all below.
-      context_mask: as in `__call__`.
       places: as in `__call__`.
       choice: as in `__call__`.
-      deterministic: as in `__call__`.
 
     Returns:
       [B, N, C], the router's side values, and the cache with the new tokens in
       it; the one that was given is unchanged.
     """
-    if cache is not None and slots is None:
-      raise ValueError("slots=None must be Slots where there is a cache")
-    places, choice = places or Places(), choice or HeadChoice()
-    layout = self._layout(cached=cache is not None)
-    q, k, v = self.project(x, layout, context)
-    norms = None
-    if self.router.reads_norms:
-      # Whole before its heads change places: XLA ends the process where it
-      # splits a gather of heads on a mesh of three axes.
-      norms = constrain(routing.query_norms(q), "batch", "tokens", None)
-      norms = layout.undealt(norms)
-    router = HeadRouter(
-      self.budget,
-      self.router,
-      self.kernel_init,
-      self.num_kv_heads,
-      name="router",
-    )
-    counted = token_mask if places.counted is None else places.counted
-    gates, aux = router(x, counted, norms=norms, choice=choice)
-    q, k = self.rotate(q, k, places.rotation, layout)
-    if cache is not None:
-      cache = write_cache(cache, k, v, slots.start)
-    if gates is not None:
-      # The router is whole on each device: the heads of the mix must not split
-      # its small arrays.
-      gates = constrain(gates, "batch", "tokens", None)
-    gates = layout.dealt(gates)
-    kinds = self.budget, self.router, choice, layout, self.num_kv_heads
-    key_mask = token_mask if context is None else context_mask
-    heads = self.attend(
-      q,
-      k,
-      v,
-      layout,
-      active=active_heads(gates, *kinds),
-      visible=Visible(key_mask, places.segments, self.causal),
-      cache=cache,
-      slots=slots,
-    )
-    bias = self.use_bias if self.out_bias is None else self.out_bias
-    kinds = self._kinds(bias, layout)
-    kinds["kernel_init"] = self.out_init or self.kernel_init
-    mix = HeadMix(x.shape[-1], self.out_multiplier, name="out", **kinds)
-    return self._drop(mix(heads, gates), deterministic), aux, cache
+    given = {"places": places, "choice": choice, "memory": Memory(cache, slots)}
+    return self(x, token_mask=token_mask, **given)
 
   def project(
     self, x: jax.Array, layout: HeadLayout, context: jax.Array | None = None
@@ -257,6 +229,30 @@ class MoHAttention(nn.Module):
     kv_heads = self.num_kv_heads or heads
     pair = HeadProjection(2, kv_heads, dim, name="kv", **kinds)
     return [*query(x), *pair(x if context is None else context)]
+
+  def route(
+    self,
+    x: jax.Array,
+    q: jax.Array,
+    layout: HeadLayout,
+    counted: jax.Array | None,
+    choice: HeadChoice,
+  ) -> tuple[jax.Array | None, RouterAux]:
+    """Gates [B, N, H] in the layout's order, or None; and side values."""
+    norms = None
+    if self.router.reads_norms:
+      # Whole before its heads change places: XLA ends the process where it
+      # splits a gather of heads on a mesh of three axes.
+      norms = constrain(routing.query_norms(q), "batch", "tokens", None)
+      norms = layout.undealt(norms)
+    kinds = self.budget, self.router, self.kernel_init, self.num_kv_heads
+    router = HeadRouter(*kinds, name="router")
+    gates, aux = router(x, counted, norms=norms, choice=choice)
+    if gates is not None:
+      # The router is whole on each device: the heads of the mix must not split
+      # its small arrays.
+      gates = layout.dealt(constrain(gates, "batch", "tokens", None))
+    return gates, aux
 
   def rotate(
     self,
@@ -285,32 +281,28 @@ class MoHAttention(nn.Module):
     *,
     active: ActiveHeads | None,
     visible: Visible,
-    cache: LayerCache | None,
-    slots: Slots | None,
+    memory: Memory | None = None,
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, the layout's width]."""
-    how = {"implementation": implementation_of(self)}
+    how = {"active": active, "implementation": implementation_of(self)}
+    if memory is not None and memory.slots.first is not None:
+      return attend_to_cache(q, *memory, **how)
+    scale = layout.dim**-0.5
+    return attend_on_mesh(q, k, v, visible=visible, scale=scale, **how)
 
-    def run(q: jax.Array, active: ActiveHeads | None = None) -> jax.Array:
-      if cache is not None and slots.first is not None:
-        return attend_to_cache(q, cache, slots, active=active, **how)
-      scale = layout.dim**-0.5
-      return attend(q, k, v, active=active, visible=visible, scale=scale, **how)
-
-    if active is not None and active.parts > 1:
-      return attend_picked(run, q, active)
-    return run(q, active)
-
-  def _drop(self, x: jax.Array, deterministic: bool | None) -> jax.Array:
-    """Drops elements of the output, in training."""
-    if deterministic is None:
-      deterministic = not self.has_rng("dropout")
-    if deterministic or not self.dropout_rate:
-      return x
-    keep = 1 - self.dropout_rate
-    draw = functools.partial(jax.random.bernoulli, p=keep)
-    kept = draw_examples(draw, self.make_rng("dropout"), x.shape)
-    return jnp.where(kept, x / keep, 0)
+  def mix(
+    self,
+    heads: jax.Array,
+    gates: jax.Array | None,
+    features: int,
+    layout: HeadLayout,
+  ) -> jax.Array:
+    """The gated sum of the heads' outputs, [B, N, features]."""
+    bias = self.use_bias if self.out_bias is None else self.out_bias
+    kinds = self._kinds(bias, layout)
+    kinds["kernel_init"] = self.out_init or self.kernel_init
+    mix = HeadMix(features, self.out_multiplier, name="out", **kinds)
+    return mix(heads, gates)
 
   @nn.nowrap
   def _check(
@@ -322,26 +314,12 @@ class MoHAttention(nn.Module):
     places: Places | None,
   ) -> None:
     """Refuses what would fail later, or be taken for something else."""
-    if not isinstance(self.budget, HeadBudget):
-      raise ValueError(f"budget={self.budget!r} must be a HeadBudget")
-    if not isinstance(self.router, RouterConfig):
-      raise ValueError(
-        f"router={self.router!r} must be a RouterConfig or a dict of its fields"
-      )
+    for name, kind in ("budget", HeadBudget), ("router", RouterConfig):
+      if not isinstance(value := getattr(self, name), kind):
+        raise ValueError(f"{name}={value!r} must be a {kind.__name__}")
     heads, kv_heads = self.budget.num_heads, self.num_kv_heads
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
       raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={heads}")
-    for name in ("dtype", "param_dtype"):
-      if not jnp.issubdtype(dtype := getattr(self, name), jnp.floating):
-        raise ValueError(f"{name}={jnp.dtype(dtype)} must be floating")
-    for name in ("causal", "use_bias", "output_major"):
-      if not isinstance(value := getattr(self, name), bool | np.bool_):
-        raise ValueError(f"{name}={value!r} must be True or False")
-    is_norm = not isinstance(self.qk_norm, bool) and (self.qk_norm or 0) > 0
-    if self.qk_norm is not None and not is_norm:
-      raise ValueError(f"qk_norm={self.qk_norm} must be above 0, or None")
-    if not 0 <= self.dropout_rate < 1:
-      raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1)")
     if x.ndim != 3:
       raise ValueError(
         f"x has shape {x.shape}, must be [B, N, C]; reshape or jax.vmap"
@@ -352,10 +330,8 @@ class MoHAttention(nn.Module):
         f"context has shape {context.shape}, must be {lead} and [M, width]; a "
         "mask is token_mask="
       )
-    if context is not None and self.causal:
-      raise ValueError("causal=True must be False where there is a context")
-    if places is not None and context is not None:
-      raise ValueError("places must be None where there is a context")
+    if context is not None and (self.causal or places is not None):
+      raise ValueError("causal and places must be off where there is a context")
     masks = (token_mask, x.shape[:-1]), (context_mask, keys)
     for name, (mask, shape) in zip(("token_mask", "context_mask"), masks):
       check_array(name, mask, bool, shape, ", False for padding")

@@ -106,6 +106,17 @@ def gather(x: jax.Array, kept: int = 0) -> jax.Array:
   return reshard(x, NamedSharding(own.mesh, PartitionSpec(*own.spec[:kept])))
 
 
+def split_batch_alone(tree: Any) -> Any:
+  """Gathers what Explicit axes split, but for the first dimension."""
+  return jax.tree.map(functools.partial(gather, kept=1), tree)
+
+
+def split_alike(x: jax.Array, like: jax.Array) -> jax.Array:
+  """Splits an array as another one is, along Explicit axes of a mesh."""
+  own = jax.typeof(like).sharding
+  return reshard(x, own) if any(own.spec) else x
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   """Pins the sharding of an activation by its logical axes.
 
@@ -182,6 +193,14 @@ def draw_examples(
     index += jax.lax.axis_index(axes) * shape[0]
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(index)
   return jax.vmap(functools.partial(draw, shape=tuple(shape[1:])))(keys)
+
+
+def drop_elements(module: nn.Module, x: jax.Array, rate: float) -> jax.Array:
+  """Sets a share of the elements of x [B, ...] to 0, and scales the others."""
+  keep = 1 - rate
+  draw = functools.partial(jax.random.bernoulli, p=keep)
+  kept = draw_examples(draw, module.make_rng("dropout"), x.shape)
+  return jnp.where(kept, x / keep, 0)
 
 
 def examples_key(key: jax.Array) -> jax.Array:

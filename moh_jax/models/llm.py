@@ -81,9 +81,11 @@ class Block(nn.Module):
       name="attn",
     )
     normed = rms_norm(cfg, "attn_norm")(x)
-    out, aux, cache = attention.extend(
-      normed, cache, slots, token_mask, places=places, choice=choice
-    )
+    how = {"token_mask": token_mask, "places": places, "choice": choice}
+    if cache is None:
+      out, aux = attention(normed, **how)
+    else:
+      out, aux, cache = attention.decode(normed, cache, slots, **how)
     x = x + out
     kinds = cfg.mlp_bias, self.output_major, branch_init, dtype
     mlp = SwiGLU(cfg.mlp_dim, *kinds, name="mlp")

@@ -18,7 +18,6 @@ from moh_jax.ops.basics import HALF, check_array
 from moh_jax.ops.cache import LayerCache, Slots, split_texts
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import cached_dense_attention, dense_attention
-from moh_jax.ops.head_layout import LANES
 from moh_jax.ops.kernels import decode
 from moh_jax.ops.kernels.attention import (
   DTYPES,
@@ -29,6 +28,7 @@ from moh_jax.ops.kernels.attention import (
 )
 from moh_jax.ops.kernels.hopper import Hopper
 from moh_jax.ops.kernels.tpu import Tpu
+from moh_jax.ops.lanes import LANES
 from moh_jax.ops.packed import packed_attention
 from moh_jax.ops.pairs import ActiveHeads, blocks_of
 from moh_jax.ops.picked import attend_picked

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.llm import RotaryConfig
-from moh_jax.ops.head_layout import fill_lanes, on_tpu
+from moh_jax.ops.lanes import on_tpu, rotate_in_lanes
 
 
 @jax.tree_util.register_dataclass
@@ -241,41 +241,14 @@ def rotate(x: jax.Array, by: Rotation, count: int = 1) -> jax.Array:
   Args:
     x: [B, N, H, D]; on a TPU possibly wider, with zeros after the first D.
     by: angles of the tokens, from `rotation`.
-    count: heads that a TPU keeps side by side (`ops.head_layout`).
+    count: heads that a TPU keeps side by side (`ops.lanes`).
 
   Returns:
     The shape and dtype of x; computed in float32.
   """
   if on_tpu():
-    return _rotate_in_lanes(x, by, count)
+    return rotate_in_lanes(x, by.cos, by.sin, count)
   cos, sin = by.cos[:, :, None], by.sin[:, :, None]
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = [first * cos - second * sin, second * cos + first * sin]
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def _rotate_in_lanes(x: jax.Array, by: Rotation, count: int) -> jax.Array:
-  """As `rotate`, with the halves of a head exchanged by a matrix product.
-
-  Halves of a head are not whole rows of a TPU's vector lanes: taken apart, each
-  would be stored in another order. A product with a permutation is exact.
-  """
-  sets = fill_lanes(x, count)
-  dim = 2 * by.cos.shape[-1]
-  padding = x.shape[-1] - dim
-  swap = np.pad(np.roll(np.eye(dim), dim // 2, axis=0), (0, padding))
-  swap = np.kron(np.eye(count), swap)
-  # One matrix per set: the remat policy "dots" would keep the result of a
-  # product without batch dimensions, which costs less to compute again.
-  swap = jnp.broadcast_to(
-    jnp.asarray(swap, x.dtype), (sets.shape[2], *swap.shape)
-  )
-  swapped = jnp.einsum(
-    "bnsw,swv->bnsv", sets, swap, precision=jax.lax.Precision.HIGHEST
-  )
-  rest = jnp.zeros((*by.cos.shape[:-1], padding), by.cos.dtype)
-  cos = jnp.concatenate([by.cos, by.cos, rest] * count, axis=-1)[:, :, None]
-  sin = jnp.concatenate([-by.sin, by.sin, rest] * count, axis=-1)[:, :, None]
-  sets, swapped = (part.astype(jnp.float32) for part in (sets, swapped))
-  rotated = sets * cos + swapped * sin
-  return rotated.astype(x.dtype).reshape(x.shape)

@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from moh_jax.ops.basics import ATTENTION
 from moh_jax.ops.call import Call, Visible
-from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
+from moh_jax.ops.lanes import LANES, fill_lanes, heads_in_lanes, in_place
 
 _BLOCK = 512  # queries, and keys, of a tile of splash at most
 

@@ -23,7 +23,7 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity, differences
 from moh_jax.layers.linear import LORA_A, LORA_B
-from moh_jax.ops.head_layout import check_heads, check_tokens
+from moh_jax.ops.placement import check_heads, check_tokens
 from moh_jax.runtime import json_files, steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.devices import random_settings
@@ -83,7 +83,7 @@ def check_run(
   check_batch("data.batch_size", batch, mesh, parts)
   check_batch("eval.batch_size", config.eval.batch_size, mesh)
   # The mesh can split the heads, and the tokens of an example.
-  check_heads(config.model, mesh, config.mesh.max_imbalance)
+  check_heads(config.model, mesh)
   length = getattr(config.data, "sequence_length", None)
   check_tokens(config.model, mesh, length)
   leaves = jax.tree.leaves((program.state.params, program.frozen))

@@ -67,7 +67,7 @@ _OUTSIDE = """
   0.0 | must be in (0, 1] | optim.layer_decay
   0.0 | must be above 0 | rope.attention_factor latents.scale
     diffusion.latent_scale diffusion.snr_gamma
-  0.9 | must be at least 1 | rope.theta rope.factor mesh.max_imbalance
+  0.9 | must be at least 1 | rope.theta rope.factor
   0.0 | must be in [1e-12, 1 | llm.norm_eps vae.norm_eps
   nan | must be | llm.norm_eps sample.cfg_scale optim.lr rope.theta
   inf | must be finite | rope.theta diffusion.vb_weight

@@ -17,15 +17,19 @@ from absl.testing import parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.llm import RotaryConfig
-from moh_jax.layers.attend import active_heads, attend, attend_to_cache
+from moh_jax.layers.attend import (
+  active_heads,
+  attend_on_mesh,
+  attend_to_cache,
+)
 from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
-from moh_jax.ops import head_layout
+from moh_jax.ops import lanes, placement
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.call import Visible
-from moh_jax.ops.head_layout import place_heads
 from moh_jax.ops.pairs import ActiveHeads
+from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import rotation
 from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding
@@ -78,20 +82,13 @@ class MeshTest(parameterized.TestCase):
     self.assertEqual(out.sharding.shard_shape(out.shape), (2, 1, heads, 8))
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
-  @parameterized.parameters("attend", "attend_to_cache")
-  def test_kernels_of_tpus_lower_over_a_mesh(self, function):
+  def test_kernels_of_tpus_lower_over_a_mesh(self):
     # Mosaic refuses kernels that the compiler might have to split.
     q = jnp.zeros((8, 1, 4, 128), jnp.bfloat16)
     active = ActiveHeads(jnp.ones((8, 1, 4), bool), 2)
 
     def run(q):
-      if function == "attend":
-        return attend(q, q, q, active=active, implementation="kernel")
-      cache = LayerCache(*[jnp.zeros((8, 4, 256, 128), jnp.bfloat16)] * 2)
-      slots = Slots(jnp.int32(255), jnp.zeros(8, jnp.int32))
-      return attend_to_cache(
-        q, cache, slots, active=active, implementation="kernel"
-      )
+      return attend_on_mesh(q, q, q, active=active, implementation="kernel")
 
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     tpu = jax.sharding.AbstractDevice(
@@ -112,7 +109,7 @@ class MeshTest(parameterized.TestCase):
     how = {"visible": Visible(causal=True), "implementation": "packed"}
     with sharding.use_mesh(mesh):
       q = sharding.shard_batch({"x": q}, mesh)["x"]
-      run = jax.jit(lambda q: attend(q, q, q, active=active, **how))
+      run = jax.jit(lambda q: attend_on_mesh(q, q, q, active=active, **how))
       text = run.lower(q).compile().as_text()
     words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
     for word in words:
@@ -193,16 +190,16 @@ class CheckTest(parameterized.TestCase):
     with self.assertRaisesRegex(
       ValueError, r"mesh.tensor=1 with mesh.sequence=8: .* has 4 heads"
     ):
-      head_layout.check_heads(tiny.LLM, mesh, 9.0)
+      placement.check_heads(tiny.LLM, mesh)
     with self.assertRaisesRegex(ValueError, "mesh.sequence=8: .* 12 tokens"):
-      head_layout.check_tokens(tiny.LLM, mesh, 12)
-    head_layout.check_tokens(tiny.LLM, mesh, 16)
+      placement.check_tokens(tiny.LLM, mesh, 12)
+    placement.check_tokens(tiny.LLM, mesh, 16)
 
 
 def _as_on_a_tpu():
   """Context in which heads are ordered as on a TPU; all else is as here."""
   device = Target("tpu", "TPU v5 lite")
-  return mock.patch.object(head_layout, "target", return_value=device)
+  return mock.patch.object(lanes, "target", return_value=device)
 
 
 def _inputs(layer, tokens=9):

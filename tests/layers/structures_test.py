@@ -231,10 +231,10 @@ class StructuresTest(parameterized.TestCase):
     cache = make_cache(2, _GROUPS, _TOKENS + 3, _DIM, "float32")
     split = _TOKENS - (1 if single else 4)
     _, _, cache = layer.apply(
-      params, x[:, :split], cache, Slots(jnp.int32(2)), method="extend"
+      params, x[:, :split], cache, Slots(jnp.int32(2)), method="decode"
     )
     slots = Slots(jnp.int32(2 + split), jnp.full(2, 2))
-    out, *_ = layer.apply(params, x[:, split:], cache, slots, method="extend")
+    out, *_ = layer.apply(params, x[:, split:], cache, slots, method="decode")
     error = abs(out - expected[:, split:]).max() / abs(expected).max()
     self.assertLess(error, 2e-6)
 
@@ -246,7 +246,7 @@ class StructuresTest(parameterized.TestCase):
     choice = HeadChoice(scale=jnp.ones(_HEADS).at[head].set(0))
     expected, _ = layer.apply(params, x, choice=choice)
     cache = make_cache(2, _GROUPS, _TOKENS, _DIM, "float32")
-    extend = functools.partial(layer.apply, params, method="extend")
+    extend = functools.partial(layer.apply, params, method="decode")
     _, _, cache = extend(x[:, :-1], cache, Slots(jnp.int32(0)))
     slots = Slots(jnp.int32(_TOKENS - 1), jnp.zeros(2, jnp.int32))
     out, *_ = extend(x[:, -1:], cache, slots, choice=choice)

@@ -83,7 +83,7 @@ def config_of(family, form="dense", mesh=None, **sections):
     # In a step each device computes the position bias, in which no example is.
     # That should be little beside its examples, so it has four.
     sections.setdefault("data", {"batch_size": 32})
-  mesh = {"data": 1, "max_imbalance": 2.0, **(mesh or {})}
+  mesh = {"data": 1, **(mesh or {})}
   return _CONFIGS[family](model=model, mesh=mesh, **sections)
 
 

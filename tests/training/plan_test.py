@@ -15,7 +15,7 @@ from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 from tests.training import tiny
 
-_MESH = {"data": -1, "max_imbalance": 2.0}
+_MESH = {"data": -1}
 
 
 class PlanTest(absltest.TestCase):

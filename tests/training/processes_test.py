@@ -20,7 +20,7 @@ _IMAGES, _BATCH = 13, 8
 _MESHES = {
   "data": {"data": -1},
   # Both processes hold the whole batch, so both must read it whole.
-  "tensor": {"data": 1, "tensor": -1, "max_imbalance": 2.0},
+  "tensor": {"data": 1, "tensor": -1},
 }
 _config = functools.partial(tiny.llm_config, model={"num_kv_heads": 4})
 _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])

@@ -20,7 +20,7 @@ from moh_jax.training.train import Result
 from moh_jax.training.train import train as train_on
 
 # All eight fake devices. Few heads are never balanced.
-MESH = {"data": 2, "fsdp": 2, "tensor": 2, "max_imbalance": 2.0}
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 MODEL = config_lib.ViTConfig(
   image_size=(8, 8),
   channels=1,

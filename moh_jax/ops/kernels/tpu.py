@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.head_layout import fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.kernels.attention import (
   LOG2_E,
   Arrays,
@@ -32,6 +31,7 @@ from moh_jax.ops.kernels.attention import (
   times,
 )
 from moh_jax.ops.kernels.tpu_plan import Plan, Step, as_columns, repeat_lanes
+from moh_jax.ops.lanes import fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.target import Target
 
 

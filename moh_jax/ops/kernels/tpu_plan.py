@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from moh_jax.ops.head_layout import LANES
 from moh_jax.ops.kernels.attention import Argument, Problem, keys_of_rows
+from moh_jax.ops.lanes import LANES
 from moh_jax.ops.target import target, vary_alike
 
 _MIB = 1 << 20

@@ -4,11 +4,8 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.head_layout import (
-  HeadPlacement,
-  head_layout,
-  place_heads,
-)
+from moh_jax.ops.lanes import head_layout
+from moh_jax.ops.placement import HeadPlacement, place_heads
 from tests.ops import devices
 
 

@@ -1,4 +1,4 @@
-"""Where the heads of a layer lie: on which devices, and in which vector lanes.
+"""Where the heads of a layer lie on the devices of a mesh.
 
 Devices of the mesh axes tensor and sequence compute different heads. The first
 heads of a layer are shared: every token uses them. Devices that hold
@@ -19,40 +19,21 @@ Parameters stay in the layer's own order, on the devices and in checkpoints.
 `HeadPlacement.deal` moves a kernel's heads when it is used, and its gradient's
 back.
 
-A TPU keeps the last axis of an array in rows of 128 lanes. Narrower heads would
-leave lanes empty, so XLA stores [B, N, H, D] with the tokens last instead, and
-transposes the arrays before and after every kernel. Where D divides 128,
-neighbouring heads share the lanes of a row here: [B, N, S, W] with m = 128 / D
-heads in a set, S = H / m sets and W = m * D = 128 lanes.
-
-Whatever takes such an array apart along its lanes, or puts one together, writes
-all of it again. So queries, keys and values are separate products on a TPU, and
-the halves of heads (RoPE) are never arrays of their own.
-
-Other head dims are padded with zeros where that costs little (`padded_dim`):
-the products that make and read the heads do more, but write whole rows.
-
-Shapes: B batch, N tokens, H heads, K key/value heads, D head dim, m heads of a
-set, S sets, W lanes.
+Shapes: H heads, K key/value heads.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh
 
 from moh_jax.config import LayerGroup, RoutedLayers
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.target import target
-
-LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,33 +156,6 @@ class HeadPlacement:
     )(x)
 
 
-def kv_repeats(kv_heads: int, devices: int) -> int:
-  """How often key/value heads are repeated so that devices can split them."""
-  return devices // math.gcd(kv_heads, devices)
-
-
-def place_heads(
-  heads: int, kv_heads: int, devices: int, sequence: int = 1, axis="tensor"
-) -> HeadPlacement | None:
-  """How a mesh holds a layer's heads.
-
-  Args:
-    heads: H.
-    kv_heads: K.
-    devices: devices along the axis that splits parameters.
-    sequence: devices along the axis `sequence`.
-    axis: name of the former.
-
-  Returns:
-    The placement; None if `devices` does not divide K, or if not every device
-    of both axes would have as many query heads of the same key/value heads.
-  """
-  repeats = kv_repeats(kv_heads, devices * sequence)
-  if kv_heads % devices or heads % (kv_heads * repeats):
-    return None
-  return HeadPlacement(heads, kv_heads, devices, axis, sequence)
-
-
 @functools.cache
 def _routes(
   order: tuple[int, ...], devices: int
@@ -235,52 +189,57 @@ def _routes(
   return np.asarray(sends).reshape(devices, -1), np.asarray(takes)
 
 
-def check_heads(
-  model: RoutedLayers,
-  mesh: Mesh | AbstractMesh,
-  max_imbalance: float = math.inf,
-) -> None:
+def kv_repeats(kv_heads: int, devices: int) -> int:
+  """How often key/value heads are repeated so that devices can split them."""
+  return devices // math.gcd(kv_heads, devices)
+
+
+def place_heads(
+  heads: int, kv_heads: int, devices: int, sequence: int = 1, axis="tensor"
+) -> HeadPlacement | None:
+  """How a mesh holds a layer's heads.
+
+  Args:
+    heads: H.
+    kv_heads: K.
+    devices: devices along the axis that splits parameters.
+    sequence: devices along the axis `sequence`.
+    axis: name of the former.
+
+  Returns:
+    The placement; None if `devices` does not divide K, or if not every device
+    of both axes would have as many query heads of the same key/value heads.
+  """
+  repeats = kv_repeats(kv_heads, devices * sequence)
+  if kv_heads % devices or heads % (kv_heads * repeats):
+    return None
+  return HeadPlacement(heads, kv_heads, devices, axis, sequence)
+
+
+def check_heads(model: RoutedLayers, mesh: Mesh | AbstractMesh) -> None:
   """Checks that the heads of every layer can be split over the mesh.
 
   Args:
     model: the config's section of the model.
     mesh: the devices.
-    max_imbalance: see `MeshConfig`.
 
   Raises:
     ValueError: mesh.tensor does not divide a layer's key/value heads, or with
-      mesh.sequence cannot give every device as many heads, or leaves more
-      active ones on a device than on others.
+      mesh.sequence cannot give every device as many heads.
   """
   tensor, sequence = mesh.shape["tensor"], mesh.shape["sequence"]
   for index, group in enumerate(model.layer_groups(), 1):
+    if head_placement(group, tensor, sequence) is not None:
+      continue
+    kv_heads = group.kv_heads or group.budget.num_heads
+    has = f"{kv_heads} key/value heads, must be a multiple of it"
+    if kv_heads % tensor == 0:
+      has = f"{group.attended} heads on {kv_heads} key/value heads, which "
+      has += f"{tensor * sequence} devices cannot share evenly"
     place = f"mesh.tensor={tensor}"
     if sequence > 1:
       place += f" with mesh.sequence={sequence}"
-    place += f": the {index}. group of equal layers has"
-    placement = head_placement(group, tensor, sequence)
-    kv_heads = group.kv_heads or group.budget.num_heads
-    if placement is None and kv_heads % tensor:
-      raise ValueError(
-        f"{place} {kv_heads} key/value heads, must be a multiple of it"
-      )
-    if placement is None:
-      raise ValueError(
-        f"{place} {group.attended} heads on {kv_heads} key/value "
-        f"heads, which {tensor * sequence} devices cannot share evenly"
-      )
-    if works_equally(model, group):
-      continue
-    orders = set(group.order_of_each)
-    ratio = max(placement.imbalance(group.budget, order) for order in orders)
-    if ratio > max_imbalance:
-      ordered = " in model.head_order" if group.orders else ""
-      raise ValueError(
-        f"{place} {group.budget.shared} shared heads of "
-        f"{group.budget.num_heads}{ordered}: the busiest device would have "
-        f"{ratio:.3f} times the mean of active heads, allowed is "
-        f"mesh.max_imbalance={max_imbalance}"
-      )
+    raise ValueError(f"{place}: the {index}. group of equal layers has {has}")
 
 
 def check_tokens(
@@ -322,154 +281,3 @@ def head_placement(
   """How a mesh holds a layer's heads; None if it cannot split them."""
   kv_heads = group.kv_heads or group.budget.num_heads
   return place_heads(group.attended, kv_heads, tensor, sequence)
-
-
-def heads_in_lanes(heads: int, dim: int) -> int:
-  """How many neighbouring heads fill the lanes, m; 1 if none do.
-
-  Args:
-    heads: H that a device has, a multiple of m.
-    dim: D.
-  """
-  count = LANES // dim if LANES % dim == 0 else 1
-  return 1 if heads % count else count
-
-
-def padded_dim(dim: int) -> int:
-  """Width of heads with zeros in the lanes that they leave empty.
-
-  It is D if less than three quarters of the lanes would be the heads' own. The
-  wider products then cost more than the copies that they save, by the estimates
-  of XLA's compiler for TPU v5e and v6e: 96 as 128 pays, 72 as 128 does not.
-
-  Args:
-    dim: D.
-  """
-  if dim > LANES:
-    width = -(-dim // LANES) * LANES
-  else:
-    width = next(x for x in range(dim, LANES + 1) if LANES % x == 0)
-  return width if 4 * dim >= 3 * width else dim
-
-
-def on_tpu() -> bool:
-  """Whether the function that is traced will run on a TPU."""
-  return target().platform == "tpu"
-
-
-def fill_lanes(x: jax.Array, count: int) -> jax.Array:
-  """Shapes [..., H, D] as [..., S, W], with m = count heads in a set."""
-  *lead, heads, dim = x.shape
-  return x.reshape(*lead, heads // count, count * dim)
-
-
-def in_place(places: jax.Array, count: int, dim: int) -> jax.Array:
-  """Whether a lane belongs to a place among the m = count heads of a set.
-
-  Args:
-    places: [...] int32, from 0 to m - 1.
-    count: m.
-    dim: D.
-
-  Returns:
-    [..., W] bool.
-  """
-  places = jnp.asarray(places)[..., None]
-  shape = (*[1] * (places.ndim - 1), count * dim)
-  return places == lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) // dim
-
-
-def store_by_head(x: jax.Array) -> jax.Array:
-  """Has padded heads [B, N, S, W] stored in the order [B, S, N, W].
-
-  Left to itself, XLA stores results of products with padded weights with the
-  tokens last (v6e), as it does without padding. The gradient is stored alike.
-  """
-  return with_layout_constraint(x, Layout((0, 2, 1, 3)))
-
-
-def over_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
-  """Repeats one number per head over its lanes.
-
-  Args:
-    x: [..., H].
-    count: m.
-    dim: D.
-
-  Returns:
-    [..., S, W]; [..., H, 1], which broadcasts to that, if m = 1.
-  """
-  x = x.reshape(*x.shape[:-1], x.shape[-1] // count, count, 1)
-  out = x[..., 0, :]
-  ones = [1] * (x.ndim - 2)
-  # Place by place: a masked sum over places compiles to more memory on a TPU.
-  for i in range(1, count):
-    own = in_place(jnp.full(ones, i), count, dim)
-    out = jnp.where(own, x[..., i, :], out)
-  return out
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadLayout:
-  """How the arrays of a layer hold its heads: one value for all of its parts.
-
-  Attributes:
-    dim: D, width of a head.
-    width: that of heads in arrays, with zeros after a head's own numbers.
-    sets: for each number of heads that an array of the layer has, m; those that
-      are missing stand alone.
-    placement: the order in which devices compute the heads; None is the order
-      of the parameters.
-  """
-
-  dim: int
-  width: int
-  sets: tuple[tuple[int, int], ...] = ()
-  placement: HeadPlacement | None = None
-
-  def count(self, heads: int) -> int:
-    """Heads of a set, m, in an array of so many heads."""
-    return dict(self.sets).get(heads, 1)
-
-  def dealt(self, x: jax.Array) -> jax.Array:
-    """Brings numbers per head, [..., H], to the order of the devices."""
-    if self.placement is None:
-      return x
-    return x[..., self.placement.order(x.shape[-1])]
-
-  def undealt(self, x: jax.Array) -> jax.Array:
-    """Brings numbers per head, [..., H], back to the order of the layer."""
-    if self.placement is None:
-      return x
-    return x[..., np.argsort(self.placement.order(x.shape[-1]))]
-
-
-def head_layout(
-  dim: int,
-  devices: Mapping[int, int],
-  *,
-  pads: bool = False,
-  placement: HeadPlacement | None = None,
-) -> HeadLayout:
-  """Makes the layout for the device that a function is traced for.
-
-  Args:
-    dim: D.
-    devices: for each number of heads that an array of the layer has, how many
-      devices hold different ones.
-    pads: whether heads may be wider than D, where that fills the lanes.
-    placement: as in `HeadLayout`.
-  """
-  if not on_tpu():
-    return HeadLayout(dim, dim, placement=placement)
-
-  def sets(width: int) -> dict[int, int]:
-    return {
-      heads: heads_in_lanes(heads // count, width)
-      for heads, count in devices.items()
-    }
-
-  width = padded_dim(dim) if pads else dim
-  if width % LANES and sets(width)[min(devices)] == 1:
-    width = dim
-  return HeadLayout(dim, width, tuple(sets(width).items()), placement)
