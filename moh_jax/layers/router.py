@@ -96,7 +96,7 @@ class HeadRouter(nn.Module):
 
     Raises:
       ValueError: the mask has another shape or dtype, the kind reads norms and
-        there are none, or a registered router fails or returned something else.
+        there are none, or a registered router returned something else.
     """
     budget, config = self.budget, self.config
     chex.assert_rank(x, 3)
@@ -123,16 +123,16 @@ class HeadRouter(nn.Module):
       if norms is not None:
         squares = jnp.square(norms.reshape(*norms.shape[:-1], -1, units.size))
         norms = jnp.sqrt(squares.sum(-1))
-    try:
-      module = imported(get_router(config.kind).module)
-      router = module(units.budget, config, self.kernel_init, parts=units.parts)
-      nn.share_scope(self, router)  # parameters lie directly under this layer
-      decided = router(x, norms=norms, top_k=top_k)
-    except (Exception, SystemExit) as error:  # of another package's code
-      raise ValueError(
-        f"router.kind={config.kind!r} fails: {type(error).__name__}: {error}"
-      ) from error
-    self._check(decided, x)
+    module = imported(get_router(config.kind).module)
+    router = module(units.budget, config, self.kernel_init, parts=units.parts)
+    nn.share_scope(self, router)  # parameters lie directly under this layer
+    decided = router(x, norms=norms, top_k=top_k)
+    what = f"router.kind={config.kind!r} returned"
+    if not isinstance(decided, Routing):
+      found = type(decided).__name__
+      raise ValueError(f"{what} {found}, must be a moh_jax.Routing")
+    shape = *x.shape[:2], units.budget.num_heads
+    check_array(f"{what} gates", decided.gates, jnp.floating, shape)
     aux = routing.router_aux(
       decided, units.budget, token_mask=token_mask, form=config.gate_form
     )
@@ -153,29 +153,6 @@ class HeadRouter(nn.Module):
   def units(self) -> Units:
     """What tokens choose among."""
     return Units.of(self.budget, self.config, self.kv_heads)
-
-  @nn.nowrap
-  def _check(self, decided: Routing, x: jax.Array) -> None:
-    """Refuses shapes and dtypes that later sums would take silently."""
-    if not isinstance(decided, Routing):
-      raise ValueError(
-        f"router.kind={self.config.kind!r} returned {type(decided).__name__}, "
-        "must be a moh_jax.Routing"
-      )
-    budget = self.units.budget
-    sizes = {
-      "gates": budget.num_heads,
-      "probs": budget.routed,
-      "selected": budget.routed,
-      "shared_scores": budget.shared,
-      "groups": 2,
-    }
-    for name, size in sizes.items():
-      kind = bool if name == "selected" else jnp.floating
-      what = f"router.kind={self.config.kind!r} returned {name}"
-      if not hasattr(found := getattr(decided, name), "shape"):
-        raise ValueError(f"{what} {type(found).__name__}, must be an array")
-      check_array(what, found, kind, (*x.shape[:2], size))
 
 
 @contextlib.contextmanager

@@ -390,18 +390,15 @@ def load_entropy(load: np.ndarray) -> np.ndarray:
     where tokens have no choice since they select all heads.
   """
   load = np.asarray(load, np.float64)
-  heads = load.shape[-1]
-  selected = load.sum(-1, keepdims=True)
-  counted = selected > 0
-  share = load / np.where(counted, selected, 1.0)
-  logs = np.log(np.where(share > 0, share, 1.0))
-  entropy = -(share * logs).sum(-1)
-  least = np.log(np.where(counted, selected, 1.0))[..., 0]
-  span = np.log(max(heads, 1)) - least
-  has_choice = span > 1e-6
-  scaled = (entropy - least) / np.where(has_choice, span, 1.0)
-  scaled = np.where(has_choice, np.clip(scaled, 0.0, 1.0), 1.0)
-  return np.where(counted[..., 0], scaled, np.nan)
+  selected = load.sum(-1)
+  with np.errstate(divide="ignore", invalid="ignore"):
+    share = load / selected[..., None]
+    entropy = -np.where(share > 0, share * np.log(share), 0.0).sum(-1)
+    least = np.log(selected)
+    span = np.log(max(load.shape[-1], 1)) - least
+    scaled = np.clip((entropy - least) / span, 0.0, 1.0)
+  scaled = np.where(span > 1e-6, scaled, 1.0)
+  return np.where(selected > 0, scaled, np.nan)
 
 
 def collapse_lines(entropies: Mapping[str, float]) -> list[str]:
