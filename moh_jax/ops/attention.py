@@ -107,46 +107,41 @@ def attention(
     ValueError: the implementation is unknown or does not support the call, H
       is not a multiple of K, or an argument has another shape or dtype.
   """
-  _check_arguments(q, k, v, bias, key_mask, segments, active)
+  visible = Visible(key_mask, segments, causal)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   heads = None
   if active is not None:
-    most = q.shape[2] if max_active is None else max_active
-    if most < 1:
-      raise ValueError(f"max_active={most} must be at least 1")
+    most = active.shape[-1] if max_active is None else max_active
     heads = ActiveHeads(active, most)
-  visible = Visible(key_mask, segments, causal)
-  return attend(Call(q, k, v, visible, scale, bias, heads), implementation)
+  call = Call(q, k, v, visible, scale, bias, heads)
+  _check(call)
+  return attend(call, implementation)
 
 
-def _check_arguments(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  key_mask: jax.Array | None,
-  segments: jax.Array | None,
-  active: jax.Array | None,
-) -> None:
+def _check(call: Call) -> None:
   """Refuses what the forms would take for something else."""
-  for name, array in (("q", q), ("k", k), ("v", v)):
-    if array.ndim != 4:
+  for name in "qkv":
+    if (array := getattr(call, name)).ndim != 4:
       raise ValueError(f"{name} has shape {array.shape}, must have 4 axes")
-  batch, queries, heads, dim = q.shape
-  keys, kv_heads = k.shape[1:3]
+  batch, queries, heads, dim = call.q.shape
+  keys, kv_heads = call.k.shape[1:3]
   if heads % kv_heads:
     raise ValueError(
       f"{heads} query heads are not a multiple of the {kv_heads} key/value "
       "heads"
     )
-  check_array("q", q, jnp.floating, (batch, queries, heads, dim))
-  for name, array in (("k", k), ("v", v)):
+  check_array("q", call.q, jnp.floating, (batch, queries, heads, dim))
+  for name, array in (("k", call.k), ("v", call.v)):
     check_array(name, array, jnp.floating, (batch, keys, kv_heads, dim))
-  check_array("key_mask", key_mask, bool, (batch, keys))
-  check_array("segments", segments, jnp.integer, (batch, keys))
-  check_array("active", active, bool, (batch, queries, heads))
-  if segments is not None and queries != keys:
+  visible, bias, active = call.visible, call.bias, call.active
+  check_array("key_mask", visible.key_mask, bool, (batch, keys))
+  check_array("segments", visible.segments, jnp.integer, (batch, keys))
+  if visible.segments is not None and queries != keys:
     raise ValueError(f"segments: the {queries} queries must be the {keys} keys")
+  if active is not None:
+    check_array("active", active.mask, bool, (batch, queries, heads))
+    if active.max_per_token < 1:
+      raise ValueError(f"max_active={active.max_per_token} must be at least 1")
   if bias is not None:
     sizes = zip(bias.shape[::-1], (keys, queries, heads, batch))
     fits = bias.ndim <= 4 and all(size in (1, full) for size, full in sizes)

@@ -97,16 +97,34 @@ def take(
     are not shared.
   """
   place = columns.place(columns.gather(tokens), len(table))
-  own = table.dtype
-  if own.itemsize == 2:
-    # A frozen table: XLA for CPUs reads 16-bit rows in float32, for which it
-    # converts the whole of it, without the barrier before a loop of decoding.
-    table = jax.lax.optimization_barrier(table).view(jnp.uint16)
-  rows = jnp.take(table, place, axis=0)  # of -1 the last one
-  rows = rows.view(own).astype(dtype)
+  rows = _read(table, place).astype(dtype)  # of -1 the last one
   if columns.axes:
     rows = jnp.where(place[..., None] >= 0, rows, 0)
   return columns.scatter(rows)
+
+
+def _read(table: jax.Array, rows: jax.Array) -> jax.Array:
+  if table.dtype.itemsize == 2:
+    return _read_bits(table, rows)
+  return jnp.take(table, rows, axis=0)
+
+
+@jax.custom_jvp
+def _read_bits(table: jax.Array, rows: jax.Array) -> jax.Array:
+  """Reads 16-bit rows as integers.
+
+  XLA's CPU compiler reads bfloat16 rows in float32, for which it converts the
+  whole table; without the barrier it would do so before a loop of decoding.
+  """
+  table, rows = jax.lax.optimization_barrier((table, rows))
+  bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
+  return jax.lax.bitcast_convert_type(bits.take(rows, axis=0), table.dtype)
+
+
+@_read_bits.defjvp
+def _read_bits_jvp(primals, tangents) -> tuple[jax.Array, jax.Array]:
+  table, rows = primals
+  return _read_bits(table, rows), tangents[0].take(rows, axis=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

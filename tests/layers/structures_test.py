@@ -13,8 +13,9 @@ from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice, HeadRouter
-from moh_jax.ops import attention as ops
+from moh_jax.ops.attention import attend
 from moh_jax.ops.cache import Slots, make_cache
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.runtime import sharding
 from moh_jax.runtime.sharding import unbox
@@ -97,6 +98,13 @@ def _gates(structure, router, budget, params, x, q):
   return gates, loss
 
 
+def _attend(q, k, v, causal=False, **options):
+  """Attention of all heads or, of `active` heads, as "auto" does."""
+  form = "auto" if "active" in options else "dense"
+  visible, scale = Visible(causal=causal), q.shape[-1] ** -0.5
+  return attend(Call(q, k, v, visible, scale, **options), form)
+
+
 def _layer(structure, router, **options):
   budget = HeadBudget(_HEADS, *_BUDGETS[structure], _DIM)
   router = dataclasses.replace(router, structure=structure)
@@ -140,19 +148,16 @@ def _brute_force(layer, params, x, segments=None):
 class StructuresTest(parameterized.TestCase):
   @parameterized.product(
     structure=tuple(_BUDGETS),
-    router=(
-      RouterConfig(),
-      RouterConfig(gate_form="paper"),
-      RouterConfig(two_stage=False),
-      RouterConfig("query_norm"),
+    case=(
+      (RouterConfig(), True, "packed"),
+      (RouterConfig(gate_form="paper"), False, "dense"),
+      (RouterConfig(two_stage=False), False, "packed"),
+      (RouterConfig("query_norm"), True, "packed"),
     ),
-    causal=(False, True),
-    implementation=("dense", "packed"),
   )
   @pytest.mark.integration
-  def test_equals_a_mask_by_brute_force(
-    self, structure, router, causal, implementation
-  ):
+  def test_equals_a_mask_by_brute_force(self, structure, case):
+    router, causal, implementation = case
     layer = _layer(
       structure, router, causal=causal, implementation=implementation
     )
@@ -169,17 +174,12 @@ class StructuresTest(parameterized.TestCase):
     np.testing.assert_array_equal((gates > 0).sum(-1), active)
 
   @parameterized.product(
-    structure=tuple(_BUDGETS),
-    kind=("two_stage", "query_norm"),
-    implementation=("dense", "packed"),
+    structure=tuple(_BUDGETS), kind=("two_stage", "query_norm")
   )
   @pytest.mark.integration
-  def test_gradients_are_those_of_all_heads(
-    self, structure, kind, implementation
-  ):
-    layer = _layer(
-      structure, RouterConfig(kind), causal=True, implementation=implementation
-    )
+  def test_gradients_are_those_of_all_heads(self, structure, kind):
+    router = RouterConfig(kind)
+    layer = _layer(structure, router, causal=True, implementation="packed")
     x, params = _inputs(layer)
     # A number of heads that programs do not know makes them compute all.
     every = HeadChoice(top_k=jnp.int32(layer.budget.top_k))
@@ -194,12 +194,12 @@ class StructuresTest(parameterized.TestCase):
       return jax.jit(jax.grad(loss, (0, 1)))(params, x)
 
     ours, all_heads = (
-      gradients(None, implementation), gradients(every, "dense")
+      gradients(None, "packed"), gradients(every, "dense")
     )  # fmt: skip
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(all_heads)):
       np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
 
-  @parameterized.product(structure=tuple(_BUDGETS), tensor=(2, 4))
+  @parameterized.parameters(("free", 2), ("per_group", 4), ("whole_group", 2))
   @pytest.mark.integration
   def test_a_mesh_gives_what_one_device_gives(self, structure, tensor):
     layer = _layer(structure, RouterConfig(), causal=True)
@@ -357,32 +357,6 @@ class StructuresTest(parameterized.TestCase):
       routed = decided.gates[..., budget.shared :]
       np.testing.assert_allclose(routed, weights, rtol=1e-5)
 
-  def test_a_budget_has_no_parts_of_its_own(self):
-    with self.assertRaisesRegex(ValueError, "unknown config key parts"):
-      HeadBudget(8, shared=0, top_k=4, head_dim=4, parts=2)
-
-  @parameterized.parameters(
-    (2, 4, "active.parts=2 must be 1, or the 4 key/value heads and divide"),
-    (8, 8, "active.parts=8 must be 1, or the 4 key/value heads"),
-    (4, 6, "the 4 key/value heads and divide max_per_token=6"),
-    (4, 0, "max_per_token=0 must be at least 1"),
-  )
-  def test_parts_of_active_heads_are_the_key_value_heads(self, parts, most, m):
-    q, kv = jnp.zeros((1, 2, 8, 8)), jnp.zeros((1, 2, 4, 8))
-    active = ActiveHeads(jnp.ones((1, 2, 8), bool), most, parts=parts)
-    with self.assertRaisesRegex(ValueError, m):
-      ops.attention(q, kv, kv, active=active)
-
-  def test_active_heads_of_other_shapes_and_dtypes_are_named(self):
-    q = jnp.zeros((2, 3, 4, 8))
-    for mask, parts in (
-      (jnp.ones((2, 3, 8), bool), 1),
-      (jnp.ones((1, 3, 4), bool), 4),
-      (jnp.ones((2, 3, 4)), 4),
-    ):
-      with self.assertRaisesRegex(ValueError, "active.mask .* must be bool"):
-        ops.attention(q, q, q, active=ActiveHeads(mask, 4, parts=parts))
-
   def test_more_places_than_heads_are_every_head(self):
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
@@ -390,15 +364,14 @@ class StructuresTest(parameterized.TestCase):
       for key, heads in zip(keys, (8, 4, 4))
     )
     active = ActiveHeads(jnp.ones((1, 5, 8), bool), 12, parts=4)
-    found = ops.attention(q, k, v, active=active)
-    expected = ops.attention(q, k, v, implementation="dense")
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    found = _attend(q, k, v, active=active)
+    np.testing.assert_allclose(found, _attend(q, k, v), atol=2e-6)
 
   def test_a_bias_has_no_order_of_heads(self):
     q, kv = jnp.zeros((1, 2, 4, 8)), jnp.zeros((1, 2, 2, 8))
     active = ActiveHeads(jnp.ones((1, 2, 4), bool), 4, parts=2)
     with self.assertRaisesRegex(ValueError, "must be None where active.parts="):
-      ops.attention(q, kv, kv, bias=jnp.zeros((4, 2, 2)), active=active)
+      _attend(q, kv, kv, bias=jnp.zeros((1, 4, 2, 2)), active=active)
 
 
 class PickedHeadsTest(parameterized.TestCase):
@@ -414,8 +387,8 @@ class PickedHeadsTest(parameterized.TestCase):
     mask[2, 3, 2, 0] = True  # a third one
     mask = mask.reshape(3, 5, _HEADS)
     active = ActiveHeads(jnp.asarray(mask), 2 * _GROUPS, parts=_GROUPS)
-    out = ops.attention(q, k, v, causal=causal, active=active)
-    expected = ops.attention(q, k, v, causal=causal, implementation="dense")
+    out = _attend(q, k, v, causal, active=active)
+    expected = _attend(q, k, v, causal)
     expected = np.where(mask[..., None], expected, 0)
     used = np.where(mask[..., None], out, 0)  # others are unspecified
     np.testing.assert_allclose(used[:2], expected[:2], atol=2e-6)
