@@ -27,8 +27,7 @@ from moh_jax.inference.decoding import (
 from moh_jax.inference.generate import Generator, complete_file
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import make_model
-from moh_jax.ops.kernels import attention as kernels
-from moh_jax.ops.kernels.attention import kernel_decode
+from moh_jax.ops.kernels import decode
 from moh_jax.runtime import files
 from tests.data import tiny_words
 from tests.folders import FolderTest
@@ -140,7 +139,7 @@ class TokensTest(parameterized.TestCase):
     kernel = _generator(_config(**changes, attention_impl="kernel"), size=2)
     short, written = Sampling(max_new_tokens=3), []
     with mock.patch.object(
-      kernels, "kernel_decode", wraps=kernel_decode
+      decode, "decode_attention", wraps=decode.decode_attention
     ) as reader:
       for generator in (dense, kernel):
         written.append(generator.generate(_PROMPTS[:2], short))
