@@ -75,8 +75,7 @@ class DecodeTest(parameterized.TestCase):
     self.assertEqual([r.fault for r in _decode_rows(options)], [None, None])
 
     def wrong(*args):
-      *_, active = args
-      out = cached_attention(*args)
+      out, active = cached_attention(*args), args[3]
       return out if active is None else out * 1.01
 
     with mock.patch.object(decode, "cached_attention", wrong):
