@@ -30,7 +30,6 @@ Shapes: B batch, N tokens, H heads, R routed heads, S shared heads.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -399,17 +398,3 @@ def load_entropy(load: np.ndarray) -> np.ndarray:
     scaled = np.clip((entropy - least) / span, 0.0, 1.0)
   scaled = np.where(span > 1e-6, scaled, 1.0)
   return np.where(selected > 0, scaled, np.nan)
-
-
-def collapse_lines(entropies: Mapping[str, float]) -> list[str]:
-  """What to say of collapsed routers: a line for each.
-
-  Args:
-    entropies: of every layer's load, see `load_entropy`.
-  """
-  return [
-    f"the router of layer {name} has collapsed: nearly all tokens select the "
-    f"same heads (entropy of the load {entropy:.3f}, under {COLLAPSED:g})"
-    for name, entropy in entropies.items()
-    if entropy < COLLAPSED
-  ]

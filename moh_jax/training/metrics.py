@@ -23,12 +23,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config, to_dict
 from moh_jax.data.decode import to_picture
-from moh_jax.ops.routing import (
-  COLLAPSED,
-  LOAD_SPLIT,
-  collapse_lines,
-  load_entropy,
-)
+from moh_jax.ops.routing import COLLAPSED, LOAD_SPLIT, load_entropy
 from moh_jax.runtime.files import write_whole
 from moh_jax.runtime.json_files import strict_json
 from moh_jax.runtime.steps import in_bucket
@@ -83,12 +78,12 @@ class Log(contextlib.AbstractContextManager):
     self._pending: tuple[int, Any] | None = None  # of the newest step
     self._viewers: list[Any] = []
     self._written: set[tuple[int, str]] = set()  # (step, split) of each row
-
     self._rated, self._since = start, time.monotonic()
     if self._is_first:
       self._open(start)
 
   def _open(self, start: int) -> None:
+    """Opens what only the first process writes."""
     self._folder = self.directory
     if in_bucket(self.directory):
       self._folder = epath.Path(tempfile.mkdtemp())
@@ -154,14 +149,11 @@ class Log(contextlib.AbstractContextManager):
       self.write(step, "train", values, f", ETA {left}")
     every = config.log.heads
     if loads and every and (step % every == 0 or is_last):
-      self._record(
-        step,
-        LOAD_SPLIT,
-        {
-          name: [round(float(share), 3) for share in load]
-          for name, load in loads.items()
-        },
-      )
+      rounded = {
+        name: [round(float(share), 3) for share in load]
+        for name, load in loads.items()
+      }
+      self._record(step, LOAD_SPLIT, rounded)
 
   def _check(self, step: int, values: Mapping[str, float]) -> None:
     """Refuses what is not finite, but for steps that the optimizer skips."""
@@ -251,11 +243,14 @@ class Log(contextlib.AbstractContextManager):
   def _least_entropy(self, step: int, loads: Mapping[str, np.ndarray]) -> float:
     """The smallest entropy of a layer's load; warns once of a collapse."""
     entropies = {n: float(load_entropy(load)) for n, load in loads.items()}
-    collapsed = {n: e for n, e in entropies.items() if e < COLLAPSED}
-    new = {n: e for n, e in collapsed.items() if n not in self._collapsed}
-    self._collapsed = set(collapsed)
-    for line in collapse_lines(new) if self._is_first else ():
-      _LOG.warning("step %d: %s", step, line)
+    for name, entropy in entropies.items():
+      if entropy < COLLAPSED and name not in self._collapsed and self._is_first:
+        self._collapsed.add(name)
+        _LOG.warning(
+          f"step {step}: the router of layer {name} has collapsed: nearly all "
+          f"tokens select the same heads (entropy of the load {entropy:.3f}, "
+          f"under {COLLAPSED:g})"
+        )
     return min(entropies.values())
 
 

@@ -285,7 +285,6 @@ class Program:
     state: abstract, with shardings, to restore a checkpoint into.
     batch: abstract global batch, with shardings.
     step: (state, batch, frozen) -> (state, metrics), donating the state.
-    boxed: abstract trained parameters in their boxes of logical axes.
     frozen: abstract, with shardings: the parameters that are not trained; None
       where all are.
     adapters: what is trained in their place, or None.
@@ -296,7 +295,6 @@ class Program:
   state: TrainState
   batch: Any
   step: Callable
-  boxed: Any
   frozen: Any = None
   adapters: Adapters | None = None
 
@@ -385,7 +383,7 @@ def make_program(
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-  return Program(random, init, state, batch, step, boxed, frozen, adapters)
+  return Program(random, init, state, batch, step, frozen, adapters)
 
 
 def _state_shardings(

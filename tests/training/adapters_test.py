@@ -134,11 +134,6 @@ class AdaptersRunTest(parameterized.TestCase):
     second = restore(self._folder("twice"))
     chex.assert_trees_all_equal_shapes(second.params, served.params)
 
-  def test_without_a_base_nothing_is_trained(self):
-    config = dataclasses.replace(tiny.llm_config(), tune=TuneConfig(lora=_LORA))
-    with self.assertRaisesRegex(ValueError, "rank=2 needs train.init_from"):
-      tiny.train(config, self._folder("run"))
-
   @pytest.mark.integration
   def test_new_classes_are_trained_whole(self):
     names = tuple("abcdefghij")
@@ -210,18 +205,6 @@ class AdaptersRunTest(parameterized.TestCase):
     config = dataclasses.replace(_tuned(tiny.llm_config(), base), tune=tune)
     with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
       tiny.train(config, self._folder("run"))
-
-  def test_served_models_have_no_adapters_to_change(self):
-    base = _save(self.root, _DENSE)
-    with self.assertRaisesRegex(ValueError, r"tune\.\* is for training"):
-      restore(base, changes=["tune.lora.alpha=9"])
-
-  def test_teacher_needs_adapters_and_text(self):
-    with self.assertRaisesRegex(ValueError, "distill.weight=1.0 must be 0 wh"):
-      TuneConfig(distill=DistillConfig(1.0))
-    tune = TuneConfig(lora=_LORA, distill=DistillConfig(1.0))
-    with self.assertRaisesRegex(ValueError, "must be 0 for model.family='dit'"):
-      dataclasses.replace(tiny.dit_config(), tune=tune)
 
   @pytest.mark.integration
   def test_mesh_equals_one_device(self):

@@ -43,17 +43,6 @@ class LossesTest(parameterized.TestCase):
     theirs = meshes.losses(_config(name, data=data))
     np.testing.assert_allclose(ours, theirs, rtol=2e-6)
 
-  @pytest.mark.integration
-  def test_in_bfloat16_parameters_are_gathered_as_layers_round_them(self):
-    run = {"data": {"batch_size": 16}, "optim": {"accumulation": 2, "lr": 1e-3}}
-    run["model"] = {"dtype": "bfloat16"}
-    found = [
-      meshes.losses(_config("llm", {"fsdp": 4, "gather": gather}, **run))
-      for gather in ("microbatch", "step")
-    ]
-    np.testing.assert_allclose(*found, rtol=1e-3)
-    self.assertNotEqual(found[0][0], found[0][1])
-
 
 def _sums(jaxpr):
   """Axes and values of the sums over devices."""

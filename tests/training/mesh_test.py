@@ -66,58 +66,6 @@ class RunTest(absltest.TestCase):
     self.assertEqual(int(resumed.state.step), 5)
     self.assertLen(resumed.state.step.sharding.device_set, 8)
 
-  @pytest.mark.integration
-  def test_parameters_are_split(self):
-    params = self.on_mesh.state.params
-    blocks = params["blocks0"]
-    for leaf, *spec in (
-      (params["embed"]["embedding"], ("tensor", "fsdp"), None),
-      (params["head"]["kernel"], None, ("tensor", "fsdp")),
-      (blocks["attn"]["q"]["kernel"], None, "fsdp", None, "tensor", None),
-      (blocks["attn"]["kv"]["kernel"], None, "fsdp", None, "tensor", None),
-      (blocks["attn"]["out"]["kernel"], None, "tensor", None, "fsdp"),
-      (blocks["mlp"]["down"]["kernel"], None, "tensor", "fsdp"),
-    ):
-      self.assertEqual(list(leaf.sharding.spec), spec)
-
-
-class ProgramTest(parameterized.TestCase):
-  @parameterized.parameters(*meshes.MODELS)
-  @pytest.mark.integration
-  def test_is_what_abstract_devices_and_the_data_say(self, family):
-    run = meshes.config_of(family, mesh=tiny.MESH)
-    mesh, task = sharding.make_mesh(run.mesh), make_task(run)
-    real = make_program(run, task, mesh)
-    planned = make_program(run, task, mesh.abstract_mesh)
-
-    def specs(tree):
-      return jax.tree.map(
-        lambda x: (x.shape, str(x.dtype), x.sharding.spec), tree
-      )
-
-    self.assertEqual(specs(planned.state), specs(real.state))
-    self.assertEqual(specs(planned.batch), specs(real.batch))
-    batch = sharding.shard_batch(next(task.batches(mesh)), mesh)
-    self.assertEqual(specs(real.batch), specs(batch))
-
-  def test_state_keeps_its_shardings_and_compiles_once(self):
-    config = tiny.llm_config(mesh=tiny.MESH)
-    task, mesh = make_task(config), sharding.make_mesh(config.mesh)
-    program = make_program(config, task, mesh)
-    with sharding.use_mesh(mesh):
-      state = program.init()
-      batches = task.batches(mesh)
-      for _ in range(2):
-        batch = sharding.shard_batch(next(batches), mesh)
-        state, _ = program.step(state, batch)
-
-    def check(leaf, abstract):
-      same = leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
-      self.assertTrue(same)
-
-    jax.tree.map(check, state, program.state)
-    self.assertEqual(program.step._cache_size(), 1)
-
 
 class ChecksTest(parameterized.TestCase):
   @parameterized.parameters(
@@ -214,20 +162,6 @@ class StateShardingTest(parameterized.TestCase):
     row = second.v_row["blocks0"]["mlp"]["up"]["kernel"]
     found = row.shape, row.sharding.spec
     self.assertEqual(found, ((2, width), P(None, "fsdp")))
-
-  @parameterized.parameters(*OPTIMIZERS)
-  def test_first_moments_in_bfloat16_take_half_the_memory(self, name):
-    def count(dtype):
-      leaves = jax.tree.leaves(
-        self._abstract(name, moment_dtype=dtype).opt_state
-      )
-      half = sum(x.size for x in leaves if x.dtype == "bfloat16")
-      return half, sum(x.size * x.dtype.itemsize for x in leaves)
-
-    params = self._abstract(name).params
-    size = sum(x.size for x in jax.tree.leaves(params))
-    (none, full), (half, less) = count("float32"), count("bfloat16")
-    self.assertEqual((none, half, full - less), (0, size, 2 * size))
 
   @parameterized.parameters("muon", "adafactor")
   @pytest.mark.integration

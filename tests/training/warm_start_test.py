@@ -282,14 +282,3 @@ class SurvivalTest(absltest.TestCase):
     mine.write_text("mine")
     self._train("tuned", load_tokenizer(plain), **options)
     self.assertEqual(mine.read_text(), "mine")
-
-  @pytest.mark.integration
-  def test_set_carries_the_files_into_a_new_run(self):
-    kept = self._train("new", load_tokenizer(self.ours))
-    self.assertEqual(kept.stop_ids, (340, 342))
-
-  def test_another_tokenizer_takes_no_files(self):
-    other = load_tokenizer(_TOKENIZERS / "llama3" / "tokenizer.json")
-    with self.assertRaisesRegex(ValueError, "the same ids mean other text"):
-      self._train("refused", other, init_from=str(self.ours))
-    self.assertFalse((self.root / "refused" / _TEMPLATE).exists())
