@@ -28,21 +28,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json as json_lib
 import logging
 import os
 import pathlib
 import re
 import typing
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from moh_jax.cli.flags import PREFIX, flag
 from moh_jax.config import Config, MeshConfig, base, check_command
 from moh_jax.config.parse import changed
-from moh_jax.data.text_files import PIECE_BYTES, list_pieces, read_texts
+from moh_jax.data.input_files import list_files
+from moh_jax.data.text_files import read_texts
 from moh_jax.runtime import files, processes, steps
 from moh_jax.runtime.json_files import strict_json
 
@@ -465,17 +464,16 @@ class Texts(BaseOptions):
   data: tuple[Place, ...] = option("listed")
   field: str = "text"
 
-  def texts(self, skipped: Counter[str] | None = None) -> Iterator[str]:
+  def texts(self, skipped: list[str] | None = None) -> Iterator[str]:
     """The documents of the files, one after another.
 
     Args:
-      skipped: counts what holds no text, see `read_texts`.
+      skipped: gets what holds no text, see `read_texts`.
 
     Raises:
       FileNotFoundError: there is no such file; before any is read.
     """
-    pieces = itertools.chain.from_iterable(list_pieces(self.data, PIECE_BYTES))
-    return read_texts(pieces, self.field, skipped)
+    return read_texts(list_files(self.data), self.field, skipped)
 
 
 class OneLine(logging.Formatter):

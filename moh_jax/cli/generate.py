@@ -154,12 +154,12 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 def run(options: Options) -> int:
   """Prints or writes the texts; a single one appears as it is written."""
   from moh_jax.data.chat import chat_ids
-  from moh_jax.data.text_files import Prompts
+  from moh_jax.data.text_files import read_prompts
   from moh_jax.inference.generate import Generator, complete_file
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.runtime import sharding
 
-  lines = Prompts(options.prompt_file) if options.prompt_file else None
+  lines = read_prompts(options.prompt_file) if options.prompt_file else None
   asked: list[dict[str, Any]] = [{"prompt": text} for text in options.prompt]
   if options.messages:
     asked = [{"messages": read_messages(options.messages)}]

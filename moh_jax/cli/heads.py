@@ -22,15 +22,12 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   """Show which heads a model uses for what, and what each is worth.
 
   Attributes:
-    data: of language models files of text, addresses (hf://datasets/...) or
-      quoted patterns, each a task; without it the text that the model was
-      trained on. Of models of images one folder, of images in a folder per
-      class, of shards or of latents; without it what the run held out.
-    field: field of JSON objects and tables that is the text.
+    data: of models of images a folder of images in a folder per class, of
+      shards or of latents; without it what the run held out.
     out: folder for the statistics (CSV, npz), the pictures (PNG, SVG) and
       report.html, made if needed.
-    batches: batches to measure on, evenly spread, of each file of text its
-      first ones; without it all images, or 8 batches of text.
+    batches: batches to measure on, evenly spread; without it all images, or 8
+      batches of text.
     batch_size: examples per batch.
     against: another checkpoint, such as one without a router; the similarity of
       its heads is shown beside.
@@ -38,17 +35,11 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   """
 
   data: tuple[command.Place, ...] = command.option("listed", default=())
-  field: str = "text"
   out: command.OutFolder | None = None
   batches: Count | None = None
   batch_size: Count = 8
   against: command.InPath | None = None
   maps: Count = 8
-
-  def check(self) -> None:
-    """A field is one of files."""
-    super().check()
-    self.need("field", self.data, "needs --data")
 
 
 @alive("looking at the heads")

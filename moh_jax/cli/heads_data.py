@@ -1,4 +1,4 @@
-"""What `heads` measures: models, on images by class or on text by task."""
+"""What `heads` measures: models, on images by class or on their text."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,6 @@ from moh_jax.data import sequences
 from moh_jax.data.identity import Identity, differences
 from moh_jax.data.infer import data_at
 from moh_jax.data.pipeline import held_out_images
-from moh_jax.data.sequences import LabelledTexts
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.probe import Probe, make_probe
@@ -37,8 +36,7 @@ class Opened:
     labels: names of the examples' labels.
     batches: makes the global batches, on the devices, from the first on.
     where: what the data are, for people.
-    identity: tells the identity of the run's own data by source; {} of files
-      of text.
+    identity: tells the identity of the run's own data by source.
   """
 
   name: str
@@ -102,7 +100,7 @@ def _open(options: Any, mesh: Mesh) -> Opened:
   if not config.model.READS_TEXT:
     data = _images(options, config, restored.class_names, mesh)
   elif options.data:
-    data = _texts(options, config, tokenizer, mesh)
+    options.fail("data", "is for models of images")
   else:
     data = _training_text(options, config, mesh)
   probe = make_probe(restored.model, restored.config)
@@ -126,24 +124,6 @@ def _images(
     lambda: held_out_batches(config, ready, mesh),
     where,
     lambda: {config.data.source: source.identity()},
-  )
-
-
-def _texts(
-  options: Any, config: Config, tokenizer: Tokenizer | None, mesh: Mesh
-) -> _Data:
-  if tokenizer is None:
-    options.fail("data", f"needs a tokenizer, {options.checkpoint} has none")
-  most = (options.batches or _TEXT_BATCHES) * options.batch_size
-  length = config.data.sequence_length
-  texts = LabelledTexts(options.data, options.field, tokenizer, length, most)
-  config = apply_overrides(config, "eval", examples=0)
-  where = f"{len(texts.names)} text files"
-  return (
-    texts.names,
-    lambda: held_out_batches(config, texts, mesh),
-    where,
-    dict,
   )
 
 

@@ -170,13 +170,12 @@ class Tokenize(command.Texts):
       them, or 'bytes'.
     out: folder of the token sets; OUT/SPLIT/skipped.txt lists what was skipped.
     held_out: share of the documents in val/, chosen by a hash of their text;
-      the others are train/, and each gets one at least (default: 0.005). Of one
-      document the last lines are held out.
+      the others are train/ (default: 0.005). Of one file of plain text the last
+      lines are held out.
     split: put all documents into OUT/NAME instead, such as OUT/train.
     on_error: what to do at a line, row or file that is not JSON, not UTF-8 or
       lacks the field; a damaged file ends the command.
-    shard_bytes: input of a shard in bytes, about.
-    workers: processes (default: one per core).
+    workers: processes (default: one per core); each reads whole files.
   """
 
   tokenizer: command.Place
@@ -184,7 +183,6 @@ class Tokenize(command.Texts):
   held_out: Part | None = None
   split: command.Place | None = command.option(metavar="NAME", default=None)
   on_error: Literal["stop", "skip"] = "stop"
-  shard_bytes: Count = 256 << 20
   workers: Count | None = None
 
   def check(self) -> None:
@@ -196,20 +194,19 @@ class Tokenize(command.Texts):
 
 def tokenize(options: Tokenize) -> int:
   """Writes the token set of each split."""
-  from moh_jax.data import tokenize as tokenize_lib
+  from moh_jax.data import tokens
   from moh_jax.data.tokenizers import load_tokenizer
 
   part = {"split": options.split}
   if options.split is None:
     share = 0.005 if options.held_out is None else options.held_out
     part = {"held_out": share}
-  done = tokenize_lib.tokenize(
+  done = tokens.tokenize(
     options.data,
     load_tokenizer(options.tokenizer),
     options.out,
     **part,
     field=options.field,
-    piece_bytes=options.shard_bytes,
     workers=options.workers or os.cpu_count(),
     on_error=options.on_error,
   )
@@ -246,17 +243,15 @@ class TrainTokenizer(command.Texts):
 
 def train_tokenizer(options: TrainTokenizer) -> int:
   """Trains a byte-level BPE and writes it."""
-  import collections
-
   from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
   from moh_jax.runtime.files import write_whole
 
-  skipped: collections.Counter[str] = collections.Counter()
+  skipped: list[str] = []
   texts = options.texts(skipped if options.on_error == "skip" else None)
   content = train_bpe(texts, options.vocab_size)
   write_whole(options.out, content)
   entries = JsonTokenizer(content).vocab_size
-  told = f"; {skipped.total():,} skipped" if skipped else ""
+  told = f"; {len(skipped):,} skipped, first {skipped[0]}" if skipped else ""
   print(f"{options.out}: {entries:,} entries{told}")
   if entries < options.vocab_size:
     print(

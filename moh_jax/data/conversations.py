@@ -30,7 +30,6 @@ import xxhash
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data import text_files
 from moh_jax.data.chat import (
   ASSISTANT,
   FIELDS,
@@ -42,6 +41,12 @@ from moh_jax.data.chat import (
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
+from moh_jax.data.text_files import (
+  ROW_SUFFIXES,
+  BadTextError,
+  read_rows,
+  without_nulls,
+)
 from moh_jax.data.tokenizers import (
   JsonTokenizer,
   check_vocabulary,
@@ -58,13 +63,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ChatSource:
-  """Source of the packed sequences of conversations.
-
-  Attributes:
-    total_bytes: UTF-8 bytes of all answers, without special tokens.
-  """
-
-  notes: Mapping[str, Any] = {}
+  """Source of the packed sequences of conversations."""
 
   def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
     """Reads, writes out, tokenizes and packs all conversations of a split.
@@ -110,7 +109,6 @@ class ChatSource:
     self._trained = np.concatenate([one.trained for one in ordered])
     answers = [self._tokenizer.decode(x.tokens[x.trained]) for x in ordered]
     self._bytes = np.array([len(text.encode()) for text in answers])
-    self.total_bytes = int(self._bytes.sum())
     _LOG.info(
       "data: %s, %s: %d conversations in %.1f s; %.1f %% of %d tokens are "
       "trained; longer than a sequence: %d (data.too_long=%s), left out: %d%s",
@@ -140,16 +138,16 @@ class ChatSource:
     """Of each row's conversations the texts, and the spans of the answers."""
     template = Template(self._tokenizer, data.template)
     root, split = pathlib.Path(data.path), self._split
-    files = files_by_split(root, text_files.ROW_SUFFIXES)[split]
+    files = files_by_split(root, ROW_SUFFIXES)[split]
     if not files:
       raise MissingSplitError(
         f"{root} holds no conversations to {split}: no file such as "
         f"{split}.jsonl, {split}-0.parquet or {split}/0.parquet"
       )
     paths = [os.fspath(root / name) for name in files]
-    for place, row in text_files.read_rows(paths):
+    for place, row in itertools.chain.from_iterable(map(read_rows, paths)):
       try:
-        if isinstance(row, text_files.BadTextError):
+        if isinstance(row, BadTextError):
           raise row
         options = template_options(row)
         yield [template.answers(one, **options) for one in self._read(row)]
@@ -300,7 +298,7 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
   if row.get("history"):
     raise ValueError("'history' must be beside a question that is a text")
   check_messages(messages)
-  messages = text_files.without_nulls(messages)
+  messages = without_nulls(messages)
   if row.get("system"):
     if messages[0]["role"] in _ROLES[:2]:
       raise ValueError("'system' is given twice, the second time as a message")
@@ -368,7 +366,7 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
       said = [{"role": ASSISTANT, "content": said}]
     if not (isinstance(asked, list) and isinstance(said, list)):
       raise ValueError(f"'prompt' and {name!r} must be texts or messages")
-    asked, said = map(text_files.without_nulls, (asked, said))
+    asked, said = map(without_nulls, (asked, said))
     # A whole conversation has the question that may stand beside it.
     starts = range(len(said) - len(asked) + 1)
     whole = any(said[i : i + len(asked)] == asked for i in starts)
@@ -399,15 +397,12 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
       f"{where} must name a folder with a {JsonTokenizer.file_name} and a chat "
       "template, or train.init_from a checkpoint that has them"
     )
-  try:
-    tokenizer = load_tokenizer(data.tokenizer_path)
-  except FileNotFoundError as error:
-    if os.path.isdir(data.path):
-      raise
+  if not os.path.isdir(data.path):
     raise FileNotFoundError(
       f"data.path={data.path!r}: no such folder; `python -m "
       f"docs.examples.docstrings {data.path}` writes one to try"
-    ) from error
+    )
+  tokenizer = load_tokenizer(data.tokenizer_path)
   if not isinstance(tokenizer, JsonTokenizer):
     raise ValueError(
       f"{where} must hold a {JsonTokenizer.file_name}: a tokenizer of the kind "

@@ -24,7 +24,7 @@ import itertools
 import logging
 import pathlib
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import grain
@@ -35,15 +35,13 @@ from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS, get_source, imported
 from moh_jax.data.identity import Identity
 from moh_jax.data.shards import METADATA, read_metadata
-from moh_jax.data.text_files import list_pieces, read_texts
-from moh_jax.data.token_sets import KIND, TokenSet, has_ends, set_tokenizer
 from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.data.tokens import KIND, TokenSet
 
 Sequence = dict[str, np.ndarray]
 _FAKE_TOKENS = 65536  # a usual vocabulary
 # Integer ratios make the shares exact for any number of sequences.
 _PER_PERCENT = 10**6
-_LABELLED_BYTES = 1 << 20  # of a piece of a labelled file
 _LOG = logging.getLogger(__name__)
 # Sources that were opened to count their sequences: the next `Text` takes them.
 COUNTED: dict[tuple, dict[str, "PackedSource"]] = {}
@@ -56,9 +54,6 @@ class Text:
 
   Attributes:
     sources: of sequences, by name; several in the order of `data.mix`.
-    text_bytes: UTF-8 bytes of all documents.
-    notes: of the set; with several sets, the sums of the integers that all of
-      them note.
   """
 
   def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
@@ -80,16 +75,7 @@ class Text:
     key = data, vocab_size, split
     self.sources = COUNTED.pop(key, None) or kind.open(*key)
     self._ratios = data.ratios
-    sources = self.sources.values()
-    self._ends = list(itertools.accumulate(map(len, sources)))
-    self.text_bytes: int = sum(source.total_bytes for source in sources)
-    notes = [source.notes for source in sources]
-    self.notes = notes[0]
-    if len(notes) > 1:
-      sums = [
-        k for k in notes[0] if all(isinstance(n.get(k), int) for n in notes)
-      ]
-      self.notes = {key: sum(note[key] for note in notes) for key in sums}
+    self._ends = list(itertools.accumulate(map(len, self.sources.values())))
     for name, source in self.sources.items():
       _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
 
@@ -165,17 +151,6 @@ class Mixture(grain.transforms.DatasetSelectionMap):
     return result[::-1]
 
 
-def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
-  """Share of each source in the first `sequences` training sequences.
-
-  The shares are exact, not expectations, since the order of the sources follows
-  from the ratios without randomness.
-  """
-  counts = Mixture(data.ratios or (100.0,)).counts(sequences)
-  names = data.mix or (data.source,)
-  return {name: n / max(sequences, 1) for name, n in zip(names, counts)}
-
-
 class PackedSource:
   """Source of the packed sequences of a set of tokens, in order.
 
@@ -184,8 +159,6 @@ class PackedSource:
 
   Attributes:
     token_set: the set.
-    total_bytes: UTF-8 bytes of all documents.
-    notes: of the set.
   """
 
   def __init__(
@@ -205,10 +178,8 @@ class PackedSource:
         one.
     """
     self.token_set = token_set
-    self.total_bytes: int = token_set.metadata["text_bytes"]
-    self.notes: dict[str, Any] = token_set.metadata["notes"]
     self._length, self._separate = length, separate
-    self._has_ends = separate and has_ends(token_set.folder, token_set.metadata)
+    self._has_ends = separate and token_set.has_ends
     targets = max(token_set.num_tokens - 1, 0)
     self._examples = (targets + keep_rest * (length - 1)) // length
 
@@ -232,7 +203,7 @@ class PackedSource:
 
   def tokenizer(self) -> Tokenizer:
     """The tokenizer that made the set."""
-    return set_tokenizer(self.token_set.folder, self.token_set.metadata)
+    return self.token_set.tokenizer
 
   def identity(self) -> Identity:
     """Identifies the tokens and their division into documents."""
@@ -286,35 +257,13 @@ def open_sets(
     vocab_size: number of token ids of the model.
     split: "train" or "val".
   """
-  places = {name: folder / split for name, folder in folders.items()}
-  found = {place: read_metadata(place, KIND) for place in places.values()}
-  for other in SPLITS:
-    for place in (folder / other for folder in folders.values()):
-      if place not in found and (place / METADATA).is_file():
-        found[place] = read_metadata(place, KIND)
-  _check_alike(found)
-  options = data.sequence_length, data.separate_documents, split == "val"
-  sources: dict[str, PackedSource] = {}
-  for name, place in places.items():
-    if (entries := found[place]["vocab_size"]) > vocab_size:
-      raise ValueError(
-        f"{place}: its tokenizer has {entries} ids, more than model.vocab_size="
-        f"{vocab_size}"
-      )
-    sources[name] = PackedSource(TokenSet(place), *options)
-    if not len(sources[name]):
-      raise ValueError(
-        f"{place}: {found[place]['tokens']} tokens are fewer than "
-        f"data.sequence_length={data.sequence_length} and one"
-      )
-  return sources
-
-
-def _check_alike(described: Mapping[pathlib.Path, Mapping[str, Any]]) -> None:
-  """Checks that all sets have the same tokenizer, by its SHA-256."""
-  (first, ours), *others = (
-    (place, metadata["tokenizer"]) for place, metadata in described.items()
-  )
+  found = {
+    folder / part: read_metadata(folder / part, KIND)
+    for part in (split, *SPLITS)
+    for folder in folders.values()
+    if part == split or (folder / part / METADATA).is_file()
+  }
+  (first, ours), *others = ((k, x["tokenizer"]) for k, x in found.items())
   for place, theirs in others:
     if theirs["sha256"] != ours["sha256"]:
       raise ValueError(
@@ -322,6 +271,22 @@ def _check_alike(described: Mapping[pathlib.Path, Mapping[str, Any]]) -> None:
         f"{theirs['sha256'][:16]}, {first} with one {ours['kind']!r} of "
         f"{ours['sha256'][:16]}; their ids mean different text"
       )
+  sources: dict[str, PackedSource] = {}
+  for name, folder in folders.items():
+    token_set = TokenSet(place := folder / split)
+    if (entries := token_set.metadata["vocab_size"]) > vocab_size:
+      raise ValueError(
+        f"{place}: its tokenizer has {entries} ids, more than model.vocab_size="
+        f"{vocab_size}"
+      )
+    length, separate = data.sequence_length, data.separate_documents
+    sources[name] = PackedSource(token_set, length, separate, split == "val")
+    if not len(sources[name]):
+      raise ValueError(
+        f"{place}: {token_set.num_tokens} tokens are fewer than "
+        f"data.sequence_length={length} and one"
+      )
+  return sources
 
 
 class FakeSequences:
@@ -330,14 +295,11 @@ class FakeSequences:
   A token has one byte.
   """
 
-  notes: Mapping[str, Any] = {}
-
   def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
     """Prepares a split, which has random numbers of its own; see `Text`."""
     self._vocab_size, self._length = vocab_size, data.sequence_length
     self._separate, self._seed = data.separate_documents, SPLITS.index(split)
     self._examples = data.fake_examples
-    self.total_bytes = self._examples * self._length
 
   @classmethod
   def open(
@@ -403,75 +365,3 @@ def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
   return {
     name: np.pad(values, (0, length - count)) for name, values in result.items()
   }
-
-
-class LabelledTexts:
-  """Packed sequences of text files: each file is a task, and the label.
-
-  Attributes:
-    names: of the tasks: the files' names.
-  """
-
-  def __init__(
-    self,
-    globs: Collection[str],
-    field: str,
-    tokenizer: Tokenizer,
-    length: int,
-    most: int,
-  ):
-    """Reads the beginning of every file.
-
-    Args:
-      globs: paths, addresses or patterns, see `input_files.list_files`.
-      field: of JSON objects and tables that holds the text.
-      tokenizer: of the model.
-      length: tokens of a sequence.
-      most: sequences of each file.
-
-    Raises:
-      FileNotFoundError: a pattern matches no file.
-      ValueError: a file holds fewer than two tokens, or no text.
-    """
-    pieces = itertools.chain.from_iterable(list_pieces(globs, _LABELLED_BYTES))
-    by_file = itertools.groupby(pieces, key=lambda piece: piece.name)
-    self._examples: list[tuple[int, Sequence]] = []
-    self.names: tuple[str, ...] = ()
-    for name, parts in by_file:
-      texts = read_texts(parts, field)
-      sequences = _sequences(texts, tokenizer, length, most)
-      if not sequences:
-        raise ValueError(
-          f"--data {name}: fewer than two tokens of text; every file is a task "
-          "and needs some"
-        )
-      self._examples += [(len(self.names), one) for one in sequences]
-      self.names += (name,)
-
-  def __len__(self) -> int:
-    return len(self._examples)
-
-  def __getitem__(self, index: int) -> Sequence:
-    label, sequence = self._examples[index]
-    return {**sequence, "label": np.int32(label)}
-
-
-def _sequences(
-  texts: Iterable[str], tokenizer: Tokenizer, length: int, most: int
-) -> list[Sequence]:
-  """At most `most` sequences of texts, which end with the end of text."""
-  end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-  tokens: list[int] = []
-  starts: list[int] = []
-  for text in texts:
-    tokens += [*tokenizer.encode(text), *end]
-    starts.append(len(tokens))
-    if len(tokens) > most * length:
-      break
-  found, begins = np.array(tokens, np.int32), np.unique(starts)
-  sequences = []
-  for start in range(0, min(len(found) - 1, most * length), length):
-    stop = min(start + length + 1, len(found))
-    inside = begins[(begins > start) & (begins < stop)] - start
-    sequences.append(pack(found[start:stop], inside, length))
-  return sequences

@@ -5,27 +5,19 @@ text. The sources differ between versions of Python, so metrics can be compared
 within one version only.
 """
 
-import functools
 import glob
-import gzip
-import logging
-import lzma
 import os
 import pathlib
-import platform
-import shutil
 import sysconfig
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS
-from moh_jax.data import tokenizers
 from moh_jax.data.sequences import PackedSource, open_sets
-from moh_jax.data.token_sets import TokenSet
-from moh_jax.data.tokenize import tokenize
-from moh_jax.runtime.files import temporary_beside
+from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer, train_bpe
+from moh_jax.data.tokens import tokenize
 
 HELD_OUT = ("asyncio", "email", "json", "logging")
 _EXCLUDED = {
@@ -33,11 +25,8 @@ _EXCLUDED = {
   *("idle_test", "test", "tests"),
   *("dist-packages", "site-packages"),
 }
-_PIECE_BYTES = 4 << 20
-_XZ_PRESET = 9
+_SHARD_BYTES = 4 << 20
 BPE_TOKENS = 2048  # 10 MiB of text train no more
-_LOG = logging.getLogger(__name__)
-_warn_once = functools.cache(_LOG.warning)  # though each split is opened
 
 
 class StdlibSource(PackedSource):
@@ -64,10 +53,6 @@ def prepare(
 ) -> pathlib.Path:
   """Tokenizes the standard library, unless an earlier call did.
 
-  The notes of the held-out set are "python" (the version), and "gzip_bytes" and
-  "xz_bytes": the size of its text under gzip -9 and xz -9. Sets that another
-  version of Python made are used with a warning.
-
   Args:
     path: folder for the sets of all tokenizers; created.
     tokenizer: "bpe", which is trained on the training part, or "bytes".
@@ -78,51 +63,26 @@ def prepare(
 
   Raises:
     FileNotFoundError: this Python is installed without its sources.
-    ValueError: an existing set is damaged.
   """
   name = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
   folder = pathlib.Path(path) / name
-  write_once(folder, lambda growing: _write(growing, tokenizer, vocab_size))
-  notes = [TokenSet(folder / split).metadata["notes"] for split in SPLITS]
-  made_by = notes[0].get("python", "unknown")
-  if made_by != platform.python_version():
-    _warn_once(
-      "%s has the sources of Python %s, this is Python %s: compare metrics "
-      "within one version only; remove the folder to make it anew",
-      *(folder, made_by, platform.python_version()),
-    )
+  if not (folder / "val" / "metadata.json").is_file():  # written last
+    parts = list_sources()
+    is_bpe = tokenizer == "bpe"
+    used = train_tokenizer(parts[0], vocab_size) if is_bpe else BytesTokenizer()
+    for split, files in zip(SPLITS, parts):
+      paths = [glob.escape(str(file)) for file in files]
+      tokenize(paths, used, folder, split, shard_bytes=_SHARD_BYTES)
   return folder
-
-
-def write_once(
-  folder: pathlib.Path, write: Callable[[pathlib.Path], None]
-) -> None:
-  """Makes a folder, which appears when it is whole, unless it is there.
-
-  Args:
-    folder: to make.
-    write: writes the content into the folder of another name that it creates.
-  """
-  if folder.is_dir():
-    return
-  growing = temporary_beside(folder)
-  try:
-    write(growing)
-    growing.rename(folder)
-  except OSError:
-    if not folder.is_dir():  # else another process made it before
-      raise
-  finally:
-    shutil.rmtree(growing, ignore_errors=True)
 
 
 def train_tokenizer(
   files: Iterable[pathlib.Path], vocab_size: int
-) -> tokenizers.JsonTokenizer:
+) -> JsonTokenizer:
   """Trains the BPE of "stdlib" on files."""
   # Decoded here, since reading as text would convert line ends.
   texts = (file.read_bytes().decode() for file in files)
-  return tokenizers.JsonTokenizer(tokenizers.train_bpe(texts, vocab_size))
+  return JsonTokenizer(train_bpe(texts, vocab_size))
 
 
 def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
@@ -143,27 +103,6 @@ def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
       f"them the packages {HELD_OUT})"
     )
   return train, held_out
-
-
-def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
-  folder.mkdir(parents=True)
-  train, held_out = list_sources()
-  used: tokenizers.Tokenizer = tokenizers.BytesTokenizer()
-  if tokenizer == "bpe":
-    used = train_tokenizer(train, vocab_size)
-  content = b"".join(file.read_bytes() for file in held_out)
-  sizes = {
-    "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),
-    "xz_bytes": len(lzma.compress(content, preset=_XZ_PRESET)),
-  }
-  python = {"python": platform.python_version()}
-  for split, files, notes in (
-    ("train", train, python),
-    ("val", held_out, {**python, **sizes}),
-  ):
-    paths = [glob.escape(str(file)) for file in files]
-    options = {"piece_bytes": _PIECE_BYTES, "notes": notes}
-    tokenize(paths, used, folder, split, **options)
 
 
 def _is_text(content: bytes) -> bool:

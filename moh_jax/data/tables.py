@@ -10,7 +10,6 @@ of them. Arrow files are mapped into memory.
 """
 
 import bisect
-import collections
 import functools
 import itertools
 import json
@@ -23,7 +22,7 @@ import numpy as np
 
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import of_files
-from moh_jax.data.input_files import SPLIT_WORDS, import_extra
+from moh_jax.data.input_files import files_by_split, import_extra
 from moh_jax.data.sources import (
   ALL,
   FLAT_CLASS,
@@ -35,7 +34,6 @@ from moh_jax.data.sources import (
 )
 
 _SUFFIXES = (".parquet", ".arrow")
-_WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
 _IMAGE = re.compile("(large_)?binary|struct<bytes: ")  # a column's type
 _MOST_CLASSES = 1 << 20
@@ -152,22 +150,13 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
   Raises:
     ValueError: some files tell a split and others do not.
   """
-  found = collections.defaultdict(list)
-  for where, _, files in os.walk(root):
-    for file in files:
-      name = pathlib.Path(where, file).relative_to(root).as_posix()
-      is_left_out = re.search(r"(^|/)(\.|cache-|metadata\.)", name)
-      if name.lower().endswith(_SUFFIXES) and not is_left_out:
-        words = map(_WORD.findall, reversed(name.lower().split("/")))
-        word = next(filter(None, words), [""])[0]
-        found[SPLIT_WORDS.get(word, "")].append(name)
+  found = files_by_split(root, _SUFFIXES)
   if found[""] and len(found) > 1:
     raise ValueError(
       f"{root}: {found[''][0]!r} names no split, others do; name them all like "
       "train-0.parquet or train/0.parquet"
     )
-  train, val = found["train"] or found[""], found["val"] or found["test"]
-  splits = {"train": sorted(train), "val": sorted(val)}
+  splits = {"train": found["train"] or found[""], "val": found["val"]}
   return {split: names for split, names in splits.items() if names}
 
 

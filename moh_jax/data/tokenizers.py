@@ -38,22 +38,16 @@ _BEGIN_END = (
   ("<|startoftext|>", "<|endoftext|>"),
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read
-TOKENIZER_CONFIG = "tokenizer_config.json"
-SPECIAL_TOKENS = "special_tokens_map.json"
-ADDED_TOKENS = "added_tokens.json"
-GENERATION_CONFIG = "generation_config.json"
-TEMPLATE = "chat_template.jinja"
-TEMPLATE_JSON = "chat_template.json"
-TEMPLATE_FOLDER = "additional_chat_templates"  # further templates by name
 FILES_BESIDE = (
-  TOKENIZER_CONFIG,
-  SPECIAL_TOKENS,
-  ADDED_TOKENS,
+  TOKENIZER_CONFIG := "tokenizer_config.json",
+  SPECIAL_TOKENS := "special_tokens_map.json",
+  ADDED_TOKENS := "added_tokens.json",
+  GENERATION_CONFIG := "generation_config.json",
+  TEMPLATE := "chat_template.jinja",
+  TEMPLATE_JSON := "chat_template.json",
   *("vocab.json", "merges.txt"),  # what tokenizer.json was made from
-  GENERATION_CONFIG,
-  TEMPLATE,
-  TEMPLATE_JSON,
 )
+TEMPLATE_FOLDER = "additional_chat_templates"  # further templates by name
 _STOPS = "eos_token_id"
 _ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
 Ids = tuple[int | None, int | None]  # of begin and end of text
@@ -82,10 +76,6 @@ class Tokenizer:
   kind: str
   file_name: str
   vocab_size: int
-  bos_id: int | None
-  eos_id: int | None
-  add_bos: bool
-  stop_ids: tuple[int, ...]
 
   def __init__(self, content: bytes, files: Mapping[str, bytes] | None = None):
     """Parses the content of a tokenizer's file.
@@ -135,15 +125,14 @@ class Tokenizer:
       own: begin and end of text that the tokenizer's own file says. Where
         tokenizer_config.json does not say it, texts begin with its begin.
     """
-    named, said = named_tokens(self.files), {}
-    for key in named.keys() & {"bos_token", "eos_token"}:
-      token = named[key]
-      said[key] = None if token is None else token_to_id(token)
-      if token is not None and said[key] is None:
-        raise ValueError(f"{key}={token!r} is no token of the tokenizer")
-    if said:
-      begin, end = said.get("bos_token", own[0]), said.get("eos_token", own[1])
-    else:
+    ends, named = dict(zip(("bos_token", "eos_token"), own)), False
+    for key, token in named_tokens(self.files).items():
+      if key in ends:
+        ends[key], named = token_to_id(token) if token else None, True
+        if token and ends[key] is None:
+          raise ValueError(f"{key}={token!r} is no token of the tokenizer")
+    begin, end = ends.values()
+    if not named:
       pairs = (tuple(map(token_to_id, pair)) for pair in _BEGIN_END)
       usual = next((p for p in pairs if p != (None, None)), (None, None))
       begin, end = (b if a is None else a for a, b in zip(own, usual))
@@ -361,8 +350,7 @@ def load_tokenizer(
   Raises:
     FileNotFoundError: there is no such file.
     TokenizerFileError: the file is damaged, or an optional library is missing.
-    ValueError: it is another one or of an unknown kind, or a file beside it is
-      damaged.
+    ValueError: it is another one, or a file beside it is damaged.
   """
   if os.fspath(path) == "bytes" or sha256 == BytesTokenizer.sha256:
     return BytesTokenizer()
@@ -374,15 +362,10 @@ def load_tokenizer(
     file = found[0]
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
-  kinds = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
-  if file.suffix not in kinds:
-    raise ValueError(
-      f"{file}: a tokenizer file ends in one of {tuple(kinds)}; 'bytes' needs "
-      "none"
-    )
+  is_model = file.suffix == ".model"
+  kind = SentencePieceTokenizer if is_model else JsonTokenizer
   try:
-    files = read_files_beside(file.parent)
-    tokenizer = kinds[file.suffix](file.read_bytes(), files)
+    tokenizer = kind(file.read_bytes(), read_files_beside(file.parent))
   except TokenizerFileError as error:
     raise TokenizerFileError(f"{file}: {error}") from error
   except ValueError as error:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import Message, chat_ids
-from moh_jax.data.text_files import Prompts
 from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
 from moh_jax.inference import decoding
 from moh_jax.inference.batch import Batch, Programs
@@ -321,7 +320,7 @@ def serving_params(params: Any, config: LLMConfig) -> Any:
 
 def complete_file(
   generator: Generator,
-  prompts: Prompts,
+  prompts: Sequence[str],
   out: str | os.PathLike,
   sampling: Sampling,
   *,
@@ -355,7 +354,7 @@ def complete_file(
   """
   out = pathlib.Path(out)
   settings = {
-    "prompts": prompts.sha256,
+    "prompts": xxhash.xxh3_128_hexdigest(json.dumps(list(prompts)).encode()),
     **settings,
     **dataclasses.asdict(sampling),
   }
@@ -428,7 +427,7 @@ class _Written:
 
 
 def _open(
-  written: _Written, prompts: Prompts, held: contextlib.ExitStack
+  written: _Written, prompts: Sequence[str], held: contextlib.ExitStack
 ) -> int:
   """Starts the file, or cuts off a half-written line; returns whole lines."""
   out, stated = written.out, written.stated

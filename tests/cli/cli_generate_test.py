@@ -233,5 +233,5 @@ class ChatTest(_GenerateTest):
     where = self._with_template("")
     refusing = "{{ raise_exception('no users') }}"
     (self.root / "chat_template.jinja").write_text(refusing)
-    message = "chat_template.jinja: refuses the messages: no users"
+    message = "chat_template.jinja: TemplateError: no users"
     self.assert_refused(message, "--chat", "--prompt=a", *where)

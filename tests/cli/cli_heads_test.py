@@ -98,25 +98,6 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     self.assertIn("taken for", page)
 
   @pytest.mark.integration
-  def test_text_files_are_tasks_and_tokens_are_coloured(self):
-    code = json.dumps({"code": "def f(x): return x < 3\n" * 4})
-    texts = {"python.jsonl": code, "prose.txt": "It </script> rained. " * 5}
-    for name, text in texts.items():
-      (self.root / name).write_text(text)
-    out, page, text, _ = self._heads(
-      *("--checkpoint", stored("text"), "--batches=1", "--batch-size=8"),
-      *("--field=code", "--data", *(self.root / name for name in texts)),
-    )
-    self.assertIn("importance", text)
-    with (out / "heads.csv").open() as stream:
-      tasks = {r["group"] for r in csv.DictReader(stream)}
-    self.assertEqual(tasks, {"all", *texts})
-    self.assertRegex(
-      page, r'<span title="head \d" style="background:#\w{8}">I<'
-    )
-    self.assertNotIn("</script>", page)
-
-  @pytest.mark.integration
   def test_models_and_layers_without_routed_heads_say_so(self):
     plain = config_lib.without_router(tiny.deterministic_config().model)
     self._save(router=plain.router, top_k=plain.top_k)

@@ -86,6 +86,79 @@ def _ask(*answers, question="a?"):
   return messages
 
 
+# Of templates without marks.
+_LINES = (
+  "{% for m in messages %}{{ 'User ' if m.role == 'user' else 'Bot ' }}"
+  "{{ m.content }}END{{ '\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}Bot {% endif %}"
+)
+_HIDES = (
+  "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}"
+  "<|stop|>{% elif m.role == 'assistant' %}A:{{ m.content }}{{ '\n' }}"
+  "{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+_ROLES = (
+  "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}"
+  "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_CALLS = (
+  "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0] }}"
+  "{% else %}{{ m.content }}{% endif %}<|stop|>{% endfor %}"
+)
+_TWO = _ask("one", "two")
+_CALL = {"role": "assistant", "content": None, "tool_calls": ["f(None)"]}
+_STOPPED = ["one<|stop|>", "None<|stop|>", "f(None)<|stop|>"]
+_TALK = ["one\n", "two\n"]
+_CHANGED = (
+  "{% for m in messages %}{% set y %}{% generation %}{{ m.content }}"
+  "{% endgeneration %}{% endset %}{{ WHAT }}{% endfor %}"
+)
+_PLAIN = "{% for m in messages %}{{ m.content }}<|stop|>{% endfor %}"
+_AS_PYTHON = "writes the content of message 1, .* Python does: "
+# Template, messages, answers; None where the template is refused.
+_UNMARKED = (
+  # Turns that end with nothing, and with a token at the end of the text.
+  (_LINES.replace("END", ""), _TWO, _TALK),
+  (_LINES.replace("END", "{{ eos_token if loop.last }}"), _TWO, None),
+  # The user's turn alone has a stop.
+  (_LINES.replace("END", "{{ eos_token if m.role == 'user' }}"), _TWO, _TALK),
+  # A message that is not written hides no stop.
+  (_HIDES, [*_TWO[:2], {"role": "tool", "content": "T"}, *_TWO[2:]], _TALK),
+  # A stop in the words of a later message ends no answer.
+  *(
+    (_ROLES, _ask("one", "two", question=asked), _TALK)
+    for asked in ("<|stop|>?", "b <|stop|>", "x<|stop|>")
+  ),
+  # Contents beside calls may be nothing.
+  (
+    _CALLS,
+    [*_ask("one", question="None?"), *_ask("None"), _CALL],
+    _STOPPED,
+  ),
+  # Templates that leave turns out, or rewrite them.
+  ("{{ messages[-1].content }}", _TWO, None),
+  ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", _TWO, None),
+  (
+    "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    *(_TWO, None),
+  ),
+  (
+    "{% for m in messages %}{{ m.content.split('.')[0] }}{% endfor %}",
+    *(_ask("b. c"), None),
+  ),
+  (
+    "{% for m in messages %}{{ m.content if m.role == 'user' }}<|stop|>"
+    "{% endfor %}",
+    *(_ask("stop"), None),
+  ),
+  (
+    "{% for m in messages %}{{ m.content[0].text or m.content }}<|stop|>"
+    "{% endfor %}",
+    *(_ask([{"text": "one"}, {"text": "one"}]), None),
+  ),
+)
+
+
 class AnswersTest(parameterized.TestCase):
   @parameterized.product(name=tuple(_TEMPLATES), marked=(False, True))
   def test_trained_tokens_are_those_that_transformers_marks(self, name, marked):
@@ -127,50 +200,25 @@ class AnswersTest(parameterized.TestCase):
       [x.replace("\n", "") for x in shown], [f"one{stop}", f"two{stop}"]
     )
 
-  @parameterized.parameters(
-    # Turns that end with nothing, and with a token at the end of the text.
-    ("", "User a?\nBot one\n", ["one\n", "two\n"]),
-    ("{{ eos_token if loop.last }}", None, None),
-    # The user's turn alone has a stop.
-    ("{{ eos_token if m.role == 'user' }}", None, ["one\n", "two\n"]),
-  )
-  def test_an_answer_ends_where_the_next_message_begins(
-    self, end, begin, expected
+  @parameterized.parameters(*_UNMARKED)
+  def test_an_answer_is_what_others_would_change(
+    self, source, messages, expected
   ):
-    source = (
-      "{% for m in messages %}{{ 'User ' if m.role == 'user' else 'Bot ' }}"
-      f"{{{{ m.content }}}}{end}{{{{ '\\n' }}}}{{% endfor %}}"
-      "{% if add_generation_prompt %}Bot {% endif %}"
-    )
     template = Template(tiny_chat.tokenizer(source))
-    messages = _ask("one", "two")
     if expected is None:
       with self.assertRaisesRegex(
-        ValueError, "jinja: does not write message 1"
+        ValueError, "template.jinja: does not write message 1 as an answer"
       ):
         template.answers(messages)
       return
     text, spans = template.answers(messages)
-    self.assertStartsWith(text, begin or "")
     self.assertEqual([text[slice(*span)] for span in spans], expected)
 
-  @parameterized.parameters(
-    ("{{ messages[-1].content }}", 1),  # leaves turns out
-    ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", 1),
-    ("{% for m in messages %}{{ m.content.split('.')[0] }}{% endfor %}", 3),
-    (
-      "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor "
-      "%}",
-      1,
-    ),
-  )
-  def test_templates_that_rewrite_are_refused(self, source, index):
-    template = Template(tiny_chat.tokenizer(source))
-    message = (
-      f"chat_template.jinja: does not write message {index} as an answer"
-    )
-    with self.assertRaisesRegex(ValueError, message):
-      template.answers(_ask("one", "b. c"))
+  def test_an_answer_may_hold_its_stop(self):
+    template = Template(tiny_chat.tokenizer(_template("chatml", marked=False)))
+    text, spans = template.answers(_ask("one<|stop|>", "two"))
+    shown = [text[slice(*span)] for span in spans]
+    self.assertEqual(shown, ["one<|stop|>", "two<|stop|>"])
 
   _TURN = (
     "({{ m.role }}){% if m.role == 'assistant' %}\n{%- generation %}\n  "
@@ -200,74 +248,18 @@ class AnswersTest(parameterized.TestCase):
     shown = [text[slice(*span)].strip().lower() for span in spans]
     self.assertEqual(shown, ["ss one" if "upper" in source else "ß one", "two"])
 
-  @parameterized.parameters("y[:30]", "y | length", "y | upper | reverse")
-  def test_marks_of_changed_text_are_refused(self, what):
-    source = (
-      "{% for m in messages %}{% set y %}{% generation %}{{ m.content }}"
-      f"{{% endgeneration %}}{{% endset %}}{{{{ {what} }}}}{{% endfor %}}"
-    )
-    message = "writes otherwise with a character at each"
-    with self.assertRaisesRegex(ValueError, message):
-      Template(tiny_chat.tokenizer(source)).answers(_ask("a" * 40, "two"))
-
-  def test_a_message_that_is_not_written_hides_no_stop(self):
-    source = (
-      "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}"
-      "<|stop|>{% elif m.role == 'assistant' %}A:{{ m.content }}{{ '\\n' }}"
-      "{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    )
-    messages = _ask("one", "two")
-    messages.insert(2, {"role": "tool", "content": "T"})
-    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
-    shown = [text[slice(*span)] for span in spans]
-    self.assertEqual(shown, ["one\n", "two\n"])
-
-  def test_an_answer_may_hold_its_stop(self):
-    template = Template(tiny_chat.tokenizer(_template("chatml", marked=False)))
-    text, spans = template.answers(_ask("one<|stop|>", "two"))
-    shown = [text[slice(*span)] for span in spans]
-    self.assertEqual(shown, ["one<|stop|>", "two<|stop|>"])
-
-  @parameterized.parameters("<|stop|>?", "b <|stop|>", "x<|stop|>")
-  def test_a_stop_in_the_words_of_a_later_message_ends_no_answer(self, asked):
-    source = (
-      "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}"
-      "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    messages = _ask("one", "two", question=asked)
-    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
-    shown = [text[slice(*span)] for span in spans]
-    self.assertEqual(shown, ["one\n", "two\n"])
-
   @parameterized.parameters(
-    ("TURN", [{"type": "text", "text": "one"}], "writes .* Python does: .{'ty"),
-    ("TURN", None, "writes the content of message 1, .* Python does: None"),
-    ("{{ m.content if m.role == 'user' }}<|stop|>", "stop", "does not write"),
-    (
-      "{{ m.content[0].text or m.content }}<|stop|>",
-      [{"text": "one"}, {"text": "one"}],
-      "does not write message 1",
+    *(
+      (_CHANGED.replace("WHAT", what), "a" * 40, "with a character at each")
+      for what in ("y[:30]", "y | length", "y | upper | reverse")
     ),
+    (_PLAIN, [{"type": "text", "text": "one"}], _AS_PYTHON + ".{'type"),
+    (_PLAIN, None, _AS_PYTHON + "None"),
+    ("{{ '\\ud83d\\ude00' }}" + _PLAIN, "one", "surrogates not allowed"),
   )
-  def test_answers_that_are_not_written_whole_are_refused(
-    self, turn, content, message
-  ):
-    turn = turn.replace("TURN", "{{ m.content }}<|stop|>")
-    source = f"{{% for m in messages %}}{turn}{{% endfor %}}"
-    template = Template(tiny_chat.tokenizer(source))
-    with self.assertRaisesRegex(ValueError, message):
-      template.answers(_ask(content))
-
-  def test_contents_beside_calls_may_be_nothing(self):
-    source = (
-      "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0] }}"
-      "{% else %}{{ m.content }}{% endif %}<|stop|>{% endfor %}"
-    )
-    call = {"role": "assistant", "content": None, "tool_calls": ["f(None)"]}
-    messages = [*_ask("one", question="None?"), *_ask("None"), call]
-    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
-    shown = [text[slice(*span)] for span in spans]
-    self.assertEqual(shown, ["one<|stop|>", "None<|stop|>", "f(None)<|stop|>"])
+  def test_what_cannot_be_trained_is_refused(self, source, content, message):
+    with self.assertRaisesRegex(ValueError, f"jinja: .*{message}"):
+      Template(tiny_chat.tokenizer(source)).answers(_ask(content, "two"))
 
   @parameterized.parameters(True, False)
   def test_tokens_of_spaces_are_in_their_answer(self, trim):
@@ -279,23 +271,6 @@ class AnswersTest(parameterized.TestCase):
     trained = conversations._in_spans(encoded.offsets, spans)
     ids = np.array(encoded.ids)[trained]
     self.assertEqual(made.decode(ids.tolist()), "a\t\t  ")
-
-  def test_halves_of_surrogate_pairs_are_refused(self):
-    source = "{{ '\\ud83d\\ude00' }}{{ messages[0].content }}"
-    template = Template(tiny_chat.tokenizer(source))
-    with self.assertRaisesRegex(ValueError, "surrogates not allowed"):
-      template.answers(_ask("one", "two"))
-
-  def test_other_fields_reach_the_template(self):
-    source = (
-      "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}"
-      "<|stop|>{% endfor %}"
-    )
-    call = {"role": "assistant", "tool_calls": [{"name": "add"}]}
-    row = {"messages": [{"role": "user", "content": "b"}, call]}
-    messages = conversations.read_messages(row)
-    text, spans = Template(tiny_chat.tokenizer(source)).answers(messages)
-    self.assertEqual([text[slice(*span)] for span in spans], ["add<|stop|>"])
 
 
 class BestFitTest(absltest.TestCase):
@@ -367,7 +342,6 @@ class SourceTest(_ChatTest):
     self.assertCountEqual(answers, ["one", "two", "three", ""])
     text = self._text(source[0]["inputs"])
     self.assertIn("user\nAdd.\n\n1 2<|stop|>", text)
-    self.assertEqual(source.total_bytes, len("threetwoone"))
     self.assertEqual(source.text_bytes(np.array([0])), len("threetwoone"))
 
   def test_splits_are_found_in_names_and_folders(self):
@@ -429,8 +403,8 @@ class SourceTest(_ChatTest):
     self.assertEqual(found.model.vocab_size, self.tokenizer.vocab_size)
 
   @parameterized.parameters(
-    ("[1]", r"line 2: no JSON object, found list"),
-    ("{", r"line 2: not JSON"),
+    ("[1]", ":2: no JSON object, found list"),
+    ("{", ":2: not JSON"),
     ('{"text": "a"}', r":2: a row must have 'messages'.* found \['text'\]"),
     ('{"messages": []}', r":2: messages=\[\] must be a list, and not empty"),
     ('{"messages": [{"content": "a"}]}', r":2: message 0: .*'role'"),
@@ -458,9 +432,8 @@ class SourceTest(_ChatTest):
       self._open()
 
   def test_lacking_data_tokenizers_and_templates_are_named(self):
-    missing = str(self.root / "no")
     with self.assertRaisesRegex(FileNotFoundError, "examples.docstrings .*/no"):
-      self._open(path=missing, tokenizer_path=missing)
+      self._open(path=str(self.root / "no"))
     with self.assertRaisesRegex(FileNotFoundError, "no conversations to train"):
       self._open()
     self._write("train.jsonl", {"messages": _ask("one")})

@@ -21,8 +21,8 @@ from moh_jax.data import packed as packed_lib
 from moh_jax.data import pipeline, sequences, stdlib
 from moh_jax.data.folders import ImageFolderSource
 from moh_jax.data.sources import Selection, make_source
-from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.data.tokens import tokenize
 from tests.data import tiny_images, tiny_sets, tiny_text
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
@@ -179,7 +179,7 @@ def _text(data, vocab_size=300):
     "train": _digest(_batches(train, data)),
     "train from batch 700": _digest(_batches(train, data, 700)),
     "val": _digest([val[i] for i in range(min(len(val), 8))]),
-    "val bytes": [val.text_bytes, val.bytes_of(np.arange(len(val)))],
+    "val bytes": val.bytes_of(np.arange(len(val))),
     "identity": sequences.Text(data, vocab_size, "train").identity(),
   }
   for facts in found["identity"].values():
@@ -233,7 +233,7 @@ def _of_text(root):
     BytesTokenizer(),
     root / "tokenized",
     held_out=0.25,
-    piece_bytes=400,
+    shard_bytes=400,
     on_error="skip",
   )
   for metadata in sets.values():

@@ -504,22 +504,22 @@ class FilesTest(_RowsTest):
     ):
       self._open()
     self._pack("train.json", json.dumps([_ALPACA, 3]).encode())
-    with self.assertRaisesRegex(ValueError, "train.json, entry 2: no JSON obj"):
+    with self.assertRaisesRegex(ValueError, "train.json:2: no JSON obj"):
       self._open()
     for on_error in ("stop", "skip"):
       self._pack("train.json", json.dumps([_ALPACA, _ALPACA]).encode()[:-9])
-      with self.assertRaisesRegex(ValueError, "train.json: damaged or truncat"):
+      with self.assertRaisesRegex(ValueError, "train.json: damaged or cannot"):
         self._open(on_error=on_error)
 
   def test_lists_are_documents_and_prompts(self):
     texts = [f"text {i}" for i in range(20)]
     path = self.root / "a.json"
     path.write_text(json.dumps([{"prompt": x} for x in texts]))
-    self.assertEqual(list(text_files.Prompts(str(path))), texts)
-    (pieces,) = text_files.list_pieces([str(path)], 64)
-    self.assertEqual(list(text_files.read_texts(pieces, "prompt")), texts)
+    self.assertEqual(text_files.read_prompts(str(path)), texts)
+    found = text_files.read_documents(str(path), "prompt")
+    self.assertEqual([text for _, text in found], texts)
     path.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in texts))
-    self.assertEqual(list(text_files.Prompts(str(path))), texts)
+    self.assertEqual(text_files.read_prompts(str(path)), texts)
 
   @parameterized.parameters(ChatSource, PreferenceSource)
   def test_bad_rows_are_counted_and_left_out(self, kind):
@@ -537,8 +537,8 @@ class FilesTest(_RowsTest):
     with self.assertLogs(conversations.__name__, "INFO") as logs:
       found = self._open(*rows, kind=kind, on_error="skip")
     self.assertEqual(found.identity(), expected)
-    self.assertRegex(logs.output[0], r"6 bad rows: .*train.jsonl(:|, line )1: ")
-    with self.assertRaisesRegex(ValueError, "train.jsonl(:|, line )1: "):
+    self.assertRegex(logs.output[0], "6 bad rows: .*train.jsonl:1: ")
+    with self.assertRaisesRegex(ValueError, "train.jsonl:1: "):
       self._open(*rows, kind=kind)
     with self.assertRaisesRegex(ValueError, "none of 0 .*; 6 bad rows: .*:1: "):
       self._open(*bad, kind=kind, on_error="skip")
@@ -549,7 +549,7 @@ class FilesTest(_RowsTest):
     self._pack("train.jsonl.zst", content)
     self.assertNotEmpty(self._open(on_error="skip"))
     self._pack("train.jsonl.zst", content[:-9])
-    with self.assertRaisesRegex(ValueError, "train.jsonl.zst.*: damaged or tr"):
+    with self.assertRaisesRegex(ValueError, "train.jsonl.zst: damaged or can"):
       self._open(on_error="skip")
 
   def test_epochs_read_the_conversations_once(self):

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
-from moh_jax.data.token_sets import TokenSet, TokenSetWriter, set_tokenizer
 from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.data.tokens import TokenSet, TokenSetWriter
 
 
 def tokenizer(vocab_size=257, bos_id=256, eos_id=256):
@@ -28,12 +28,10 @@ def random_documents(shards, documents, longest, vocab_size=256, seed=0):
   ]
 
 
-def write(folder, documents, used=None, **notes):
+def write(folder, documents, used=None):
   """Writes documents by shard; a document's text has 2 bytes a token."""
   used = used or tokenizer()
-  writer = TokenSetWriter(
-    folder, used, num_shards=len(documents), settings={}, notes=notes
-  )
+  writer = TokenSetWriter(folder, used, len(documents), {})
   for shard in writer.todo():
     with writer.open(shard) as target:
       for ids in documents[shard]:
@@ -53,8 +51,7 @@ def row(documents, bos_id=256, eos_id=256):
 def texts(folder):
   """The documents of a set as its tokenizer decodes them."""
   token_set = TokenSet(folder)
-  tokenizer = set_tokenizer(token_set.folder, token_set.metadata)
   return [
-    tokenizer.decode(token_set.tokens(start, stop))
+    token_set.tokenizer.decode(token_set.tokens(start, stop))
     for start, stop in itertools.pairwise(token_set.ends)
   ]

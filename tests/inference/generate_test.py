@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from moh_jax.config import RouterConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
-from moh_jax.data.text_files import Prompts
+from moh_jax.data.text_files import read_prompts
 from moh_jax.data.tokenizers import END, JsonTokenizer
 from moh_jax.inference.decoding import (
   choose_tokens,
@@ -329,7 +329,7 @@ class PromptFileTest(FolderTest):
   def _prompts(self, texts=_TEXTS, name="in.jsonl"):
     rows = [json.dumps({"prompt": text, "id": 7}) for text in texts]
     (self.root / name).write_text("\n".join(rows))
-    return Prompts(str(self.root / name))
+    return read_prompts(str(self.root / name))
 
   def _complete(self, out=None, prompts=None, sampling=_WARM, **settings):
     return complete_file(
@@ -459,13 +459,13 @@ class PromptFileTest(FolderTest):
 
   @parameterized.parameters(
     ("in.txt", "Hello\n", "in.txt: plain text is not taken .* such as"),
-    ("in.jsonl", '{"messages": []}', "line 1: no field 'prompt', found"),
+    ("in.jsonl", '{"messages": []}', ":1: no field 'prompt', found"),
     ("in.jsonl", "\n", "in.jsonl: holds no prompt"),
   )
   def test_what_is_no_prompt_is_named(self, name, content, message):
     (self.root / name).write_text(content)
     with self.assertRaisesRegex(ValueError, message):
-      Prompts(str(self.root / name))
+      read_prompts(str(self.root / name))
 
 
 _SAMPLES = 4000

@@ -1,0 +1,437 @@
+"""Sets of tokens: tokenized text in shards, made from files, read at random.
+
+The documents of a set form one long array of tokens. Each is stored as [begin]
+ids [end]; tokenizers without these special tokens give the ids alone. The
+records of a shard are blocks of `BLOCK` tokens, of which the last is shorter:
+little-endian uint16, or uint32 for vocabularies above 65,536. After them comes
+one record with the number of tokens of each document, uint32. No document
+crosses shards. The folder also holds the tokenizer's files.
+
+A shard has the documents of some files, which depends on the files alone, so a
+killed run can continue on any number of processes and ends with the same bytes.
+"""
+
+import bisect
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import logging
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tqdm
+
+from moh_jax.config.registry import SPLITS
+from moh_jax.data.identity import Identity
+from moh_jax.data.input_files import file_size, list_files
+from moh_jax.data.shards import OpenShard, Shards, ShardWriter
+from moh_jax.data.text_files import read_documents
+from moh_jax.data.tokenizers import (
+  Tokenizer,
+  load_tokenizer,
+  write_tokenizer_files,
+)
+from moh_jax.runtime.files import inside
+
+KIND = "tokens"
+BLOCK = 8192
+SHARD_BYTES = 256 << 20  # of input for one shard, about
+_LENGTHS_DTYPE = np.dtype("<u4")
+_COUNTS = ("documents", "tokens", "text_bytes")
+_BATCH = 64  # documents for one call of the tokenizer, on all its threads
+_LOG = logging.getLogger(__name__)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+  """Dtype that stores the tokens of a vocabulary: uint16 or uint32."""
+  return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+class TokenSet:
+  """Random access to the tokens of a set; picklable and thread-safe.
+
+  Attributes:
+    folder: folder of the set.
+    metadata: content of metadata.json: beside what `shards` writes "tokenizer"
+      (kind, sha256, file), "vocab_size", "bos_id", "eos_id", and the sums of
+      "documents", "tokens" and "text_bytes" (UTF-8).
+    num_tokens: number of tokens of all documents.
+    ends: int64 [D + 1]: 0, then the index after the last token of each
+      document.
+  """
+
+  def __init__(self, folder: str | os.PathLike):
+    """Opens a set.
+
+    Args:
+      folder: folder of the set, local or mounted.
+
+    Raises:
+      FileNotFoundError: metadata.json or a shard is missing.
+      ValueError: one of them is damaged.
+    """
+    self.folder = pathlib.Path(folder)
+    self._shards = Shards(folder, KIND)
+    self.metadata = self._shards.metadata
+    self.num_tokens: int = self.metadata["tokens"]
+    self._dtype = token_dtype(self.metadata["vocab_size"])
+    # The first token and the first record of each shard.
+    self._first_tokens, self._first_records = (
+      [0, *itertools.accumulate(x[name] for x in self.metadata["shards"])]
+      for name in ("tokens", "examples")
+    )
+    lengths = (self._shards.record(end - 1) for end in self._first_records[1:])
+    counts = np.frombuffer(b"".join(lengths), _LENGTHS_DTYPE)
+    self.ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+  def __reduce__(self) -> tuple:
+    # Opened anew: the ends are 8 bytes a document.
+    return TokenSet, (self.folder,)
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer that made the set."""
+    entry = self.metadata["tokenizer"]
+    return load_tokenizer(
+      self.folder / entry["file"], entry["sha256"], "the set"
+    )
+
+  @property
+  def has_ends(self) -> bool:
+    """Whether begin or end of text stands between documents."""
+    found = {self.metadata["bos_id"], self.metadata["eos_id"]} != {None}
+    if not found:
+      _LOG.warning(
+        "%s: the tokenizer has neither begin nor end of text: documents that "
+        "are kept apart (data.separate_documents) begin with a token that is "
+        "never predicted, whose bytes bits_per_byte takes to be the mean of "
+        "all",
+        self.folder,
+      )
+    return found
+
+  def identity(self) -> Identity:
+    """Identifies the tokens and their division into documents."""
+    return {**self._shards.identity(), "tokens": self.num_tokens}
+
+  def tokens(self, start: int, stop: int) -> np.ndarray:
+    """Reads tokens `start` to `stop` - 1, of which the set has all.
+
+    Returns:
+      [stop - start] int32.
+
+    Raises:
+      ValueError: a record is damaged; the message names the shard.
+    """
+    parts = [np.empty(0, np.int32)]
+    while start < stop:
+      shard = bisect.bisect_right(self._first_tokens, start) - 1
+      block, offset = divmod(start - self._first_tokens[shard], BLOCK)
+      record = self._shards.record(self._first_records[shard] + block)
+      part = np.frombuffer(record, self._dtype)[offset : offset + stop - start]
+      parts.append(part)
+      start += len(part)
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe")
+
+
+class TokenShard:
+  """A shard of tokenized documents that is being written."""
+
+  def __init__(self, shard: OpenShard, tokenizer: Tokenizer):
+    self._shard, self.skip = shard, shard.skip
+    self._dtype = token_dtype(tokenizer.vocab_size)
+    self._after = [i for i in (tokenizer.eos_id,) if i is not None]
+    # A document needs a token before its text, so that the model predicts the
+    # first token of the text too: without a begin, the end token stands in.
+    self._before = [tokenizer.bos_id] if tokenizer.add_bos else self._after
+    self._block = BLOCK * self._dtype.itemsize  # bytes
+    self._pending = bytearray()
+    self._lengths: list[int] = []
+    self._text_bytes = 0
+
+  def add(self, ids: list[int], text_bytes: int) -> None:
+    """Appends a document.
+
+    Args:
+      ids: tokens of the document, at least one, without begin and end.
+      text_bytes: UTF-8 bytes of its text.
+    """
+    tokens = np.array(self._before + ids + self._after, self._dtype)
+    self._pending += tokens.tobytes()
+    self._lengths.append(len(tokens))
+    self._text_bytes += text_bytes
+    while len(self._pending) >= self._block:
+      self._shard.add_record(bytes(self._pending[: self._block]))
+      del self._pending[: self._block]
+
+  def close(self) -> None:
+    """Writes the last block, and the record with the documents' lengths."""
+    if self._pending:
+      self._shard.add_record(bytes(self._pending))
+    lengths = np.array(self._lengths, _LENGTHS_DTYPE)
+    self._shard.add_record(lengths.tobytes())
+    counts = (len(lengths), int(lengths.sum()), self._text_bytes)
+    self._shard.notes.update(zip(_COUNTS, counts))
+
+
+class TokenSetWriter(ShardWriter):
+  """Writes a set of tokens with `num_shards` shards; picklable."""
+
+  def __init__(
+    self,
+    folder: str | os.PathLike,
+    tokenizer: Tokenizer,
+    num_shards: int,
+    settings: dict[str, Any],
+  ):
+    """Starts a set, or continues an interrupted one.
+
+    Args:
+      folder: folder of the set; created.
+      tokenizer: tokenizer that makes the tokens.
+      num_shards: shards of the whole set.
+      settings: JSON values that the tokens depend on, beside the tokenizer; a
+        set is continued only with equal settings.
+
+    Raises:
+      ValueError: the folder holds a set with other settings (they are named).
+    """
+    self._tokenizer = tokenizer
+    names = {"kind": "kind", "sha256": "sha256", "file": "file_name"}
+    settings = {
+      "tokenizer": {name: getattr(tokenizer, x) for name, x in names.items()},
+      "vocab_size": tokenizer.vocab_size,
+      "bos_id": tokenizer.bos_id if tokenizer.add_bos else None,
+      "eos_id": tokenizer.eos_id,
+      **settings,
+    }
+    super().__init__(folder, KIND, num_shards, settings)
+
+  @contextlib.contextmanager
+  def open(self, shard: int) -> Iterator[TokenShard]:
+    """Context that writes one shard; it appears if the context ends normally.
+
+    Raises:
+      OSError: the shard cannot be written, for example because the disk is
+        full.
+    """
+    with super().open(shard) as target:
+      tokens = TokenShard(target, self._tokenizer)
+      yield tokens
+      tokens.close()
+
+  def finish(self) -> dict[str, Any]:
+    """Writes the tokenizer's files and metadata.json; returns its content."""
+    entries = self.entries()
+    totals = {name: sum(entry[name] for entry in entries) for name in _COUNTS}
+    if name := self._tokenizer.file_name:
+      files = {name: self._tokenizer.content, **self._tokenizer.files}
+      write_tokenizer_files(self._folder, files)
+    return super().finish(**totals)
+
+
+def split_of(text: str, held_out: float) -> str:
+  """The part of a document, "train" or "val", by its text.
+
+  A hash of the text decides, so the choice depends on nothing else: not on the
+  name or place of a file, nor on what other documents there are. Documents of
+  the same text are in the same part.
+
+  Args:
+    text: of the document.
+    held_out: share of the documents in "val", in (0, 1).
+  """
+  # A hash of our own: the texts may be what another hash of them chose.
+  content = text.encode()
+  digest = hashlib.blake2b(content, digest_size=8, person=b"moh_jax").digest()
+  number = int.from_bytes(digest, "little") / 2**64
+  return "val" if number < held_out else "train"
+
+
+def cut_tail(text: str, held_out: float) -> tuple[str, str]:
+  """A text without its last lines, and these; one line has none."""
+  place = text.rfind("\n", 0, int(len(text) * (1 - held_out))) + 1
+  place = place or text.find("\n") + 1 or len(text)
+  return text[:place], text[place:]
+
+
+def group_files(inputs: Sequence[str], most: int) -> list[list[str]]:
+  """Files in order, in groups of about so many bytes; no file is cut."""
+  groups: list[list[str]] = []
+  total = most + 1
+  for file in list_files(inputs):
+    total += (size := file_size(file))
+    if total > most:
+      groups.append([])
+      total = size
+    groups[-1].append(file)
+  return groups
+
+
+def fingerprint(groups: Iterable[Sequence[str]]) -> str:
+  """Identifies groups of files by names and sizes, wherever their folder is."""
+  known = [[(os.path.basename(f), file_size(f)) for f in g] for g in groups]
+  return f"sha256 {hashlib.sha256(repr(known).encode()).hexdigest()[:16]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+  """What a process needs to write shards; picklable."""
+
+  writers: dict[str, TokenSetWriter]  # by split
+  groups: list[list[str]]
+  tokenizer: Tokenizer
+  held_out: float
+  field: str
+  skips: bool
+
+  def write(self, group: int) -> None:
+    """Writes the shards of a group."""
+    with contextlib.ExitStack() as stack:
+      targets = {
+        split: stack.enter_context(writer.open(group))
+        for split, writer in self.writers.items()
+      }
+      documents = self._documents(group, targets)
+      while batch := list(itertools.islice(documents, _BATCH)):
+        ids = self.tokenizer.encode_batch([text for *_, text in batch])
+        for (target, place, text), tokens in zip(batch, ids):
+          if tokens:
+            target.add(tokens, len(text.encode()))
+          else:
+            target.skip(f"{place}: empty")
+
+  def _documents(
+    self, group: int, targets: dict[str, TokenShard]
+  ) -> Iterator[tuple[TokenShard, str, str]]:
+    """The shards that documents go to, their places, and their texts."""
+    first, *others = targets.values()
+    for file in self.groups[group]:
+      for place, text in read_documents(file, self.field):
+        if isinstance(text, ValueError):
+          if not self.skips:
+            raise text
+          first.skip(str(text))
+        elif not others:
+          yield first, place, text
+        elif self.groups == [[place]]:  # the only document
+          parts = cut_tail(text, self.held_out)
+          yield from zip(targets.values(), (place, place), parts)
+        else:
+          yield targets[split_of(text, self.held_out)], place, text
+
+
+def tokenize(
+  inputs: Sequence[str],
+  tokenizer: Tokenizer,
+  out: str | os.PathLike,
+  split: str = "train",
+  *,
+  held_out: float | None = None,
+  field: str = "text",
+  shard_bytes: int = SHARD_BYTES,
+  workers: int = 1,
+  on_error: Literal["stop", "skip"] = "stop",
+) -> dict[str, dict[str, Any]]:
+  """Makes sets OUT/SPLIT, reading the input once; continues killed runs.
+
+  Args:
+    inputs: files or patterns, see `input_files.list_files`.
+    tokenizer: tokenizer that makes the tokens.
+    out: folder of the splits, local or mounted.
+    split: name of the set that all documents go to.
+    held_out: makes two sets in its place, "train" and "val", which gets this
+      share of the documents, see `split_of`; of one file of plain text the last
+      lines.
+    field: field of JSON objects, or column of tables, that holds the text.
+    shard_bytes: approximate bytes of input for one shard; no file is cut.
+    workers: number of processes; 1 is this one, which encodes on all cores.
+    on_error: "skip" lists lines, rows and files that hold no text in
+      OUT/SPLIT/skipped.txt, and goes on; a run that was stopped by one may be
+      continued so. A damaged file ends the run in any case.
+
+  Returns:
+    The content of metadata.json by split.
+
+  Raises:
+    FileNotFoundError: an input is missing.
+    OSError: a file cannot be read, or a shard not be written.
+    ValueError: an input is damaged, or holds no text and `on_error` is "stop",
+      a split gets no document, or `out` holds sets with other settings.
+  """
+  groups, out = group_files(inputs, shard_bytes), pathlib.Path(out)
+  inside(out, split, "split")
+  settings = {"inputs": fingerprint(groups), "field": field}
+  settings["held_out"] = held_out
+  writers = {
+    part: TokenSetWriter(out / part, tokenizer, len(groups), settings)
+    for part in ((split,) if held_out is None else SPLITS)
+  }
+  todo = set(itertools.chain(*(writer.todo() for writer in writers.values())))
+  job = _Job(
+    writers, groups, tokenizer, held_out or 0.0, field, on_error == "skip"
+  )
+  with tqdm.tqdm(desc=", ".join(writers), total=len(todo), disable=None) as bar:
+    for _ in _run(job, sorted(todo), min(workers, len(todo))):
+      bar.update()
+  for part, writer in writers.items():
+    entries = writer.entries()
+    if not any(entry["documents"] for entry in entries):
+      left_out = sum(len(entry["skipped"]) for entry in entries)
+      raise ValueError(
+        f"{out / part}: the input has no document for it ({left_out} left "
+        "out); tokenize files of its own with --split"
+      )
+  return {part: writer.finish() for part, writer in writers.items()}
+
+
+def _run(job: _Job, todo: list[int], workers: int) -> Iterator[None]:
+  """Writes groups on several processes; yields when one is done."""
+  if workers <= 1:
+    yield from map(job.write, todo)
+    return
+  pool = concurrent.futures.ProcessPoolExecutor(
+    workers, multiprocessing.get_context("spawn"), _begin, (job,)
+  )
+  try:
+    started = [pool.submit(_write, group) for group in todo]
+    for done in concurrent.futures.as_completed(started):
+      yield done.result()
+  except concurrent.futures.BrokenExecutor as error:
+    raise OSError(
+      f"a process that tokenizes ended ({error}), perhaps for lack of memory; "
+      "finished shards are whole: run the same command again, with fewer "
+      "workers"
+    ) from error
+  finally:
+    pool.shutdown(cancel_futures=True)
+
+
+_JOBS: list[_Job] = []  # that of this process, if it is one of a pool
+
+
+def _write(group: int) -> None:
+  _JOBS[0].write(group)
+
+
+def _begin(job: _Job) -> None:
+  """Sets a process up that tokenizes."""
+  _JOBS[:] = [job]
+
+  def end_with_parent() -> None:  # a pool whose parent is killed would stay
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+  threading.Thread(target=end_with_parent, daemon=True).start()
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says it
+  # There is a process for each core, so the tokenizer needs no threads.
+  os.environ["TOKENIZERS_PARALLELISM"] = "false"
