@@ -320,11 +320,10 @@ class StructuresTest(parameterized.TestCase):
       shared = layer.budget.shared
       np.testing.assert_allclose(aux.load.sum(), shared + k * size, rtol=1e-6)
 
-  @parameterized.product(
-    structure=("free", "per_group", "whole_group"),
-    form=("released", "paper"),
-    shared=(False, True),
-  )
+  @parameterized.parameters(
+    ("free", "released", True), ("per_group", "paper", True),
+    ("whole_group", "released", False), ("whole_group", "paper", True),
+  )  # fmt: skip
   def test_any_number_at_run_time_weighs_what_is_selected(
     self, structure, form, shared
   ):

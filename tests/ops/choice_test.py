@@ -106,14 +106,6 @@ class ChooseTest(parameterized.TestCase):
   def test_auto_on_a_gpu_or_tpu(self, changes, expected):
     self.assertEqual(_told(_form(**_GPU_CASE | changes)), expected)
 
-  @parameterized.product(
-    platform=("cpu", "gpu", "tpu"), implementation=("auto", "dense"),
-    one_device=(True, False), biased=(True, False),
-  )  # fmt: skip
-  def test_all_logits_at_once_are_bounded(self, implementation, **case):
-    form = _form(implementation, 16384, batch=4, **case)
-    self.assertNotEqual(form.name, "dense")
-
   @parameterized.parameters(
     ("packed", {"platform": "gpu"}, Form("packed", True, 64, 8)),
     ("packed", {"platform": "tpu"}, Form("packed", True, 64, 8)),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from unittest import mock
 
 import chex
@@ -119,12 +118,11 @@ class LoweringTest(parameterized.TestCase):
 
 # Lengths of queries and keys, and what hides keys; segments need as many
 # queries as keys.
-_TABLES = [
-  (lengths, masks)
-  for lengths in ((13, 13), (13, 37), (37, 13), (37, 37), (64, 64))
-  for masks in ("none", "causal", "segments", "padded", "prefix", "all")
-  if lengths[0] == lengths[1] or masks in ("none", "causal", "prefix")
-]
+_TABLES = (
+  *(((37, 37), x) for x in ("none", "causal", "segments", "padded", "all")),
+  *(((13, 37), "prefix"), ((13, 37), "causal"), ((37, 13), "causal")),
+  ((64, 64), "all"),
+)
 
 
 class TablesTest(parameterized.TestCase):
@@ -201,63 +199,6 @@ _CUTS = {
   "chunks": Cut(16, 5, chunk=2, window=3, heads=1),
   "chunks_on_two_cores": Cut(16, 5, chunk=3, window=3, heads=1, cores=2),
 }
-
-
-def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
-  """The visits of every core, one after another."""
-  names = "window", "unit", "chunk", "low", "high"
-  columns = [np.asarray(getattr(lists, name)) for name in names]
-  visits = [dict(zip(names, map(int, x))) for x in zip(*columns)]
-  first = np.asarray(lists.first)
-  return [visits[a:b] for a, b in itertools.pairwise(first)]
-
-
-class PlanTest(parameterized.TestCase):
-  """Sizes for real devices; nothing is computed."""
-
-  @parameterized.parameters((32, 1.15), (8, 1.06))
-  def test_tiles_hold_few_pairs_that_are_not_needed(self, kv_heads, most):
-    tile = block_sizes(HOPPER, 64, "bfloat16").forward
-    order = np.tile(np.arange(32), (1, 4096, 1))
-    mask = np.random.default_rng(0).permuted(order, axis=-1) < 16
-    active = ActiveHeads(jnp.asarray(mask), 16)
-    case = Case(1, 4096, 4096, 32, kv_heads, 64, causal=True)
-    problem = dataclasses.replace(
-      case.problem(), blocks=head_blocks(active, tile.rows, 32 // kv_heads)
-    )
-    bounds = jax.jit(keys_of_rows, static_argnums=(1, 2))(
-      problem, tile.rows, tile.keys
-    )
-    tiles = np.asarray(bounds.end - bounds.begin).sum()
-    needed = (np.argwhere(mask)[:, 1] + 1).sum()
-    computed = tiles * tile.rows * tile.keys
-    self.assertBetween(computed / needed, 1, most)
-
-  @parameterized.product(causal=(False, True), keys_first=(False, True))
-  def test_two_cores_share_the_work_of_one_head(self, causal, keys_first):
-    # LLaMA-8B on tensor=8.
-    case = Case(1, 4096, 4096, 4, 1, 128, causal)
-    with devices.traced_for("tpu", "TPU v5"):
-      tile = block_sizes(TPU, 128, "bfloat16").dkv
-      problem = case.problem(256)
-      plan = tpu_plan.Plan(problem, tile.keys, keys_first=keys_first)
-      cut = plan.cut
-      lists, _ = jax.jit(
-        lambda: tpu_plan.tables(problem, cut, keys_first=keys_first)
-      )()
-    done = []
-    for core in _visits(lists):
-      tiles = 0
-      for visit in core:
-        begin = visit["chunk"] * cut.chunk
-        for i in range(visit["low"], visit["high"]):
-          start, _, end = (
-            x[visit["window"] * cut.window + i] for x in lists[-3:]
-          )
-          tiles += max(0, min(end, begin + cut.chunk) - max(start, begin))
-      done.append(int(tiles))
-    self.assertLen(done, 2)
-    self.assertGreaterEqual(min(done), 0.4 * sum(done))
 
 
 def _check_tpu(case: Case) -> None:

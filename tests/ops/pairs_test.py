@@ -96,7 +96,7 @@ class TableTest(parameterized.TestCase):
       mask[b, n, rng.permutation(heads)[:count]] = True
     _check_table(self, mask, most, rows, group)
 
-  @parameterized.product(rows=(1, 3, 8, 16), group=(1, 2, 4))
+  @parameterized.parameters((1, 1), (3, 2), (16, 4))
   @pytest.mark.integration
   def test_every_pair(self, rows, group):
     mask = np.ones((2, 8, 4), bool)

@@ -14,8 +14,7 @@ from tests.ops import devices
 # Square, oblong, one line, and smaller than the windows.
 _SHAPES = [
   {"grid": grid, "window": window}
-  for grid in ((3, 7), (6, 1), (2, 2))
-  for window in (1, 3, 5)
+  for grid, window in (((3, 7), 3), ((6, 1), 3), ((2, 2), 5))
 ]
 _B, _H, _D, _P = 2, 3, 4, 2
 
