@@ -1,7 +1,6 @@
 """Structures of head choice against a mask by brute force, in float64."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -238,20 +237,6 @@ class StructuresTest(parameterized.TestCase):
     error = abs(out - expected[:, split:]).max() / abs(expected).max()
     self.assertLess(error, 2e-6)
 
-  @parameterized.parameters(0, 1)
-  @pytest.mark.integration
-  def test_a_head_that_weighs_nothing_takes_no_other_with_it(self, head):
-    layer = _layer("whole_group", RouterConfig(), causal=True)
-    x, params = _inputs(layer)
-    choice = HeadChoice(scale=jnp.ones(_HEADS).at[head].set(0))
-    expected, _ = layer.apply(params, x, choice=choice)
-    cache = make_cache(2, _GROUPS, _TOKENS, _DIM, "float32")
-    extend = functools.partial(layer.apply, params, method="decode")
-    _, _, cache = extend(x[:, :-1], cache, Slots(jnp.int32(0)))
-    slots = Slots(jnp.int32(_TOKENS - 1), jnp.zeros(2, jnp.int32))
-    out, *_ = extend(x[:, -1:], cache, slots, choice=choice)
-    np.testing.assert_allclose(out, expected[:, -1:], atol=2e-6)
-
   def test_groups_divide_the_heads(self):
     router = HeadRouter(HeadBudget(7, 3, 3, 8), kv_heads=2)
     with self.assertRaisesRegex(ValueError, "num_heads=7 must be a multi"):
@@ -355,16 +340,6 @@ class StructuresTest(parameterized.TestCase):
         weights /= 2
       routed = decided.gates[..., budget.shared :]
       np.testing.assert_allclose(routed, weights, rtol=1e-5)
-
-  def test_more_places_than_heads_are_every_head(self):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (
-      jax.random.normal(key, (1, 5, heads, 8))
-      for key, heads in zip(keys, (8, 4, 4))
-    )
-    active = ActiveHeads(jnp.ones((1, 5, 8), bool), 12, parts=4)
-    found = _attend(q, k, v, active=active)
-    np.testing.assert_allclose(found, _attend(q, k, v), atol=2e-6)
 
   def test_a_bias_has_no_order_of_heads(self):
     q, kv = jnp.zeros((1, 2, 4, 8)), jnp.zeros((1, 2, 2, 8))
