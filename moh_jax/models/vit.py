@@ -56,16 +56,16 @@ class Block(nn.Module):
       "name": "attn",
     }
     if self.shape.pool_grid is None:
-      attend = FullAttention(implementation=cfg.attention_impl, **common)
+      attention = FullAttention(implementation=cfg.attention_impl, **common)
     else:
-      attend = AggregatedAttention(
+      attention = AggregatedAttention(
         grid=self.shape.grid,
         pool_grid=self.shape.pool_grid,
         window=cfg.window,
         **common,
       )
     drop = DropPath(deterministic=not (self.train and cfg.drop_path > 0))
-    out, aux = attend(layer_norm(dtype, "norm1")(x), coordinates)
+    out, aux = attention(layer_norm(dtype, "norm1")(x), coordinates)
     x = x + drop(out, drop_rate)
     mlp = ConvGLU(self.mlp_dim, self.shape.grid, dtype=dtype, name="mlp")
     x = x + drop(mlp(layer_norm(dtype, "norm2")(x)), drop_rate)

@@ -60,11 +60,11 @@ def packed_attention(
     # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
     arrays = (x.astype(jnp.float32) for x in arrays)
   inner = Call(*arrays, call.visible, call.scale, bias)
-  return _attend(inner, blocks, blocks_per_step).astype(call.v.dtype)
+  return _packed(inner, blocks, blocks_per_step).astype(call.v.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attend(call, blocks, blocks_per_step):
+def _packed(call, blocks, blocks_per_step):
   return _forward(call, blocks, blocks_per_step)[0]
 
 
@@ -78,7 +78,7 @@ def _backward(blocks_per_step, saved, grad):
   return Call(dq, dk, dv, None, saved[0].scale, dbias), None
 
 
-_attend.defvjp(_forward, _backward)
+_packed.defvjp(_forward, _backward)
 
 
 def _run(blocks_per_step, call, blocks):
