@@ -120,7 +120,7 @@ def decode_attention(
   bounds = jnp.maximum(first, 0), jnp.minimum(end, most_slots)
   launch = _Launch(shape, most_slots, most, dtype, interpret)
   heads, count = head_list(chosen.any(-1), most)
-  out = launch.attend(
+  out = launch.run(
     (heads, count, *bounds), q.astype(dtype).reshape(shape), cache
   )
   out = jnp.where(chosen[..., None], out, 0.0).astype(q.dtype)
@@ -225,7 +225,7 @@ class _Launch:
     """Columns of a program's arrays, at least D."""
     return max(_SMALLEST, pl.next_power_of_2(self.shape[3]))
 
-  def attend(self, table: tuple, q: jax.Array, cache: LayerCache) -> jax.Array:
+  def run(self, table: tuple, q: jax.Array, cache: LayerCache) -> jax.Array:
     """Launches the kernel, and joins the splits.
 
     Args:
