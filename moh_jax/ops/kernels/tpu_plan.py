@@ -12,8 +12,8 @@ are fetched once for all of its rows if they fit the memory of a core, and rows
 once for all heads and chunks of keys that they meet.
 
 A step of one block of rows would be simpler to launch. By the tiles that are
-visited and 0.35 microseconds a step it takes 1.25 to 1.95 times as long at 1,024
-tokens, and 1.03 to 1.14 times at 4,096 (v5e, half of 16 heads of 128).
+visited and 0.35 microseconds a step it takes 1.25 to 1.95 times as long at
+1,024 tokens, 1.03 to 1.14 times at 4,096 (v5e, half of 16 heads of 128).
 
 Shapes as in `tpu`, and J tiles of keys, X visits at most, U units of key/value
 heads.
