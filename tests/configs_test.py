@@ -213,7 +213,7 @@ _RECIPES = (
     optim.accumulation=1 optim.ema_decay=0.9999 data.batch_size=256
     train.balance_weight=0.01 diffusion.schedule=linear diffusion.steps=1000
     diffusion.prediction=epsilon diffusion.latent_scale=none
-    diffusion.loss_weight=uniform diffusion.vb_weight=1 sample.method=ddpm
+    diffusion.vb_weight=1 sample.method=ddpm
     sample.steps=250 sample.cfg_scale=1.5 sample.cfg_channels=three
     model.input_size=(32,32) model.channels=4 model.num_classes=1000
     model.label_dropout=0.1 model.learn_sigma=True

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
   from moh_jax.runtime.checkpoint import Metadata
 
 # Keys of the section `sample` that images depend on.
-_KEYS = (
-  *("method", "steps", "eta"),
-  *("cfg_scale", "cfg_channels", "cfg_interval"),
-)
+_KEYS = (*("method", "steps", "eta", "cfg_scale", "cfg_channels"),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -152,15 +152,12 @@ class DiffusionConfig(base.Section):
     prediction: what the network predicts: "epsilon" (the noise), "x0" (the
       clean example) or "v" (arXiv:2202.00512); "velocity" (noise minus clean
       example) for "flow", and for it alone.
-    loss_weight: weight of the squared error by timestep: "uniform", or
-      "min_snr" (arXiv:2303.09556).
-    snr_gamma: signal-to-noise ratio at which "min_snr" cuts.
     vb_weight: weight of the variational bound that trains a learned variance.
   """
 
   NAME = "diffusion"
   # Those of the objective.
-  RUNTIME_FIELDS = ("loss_weight", "snr_gamma", "vb_weight")
+  RUNTIME_FIELDS = ("vb_weight",)
   NUMERIC_FIELDS = ("space", "schedule", "steps", "prediction")
 
   space: Literal["latent", "pixel"] = "latent"
@@ -172,18 +169,14 @@ class DiffusionConfig(base.Section):
   # The linear betas scale with 1000 / steps and must stay below 1.
   steps: Annotated[int, base.Range(21, MOST_TIMESTEPS, "[]")] = 1000
   prediction: Literal["epsilon", "x0", "v", "velocity"] = "epsilon"
-  loss_weight: Literal["uniform", "min_snr"] = "uniform"
-  snr_gamma: base.Positive = 5.0
   vb_weight: base.Amount = 1.0
 
   def check(self) -> None:
-    """Flow matching predicts velocities, all of the same weight."""
+    """Flow matching predicts velocities."""
     is_flow = self.schedule == FLOW
     if is_flow != (self.prediction == "velocity"):
       wanted = "'velocity'" if is_flow else "'epsilon', 'x0' or 'v'"
       self.fail("prediction", f"must be {wanted} for {self.schedule!r}")
-    if is_flow and self.loss_weight != "uniform":
-      self.fail("loss_weight", "must be 'uniform' for the schedule 'flow'")
 
   @property
   def methods(self) -> tuple[str, ...]:
@@ -221,8 +214,6 @@ class SampleConfig(base.Section):
       none, 0 samples without labels.
     cfg_channels: channels that are guided: the first "three", as released, or
       "all".
-    cfg_interval: (low, high): guidance acts on timesteps t with low <= t < high
-      (arXiv:2404.07724); a high of 100,000 or more has no upper end.
   """
 
   NAME = "sample"
@@ -236,16 +227,9 @@ class SampleConfig(base.Section):
   eta: base.Share = 0.0
   cfg_scale: base.Amount = 1.5
   cfg_channels: Literal["three", "all"] = "three"
-  cfg_interval: tuple[int, base.Natural] = (0, MOST_TIMESTEPS)
 
   # All of them: they train nothing.
   RUNTIME_FIELDS = tuple(__annotations__)
-
-  def check(self) -> None:
-    """Guidance has a range of timesteps."""
-    low, high = self.cfg_interval
-    if not 0 <= low < high:
-      self.fail("cfg_interval", "must be (low, high) with 0 <= low < high")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,9 +404,6 @@ def _check_steps(run: Config) -> None:
       spaced_timesteps(diffusion.steps, sample.steps)
     except ValueError as error:
       raise ValueError(f"sample.{error}") from error
-  if sample.cfg_interval[0] >= diffusion.steps:
-    steps = diffusion.steps
-    sample.fail("cfg_interval", f"must begin below diffusion.steps={steps}")
 
 
 def spaced_timesteps(num_steps: int, spacing: str) -> list[int]:

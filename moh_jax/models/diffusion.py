@@ -394,12 +394,9 @@ def training_losses(
 ) -> dict[str, jax.Array]:
   """Computes the losses of each example.
 
-  With the weight "min_snr" (arXiv:2303.09556) the squared error of the clean
-  example has the weight min(SNR, gamma) for all predictions.
-
   Args:
     process: the training process.
-    objective: what the network predicts, and the weights.
+    objective: what the network predicts, and the bound's weight.
     out: [B, X, Y, channels or 2 * channels], the network's output at (x, t).
     x0: [B, X, Y, channels] clean examples.
     x: [B, X, Y, channels] noised examples.
@@ -415,12 +412,11 @@ def training_losses(
   output, spread = split_output(out.astype(jnp.float32), x.shape[-1])
   target = training_target(process, prediction, x0, t, noise)
   mse = _mean(jnp.square(target - output))
-  loss = lookup(_weights(process, objective), t, 1) * mse
   if spread is None:
-    return {"loss": loss, "mse": mse}
+    return {"loss": mse, "mse": mse}
   frozen = jnp.concatenate([jax.lax.stop_gradient(output), spread], axis=-1)
   bound = variational_bound(process, prediction, frozen, x0, x, t)
-  loss = loss + objective.vb_weight * bound
+  loss = mse + objective.vb_weight * bound
   return {"loss": loss, "mse": mse, "vb": bound}
 
 
@@ -462,16 +458,6 @@ def variational_bound(
   likelihood = _pixel_log_likelihood(x0, reverse.mean, log_scale)
   bits = jnp.where(t == 0, -_mean(likelihood), _mean(divergence))
   return bits / math.log(2.0)
-
-
-def _weights(process: AnyProcess, objective: DiffusionConfig) -> np.ndarray:
-  """Weight of the squared error of the prediction at each step, [S]."""
-  if objective.loss_weight == "uniform":
-    return np.ones(process.num_steps)
-  snr = process.snr
-  # Squared error of x_0 that a squared error of 1 in the prediction causes.
-  to_x0 = {"x0": np.ones_like(snr), "epsilon": 1 / snr, "v": 1 / (snr + 1)}
-  return np.minimum(snr, objective.snr_gamma) * to_x0[objective.prediction]
 
 
 def _pixel_log_likelihood(

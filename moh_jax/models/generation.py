@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import Config
-from moh_jax.config.dit import FLOW, MOST_TIMESTEPS
+from moh_jax.config.dit import FLOW
 from moh_jax.models.diffusion import (
   AnyProcess,
   even_log_snr,
@@ -54,11 +54,6 @@ def make_sampler(
   process = _sampling_process(config)
   if strength < 1:
     process = process.first(max(1, round(strength * process.num_steps)))
-  low, high = options.cfg_interval
-  if high >= MOST_TIMESTEPS:  # flow matching begins at that one
-    high = MOST_TIMESTEPS + 1
-  last = int(process.timesteps[-1])
-  everywhere = low <= process.timesteps[0] and last < high
 
   def run(
     params: Any,
@@ -85,7 +80,6 @@ def make_sampler(
       config.model.num_classes,
       scale=options.cfg_scale,
       channels=options.cfg_channels,
-      interval=None if everywhere else (low, high),
     )
     x = draw(0) if noise is None else noise
     if start is not None:

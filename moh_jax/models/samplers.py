@@ -199,7 +199,6 @@ def guide(
   *,
   scale: float,
   channels: str = "three",
-  interval: tuple[int, int] | None = None,
 ) -> Predict:
   """Makes a function of (x, t) from a network, labels and a guidance scale.
 
@@ -212,9 +211,6 @@ def guide(
       unlabelled evaluation, 0 the labelled one.
     channels: guides the first "three" channels of the prediction, as released,
       or "all". A learned variance is always the labelled one.
-    interval: guides only timesteps t with low <= t < high (arXiv:2404.07724).
-      Other steps evaluate the labelled batch alone, so all t of a batch must
-      be equal. None guides always.
 
   Returns:
     (x, t) -> output [B, X, Y, channels or 2 * channels].
@@ -235,14 +231,4 @@ def guide(
     move = (scale - 1) * (labelled - free)
     return labelled + jnp.where(moved, move, 0.0)
 
-  if scale in (0, 1):
-    return plain
-  if interval is None:
-    return guided
-  low, high = interval
-
-  def on_interval(x: jax.Array, t: jax.Array) -> jax.Array:
-    inside = (t[0] >= low) & (t[0] < high)
-    return jax.lax.cond(inside, guided, plain, x, t)
-
-  return on_interval
+  return plain if scale in (0, 1) else guided

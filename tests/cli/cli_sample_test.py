@@ -17,7 +17,7 @@ from tests.training import tiny
 _KEY = "--config.sample."
 # Settings that files of versions without start images have.
 _SETTINGS = (
-  *("batch_size", "cfg_channels", "cfg_interval", "cfg_scale", "checkpoint"),
+  *("batch_size", "cfg_channels", "cfg_scale", "checkpoint"),
   *("dtype", "ema", "eta", "gate_form", "labels", "method", "num", "seed"),
   *("step", "steps", "top_k", "vae", "vae_tile"),
 )

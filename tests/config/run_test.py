@@ -26,7 +26,7 @@ _DIT = Config(
   ),
   data=config_lib.DataConfig(source="latents", path="some/latents"),
   diffusion=config_lib.DiffusionConfig(steps=500, prediction="v"),
-  sample=config_lib.SampleConfig(steps="ddim50", cfg_interval=(100, 400)),
+  sample=config_lib.SampleConfig(steps="ddim50"),
 )
 _PIXEL = dataclasses.replace(
   _DIT,
@@ -68,7 +68,6 @@ _REFUSED = (
   ("dit", "data.auto_augment=rand-inc1", "='rand-inc1' must be '' for latents"),
   ("dit", "data.random_erasing=0.1", "erasing=0.1 must be 0.0 for latents"),
   ("dit", "data.eval_resize=9", "data.eval_resize=9 must be 0 for latents"),
-  ("dit", "sample.cfg_interval=1000,2000", "begin below diffusion.steps=500"),
   ("pixel", "diffusion.space=latent", "data.source='digits' must hold"),
   ("pixel", "diffusion.space=latent data.source=image_folder data.path=x",
    "data.source='image_folder' must hold"),

@@ -66,12 +66,11 @@ _OUTSIDE = """
   -0.1 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
   0.0 | must be in (0, 1] | optim.layer_decay
   0.0 | must be above 0 | rope.attention_factor latents.scale
-    diffusion.latent_scale diffusion.snr_gamma
+    diffusion.latent_scale
   0.9 | must be at least 1 | rope.theta rope.factor
   0.0 | must be in [1e-12, 1 | llm.norm_eps vae.norm_eps
   nan | must be | llm.norm_eps sample.cfg_scale optim.lr rope.theta
   inf | must be finite | rope.theta diffusion.vb_weight
-  inf | must be above 0, at most | diffusion.snr_gamma
   -2 | must be at least -1 | mesh.data mesh.fsdp mesh.tensor mesh.sequence
   0 | -1 or at least 1 | mesh.data mesh.fsdp mesh.tensor mesh.sequence
   -1 | must be in [0, 2147483647] | train.seed
@@ -181,8 +180,6 @@ _REFUSED = (
   ("tune", "top_k_steps", (0,), "one value for each of (0,)"),
   ("diffusion", "schedule", "flow", "must be 'velocity' for 'flow'"),
   ("sample", "labels", (3, -2), "labels[1]=-2 must be at least -1"),
-  ("sample", "cfg_interval", (5, 5), "0 <= low < high"),
-  ("sample", "cfg_interval", (-1, 5), "0 <= low < high"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
   ("checkpoint", "keep_every", 1500, "must be 0 where checkpoint.every=None"),
   ("log", "profile", "5:2", "'A:B' with steps 1 <= A < B"),
@@ -204,7 +201,6 @@ _TAKEN = (
   (100_000, "diffusion.steps"),
   ((0, 2), "vit.top_k"),
   ((1, 1), "vit.top_k"),
-  ((0, 1), "sample.cfg_interval"),
   (((3, 2, 1, 0), (0, 1, 2, 3)), "llm.head_order"),
   ((33.33, 66.67), "mix.ratios"),  # rounded
   ((66.7, 33.34), "mix.ratios"),
@@ -249,11 +245,6 @@ class SectionsTest(parameterized.TestCase):
         ((0, 5, 4), (3, 2, 1), "top_k_steps=(0, 5, 4) must rise"),
         ((0, 5), (3, 0), "top_k_values[1]=0 must be at least 1"),
       )
-    ),
-    (
-      "diffusion",
-      {"schedule": "flow", "prediction": "velocity", "loss_weight": "min_snr"},
-      "loss_weight='min_snr' must be 'uniform'",
     ),
   )
   def test_fields_that_do_not_fit_together_are_named(

@@ -72,7 +72,6 @@ _VALUES = {
   "model.dtype": "bfloat16",
   "model.attention_impl": "packed",
   "model.remat": "full",
-  "diffusion.loss_weight": "min_snr",
   "classifier": ("mixup", 0.1),
   "sample": ("num", 7),
   "eval": ("examples", 3),

@@ -198,9 +198,6 @@ class DenoisingTest(parameterized.TestCase):
       loss = _denoised(vb_weight=weight)["loss"]
       expected = plain["mse"] + weight * plain["vb"]
       self.assertAlmostEqual(loss, expected, places=4)
-    weighted = _denoised(loss_weight="min_snr")
-    self.assertAlmostEqual(weighted["mse"], plain["mse"], places=5)
-    self.assertGreater(abs(weighted["loss"] - plain["loss"]), 0.05)
     fixed = _denoised(_Guess(learn_sigma=False))
     self.assertEqual(fixed.keys(), names)
     self.assertAlmostEqual(fixed["loss"], fixed["mse"], places=6)

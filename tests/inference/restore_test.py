@@ -148,7 +148,7 @@ class DiffusionRestoreTest(FolderTest):
   def test_overrides_of_model_and_sampling_go_together(self):
     config = tiny.dit_config()
     _save(self.root, config)
-    sample = {"method": "dpm", "steps": "7", "cfg_interval": (3, 9)}
+    sample = {"method": "dpm", "steps": "7"}
     model = {"top_k": (0, 2), "dtype": "bfloat16"}
     restored = restore_lib.restore(str(self.root), sample=sample, **model)
     expected = dataclasses.replace(config.sample, **sample)

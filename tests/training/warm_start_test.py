@@ -172,7 +172,7 @@ class WarmStartTest(parameterized.TestCase):
     model = {"head_order": _OTHER_ORDER}
     router = RouterConfig(kind, two_stage=False)
     self._start(tiny.llm_config(model={**model, "router": router}), _PLAIN)
-    config = tiny.dit_config(diffusion={"loss_weight": "min_snr"})
+    config = tiny.dit_config(diffusion={"vb_weight": 0.5})
     self._start(config, tiny.dit_config())
 
   def test_another_tokenizer_is_refused_unless_the_vocabulary_grows(self):
