@@ -6,7 +6,6 @@ A second run of a command that was ended continues what the first one wrote.
 import dataclasses
 import os
 import pathlib
-import re
 from typing import Literal
 
 from moh_jax.cli import command
@@ -96,26 +95,10 @@ class EncodeLatents(Images, EncodeOptions):
   Attributes:
     vae: weights of the autoencoder.
     dtype: of the computation.
-    process: as I/N: of N processes that write one set, this is number I, from
-      0; each takes every N-th shard.
   """
 
   vae: command.Place
   dtype: Dtype = "float32"
-  process: str | None = None
-
-  def check(self) -> None:
-    """The process is one of them."""
-    super().check()
-    if self.process is not None and not self.part:
-      self.fail("process", "must be I/N with 0 <= I < N, for instance 0/2")
-
-  @property
-  def part(self) -> tuple[int, int] | None:
-    """I and N of --process; None where it has none."""
-    found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", self.process or "")
-    index, count = map(int, found.groups()) if found else (0, 0)
-    return (index, count) if index < count else None
 
 
 def encode_latents(options: EncodeLatents) -> int:
@@ -125,29 +108,12 @@ def encode_latents(options: EncodeLatents) -> int:
 
   config, params = load_vae(options.vae)
   config = dataclasses.replace(config, dtype=options.dtype)
-  sources = options.sources(config.image_channels)
-  folders = {split: pathlib.Path(options.out) / split for split in sources}
-  writers = {  # all before the first image: here other settings are refused
-    split: encode.open_latents(
-      source,
-      folders[split],
-      config,
-      options,
-      params=params,
-    )
-    for split, source in sources.items()
-  }
   notes = {"vae": options.vae, "encoded_from": options.data}
-  for split, source in sources.items():
+  for split, source in options.sources(config.image_channels).items():
+    folder = pathlib.Path(options.out) / split
     metadata = encode.encode_latents(
-      *(source, writers[split], config, params, options),
-      notes=notes,
-      process=options.part,
+      *(source, folder, config, params, options), notes=notes
     )
-    folder = folders[split]
-    if metadata is None:
-      print(f"{folder}: this process is done, others are not yet")
-      continue
     shape = " x ".join(str(side) for side in metadata["latent_shape"])
     print(
       f"{folder}: {metadata['examples']:,} images as latents of {shape}"

@@ -15,8 +15,6 @@ import numpy as np
 from etils import epath
 from PIL import ExifTags, Image, ImageOps
 
-from moh_jax.data.input_files import import_extra
-
 try:
   import simplejpeg
 except ModuleNotFoundError:
@@ -274,7 +272,8 @@ def _resize_fast(
 @functools.cache
 def _cykooz(channels: int) -> tuple:
   """The library cykooz_resizer, its type of the pixels, and the filter."""
-  lib = import_extra("cykooz_resizer", "data.decode='fast'", "images")
+  import cykooz_resizer as lib  # which `make_source` has asked for
+
   pixels = lib.PixelType.U8 if channels == 1 else lib.PixelType.U8x3
   return lib, pixels, lib.ResizeAlg.convolution(lib.FilterType.catmull_rom)
 

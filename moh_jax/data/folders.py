@@ -1,5 +1,6 @@
 """Folders of image files: their splits, classes and held-out share."""
 
+import math
 import os
 import pathlib
 from collections.abc import Iterable
@@ -100,7 +101,7 @@ class ImageFolderSource(EncodedSource):
 def list_images(
   root: pathlib.Path,
 ) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
-  """Lists the images ROOT/CLASS/*, classes in alphabetical order.
+  """Lists the images ROOT/CLASS/*, classes by number, then by name.
 
   A flat folder, of images and no other folders, is one class. What is hidden
   (".name") or no image is left out.
@@ -113,11 +114,12 @@ def list_images(
     ValueError: the folders are splits.
   """
   with os.scandir(root) as entries:
-    classes = sorted(
+    classes = [
       entry.name
       for entry in entries
       if entry.is_dir() and not entry.name.startswith(".")
-    )
+    ]
+  classes.sort(key=lambda n: (int(n) if n.isdecimal() else math.inf, n))
   if len(classes) > 1 and {n.lower() for n in classes} <= SPLIT_WORDS.keys():
     raise ValueError(
       f"{root}: {', '.join(classes)} are splits, no classes; they must be "

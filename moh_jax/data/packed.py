@@ -52,20 +52,25 @@ class _PackedSource(ImageSource):
 
   kind: str  # of the set
 
-  def __init__(self, path: str, split: str):
+  def __init__(
+    self, path: str, split: str, channels: int = 0, selection: Selection = ALL
+  ):
     """Opens a split, whose metadata.json says the classes.
 
     Args:
       path: directory of the splits, local or mounted.
       split: "train" or "val"; "" reads `path` itself.
+      channels: 1 converts images to grey, 3 to RGB.
+      selection: not needed, packed images are as they were selected.
 
     Raises:
-      FileNotFoundError: metadata.json or a shard is missing.
+      FileNotFoundError: there is no metadata.json.
       ValueError: the set is of another kind, or a shard is truncated.
     """
+    del selection
     self._folder = pathlib.Path(path) / split
     self._shards = Shards(self._folder, self.kind)
-    self.metadata = self._shards.metadata
+    self.metadata, self.channels = self._shards.metadata, channels
     self.class_names = tuple(self.metadata["class_names"])
 
   def identity(self) -> Identity:
@@ -81,22 +86,14 @@ class _PackedSource(ImageSource):
 
 
 class PackedImages(_PackedSource, EncodedSource):
-  """Source of packed images, which are as they were selected for it."""
+  """Source of packed images."""
 
   kind = IMAGES
 
-  def __init__(
-    self, path: str, split: str, channels: int, selection: Selection = ALL
-  ):
-    """Opens a split; images become grey with 1 of `channels`, RGB with 3."""
-    del selection
-    super().__init__(path, split)
-    self.channels = channels
-
   @property
   def fingerprint(self) -> str:
-    """Identifies the list of images that were packed."""
-    return self.metadata["images"]
+    """Identifies the images that were packed, and as what."""
+    return self.metadata["fingerprint"]
 
   def read(self, index: int) -> Record:
     """The file of an image, not decoded."""

@@ -122,8 +122,8 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    places = functools.lru_cache(_MOST_KEPT)
-    self._places = places(lambda place: (threading.Lock(), []))
+    self._lock, places = threading.Lock(), functools.lru_cache(_MOST_KEPT)
+    self._place = places(lambda image: (threading.Lock(), []))
 
   def __reduce__(self) -> tuple:  # a worker keeps images of its own
     return RepeatedImages, (self._parent, self._copies)
@@ -134,7 +134,8 @@ class RepeatedImages(grain.MapDataset):
   def __getitem__(self, index: int) -> Any:
     epoch, place = divmod(index, self._length)
     image = epoch * len(self._parent) + place // self._copies
-    lock, found = self._places(image)
+    with self._lock:
+      lock, found = self._place(image)
     with lock:  # the first of several threads reads it for all
       if not found:
         found.append(self._parent[image])

@@ -264,6 +264,8 @@ def match_classes(
 ) -> tuple[tuple[str, ...], list[int]]:
   """Finds the labels of class folders among a model's classes, by name.
 
+  Folders that are named by numbers, where no class is, are labels themselves.
+
   Args:
     found: names of the folders.
     wanted: classes of the model, or the lines of a list of them, such as
@@ -278,9 +280,12 @@ def match_classes(
   """
   if found == wanted:
     return wanted, [*range(len(found))]
-  if not {*found} <= {*wanted}:
-    wanted = tuple(line.split()[0] for line in wanted)
-  labels = {name: label for label, name in enumerate(wanted)}
+  names = wanted
+  if not {*found} <= {*wanted} and all(map(str.isdecimal, found)):
+    names = tuple(map(str, range(len(wanted))))  # labels, as of ImageNet-V2
+  elif not {*found} <= {*wanted}:
+    names = wanted = tuple(line.split()[0] for line in wanted)
+  labels = {name: label for label, name in enumerate(names)}
   if len(labels) < len(wanted):
     raise ValueError(f"{where}: one of {_few(wanted)} is there twice")
   if unknown := [name for name in found if name not in labels]:

@@ -27,29 +27,41 @@ from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
 
 
-def open_latents(
+def encode_latents(
   source: EncodedSource,
   out: str | os.PathLike,
   config: VAEConfig,
+  params: Any,
   options: EncodeOptions,
   *,
-  params: Any,
-) -> ShardWriter:
-  """Starts a set of latents, or continues an interrupted one.
+  notes: dict[str, str],
+  devices: list | None = None,
+) -> dict[str, Any]:
+  """Encodes every image and its mirror image; continues an interrupted call.
 
   Args:
     source: the images.
-    out: folder of the set, local or mounted, the same for all processes.
+    out: folder of the set, local or mounted.
     config: the autoencoder.
-    options: sizes.
     params: its parameters, which are hashed.
+    options: sizes.
+    notes: "vae" and "encoded_from", for the reader of metadata.json.
+    devices: None takes all of this process.
+
+  Returns:
+    The content of metadata.json.
 
   Raises:
-    ValueError: sizes do not fit, or `out` holds latents of other settings.
+    OSError: an image is gone, with bad_images="raise", or a shard could not be
+      written; finished ones are whole.
+    ValueError: an image is bad, sizes do not fit, or `out` holds latents of
+      other settings.
   """
   side, step = options.image_size, config.downscale
   if side % step:
     raise ValueError(f"image_size={side} must be a multiple of {step}")
+  mesh = sharding.make_mesh(MeshConfig(), devices or jax.local_devices())
+  sharding.check_batch("batch_size", options.batch_size, mesh)
   scaling = config.scaling
   if options.latent_scale is not None:
     scaling = dataclasses.replace(scaling, scale=options.latent_scale)
@@ -64,52 +76,8 @@ def open_latents(
     "class_names": source.class_names,
     "shard_size": options.shard_size,
   }
-  shards = len(shard_items(len(source), options.shard_size))
-  return ShardWriter(out, LATENTS, shards, settings)
-
-
-def encode_latents(
-  source: EncodedSource,
-  writer: ShardWriter,
-  config: VAEConfig,
-  params: Any,
-  options: EncodeOptions,
-  *,
-  notes: dict[str, str],
-  devices: list | None = None,
-  process: tuple[int, int] | None = None,
-) -> dict[str, Any] | None:
-  """Encodes every image and its mirror image.
-
-  Every process writes whole shards, on its own devices, and waits for no other;
-  the one that finds all of them there writes metadata.json.
-
-  Args:
-    source: the images.
-    writer: of `open_latents`.
-    config: the autoencoder.
-    params: its parameters.
-    options: the same as `writer`'s.
-    notes: "vae" and "encoded_from", for the reader of metadata.json.
-    devices: None takes this process's.
-    process: index of this process and number of all; None asks JAX.
-
-  Returns:
-    What metadata.json says; None while other processes' shards are missing.
-
-  Raises:
-    OSError: an image is gone, with bad_images="raise", or a shard could not be
-      written; finished ones are whole.
-    ValueError: an image is bad, or the batch does not fit the devices.
-  """
-  mesh = sharding.make_mesh(MeshConfig(), devices or jax.local_devices())
-  sharding.check_batch("batch_size", options.batch_size, mesh)
-  index, count = process or (jax.process_index(), jax.process_count())
-  mine = range(index, writer.num_shards, count)
-  todo = [shard for shard in writer.todo() if shard in mine]
   items = shard_items(len(source), options.shard_size)
-  left, total = (sum(len(items[s]) for s in part) for part in (todo, mine))
-  bar = tqdm.tqdm(total=total, initial=total - left, unit="image", disable=None)
+  writer = ShardWriter(out, LATENTS, len(items), settings)
   params = jax.device_put(params, sharding.replicated(mesh))
 
   def encode(images: list[_Image]) -> jax.Array:
@@ -118,10 +86,11 @@ def encode_latents(
     pixels = np.pad(pixels, padding)  # one size, one compilation
     return _moments(VAE(config), params, sharding.shard_batch(pixels, mesh))
 
-  places = itertools.chain.from_iterable(items[shard] for shard in todo)
+  places = [place for shard in writer.todo() for place in items[shard]]
   images = _read_images(source, places, options)
+  bar = tqdm.tqdm(total=len(places), unit="image", disable=None)
   with bar, sharding.use_mesh(mesh):
-    for shard in todo:
+    for shard in writer.todo():
       of_shard = itertools.islice(images, len(items[shard]))
       with writer.open(shard) as target:
         previous: tuple = ((), ())  # added while the devices encode the next
@@ -134,7 +103,7 @@ def encode_latents(
           previous = encoded
           bar.update(len(batch))
         _add(target, *previous)
-  return None if writer.todo() else writer.finish(**notes)
+  return writer.finish(**notes)
 
 
 @dataclasses.dataclass(frozen=True)

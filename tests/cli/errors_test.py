@@ -152,9 +152,7 @@ _REFUSED = {
     "--out={here}/one.txt": "is a file, must be a folder",
     "--out={here}/one.txt/new": "one.txt is a file, no folder",
   },
-  "prepare encode-latents --data {here}/images --out {here}/new --vae": {
-    "{here}/vae --process=2/2": "'2/2' must be I/N",
-  },
+  "prepare encode-latents --data {here}/images --out {here}/new --vae": {},
   "prepare tokenize --workers=1 --out {here}/new --data {here}/a.jsonl": {
     "--tokenizer=bytes --held-out=1": "--held-out=1.0 must be in (0, 1)",
     "--tokenizer=bytes --held-out=0.1 --split=val": "not be given with",

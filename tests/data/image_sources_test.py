@@ -74,6 +74,17 @@ class FoldersTest(_ImagesTest):
     self.assertLen(names, 1)
     self.assertEqual(files, [("a.png", 0), ("b.png", 0)])
 
+  def test_folders_named_by_numbers_are_labels(self):
+    put(self.root, *(f"{i}/1.png" for i in range(12)))
+    names = tuple(f"n{i:02}" for i in range(12))
+    for wanted in (names, ()):
+      source = self._folders(class_names=wanted)
+      self.assertEqual(source.class_names, wanted or tuple(map(str, range(12))))
+      found = {source.name(i): source[i]["label"] for i in range(12)}
+      self.assertEqual(found, {f"{i}/1.png": i for i in range(12)})
+    with self.assertRaisesRegex(ValueError, "'11' is none of 11 classes"):
+      self._folders(class_names=names[:11])
+
   def test_share_cuts_the_images_in_two_and_further_ones_move_none(self):
     for prefix in ("", "train/"):
       names = [f"{prefix}{c}/{i}.png" for c in CLASSES for i in range(40)]

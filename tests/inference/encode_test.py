@@ -31,27 +31,14 @@ class EncodeTest(FolderTest):
   def _source(self):
     return open_splits(self.images, None)["train"]
 
-  def _open(self, name, options=_OPTIONS, seed=0, config=tiny_vae.CONFIG):
-    return encode.open_latents(
-      self._source(),
-      self.root / name,
-      config,
-      options,
-      params=_params(seed),
-    )
-
   def _encode(self, name="out", source=None, devices=1, **kw):
     config = kw.pop("config", tiny_vae.CONFIG)
+    params = _params(kw.pop("seed", 0))
     options = dataclasses.replace(_OPTIONS, **kw)
     return encode.encode_latents(
-      source or self._source(),
-      self._open(name, options, config=config),
-      config,
-      _params(),
-      options,
+      *(source or self._source(), self.root / name, config, params, options),
       notes={"vae": "tiny", "encoded_from": "here"},
       devices=jax.devices()[:devices],
-      process=(0, 1),
     )
 
   def _read(self, name="out"):
@@ -148,9 +135,8 @@ class EncodeTest(FolderTest):
   )
   def test_other_settings_are_refused(self, options, others, message):
     self._encode()
-    options = dataclasses.replace(_OPTIONS, **options)
     with self.assertRaisesRegex(ValueError, message):
-      self._open("out", options, **others)
+      self._encode(**options, **others)
 
   def test_batches_are_multiples_of_the_devices(self):
     with self.assertRaisesRegex(ValueError, "batch_size=6 must be a multiple"):
