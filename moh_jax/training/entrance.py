@@ -24,7 +24,7 @@ from moh_jax.config import Config
 from moh_jax.data.identity import Identity, differences
 from moh_jax.layers.linear import LORA_A, LORA_B
 from moh_jax.ops.placement import check_heads, check_tokens
-from moh_jax.runtime import json_files, steps
+from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.devices import random_settings
 from moh_jax.runtime.processes import agree, ask_first_process
@@ -176,29 +176,16 @@ def check_same_run(
       f"workdir {directory} is at step {step}, beyond train.steps="
       f"{config.train.steps}"
     )
-  here, there = config.by_name(), stored.by_name()
-  fields = []
-  for name in ("model", "tune", *sorted(config.sections)):
-    if name in there:
-      fields += _differing(here[name], there[name], name)
-  for table, as_stored in (
-    (_SAME_FIELDS, lambda x: x),
-    (_STRUCTURE_FIELDS, bool),
-  ):
-    for section, names in table.items():
-      for name in names:
-        # A field that the family's section lacks is None twice.
-        pair = [getattr(x[section], name, None) for x in (here, there)]
-        if as_stored(pair[0]) != as_stored(pair[1]):
-          line = f"{section}.{name}: {pair[0]!r} here, {pair[1]!r} there"
-          fields.append(line)
   data = steps.read_json_item(directory, step, "data")
-  name = "sha256 of the tokenizer"
-  found = json_files.differences(
-    {name: ours.tokenizer_sha256, **random_settings()},
-    {name: metadata.tokenizer_sha256, **data["random"]},
+  here, there = (
+    _fixed(ours, random_settings()),
+    _fixed(metadata, data["random"]),
   )
-  fields += [found] if found else []
+  fields = [
+    f"{name}: {here.get(name)!r} here, {there.get(name)!r} there"
+    for name in {**here, **there}
+    if here.get(name) != there.get(name)
+  ]
   # The same config, so that the data should be the same too.
   fields = fields or differences(stream, data["stream"])
   if fields:
@@ -209,17 +196,32 @@ def check_same_run(
     )
   changed = [
     line
-    for name, section in here.items()
-    for line in config_lib.differing_fields(section, there[name], name)
+    for name, section in config.by_name().items()
+    for line in config_lib.differing_fields(
+      section, stored.by_name()[name], name
+    )
   ]
   if changed:
     _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))
 
 
-def _differing(ours: Any, theirs: Any, section: str) -> list[str]:
-  """Describes fields that differ and that a continued run must not change."""
-  if type(theirs) is type(ours):
-    runtime = getattr(ours, "RUNTIME_FIELDS", ())
-    same = {name: getattr(ours, name) for name in runtime}
-    theirs = dataclasses.replace(theirs, **same)
-  return config_lib.differing_fields(ours, theirs, section)
+def _fixed(metadata: Metadata, random: Mapping[str, Any]) -> dict[str, Any]:
+  """What a continued run must not change, by its name.
+
+  Args:
+    metadata: of the run.
+    random: see `random_settings`.
+  """
+  config, sections = metadata.config, metadata.config.by_name()
+  found = {"sha256 of the tokenizer": metadata.tokenizer_sha256, **random}
+  for name in ("model", "tune", *config.sections):
+    free = getattr(sections[name], "RUNTIME_FIELDS", ())
+    fields = dataclasses.asdict(sections[name]).items()
+    fields = {field: value for field, value in fields if field not in free}
+    found |= flatten_dict({name: fields}, sep=".")
+  for table, kind in ((_SAME_FIELDS, lambda x: x), (_STRUCTURE_FIELDS, bool)):
+    for section, names in table.items():
+      for name in names:  # a field that the family's section lacks is None
+        value = getattr(sections[section], name, None)
+        found[f"{section}.{name}"] = kind(value)
+  return found

@@ -54,18 +54,9 @@ class Beginning:
   frozen: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """A checkpoint that a run starts from.
-
-  Attributes:
-    lacking: paths of the parameters that it does not have.
-    read: (the run's initial parameters, of which `lacking` is enough) -> the
-      parameters to start from.
-  """
-
-  lacking: frozenset[str]
-  read: Callable[[Any], Any]
+# (the run's initial parameters, of which those that its source lacks are
+# enough) -> the parameters to start from.
+Read = Callable[[Any], Any]
 
 
 def prepare(
@@ -91,8 +82,8 @@ def prepare(
   if adapters is None:
     if start is not None or not config.train.init_from:
       return Beginning(program.init, ours)
-    source = warm_start(ours, program.state.params, mesh)
-    return Beginning(functools.partial(_first_state, program, source), ours)
+    _, read = warm_start(ours, program.state.params, mesh)
+    return Beginning(functools.partial(_first_state, program, read), ours)
   if start is not None:
     metadata, _ = checkpoint.read_metadata(directory, start)
     ours = dataclasses.replace(ours, base_mark=metadata.base_mark)
@@ -103,8 +94,9 @@ def prepare(
       f"tune.lora.rank={config.tune.lora.rank} needs train.init_from, the "
       "parameters that adapters are trained on"
     )
-  source = warm_start(ours, abstract_boxed(adapters.base, mesh), mesh, adapters)
-  if lost := sorted(source.lacking - _flat(unbox(adapters.trained)).keys()):
+  abstract = abstract_boxed(adapters.base, mesh)
+  lacking, read = warm_start(ours, abstract, mesh, adapters)
+  if lost := sorted(lacking - _flat(unbox(adapters.trained)).keys()):
     raise ValueError(
       f"train.init_from={config.train.init_from!r} lacks "
       f"{', '.join(lost[:3])}: tune.lora.whole must name what is to be trained "
@@ -113,8 +105,7 @@ def prepare(
 
   def initial() -> Any:
     params = _flat(program.random())
-    lacking = {name: params[name] for name in source.lacking}
-    return unflatten_dict(lacking, sep="/")
+    return unflatten_dict({name: params[name] for name in lacking}, sep="/")
 
   def split(base: Any) -> tuple[Any, Any]:
     key = jax.random.key(config.train.seed)
@@ -124,7 +115,7 @@ def prepare(
     lambda x: x.sharding, (program.state.params, program.frozen)
   )
   split = jax.jit(split, out_shardings=shardings, donate_argnums=0)
-  first, frozen = split(source.read(jax.jit(initial)()))
+  first, frozen = split(read(jax.jit(initial)()))
   place = os.fspath(steps.absolute(config.train.init_from))
   train = dataclasses.replace(config.train, init_from=place)
   config = dataclasses.replace(config, train=train)
@@ -133,10 +124,10 @@ def prepare(
   return Beginning(lambda: program.init(first), ours, frozen)
 
 
-def _first_state(program: Program, source: Source) -> TrainState:
+def _first_state(program: Program, read: Read) -> TrainState:
   """The state of a run that trains all parameters of another one further."""
   state = program.init()
-  params, ema = source.read(state.params), state.ema
+  params, ema = read(state.params), state.ema
   if ema is not None:
     ema = jax.tree.map(jnp.array, params)
   return dataclasses.replace(state, params=params, ema=ema)
@@ -144,7 +135,7 @@ def _first_state(program: Program, source: Source) -> TrainState:
 
 def warm_start(
   ours: Metadata, abstract: Any, mesh: Mesh, adapters: Adapters | None = None
-) -> Source:
+) -> tuple[set[str], Read]:
   """Checks that the checkpoint `train.init_from` fits a run; reads no arrays.
 
   Args:
@@ -154,9 +145,9 @@ def warm_start(
     adapters: that are trained on the checkpoint's parameters, or None.
 
   Returns:
-    How the parameters are read, sharded like `abstract`. Of the run's initial
-    ones the routers are kept if the checkpoint has none, and what belongs to
-    classes if it has others.
+    Paths of the parameters that the checkpoint does not have: routers if it has
+    none, and what belongs to classes if it has others. And what reads the
+    parameters, sharded like `abstract`, with initial values of those.
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
@@ -203,7 +194,7 @@ def warm_start(
     )
     return jax.jit(combine, out_shardings=shardings)(params, initial)
 
-  return Source(frozenset(lacking), read)
+  return lacking, read
 
 
 def keep_tokenizer(

@@ -98,7 +98,7 @@ class WarmStartTest(parameterized.TestCase):
     mesh = mesh or sharding.make_mesh(_PLAIN.mesh, jax.devices()[:1])
     abstract = abstract_on(*make_model(config), mesh)
     ours = Metadata(config, names[0], tokenizers[0])
-    read = warm_start(ours, abstract, mesh).read
+    _, read = warm_start(ours, abstract, mesh)
     initial = tiny.random_params(config, seed=1)
     with self.assertLogs("moh_jax.training.warm_start", "INFO") as logs:
       started = read(initial)
