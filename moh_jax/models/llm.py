@@ -20,8 +20,6 @@ from moh_jax.ops.cache import LayerCache, Slots, make_cache
 from moh_jax.ops.position import rotation
 from moh_jax.ops.routing import RouterAux
 
-# Squares of larger numbers, summed over a residual stream, may leave float32.
-_MOST_NORMED = 1e17
 # A cache per stack: with a leading layer axis, or a tuple of every layer's.
 StackCache = LayerCache | tuple[LayerCache, ...]
 
@@ -100,7 +98,7 @@ class LLM(nn.Module):
 
   Attributes:
     config: the model.
-    unrolled: every layer has parameters of its own (`llm_params.unroll`) in
+    unrolled: every layer has parameters of its own (`unroll`) in
       place of stacked ones, and its kernels are output-major: decoding reads
       them without copying them out of a stack.
   """
@@ -214,8 +212,6 @@ class LLM(nn.Module):
       x, (layers[name], new) = self._stack(name, group, x, each, shared)
       written.append(new)
     aux = collect_aux(layers)
-    # What overflows when it is squared would become zeros, and equal logits.
-    x = jnp.where(jnp.abs(x) < _MOST_NORMED, x, jnp.nan)
     x = rms_norm(cfg, "norm")(x)
     if not with_logits:
       return x, aux, tuple(written)
@@ -325,7 +321,7 @@ def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def unrolled_logits(x: jax.Array, params: Any, config: LLMConfig) -> jax.Array:
-  """Applies the output layer of unrolled parameters (`llm_params.unroll`).
+  """Applies the output layer of unrolled parameters (`unroll`).
 
   Args:
     x: [..., C] what the output layer reads.
