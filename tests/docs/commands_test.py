@@ -3,8 +3,8 @@
 The default suite checks the options and configs of all; `pytest -m integration`
 runs examples with small stand-ins. `pytest -m slow` runs examples as they
 stand, in one folder, page after page: about an hour on two cores. Of the
-scripts and files of docs/clusters.md the syntax and our commands are
-checked.
+scripts of docs/clusters.md and the job sets of docs/examples/ the syntax and
+our commands are checked.
 """
 
 import argparse
@@ -144,10 +144,10 @@ def _run_python(block):
     exec(code, {"__name__": "__main__"})
 
 
-def _clusters(language):
-  """Blocks of docs/clusters.md."""
+def _scripts():
+  """Scripts of docs/clusters.md."""
   page = (blocks.ROOT / "docs/clusters.md").read_text()
-  return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.M)
+  return re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.M)
 
 
 def _check_script(text):
@@ -160,7 +160,7 @@ def _check_script(text):
     _check(*words)
 
 
-@pytest.mark.parametrize("script", _clusters("bash"), ids=range(9))
+@pytest.mark.parametrize("script", _scripts(), ids=range(9))
 def test_scripts_of_shells(script):
   subprocess.run(["bash", "-n"], input=script, check=True, text=True)
   for line in script.splitlines():
@@ -168,9 +168,10 @@ def test_scripts_of_shells(script):
     _check_script(quoted[1] if quoted else line)
 
 
-@pytest.mark.parametrize("text", _clusters("yaml"), ids=range(2))
-def test_job_sets(text):
-  made = yaml.safe_load(text)
+@pytest.mark.parametrize("devices", ["gpu", "tpu"])
+def test_job_sets(devices):
+  file = blocks.ROOT / f"docs/examples/jobset_{devices}.yaml"
+  made = yaml.safe_load(file.read_text())
   assert made["kind"] == "JobSet"
   (job,) = made["spec"]["replicatedJobs"]
   spec = job["template"]["spec"]
