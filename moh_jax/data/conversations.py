@@ -20,7 +20,6 @@ import itertools
 import logging
 import os
 import pathlib
-import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -79,7 +78,6 @@ class ChatSource:
         message names file and line); the tokenizer does not fit the model, has
         no template or tells no places of tokens; or nothing is left to train.
     """
-    began = time.perf_counter()
     self._tokenizer, self._length = _load(data), data.sequence_length
     check_vocabulary(self._tokenizer, vocab_size, data.tokenizer_path)
     self._split = split
@@ -110,11 +108,11 @@ class ChatSource:
     answers = [self._tokenizer.decode(x.tokens[x.trained]) for x in ordered]
     self._bytes = np.array([len(text.encode()) for text in answers])
     _LOG.info(
-      "data: %s, %s: %d conversations in %.1f s; %.1f %% of %d tokens are "
-      "trained; longer than a sequence: %d (data.too_long=%s), left out: %d%s",
-      *(data.path, split, len(found), time.perf_counter() - began),
-      *(100 * self._trained.mean(), len(self._tokens), fits.count(False)),
-      *(data.too_long, len(found) - len(kept), bad),
+      "data: %s, %s: %d conversations; %.1f %% of %d tokens are trained; "
+      "longer than a sequence: %d (data.too_long=%s), left out: %d%s",
+      *(data.path, split, len(found), 100 * self._trained.mean()),
+      *(len(self._tokens), fits.count(False), data.too_long),
+      *(len(found) - len(kept), bad),
     )
 
   def _read(self, row: Mapping[str, Any]) -> list[list[Message]]:

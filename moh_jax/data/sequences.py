@@ -179,7 +179,8 @@ class PackedSource:
     """
     self.token_set = token_set
     self._length, self._separate = length, separate
-    self._has_ends = separate and token_set.has_ends
+    ends = {token_set.metadata[name] for name in ("bos_id", "eos_id")}
+    self._has_ends = ends != {None}  # tokens between documents have no bytes
     targets = max(token_set.num_tokens - 1, 0)
     self._examples = (targets + keep_rest * (length - 1)) // length
 

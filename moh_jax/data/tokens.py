@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import logging
 import multiprocessing
 import os
 import pathlib
@@ -48,7 +47,6 @@ SHARD_BYTES = 256 << 20  # of input for one shard, about
 _LENGTHS_DTYPE = np.dtype("<u4")
 _COUNTS = ("documents", "tokens", "text_bytes")
 _BATCH = 64  # documents for one call of the tokenizer, on all its threads
-_LOG = logging.getLogger(__name__)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -104,20 +102,6 @@ class TokenSet:
     return load_tokenizer(
       self.folder / entry["file"], entry["sha256"], "the set"
     )
-
-  @property
-  def has_ends(self) -> bool:
-    """Whether begin or end of text stands between documents."""
-    found = {self.metadata["bos_id"], self.metadata["eos_id"]} != {None}
-    if not found:
-      _LOG.warning(
-        "%s: the tokenizer has neither begin nor end of text: documents that "
-        "are kept apart (data.separate_documents) begin with a token that is "
-        "never predicted, whose bytes bits_per_byte takes to be the mean of "
-        "all",
-        self.folder,
-      )
-    return found
 
   def identity(self) -> Identity:
     """Identifies the tokens and their division into documents."""

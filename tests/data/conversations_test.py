@@ -130,11 +130,7 @@ _UNMARKED = (
     for asked in ("<|stop|>?", "b <|stop|>", "x<|stop|>")
   ),
   # Contents beside calls may be nothing.
-  (
-    _CALLS,
-    [*_ask("one", question="None?"), *_ask("None"), _CALL],
-    _STOPPED,
-  ),
+  (_CALLS, [*_ask("one", question="None?"), *_ask("None"), _CALL], _STOPPED),
   # Templates that leave turns out, or rewrite them.
   ("{{ messages[-1].content }}", _TWO, None),
   ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", _TWO, None),
@@ -529,8 +525,7 @@ class LossTest(_ChatTest):
   def setUp(self):
     super().setUp()
     self.config = tiny.llm_config(
-      model={"vocab_size": 320, "max_length": 128},
-      data={"sequence_length": 64},
+      model={"vocab_size": 320, "max_length": 128}, data={"sequence_length": 64}
     )
     self.params = tiny.random_params(self.config)
     self.model, _ = make_model(self.config)

@@ -28,10 +28,7 @@ from tests.data import tiny_images, tiny_sets, tiny_text
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
 _MODEL = tiny_sets.VIT
 _CLASSES = ("ant", "bee", "cat")
-_ALL_CHANGES = {
-  "auto_augment": "rand-m9-mstd0.5-inc1",
-  "random_erasing": 0.5,
-}
+_ALL_CHANGES = {"auto_augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.5}
 _RECIPES = {
   "none": {},
   "shift": {"augment": "shift"},

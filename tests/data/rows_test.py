@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -155,33 +156,39 @@ _ALPACA = {"instruction": "Add.", "input": "1 2", "output": "three"}
 _ADDED = [_user("Add.\n\n1 2"), _bot("three")]
 _DATE = {"date": "Monday"}
 _ALL, _WITH_TOOLS, _MANY = tuple(_TEMPLATES), ("llama31", "qwen"), ("qwen",)
-# Names of templates, a row, and what transformers gets for it; last the answers
-# that are trained.
-_ROWS = (
-  (
-    _WITH_TOOLS,
-    {"messages": _CALLED, "tools": _TOOLS},
-    _CALLED,
-    _TOOLS,
-    {},
-    [],
-  ),
-  (
+
+
+class _Case(NamedTuple):
+  """A row, and what transformers gets for it with templates of some names."""
+
+  templates: tuple[str, ...]
+  row: dict[str, Any]
+  messages: list[dict[str, Any]]
+  tools: list[dict[str, Any]] | None = None
+  options: dict[str, Any] | None = None
+  trained: tuple[int, ...] = (0, 1)  # which answers
+
+
+_WITH = {"messages": _CALLED, "tools": _TOOLS}
+_UNTRAINED = {**_SHARED[3], "weight": 0}
+_HALF = [_CALLED[0], {**_CALLED[1], "weight": 1}, _CALLED[2]]
+_CASES = (
+  _Case(_WITH_TOOLS, _WITH, _CALLED, _TOOLS),
+  _Case(
     _WITH_TOOLS,
     {"messages": _CALLED, "tools": json.dumps(_TOOLS[:1]), "id": 3},
-    *(_CALLED, _TOOLS[:1], {}, []),
+    *(_CALLED, _TOOLS[:1]),
   ),
-  (
-    _WITH_TOOLS,
-    {"messages": _CALLED, "tools": _TOOLS, "system": "be brief"},
-    *([_SYSTEM, *_CALLED], _TOOLS, {}, []),
+  _Case(
+    *(_WITH_TOOLS, {**_WITH, "system": "be brief"}),
+    *([_SYSTEM, *_CALLED], _TOOLS),
   ),
-  (
+  _Case(
     _WITH_TOOLS,
     {"messages": _CALLED, "chat_template_kwargs": _DATE},
-    *(_CALLED, None, _DATE, []),
+    *(_CALLED, None, _DATE),
   ),
-  (
+  _Case(
     _WITH_TOOLS,
     {
       "conversations": _SHARED,
@@ -189,54 +196,34 @@ _ROWS = (
       "tools": json.dumps(_TOOLS),
       "chat_template_kwargs": json.dumps(_DATE),
     },
-    *([_SYSTEM, *_TURNS], _TOOLS, _DATE, []),
+    *([_SYSTEM, *_TURNS], _TOOLS, _DATE),
   ),
-  (
-    _MANY,
-    {"messages": _TWO_CALLS, "tools": _TOOLS},
-    _TWO_CALLS,
-    _TOOLS,
-    {},
-    [],
-  ),
-  (_MANY, {"messages": _FLAT, "tools": "[]"}, _FLAT, None, {}, []),
-  (
+  _Case(_MANY, {"messages": _TWO_CALLS, "tools": _TOOLS}, _TWO_CALLS, _TOOLS),
+  _Case(_MANY, {"messages": _FLAT, "tools": "[]"}, _FLAT),
+  _Case(
     _ALL,
     {"conversations": _SHARED, "system": "be brief"},
-    *([_SYSTEM, *_TURNS], None, {}, []),
+    [_SYSTEM, *_TURNS],
   ),
-  (
+  _Case(
     _ALL,
-    {
-      **_ALPACA,
-      "system": "be brief",
-      "history": [["a?", "one"]],
-      "tools": None,
-    },
-    *([_SYSTEM, *_TURNS[:2], *_ADDED], None, {}, []),
+    {**_ALPACA, "system": "be brief", "history": [["a?", "one"]]},
+    [_SYSTEM, *_TURNS[:2], *_ADDED],
   ),
-  (
+  _Case(
     _ALL,
     {"messages": [_TURNS[0], _bot("one", weight=0), *_TURNS[2:]]},
-    *(_TURNS, None, {}, [1]),
+    *(_TURNS, None, None, (1,)),
   ),
-  (
+  _Case(
     _ALL,
-    {"conversations": [*_SHARED[:3], {**_SHARED[3], "weight": 0}]},
-    *(_TURNS, None, {}, [0]),
+    {"conversations": [*_SHARED[:3], _UNTRAINED], "tools": None},
+    *(_TURNS, None, None, (0,)),
   ),
-  (
+  _Case(
     _WITH_TOOLS,
-    {
-      "messages": [
-        _CALLED[0],
-        {**_CALLED[1], "weight": 1},
-        _CALLED[2],
-        _bot("it was fine", weight=0),
-      ],
-      "tools": _TOOLS,
-    },
-    *(_CALLED, _TOOLS, {}, [0]),
+    {"messages": [*_HALF, _bot("it was fine", weight=0)], "tools": _TOOLS},
+    *(_CALLED, _TOOLS, None, (0,)),
   ),
 )
 
@@ -279,33 +266,32 @@ class TextTest(_RowsTest):
   @parameterized.parameters(
     *(
       (name, marked, index)
-      for index, (names, *_) in enumerate(_ROWS)
-      for name in names
+      for index, case in enumerate(_CASES)
+      for name in case.templates
       for marked in (False, True)
     )
   )
   def test_rows_are_what_transformers_makes_of_them(self, name, marked, index):
     from transformers import PreTrainedTokenizerFast
 
-    _, row, messages, tools, options, trained = _ROWS[index]
+    case = _CASES[index]
     theirs = PreTrainedTokenizerFast(
       tokenizer_object=hf.Tokenizer.from_str(self.tokenizer.content.decode()),
       **tiny_chat.CONFIG,
     )
     expected = theirs.apply_chat_template(
-      messages,
-      tools=tools,
+      case.messages,
+      tools=case.tools,
       chat_template=tiny_chat.marked(_TEMPLATES[name], marks=True),
       return_assistant_tokens_mask=True,
       return_dict=True,
-      **options,
+      **(case.options or {}),
     )
     mask = np.array(expected["assistant_masks"])
-    if trained:  # only these runs of ones
-      number = np.cumsum(np.diff(mask, prepend=0) == 1) - 1
-      mask = mask * np.isin(number, trained)
+    number = np.cumsum(np.diff(mask, prepend=0) == 1) - 1  # of runs of ones
+    mask = mask * np.isin(number, case.trained)
     self._template(_TEMPLATES[name], marked)
-    ids, weights = self._tokens(self._open(row))
+    ids, weights = self._tokens(self._open(case.row))
     self.assertEqual(ids, expected["input_ids"])
     self.assertEqual(weights, mask.tolist())
 
@@ -483,9 +469,9 @@ class FilesTest(_RowsTest):
     self.root.joinpath(name).write_bytes(content)
 
   @parameterized.product(
-    packing=("", ".gz", ".zst"), indent=(None, 2), mark=(b"", b"\xef\xbb\xbf\n")
+    packing=("", ".gz", ".zst"), mark=(b"", b"\xef\xbb\xbf\n")
   )
-  def test_one_list_is_rows(self, packing, indent, mark):
+  def test_one_list_is_rows(self, packing, mark):
     rows = [_ALPACA, {"conversations": _SHARED}, {"messages": _CALLED[:1] * 2}]
     rows[2]["messages"] = [_user("é"), _bot("three")]
     expected = self._open(*rows).identity()
@@ -493,7 +479,7 @@ class FilesTest(_RowsTest):
     pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(
       packing, bytes
     )
-    content = mark + json.dumps(rows, indent=indent).encode()
+    content = mark + json.dumps(rows, indent=len(mark) or None).encode()
     self._pack(f"train.json{packing}", pack(content))
     self.assertEqual(self._open().identity(), expected)
 
