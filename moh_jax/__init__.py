@@ -123,7 +123,6 @@ register_family(
       "moh-vit": ("moh-vit", "moh-transnext"),
       "transnext": ("transnext",),
     },
-    exports=("", "folder"),
   )
 )
 register_family(
@@ -141,7 +140,6 @@ register_family(
       "diffusers": ("dittransformer",),
       "dit": ("dit",),
     },
-    exports=("", "folder", "diffusers"),
   )
 )
 register_family(

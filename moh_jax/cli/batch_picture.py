@@ -145,7 +145,7 @@ def write_latents(
   mesh = sharding.make_mesh(MeshConfig())
   encoder = source.encoder_sha256
   config = _config_of_run(folder, source)
-  decode = load_autoencoder(vae, config, mesh, encoder=encoder).decoder()
+  decode = load_autoencoder(vae, config, mesh, encoder=encoder).decode
   num = min(num, len(source))
   examples = [source[i * len(source) // num] for i in range(num)]
   means = np.stack([x["image"][0, 0] for x in examples]).astype(np.float32)

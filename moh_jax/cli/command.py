@@ -331,8 +331,7 @@ class Stored(BaseOptions):
   """Options of commands that read a checkpoint.
 
   Attributes:
-    checkpoint: workdir of `train`, output of `convert`, or public weights that
-      `convert` knows by their name, such as a folder of `export`.
+    checkpoint: workdir of `train`, or output of `convert`.
     step: which checkpoint: a number, newest, or whole: the newest one that is
       whole, where newer ones are damaged.
   """
@@ -360,10 +359,6 @@ class Stored(BaseOptions):
       if not base.is_utf8(self.checkpoint):
         self.fail("checkpoint", "must be UTF-8")
       in_bucket = steps.in_bucket(self.checkpoint)
-      if not in_bucket and steps.may_be_public(self.checkpoint):
-        from moh_jax.convert.checkpoints import unpacked
-
-        object.__setattr__(self, "checkpoint", unpacked(self.checkpoint))
       if not in_bucket:
         steps.find_step(self.checkpoint, None)
       _ = self.step_number

@@ -55,7 +55,6 @@ def run(options: Options) -> int:
   from moh_jax.convert.checkpoints import convert
   from moh_jax.data.chat import template_names
   from moh_jax.data.infer import resolve
-  from moh_jax.data.tokenizers import TokenizerFileError
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.runtime import checkpoint
 
@@ -86,6 +85,6 @@ def run(options: Options) -> int:
         f"texts begin {begin} begin of text; generated texts stop at "
         f"{stops or 'no token'}; chat templates: {templates or 'none'}"
       )
-    except (FileNotFoundError, TokenizerFileError):
-      print("tokenizer: none that can be read")
+    except FileNotFoundError:
+      print("tokenizer: none")
   return 0

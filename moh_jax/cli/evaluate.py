@@ -125,7 +125,7 @@ def run(options: Options) -> int:
   from moh_jax.evaluation import pictures
   from moh_jax.inference.restore import with_top_k
   from moh_jax.runtime import sharding
-  from moh_jax.runtime.files import as_named, write_csv
+  from moh_jax.runtime.files import write_csv
 
   config = options.stored()[0].config
   for top_k in options.top_k:  # before anything large is read
@@ -147,7 +147,7 @@ def run(options: Options) -> int:
     for choice, row in zip(choices, rows)
   ]
   if is_text:
-    values["checkpoint"] = as_named(options.checkpoint)
+    values["checkpoint"] = options.checkpoint
     values["dtype"] = config.model.dtype
     if config.model.router.kind == "two_stage":
       values["gate_form"] = config.model.router.gate_form

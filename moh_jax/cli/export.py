@@ -1,12 +1,11 @@
 """`python -m moh_jax export`."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 from moh_jax.cli import command
 from moh_jax.config import export_forms, get_family
 from moh_jax.config.base import Dtype, Range
-from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.alive import alive
 
 _KEYS = "eval.use_ema", "train.init_from"
@@ -21,21 +20,15 @@ class Options(command.Stored):
   where the model that adapters were trained on is now.
 
   Attributes:
-    out: safetensors file to write; for a language model, and with --to, a
-      folder, new or empty.
-    to: form of the folder. Of a classifier or a DiT: folder is what `restore`
-      and the commands read, with a model card. Of a language model: hf
-      (default) is what transformers loads, with our code where it has none for
-      the model; released is what the modeling file of the MoH-LLaMA3 release
-      runs; peft has the adapters of a run alone, as PEFT loads them, and base
-      the model that they are trained on, as the run computes with it. Of a
-      plain DiT: diffusers is what DiTTransformer2DModel loads.
+    out: safetensors file to write; for a language model a folder, new or empty.
+    to: form of a language model's folder: hf (default) is what transformers
+      loads, with our code where it has none for the model; released is what the
+      modeling file of the MoH-LLaMA3 release runs; peft has the adapters of a
+      run alone, as PEFT loads them, and base the model that they are trained
+      on, as the run computes with it.
     dtype: of the stored weights.
     shard_bytes: largest file of a folder.
     license: licence that the model card states, such as apache-2.0.
-    scores: scores for the model card, as `evaluate --json` writes them.
-    push: repository of the Hugging Face Hub, USER/NAME, that gets the folder
-      too, with the token of `hf auth login` or HF_TOKEN.
   """
 
   out: command.OutPath
@@ -43,8 +36,6 @@ class Options(command.Stored):
   dtype: Dtype = "float32"
   shard_bytes: Annotated[int, Range(1, 2**53, "[]")] = 5 * 10**9
   license: str = ""
-  scores: command.InPath | None = None
-  push: str = ""
 
   def check(self) -> None:
     """The form is known, and no other key is changed."""
@@ -59,14 +50,6 @@ class Options(command.Stored):
         )
 
 
-def _hub(options: Options) -> Any:
-  """The library of the Hub, with a token."""
-  hub = import_extra("huggingface_hub", "--push")
-  if hub.get_token() is None:
-    options.fail("push", "needs a token: hf auth login, or HF_TOKEN")
-  return hub.HfApi()
-
-
 @alive("exporting")
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
@@ -74,12 +57,9 @@ def run(options: Options) -> int:
   from moh_jax.convert import peft
   from moh_jax.convert.checkpoints import export
 
-  hub = _hub(options) if options.push else None
   metadata, step = options.stored()
   forms = get_family(metadata.config.model.family).exports
   form = options.to or forms[0]
-  if hub and not form:
-    options.fail("push", "needs a folder: --to folder")
   of_shards = form not in ("", peft.FORM)
   options.need("shard_bytes", of_shards, "is for the shards of a folder")
   config = changed(metadata.config, (f"{_KEYS[0]}=true", *options.changes))
@@ -93,10 +73,6 @@ def run(options: Options) -> int:
     dtype=options.dtype,
     shard_size=options.shard_bytes,
     license=options.license,
-    scores=options.scores or "",
   )
   print(f"{count:,} parameters written to {options.out}")
-  if hub:
-    hub.create_repo(options.push, exist_ok=True)
-    print(hub.upload_folder(repo_id=options.push, folder_path=options.out))
   return 0

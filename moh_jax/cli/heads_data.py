@@ -18,7 +18,7 @@ from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.probe import Probe, make_probe
 from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import files, sharding
+from moh_jax.runtime import sharding
 from moh_jax.training.task import held_out_batches, stream
 
 _TEXT_BATCHES = 8
@@ -104,7 +104,7 @@ def _open(options: Any, mesh: Mesh) -> Opened:
   else:
     data = _training_text(options, config, mesh)
   probe = make_probe(restored.model, restored.config)
-  name = f"{files.as_named(options.checkpoint)}, step {step}"
+  name = f"{options.checkpoint}, step {step}"
   return Opened(name, restored, probe, tokenizer, *data)
 
 

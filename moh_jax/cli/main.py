@@ -127,7 +127,6 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
   else:
     status = report_errors(_flush_stdout, False)
   if status:
-    files.remove_temporary()
     with contextlib.suppress(OSError):
       sys.stderr.flush()
     os._exit(status)
@@ -340,7 +339,7 @@ def _explained(error: Exception) -> str | None:
 
 def _print_error(text: str) -> None:
   with contextlib.suppress(OSError):  # the status remains to tell
-    text = files.printable(files.as_named(text))
+    text = files.printable(text)
     print(f"error: {text}", file=sys.stderr)
 
 

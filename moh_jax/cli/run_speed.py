@@ -22,7 +22,7 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.pipeline import TrainBatches, train_recipe
 from moh_jax.data.sources import make_source
 from moh_jax.inference import decoding, generate
-from moh_jax.inference.batch import batch_bucket, length_bucket
+from moh_jax.inference.generate import batch_bucket, length_bucket
 from moh_jax.models.llm import LLM
 from moh_jax.models.registry import make_model
 from moh_jax.ops.target import target
@@ -141,11 +141,11 @@ def _writing(run: Config, batch: int) -> Iterator[tuple[str, _Made]]:
     np.zeros(rows, bool),
   )
   endless = Sampling(max_new_tokens=2**30)
-  numbers = decoding.span_numbers(endless, _SPAN, rows)
+  numbers = decoding.span_numbers(endless, _SPAN)
 
   def prefill() -> Any:
     slots = length_bucket(length + _SPAN)
-    return read(params, *prompts, slots, length)
+    return read(params, *prompts, slots)
 
   state = [jax.block_until_ready(prefill())]
   start = np.int32(state[0].slot)

@@ -75,4 +75,4 @@ def read_decoder(vae: str | None, config: Config) -> Decode | None:
   told = source.tell(config, ["encoder_sha256"])
   mesh = sharding.make_mesh(config.mesh)
   encoder = told.get("encoder_sha256", "")
-  return load_autoencoder(vae, config, mesh, encoder=encoder).decoder()
+  return load_autoencoder(vae, config, mesh, encoder=encoder).decode

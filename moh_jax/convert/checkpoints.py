@@ -1,18 +1,20 @@
 """Converts whole checkpoints: public to ours (`convert`), and `export` back.
 
-Both work tensor by tensor and never hold a whole model, see `stream.py`.
+`convert` works tensor by tensor and never holds a whole model, see `stream.py`;
+`export` holds one file of tensors and a parameter of all layers.
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import traverse_util
 
 from moh_jax.config import (
@@ -35,30 +37,15 @@ from moh_jax.data.input_files import import_extra
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
 from moh_jax.runtime import checkpoint, steps
-from moh_jax.runtime.files import check_regular, temporary_folder
 from moh_jax.runtime.json_files import parse_json, read_json
 from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
-Tensors = Mapping[str, Any]
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 # What describes the model in the header of an exported file: the config, in
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
-_FOLDER = "folder"  # the form of one's own networks
 _BASE = "base"  # the form of the model that adapters are trained on
-_WEIGHTS = (".safetensors", *tensor_files.TORCH_SUFFIXES)
-_CARD = """---
-library_name: moh_jax
----
-
-# Mixture-of-Head {family}, {share:.1%} of the heads active
-
-{parameters:,} parameters, trained for {step:,} steps, stored as {dtype}. Read
-it by `moh_jax.restore("FOLDER")`; config.json has the run and the class names.
-
-Images of {size} (rows, columns, channels) are pixels / 255 less {mean}, over
-{std}.
-"""
 
 
 def convert(
@@ -78,8 +65,8 @@ def convert(
   `out`.
 
   Args:
-    kind: one of `config.public_formats()`; None takes the one that the usual
-      name of the source tells, or its config.json.
+    kind: one of `config.public_formats()`; None takes the one that the source's
+      config.json or its usual name tells.
     source: safetensors file, zip checkpoint of torch, a folder of either, or a
       repository of the Hugging Face Hub ("Chat-UniVi/MoH-ViT-S-80") that is in
       its cache.
@@ -107,35 +94,32 @@ def convert(
     )
   if base is not None:
     return "adapters", peft.import_adapters(source, base, out)
-  named, source = source, _located(source)
-  kind = kind or _kind_of(named, source)
+  path = _located(source)
+  kind = kind or _kind_of(source, path)
   if kind is None:
     raise ValueError(
-      f"{named}: neither its name nor a config.json tells the format; name it "
+      f"{source}: neither its name nor a config.json tells the format; name it "
       f"(--from), one of {public_formats()}"
     )
-  name, metadata, tensors = _open(kind, source, key, model, config)
+  name, metadata, tensors = _open(kind, path, key, model, config)
   config = metadata.config
   if image_size:
     config = config.model.resized(config, image_size)
-  folder = _folder(source)
-  if config.model.READS_TEXT and (found := _tokenizer(folder)):
-    tokenizers.check_vocabulary(found, config.model.vocab_size, source)
+  reads_text, folder = config.model.READS_TEXT, _folder(path)
+  if reads_text and (found := _tokenizer(folder)):
+    tokenizers.check_vocabulary(found, config.model.vocab_size, path)
     template_names(found)  # refuses what cannot be read before all is written
   table, abstract = model_rules(config.model, kind), _abstract(config)
-  params = stream.source_params(table, tensors, abstract, source=source)
+  params = stream.source_params(table, tensors, abstract, source=path)
   checkpoint.check_vacant(out)
-  sha256 = ""
-  if config.model.READS_TEXT:
-    _check_no_other_tokenizer(folder, steps.absolute(out))
-    sha256 = _copy_tokenizer(folder, steps.absolute(out))
+  sha256 = _copy_tokenizer(folder, steps.absolute(out)) if reads_text else ""
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=sha256
   )
   try:
     stream.save_params(out, params, metadata)
   except FloatingPointError as error:
-    raise FloatingPointError(f"{named}: {error}") from error
+    raise FloatingPointError(f"{source}: {error}") from error
   return name, _count(abstract)
 
 
@@ -149,7 +133,6 @@ def export(
   dtype: str = "float32",
   shard_size: int = tensor_files.SHARD_SIZE,
   license: str = "",
-  scores: str = "",
   base: str = "",
 ) -> int:
   """Writes a checkpoint's weights under their public names.
@@ -159,13 +142,11 @@ def export(
   model card, and code where transformers has none for the model. Other families
   become one safetensors file; the config, in which the preprocessing is, and
   the class names are in the text of its header, where `convert` finds them.
-  `to="folder"` puts such a file into a folder, which `restore` reads, with a
-  model card and the same as JSON.
-  `to="diffusers"` makes a folder of a plain DiT. Adapters become a part of the
-  weights, which are then held in memory; `to="peft"` writes them alone, and
-  `to="base"` the model that they are trained on, as the run computes with it:
-  with its routers and other parameters that are trained whole, and with its
-  matrices as rounded as `tune.lora.base_dtype` holds them.
+  Adapters become a part of the weights, which are then held in memory;
+  `to="peft"` writes them alone, and `to="base"` the model that they are trained
+  on, as the run computes with it: with its routers and other parameters that
+  are trained whole, and with its matrices as rounded as `tune.lora.base_dtype`
+  holds them.
 
   Args:
     directory: a working directory or an output of `convert`.
@@ -176,7 +157,6 @@ def export(
     dtype: one of `tensor_files.DTYPES`.
     shard_size: bytes of one file of a folder at most, at least 1.
     license: identifier of the licence for the model card.
-    scores: JSON file of `evaluate` for the model card.
     base: where the model that adapters were trained on is now; "" is where it
       was.
 
@@ -184,7 +164,7 @@ def export(
     The number of parameters.
 
   Raises:
-    FileNotFoundError: there is no such checkpoint, or no file of scores.
+    FileNotFoundError: there is no such checkpoint.
     ValueError: a folder that holds something, an argument out of range, or a
       model that cannot have this form.
   """
@@ -194,119 +174,66 @@ def export(
     train = dataclasses.replace(config.train, init_from=base)
     config = dataclasses.replace(config, train=train)
     metadata = dataclasses.replace(metadata, config=config)
-  family = get_family(config.model.family)
-  if to is not None and to not in family.exports:
-    forms = " or ".join(repr(form) for form in family.exports if form)
-    raise ValueError(
-      f"--to {to!r}, for a model of {family.name!r}, must be "
-      f"{forms or 'left out: it becomes one file of tensors'}"
-    )
-  if (license or scores) and not config.model.READS_TEXT:
-    raise ValueError(
-      "--license and --scores are for the model card of a language model; this "
-      f"is a model of {family.name!r}"
-    )
-  form = to or family.exports[0]  # "" is one file
-  if form in (peft.FORM, _BASE) and not config.tune.lora.rank:
+  family, adapted = config.model.family, config.tune.lora.rank > 0
+  forms = get_family(family).exports
+  form = forms[0] if to is None else to  # "" is one file
+  if form not in forms or (license and not form):
+    named = " or ".join(filter(None, forms)) or "absent, as --license"
+    raise ValueError(f"--to {to!r} must be {named} for a model of {family!r}")
+  if form in (peft.FORM, _BASE) and not adapted:
     raise ValueError(
       f"--to {form!r}: {directory} has no adapters (tune.lora.rank=0)"
     )
   if form == peft.FORM:
-    how = {"use_ema": use_ema, "dtype": dtype}
-    return peft.export_adapters(directory, out, step, **how)
-  converter = converter_of(config.model)
-  table = model_rules(config.model, form)
+    return peft.export_adapters(directory, out, step, use_ema, dtype)
   abstract = _abstract(config)
   total = _count(abstract)
+  table = model_rules(config.model, form)
+  shapes = rules.expected_tensors(table, abstract)
+  text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
 
   def plan() -> list[Planned]:
-    how = {"use_ema": use_ema}
-    if config.tune.lora.rank:
+    if adapted:
       held = abstract_on(*make_model(config), None)
       held = jax.tree.map(lambda x: x.update(dtype=dtype), held)
-      how["adapted"] = form != _BASE
+      how = {"use_ema": use_ema, "adapted": form != _BASE}
       params = read_params(metadata, directory, step, held, None, **how)
-      params = jax.tree.map(stream.HeldLeaf, params)
+      leaves = jax.tree.map(np.asarray, traverse_util.flatten_dict(params))
+      read = leaves.__getitem__
     else:
-      params = stream.open_params(directory, step, abstract, **how)
-    leaves = traverse_util.flatten_dict(params)
-    shapes = rules.expected_tensors(table, abstract)
+      read = stream.open_params(directory, step, use_ema=use_ema)
     return [
       Planned(
         rule.theirs,
-        tuple(shapes[name].shape for name in rule.theirs),
-        functools.partial(_make, rule, [leaves[path] for path in rule.ours]),
+        [shapes[name].shape for name in rule.theirs],
+        lambda rule=rule: rule.dump([read(p)[rule.layer] for p in rule.ours]),
       )
       for rule in table
     ]
 
-  text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
-  stored = checkpoint.metadata_to_json(_merged(metadata))
-  if form in ("", _FOLDER):
-    text[_ENTRY] = json.dumps(stored)
   if not form:
+    stored = checkpoint.metadata_to_json(_merged(metadata))
+    text[_ENTRY] = json.dumps(stored)
     tensor_files.write_file(path, plan(), dtype, text)
     return total
   with tensor_files.new_folder(path) as folder:
-    tokenizer = None
-    if config.model.READS_TEXT:
-      _copy_tokenizer(steps.workdir(directory), folder)
-      tokenizer = _tokenizer(folder)
-    trained = 0 if form == _BASE else step
+    _copy_tokenizer(steps.workdir(directory), folder)
     exported = Exported(
-      form, config, trained, dtype, total, folder, tokenizer, license, scores
+      form, config, dtype, total, folder, _tokenizer(folder), license
     )
-    if form == _FOLDER:
-      small, stem = _own_files(exported, stored), "model"
-    else:
-      small, stem = converter.folder_files(exported), converter.stem
+    small = converter_of(config.model).folder_files(exported)
     for name, content in small.items():
       (folder / name).write_text(content)
-    tensor_files.write_folder(folder, plan(), dtype, text, shard_size, stem)
+    tensor_files.write_folder(folder, plan(), dtype, text, shard_size)
   return total
 
 
 def _merged(metadata: checkpoint.Metadata) -> checkpoint.Metadata:
   """Metadata of a model whose adapters have become a part of its weights."""
-  config = metadata.config
   plain = {"lora": LoraConfig(), "distill": DistillConfig()}
-  tune = dataclasses.replace(config.tune, **plain)
-  config = dataclasses.replace(config, tune=tune)
+  tune = dataclasses.replace(metadata.config.tune, **plain)
+  config = dataclasses.replace(metadata.config, tune=tune)
   return dataclasses.replace(metadata, config=config, base_mark="")
-
-
-def _own_files(exported: Exported, stored: Any) -> dict[str, str]:
-  """The small files of a folder of one of our networks."""
-  model, data = exported.config.model, exported.config.data
-  told = {"family": model.family, "share": model.activated_share}
-  told |= {"size": model.input_shape, "mean": data.mean, "std": data.std}
-  return {
-    "README.md": _CARD.format(**told, **vars(exported)),
-    CONFIG_FILE: json.dumps(stored, indent=2) + "\n",
-  }
-
-
-def unpacked(source: str) -> str:
-  """A checkpoint made of public weights, such as a folder of `export`.
-
-  It lies in a temporary folder, which is removed when the process ends.
-
-  Args:
-    source: as of `convert`. A directory of ours comes back as it is, and so
-      does what is not there or of no known format.
-  """
-  if steps.in_bucket(source) or not steps.may_be_public(source):
-    return source
-  try:
-    path = _located(source)
-  except (FileNotFoundError, ValueError):  # also without the Hub's library
-    return source
-  kind = _kind_of(source, path)
-  if kind is None:
-    return source
-  folder = temporary_folder(source)
-  convert(kind, path, folder)
-  return folder
 
 
 def _located(source: str) -> str:
@@ -314,7 +241,7 @@ def _located(source: str) -> str:
   if pathlib.Path(source).exists():
     return source
   missing = f"{source}: no such file or folder"
-  if not steps.REPOSITORY.fullmatch(source):
+  if not _REPOSITORY.fullmatch(source):
     raise FileNotFoundError(missing)
   hub = import_extra("huggingface_hub", f"{missing}; a repository of the Hub")
   try:
@@ -334,21 +261,17 @@ def _kind_of(source: str, path: str) -> str | None:
     path: where it lies.
 
   Returns:
-    One of `public_formats()`; None where nothing tells, or there is none.
+    One of `public_formats()`; None where nothing tells.
   """
-  folder, beside = _folder(path), {}
-  files = folder.iterdir() if folder == pathlib.Path(path) else [folder / path]
-  weights = sorted(f.name for f in files if f.suffix in _WEIGHTS)
-  if not weights:
-    return None
   if (metadata := _exported(path)) is not None:
     return next(iter(get_family(metadata.config.model.family).formats))
-  if (folder / CONFIG_FILE).is_file():
-    beside = read_json(folder / CONFIG_FILE)
+  beside, file = {}, _folder(path) / CONFIG_FILE
+  if file.is_file():
+    beside = read_json(file)
   names = [str(beside.get("_class_name")), str(beside.get("model_type"))]
   if names[1] == "llama" and "auto_map" in beside:
     names = []  # computed by its own code: the release's, if so named
-  for name in (*names, pathlib.Path(source).name, *weights):
+  for name in (*names, pathlib.Path(source).name):
     usual = name.lower().replace("_", "-")
     for kind in public_formats():
       if usual.startswith(family_of_format(kind).formats[kind]):
@@ -371,64 +294,45 @@ def _open(
 ) -> tuple[str, checkpoint.Metadata, dict[str, Any]]:
   """What a source is: a name, its run, and its tensors, none read."""
   family = family_of_format(kind)
-  if model is not None:
-    released_model(model)  # before a large source is looked through
   tensors = tensor_files.open_tensors(source, key)
-  ours = described = None
-  if config is None and model is None:
-    ours = _exported(source)
-    described = imported(family.converter).described(
-      kind, _folder(source) / CONFIG_FILE
-    )
+  metadata = described = None
   if config is not None:
-    name, config = "the given config", resolve(config)
-  elif ours is not None:
-    name, config = "the exported model", ours.config
-  else:
-    name = "the model of config.json"
+    name, metadata = "the given config", checkpoint.Metadata(resolve(config))
+  elif model is None and (metadata := _exported(source)) is not None:
+    name = "the exported model"
+  elif model is None:
+    name, file = "the model of config.json", _folder(source) / CONFIG_FILE
+    described = imported(family.converter).described(kind, file)
+  if metadata is None:
     if described is None:
       name = model or _find_model(kind, tensors, source)
       described = released_model(name)
-    config = released_run(described, tensors)
-  if config.model.family != family.name:
+    metadata = checkpoint.Metadata(released_run(described, tensors))
+  found = metadata.config.model
+  if found.family != family.name:
     raise ValueError(
       f"--from {kind!r} makes a model of {family.name!r}; {name} is one of "
-      f"{config.model.family!r}"
+      f"{found.family!r}"
     )
-  tensors = _without_ignored(config.model, tensors)
-  return name, ours or checkpoint.Metadata(config), tensors
+  return name, metadata, _without_ignored(found, tensors)
 
 
 def _exported(source: str) -> checkpoint.Metadata | None:
   """What `export` said of a file; None where the source is none of its files.
 
   Raises:
-    ValueError: it was another version's, or the config.json of its folder says
-      something else.
+    ValueError: this version does not know what it says.
   """
-  beside = None
-  if (path := pathlib.Path(source)).is_dir():
-    beside = path / CONFIG_FILE
-    files = sorted(path.glob("*.safetensors"))
-    # Beside what `export` named so may lie others, such as adapters.
-    files.sort(key=lambda file: not file.name.startswith("model"))
-    path = next(iter(files), path)
-  if not path.is_dir():
-    check_regular(path)
+  path = pathlib.Path(source)
+  if path.is_dir():
+    path = next(iter(sorted(path.glob("*.safetensors"))), path)
   text = tensor_files.read_text(path).get(_ENTRY)
   if text is None:
     return None
   try:
-    stored = parse_json(text)
-    metadata = checkpoint.metadata_from_json(stored)
+    return checkpoint.metadata_from_json(parse_json(text))
   except ValueError as error:
     raise ValueError(f"{source}: its metadata: {error}") from error
-  if beside and beside.is_file() and read_json(beside) != stored:
-    raise ValueError(
-      f"{beside}: differs from the header of {path.name}, which says the same "
-      "in a whole folder; export it again, or remove the wrong one of the two"
-    )
-  return metadata
 
 
 def _folder(source: str) -> pathlib.Path:
@@ -437,7 +341,7 @@ def _folder(source: str) -> pathlib.Path:
   return path if path.is_dir() else path.parent
 
 
-def _find_model(kind: str, tensors: Tensors, source: str) -> str:
+def _find_model(kind: str, tensors: Mapping[str, Any], source: str) -> str:
   """Finds the released model with exactly these tensor shapes."""
   family = family_of_format(kind)
   models = imported(family.released)
@@ -457,31 +361,14 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
   )
 
 
-def released_run(model: Any, tensors: Tensors) -> Config:
+def released_run(model: Any, tensors: Mapping[str, Any]) -> Config:
   """The run that a released model stands for, see `Converter.released_run`."""
   return resolve(converter_of(model).released_run(model, tensors))
 
 
-def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
+def _without_ignored(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
   is_ignored = converter_of(model).is_ignored
   return {n: x for n, x in tensors.items() if not is_ignored(model, tensors, n)}
-
-
-def _make(rule: rules.Rule, ours: Sequence[stream.StoredLeaf]) -> list[Any]:
-  return rule.dump([leaf.read(rule.layer) for leaf in ours])
-
-
-def _check_no_other_tokenizer(source: pathlib.Path, target: Any) -> None:
-  """Refuses a target with files of another tokenizer than the source has."""
-  for name in (*tokenizers.TOKENIZER_FILES, *tokenizers.FILES_BESIDE):
-    # Its ends of texts may have come from config.json.
-    origin = CONFIG_FILE if name == tokenizers.GENERATION_CONFIG else name
-    files = source / name, source / origin
-    if (target / name).is_file() and not any(f.is_file() for f in files):
-      raise ValueError(
-        f"{target / name}: of another tokenizer than that of {source}; remove "
-        "it, or choose another --out"
-      )
 
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
@@ -494,17 +381,10 @@ def _copy_tokenizer(source: Any, target: Any) -> str:
 
 
 def _tokenizer(folder: pathlib.Path) -> tokenizers.Tokenizer | None:
-  """Opens a tokenizer; None if there is none, or its own file is damaged.
-
-  Raises:
-    ValueError: a file beside the tokenizer's own is damaged.
-  """
+  """Opens a tokenizer; None if there is none."""
   try:
     return tokenizers.load_tokenizer(folder)
   except FileNotFoundError:
-    return None
-  except tokenizers.TokenizerFileError as error:  # the library may be missing
-    _LOG.warning("%s; begin and end of text are not known", error)
     return None
 
 

@@ -8,34 +8,33 @@ embedders of timesteps and labels, and a config.json says the sizes.
 
 import dataclasses
 import functools
-import json
 import math
-import operator
 import pathlib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, DiTConfig
-from moh_jax.config.base import MOST_LAYERS
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
-from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
+from moh_jax.convert.rules import Converter, Rule
 from moh_jax.ops.position import sincos_2d
-from moh_jax.runtime.json_files import Size, read_json
+from moh_jax.runtime.json_files import read_json
 
 # Public position tables were computed by another library, and differ in the
 # last digits.
 _POSITION_ATOL = 1e-5
 # Data of the released models: latents of ImageNet.
 _DATA = DataConfig(source="latents", path="data/imagenet_latents")
-_DIFFUSERS = "diffusers"  # the form and format
-# Fields of the model that config.json must say wholly.
-_SHAPE = ("router.kind", "num_heads", "width", "mlp_ratio", "input_size")
-# Values of config.json, beside the sizes, that our model computes. We write the
-# first; 1e-5 is diffusers' default, 1e-6 what we and the DiT release compute.
+_DIFFUSERS = "diffusers"  # the format
+# Sizes in its config.json.
+_SIZES = (
+  *("num_attention_heads", "attention_head_dim", "num_layers", "sample_size"),
+  *("patch_size", "num_embeds_ada_norm"),
+)
+# Values of config.json, beside the sizes, that our model computes; 1e-5 is
+# diffusers' default, 1e-6 what the DiT release computes.
 _FIXED: dict[str, tuple[Any, ...]] = {
   "_class_name": ("DiTTransformer2DModel", "Transformer2DModel"),
   "activation_fn": ("gelu-approximate",),
@@ -44,23 +43,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
   "norm_elementwise_affine": (False,),
   "norm_eps": (1e-6, 1e-5),
 }
-_README = """\
-# DiT for diffusers
-
-Trained with diffusion.schedule={schedule!r}, diffusion.steps={steps} and
-diffusion.prediction={prediction!r}.
-
-Timesteps have the frequencies of the DiT release; diffusers' class has others.
-With these lines it computes what the model was trained to:
-
-```python
-from diffusers import DiTTransformer2DModel
-
-model = DiTTransformer2DModel.from_pretrained("this folder")
-for block in model.transformer_blocks:
-  block.norm1.emb.time_proj.downscale_freq_shift = 0
-```
-"""
 
 
 def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
@@ -123,35 +105,8 @@ def _position_table(config: DiTConfig) -> Rule:
   return Rule(("pos_embed",), (), lambda _: [], lambda _: [ours], check=check)
 
 
-class _Public(msgspec.Struct):
-  """Sizes in diffusers' config.json."""
-
-  num_attention_heads: Size
-  attention_head_dim: Size
-  num_layers: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
-  sample_size: Size
-  patch_size: Size
-  num_embeds_ada_norm: Size
-  in_channels: Size = 4
-  out_channels: Size | None = None
-
-
 def _diffusers_rules(config: DiTConfig) -> list[Rule]:
-  """Conversion rules of the whole network in diffusers' layout.
-
-  Raises:
-    ValueError: diffusers has no such model.
-  """
-  theirs = _model(_public(config))
-  shape = operator.attrgetter(*_SHAPE)(theirs)
-  allowed = {name: (value,) for name, value in zip(_SHAPE, shape)}
-  if wrong := rules.differences(config, allowed):
-    raise ValueError(
-      f"diffusers: {wrong[0]}; `export` without --to writes the names of the "
-      "(MoH-)DiT release"
-    )
-  if not config.label_dropout:  # its table of labels has a row for none
-    raise ValueError("diffusers: model.label_dropout=0 must be above 0")
+  """Conversion rules of the whole network in diffusers' layout."""
   block = functools.partial(_diffusers_block, config)
   embedders = [
     *rules.linear("timestep_embedder.linear_1", "embed/time_in"),
@@ -204,49 +159,6 @@ def _copied(rule: Rule, depth: int) -> Rule:
   )
 
 
-def _public(config: DiTConfig) -> _Public:
-  """What config.json says of a model."""
-  return _Public(
-    num_attention_heads=config.num_heads[0],
-    attention_head_dim=config.head_dim,
-    num_layers=len(config.num_heads),
-    sample_size=config.input_size[0],
-    patch_size=config.patch_size,
-    num_embeds_ada_norm=config.num_classes,
-    in_channels=config.channels,
-    out_channels=config.out_channels,
-  )
-
-
-def _model(public: _Public) -> DiTConfig:
-  """The model of a config.json; raises ValueError for a size out of range."""
-  heads, depth = public.num_attention_heads, public.num_layers
-  return DiTConfig(
-    input_size=(public.sample_size,) * 2,
-    channels=public.in_channels,
-    num_classes=public.num_embeds_ada_norm,
-    patch_size=public.patch_size,
-    width=heads * public.attention_head_dim,
-    num_heads=(heads,) * depth,
-    head_dim=public.attention_head_dim,
-    shared_heads=(heads,) * depth,
-    top_k=(0,) * depth,
-    learn_sigma=(public.out_channels or 0) > public.in_channels,
-    router=RouterConfig("none"),
-  )
-
-
-def _folder_files(exported: Exported) -> dict[str, str]:
-  """The small files of a folder that diffusers loads."""
-  entries = {
-    **{name: allowed[0] for name, allowed in _FIXED.items()},
-    **msgspec.structs.asdict(_public(exported.config.model)),
-  }
-  text = json.dumps(entries, indent=2, sort_keys=True)
-  process = dataclasses.asdict(exported.config.diffusion)
-  return {CONFIG_FILE: f"{text}\n", "README.md": _README.format(**process)}
-
-
 def _described(kind: str, path: pathlib.Path) -> DiTConfig | None:
   """The model of diffusers' config.json; the release has no such file.
 
@@ -256,16 +168,28 @@ def _described(kind: str, path: pathlib.Path) -> DiTConfig | None:
   """
   if kind != _DIFFUSERS:
     return None
-  stored = read_json(path, _Public)
-  public = msgspec.convert(stored, _Public)
-  sizes = None, public.in_channels, 2 * public.in_channels
-  allowed = {**_FIXED, "out_channels": sizes}
+  stored = read_json(path)
+  channels = stored.get("in_channels", 4)
+  allowed = {**_FIXED, "out_channels": (None, channels, 2 * channels)}
   for name, values in allowed.items():
     if (found := stored.get(name, values[0])) not in values:
       raise ValueError(f"{path}: {name}={found!r} must be one of {values}")
   try:
-    return _model(public)
-  except ValueError as error:
+    heads, dim, depth, side, patch, classes = (stored[n] for n in _SIZES)
+    return DiTConfig(
+      input_size=(side, side),
+      channels=channels,
+      num_classes=classes,
+      patch_size=patch,
+      width=heads * dim,
+      num_heads=(heads,) * depth,
+      head_dim=dim,
+      shared_heads=(heads,) * depth,
+      top_k=(0,) * depth,
+      learn_sigma=stored.get("out_channels") == 2 * channels,
+      router=RouterConfig("none"),
+    )
+  except (KeyError, ValueError) as error:
     raise ValueError(f"{path}: {error}") from error
 
 
@@ -273,7 +197,5 @@ CONVERTER = Converter(
   model_rules,
   released_run,
   described=_described,
-  folder_files=_folder_files,
   other_rules={_DIFFUSERS: _diffusers_rules},
-  stem="diffusion_pytorch_model",
 )

@@ -14,8 +14,7 @@ as its generation_config, is not replaced.
 import functools
 import json
 import pathlib
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,6 @@ from moh_jax.convert import llama_config, rules
 from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
 from moh_jax.data import tokenizers
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.runtime.files import printable
-from moh_jax.runtime.json_files import read_json
 
 _ROUTER_NAMES = {
   name: f"router.{name}" for name in ("routed", "group", "shared")
@@ -36,20 +33,25 @@ _ROUTER_NAMES = {
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SEQUENCE_LENGTH = 2048  # default for training a converted model further
 _CODE = pathlib.Path(__file__).parent / "transformers_code"
-_PAPER = "https://arxiv.org/abs/2410.11842"
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-_USE = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+_CARD = """\
+---
+{license}library_name: transformers
+pipeline_tag: text-generation
+---
 
-model = AutoModelForCausalLM.from_pretrained("FOLDER"{trust})
-tokenizer = AutoTokenizer.from_pretrained("FOLDER"{trust})
-```
+# Mixture-of-Head language model
+
+Of {parameters} parameters, stored in {dtype}; tokens use {share} of the heads
+(https://arxiv.org/abs/2410.11842): {heads}.
+
+{use}
+"""
+_USE = """\
+`AutoModelForCausalLM.from_pretrained("FOLDER"{trust})` loads it.
 """
 _USE_RELEASED = """\
-The weights and `config.json` are those of a plain LLaMA. With the modeling file
-of the MoH-LLaMA3 release (github.com/SkyworkAI/MoH) they are this model; with
-transformers' own LLaMA they are a model without routing.
+With the modeling file of the MoH-LLaMA3 release (github.com/SkyworkAI/MoH) the
+weights are this model; with transformers' own LLaMA one without routing.
 """
 
 
@@ -148,9 +150,7 @@ def folder_files(exported: Exported) -> dict[str, str]:
   """Makes the texts of the folder's small files, by name.
 
   Raises:
-    FileNotFoundError: there is no file of scores.
-    ValueError: the model cannot be written in this form, or the licence or the
-      scores cannot stand in the model card.
+    ValueError: the model cannot be written in this form.
   """
   config, folder = exported.config, exported.folder
   tokenizer = exported.tokenizer
@@ -219,154 +219,23 @@ def _tokenizer_files(
   return {tokenizers.TOKENIZER_CONFIG: _json(config), **files}
 
 
-def read_scores(path: str, step: int) -> dict[str, float]:
-  """Reads what `evaluate --json` wrote.
-
-  Args:
-    path: the file.
-    step: step of the checkpoint that is exported.
-
-  Returns:
-    The numbers by name; those within other objects as "task.metric".
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: it holds no numbers, or those of another step.
-  """
-  try:
-    stored = read_json(path)
-  except ValueError as error:
-    raise ValueError(f"--scores {error}") from error
-  found = dict(_numbers("", stored))
-  scored = found.pop("step", step)
-  if scored != step:
-    raise ValueError(
-      f"--scores {path}: has the scores of step {scored:g}, the checkpoint is "
-      f"of step {step}"
-    )
-  if not found:
-    raise ValueError(f"--scores {path}: holds no numbers")
-  return found
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-  """Yields all numbers of a parsed JSON value with their names."""
-  if isinstance(value, dict | list):
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
-      yield from _numbers(f"{name}.{key}" if name else str(key), inner)
-  elif isinstance(value, int | float) and not isinstance(value, bool):
-    yield name, value
-
-
 def _model_card(exported: Exported, *, has_code: bool) -> str:
-  """The text of README.md; paths stay out of it."""
+  """The text of README.md: how to load the model, and its heads."""
   license, model = exported.license, exported.config.model
-  if license and not _LICENSE.fullmatch(license):
-    raise ValueError(
-      f"--license {license!r} must be an identifier of lower-case letters, "
-      "digits and '.+-', such as apache-2.0, llama3 or other"
-    )
-  routed = model.router.kind != "none"
-  router = "none, all heads are active"
-  if routed:
-    form = model.router.gate_form
-    structure = model.router.structure.replace("_", " ")
-    router = f"{model.router.kind}, gates as in the {form} form, {structure}"
-  header = "---\n"
-  if license:
-    header += f"license: {license}\n"
-  header += "library_name: transformers\npipeline_tag: text-generation\ntags:\n"
-  header += f"- {'mixture-of-head' if routed else 'llama'}\n---\n"
-  title = "Mixture-of-Head language model" if routed else "Language model"
-  use = _USE.format(trust=", trust_remote_code=True" if has_code else "")
-  parts = [
-    header,
-    f"# {title}\n",
-    f"Layers choose heads for every token: {_PAPER}.\n" if routed else "",
-    _table(
-      ("", ""),
-      [
-        ("Parameters", f"{exported.parameters:,}"),
-        ("Stored as", exported.dtype),
-        ("Active heads", f"{model.activated_share:.1%}"),
-        ("Router", router),
-        ("Layers, width", f"{model.depth}, {model.width}"),
-        ("Key/value heads of a layer", model.num_kv_heads),
-        ("Vocabulary", f"{model.vocab_size:,}"),
-        ("Longest text", f"{model.max_length:,} tokens"),
-        ("License", license or "not stated"),
-      ],
-    ),
-    "## Use\n\n" + (_USE_RELEASED if exported.form == "released" else use),
-    "## Heads of each layer\n\n" + _budgets(model),
-    "## Training\n\n" + _training(exported.config, exported.step),
-  ]
-  if exported.scores:
-    scores = read_scores(exported.scores, exported.step)
-    rows = [(name, f"{value:.6g}") for name, value in scores.items()]
-    parts.append("## Scores\n\n" + _table(("metric", "value"), rows))
-  return "\n".join(part for part in parts if part)
-
-
-def _budgets(model: LLMConfig) -> str:
-  rows, first = [], 0
-  for group in model.layer_groups():
-    budget, last = group.budget, first + group.depth - 1
-    span = f"{first}-{last}" if last > first else str(first)
-    first = last + 1
-    heads = budget.num_heads, budget.shared, budget.top_k
-    rows.append((span, *heads, f"{budget.share:.1%}"))
-  return _table(
-    ("layers", "heads", "always active", "chosen by a token", "active"), rows
+  heads = (
+    f"{group.depth} layers of {group.budget.num_heads}, {group.budget.shared} "
+    f"of them always active and {group.budget.top_k} chosen by each token"
+    for group in model.layer_groups()
   )
-
-
-def _training(config: Config, step: int) -> str:
-  """What the run's config says of the training."""
-  if not step:
-    return "Converted from other weights; not trained further.\n"
-  data, optim, train = config.data, config.optim, config.train
-  tokens = step * data.batch_size * data.sequence_length
-  mix = ", ".join(f"{n} {r:g} %" for n, r in zip(data.mix, data.ratios))
-  fall = f"to {optim.final_lr:g}"
-  schedule = {
-    "constant": "constant",
-    "cosine": f"cosine {fall}",
-    "wsd": f"constant, in the last {optim.decay(train.steps):,} steps {fall},",
-  }[optim.schedule]
-  warmup = optim.warmup(train.steps)
-  rate = f"{optim.lr:g}, {schedule} after {warmup:,} steps of warm-up"
-  optimizer = f"{optim.name}, weight decay {optim.weight_decay:g}"
-  if optim.clip_norm:
-    optimizer += f", gradients up to norm {optim.clip_norm:g}"
-  if optim.ema_decay:
-    optimizer += f", weights averaged with decay {optim.ema_decay:g}"
-  tune = config.tune
-  top_k = zip(tune.top_k_steps, tune.top_k_values)
-  rows = [
-    ("Steps", f"{step:,} of {train.steps:,}"),
-    ("Batch", f"{data.batch_size:,} texts of {data.sequence_length:,} tokens"),
-    ("Tokens", f"{tokens:,}"),
-    ("Data", mix or data.source),
-    ("Start", "other weights" if train.init_from else "random"),
-    ("Learning rate", rate),
-    ("Optimizer", optimizer),
-    ("Weight of the balance loss", train.balance_weight),
-    ("Heads chosen", ", ".join(f"{k} from step {n:,}" for n, k in top_k)),
-  ]
-  return _table(("", ""), [row for row in rows if row[1] != ""])
-
-
-def _table(names: tuple[str, ...], rows: list[tuple]) -> str:
-  lines = [names, ("---",) * len(names), *rows]
-  return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
-
-
-def _cell(value: Any) -> str:
-  """A value as a cell of a table, where nothing in it is Markdown."""
-  text = printable(str(value), kept="")
-  return re.sub(r"([\\`*\[\]<>|!])", r"\\\1", text)
+  use = _USE.format(trust=", trust_remote_code=True" if has_code else "")
+  return _CARD.format(
+    license=f"license: {license}\n" if license else "",
+    parameters=f"{exported.parameters:,}",
+    share=f"{model.activated_share:.1%}",
+    dtype=exported.dtype,
+    heads="; ".join(heads),
+    use=_USE_RELEASED if exported.form == "released" else use,
+  )
 
 
 CONVERTER = Converter(

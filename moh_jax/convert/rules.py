@@ -72,24 +72,20 @@ class Exported:
   Attributes:
     form: one of the family's `exports`.
     config: the run.
-    step: step of the checkpoint.
     dtype: dtype of the stored weights.
     parameters: number of parameters.
     folder: holds the tokenizer's files already.
     tokenizer: of a language model, if it can be read; else None.
     license: identifier of a licence, "" if none is stated.
-    scores: JSON file of metrics of the model, "" if there is none.
   """
 
   form: str
   config: Config
-  step: int
   dtype: str
   parameters: int
   folder: pathlib.Path
-  tokenizer: Tokenizer | None = None
-  license: str = ""
-  scores: str = ""
+  tokenizer: Tokenizer | None
+  license: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +104,8 @@ class Converter:
     folder_files: (`Exported`) -> the small files of an exported folder beside
       the tokenizer's, texts by name; raises ValueError where the model has no
       such form. None where one file of tensors is exported.
-    other_rules: functions as `rules` by form or format, of those that have
-      other tensors. They raise ValueError for a model that is not theirs.
-    stem: beginning of the names of an exported folder's tensor files.
+    other_rules: functions as `rules` by format, of those that have other
+      tensors.
   """
 
   rules: Callable[[Any], list[Rule]]
@@ -123,7 +118,6 @@ class Converter:
   other_rules: Mapping[str, Callable[[Any], list[Rule]]] = dataclasses.field(
     default_factory=dict
   )
-  stem: str = "model"
 
 
 def converter_of(model: Any) -> Converter:
@@ -237,40 +231,36 @@ def projection_rules(
   theirs: str, ours: str, parts: int, heads: int, dim: int, bias: bool
 ) -> list[Rule]:
   """Linear (parts * H * D, C) to a `HeadProjection` kernel (C, parts, H, D)."""
-  return linear(
-    theirs,
-    ours,
-    bias=bias,
-    kernel_maps=reshaped_kernel(
-      (-1, parts, heads, dim), (-1, parts * heads * dim)
-    ),
-    bias_maps=reshaped((parts, heads, dim), (-1,)),
-  )
+  maps = reshaped_kernel((-1, parts, heads, dim), (-1, parts * heads * dim))
+  bias_maps = reshaped((parts, heads, dim), (-1,))
+  return linear(theirs, ours, bias=bias, kernel_maps=maps, bias_maps=bias_maps)
 
 
 def split_projection_rules(
   theirs: Sequence[str], ours: str, heads: int, *, dim: int, bias: bool
 ) -> list[Rule]:
   """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
-  maps = reshaped_kernel((-1, heads, dim), (-1, heads * dim))
-  table = [_joined(theirs, "weight", f"{ours}/kernel", 1, maps)]
+  kernel = reshaped_kernel((-1, heads, dim), (-1, heads * dim))
+  table = [
+    _joined([f"{n}.weight" for n in theirs], f"{ours}/kernel", 1, kernel)
+  ]
   if bias:
     maps = reshaped((heads, dim), (-1,))
-    table.append(_joined(theirs, "bias", f"{ours}/bias", 0, maps))
+    table.append(
+      _joined([f"{n}.bias" for n in theirs], f"{ours}/bias", 0, maps)
+    )
   return table
 
 
-def _joined(
-  modules: Sequence[str], tensor: str, ours: str, axis: int, maps: Maps
-) -> Rule:
+def _joined(theirs: Sequence[str], ours: str, axis: int, maps: Maps) -> Rule:
   """Rule of one parameter that is a stack of public tensors along `axis`."""
   load, dump = maps
   before = (slice(None),) * axis
   return Rule(
-    tuple(f"{module}.{tensor}" for module in modules),
+    tuple(theirs),
     (tuple(ours.split("/")),),
     lambda xs: [np.stack([load(x) for x in xs], axis)],
-    lambda xs: [dump(xs[0][(*before, i)]) for i in range(len(modules))],
+    lambda xs: [dump(xs[0][(*before, i)]) for i in range(len(theirs))],
   )
 
 
@@ -298,19 +288,18 @@ def mix_rules(
 
   Public models have no `attention_out_multiplier`: their weights include it.
   """
-  maps = reshaped_kernel((heads, dim, -1), (heads * dim, -1)), SAME
-  if multiplier != 1:
-    maps = tuple(
-      (
-        lambda x, load=load: load(x) / multiplier,
-        lambda x, dump=dump: dump(x) * multiplier,
-      )
-      for load, dump in maps
+  load, dump = reshaped_kernel((heads, dim, -1), (heads * dim, -1))
+  table = linear(theirs, ours, bias=bias, kernel_maps=(load, dump))
+  if multiplier == 1:
+    return table
+  return [
+    dataclasses.replace(
+      rule,
+      load=lambda xs, rule=rule: [rule.load(xs)[0] / multiplier],
+      dump=lambda xs, rule=rule: [rule.dump(xs)[0] * multiplier],
     )
-  kernel_maps, bias_maps = maps
-  return linear(
-    theirs, ours, bias=bias, kernel_maps=kernel_maps, bias_maps=bias_maps
-  )
+    for rule in table
+  ]
 
 
 def router_rules(
@@ -472,34 +461,43 @@ def check_tensors(
       the message lists them.
   """
   expected = expected_tensors(rules, abstract)
-  there = {name: tensors[name] for name in expected if name in tensors}
-  problems = {
-    "missing": [name for name in expected if name not in tensors],
-    "not expected": [name for name in tensors if name not in expected],
-    "shape": [
-      f"{name} {tuple(tensor.shape)} instead of {expected[name].shape}"
-      for name, tensor in there.items()
-      if tuple(tensor.shape) != expected[name].shape
-    ],
-    f"dtype, must be one of {', '.join(WEIGHT_DTYPES)}": [
-      f"{name} {tensor.dtype}"
-      for name, tensor in there.items()
-      if np.dtype(tensor.dtype).name not in WEIGHT_DTYPES
-    ],
-  }
-  if any(problems.values()):
-    found = [
-      f"{len(names)} {kind}: {_listed(names)}"
-      for kind, names in problems.items()
-      if names
-    ]
-    raise ValueError(
-      f"{source}: tensors do not fit the model ({len(expected)} expected); "
-      + "; ".join(found)
-    )
+  check_shapes(tensors, {n: x.shape for n, x in expected.items()}, source)
   for rule in rules:
     if rule.check:
       rule.check([np.asarray(tensors[name]) for name in rule.theirs])
+
+
+def check_shapes(
+  tensors: Mapping[str, Any],
+  expected: Mapping[str, tuple[int, ...]],
+  source: str,
+) -> None:
+  """Checks that tensors have these names and shapes, and dtypes of weights.
+
+  Raises:
+    ValueError: some have not; the message lists them.
+  """
+  dtypes = f"dtype, must be one of {', '.join(WEIGHT_DTYPES)}"
+  problems: dict[str, list[str]] = {
+    "missing": sorted(expected.keys() - tensors.keys()),
+    "not expected": sorted(tensors.keys() - expected.keys()),
+    "shape": [],
+    dtypes: [],
+  }
+  for name in sorted(expected.keys() & tensors.keys()):
+    found, wanted = tuple(tensors[name].shape), expected[name]
+    if found != wanted:
+      problems["shape"].append(f"{name} {found} instead of {wanted}")
+    if str(tensors[name].dtype) not in WEIGHT_DTYPES:
+      problems[dtypes].append(f"{name} {tensors[name].dtype}")
+  if any(problems.values()):
+    listed = [
+      f"{len(x)} {what}: {_listed(x)}" for what, x in problems.items() if x
+    ]
+    raise ValueError(
+      f"{source}: tensors do not fit the model ({len(expected)} expected); "
+      + "; ".join(listed)
+    )
 
 
 def _listed(names: list[str]) -> str:

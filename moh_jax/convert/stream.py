@@ -1,37 +1,28 @@
-"""Writes and reads checkpoints piece by piece, in bounded memory.
+"""Writes checkpoints piece by piece, in bounded memory.
 
 In an 8B model one MLP matrix of all layers is a leaf of 7.5 GB in float32,
-three times the largest tensor of its source, so a leaf must never exist as one
-array. Orbax saves whole arrays, but lets users register a `TypeHandler` that
-writes leaves of a type of their own. Our handler writes a leaf as
+three times the largest tensor of its source, so that no leaf should exist as
+one array. Orbax saves whole arrays, but lets users register a `TypeHandler`
+that writes leaves of a type of their own. Our handler writes a leaf as
 `ocp.type_handlers.NumpyHandler` does (the same array format, names and type
 string, from Orbax's own specs), but block by block, each read from the source
 when it is written. All else is Orbax's, such as the rename that makes a
-complete step folder visible, and the result is an ordinary checkpoint. For
-reading, the same handler opens leaves instead of loading them.
+complete step folder visible, and the result is an ordinary checkpoint.
 
-Peak memory of a conversion:
+A conversion holds some 0.45 GB (Python, JAX, a few blocks of 32 MiB) and the
+tensors of the source that form one of our projections; the largest is the
+embedding.
 
-    0.45 GB (Python, JAX, a few blocks of 32 MiB)  +  mapped source tensors
-
-The second term is one tensor of the source in its own dtype, or the two or
-three tensors that form one of our projections, and their copy; the largest is
-the embedding. But for the copy they are pages of the page cache, which the
-kernel can take back. Measured for
-1.2e9 parameters in bfloat16, largest tensor 250 MiB, largest leaf 1 GiB in
-float32: 676 MiB.
-
-Orbax exports two of the functions used here (`get_json_tspec_write` and
-`get_json_tspec_read`) without documenting them; tests/convert/stream_test.py
-tests what they and the handler do.
+Orbax exports `get_json_tspec_write`, which is used here, without documenting
+it; tests/convert/stream_test.py tests what it and the handler do.
 """
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,19 +32,15 @@ import tensorstore as ts
 from flax import traverse_util
 
 from moh_jax.convert import rules
-from moh_jax.convert.rules import Rule
+from moh_jax.convert.rules import Path, Rule
 from moh_jax.runtime import checkpoint
 
 BLOCK_BYTES = 2**25
 _Index = tuple[slice, ...]
 
 
-class _Leaf:
-  """Base class of the leaves that our handler is registered for."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class SourceLeaf(_Leaf):
+class SourceLeaf:
   """A parameter of ours that is made of public tensors when it is read.
 
   Attributes:
@@ -88,59 +75,11 @@ class SourceLeaf(_Leaf):
           names = ", ".join(rule.theirs)
           raise FloatingPointError(f"{names}: holds NaN or infinity")
         yield (*stack, *index), block[None] if stack else block
-
-
-class StoredLeaf(_Leaf):
-  """A parameter in a checkpoint that is read on demand.
-
-  Attributes:
-    shape: shape of the parameter.
-    dtype: dtype of the parameter.
-  """
-
-  def __init__(self, store: ts.TensorStore):
-    """Wraps an open array."""
-    self._store = store
-    self.shape = tuple(store.shape)
-    self.dtype = store.dtype.numpy_dtype
-    chunk = store.chunk_layout.read_chunk.shape
-    self._group = max(1, chunk[0]) if chunk else 1
-    self._kept: tuple[int, Any] = (-1, None)
-
-  def read(self, layer: int | types.EllipsisType = ...) -> np.ndarray:
-    """Reads the parameter, or one of stacked layers.
-
-    Storage chunks cannot be read in part. In checkpoints of `convert` a layer
-    has chunks of its own. In those of training runs one chunk may hold many
-    layers; then all of them are read once and kept, until the last is read.
-    """
-    if layer is ...:
-      return self._store.read().result()
-    first = layer - layer % self._group
-    if self._kept[0] != first:
-      self._kept = (-1, None)  # freed before the next is read
-      group = self._store[first : first + self._group].read().result()
-      self._kept = (first, group)
-    part = self._kept[1][layer - first]
-    if layer == self.shape[0] - 1:
-      self._kept = (-1, None)
-    return part
-
-
-class HeldLeaf:
-  """A parameter that is in memory, read as a `StoredLeaf` is."""
-
-  def __init__(self, array: Any):
-    """Keeps an array."""
-    self._array = array
-
-  def read(self, layer: int | types.EllipsisType = ...) -> np.ndarray:
-    """The parameter, or one of stacked layers."""
-    return np.asarray(self._array[layer])
+      del arrays, part  # before the next are read
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-  """Writes `SourceLeaf`s in the format of NumPy arrays, opens `StoredLeaf`s."""
+  """Writes `SourceLeaf`s in the format of NumPy arrays."""
 
   async def serialize(
     self,
@@ -187,36 +126,10 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         size += block.nbytes
       await _commit(waiting)
 
-  async def deserialize(
-    self,
-    infos: Sequence[ocp.type_handlers.ParamInfo],
-    args: Sequence[ocp.RestoreArgs] | None = None,
-  ) -> Sequence[StoredLeaf]:
-    del args
-    leaves = []
-    for info in infos:
-      await info.await_path_creation()
-      spec = ocp.type_handlers.get_json_tspec_read(
-        info, use_ocdbt=info.is_ocdbt_checkpoint
-      )
-      store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
-      leaves.append(StoredLeaf(store))
-    return leaves
-
 
 async def _commit(writes: Sequence[ts.WriteFutures]) -> None:
   for write in writes:
     await write.commit
-
-
-def _tree_handler() -> ocp.PyTreeCheckpointHandler:
-  """Orbax's handler of trees, with our handler of leaves."""
-  registry = ocp.type_handlers.create_type_handler_registry(
-    (_Leaf, _Handler()),
-    # Orbax asks the handler of jax.Array how it stores metadata.
-    (jax.Array, ocp.type_handlers.ArrayHandler()),
-  )
-  return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 def source_params(
@@ -265,47 +178,43 @@ def save_params(
   log = logging.getLogger("absl")
   before, log.disabled = log.disabled, True
   try:
-    checkpoint.save_params(directory, params, metadata, handler=_tree_handler())
+    registry = ocp.type_handlers.create_type_handler_registry(
+      (SourceLeaf, _Handler()),
+      # Orbax asks the handler of jax.Array how it stores metadata.
+      (jax.Array, ocp.type_handlers.ArrayHandler()),
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    checkpoint.save_params(directory, params, metadata, handler=handler)
   finally:
     log.disabled = before
 
 
 def open_params(
-  directory: str,
-  step: int,
-  abstract: Any,
-  *,
-  use_ema: bool,
-) -> Any:
-  """Opens a checkpoint's parameters without reading them.
+  directory: str, step: int, *, use_ema: bool
+) -> Callable[[Path], np.ndarray]:
+  """Reads a checkpoint's parameters one at a time.
 
   Args:
     directory: working directory of a run, or output of `convert`.
     step: step of the checkpoint.
-    abstract: its parameter tree as ShapeDtypeStructs.
     use_ema: prefer averaged parameters where there are any.
 
   Returns:
-    Tree of `StoredLeaf`s.
-
-  Raises:
-    ValueError: the parameters are damaged, or one has another shape.
+    A function from the path of a parameter to the parameter. The last two, of
+    which one rule may make its tensors, are kept.
   """
   item = checkpoint.params_item(directory, step, use_ema=use_ema)
-  args = jax.tree.map(
-    lambda _: ocp.RestoreArgs(restore_type=StoredLeaf), abstract
-  )
-  opened = _tree_handler().restore(
-    item, args=ocp.args.PyTreeRestore(item=abstract, restore_args=args)
-  )
-  leaves = traverse_util.flatten_dict(abstract)
-  for path, leaf in traverse_util.flatten_dict(opened).items():
-    if leaf.shape != leaves[path].shape:
-      raise ValueError(
-        f"{item}: {'/'.join(path)} has shape {leaf.shape}, not "
-        f"{leaves[path].shape} as its config says"
-      )
-  return opened
+  handler = ocp.PyTreeCheckpointHandler()
+
+  @functools.lru_cache(maxsize=2)
+  def read(path: Path) -> np.ndarray:
+    how = ocp.RestoreArgs(restore_type=np.ndarray)
+    one = traverse_util.unflatten_dict({path: how})
+    args = ocp.args.PyTreeRestore(one, restore_args=one, partial_restore=True)
+    (array,) = jax.tree.leaves(handler.restore(item, args=args))
+    return array
+
+  return read
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

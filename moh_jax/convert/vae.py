@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import jax
@@ -23,10 +23,11 @@ from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.models.generation import Decode
-from moh_jax.models.vae import VAE, apply_tiled, encoder_sha256
+from moh_jax.models.vae import VAE, encoder_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.json_files import Size, check_json, read_json
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Public(msgspec.Struct):
@@ -187,19 +188,15 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
     ValueError: a value is out of range.
   """
   public = msgspec.convert(check_json(entries, _Public), _Public)
-  levels = len(public.block_out_channels)
-  supported = {
-    "_class_name": ["AutoencoderKL"],
-    "act_fn": ["silu", "swish"],
-    "out_channels": [public.image_channels],
-    "down_block_types": [["DownEncoderBlock2D"] * levels],
-    "up_block_types": [["UpDecoderBlock2D"] * levels],
-  }
-  for key, allowed in supported.items():
-    if key in entries and entries[key] not in allowed:
-      raise NotImplementedError(
-        f"{key}={entries[key]!r} must be one of {allowed}"
-      )
+  for key, allowed in (
+    ("_class_name", {"AutoencoderKL"}),
+    ("act_fn", {"silu", "swish"}),
+    ("down_block_types", {"DownEncoderBlock2D"}),
+    ("up_block_types", {"UpDecoderBlock2D"}),
+  ):
+    found = entries.get(key, ())
+    if not {*([found] if isinstance(found, str) else found)} <= allowed:
+      raise NotImplementedError(f"{key}={found!r} must be {min(allowed)!r}")
   fields = msgspec.structs.asdict(public)
   scaling = LatentScaling(
     fields.pop("scaling_factor"),
@@ -224,15 +221,13 @@ def read_config(file: pathlib.Path) -> VAEConfig:
 def _find_weights(path: pathlib.Path) -> pathlib.Path:
   if path.is_file():
     return path
-  if not path.is_dir():
-    raise FileNotFoundError(f"{path}: no such file or folder; {HOW_TO_GET_VAE}")
   for folder in (path, path / "vae"):
     for name in VAE_FILES:
       if (folder / name).is_file():
         return folder / name
   raise FileNotFoundError(
-    f"{path}: found neither {' nor '.join(VAE_FILES)}, here or in its "
-    f"subfolder vae; {HOW_TO_GET_VAE}"
+    f"{path}: no such file, and no folder with {' or '.join(VAE_FILES)}, here "
+    f"or in its subfolder vae; {HOW_TO_GET_VAE}"
   )
 
 
@@ -253,10 +248,6 @@ def _attention(theirs: str, ours: str) -> list[Rule]:
   return table
 
 
-_LOG = logging.getLogger(__name__)
-_SMALLEST_TILE = 16
-
-
 @dataclasses.dataclass(frozen=True)
 class Autoencoder:
   """A public autoencoder that fits a diffusion model, its weights on the mesh.
@@ -264,59 +255,19 @@ class Autoencoder:
   Attributes:
     config: its sizes.
     params: its weights; each device of the mesh holds all of them.
-    scaling: how the diffusion model reads latents.
   """
 
   config: VAEConfig
   params: Any
-  scaling: LatentScaling
 
-  def decoder(self, tile: int = 0) -> Decode:
-    """Makes the function from latents to images.
+  def decode(self, latents: jax.Array) -> jax.Array:
+    """Maps latents [B, x, y, channels] to images [B, X, Y, 3] in [-1, 1]."""
+    return _decode(self.config, self.params, latents)
 
-    Args:
-      tile: decode latents in overlapping squares of this many latent pixels,
-        which bounds the memory; 0 decodes them whole.
 
-    Returns:
-      A function from latents [B, x, y, channels] to images [B, X, Y, 3] with
-      pixels in [-1, 1].
-
-    Raises:
-      ValueError: the tile is too small, or there are several processes.
-    """
-    if tile and (tile < _SMALLEST_TILE or jax.process_count() > 1):
-      raise ValueError(
-        f"--vae-tile {tile} must be at least {_SMALLEST_TILE}, in one process"
-      )
-    vae = VAE(self.config)
-
-    @jax.jit
-    def decode(params: Any, latents: jax.Array) -> jax.Array:
-      return vae.apply({"params": params}, latents, method="decode")
-
-    whole = functools.partial(decode, self.params)
-    if not tile:
-      return whole
-    return lambda latents: apply_tiled(whole, latents, tile, tile // 4)
-
-  def encoder(self) -> Callable[[np.ndarray], jax.Array]:
-    """Makes the function from images to the input of the diffusion model.
-
-    Returns:
-      A function from images [B, X, Y, 3] with pixels in [-1, 1] to the means of
-      their latents [B, x, y, channels], scaled as the model reads them.
-    """
-    vae = VAE(self.config)
-    parts = self.scaling.affine(self.config.latent_channels)
-    offset, factor = (np.float32(part)[None, None, None] for part in parts)
-
-    @jax.jit
-    def encode(params: Any, images: jax.Array) -> jax.Array:
-      mean, _ = vae.apply({"params": params}, images, method="encode")
-      return (mean.astype(jnp.float32) - offset) * factor
-
-    return functools.partial(encode, self.params)
+@functools.partial(jax.jit, static_argnums=0)
+def _decode(config: VAEConfig, params: Any, latents: jax.Array) -> jax.Array:
+  return VAE(config).apply({"params": params}, latents, method="decode")
 
 
 def load_autoencoder(
@@ -345,19 +296,15 @@ def load_autoencoder(
       f"--vae {path!r}: its {vae_config.latent_channels} latent channels must "
       f"be model.channels={config.model.channels}"
     )
-  ours = diffusion.scaling
-  if differing := differing_fields(ours, vae_config.scaling, "latent"):
-    _LOG.warning(
-      "--vae %s: its latents are scaled in another way than those that the "
-      "model was trained on (%s); the model's scaling is used",
-      path,
-      "; ".join(differing),
-    )
+  others = differing_fields(diffusion.scaling, vae_config.scaling, "latent")
   if encoder and encoder_sha256(vae_config, params) != encoder:
+    others.append("its encoder is another one")
+  if others:
     _LOG.warning(
-      "--vae %s: its encoder is not the one that made the latents of the "
-      "training: images may come out wrong",
+      "--vae %s: it is not the autoencoder of the latents that the model was "
+      "trained on, images may come out wrong (%s)",
       path,
+      "; ".join(others),
     )
   params = jax.device_put(params, sharding.replicated(mesh))
-  return Autoencoder(vae_config, params, diffusion.scaling)
+  return Autoencoder(vae_config, params)

@@ -118,19 +118,14 @@ def _pixels(index: int, image: ImageLike, channels: int) -> np.ndarray:
   if isinstance(image, Image.Image):
     return to_pixels(image, channels)
   pixels = np.asarray(image)
-  if pixels.dtype != np.uint8:
-    raise ValueError(
-      f"image {index} has dtype {pixels.dtype}, must be uint8 in [0, 255]: "
-      "normalization is done here"
-    )
-  if not pixels.size:
-    raise ValueError(f"image {index} has shape {pixels.shape}, without pixels")
   if pixels.ndim == 2:
     pixels = pixels[..., None]
-  if pixels.ndim != 3 or pixels.shape[-1] not in (1, 3, channels):
+  known = pixels.ndim == 3 and pixels.shape[-1] in (1, 3, channels)
+  if pixels.dtype != np.uint8 or not pixels.size or not known:
     raise ValueError(
-      f"image {index} has shape {pixels.shape}, must be [X, Y, {channels}] "
-      "or a picture, [X, Y] or [X, Y, 1] in grey, [X, Y, 3] in RGB"
+      f"image {index} of {pixels.dtype} and shape {pixels.shape} must be uint8 "
+      f"[X, Y, {channels}] in [0, 255], or a picture [X, Y] or [X, Y, 1] in "
+      "grey, [X, Y, 3] in RGB; normalization is done here"
     )
   if pixels.shape[-1] != channels:
     return to_pixels(to_picture(pixels), channels)

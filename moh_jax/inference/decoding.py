@@ -15,21 +15,13 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM, unrolled_logits
-from moh_jax.ops.cache import (
-  Slots,
-  merge_texts,
-  move_slots,
-  put_before,
-  put_prefix,
-  split_texts,
-)
+from moh_jax.ops.cache import Slots, merge_texts
 from moh_jax.ops.target import on_one_device, target
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token
 # A character has at most 4 tokens, but several tokens in a row may each end
 # inside one. Text that is incomplete for longer than this is not UTF-8.
 _MAX_HELD = 16
-NO_TOKEN = -1  # stands for what a finished row would have written
 
 
 @jax.tree_util.register_dataclass
@@ -38,13 +30,13 @@ class Decoding:
   """The state of a batch of texts between two decoding steps.
 
   Attributes:
-    cache: of the model.
+    cache: of the model; on a CPU its texts are merged, see `merge_texts`.
     slot: [] int32 that the next token is written to.
     padding: [B] int32 empty slots before each text.
     logits: [B, V] float32 of the next token.
     finished: [B] bool, rows that ended or are padding of the batch.
     rows: [B] int32 places in the call's prompts, for the random keys.
-    written: [B] int32 tokens that the rows have after their prompts.
+    written: [] int32 tokens after the prompts.
   """
 
   cache: Any
@@ -64,82 +56,33 @@ def make_prefill(model: LLM, cache_dtype: str) -> Any:
     cache_dtype: of keys and values.
 
   Returns:
-    (params, tokens [B, P], padding [B], rows [B], finished [B], slots, length,
-    prefix) -> Decoding; `slots` and `length` are static. Prompts end at slot
-    `length`. Without `prefix` that is P; with it, the caches of what all
-    prompts begin with, `tokens` are the last P, which attend to the prefix.
+    (params, tokens [B, P], padding [B], rows [B], finished [B], slots) ->
+    Decoding; `slots` is static. Prompts end with the last of the P tokens.
   """
   config = model.config
 
-  @functools.partial(jax.jit, static_argnums=(5, 6))
-  def prefill(
-    params, tokens, padding, rows, finished, slots, length, prefix=None
-  ):
-    batch, new = tokens.shape
+  @functools.partial(jax.jit, static_argnums=5)
+  def prefill(params, tokens, padding, rows, finished, slots):
+    batch, length = tokens.shape
     cache = model.new_cache(batch, slots, cache_dtype)
-    place = jnp.arange(length - new, length)[None] - padding[:, None]
-    at = Slots(jnp.int32(0))
-    if prefix is not None:
-      cache = put_prefix(cache, prefix, padding)
-      at = Slots(jnp.int32(length - new), padding)
+    place = jnp.arange(length)[None] - padding[:, None]
     x, _, cache = model.apply(
       {"params": params},
       tokens,
       jax.tree.map(_split_cache, cache),
-      at,
+      Slots(jnp.int32(0)),
       positions=jnp.maximum(place, 0),
       token_mask=place >= 0,
       with_logits=False,
       method="extend",
     )
     logits = _next_logits(params, config, x)
-    slot, written = jnp.int32(length), jnp.zeros_like(rows)
+    if target().platform == "cpu" and on_one_device():
+      cache = merge_texts(cache)
+    slot, written = jnp.int32(length), jnp.int32(0)
     return Decoding(cache, slot, padding, logits, finished, rows, written)
 
   return prefill
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def join(state: Decoding, read: Decoding, source: jax.Array) -> Decoding:
-  """Texts that were read take the rows of texts that ended.
-
-  Args:
-    state: B texts; its slot is at least that of `read`.
-    read: b texts, the cache as long as the longest.
-    source: [B] int32 text of `read` that a row takes; a row with b stays.
-  """
-  count = read.rows.size
-  stays, source = source >= count, jnp.minimum(source, count - 1)
-
-  def choose(old: jax.Array, new: jax.Array) -> jax.Array:
-    own = stays.reshape(-1, *[1] * (old.ndim - 1))
-    return jnp.where(own, old, new[source])
-
-  padding = read.padding + (state.slot - read.slot)
-  read = dataclasses.replace(read, padding=padding)
-  fields = ("padding", "logits", "finished", "rows", "written")
-  joined = {
-    name: choose(getattr(state, name), getattr(read, name)) for name in fields
-  }
-  cache = put_before(state.cache, read.cache, state.slot, choose)
-  return dataclasses.replace(state, cache=cache, **joined)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def move(state: Decoding, shift: jax.Array, slots: int) -> Decoding:
-  """Forgets the first `shift` slots, which no text needs, of a whole batch.
-
-  Args:
-    state: of the batch.
-    shift: [] int32.
-    slots: that the cache has then, at most as many as before.
-  """
-  return dataclasses.replace(
-    state,
-    cache=move_slots(state.cache, shift, slots),
-    slot=state.slot - shift,
-    padding=state.padding - shift,
-  )
 
 
 def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
@@ -153,8 +96,8 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
   Returns:
     (params, Decoding, numbers, greedy, cut) -> (Decoding, tokens [B, span]
     int32, log-probabilities [B, span] float32). `span_numbers` makes `numbers`;
-    the last two are static, see `choose_tokens`. Places that were not written
-    hold `NO_TOKEN`. It ends early when enough rows have ended.
+    the last two are static, see `choose_tokens`. It ends early when all rows
+    have ended; what stands after a text's end means nothing.
   """
   stops = np.asarray(stop_ids, np.int32)
 
@@ -168,17 +111,14 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
 
     def one(carry):
       step, state, tokens, log_probs = carry
-      keys = jax.vmap(jax.random.fold_in)(row_keys, state.written)
+      fold = jax.vmap(jax.random.fold_in, (0, None))
+      keys = fold(row_keys, state.written)
       chosen, log_prob = choose_tokens(
         state.logits, keys, numbers, greedy=greedy, cut=cut
       )
-      tokens = tokens.at[:, step].set(
-        jnp.where(state.finished, NO_TOKEN, chosen)
-      )
+      tokens = tokens.at[:, step].set(chosen)
       log_probs = log_probs.at[:, step].set(log_prob)
-      written = state.written + 1
       ended = (chosen[:, None] == stops[None]).any(-1)
-      ended |= written >= numbers["limit"]
       x, _, cache = model.apply(
         {"params": params},
         chosen[:, None],
@@ -194,45 +134,35 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
         slot=state.slot + 1,
         logits=_next_logits(params, model.config, x),
         finished=state.finished | ended,
-        written=written,
+        written=state.written + 1,
       )
       return step + 1, state, tokens, log_probs
 
     def unfinished(carry):
       step, state, *_ = carry
-      goes_on = state.finished.sum() < numbers["enough"]
-      return (step < numbers["count"]) & goes_on
+      return (step < numbers["count"]) & ~state.finished.all()
 
-    if target().platform == "cpu" and on_one_device():
-      state = dataclasses.replace(state, cache=merge_texts(state.cache))
     start = (
       jnp.int32(0),
       state,
-      jnp.full((batch, span), NO_TOKEN, jnp.int32),
+      jnp.zeros((batch, span), jnp.int32),
       jnp.zeros((batch, span), jnp.float32),
     )
-    _, state, tokens, log_probs = jax.lax.while_loop(unfinished, one, start)
-    cache = split_texts(state.cache, batch)
-    return dataclasses.replace(state, cache=cache), tokens, log_probs
+    return jax.lax.while_loop(unfinished, one, start)[1:]
 
   return decode
 
 
-def span_numbers(
-  sampling: Sampling, count: int, enough: int
-) -> dict[str, np.generic]:
+def span_numbers(sampling: Sampling, count: int) -> dict[str, np.generic]:
   """Traced arguments of a span: other values need no new compilation.
 
   Args:
     sampling: how tokens are sampled.
     count: tokens wanted, at most the span.
-    enough: rows that have ended when the span is to end.
   """
   return {
     "seed": np.uint32(sampling.seed),
     "count": np.int32(count),
-    "enough": np.int32(enough),
-    "limit": np.int32(sampling.max_new_tokens),
     "temperature": np.float32(sampling.temperature),
     "top_k": np.int32(sampling.top_k),
     "top_p": np.float32(sampling.top_p),
@@ -245,7 +175,7 @@ def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:
 
 
 def _split_cache(x: jax.Array) -> jax.Array:
-  """Keys, values and scales: batch and heads over the mesh."""
+  """Keys and values: batch and heads over the mesh."""
   return constrain(x, "batch", "heads", *[None] * (x.ndim - 2))
 
 
@@ -342,14 +272,9 @@ class CompletionWriter:
     self._text, self._given = "", 0
     self.finish_reason = ""
 
-  @property
-  def count(self) -> int:
-    """Tokens that were written."""
-    return len(self._tokens)
-
   def add(self, token: int, log_prob: float) -> None:
     """Adds the next token; tokens after the end of the text are ignored."""
-    if self.finish_reason or token == NO_TOKEN:
+    if self.finish_reason:
       return
     if not math.isfinite(log_prob):
       raise FloatingPointError(f"the model's probabilities are {log_prob}")

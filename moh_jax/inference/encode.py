@@ -81,7 +81,7 @@ def encode_latents(
   params = jax.device_put(params, sharding.replicated(mesh))
 
   def encode(images: list[_Image]) -> jax.Array:
-    pixels = np.stack([image.pixels for image in images])
+    pixels = np.stack([pixels for *_, pixels in images])
     padding = [(0, options.batch_size - len(images)), *((0, 0),) * 3]
     pixels = np.pad(pixels, padding)  # one size, one compilation
     return _moments(VAE(config), params, sharding.shard_batch(pixels, mesh))
@@ -95,9 +95,10 @@ def encode_latents(
       with writer.open(shard) as target:
         previous: tuple = ((), ())  # added while the devices encode the next
         while batch := list(itertools.islice(of_shard, options.batch_size)):
-          for bad in (image for image in batch if image.problem):
-            target.skip(bad.problem)
-          good = [image for image in batch if not image.problem]
+          good = [image for image in batch if not isinstance(image[2], str)]
+          for *_, problem in batch:
+            if isinstance(problem, str):
+              target.skip(problem)
           encoded = (good, encode(good)) if good else ((), ())
           _add(target, *previous)
           previous = encoded
@@ -106,14 +107,8 @@ def encode_latents(
   return writer.finish(**notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Image:
-  """An image to encode, or the reason why not."""
-
-  name: str
-  label: int = 0
-  pixels: np.ndarray | None = None
-  problem: str = ""
+# Name, label and pixels of an image, or why it cannot be used.
+_Image = tuple[str, int, np.ndarray | str]
 
 
 def _read_images(
@@ -130,11 +125,11 @@ def _read_images(
       example = crop(checked[place])
     except (ValueError, OSError) as error:
       if options.bad_images == "skip":
-        return _Image(name, problem=str(error))
+        return name, 0, str(error)
       raise ValueError(
         f"{error}; --bad-images skip leaves out what cannot be used"
       ) from error
-    return _Image(name, int(example["label"]), example["image"])
+    return name, int(example["label"]), example["image"]
 
   return read_ahead(read, places, options.threads, 2 * options.batch_size)
 
@@ -160,9 +155,9 @@ def _moments(autoencoder: VAE, params: Any, images: jax.Array) -> jax.Array:
 
 
 def _add(target: OpenShard, images: Sequence[_Image], moments: Any) -> None:
-  for image, values in zip(images, np.asarray(moments)):
+  for (name, label, _), values in zip(images, np.asarray(moments)):
     try:
       payload = encode_moments(values)
     except ValueError as error:
-      raise ValueError(f"{image.name}: {error}") from error
-    target.add({"label": image.label, "name": image.name}, payload)
+      raise ValueError(f"{name}: {error}") from error
+    target.add({"label": label, "name": name}, payload)

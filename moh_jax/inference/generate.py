@@ -1,7 +1,7 @@
 """Text generation with a key/value cache, and completions of whole files."""
 
-import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -11,8 +11,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 import tqdm
-import xxhash
 from jax.sharding import Mesh
 
 from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
@@ -20,7 +20,6 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import Message, chat_ids
 from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
 from moh_jax.inference import decoding
-from moh_jax.inference.batch import Batch, Programs
 from moh_jax.inference.restore import (
   Restored,
   fingerprint,
@@ -30,28 +29,15 @@ from moh_jax.inference.restore import (
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import serving_dtypes
 from moh_jax.runtime import sharding
-from moh_jax.runtime.files import (
-  check_regular,
-  disk_errors,
-  only_writer,
-  write_whole,
-)
-from moh_jax.runtime.json_files import (
-  parse_json,
-  read_json,
-  same_settings,
-  strict_json,
-)
+from moh_jax.runtime.files import disk_errors, write_whole
+from moh_jax.runtime.json_files import same_settings, strict_json
 from moh_jax.runtime.processes import ask_first_process
 
 Prompt = str | Sequence[int]
 
 _SPAN = 16  # tokens between two looks at what was written
 _GREEDY = Sampling()
-# Of a completion that a file holds.
-_KEYS = {"index", "prompt", *decoding.Completion.__dataclass_fields__}
-_MOST_LINE_BYTES = 1 << 28
-_NOTE = "_written"  # beside the settings
+_SMALLEST_BUCKET = 16
 # Batches of a file whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8
 _OPTIONS = ("cache_dtype", "batch_size", "add_bos", "parse_special")
@@ -87,8 +73,8 @@ class Generator:
       tokenizer: the one it was trained with.
       mesh: devices that share the work; the one that `restored` lies on. None
         is one device.
-      cache_dtype: of keys and values: "float32" or "bfloat16"; None is
-        the compute dtype, on a CPU float32.
+      cache_dtype: of keys and values: "float32" or "bfloat16"; None is the
+        compute dtype, on a CPU float32.
       batch_size: texts written at one time.
       add_bos: whether prompts begin with the begin of text; None does what the
         tokenizer says.
@@ -125,15 +111,9 @@ class Generator:
     model = LLM(served, unrolled=True)
     with sharding.use_mesh(mesh):
       params = serving_params(restored.params, config)
-    self._programs = Programs(
-      config,
-      params,
-      decoding.make_prefill(model, cache_dtype),
-      decoding.make_decode(model, tokenizer.stop_ids, _SPAN),
-      mesh,
-      shares=cache_dtype in (config.dtype, "float32")
-      and config.rope.scaling != "dynamic",
-    )
+    self._params, self._mesh = params, mesh
+    self._prefill = decoding.make_prefill(model, cache_dtype)
+    self._decode = decoding.make_decode(model, tokenizer.stop_ids, _SPAN)
 
   @classmethod
   def from_checkpoint(
@@ -159,7 +139,7 @@ class Generator:
 
   def fingerprint(self) -> str:
     """Identifies the model by its content; reads all parameters."""
-    return fingerprint(self.config, self._programs.params)
+    return fingerprint(self.config, self._params)
 
   def chat(
     self,
@@ -282,18 +262,70 @@ class Generator:
     writers = [
       decoding.CompletionWriter(self.tokenizer, sampling, p) for p in prompts
     ]
-    batch = Batch(
-      self._programs,
-      prompts,
-      writers,
-      sampling,
-      size=self.batch_size,
-      first=first,
-      span=span,
-    )
-    while not all(writer.finish_reason for writer in writers):
-      batch.write()
-      yield writers
+    # Batches of about one length.
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for start in range(0, len(order), self.batch_size):
+      rows = order[start : start + self.batch_size]
+      state = self._read(prompts, rows, first, sampling)
+      for written in range(0, sampling.max_new_tokens, span):
+        count = min(span, sampling.max_new_tokens - written)
+        numbers = decoding.span_numbers(sampling, count)
+        with sharding.use_mesh(self._mesh):
+          state, *new = self._decode(
+            self._params, state, numbers, sampling.greedy, sampling.cut
+          )
+        for i, *row in zip(rows, *sharding.gather(new)):
+          for token, log_prob in itertools.islice(zip(*row), count):
+            writers[i].add(int(token), float(log_prob))
+        yield writers
+        if all(writers[i].finish_reason for i in rows):
+          break
+
+  def _read(
+    self,
+    prompts: Sequence[list[int]],
+    rows: Sequence[int],
+    first: int,
+    sampling: Sampling,
+  ) -> decoding.Decoding:
+    """Reads the prompts of a batch into a new cache."""
+    size = batch_bucket(len(rows), self.config)
+    size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))
+    length = length_bucket(len(prompts[rows[0]]))  # the longest
+    slots = length_bucket(length + sampling.max_new_tokens)
+    tokens = np.zeros((size, length), np.int32)
+    padding = np.full(size, length - 1, np.int32)
+    numbers = np.zeros(size, np.int32)
+    for row, i in enumerate(rows):
+      padding[row], numbers[row] = length - len(prompts[i]), first + i
+      tokens[row, padding[row] :] = prompts[i]
+    inputs = tokens, padding, numbers, np.arange(size) >= len(rows)
+    inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
+    with sharding.use_mesh(self._mesh):
+      return self._prefill(self._params, *inputs, slots)
+
+
+def batch_bucket(texts: int, config: LLMConfig) -> int:
+  """Batch size that `texts` prompts are padded to."""
+  on_cpu = jax.devices()[0].platform == "cpu"
+  # A single row is a matrix-vector product, which XLA keeps off the CPU's
+  # bfloat16 units: two rows take a fraction of its time.
+  smallest = 2 if on_cpu and config.dtype == "bfloat16" else 1
+  return max(smallest, _power(texts))
+
+
+def length_bucket(tokens: int) -> int:
+  """Slots for so many tokens: 4 to 7 times a power of two, at most 1/4 free.
+
+  Every token that is written reads all slots, and every bucket is a program.
+  """
+  step = max(4, _power(tokens) // 8)
+  return max(_SMALLEST_BUCKET, -(-tokens // step) * step)
+
+
+def _power(size: int) -> int:
+  """The power of two that is at least `size`."""
+  return 1 << (size - 1).bit_length()
 
 
 def default_cache_dtype(config: LLMConfig) -> str:
@@ -327,22 +359,21 @@ def complete_file(
   settings: dict[str, Any],
   prompt_of: Callable[[Sequence[str]], Prompt] = lambda turns: turns[-1],
 ) -> int:
-  """Writes on from every prompt of a file.
+  """Writes on from many prompts into a file, where a killed call continues.
 
   OUT gets a line of JSON for each prompt, in order: "index" (from 0), "prompt"
-  and the fields of `Completion`. A call that was killed goes on after the last
-  whole line, and the file ends as if nothing had happened. OUT.settings.json
-  says what it was made with. Prompt i has the samples of prompt i in one call
-  of `Generator.generate`, whatever the batches.
+  and the fields of `Completion`. OUT.settings.json says what it was made with.
+  Prompt i has the samples of prompt i in one call of `Generator.generate`,
+  whatever the batches.
 
   Args:
     generator: the model; its `batch_size` texts are written at one time.
-    prompts: of the file.
+    prompts: the texts.
     out: file to write, or to continue.
     sampling: how tokens are sampled.
     settings: what else the texts depend on, as JSON values, such as the
       checkpoint; a later call must have the same.
-    prompt_of: from the row's text, alone in a list, to the prompt.
+    prompt_of: from a text, alone in a list, to the prompt.
 
   Returns:
     Number of completions that were there before.
@@ -352,120 +383,51 @@ def complete_file(
       of other settings or something else.
     OSError: a line cannot be written; those before it are whole.
   """
-  out = pathlib.Path(out)
-  settings = {
-    "prompts": xxhash.xxh3_128_hexdigest(json.dumps(list(prompts)).encode()),
-    **settings,
-    **dataclasses.asdict(sampling),
-  }
+  out, size = pathlib.Path(out), _CHUNK_BATCHES * generator.batch_size
+  stated = out.with_name(out.name + ".settings.json")
   for index, prompt in enumerate(prompts):
     generator.encode(index, prompt_of([prompt]), sampling)
-  with contextlib.ExitStack() as held:  # the file, by the first process
-    written = _Written(out, settings)
-    (done,) = ask_first_process(lambda: [_open(written, prompts, held)], 1)
-    is_first = jax.process_index() == 0
-    size = _CHUNK_BATCHES * generator.batch_size
-    # A chunk that is half written is made again, with the same batches.
-    first = done // size * size if done < len(prompts) else done
-    texts = itertools.islice(prompts, first, None)
-    with tqdm.tqdm(
-      total=len(prompts),
-      initial=done,
-      unit="prompt",
-      disable=not is_first or None,
-    ) as bar:
-      while chunk := list(itertools.islice(texts, size)):
-        made = generator.generate(
-          [prompt_of([text]) for text in chunk], sampling, first=first
-        )
-        rows = [
-          {"index": index, "prompt": text, **dataclasses.asdict(completion)}
-          for index, text, completion in zip(
-            itertools.count(first), chunk, made
-          )
-        ][max(done - first, 0) :]
-        if is_first:
-          with disk_errors(str(out), "the lines before are"):
-            written.append(rows)
-        bar.update(len(rows))
-        first += len(chunk)
-    return done
+  sha256 = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
+  settings = {"prompts": sha256, **settings, **dataclasses.asdict(sampling)}
 
-
-class _Written:
-  """A file of completions, and beside it settings and checksum of its lines."""
-
-  def __init__(self, out: pathlib.Path, settings: dict[str, Any]):
-    self.out, self.settings = out, settings
-    self.stated = out.with_name(out.name + ".settings.json")
-    self.size, self._sum = 0, xxhash.xxh3_128()
-
-  def note(self) -> dict[str, Any]:
-    """What identifies the lines so far."""
-    return {"bytes": self.size, "xxh3": self._sum.hexdigest()}
-
-  def add(self, line: bytes) -> None:
-    """Counts a line that is in the file."""
-    self._sum.update(line)
-    self.size += len(line)
-
-  def append(self, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes lines; killed before the note, the file has more than it says."""
-    with self.out.open("ab") as file:
-      for row in rows:
-        line = strict_json(row).encode() + b"\n"
-        file.write(line)
-        self.add(line)
-      file.flush()
-      os.fsync(file.fileno())
-    self.state()
-
-  def state(self) -> None:
-    """Writes settings and note."""
-    text = json.dumps({**self.settings, _NOTE: self.note()}, indent=2)
-    write_whole(self.stated, f"{text}\n".encode())
-
-
-def _open(
-  written: _Written, prompts: Sequence[str], held: contextlib.ExitStack
-) -> int:
-  """Starts the file, or cuts off a half-written line; returns whole lines."""
-  out, stated = written.out, written.stated
-  if out.exists():
-    check_regular(out)
-  out.touch()
-  held.enter_context(only_writer(out))
-  if not out.stat().st_size:
-    with disk_errors(str(stated), "nothing else is"):
-      written.state()
-  if not same_settings(stated, written.settings, f"{out} holds completions"):
-    raise ValueError(
-      f"{out} exists, and no {stated.name} beside it says what it was made "
-      "with; choose another --out"
-    )
-  # Versions before left none.
-  note, notes = read_json(stated).get(_NOTE), [written.note()]
-  lines, texts = 0, iter(prompts)
-  with out.open("r+b") as file:
-    while line := file.readline(_MOST_LINE_BYTES):
-      if line.endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-          row = parse_json(line, max_bytes=_MOST_LINE_BYTES)
-          wanted = [(lines, text) for text in itertools.islice(texts, 1)]
-          is_index = type(row["index"]) is int and row.keys() == _KEYS
-          if is_index and [(row["index"], row["prompt"])] == wanted:
-            written.add(line)
-            notes.append(written.note())
-            lines += 1
-            continue
+  def begin() -> list[int]:
+    """Cuts off a part of a chunk; returns the number of lines that stay."""
+    lines = out.read_bytes().splitlines(True) if out.exists() else []
+    if not same_settings(stated, settings, f"{out} holds completions"):
+      if lines:
         raise ValueError(
-          f"{out}, line {lines + 1}: not what was written for prompt {lines}; "
-          "remove the file, or choose another --out"
+          f"{out} exists, and no {stated.name} beside it says what it was made "
+          "with; choose another --out"
         )
-    if note is not None and note not in notes:
-      raise ValueError(
-        f"{out}: its lines are not what was written; remove the file, or "
-        "choose another --out"
+      write_whole(stated, json.dumps(settings, indent=2).encode())
+    count = sum(line.endswith(b"\n") for line in lines)
+    if count < len(prompts):
+      count -= count % size  # so that batches are what they would have been
+    out.touch()
+    os.truncate(out, sum(map(len, lines[:count])))
+    return [count]
+
+  (done,) = ask_first_process(begin, 1)
+  is_first = jax.process_index() == 0
+  with tqdm.tqdm(
+    total=len(prompts),
+    initial=done,
+    unit="prompt",
+    disable=not is_first or None,
+  ) as bar:
+    for first in range(done, len(prompts), size):
+      chunk = prompts[first : first + size]
+      made = generator.generate(
+        [prompt_of([text]) for text in chunk], sampling, first=first
       )
-    file.truncate(written.size)
-  return lines
+      if is_first:
+        rows = (
+          {"index": index, "prompt": text, **dataclasses.asdict(completion)}
+          for index, (text, completion) in enumerate(zip(chunk, made), first)
+        )
+        text = "".join(f"{strict_json(row)}\n" for row in rows)
+        with disk_errors(str(out), "the lines before are"):
+          with out.open("a") as file:
+            file.write(text)
+      bar.update(len(chunk))
+  return done

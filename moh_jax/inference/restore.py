@@ -103,10 +103,7 @@ def restore(
   """Restores a checkpoint for inference.
 
   Args:
-    directory: a working directory of train.py or an output of `convert`; also
-      public weights as `convert` reads them, by their usual name: a file, a
-      folder such as `export` writes, or a repository that is in the cache of
-      the Hugging Face Hub. They are converted in a temporary folder.
+    directory: a working directory of train.py or an output of `convert`.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
@@ -126,10 +123,6 @@ def restore(
     ValueError: the checkpoint is damaged, or an override does not fit the
       model.
   """
-  if not steps.in_bucket(directory) and steps.may_be_public(directory):
-    from moh_jax.convert.checkpoints import unpacked
-
-    directory = unpacked(directory)
   stored, step = checkpoint.read_metadata(directory, step)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
   config = serving_config(stored.config, changes, overrides, sample or {})

@@ -1,11 +1,9 @@
 """Images from a diffusion checkpoint: a few into memory, many into files."""
 
-import contextlib
-import io
-import itertools
 import json
 import os
 import pathlib
+import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,36 +11,19 @@ from typing import Any
 import jax
 import numpy as np
 import tqdm
-import xxhash
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from PIL import PngImagePlugin
 
 from moh_jax.config import Config, MeshConfig, check_command
-from moh_jax.data.decode import open_image, to_picture
+from moh_jax.data.decode import to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
-from moh_jax.runtime.files import (
-  check_regular,
-  disk_errors,
-  inside,
-  npz_damage,
-  only_writer,
-  read_bytes,
-  read_npz,
-  remove_files,
-  replacing,
-  write_whole,
-)
-from moh_jax.runtime.json_files import plain, same_settings
+from moh_jax.runtime.files import inside, replacing, write_whole
+from moh_jax.runtime.json_files import same_settings
 from moh_jax.runtime.processes import ask_first_process
 
 Labels = Sequence[int | None]
-
-_SETTINGS = "settings.json"
-_MOST_PNG_BYTES = 1 << 30
-_MARK = "moh_jax"  # name of a text in PNG files
 
 
 class Sampler:
@@ -57,8 +38,6 @@ class Sampler:
     mesh: Mesh | None = None,
     decode: Decode | None = None,
     noise: np.ndarray | None = None,
-    start: np.ndarray | None = None,
-    strength: float = 1.0,
   ):
     """Prepares the program; it is compiled by the first batch.
 
@@ -71,34 +50,21 @@ class Sampler:
       decode: latents to images; required by models of latents.
       noise: [n, X, Y, channels] standard normal, what the images begin with in
         turn; None draws it from the seed.
-      start: [n, X, Y, channels] scaled latents or pixels in [-1, 1], examples
-        that the images begin from in turn (arXiv:2108.01073).
-      strength: how much of a start image is drawn anew, above 0, at most 1:
-        the part of the steps that is taken.
 
     Raises:
-      ValueError: not a diffusion model, a label, the seed or the strength out
-        of range, noise or examples of another shape, or the decoder is missing.
+      ValueError: not a diffusion model, a label or the seed out of range, noise
+        of another shape, or the decoder is missing.
     """
     config = restored.config
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     check_request(config, labels, seed)
     classes = config.model.num_classes
-    if not 0 < strength <= 1:
-      raise ValueError(f"strength={strength} must be above 0, at most 1")
-    if start is None and strength != 1:
-      raise ValueError(f"strength={strength} is of `start`, which is missing")
-    if start is not None and config.diffusion.space == "pixel":
-      if np.abs(start).max(initial=0) > 1:
-        raise ValueError("start: pixels must be in [-1, 1]")
-    self._given = {
-      name: _rows(name, value, config)
-      for name, value in {"noise": noise, "start": start}.items()
-      if value is not None
-    }
-    self._paint = make_image_sampler(
-      restored.model, config, decode, strength=strength
-    )
+    if noise is not None:
+      noise, shape = np.asarray(noise, np.float32), config.model.input_shape
+      if noise.ndim != 4 or noise.shape[1:] != shape:
+        raise ValueError(f"noise of shape {noise.shape} must be (n, *{shape})")
+    self._noise = noise
+    self._paint = make_image_sampler(restored.model, config, decode)
     known = [classes if label is None else label for label in labels]
     self.labels = np.asarray(known or range(classes), np.int32)
     names = (*(restored.class_names or map(str, range(classes))), "none")
@@ -123,11 +89,10 @@ class Sampler:
     index = sharding.pad_to_shards(index, self._mesh)
     labels = self.label(index)
     parts = [sharding.put_batch(part, self._mesh) for part in (index, labels)]
-    given = {
-      name: sharding.put_batch(rows[index % len(rows)], self._mesh)
-      for name, rows in self._given.items()
-    }
-    images = self._paint(self._params, self._seed, *parts, **given)
+    if self._noise is not None:
+      noise = self._noise[index % len(self._noise)]
+      parts.append(sharding.put_batch(noise, self._mesh))
+    images = self._paint(self._params, self._seed, *parts)
     return sharding.gather(images)[:size]
 
   def label(self, index: np.ndarray) -> np.ndarray:
@@ -140,19 +105,6 @@ class Sampler:
     Where several classes have one name, the number follows it.
     """
     return self._names[label]
-
-
-def _rows(name: str, rows: np.ndarray, config: Config) -> np.ndarray:
-  rows = np.asarray(rows, np.float32)
-  shape = config.model.input_shape
-  if rows.ndim != 4 or rows.shape[1:] != shape or not len(rows):
-    raise ValueError(
-      f"{name} of shape {rows.shape} must be (n, {str(shape)[1:]} with n at "
-      "least 1"
-    )
-  if not np.isfinite(rows).all():
-    raise ValueError(f"{name} holds NaN or infinite numbers")
-  return rows
 
 
 def check_request(config: Config, labels: Labels, seed: int) -> None:
@@ -213,7 +165,8 @@ def sample_files(
   A killed call continues with the batches that are not all there. For an npz
   file they wait in OUT.parts; the file appears when it is whole, with "arr_0"
   [num, X, Y, channels] uint8 and the labels "arr_1" [num] int32. PNGs are
-  OUT/LABEL/NUMBER.png, see `Sampler.name`.
+  OUT/LABEL/NUMBER.png, see `Sampler.name`. OUT.settings.json, or settings.json
+  in the folder, says what they were made with.
 
   Args:
     sampler: which images.
@@ -230,15 +183,16 @@ def sample_files(
     ValueError: there are images of other settings.
     OSError: a file cannot be written; those before it are whole.
   """
-  out, settings = pathlib.Path(out), {**settings, "num": num}
-  starts = range(0, num, batch_size)
+  out, starts = pathlib.Path(out), range(0, num, batch_size)
   labels = sampler.label(np.arange(num, dtype=np.int32))
   joined = out.suffix == ".npz"
+  settings = {**settings, "num": num}
   if joined:
-    folder, settings["batch_size"] = _parts(out), batch_size
-    files = [[folder / f"{start:09d}.npz"] for start in starts]
+    folder, settings["batch_size"] = _beside(out, ".parts"), batch_size
+    stated = _beside(out, ".settings.json")
+    files = [[folder / f"{start:09d}.npy"] for start in starts]
   else:
-    folder = out
+    folder, stated = out, out / "settings.json"
     pictures = [
       # A name of several words, "cup/mug" say, is one folder.
       inside(out, sampler.name(label).replace("/", "%2F"), "class name")
@@ -246,179 +200,65 @@ def sample_files(
       for i, label in enumerate(labels)
     ]
     files = [pictures[start : start + batch_size] for start in starts]
-  every = list(itertools.chain.from_iterable(files))
-
-  def is_there(file: pathlib.Path) -> bool:
-    if not joined and file.exists():
-      _check_picture(file, _name(file, folder), settings)
-    return file.exists()
 
   def find_missing() -> list[bool]:
-    if joined and _is_finished(out, settings):
-      return [False] * len(files)
-    if not _has_settings(folder, settings):
-      if found := next((file for file in every if file.exists()), None):
+    if not same_settings(stated, settings, f"{out} holds samples"):
+      if joined and out.exists():
         raise ValueError(
-          f"{found} is there, and no {folder / _SETTINGS} says what it was "
-          "made with; remove it, or choose another --out"
+          f"{out} exists, and no {stated.name} beside it says what it was made "
+          "with; choose another --out"
         )
-      folder.mkdir(parents=True, exist_ok=True)
-    held.enter_context(only_writer(folder))
-    if not _has_settings(folder, settings):
-      write_whole(folder / _SETTINGS, _comment(settings))
-    return [not all(map(is_there, batch)) for batch in files]
+      stated.parent.mkdir(parents=True, exist_ok=True)
+      write_whole(stated, json.dumps(settings, indent=2).encode())
+    folder.mkdir(exist_ok=True)
+    done = joined and out.exists()
+    return [not done and not all(f.exists() for f in some) for some in files]
 
-  with contextlib.ExitStack() as held:  # the folder, by the first process
-    flags = ask_first_process(find_missing, len(files))
-    missing = [start for start, flag in zip(starts, flags) if flag]
-    is_first = jax.process_index() == 0
-    for start, images in _batches(sampler, num, batch_size, missing):
-      contents = zip(files[start // batch_size], [images] if joined else images)
-      for file, content in contents if is_first else ():
-        file.parent.mkdir(exist_ok=True)
-        with disk_errors(str(file), "what was written before is"):
-          mark = _mark(settings, _name(file, folder), content)
-          with replacing(file) as fresh:
-            (_write_part if joined else write_png)(fresh, content, mark)
-    if joined and is_first:
-      # Another process may have finished it where files have no locks.
-      if not (_is_finished(out, settings) if missing else out.exists()):
-        with disk_errors(str(out), f"what is in {folder} is"):
-          _join(out, every, num, labels, settings)
-      _remove_parts(folder, every, settings)
-    multihost_utils.sync_global_devices("samples written")
-    return sum(min(batch_size, num - start) for start in missing)
+  flags = ask_first_process(find_missing, len(files))
+  missing = [start for start, flag in zip(starts, flags) if flag]
+  is_first = jax.process_index() == 0
+  for start, images in _batches(sampler, num, batch_size, missing):
+    contents = zip(files[start // batch_size], [images] if joined else images)
+    for file, content in contents if is_first else ():
+      file.parent.mkdir(exist_ok=True)
+      if joined:
+        with replacing(file) as fresh, fresh.open("wb") as stream:
+          np.save(stream, content)
+      else:
+        write_png(file, content)
+  if joined and is_first:
+    if not out.exists():
+      _join(out, [file for (file,) in files], labels)
+    shutil.rmtree(folder)
+  multihost_utils.sync_global_devices("samples written")
+  return sum(min(batch_size, num - start) for start in missing)
 
 
-def _name(file: pathlib.Path, folder: pathlib.Path) -> str:
-  return file.relative_to(folder).as_posix()
+def _beside(out: pathlib.Path, ending: str) -> pathlib.Path:
+  return out.with_name(out.name + ending)
 
 
-def _mark(settings: dict[str, Any], name: str, pixels: np.ndarray) -> str:
-  """Tells a file of these samples from another one and from a damaged one."""
-  content = _comment(settings) + os.fsencode(name) + pixels.tobytes()
-  return xxhash.xxh3_128(content).hexdigest()
-
-
-def _write_part(path: pathlib.Path, images: np.ndarray, mark: str) -> None:
-  with path.open("wb") as stream:
-    np.savez(stream, images=images, mark=mark)
-
-
-def write_png(path: pathlib.Path, pixels: np.ndarray, mark: str = "") -> None:
-  """Writes an image [X, Y, 1 or 3] uint8, with a text that `_mark` made."""
-  info = PngImagePlugin.PngInfo()
-  if mark:
-    info.add_text(_MARK, mark)
-  to_picture(pixels).save(path, "PNG", pnginfo=info)
-
-
-def _check_picture(
-  file: pathlib.Path, name: str, settings: dict[str, Any]
-) -> None:
-  """Checks that a picture is whole, and one of these samples.
-
-  Raises:
-    ValueError: it is damaged, or another one.
-  """
-  content = read_bytes(file, _MOST_PNG_BYTES)
-  try:
-    with open_image(io.BytesIO(content), str(file)) as picture:
-      pixels, mark = np.asarray(picture), picture.info.get(_MARK)
-  except Exception as error:  # a damaged image raises nearly anything
-    raise ValueError(f"{file}: damaged, remove it: {error}") from error
-  if mark != _mark(settings, name, pixels):
-    raise ValueError(f"{file}: is not the image sampled here; remove it")
+def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
+  """Writes an image [X, Y, 1 or 3] uint8."""
+  with replacing(path) as fresh:
+    to_picture(pixels).save(fresh, "PNG")
 
 
 def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
   """Writes images [n, X, Y, 1 or 3] uint8 side by side into a PNG file."""
-  with replacing(path) as fresh:
-    write_png(fresh, image_grid(images, columns))
-
-
-def _parts(out: pathlib.Path) -> pathlib.Path:
-  """The folder of the finished batches of an npz file."""
-  return out.with_name(out.name + ".parts")
-
-
-def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
-  """Whether the file is there; its comment says what it was made with."""
-  if not out.exists():
-    return False
-  check_regular(out)
-  with contextlib.suppress(ValueError), npz_damage(out):
-    with zipfile.ZipFile(out) as archive:
-      is_ours = json.loads(archive.comment) == plain(settings)
-      is_ours &= archive.namelist() == ["arr_0.npy", "arr_1.npy"]
-      if is_ours and archive.testzip() is None:  # compares checksums
-        return True
-  raise ValueError(
-    f"{out} exists and was made with other settings, or is damaged; remove it "
-    "or choose another file"
-  )
-
-
-def _comment(settings: dict[str, Any]) -> bytes:
-  return json.dumps(settings, sort_keys=True).encode()
-
-
-def _has_settings(folder: pathlib.Path, settings: dict[str, Any]) -> bool:
-  """Whether a folder has settings, which must be those of the same images."""
-  if folder.is_symlink():
-    raise ValueError(f"{folder} is a symbolic link; remove it")
-  what = f"{folder} holds unfinished samples"
-  return same_settings(folder / _SETTINGS, settings, what)
-
-
-def _remove_parts(
-  parts: pathlib.Path, files: list[pathlib.Path], settings: dict[str, Any]
-) -> None:
-  """Removes the parts, and the settings last; other files stay.
-
-  After a kill the next call goes on with it.
-  """
-  try:
-    _has_settings(parts, settings)
-  except ValueError:  # they are of another file, or elsewhere
-    return
-  for file in files:
-    file.unlink(missing_ok=True)
-  for left in parts.glob(".*.npz.*.tmp"):  # by kills
-    left.unlink(missing_ok=True)
-  remove_files(parts, _SETTINGS)
-
-
-def _read_part(part: pathlib.Path, settings: dict[str, Any]) -> np.ndarray:
-  """The images that `_write_part` wrote.
-
-  Raises:
-    ValueError: the file is damaged, or another one.
-  """
-  try:
-    images, mark = read_npz(part, ("images", "mark")).values()
-  except ValueError as error:
-    raise ValueError(f"{error}; remove it") from error
-  if mark != _mark(settings, part.name, images):
-    raise ValueError(f"{part}: is not what was sampled here; remove it")
-  return images
+  write_png(path, image_grid(images, columns))
 
 
 def _join(
-  out: pathlib.Path,
-  parts: list[pathlib.Path],
-  num: int,
-  labels: np.ndarray,
-  settings: dict[str, Any],
+  out: pathlib.Path, parts: list[pathlib.Path], labels: np.ndarray
 ) -> None:
-  """Streams the parts into one npz, a part in memory at a time."""
-  shape = _read_part(parts[0], settings).shape[1:]
-  header = {"descr": "|u1", "fortran_order": False, "shape": (num, *shape)}
+  """Makes one npz file of all parts, of which one is in memory at a time."""
+  shape = len(labels), *np.load(parts[0], mmap_mode="r").shape[1:]
+  header = {"descr": "|u1", "fortran_order": False, "shape": shape}
   with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
     with archive.open("arr_0.npy", "w", force_zip64=True) as stream:
       np.lib.format.write_array_header_2_0(stream, header)
       for part in parts:
-        stream.write(_read_part(part, settings).tobytes())
+        stream.write(np.load(part, mmap_mode="r").data)
     with archive.open("arr_1.npy", "w") as stream:
       np.save(stream, labels)
-    archive.comment = _comment(settings)

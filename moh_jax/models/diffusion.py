@@ -34,11 +34,6 @@ class AnyProcess:
     """S."""
     return len(self.timesteps)
 
-  def first(self, steps: int) -> "AnyProcess":
-    """The least noisy steps alone."""
-    fields = (getattr(self, f.name) for f in dataclasses.fields(self))
-    return type(self)(*(field[:steps] for field in fields))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Process(AnyProcess):

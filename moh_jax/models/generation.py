@@ -15,7 +15,6 @@ from moh_jax.models.diffusion import (
   even_log_snr,
   even_times,
   make_process,
-  q_sample,
   respace,
 )
 from moh_jax.models.samplers import guide, sample
@@ -23,16 +22,14 @@ from moh_jax.runtime.sharding import check_finite
 
 _GAP = 2  # white pixels between the images of a grid
 
-# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels]. Two
-# more are optional: the noise to begin with, and the examples to begin from.
+# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels]. The
+# noise to begin with may follow.
 SampleFn = Callable[..., jax.Array]
 # Latents [B, x, y, channels], unscaled, to images [B, X, Y, 3] in [-1, 1].
 Decode = Callable[[jax.Array], jax.Array]
 
 
-def make_sampler(
-  model: nn.Module, config: Config, *, strength: float = 1.0
-) -> SampleFn:
+def make_sampler(model: nn.Module, config: Config) -> SampleFn:
   """Makes a function that samples examples with the options `config.sample`.
 
   All noise of an example comes from the seed and the example's index. So it is
@@ -41,19 +38,14 @@ def make_sampler(
   Args:
     model: the network of `config.model`.
     config: config of a diffusion model.
-    strength: part of the steps, the least noisy ones, that are taken from a
-      given example on; 1 takes all of them.
 
   Returns:
-    (params, seed, index, labels, noise=None, start=None) -> [B, X, Y, channels]
-    float32, not yet jitted. `noise` [B, X, Y, channels] is standard normal and
-    takes the place of the seed's; `start`, of the same shape, are examples to
-    begin from, with so much noise as the first of the steps has.
+    (params, seed, index, labels, noise=None) -> [B, X, Y, channels] float32,
+    not yet jitted. `noise` [B, X, Y, channels] is standard normal and takes the
+    place of the seed's.
   """
   options, diffusion = config.sample, config.diffusion
   process = _sampling_process(config)
-  if strength < 1:
-    process = process.first(max(1, round(strength * process.num_steps)))
 
   def run(
     params: Any,
@@ -61,7 +53,6 @@ def make_sampler(
     index: jax.Array,
     labels: jax.Array,
     noise: jax.Array | None = None,
-    start: jax.Array | None = None,
   ) -> jax.Array:
     shape = config.model.input_shape
     fold = jax.random.fold_in
@@ -82,9 +73,6 @@ def make_sampler(
       channels=options.cfg_channels,
     )
     x = draw(0) if noise is None else noise
-    if start is not None:
-      noisiest = jnp.full(index.shape, process.num_steps - 1)
-      x = q_sample(process, start, noisiest, x)
     return sample(
       predict,
       x,
@@ -114,8 +102,6 @@ def make_image_sampler(
   model: nn.Module,
   config: Config,
   decode: Decode | None = None,
-  *,
-  strength: float = 1.0,
 ) -> SampleFn:
   """Makes a jitted function that samples images as pixels.
 
@@ -123,12 +109,10 @@ def make_image_sampler(
     model: the network of `config.model`.
     config: config of a diffusion model.
     decode: decoder of latents; models of pixels need none.
-    strength: see `make_sampler`.
 
   Returns:
-    (params, seed, index, labels, noise=None, start=None) -> [B, X, Y, channels]
-    uint8, see `make_sampler`; raises FloatingPointError where they are not
-    finite.
+    (params, seed, index, labels, noise=None) -> [B, X, Y, channels] uint8, see
+    `make_sampler`; raises FloatingPointError where they are not finite.
 
   Raises:
     ValueError: the model samples latents and `decode` is missing.
@@ -141,11 +125,11 @@ def make_image_sampler(
     )
   parts = config.diffusion.scaling.affine(config.model.channels)
   offset, factor = (np.float32(part)[None, None, None] for part in parts)
-  sample_fn = jax.jit(make_sampler(model, config, strength=strength))
+  sample_fn = jax.jit(make_sampler(model, config))
   finish = jax.jit(to_pixels)
 
-  def sample_images(*args: Any, **given: jax.Array) -> jax.Array:
-    x = sample_fn(*args, **given)
+  def sample_images(*args: Any) -> jax.Array:
+    x = sample_fn(*args)
     # Not part of the jitted programs: its weights would become constants there.
     x = x if in_pixels else decode(x / factor + offset)
     check_finite(x, "the images that the model makes")

@@ -69,7 +69,7 @@ def list_models() -> dict[str, dict[str, Any]]:
 
   "heads" are those of a layer (ViT: stage), "formats" the values of `convert
   --from` that read its weights, and "repository" where the Hugging Face Hub has
-  them, or None: `restore(REPOSITORY)` and `convert` take them from its cache.
+  them, or None: `convert` takes them from its cache.
   """
   found = {}
   for name, section in released_models().items():

@@ -5,7 +5,6 @@ states are checked against memory and against the file's length before an array
 is made; `zipfile` never unpacks more than it states.
 """
 
-import atexit
 import collections
 import contextlib
 import csv
@@ -33,7 +32,6 @@ from etils import epath
 
 # Deflate, as in zip and PNG files, makes at most this many bytes of one.
 DEFLATE_RATIO = 1032
-_TEMPORARY: dict[str, str] = {}  # folders, and what the user named
 # Also Unicode's ends of lines and turns of direction, and what XML forbids.
 _CONTROL = re.compile(
   r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufffe\uffff]"
@@ -282,31 +280,6 @@ def _lives(process: int) -> bool:
   except OSError:
     pass  # that of another user
   return True
-
-
-def temporary_folder(stands_for: str) -> str:
-  """A new folder that is removed when the process ends.
-
-  Args:
-    stands_for: what the user named, see `as_named`.
-  """
-  folder = tempfile.mkdtemp(prefix="moh_jax.")
-  _TEMPORARY[folder] = stands_for
-  return folder
-
-
-def as_named(text: str) -> str:
-  """A text in which temporary folders are called what the user named."""
-  for folder, name in _TEMPORARY.items():
-    text = text.replace(folder, name)
-  return text
-
-
-@atexit.register
-def remove_temporary() -> None:
-  """Removes the temporary folders, before an end that runs no `atexit`."""
-  while _TEMPORARY:
-    shutil.rmtree(_TEMPORARY.popitem()[0], ignore_errors=True)
 
 
 def remove_files(folder: pathlib.Path, *patterns: str) -> None:

@@ -43,7 +43,6 @@ from moh_jax.runtime.json_files import MAX_BYTES, parse_json
 
 FOLDER = "checkpoints"
 _STEP = re.compile("0|[1-9][0-9]{0,17}")  # a folder's name, no other spelling
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 MANIFEST = "manifest.txt"
 _LOG = logging.getLogger(__name__)
 _HEADER = "moh_jax manifest 1, XXH3-128 of the following lines: "
@@ -336,15 +335,6 @@ def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
       yield from _files(folder, f"{name}/")
     elif name != MANIFEST:
       yield name
-
-
-def may_be_public(source: str | os.PathLike) -> bool:
-  """Whether a local path may be public weights: it holds no checkpoint of ours.
-
-  What is not there may be a repository in the cache of the Hugging Face Hub.
-  """
-  there = os.path.exists(source) or REPOSITORY.fullmatch(os.fspath(source))
-  return bool(there) and not list_steps(source)
 
 
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:

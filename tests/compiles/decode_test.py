@@ -59,7 +59,7 @@ def _compiled(target: str, kv_heads: int, head_dim: int, cache_dtype: str):
       logits=jnp.zeros((_BATCH, config.vocab_size)),
       finished=zeros > 0,
       rows=zeros,
-      written=zeros,
+      written=jnp.int32(0),
     )
     return serving_params(nn.unbox(params), config), state
 
@@ -69,7 +69,7 @@ def _compiled(target: str, kv_heads: int, head_dim: int, cache_dtype: str):
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
     jax.eval_shape(arguments),
   )
-  numbers = span_numbers(Sampling(max_new_tokens=8), 8, _BATCH)
+  numbers = span_numbers(Sampling(max_new_tokens=8), 8)
   with jax.set_mesh(mesh):
     decode = make_decode(model, (2,), 8)
     lowered = decode.lower(params, state, numbers, True, False)

@@ -84,9 +84,8 @@ def greedy(
     np.arange(batch, dtype=np.int32),
     np.zeros(batch, bool),
     length + count,
-    length,
   )
-  numbers = span_numbers(Sampling(), count, batch)
+  numbers = span_numbers(Sampling(), count)
   decode = make_decode(network, (), count)
   return np.asarray(decode(params, state, numbers, True, False)[1])
 

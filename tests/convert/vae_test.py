@@ -112,7 +112,6 @@ class LoadTest(FolderTest):
     ({"latents_mean": [1.0]}, "latents.mean=.* must have 2 values"),
     ({"shift_factor": "0"}, ".*shift_factor.*must be"),
     ({"_class_name": "AsymmetricAutoencoderKL"}, "_class_name='Asymmetric"),
-    ({"out_channels": 4}, "out_channels=4"),
     ({"up_block_types": ["AttnUpDecoderBlock2D"] * 2}, "up_block_types="),
     ({"block_out_channels": "48"}, "block_out_channels='48' must"),
     ("{", "not valid JSON"),
@@ -147,7 +146,7 @@ class AutoencoderTest(FolderTest):
 
   @parameterized.parameters(
     ({"encoder": encoder_sha256(_CONFIG, tiny_vae.params())}, ""),
-    ({"encoder": "0" * 64}, "its encoder is not the one"),
+    ({"encoder": "0" * 64}, "its encoder is another one"),
     ({"latent_scale": 0.5, "latent_shift": 1.0},
      "0.5 here, 0.18215 there; latent.shift: 1.0 here, 0.0 there"),
   )  # fmt: skip
@@ -161,20 +160,13 @@ class AutoencoderTest(FolderTest):
       self._load(channels=3)
 
   @pytest.mark.integration
-  def test_encodes_scaled_means_and_decodes_with_weights_on_the_device(self):
-    loaded = self._load(latent_shift=0.5)
+  def test_decodes_with_weights_on_the_device(self):
+    loaded = self._load()
     target = jax.tree.leaves(loaded.params)[0].sharding
     images = np.random.default_rng(0).uniform(-1, 1, (2, 16, 16, 3))
     images = images.astype(np.float32)
     network, params = VAE(_CONFIG), {"params": tiny_vae.params()}
     mean, _ = network.apply(params, images, method="encode")
     decoded = network.apply(params, mean, method="decode")
-    for run, x, expected in (
-      (loaded.encoder(), images, (mean - 0.5) * 0.18215),
-      (loaded.decoder(), np.asarray(mean), decoded),
-    ):
-      first = run(jax.device_put(x, target))
-      np.testing.assert_allclose(first, expected, rtol=1e-4, atol=1e-5)
-      x = jax.device_put(x, target)
-      with jax.transfer_guard_host_to_device("disallow"):
-        np.testing.assert_array_equal(run(x), first)
+    first = loaded.decode(jax.device_put(np.asarray(mean), target))
+    np.testing.assert_allclose(first, decoded, rtol=1e-4, atol=1e-5)

@@ -4,7 +4,6 @@ import errno
 import functools
 import os
 import pathlib
-import zipfile
 from unittest import mock
 
 import jax
@@ -83,11 +82,6 @@ class SamplerTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"noise": np.zeros((8, 8, 1))}, r"noise of shape \(8, 8, 1\) must be"),
-    ({"start": np.zeros((0, 8, 8, 1))}, "start of shape .* n at least 1"),
-    ({"strength": 0.5}, "strength=0.5 is of `start`"),
-    ({"start": np.zeros((1, 8, 8, 1)), "strength": 0.0}, "strength=0.0 must"),
-    ({"start": np.full((1, 8, 8, 1), 2.0)}, r"start: pixels must be in \[-1"),
-    ({"noise": np.full((1, 8, 8, 1), np.nan)}, "noise holds NaN"),
     ({"labels": (1.5,)}, "label 1.5 must be in"),
     ({"labels": (3, 10)}, r"label 10 must be in \[0, 9\]"),
     ({"seed": -1}, r"seed=-1 must be in \[0, 2147483647\]"),
@@ -126,17 +120,6 @@ class FilesTest(FolderTest):
     file.unlink()
     self.assertEqual(self._run(), 2)
     self.assertEqual(file.read_bytes(), content)
-    other = (self.root / "none" / "000001.png").read_bytes()
-    for wrong in (content[:60], b"", other):
-      file.write_bytes(wrong)
-      with self.assertRaisesRegex(ValueError, "none/000003.png: .*remove it"):
-        self._run()
-    sample_lib.write_png(file, _images()[3])
-    with self.assertRaisesRegex(ValueError, "is not the image sampled here"):
-      self._run()
-    (self.root / "settings.json").unlink()
-    with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
-      self._run()
 
 
 class NpzTest(FolderTest):
@@ -144,6 +127,7 @@ class NpzTest(FolderTest):
     super().setUp()
     self.out = self.root / "images.npz"
     self.parts = self.root / "images.npz.parts"
+    self.stated = self.root / "images.npz.settings.json"
     self.sampled = []  # starts of the batches that were sampled to their end
     self.kill_before = None  # start of a batch
     images = _images()
@@ -168,14 +152,14 @@ class NpzTest(FolderTest):
       self._run(**options)
     self.assertFalse(self.out.exists())
 
-  def _assert_whole(self, *others):
+  def _assert_whole(self):
     with np.load(self.out, allow_pickle=False) as stored:
       self.assertEqual(stored.files, ["arr_0", "arr_1"])
       images, labels = stored["arr_0"], stored["arr_1"]
     np.testing.assert_array_equal(images, _images()[:_NUM])
     np.testing.assert_array_equal(labels, np.arange(_NUM) % 10)
     self.assertEqual((images.dtype, labels.dtype), (np.uint8, np.int32))
-    self.assertCountEqual(self.root.iterdir(), [self.out, *others])
+    self.assertCountEqual(self.root.iterdir(), [self.out, self.stated])
 
   @parameterized.parameters((), (8, 16), (0, 24), (24, 24))
   def test_kills_lose_nothing_and_nothing_is_sampled_again(self, *kills):
@@ -188,91 +172,9 @@ class NpzTest(FolderTest):
     self.assertEqual(self._run(), 0)
     self.assertEqual(self.sampled, list(_STARTS))
     self.assertEqual(self.out.read_bytes(), written)
-
-  def test_a_finished_file_that_was_changed_is_named(self):
-    self._run()
-    content = bytearray(self.out.read_bytes())
-    content[500] ^= 1
-    self.out.write_bytes(content)
-    with self.assertRaisesRegex(ValueError, "images.npz .* is damaged; remove"):
-      self._run()
-    content[500] ^= 1
-    self.out.write_bytes(content[1:] + content[:1])
-    with self.assertRaisesRegex(ValueError, "images.npz .* is damaged; remove"):
-      self._run()
-    self.out.write_bytes(content)
-    with zipfile.ZipFile(self.out) as archive:
-      comment = archive.comment
-    with zipfile.ZipFile(self.out, "w") as archive:  # one member is hidden
-      archive.writestr("arr_0.npy", b"")
-      archive.comment = comment
-    with self.assertRaisesRegex(ValueError, "images.npz .* is damaged; remove"):
-      self._run()
-    with mock.patch.object(zipfile, "ZipFile", side_effect=OSError(5, "I/O")):
-      with self.assertRaisesRegex(OSError, "I/O"):
-        self._run()
-
-  def test_other_files_among_the_parts_stay(self):
-    self.parts.mkdir()
-    np.save(self.parts / "mine.npy", np.zeros(3))
-    other = self.parts / "123456789.npz"  # a part of no call of this size
-    np.savez(other, np.zeros(3))
-    self._run()
-    self.assertEqual(self._run(), 0)
-    self.assertLen(list(self.parts.iterdir()), 2)
-    self._assert_whole(self.parts)
-
-  def test_what_a_kill_left_of_a_file_goes(self):
-    self._killed(kill_before=16)
-    (self.parts / ".000000008.npz.0123-45-6789ab.tmp").touch()
-    self._run()
     self._assert_whole()
 
-  def test_a_part_of_other_images_is_named(self):
-    self._killed(kill_before=16)
-    part = self.parts / "000000000.npz"
-    with np.load(part) as stored:
-      mark = stored["mark"]
-    np.savez(part, images=np.zeros((_SIZE, 2, 2, 3), np.uint8), mark=mark)
-    with self.assertRaisesRegex(ValueError, "is not what was sampled here"):
-      self._run()
-
-  @parameterized.parameters(
-    ("cut", "not an npz file, or a truncated one; remove it"),
-    ("swapped", "is not what was sampled here; remove it"),
-    ("flipped", "damaged npz file: .*; remove it"),
-    ("archive", "not an npz file, or a truncated one; remove it"),
-    ("pipe", "is a pipe"),
-  )
-  def test_damaged_parts_are_named(self, how, message):
-    self._killed(kill_before=16)
-    part = self.parts / "000000000.npz"
-    whole = part.read_bytes()
-    other = (self.parts / "000000008.npz").read_bytes()
-    contents = {"cut": whole[:-1], "swapped": other, "archive": b"PK\3\4"}
-    contents["flipped"] = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]
-    if how in contents:
-      part.write_bytes(contents[how])
-    else:
-      part.unlink()
-      os.mkfifo(part)
-    with self.assertRaisesRegex(ValueError, f"000000000.npz: {message}"):
-      self._run()
-
-  @parameterized.parameters(
-    ("settings.json", "000000000.npz is there, and no"),
-    (None, "parts is a symbolic link"),
-  )
-  def test_parts_of_unknown_origin_are_not_taken(self, missing, message):
-    self._killed(kill_before=16)
-    if missing:
-      (self.parts / missing).unlink()
-    else:
-      self.parts.symlink_to(self.parts.rename(self.root / "other"))
-    with self.assertRaisesRegex(ValueError, message):
-      self._run()
-
-  @parameterized.parameters(("000000016.npz", 2), ("images.npz", 4))
+  @parameterized.parameters(("000000016.npy", 2), ("images.npz", 4))
   def test_full_disk_keeps_whole_parts_and_is_continued(self, name, whole):
     replace = os.replace
 
@@ -281,13 +183,11 @@ class NpzTest(FolderTest):
         raise OSError(errno.ENOSPC, "No space left")
       replace(source, target)
 
-    message = f"{name} cannot be written: .*No space left.* make space"
     with mock.patch.object(os, "replace", fail):
-      with self.assertRaisesRegex(OSError, message):
+      with self.assertRaisesRegex(OSError, "No space left"):
         self._run()
-    expected = {f"{start:09d}.npz" for start in _STARTS[:whole]}
-    names = {path.name for path in self.parts.iterdir()}
-    self.assertEqual(names, expected | {"settings.json"})
+    expected = {f"{start:09d}.npy" for start in _STARTS[:whole]}
+    self.assertEqual({path.name for path in self.parts.iterdir()}, expected)
     self.assertFalse(self.out.exists())
     self.assertEqual(self._run(), max(_NUM - 8 * whole, 0))
     self._assert_whole()
@@ -303,14 +203,13 @@ class NpzTest(FolderTest):
       self._run(**options)
     self.assertEqual(self._run(), _NUM - 8)  # the parts are untouched
     self._assert_whole()
-
-  @parameterized.parameters(False, True)
-  def test_file_of_other_settings_is_not_overwritten(self, whole):
-    if whole:
-      self._run(settings={**_SETTINGS, "seed": 1})
-    else:
-      self.out.write_bytes(b"old")
     written = self.out.read_bytes()
-    with self.assertRaisesRegex(ValueError, "exists and was made with other"):
-      self._run()
+    with self.assertRaisesRegex(ValueError, message):
+      self._run(**options)
     self.assertEqual(self.out.read_bytes(), written)
+
+  def test_a_file_of_unknown_origin_is_not_overwritten(self):
+    self.out.write_bytes(b"old")
+    with self.assertRaisesRegex(ValueError, "images.npz exists, and no"):
+      self._run()
+    self.assertEqual(self.out.read_bytes(), b"old")

@@ -18,7 +18,7 @@ from absl.testing import parameterized
 from moh_jax.config.dit import VAEConfig
 from moh_jax.convert.vae import abstract_vae
 from moh_jax.models.inception import prepare
-from moh_jax.models.vae import VAE, apply_tiled
+from moh_jax.models.vae import VAE
 
 _CONFIG = VAEConfig(
   block_out_channels=(4, 8), layers_per_block=1, norm_groups=2
@@ -115,73 +115,6 @@ class VAETest(parameterized.TestCase):
     encode = _apply(_CONFIG, "encode")
     _, logvar = encode({"params": params}, _images())
     np.testing.assert_array_equal(logvar, np.full(logvar.shape, expected))
-
-
-def _array(rows, columns):
-  x = np.random.default_rng(0).normal(size=(2, rows, columns, 3))
-  return x.astype(np.float32)
-
-
-def _halve(x):
-  """Local: means of 2 x 2 pixels, and their negatives."""
-  batch, rows, columns, channels = x.shape
-  cut = x.reshape(batch, rows // 2, 2, columns // 2, 2, channels)
-  return jnp.asarray(cut.mean((2, 4))), -jnp.asarray(cut.mean((2, 4)))
-
-
-def _double(x):
-  return jnp.asarray(x).repeat(2, 1).repeat(2, 2)
-
-
-def _level(x):
-  """Each tile as one constant, the smallest column number it was given."""
-  return jnp.full((1, *x.shape[1:3], 1), float(x.min()))
-
-
-class TilingTest(parameterized.TestCase):
-  @parameterized.product(
-    sides=((12, 12), (26, 12), (14, 40)), overlap=(0, 2, 8)
-  )
-  def test_equals_the_whole_for_local_functions(self, sides, overlap):
-    x = _array(*sides)
-    moments = apply_tiled(_halve, x, 12, overlap)
-    for got, want in zip(moments, _halve(x)):
-      self.assertEqual(got.dtype, np.float32)
-      np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    decoded = apply_tiled(_double, x, 12, overlap)
-    np.testing.assert_allclose(decoded, _double(x), rtol=1e-5, atol=1e-6)
-
-  @parameterized.parameters((12, 12, 1), (8, 5, 1), (30, 7, 4))
-  def test_all_tiles_have_one_shape_and_one_is_the_whole(
-    self, rows, columns, tiles
-  ):
-    x, seen = _array(rows, columns), []
-
-    def record(part):
-      seen.append(part.shape)
-      return jnp.tanh(part)
-
-    out = apply_tiled(record, x, 12, 4)
-    self.assertEqual(seen, [(2, min(rows, 12), columns, 3)] * tiles)
-    if tiles == 1:
-      np.testing.assert_array_equal(out, jnp.tanh(x))
-
-  def test_seam_is_a_linear_ramp(self):
-    # Two tiles of 12 columns, starting at 0 and 8, share 4.
-    x = np.broadcast_to(np.arange(20.0)[None, None, :, None], (1, 3, 20, 1))
-    out = apply_tiled(_level, x, 12, 4)
-    row = np.concatenate([np.zeros(8), np.arange(1, 8, 2), np.full(8, 8.0)])
-    want = np.broadcast_to(row[None, None, :, None], out.shape)
-    np.testing.assert_allclose(out, want, atol=1e-5)
-
-  @parameterized.parameters(
-    (16, 12, 12, "overlap=12 must be in"), (16, 12, -1, "overlap=-1 must be"),
-    (16, 0, 0, "overlap=0 must be in"), (21, 12, 4, "must be multiples of 2"),
-    (20, 12, 3, "must be multiples of 2"),
-  )  # fmt: skip
-  def test_sizes_that_do_not_fit_are_refused(self, side, tile, overlap, words):
-    with self.assertRaisesRegex(ValueError, words):
-      apply_tiled(_halve, _array(16, side), tile, overlap)
 
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"

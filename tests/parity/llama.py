@@ -77,9 +77,7 @@ def _model_config(hyper: Mapping[str, Any]) -> LLMConfig:
   """
   names = {"shared_heads": "shared_head", "top_k": "routed_head"}
   plain = {k: v for k, v in hyper.items() if k not in names.values()}
-  config = llama_config.from_hf(
-    {"architectures": ["LlamaForCausalLM"], **plain}
-  )
+  config = llama_config.from_hf({"model_type": "llama", **plain})
   if plain == hyper:
     return config
   counts = {

@@ -2,7 +2,6 @@
 
 import csv
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -71,10 +70,3 @@ class TemporaryTest(FolderTest):
     files.write_whole(folder / "z", b"")
     kept = {own, other, ".b.0123456789ab.tmp", f"c{left}", "z"}
     self.assertEqual({file.name for file in folder.iterdir()}, kept)
-
-  def test_folders_go_when_asked(self):
-    folder = pathlib.Path(files.temporary_folder("given"))
-    (folder / "file").touch()
-    self.assertEqual(files.as_named(f"{folder}/a: b"), "given/a: b")
-    files.remove_temporary()
-    self.assertFalse(folder.exists())

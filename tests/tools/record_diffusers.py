@@ -1,4 +1,4 @@
-"""Records what diffusers makes of a DiT that `export --to diffusers` wrote.
+"""Records what diffusers makes of a small DiT in its layout.
 
 Needs torch and diffusers, and nothing of this project. FOLDER is what
 tests/convert/checkpoints_test.py writes:
