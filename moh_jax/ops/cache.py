@@ -11,7 +11,6 @@ Shapes: B batch, n new tokens, K key/value heads, M slots, D head dim.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -125,73 +124,3 @@ def write_cache(
     return jax.vmap(update)(old, new, jnp.repeat(slot, heads))
 
   return LayerCache(put(cache.k, k), put(cache.v, v))
-
-
-def put_prefix(caches: Any, prefix: Any, slot: jax.Array) -> Any:
-  """Puts a text that all others begin with into their caches.
-
-  Args:
-    caches: a tree of caches of B texts.
-    prefix: the same tree; its first text fills its slots.
-    slot: [B] int32 slot that each text begins with.
-  """
-
-  def put(cache: LayerCache, prefix: LayerCache) -> LayerCache:
-    shape = (slot.size, *prefix.k.shape[1:])
-    k, v = (jnp.broadcast_to(x[:1], shape) for x in (prefix.k, prefix.v))
-    return write_cache(cache, k.swapaxes(1, 2), v.swapaxes(1, 2), slot)
-
-  return jax.tree.map(put, caches, prefix, is_leaf=_is_cache)
-
-
-def put_before(
-  caches: Any,
-  others: Any,
-  slot: jax.Array,
-  choose: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Any:
-  """Puts caches of fewer slots into others, so that they end before a slot.
-
-  Args:
-    caches: a tree of caches.
-    others: the same tree; all of their slots are put.
-    slot: [] int32 slot after them.
-    choose: what becomes of a cache's part and what is to take its place.
-  """
-
-  def put(axis: int, old: jax.Array, new: jax.Array) -> jax.Array:
-    start = slot - new.shape[axis]
-    part = jax.lax.dynamic_slice_in_dim(old, start, new.shape[axis], axis)
-    part = choose(part, new)
-    return jax.lax.dynamic_update_slice_in_dim(old, part, start, axis)
-
-  return _map_slots(put, caches, others)
-
-
-def move_slots(caches: Any, shift: jax.Array, slots: int) -> Any:
-  """Leaves out the first `shift` slots, and keeps `slots` in all.
-
-  Args:
-    caches: a tree of caches of `slots` or more.
-    shift: [] int32; what stands in as many of the last slots is no text's.
-    slots: M of the result.
-  """
-
-  def put(axis: int, x: jax.Array) -> jax.Array:
-    moved = jnp.roll(x, -shift, axis)
-    return jax.lax.slice_in_dim(moved, 0, slots, axis=axis)
-
-  return _map_slots(put, caches)
-
-
-def _map_slots(function: Callable[..., jax.Array], *trees: Any) -> Any:
-  """Maps arrays of caches, after the axis of their slots."""
-
-  def one(*caches: LayerCache) -> LayerCache:
-    return jax.tree.map(functools.partial(function, -2), *caches)
-
-  return jax.tree.map(one, *trees, is_leaf=_is_cache)
-
-
-def _is_cache(x: Any) -> bool:
-  return isinstance(x, LayerCache)
