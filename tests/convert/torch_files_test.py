@@ -161,8 +161,8 @@ class CodeTest(_Case):
     self.assertEqual(list(self.read(tree)), ["w"])
     self.assertFalse(name.exists())
 
-  @parameterized.parameters(lambda content: content[: len(content) // 2])
-  def test_damaged_files_are_named(self, damage):
+  def test_damaged_files_are_named(self):
     torch.save({"w": torch.ones(99)}, self.path)
-    self.path.write_bytes(damage(self.path.read_bytes()))
+    content = self.path.read_bytes()
+    self.path.write_bytes(content[: len(content) // 2])
     self.assert_rejected("or it is damaged")
