@@ -553,6 +553,7 @@ class LossTest(_ChatTest):
     self.assertGreater(len(alone), 10)
     np.testing.assert_allclose(together, sorted(alone), rtol=1e-5, atol=1e-5)
 
+  @pytest.mark.integration
   def test_targets_in_prompts_have_no_influence(self):
     batch = self._batch("all")
     loss = make_loss(self.model, self.config)

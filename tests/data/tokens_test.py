@@ -13,6 +13,7 @@ import time
 from unittest import mock
 
 import numpy as np
+import pytest
 import zstandard
 from absl.testing import parameterized
 
@@ -87,10 +88,12 @@ class _FilesTest(FolderTest):
 
 
 class MadeTest(_FilesTest):
+  @pytest.mark.integration
   def test_process_that_dies_is_an_error(self):
     with self.assertRaisesRegex(OSError, "with fewer workers"):
       self._run("out", _Dying(), workers=2)
 
+  @pytest.mark.integration
   def test_killed_run_continues_to_the_same_bytes(self):
     out = self.root / "killed"
     process = subprocess.Popen(
