@@ -1,5 +1,6 @@
 """Folders of image files: their splits, classes and held-out share."""
 
+import glob
 import math
 import os
 import pathlib
@@ -151,7 +152,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
   for path in paths:
     found = [path]
     if os.path.isdir(path):
-      below = map(str, pathlib.Path(path).rglob("[!.]*"))
+      below = glob.iglob(f"{glob.escape(path)}/**", recursive=True)  # no hidden
       found = sorted(x for x in below if x.lower().endswith(_SUFFIXES))
     if not found:
       raise FileNotFoundError(

@@ -65,8 +65,9 @@ class FoldersTest(_ImagesTest):
     classes, files = folders.list_images(self.root)
     self.assertEqual(classes, ("a", "b"))
     self.assertEqual(files, [("a/1.png", 0), ("b/1.JPG", 1)])
-    found = folders.find_images([str(self.root / "b"), "x.raw"])
-    self.assertEqual(found, [str(self.root / "b/1.JPG"), "x.raw"])
+    found = folders.find_images([str(self.root), "x.raw"])
+    names = ("3.png", "a/1.png", "b/1.JPG")
+    self.assertEqual(found, [*(str(self.root / n) for n in names), "x.raw"])
 
   def test_flat_folder_is_one_class(self):
     put(self.root, "b.png", "a.png")
