@@ -50,11 +50,6 @@ FILES_BESIDE = (
 TEMPLATE_FOLDER = "additional_chat_templates"  # further templates by name
 _STOPS = "eos_token_id"
 _ONE_TOKEN = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
-Ids = tuple[int | None, int | None]  # of begin and end of text
-
-
-class TokenizerFileError(ValueError):
-  """A tokenizer's own file cannot be used, or its library is missing."""
 
 
 class Tokenizer:
@@ -85,9 +80,8 @@ class Tokenizer:
       files: beside it.
 
     Raises:
-      TokenizerFileError: the content is not of that kind, or a library is
-        missing.
-      ValueError: one of the files is damaged or names an unknown token.
+      ValueError: the content is not of that kind, one of the files is damaged
+        or names an unknown token, or a library is missing.
     """
     self.content, self.files = content, dict(files or {})
     self.sha256 = hashlib.sha256(content).hexdigest()
@@ -116,7 +110,7 @@ class Tokenizer:
     """Returns the name of an id, None if it has none."""
 
   def _set_special(
-    self, token_to_id: Callable[[str], int | None], own: Ids
+    self, token_to_id: Callable[[str], int | None], own: Sequence[int | None]
   ) -> None:
     """Finds begin, end and stops: what a file says, else what is guessed.
 
@@ -173,7 +167,7 @@ class JsonTokenizer(Tokenizer):
     try:
       tokenizer = hf.Tokenizer.from_str(self.content.decode())
     except Exception as error:  # the library has no class for it
-      raise TokenizerFileError(f"not a {self.file_name}: {error}") from error
+      raise ValueError(f"not a {self.file_name}: {error}") from error
     tokenizer.encode_special_tokens = special_as_text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -218,24 +212,22 @@ class SentencePieceTokenizer(Tokenizer):
 
   def __init__(self, content: bytes, files: Mapping[str, bytes] | None = None):
     super().__init__(content, files)
+    library = import_extra("sentencepiece", "a SentencePiece model")
+    self._processor = model = library.SentencePieceProcessor()
     try:
-      library = import_extra("sentencepiece", "a SentencePiece model")
-      self._processor = model = library.SentencePieceProcessor()
       model.LoadFromSerializedProto(content)  # refuses an empty file too
-      self.vocab_size = model.vocab_size()
-      self._special = {
-        model.id_to_piece(i): i
-        for i in range(self.vocab_size)
-        if model.is_control(i) or model.is_unknown(i)
-      }
     except RuntimeError as error:
-      text = f"not a SentencePiece model: {error}"
-      raise TokenizerFileError(text) from error
-    except ValueError as error:
-      raise TokenizerFileError(str(error)) from error
+      raise ValueError(f"not a SentencePiece model: {error}") from error
+    self.vocab_size = model.vocab_size()
+    ids = {model.id_to_piece(i): i for i in range(self.vocab_size)}
+    self._special = {
+      piece: i
+      for piece, i in ids.items()
+      if model.is_control(i) or model.is_unknown(i)
+    }
     self._check_files()
-    own = (i if i >= 0 else None for i in (model.bos_id(), model.eos_id()))
-    self._set_special(self._token_to_id, tuple(own))
+    own = [i if i >= 0 else None for i in (model.bos_id(), model.eos_id())]
+    self._set_special(ids.get, own)
 
   def _check_files(self) -> None:
     """Refuses what the files beside ask for and a model alone does not do."""
@@ -250,15 +242,11 @@ class SentencePieceTokenizer(Tokenizer):
       what = f"{TOKENIZER_CONFIG}: 'legacy' is false"
     else:
       return
-    raise TokenizerFileError(
+    raise ValueError(
       f"{what}, which needs a {TOKENIZER_FILES[0]} beside it: "
       "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained("
       "FOLDER) writes one"
     )
-
-  def _token_to_id(self, token: str) -> int | None:
-    found = self._processor.piece_to_id(token)
-    return found if self._processor.id_to_piece(found) == token else None
 
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id."""
@@ -349,8 +337,8 @@ def load_tokenizer(
 
   Raises:
     FileNotFoundError: there is no such file.
-    TokenizerFileError: the file is damaged, or an optional library is missing.
-    ValueError: it is another one, or a file beside it is damaged.
+    ValueError: it is another one, a file is damaged, or an optional library is
+      missing.
   """
   if os.fspath(path) == "bytes" or sha256 == BytesTokenizer.sha256:
     return BytesTokenizer()
@@ -366,8 +354,6 @@ def load_tokenizer(
   kind = SentencePieceTokenizer if is_model else JsonTokenizer
   try:
     tokenizer = kind(file.read_bytes(), read_files_beside(file.parent))
-  except TokenizerFileError as error:
-    raise TokenizerFileError(f"{file}: {error}") from error
   except ValueError as error:
     raise ValueError(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
