@@ -24,11 +24,10 @@ import grain
 import numpy as np
 import tqdm
 
-from moh_jax.config import Config, differing_fields
+from moh_jax.config import Config, differing_fields, imported
 from moh_jax.config.dit import LatentScaling
-from moh_jax.config.registry import SPLITS, MissingSplitError
+from moh_jax.config.registry import SOURCES, SPLITS, MissingSplitError
 from moh_jax.data import decode
-from moh_jax.data.folders import ImageFolderSource
 from moh_jax.data.identity import Identity
 from moh_jax.data.shards import METADATA, Shards, ShardWriter
 from moh_jax.data.sources import (
@@ -39,7 +38,7 @@ from moh_jax.data.sources import (
   Record,
   Selection,
 )
-from moh_jax.data.tables import TableSource, find_tables
+from moh_jax.data.tables import find_tables
 
 IMAGES, LATENTS = "images", "latents"  # kinds of sets
 _DTYPE = np.dtype("<f2")  # of latents
@@ -212,17 +211,13 @@ def open_splits(
     FileNotFoundError: there is no such split.
     ValueError: the data are damaged, or have classes beside `class_names`.
   """
-  kinds: dict[str, type[EncodedSource]] = {
-    "image_folder": ImageFolderSource,
-    "parquet": TableSource,
-    "array_record": PackedImages,
-  }
-  kind, opened = kinds[source_at(path)], {}
-  for name in [split] if split else SPLITS:
+  kind = imported(SOURCES["images"].get(source_at(path)).source)
+  opened: dict[str, EncodedSource] = {}
+  for name in (split,) if split else SPLITS:
     try:
       opened[name] = kind(path, name, channels, selection)
     except MissingSplitError:
-      if split or (name == SPLITS[-1] and not opened):
+      if split:
         raise
       continue
     selection = selection._replace(class_names=opened[name].class_names)

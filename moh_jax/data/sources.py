@@ -341,15 +341,11 @@ def make_source(
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
   source = imported(get_source(data).source).open(config, split, class_names)
   where, names = f"{data.path or data.source}, {split}", source.class_names
-  for field, theirs in (
-    ("num_classes", len(names)),
-    ("channels", source.channels),
-  ):
-    if theirs != (ours := getattr(model, field)):
-      raise ValueError(
-        f"{where}: images of {source.channels} channels and {_few(names)}, "
-        f"must be model.{field}={ours}"
-      )
+  if (len(names), source.channels) != (model.num_classes, model.channels):
+    raise ValueError(
+      f"{where}: {_few(names)}, images of {source.channels} channels, must be "
+      f"model.num_classes={model.num_classes}, model.channels={model.channels}"
+    )
   if len(names) < 2 and "classifier" in config.sections:
     raise ValueError(
       f"{where}: one class, {names[0]!r}; a classifier needs at least 2, each "
