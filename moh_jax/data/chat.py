@@ -17,16 +17,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from moh_jax.data import tokenizers
 from moh_jax.data.input_files import import_extra
-from moh_jax.data.tokenizers import (
-  TEMPLATE,
-  TEMPLATE_FOLDER,
-  TEMPLATE_JSON,
-  TOKENIZER_CONFIG,
-  Tokenizer,
-  named_tokens,
-  read_json,
-)
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.json_files import check_json
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
@@ -73,8 +66,8 @@ class Template:
     if not found:
       raise ValueError(
         "the model has no chat template: there is no "
-        f"{TEMPLATE} beside its tokenizer and no 'chat_template' in "
-        f"{TOKENIZER_CONFIG}"
+        f"{tokenizers.TEMPLATE} beside its tokenizer and no 'chat_template' in "
+        f"{tokenizers.TOKENIZER_CONFIG}"
       )
     if wanted not in found:
       raise ValueError(
@@ -83,7 +76,7 @@ class Template:
     self._source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
-    tokens = own | named_tokens(tokenizer.files)
+    tokens = own | tokenizers.named_tokens(tokenizer.files)
     self._tokens = {key: token for key, token in tokens.items() if token}
     # Texts of the tokens that end a generated text.
     self._stops = [
@@ -351,13 +344,13 @@ def check_messages(messages: Any) -> None:
 
 def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   """Templates by name, each with the file that holds it."""
-  own = {_DEFAULT: TEMPLATE} if TEMPLATE in files else {}
-  more = (path for path in files if path.startswith(TEMPLATE_FOLDER))
+  own = {_DEFAULT: tokenizers.TEMPLATE} if tokenizers.TEMPLATE in files else {}
+  more = (path for path in files if path.startswith(tokenizers.TEMPLATE_FOLDER))
   own |= {pathlib.PurePath(path).stem: path for path in more}
   if own:
     return {name: (files[path].decode(), path) for name, path in own.items()}
-  for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
-    stored = read_json(files, file).get("chat_template") or {}
+  for file in (tokenizers.TOKENIZER_CONFIG, tokenizers.TEMPLATE_JSON):
+    stored = tokenizers.read_json(files, file).get("chat_template") or {}
     if isinstance(stored, str):
       stored = {_DEFAULT: stored}
     elif isinstance(stored, list):

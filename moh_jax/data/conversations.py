@@ -29,6 +29,7 @@ import xxhash
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import MissingSplitError
+from moh_jax.data import text_files, tokenizers
 from moh_jax.data.chat import (
   ASSISTANT,
   FIELDS,
@@ -40,17 +41,7 @@ from moh_jax.data.chat import (
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
-from moh_jax.data.text_files import (
-  ROW_SUFFIXES,
-  BadTextError,
-  read_rows,
-  without_nulls,
-)
-from moh_jax.data.tokenizers import (
-  JsonTokenizer,
-  check_vocabulary,
-  load_tokenizer,
-)
+from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.runtime.json_files import check_json, parse_json
 
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -79,7 +70,9 @@ class ChatSource:
         no template or tells no places of tokens; or nothing is left to train.
     """
     self._tokenizer, self._length = _load(data), data.sequence_length
-    check_vocabulary(self._tokenizer, vocab_size, data.tokenizer_path)
+    tokenizers.check_vocabulary(
+      self._tokenizer, vocab_size, data.tokenizer_path
+    )
     self._split = split
     self._bad: list[ValueError] = []  # rows that are left out
     found = list(self._tokenized(data))
@@ -136,16 +129,16 @@ class ChatSource:
     """Of each row's conversations the texts, and the spans of the answers."""
     template = Template(self._tokenizer, data.template)
     root, split = pathlib.Path(data.path), self._split
-    files = files_by_split(root, ROW_SUFFIXES)[split]
+    files = files_by_split(root, text_files.ROW_SUFFIXES)[split]
     if not files:
       raise MissingSplitError(
         f"{root} holds no conversations to {split}: no file such as "
         f"{split}.jsonl, {split}-0.parquet or {split}/0.parquet"
       )
-    paths = [os.fspath(root / name) for name in files]
-    for place, row in itertools.chain.from_iterable(map(read_rows, paths)):
+    rows = [text_files.read_rows(os.fspath(root / name)) for name in files]
+    for place, row in itertools.chain(*rows):
       try:
-        if isinstance(row, BadTextError):
+        if isinstance(row, text_files.BadTextError):
           raise row
         options = template_options(row)
         yield [template.answers(one, **options) for one in self._read(row)]
@@ -296,7 +289,7 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
   if row.get("history"):
     raise ValueError("'history' must be beside a question that is a text")
   check_messages(messages)
-  messages = without_nulls(messages)
+  messages = text_files.without_nulls(messages)
   if row.get("system"):
     if messages[0]["role"] in _ROLES[:2]:
       raise ValueError("'system' is given twice, the second time as a message")
@@ -364,7 +357,7 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
       said = [{"role": ASSISTANT, "content": said}]
     if not (isinstance(asked, list) and isinstance(said, list)):
       raise ValueError(f"'prompt' and {name!r} must be texts or messages")
-    asked, said = map(without_nulls, (asked, said))
+    asked, said = map(text_files.without_nulls, (asked, said))
     # A whole conversation has the question that may stand beside it.
     starts = range(len(said) - len(asked) + 1)
     whole = any(said[i : i + len(asked)] == asked for i in starts)
@@ -400,7 +393,7 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
       f"data.path={data.path!r}: no such folder; `python -m "
       f"docs.examples.docstrings {data.path}` writes one to try"
     )
-  tokenizer = load_tokenizer(data.tokenizer_path)
+  tokenizer = tokenizers.load_tokenizer(data.tokenizer_path)
   if not isinstance(tokenizer, JsonTokenizer):
     raise ValueError(
       f"{where} must hold a {JsonTokenizer.file_name}: a tokenizer of the kind "
