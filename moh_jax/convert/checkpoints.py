@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -214,7 +215,8 @@ def export(
   if not form:
     stored = checkpoint.metadata_to_json(_merged(metadata))
     text[_ENTRY] = json.dumps(stored)
-    tensor_files.write_file(path, plan(), dtype, text)
+    tensors = itertools.chain.from_iterable(x.tensors() for x in plan())
+    tensor_files.write_file(path, tensors, dtype, text)
     return total
   with tensor_files.new_folder(path) as folder:
     _copy_tokenizer(steps.workdir(directory), folder)

@@ -149,36 +149,15 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   except Exception as error:  # its checks raise nearly anything
     raise ValueError(" ".join(str(error).split())) from error
   heads, layers = theirs.num_attention_heads, theirs.num_hidden_layers
-  rope, length = theirs.rope_parameters, theirs.max_position_embeddings
-  scaling = rope.get("rope_type")
-  scaling = "none" if scaling == "default" else scaling
-  turned = rope.get("partial_rotary_factor", 1)
   quantized = stored.get("quantization_config")
-  for name, found, fits, needed in (
-    ("hidden_act", theirs.hidden_act, ("silu", "swish"), "'silu'"),
-    ("rope_type", scaling, ROPE_SCALINGS, f"one of {ROPE_SCALINGS}"),
-    ("partial_rotary_factor", turned, (1,), "1: all of a head is rotated"),
-    ("mscale", rope.get("mscale"), (None,), "absent"),
-    ("quantization_config", quantized, (None, {}), "absent"),
-  ):
-    if found not in fits:
-      raise ValueError(f"{name}={found!r} must be {needed}")
-  numbers: dict[str, Any] = {"theta": rope["rope_theta"], "scaling": scaling}
-  for name in _ROPE_NUMBERS[scaling].split():
-    if (value := rope.get(_ROPE_KEYS.get(name, name))) is not None:
-      numbers[name] = value
-  if scaling not in ("none", "linear"):
-    numbers.setdefault("original_length", length)
-  rotary = make_section("rope", RotaryConfig, numbers)
-  if scaling in ("linear", "dynamic"):  # how long a text is, the factor says
-    length = int(length * rotary.factor)
-  if scaling == "yarn":
-    length = max(length, int(rotary.original_length * rotary.factor))
+  _check("hidden_act", theirs.hidden_act, "silu", "swish")
+  _check("quantization_config", quantized, None, {})
+  length, rope = _rope(theirs)
   window = getattr(theirs, "sliding_window", None)
-  slides = kind == "mistral" or "sliding_attention" in (
-    getattr(theirs, "layer_types", None) or ()
+  slides = kind == "mistral" or (
+    kind in ("qwen2", "qwen3") and "sliding_attention" in theirs.layer_types
   )
-  if slides and window is not None and kind != "llama" and window < length:
+  if slides and window is not None and window < length:
     _LOG.warning(
       "sliding_window=%d: texts of up to %d tokens, which see all before them, "
       "are exact; longer ones are refused (max_position_embeddings=%d)",
@@ -195,7 +174,7 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
     "mlp_bias": kind in ("llama", _OURS) and theirs.mlp_bias,
     "qk_norm": kind == "qwen3",
     "router": {"kind": "none"},
-    "rope": numbers,
+    "rope": rope,
     "shared_heads": (heads,) * layers,
     "top_k": (0,) * layers,
     "remat": "dots",  # as our released models
@@ -209,6 +188,33 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   }
   ours |= stored.get("moh_jax", {})
   return make_section("model", LLMConfig, {**section, **ours})
+
+
+def _check(name: str, found: Any, *allowed: Any) -> None:
+  if found not in allowed:
+    raise ValueError(f"{name}={found!r} must be one of {allowed}")
+
+
+def _rope(theirs: Any) -> tuple[int, dict[str, Any]]:
+  """The longest text, and the fields of RoPE's section."""
+  rope, length = theirs.rope_parameters, theirs.max_position_embeddings
+  scaling = rope.get("rope_type")
+  scaling = "none" if scaling == "default" else scaling
+  _check("rope_type", scaling, *ROPE_SCALINGS)
+  _check("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1)
+  _check("mscale", rope.get("mscale"), None)
+  fields: dict[str, Any] = {"theta": rope["rope_theta"], "scaling": scaling}
+  for name in _ROPE_NUMBERS[scaling].split():
+    if (value := rope.get(_ROPE_KEYS.get(name, name))) is not None:
+      fields[name] = value
+  if scaling not in ("none", "linear"):
+    fields.setdefault("original_length", length)
+  section = make_section("rope", RotaryConfig, fields)
+  if scaling in ("linear", "dynamic"):  # how long a text is, the factor says
+    length = int(length * section.factor)
+  if scaling == "yarn":
+    length = max(length, int(section.original_length * section.factor))
+  return length, fields
 
 
 def moh_llama3(model: LLMConfig) -> LLMConfig:

@@ -25,7 +25,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from moh_jax.config import LLMConfig, LoraConfig, TuneConfig
 from moh_jax.convert import rules, tensor_files
 from moh_jax.convert.rules import Path, Rule, converter_of, expected_tensors
-from moh_jax.convert.tensor_files import Planned
 from moh_jax.data.tokenizers import copy_tokenizer_files
 from moh_jax.layers.linear import LORA_A, LORA_B
 from moh_jax.models.adapters import Adapters, Matrix
@@ -192,11 +191,8 @@ def export_adapters(
   with tensor_files.new_folder(pathlib.Path(out)) as folder:
     text = json.dumps(stored_config, indent=2) + "\n"
     (folder / _CONFIG).write_text(text)
-    planned = [
-      Planned((name,), (x.shape,), lambda x=x: [x])
-      for name, x in tensors.items()
-    ]
-    tensor_files.write_file(folder / _TENSORS, planned, dtype, {"format": "pt"})
+    text = {"format": "pt"}
+    tensor_files.write_file(folder / _TENSORS, tensors.items(), dtype, text)
   return sum(x.size for x in tensors.values())
 
 

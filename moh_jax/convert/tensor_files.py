@@ -7,13 +7,14 @@ such as the arguments of a training run, become placeholders that do nothing.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401, gives NumPy the name bfloat16
@@ -224,10 +225,14 @@ class Planned:
   shapes: Sequence[tuple[int, ...]]
   make: Callable[[], Sequence[np.ndarray]]
 
+  def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+    """Makes them; yields names and arrays."""
+    yield from zip(self.names, self.make())
+
 
 def write_file(
   path: pathlib.Path,
-  planned: Sequence[Planned],
+  tensors: Iterable[tuple[str, np.ndarray]],
   dtype: str,
   metadata: Mapping[str, str],
 ) -> None:
@@ -235,25 +240,24 @@ def write_file(
 
   Args:
     path: file to write or replace; parent folders are made.
-    planned: tensors of the file.
+    tensors: names and arrays.
     dtype: dtype to store, one of `DTYPES`.
     metadata: texts to store in the header.
 
   Raises:
     FloatingPointError: a tensor holds NaN or infinite numbers.
   """
-  tensors = {}
-  for part in planned:
-    for name, array in zip(part.names, part.make()):
-      # The library stores arrays as they lie, also transposed ones.
-      tensors[name] = np.asarray(array).astype(dtype, order="C")
-      if not np.isfinite(tensors[name]).all():
-        raise FloatingPointError(
-          f"tensor {name!r} holds NaN or infinite numbers as {dtype}"
-        )
+  held = {}
+  for name, array in tensors:
+    # The library stores arrays as they lie, also transposed ones.
+    held[name] = np.asarray(array).astype(dtype, order="C")
+    if not np.isfinite(held[name]).all():
+      raise FloatingPointError(
+        f"tensor {name!r} holds NaN or infinite numbers as {dtype}"
+      )
   path.parent.mkdir(parents=True, exist_ok=True)
   with replacing(path) as temporary:
-    safetensors.numpy.save_file(tensors, temporary, dict(metadata))
+    safetensors.numpy.save_file(held, temporary, dict(metadata))
 
 
 def write_folder(
@@ -282,14 +286,15 @@ def write_folder(
       filled = 0
     shards[-1].append(part)
     filled, total = filled + size, total + size
-  if len(shards) == 1:
-    write_file(folder / "model.safetensors", planned, dtype, metadata)
-    return
   weight_map = {}
   for number, shard in enumerate(shards, 1):
     name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-    write_file(folder / name, shard, dtype, metadata)
+    name = name if len(shards) > 1 else "model.safetensors"
+    tensors = itertools.chain.from_iterable(part.tensors() for part in shard)
+    write_file(folder / name, tensors, dtype, metadata)
     weight_map |= {tensor: name for part in shard for tensor in part.names}
+  if len(shards) == 1:
+    return
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
   text = json.dumps(index, indent=2) + "\n"
   write_whole(folder / "model.safetensors.index.json", text.encode())

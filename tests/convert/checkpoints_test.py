@@ -88,34 +88,6 @@ class CheckpointTest(parameterized.TestCase):
     restored = restore(out)
     self.assertEqual((restored.config, restored.step), (_RUNS[kind], 0))
 
-  @parameterized.parameters(*_RUNS)
-  @pytest.mark.integration
-  def test_public_weights_include_the_constant_of_the_attention(self, kind):
-    _, tensors, plain, _ = _made(kind)
-    config = _RUNS[kind]
-    model = dataclasses.replace(config.model, attention_out_multiplier=0.5)
-    ours, exported = self.target(), f"{self.target()}/exported.safetensors"
-    scaled = dataclasses.replace(config, model=model)
-    params = tiny.random_params(config)
-    checkpoint.save_params(ours, params, checkpoint.Metadata(scaled))
-    export(ours, exported)
-    halved = {
-      name: x * (0.5 if ".attn.proj." in name else 1)
-      for name, x in tensors.items()
-    }
-    chex.assert_trees_all_equal(read_tensors(exported), halved)
-    convert(kind, exported, again := self.target(), config=config)
-    inputs = [
-      jax.random.normal(jax.random.key(i), shape).astype(dtype)
-      for i, (shape, dtype) in enumerate(model.example_inputs)
-    ]
-    outputs = [
-      (one := restore(path)).model.apply({"params": one.params}, *inputs)[0]
-      for path in (ours, again, plain)
-    ]
-    np.testing.assert_allclose(*outputs[:2], atol=1e-5)
-    self.assertGreater(np.abs(outputs[0] - outputs[2]).max(), 1e-3)
-
   @pytest.mark.transformers
   def test_averages_of_a_file_of_torch_save(self):
     torch = pytest.importorskip("torch")

@@ -33,9 +33,11 @@ _ONE_STAGE = {"router": RouterConfig(two_stage=False)}
 _MODELS = {
   "vit": _VIT,
   "vit_transnext": without_router(_VIT),
+  "vit_scaled": dataclasses.replace(_VIT, attention_out_multiplier=0.5),
   "vit_one_stage": dataclasses.replace(_VIT, qkv_bias=False, **_ONE_STAGE),
   "dit": _DIT,
   "dit_mha": without_router(_DIT),
+  "dit_scaled": dataclasses.replace(_DIT, attention_out_multiplier=0.5),
   "dit_plain_output": dataclasses.replace(
     _DIT, learn_sigma=False, label_dropout=0.0, patch_size=1
   ),
@@ -90,6 +92,13 @@ class InverseTest(parameterized.TestCase):
 
 
 class NamesTest(parameterized.TestCase):
+  @parameterized.parameters("vit", "dit")
+  def test_public_weights_include_the_constant_of_the_attention(self, family):
+    plain, scaled = _dump(family), _dump(f"{family}_scaled")
+    for name, tensor in plain.items():
+      factor = 0.5 if ".attn.proj." in name else 1
+      np.testing.assert_array_equal(scaled[name], tensor * factor)
+
   @parameterized.parameters(
     ((2, 2), "wg", "wg_0", "wg_1"), ((1, 3), "wg", "wg_0"), ((0, 2), "wg"),
     ((6, 0), "wg_1"), ((4, 0), "wg_1"), ((1, 0),),

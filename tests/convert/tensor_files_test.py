@@ -151,7 +151,7 @@ class WriteTest(FolderTest):
       "none": np.zeros((0, 3), np.float32),
     }
     metadata = {"format": "pt"}
-    tensor_files.write_file(self.path, _planned(**arrays), dtype, metadata)
+    tensor_files.write_file(self.path, arrays.items(), dtype, metadata)
     read = safetensors.numpy.load_file(self.path)
     self.assertCountEqual(read, arrays)
     for name, array in arrays.items():
@@ -160,16 +160,15 @@ class WriteTest(FolderTest):
     self.assertEqual(tensor_files.read_text(self.path), metadata)
 
   def test_failure_leaves_the_old_file(self):
-    good = _planned(w=np.ones(2))
-    tensor_files.write_file(self.path, good, "float32", {})
+    tensor_files.write_file(self.path, [("w", np.ones(2))], "float32", {})
     content = self.path.read_bytes()
-    for bad, error in (
-      (mock.Mock(side_effect=OSError("disk")), OSError),
-      (lambda: [np.full(2, np.nan)], FloatingPointError),
+    failing = Planned(("w",), ((2,),), mock.Mock(side_effect=OSError("disk")))
+    for tensors, error in (
+      (failing.tensors(), OSError),
+      ([("w", np.full(2, np.nan))], FloatingPointError),
     ):
-      planned = [*_planned(v=np.ones(3)), Planned(("w",), ((2,),), bad)]
       with self.assertRaisesRegex(error, "disk|'w' holds NaN"):
-        tensor_files.write_file(self.path, planned, "float32", {})
+        tensor_files.write_file(self.path, tensors, "float32", {})
       self.assertEqual(self.path.read_bytes(), content)
       self.assertEqual(list(self.root.iterdir()), [self.path])
 
