@@ -180,6 +180,7 @@ def _find_columns(
   """
   notes = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
   features = notes.get("info", {}).get("features", {})
+  features = {n: x for n, x in features.items() if isinstance(x, dict)}  # lists
 
   def of_kind(kind: str) -> list[str]:
     found = {n for n, x in features.items() if x.get("_type") == kind}

@@ -292,7 +292,7 @@ class TablesTest(_ImagesTest):
   def test_pixels_and_labels_of_every_row(self, suffix, kind):
     first = 0
     for number, labels in enumerate(([2, 0, 1], [1], [0, 0, 0, 2])):
-      features = {"label": LABEL}
+      features = {"label": LABEL, "boxes": [LABEL]}
       table = make_table(labels, first, features | {"image": IMAGE})
       if kind != "struct":
         column = table.column("image").combine_chunks().field("bytes")
