@@ -47,8 +47,6 @@ class _Metadata(msgspec.Struct):
   format: str
   version: int
   examples: int
-  skipped: int
-  fingerprint: str  # of the settings, and of names and sizes of the shards
   shards: list[dict[str, Any]]  # "file", "examples", "bytes", and the writer's
 
 
@@ -321,6 +319,7 @@ class ShardWriter:
     metadata = {"format": self._kind, "version": VERSION}
     metadata |= {**self._settings, **plain(notes)}
     metadata |= {"examples": examples, "skipped": len(skipped)}
+    # What tells sets apart: settings, and names and sizes of the shards.
     known = _json({"settings": self._settings, "shards": entries})
     metadata["fingerprint"] = xxhash.xxh3_128_hexdigest(known)
     metadata["shards"] = entries
