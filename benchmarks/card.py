@@ -19,21 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import decode, exact, layer, plot, step
+from benchmarks import attention, decode, exact, layer, plot, step
 from benchmarks.common import attempt, table_of
+from benchmarks.rows import Row, failure, machine, read_rows, table_cells
 from moh_jax.cli.command import table
-from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
 from moh_jax.ops.attention import kernels_of
 from moh_jax.ops.target import target
 from moh_jax.runtime.json_files import read_json
-from moh_jax.training import bench
-from moh_jax.training.bench import (
-  Row,
-  failure,
-  read_rows,
-  table_cells,
-)
 
 _ORDER = "forward", "causal", "forward_backward", "causal_forward_backward"
 # Released name, examples a step on 80 GB, and more.
@@ -92,8 +85,8 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
           fast = fast and device.platform != "cpu"
           yield stage(
             f"core_{dim}_{mode}_{length}",
-            moh_jax,
-            f"bench attention --modes {mode} --lengths {length} --head-dim "
+            attention.main,
+            f"--modes {mode} --lengths {length} --head-dim "
             f"{dim} --batch {max(1, has['tokens'] // length)} {shape} --shares "
             f"{shares} --implementations {'kernel' if fast else 'packed'}",
           )
@@ -151,20 +144,20 @@ def _run(folder: pathlib.Path, minutes: float) -> int:
     OSError: it is none, or cannot be made.
   """
   folder.mkdir(exist_ok=True)
-  machine, end = bench.machine(), time.perf_counter() + 60 * minutes
+  here, end = machine(), time.perf_counter() + 60 * minutes
   for path in folder.glob("*_*.json"):
-    there = _read(path).get("machine", machine)["device"]
-    if there != machine["device"]:
+    there = _read(path).get("machine", here)["device"]
+    if there != here["device"]:
       raise ValueError(
         f"--out {folder} holds results of {there!r}, this is "
-        f"{machine['device']!r}: give another folder"
+        f"{here['device']!r}: give another folder"
       )
   took: dict[str, float] = {}  # seconds of the last stage of each kind
   results, faults, left = {}, [], []
   for name, program, argv in stages(folder):
     path, kind = folder / f"{name}.json", name.partition("_")[0]
     start = time.perf_counter()
-    if _read(path).get("machine") != machine:
+    if _read(path).get("machine") != here:
       if start + took.get(kind, 0.0) >= end:
         left.append(name)
         continue

@@ -1,14 +1,11 @@
 """What benchmarks share: their options, and how they give their results."""
 
 import argparse
-import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moh_jax.cli import bench, bench_attention, command, flags
-from moh_jax.cli.main import report_errors
-from moh_jax.training.bench import machine
+from benchmarks.rows import machine
+from moh_jax.cli import command
 
 
 def attempt(call: Callable, *args: Any, **options: Any) -> Any:
@@ -54,30 +51,3 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows
   ]
   return command.table(cells, list(rows[0])) if rows else "no rows"
-
-
-def run_heads(
-  doc: str,
-  argv: Sequence[str] | None,
-  cls: type[bench.HeadOptions],
-  *benchmark: Any,
-) -> int:
-  """Runs a benchmark of heads; 1 if a form is not exact or does not run.
-
-  Args:
-    doc: of the benchmark.
-    argv: its arguments.
-    cls: its options.
-    *benchmark: the other arguments of `bench_attention.compare_forms`.
-  """
-  argv = sys.argv[1:] if argv is None else argv
-  name = pathlib.Path(sys.argv[0]).stem
-  parser = flags.make_parser(f"python -m benchmarks.{name}", cls)
-  parser.description = doc.splitlines()[0]
-  given = flags.parse(parser, cls, argv)
-
-  def call() -> int:
-    rows = bench_attention.compare_forms(given, *benchmark)
-    return bench.report(given, rows, given.values())
-
-  return report_errors(call, given.traceback)

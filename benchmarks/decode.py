@@ -13,9 +13,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import run_heads
-from moh_jax.cli.bench import HeadOptions
-from moh_jax.cli.bench_attention import Split, make_reference, random_active
+from benchmarks.attention import (
+  HeadOptions,
+  Split,
+  make_reference,
+  random_active,
+  run_heads,
+)
 from moh_jax.cli.command import option
 from moh_jax.config.base import Count
 from moh_jax.ops.attention import Form, cached_attention

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.common import finish, make_parser
 from moh_jax import get_model, restore
-from moh_jax.cli.run_speed import random_params
+from moh_jax.cli.bench import random_params
 from moh_jax.config.llm import Sampling
 from moh_jax.convert.checkpoints import export
 from moh_jax.convert.llama import released_run

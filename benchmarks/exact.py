@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.attention import random_active
 from benchmarks.common import attempt, finish, make_parser
-from moh_jax.cli.bench_attention import random_active
+from benchmarks.rows import check_exact, exact_products, failure
 from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.ops.attention import attention, kernels_of
@@ -23,7 +24,6 @@ from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.target import target
-from moh_jax.training.bench import check_exact, exact_products, failure
 
 _BATCH, _HEADS = 2, 8
 # Key/value heads, causal, documents in a sequence.

@@ -16,9 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import run_heads
-from moh_jax.cli.bench import HeadOptions
-from moh_jax.cli.bench_attention import Split
+from benchmarks.attention import HeadOptions, Split, run_heads
 from moh_jax.config.base import Count
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention

@@ -8,7 +8,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from moh_jax.training.bench import Row, read_rows
+from benchmarks.rows import Row, read_rows
 
 _LINES = ("-", "--", ":", "-.")  # line styles, one for each share
 

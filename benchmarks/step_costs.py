@@ -1,9 +1,9 @@
-"""What a training step of variants of a config costs, without training them.
+"""How long a training step of variants of a config takes, without training.
 
   python -m benchmarks.step_costs --config configs/vit_digits.py \
     --variants mha,moh50 --json benchmarks/results/step_costs_vit_cpu.json
 
-The last columns of `python -m moh_jax compare`, for docs/results.md.
+The last column of `python -m moh_jax compare`, for docs/results.md.
 """
 
 import sys
@@ -13,7 +13,6 @@ from moh_jax.cli.flags import split_changes
 from moh_jax.data.infer import resolve
 from moh_jax.runtime.steps import load_config
 from moh_jax.training.bench import step_seconds
-from moh_jax.training.flops import step_flops
 from moh_jax.training.variants import compared_runs
 
 
@@ -30,16 +29,10 @@ def main() -> None:
     one.variant: resolve(one.config)
     for one in compared_runs(config, variants, "", 1)
   }
-  times, rows = step_seconds(runs, args.rounds), []
-  for name, run in runs.items():
-    rows.append(
-      {
-        "variant": name,
-        "flops_needed": step_flops(run),
-        "seconds": times[name].median,
-        "ratio_spread": times[name].spread,
-      }
-    )
+  rows = [
+    {"variant": name, "seconds": time.median, "ratio_spread": time.spread}
+    for name, time in step_seconds(runs, args.rounds).items()
+  ]
   settings = {"config": args.config, "overrides": overrides, **vars(args)}
   finish(args, rows, settings=settings)
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moh_jax.training.bench import Row, read_rows
+from benchmarks.rows import Row, read_rows
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
@@ -84,7 +84,9 @@ def _where(*names: str) -> str:
 
 
 def _form(row: Row) -> str:
-  """The form that ran, and the heads that it computed."""
+  """The form that ran, and the heads that it computed, where that is known."""
+  if row.form is None:
+    return ""
   return f"{row.form}, {row.computed_share:.0%}"
 
 
@@ -136,21 +138,18 @@ def _models(_: str) -> str:
 
 
 def _pays(_: str) -> str:
-  """What Amdahl's law leaves of a model's time and, in brackets, measured."""
-  lines, columns = [], (256, 1024, 4096, 8192, 16384)
+  """Times of models over those of multi-head attention, by tokens."""
+  lines, columns = [], (256, 1024, 4096)
   for name, model, tokens in (
     ("pays_llm", "LLM S-50", lambda length: length),
     ("pays_dit", "DiT S/2-75", lambda side: (side // 2) ** 2),
   ):
     cells: dict[str, dict[int, str]] = {}
-    for row in (*_rows(name), *_rows(f"{name}_measured")):
-      here = cells.setdefault(row.mode, {})
-      if row.implementation == "limit":
-        here[tokens(row.length)] = row.to_mha
-      elif row.implementation == "auto":
-        here[tokens(row.length)] += f" ({row.to_mha})"
+    for row in _rows(f"{name}_measured"):
+      if row.implementation == "auto":
+        cells.setdefault(row.mode, {})[tokens(row.length)] = row.to_mha
     for mode, found in cells.items():
-      if mode in ("forward_backward", "step"):  # as forward
+      if mode == "forward_backward":  # as forward
         continue
       text = _PASSES.get(mode, mode.replace("_", ", batch "))
       lines.append((model, text, *(found.get(n, "") for n in columns)))
@@ -208,18 +207,17 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _costs(before: str, name: str) -> str:
-  """Replaces the last columns of a table of `compare`, line by line."""
-  rows = _load(f"step_costs_{name}")["rows"]
-  keys, costs = ("flops_needed", "flops_computed", "seconds"), {}
+  """Replaces the last column of a table of `compare`, line by line."""
+  rows, costs = _load(f"step_costs_{name}")["rows"], {}
   for row in rows:
-    *flops, ratio = (row[key] / rows[0][key] for key in keys)
+    ratio = row["seconds"] / rows[0]["seconds"]
     time = _ratio({"ratio": ratio, "spread": row["ratio_spread"]})
-    costs[f"`{row['variant']}`"] = [*(f"{x:.2f}" for x in flops), time]
+    costs[f"`{row['variant']}`"] = time
   lines = []
   for line in before.splitlines():
     cells = line.strip("| ").split(" | ")
     if cells[0] in costs:
-      line = f"| {' | '.join([*cells[:-3], *costs[cells[0]]])} |"
+      line = f"| {' | '.join([*cells[:-1], costs[cells[0]]])} |"
     lines.append(line)
   return "\n".join(lines)
 
@@ -247,7 +245,7 @@ def _readme(_: str) -> str:
     (
       "whole models, 49 to 256 tokens",
       _range([row.share for row in models]),
-      _range([row.computed_share for row in models]),
+      _range([row.computed_share for row in models if row.computed_share]),
       f"{models[0].to_mha} to {models[-1].to_mha}",
     )
   )
@@ -256,7 +254,7 @@ def _readme(_: str) -> str:
 
 
 def _range(shares: Sequence[float]) -> str:
-  return f"{min(shares):.0%} to {max(shares):.0%}"
+  return shares and f"{min(shares):.0%} to {max(shares):.0%}"
 
 
 _TABLES: dict[str, Callable[[str], str]] = {

@@ -6,25 +6,26 @@
   python -m benchmarks.trained_routing --checkpoint runs/routing \
     --json benchmarks/results/trained_routing_cpu.json
 
-`bench attention` draws the heads of each token uniformly at random. A trained
-router prefers some heads, so that the blocks of others are emptier. Queries,
-keys and values are random in both.
+`benchmarks.attention` draws the heads of each token uniformly at random. A
+trained router prefers some heads, so that the blocks of others are emptier.
+Queries, keys and values are random in both.
 """
 
-import pathlib
-import tempfile
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from benchmarks.attention import random_active
 from benchmarks.common import finish, make_parser
-from moh_jax.cli import main as cli
-from moh_jax.cli.bench_attention import random_active
+from benchmarks.rows import compile_program
 from moh_jax.config.heads import HeadBudget, Units
+from moh_jax.data.sequences import Text
+from moh_jax.evaluation.probe import make_probe, recorded_layers
+from moh_jax.inference.restore import restore
 from moh_jax.ops.attention import attention
 from moh_jax.runtime import checkpoint
-from moh_jax.training.bench import compile_program, interleaved
+from moh_jax.training.bench import interleaved
 
 
 def main() -> None:
@@ -51,20 +52,18 @@ def main() -> None:
 def trained_masks(
   directory: str, budgets: tuple[HeadBudget, ...], examples: int
 ) -> list[jax.Array]:
-  """The active heads [B, N, H] of held-out examples, for each layer."""
-  with tempfile.TemporaryDirectory() as folder:
-    status = cli.main(
-      [
-        *("heads", "--checkpoint", directory, "--out", folder),
-        *("--maps", str(examples), "--batches", "1", "--batch-size", "8"),
-      ]
-    )
-    if status:
-      raise SystemExit(status)
-    with np.load(pathlib.Path(folder) / "heads.npz") as arrays:
-      selected = arrays["maps/selected"][:, :examples]
-  shared = [np.arange(b.num_heads) < b.shared for b in budgets]
-  return [jnp.asarray(a | b) for a, b in zip(selected, shared)]
+  """The active heads [B, N, H] of training text, for each layer."""
+  restored = restore(directory)
+  probe = make_probe(restored.model, restored.config)
+  data = dataclasses.replace(restored.config.data, batch_size=examples)
+  text = Text(data, restored.config.model.vocab_size, "train")
+  batch = next(text.stream(0))
+  _, recorded = probe.apply(restored.params, batch, mutable=["intermediates"])
+  found = recorded_layers(recorded["intermediates"], "routing", 3)
+  return [
+    jnp.pad(x.selected, [(0, 0)] * 2 + [(b.shared, 0)], constant_values=True)
+    for x, b in zip(found, budgets)
+  ]
 
 
 def measure(
@@ -89,14 +88,11 @@ def measure(
       for *arrays, one, b in zip(q, k, v, active, budgets)
     ]
 
-  times = interleaved(
-    {
-      name: compile_program(layers, *qkv, active)
-      for name, active in routings.items()
-    },
-    rounds,
-    0.05,
-  )
+  programs = {
+    name: compile_program(layers, *qkv, active)
+    for name, active in routings.items()
+  }
+  times = interleaved({n: one.run for n, one in programs.items()}, rounds, 0.05)
   base = times["every head"]
   return [
     {

@@ -1,145 +1,60 @@
-"""Time attention, a whole model or a run's input."""
+"""Time a model beside its multi-head baseline, or a run's input."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import sys
-import typing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import command
-from moh_jax.config import Config
-from moh_jax.config.base import Count, Dtype, Natural
-from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
-from moh_jax.config.layers import Implementation
+from moh_jax.config import Config, get_family
+from moh_jax.config.base import Count
 from moh_jax.config.parse import changed
 from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
+  from collections.abc import Callable, Iterator
 
-  from moh_jax.training.bench import Row
+  from moh_jax.training.bench import Timing
+
+  # Name, what one call of it does, and of how many things: tokens or images.
+  _Calls = Iterator[tuple[str, Callable[[], Any], int]]
 
 _LENGTH = 512  # tokens of the sequences that models are timed with
 _BATCH = 4  # images or sequences
+_TEXTS = (1, 8)  # that are generated at a time
+_SPAN = 32  # tokens that one call of the decoding program generates
 _EMA_DECAY = 0.9999  # of the released recipe of diffusion models
-_ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadOptions(command.Output):
-  """Time the core alone: outputs of heads from queries, keys and values.
-
-  Attributes:
-    lengths: tokens of a sequence, or slots of a cache.
-    shares: percentages of heads that are active, such as 50 and 75.
-    implementations: forms to compare with those that compute every head;
-      without it every form that the device can run.
-    heads: query heads, H.
-    head_dim: head dim, D.
-    kv_heads: key/value heads, K; without it one per query head.
-    structure: what tokens choose among: heads, as many heads of each key/value
-      group, or whole groups.
-    shared: heads that are always active; without it a quarter of them.
-    batch: sequences per batch, B.
-    dtype: compute dtype.
-    rounds: measured turns.
-    modes: passes to run, of forward, forward_backward, causal and
-      causal_forward_backward.
-  """
-
-  lengths: tuple[Count, ...] = (256, 512, 1024)
-  shares: tuple[float, ...] = (50, 75)
-  implementations: tuple[Implementation, ...] | None = None
-  heads: Count = 32
-  head_dim: Count = 64
-  kv_heads: Count | None = None
-  structure: Structure = "free"
-  shared: Natural | None = None
-  batch: Count = 1
-  dtype: Dtype = "float32"
-  rounds: Count = 7
-  modes: tuple[
-    Literal["forward", "forward_backward", "causal", "causal_forward_backward"],
-    ...,
-  ] = ("forward", "forward_backward", "causal")
-
-  FORMS = typing.get_args(Implementation)
-
-  def check(self) -> None:
-    """Heads can be divided as the options say."""
-    super().check()
-    if self.heads % self.num_kv_heads:
-      self.fail("kv_heads", f"must divide --heads {self.heads}")
-    if self.shared is not None and self.shared > self.heads:
-      self.fail("shared", f"must be in [0, {self.heads}], the heads")
-    self.budgets()
-
-  @property
-  def num_kv_heads(self) -> int:
-    """Number of key/value heads, K."""
-    return self.heads if self.kv_heads is None else self.kv_heads
-
-  def budgets(self) -> list[HeadBudget]:
-    """Head splits, one for each of `shares`."""
-    return [self._budget(share) for share in self.shares]
-
-  def _budget(self, share: float) -> HeadBudget:
-    shared = self.heads // 4 if self.shared is None else self.shared
-    exact = share * self.heads / 100
-    active = round(exact) if math.isfinite(exact) else 0
-    if not 1 <= active <= self.heads or abs(exact - active) > _ROUNDING:
-      raise ValueError(
-        f"--shares {share:g} must be a whole number of the {self.heads} heads: "
-        f"a multiple of {100 / self.heads:g} up to 100"
-      )
-    if active < shared:
-      raise ValueError(
-        f"--shares {share:g} is {active} of the {self.heads} heads and must be "
-        f"at least the {shared} shared ones (--shared)"
-      )
-    budget = HeadBudget(self.heads, shared, active - shared, self.head_dim)
-    self.units(budget)
-    return budget
-
-  def units(self, budget: HeadBudget) -> Units:
-    """What tokens choose among."""
-    router = RouterConfig(structure=self.structure)
-    return Units.of(budget, router, self.num_kv_heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions(command.Stored, command.RunConfig, command.Output):
-  """Time a whole model and its multi-head baseline, on random data.
+  """Time a model and its multi-head baseline on random data, in turns.
 
-  units/s are tokens or images. --config.KEY=VALUE
-  changes a key of what is timed, such as --config.data.batch_size=8 (of 4
-  examples), --config.model.dtype=bfloat16, --config.model.attention_impl=dense
-  or --config.data.sequence_length=1024 (of 512 tokens, or the longest sequence
-  of the model).
+  The passes: the training loss (forward), its gradients too
+  (forward_backward), reading a prompt and writing after it (prefill, decode_B
+  of B texts), a sampler's step. --config.KEY=VALUE changes a key of what is
+  timed, such as --config.data.batch_size=8 (of 4 examples),
+  --config.model.dtype=bfloat16, or --config.data.sequence_length=1024 (of 512
+  tokens, or the model's longest sequence).
 
   Attributes:
     model: released name of the model, where neither of the next two is given.
     config: config file of the run, as FILE or FILE:ARG; its data need not
       exist.
     checkpoint: workdir of `train` or output of `convert`.
-    lengths: tokens of a sequence, for language models; else rows and columns of
-      the images or latents; without it the model's own.
     rounds: measured turns.
   """
 
   model: str = "moh-vit-s80"
   config: command.Place | None = None
   checkpoint: command.Place | None = None
-  lengths: tuple[Count, ...] = ()
   rounds: Count = 7
 
   def check(self) -> None:
-    """The model is stated once; the devices are known; there is work."""
+    """The model is stated once."""
     super().check()
     if self.config is not None and self.checkpoint is not None:
       self.fail("config", "and --checkpoint exclude each other")
@@ -154,8 +69,8 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
     """The config of --config; the changes are of what is timed."""
     return steps.load_config(self.config, ())
 
-  def runs(self) -> dict[int | None, Config]:
-    """The runs on random data that are timed, by their lengths."""
+  def timed(self) -> Config:
+    """The run on random data that is timed."""
     from moh_jax.data.infer import resolve, resolve_without_data
 
     model = config_lib.released_model(self.model)
@@ -163,37 +78,197 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
       model = resolve_without_data(self.loaded)[0].model
     elif self.checkpoint is not None:
       model = self.stored()[0].config.model
-    if self.lengths and not model.SIZE:
-      self.fail("lengths", f"must be left out for family {model.family!r}")
-    return {
-      length: changed(resolve(bench_run(model, _BATCH, length)), self.changes)
-      for length in self.lengths or (None,)
-    }
+    return changed(resolve(bench_run(model, _BATCH)), self.changes)
 
 
-def bench_run(model: Any, batch: int, length: int | None = None) -> Config:
+def bench_run(model: Any, batch: int) -> Config:
   """A run of a model section on random data, `batch` examples per step.
 
-  Args:
-    model: the section. Diffusion models keep averaged parameters.
-    batch: examples per step.
-    length: see `ModelOptions.lengths`; where it is None, language models read
-      512 tokens, or their longest sequence if that is shorter.
+  Language models read 512 tokens, or their longest sequence if that is shorter;
+  diffusion models keep averaged parameters.
   """
   data, others = {"batch_size": batch}, {}
-  if length is not None:
-    size = length if model.READS_TEXT else (length, length)
-    model = dataclasses.replace(model, **{model.SIZE: size})
   if model.READS_TEXT:
-    data["sequence_length"] = length or min(_LENGTH, model.max_length)
+    data["sequence_length"] = min(_LENGTH, model.max_length)
   if "diffusion" in model.SECTIONS:
     others["optim"] = config_lib.OptimConfig(ema_decay=_EMA_DECAY)
   return Config(model=model, data=model.DATA(**data), **others)
 
 
+@alive("measuring")
+def run_model(options: ModelOptions) -> int:
+  """Prints a row for each pass: both times, their ratio and its spread."""
+  run = options.timed()
+  rows = measure_model(run, options.rounds)
+  cells = [
+    (
+      row["mode"],
+      *(f"{row[name]:.3f}" for name in ("ms", "mha_ms")),
+      f"{row['ratio']:.3f} ± {row['ratio'] * row['spread'] / 2:.3f}",
+      *(f"{row[name]:,.2f}" for name in ("units_per_second", "mha_per_second")),
+    )
+    for row in rows
+  ]
+  header = ("pass", "ms", "MHA ms", "time over MHA", "units/s", "MHA units/s")
+  options.give(
+    {"config": config_lib.to_dict(run), "rows": rows},
+    [
+      f"{run.model.activated_share:.1%} of the heads active",
+      command.table(cells, header),
+    ],
+  )
+  return 0
+
+
+def measure_model(run: Config, rounds: int) -> list[dict[str, Any]]:
+  """Measures a model and the same one without a router, pass by pass.
+
+  Args:
+    run: on random data.
+    rounds: measured turns.
+
+  Returns:
+    Rows of "mode", "ms" and "mha_ms", "ratio" and its "spread" ((75th - 25th
+    percentile) / median), "units_per_second" and "mha_per_second".
+  """
+  from moh_jax.training.bench import interleaved
+
+  mha = dataclasses.replace(run, model=config_lib.without_router(run.model))
+  passes = [(_training, run.data.batch_size)]
+  if "sample" in run.sections:
+    passes.append((_sampling, run.data.batch_size))
+  if "generate" in get_family(run.model.family).commands:
+    passes += [(_writing, texts) for texts in _TEXTS]
+  rows = []
+  for make, batch in passes:
+    pairs = zip(make(run, batch), make(mha, batch))
+    for (mode, ours, units), (_, theirs, _) in pairs:
+      times = interleaved({"moh": ours, "mha": theirs}, rounds)
+      rows.append(_row(mode, times["moh"], times["mha"], units))
+  return rows
+
+
+def _row(mode: str, ours: Timing, mha: Timing, units: int) -> dict[str, Any]:
+  ratio, of_call = ours.over(mha), _SPAN if mode.startswith("decode") else 1
+  return {
+    "mode": mode,
+    "ms": ours.per(of_call).median * 1e3,
+    "mha_ms": mha.per(of_call).median * 1e3,
+    "ratio": ratio.median,
+    "spread": ratio.spread,
+    "units_per_second": units / ours.median,
+    "mha_per_second": units / mha.median,
+  }
+
+
+def random_params(run: Config) -> Any:
+  """Initial parameters of a run's network plus 0.02, so that few are zero.
+
+  With the zeros that adaLN-Zero starts from, gradients would be zero and a
+  backward pass could skip work.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  from moh_jax.models.registry import make_model
+  from moh_jax.runtime.sharding import init_params, unbox
+
+  model, abstract = make_model(run)
+  inputs = [jnp.zeros(x.shape, x.dtype) for x in abstract]
+  init = jax.jit(lambda: unbox(init_params(model, jax.random.key(1), inputs)))
+  return jax.tree.map(lambda x: x + 0.02, init())
+
+
+def _training(run: Config, batch: int) -> _Calls:
+  """The training loss of a random batch, and its gradients."""
+  import jax
+  import jax.numpy as jnp
+
+  from moh_jax.runtime import sharding
+  from moh_jax.training.task import task_builder
+
+  task = task_builder(run).make_task(run)
+  mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
+  examples = jax.tree.map(jnp.asarray, next(task.batches(mesh)))
+  arrays = (random_params(run), examples, jax.random.key(0), jnp.int32(0))
+
+  def loss(*arrays: Any) -> jax.Array:
+    return task.loss_fn(*arrays)[0]
+
+  units = batch * getattr(run.data, "sequence_length", 1)
+  for mode, function in (
+    ("forward", loss),
+    ("forward_backward", jax.grad(loss)),
+  ):
+    compiled = jax.jit(function).lower(*arrays).compile()
+    yield mode, functools.partial(compiled, *arrays), units
+
+
+def _sampling(run: Config, batch: int) -> _Calls:
+  """One step of the run's sampler, with its guidance."""
+  import jax
+  import jax.numpy as jnp
+
+  from moh_jax.models.generation import make_sampler
+  from moh_jax.models.registry import make_model
+
+  one = config_lib.apply_overrides(run, "sample", steps="1", method="ddim")
+  draw = jax.jit(make_sampler(make_model(one)[0], one))
+  index = jnp.arange(batch, dtype=jnp.int32)
+  labels = index % run.model.num_classes
+  call = functools.partial(draw, random_params(run), 0, index, labels)
+  yield "sampling_step", call, batch
+
+
+def _writing(run: Config, texts: int) -> _Calls:
+  """The reading of prompts, and the generating of tokens after them.
+
+  The sequence length of the run is that of the prompts; the cache holds `_SPAN`
+  tokens more. Every call of decoding writes them over those of the one before,
+  so that none of them reads the prompts again.
+  """
+  import jax
+  import numpy as np
+
+  from moh_jax.config.llm import Sampling
+  from moh_jax.inference import decoding, generate
+  from moh_jax.inference.generate import batch_bucket, length_bucket
+  from moh_jax.models.llm import LLM
+
+  config, length = run.model, run.data.sequence_length
+  model = LLM(config, unrolled=True)
+  params = generate.serving_params(random_params(run), config)
+  read = decoding.make_prefill(model, generate.default_cache_dtype(config))
+  write = decoding.make_decode(model, (), _SPAN)
+  rows = batch_bucket(texts, config)
+  prompts = (
+    np.ones((rows, length), np.int32),
+    np.zeros(rows, np.int32),
+    np.arange(rows, dtype=np.int32),
+    np.zeros(rows, bool),
+  )
+  endless = Sampling(max_new_tokens=2**30)
+  numbers = decoding.span_numbers(endless, _SPAN)
+
+  def prefill() -> Any:
+    return read(params, *prompts, length_bucket(length + _SPAN))
+
+  state = [jax.block_until_ready(prefill())]
+  start = np.int32(state[0].slot)
+
+  def decode() -> jax.Array:
+    again = dataclasses.replace(state[0], slot=start)
+    state[0], tokens, _ = write(params, again, numbers, True, False)
+    return tokens
+
+  if texts == 1:
+    yield "prefill", prefill, length
+  yield f"decode_{texts}", decode, texts * _SPAN
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions(command.RunConfig, command.Output):
-  """Time every stage of a run's input, and its train step.
+  """Time a run's input beside its train step.
 
   Attributes:
     batches: to time the input with.
@@ -204,73 +279,52 @@ class InputOptions(command.RunConfig, command.Output):
   steps: Count = 10
 
 
-def report(options: command.Output, rows: Sequence[Row], settings: dict) -> int:
-  """Gives rows with the machine; 1 if any has a fault, which stderr tells.
-
-  Args:
-    options: of the command.
-    rows: what was measured.
-    settings: that it depends on, for JSON.
-  """
-  from moh_jax.training import bench
-
-  stored = [dataclasses.asdict(row) for row in rows]
-  result = {"machine": bench.machine(), "settings": settings, "rows": stored}
-  options.give(result, [command.table(*bench.table_cells(rows))])
-  for row in rows:
-    if row.fault:
-      print(f"error: {row.name}: {row.fault}", file=sys.stderr)
-  return 1 if any(row.fault for row in rows) else 0
-
-
-@alive("measuring")
-def run_attention(options: HeadOptions) -> int:
-  """Prints a table of what was measured; 1 if any of it is not exact."""
-  from moh_jax.cli.bench_attention import compare_forms, splits
-
-  rows = compare_forms(options, "attention", splits)
-  return report(options, rows, options.values())
-
-
-@alive("measuring")
-def run_model(options: ModelOptions) -> int:
-  """Prints a table of what was measured and predicted."""
-  from moh_jax.cli.run_speed import measure_model
-
-  rows, runs = [], options.runs()
-  for length, run in runs.items():
-    if run.model.READS_TEXT:
-      length = run.data.sequence_length
-    elif length:  # the changes may have another one
-      length = getattr(run.model, run.model.SIZE)[0]
-    rows += measure_model(run, length, options.rounds)
-  modes = list(dict.fromkeys(row.mode for row in rows))
-  rows.sort(key=lambda row: modes.index(row.mode))
-  settings = {**options.values(), "config": config_lib.to_dict(run)}
-  return report(options, rows, settings)
-
-
 @alive("measuring")
 def run_input(options: InputOptions) -> int:
-  """Prints examples per second by stage, and which stage is the slowest."""
-  from moh_jax.cli.run_speed import measure_input
+  """Prints examples per second of the input and of the step."""
+  import jax
+
   from moh_jax.data.infer import resolve
-  from moh_jax.training import bench
+  from moh_jax.runtime import sharding
+  from moh_jax.training.bench import seconds
+  from moh_jax.training.step import make_program
+  from moh_jax.training.task import task_builder
 
   config = resolve(options.loaded)
-  measured = measure_input(config, options.batches, options.steps)
-  rates, slowest = measured["examples_per_second"], measured["bottleneck"]
-  rows = [(stage, f"{rate:,.0f}") for stage, rate in rates.items()]
-  settings = {"config": config_lib.to_dict(config)}
+  task = task_builder(config).make_task(config)
+  mesh = sharding.make_mesh(config.mesh)
+  with sharding.use_mesh(mesh):
+    stream = task.batches(mesh)
+    batch = sharding.shard_batch(next(stream), mesh)  # starts threads
+    reading = seconds(lambda: next(stream) and None, options.batches)
+    stream.close()
+    program = make_program(config, task, mesh)
+    state = [program.init()]
+
+    def take() -> Any:
+      state[0], metrics = program.step(state[0], batch)
+      return jax.device_get(metrics)
+
+    take()  # compiles
+    stepping = seconds(take, options.steps)
+  size = config.data.batch_size
+  rates = {"input": size / reading, "step": size / stepping}
+  slower = min(rates, key=rates.get)
   options.give(
-    {"machine": bench.machine(), "settings": settings, **measured},
-    [command.table(rows, ("stage", "examples/s")), f"bottleneck: {slowest}"],
+    {
+      "config": config_lib.to_dict(config),
+      "examples_per_second": rates,
+      "bottleneck": slower,
+    },
+    [
+      *(f"{name}: {rate:,.0f} examples/s" for name, rate in rates.items()),
+      f"bottleneck: {slower}",
+    ],
   )
   return 0
 
 
 KINDS = {
-  "attention": (HeadOptions, run_attention),
   "model": (ModelOptions, run_model),
   "input": (InputOptions, run_input),
 }

@@ -1,7 +1,7 @@
 """Options of commands, derived from dataclasses; importable without JAX.
 
-A command NAME is the module `cli/NAME.py`, listed in `main.COMMANDS`, which has
-a dataclass and a function:
+A command NAME is the module `cli/NAME.py`, listed in `main.GROUPS`, which has a
+dataclass and a function:
 
   @dataclasses.dataclass(frozen=True, kw_only=True)
   class Options(command.Checkpoint, command.Output):
@@ -32,7 +32,6 @@ import json as json_lib
 import logging
 import os
 import pathlib
-import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -49,19 +48,14 @@ if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
   from moh_jax.runtime.checkpoint import Metadata
 
-# Keys that only training reads.
-_OF_TRAINING = ("optim.", "checkpoint.", "train.steps=")
+# Options that the help shows last.
+SHARED = ("distributed", "json", "traceback")
 # Changes of a stored run for the commands that serve its model: it has the
 # devices that are here, all held-out examples, and averaged parameters.
 _SERVED = (
   *(f"mesh.{k}={v}" for k, v in dataclasses.asdict(MeshConfig()).items()),
   *("eval.examples=0", "eval.use_ema=true"),
 )
-
-
-STDOUT = "standard output"  # in errors of its disk
-# Names of outputs that are files, where an option may be a folder too.
-_FILE_SUFFIXES = (".png", ".svg", ".npz", ".csv", ".json", ".jsonl")
 
 
 class _Path:
@@ -75,16 +69,12 @@ class _Path:
     return "" if value else "the name of a file or folder"
 
 
-_PLACE, _IN, _OUT, _OUT_FILE, _OUT_TEXT, _OUT_FOLDER, _OUT_PLACE = (
-  _Path() for _ in range(7)
-)
-Place = Annotated[str, _PLACE]  # a path or address that its reader checks
+_MARKS = _IN, _OUT, _OUT_FILE, _OUT_FOLDER = [_Path() for _ in range(4)]
+Place = Annotated[str, _Path()]  # a path or address that its reader checks
 InPath = Annotated[str, _IN]  # must exist
-OutPath = Annotated[str, _OUT]  # must be local and writable
-OutFile = Annotated[str, _OUT_FILE]  # must be local, writable, a file if there
-OutText = Annotated[str, _OUT_FILE, _OUT_TEXT]  # also a device: /dev/stdout
-OutFolder = Annotated[str, _OUT_FOLDER]  # a folder if there
-OutPlace = Annotated[str, _OUT_PLACE]  # must be an address or writable
+OutPath = Annotated[str, _OUT]  # local
+OutFile = Annotated[str, _OUT_FILE]  # no folder
+OutFolder = Annotated[str, _OUT_FOLDER]  # no file
 
 
 def option(how: str = "", metavar: str = "", **field: Any) -> Any:
@@ -115,8 +105,6 @@ class BaseOptions(base.Section):
   # Whether the command keeps the programs that it compiles, see
   # `runtime.compilation_cache`.
   KEEPS_PROGRAMS = False
-  # Options in which the processes of a run may differ.
-  OF_A_PROCESS = ("json", "traceback")
 
   def __post_init__(self):
     for name, hint in base.hints(type(self)).items():
@@ -137,7 +125,7 @@ class BaseOptions(base.Section):
   def values(self) -> dict[str, Any]:
     """The options that results depend on, by name."""
     every = dataclasses.asdict(self).items()
-    return {k: v for k, v in every if k not in self.OF_A_PROCESS}
+    return {k: v for k, v in every if k not in SHARED}
 
   def need(self, name: str, fits: Any, needed: str) -> None:
     """Refuses an option that is not its default where it has no effect."""
@@ -146,64 +134,43 @@ class BaseOptions(base.Section):
 
   def fail(self, name: str, allowed: str) -> NoReturn:
     """Raises the ValueError of an option: its flag, value and what may be."""
-    value = base.shown(getattr(self, name))
-    raise ValueError(f"{flag(name)}={value} {allowed}")
+    raise ValueError(f"{flag(name)}={getattr(self, name)!r} {allowed}")
 
   def prepare(self) -> None:
     """Refuses what can be refused before JAX is imported.
 
-    An output that is a link to a file becomes that file, so the link stays.
-
     Raises:
       FileNotFoundError: an input does not exist.
-      OSError: an output cannot be written.
-      ValueError: an input is a pipe or a device, which might block for ever.
+      PermissionError: an output cannot be written.
+      ValueError: an output is of another kind than what is there.
     """
-    places = {
-      os.path.realpath(path): name for name, path in self._paths(_PLACE)
-    }
-    for name, path in self._paths(_IN):
-      if "://" in path:
-        continue
-      places[os.path.realpath(path)] = name
-      if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: no such file or folder")
-      if not os.path.isdir(path):
-        files.check_regular(path)
-    may_be_devices = {name for name, _ in self._paths(_OUT_TEXT)}
-    for mark in (_OUT, _OUT_FILE, _OUT_FOLDER, _OUT_PLACE):
-      for name, path in self._paths(mark):
+    for name, path, mark in self._paths():
+      if mark is _IN:
+        if "://" not in path and not os.path.exists(path):
+          raise FileNotFoundError(f"{path}: no such file or folder")
+      elif path != "-":
         if "://" in path:
-          if mark is not _OUT_PLACE:
-            self.fail(name, "must be local")
-        elif not base.is_utf8(path):  # libraries that write need it
-          self.fail(name, "must be UTF-8")
-        elif path != "-":
-          is_file = mark is _OUT_FILE or path.endswith(_FILE_SUFFIXES)
-          if is_file and os.path.isdir(path):
-            self.fail(name, "is a folder, must be a file")
-          is_other = os.path.exists(path) and not os.path.isdir(path)
-          if is_other and mark is _OUT_FOLDER:
-            self.fail(name, "is a file, must be a folder")
-          if is_other and name not in may_be_devices:
-            files.check_regular(path)
-          place = os.path.realpath(path)
-          if os.path.isfile(place) or mark is _OUT_FILE:
-            if (other := places.setdefault(place, name)) != name:
-              self.fail(name, f"must be another file than {flag(other)}")
-          files.check_writable(path, flag(name))
-          is_link = os.path.islink(path) and os.path.isfile(path)
-          if is_link and not path.startswith("/dev/"):
-            object.__setattr__(self, name, place)
+          self.fail(name, "must be local")
+        if mark is _OUT_FILE and os.path.isdir(path):
+          self.fail(name, "is a folder, must be a file")
+        if mark is _OUT_FOLDER and os.path.isfile(path):
+          self.fail(name, "is a file, must be a folder")
+        place = pathlib.Path(os.path.abspath(path))
+        there = next(p for p in (place, *place.parents) if p.exists())
+        if not os.access(there, os.W_OK):
+          raise PermissionError(f"{flag(name)} {path}: {there} is read-only")
+        if there != place and not there.is_dir():
+          self.fail(name, f"{there} is a file, no folder")
 
-  def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:
-    """Names and values of the paths of a kind."""
+  def _paths(self) -> Iterator[tuple[str, str, _Path]]:
+    """Names, values and marks of inputs and outputs."""
     for name, hint in base.hints(type(self)).items():
       value, hint = getattr(self, name), base.without_none(hint)
       if is_tuple := typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
-      if mark in typing.get_args(hint) and value is not None:
-        yield from ((name, path) for path in (value if is_tuple else [value]))
+      for mark in set(_MARKS).intersection(typing.get_args(hint)):
+        values = value if is_tuple else [value]
+        yield from ((name, path, mark) for path in values if path is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +182,7 @@ class Output(BaseOptions):
       in place of the text.
   """
 
-  json: OutText | None = None
+  json: OutFile | None = None
 
   def give(
     self, values: Any, lines: Iterable[str] = (), *, is_styled: bool = False
@@ -230,12 +197,11 @@ class Output(BaseOptions):
     """
     if not self.is_first():
       return
-    with files.named_errors(STDOUT):
-      if self.json == "-":
-        print(strict_json(values), flush=True)
-        return
-      for line in lines:
-        print(line if is_styled else files.printable(line))
+    if self.json == "-":
+      print(strict_json(values), flush=True)
+      return
+    for line in lines:
+      print(line if is_styled else files.printable(line))
     if self.json:
       path = pathlib.Path(self.json)
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -272,10 +238,9 @@ class Distributed(BaseOptions):
         does not describe it; the first process cannot be reached; or the
         processes differ in their versions, options or checkpoints.
     """
-    if not self.distributed:
-      return
-    processes.join()
-    processes.agree(self.compared())
+    if self.distributed:
+      processes.join()
+      processes.agree(self.compared())
 
   def compared(self) -> dict[str, Any]:
     """The options in which processes must not differ, and the checkpoint.
@@ -297,7 +262,7 @@ class RunConfig(BaseOptions):
 
   Attributes:
     config: config file, as FILE or FILE:ARG; --config.KEY=VALUE changes a key
-      of it, and with --help all keys are listed.
+      of it, and with --help its sections are listed.
   """
 
   config: Place
@@ -323,7 +288,7 @@ class Workdir(RunConfig):
       with the same arguments, the command resumes from its last checkpoint.
   """
 
-  workdir: OutPlace
+  workdir: Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,37 +296,28 @@ class Stored(BaseOptions):
   """Options of commands that read a checkpoint.
 
   Attributes:
-    checkpoint: workdir of `train`, or output of `convert`.
-    step: which checkpoint: a number, newest, or whole: the newest one that is
-      whole, where newer ones are damaged.
+    checkpoint: workdir of `train` or output of `convert`.
+    step: which checkpoint: a number, or newest.
   """
 
   checkpoint: Place
   step: str = "newest"
 
   def check(self) -> None:
-    """The step is a number or one of two words."""
+    """The step is a number or a word."""
     super().check()
-    is_number = re.fullmatch("[0-9]{1,18}", self.step)
-    if self.step not in ("newest", "whole") and not is_number:
-      self.fail("step", "must be a number, newest or whole")
+    if self.step != "newest" and not self.step.isdecimal():
+      self.fail("step", "must be a number or newest")
 
-  @functools.cached_property
+  @property
   def step_number(self) -> int | None:
     """The number of --step; None is the newest."""
-    if self.step == "whole":
-      return steps.newest_whole_step(self.checkpoint)
     return None if self.step == "newest" else int(self.step)
 
   def prepare(self) -> None:
     """Checks that there is such a checkpoint, too."""
-    if self.checkpoint is not None:
-      if not base.is_utf8(self.checkpoint):
-        self.fail("checkpoint", "must be UTF-8")
-      in_bucket = steps.in_bucket(self.checkpoint)
-      if not in_bucket:
-        steps.find_step(self.checkpoint, None)
-      _ = self.step_number
+    if self.checkpoint is not None and not steps.in_bucket(self.checkpoint):
+      steps.find_step(self.checkpoint, self.step_number)
     super().prepare()
 
   def stored(self, command: str | None = None) -> tuple[Metadata, int]:
@@ -406,11 +362,8 @@ class Checkpoint(Stored):
   KEEPS_PROGRAMS = True
 
   def check(self) -> None:
-    """No key is changed that only training reads."""
+    """The routed heads are stated once."""
     super().check()
-    for change in self.changes:
-      if change.startswith(_OF_TRAINING):
-        raise ValueError(f"{PREFIX}{change} has no effect on a trained model")
     if self.top_k and self.change("model.top_k") is not None:
       self.fail("top_k", f"is {PREFIX}model.top_k too; give one of them")
 
@@ -500,11 +453,11 @@ def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
     [files.printable(str(value), kept="") for value in row]
     for row in (header, *rows)
   ]
-  widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-  lines = [
+  widths = [max(map(len, column)) for column in zip(*cells)]
+  lines = (
     "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()
     for row in cells
-  ]
+  )
   return "\n".join(lines)
 
 

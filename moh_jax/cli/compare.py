@@ -11,7 +11,6 @@ from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.files import printable
 
 if TYPE_CHECKING:
   from moh_jax.training.bench import Timing
@@ -41,7 +40,7 @@ class Options(command.Workdir, command.Distributed, command.Output):
     vae: autoencoder weights that show samples of latent diffusion.
   """
 
-  workdir: command.OutPlace = "runs/compare"
+  workdir: command.Place = "runs/compare"
   variants: tuple[str, ...] = ("mha", "config")
   seeds: Count = 3
   sweep: str = command.option(metavar="FIELD=VALUE,...", default="")
@@ -68,7 +67,7 @@ def run(options: Options) -> int:
   from moh_jax.cli import run_log
   from moh_jax.data.infer import resolve
   from moh_jax.evaluation import comparison, pictures
-  from moh_jax.training import bench
+  from moh_jax.training.bench import step_seconds
   from moh_jax.training.variants import compare, compared_runs
 
   runs = compared_runs(
@@ -78,56 +77,40 @@ def run(options: Options) -> int:
   runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
   decode = read_decoder(options.vae, runs[0].config)
   with run_log.kept(options):
-    outcomes = compare(options.loaded, runs, options.workdir, decode)
+    found = compare(runs, options.workdir, decode)
+  if found is None:
+    if options.is_first():
+      print("stopped; run the command again to go on", file=sys.stderr)
+    return 0
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
-  if outcomes is not None and options.rounds:
-    programs = {_step(one): one for one in configs.values()}
+  if options.rounds:  # no learning rate changes the time of a step
     with alive("measuring the times of a step"):
-      seconds = bench.step_seconds(programs, options.rounds)
+      steps = {_step(one): one for one in configs.values()}
+      seconds = step_seconds(steps, options.rounds)
   if not options.is_first():
     return 0
-  if outcomes is None:
-    print("stopped; run the command again to go on", file=sys.stderr)
-    return 0
-  # Metrics by seed of the runs that got to their end.
   results: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
   for one in runs:
     seeds = results.setdefault((one.variant, one.setting), {})
-    outcome = outcomes[one.name]
-    if outcome.fault:
-      print(printable(f"warning: {one.name}: {outcome.fault}"), file=sys.stderr)
-    else:
-      seeds[one.seed] = outcome.metrics
-  metrics = options.metrics or ["loss"]
-  if any(results.values()):
-    metrics = comparison.choose_metrics(
-      list(results.values()), list(options.metrics)
-    )
-  for one in runs:
-    for name in metrics:
-      if outcomes[one.name].metrics.get(name, 0) is None:
-        print(f"warning: {one.name}: {name} is not finite", file=sys.stderr)
+    seeds[one.seed] = found[one.name]
   costs = {
     key: _costs(one, seconds.get(_step(one))) for key, one in configs.items()
   }
-  rows = comparison.summarize(results, options.seeds, metrics, costs)
+  metrics = comparison.choose_metrics(results, options.metrics)
+  rows = comparison.summarize(results, metrics, costs)
   if options.plot:
     pictures.write_plot(options.plot, comparison.plot(rows))
-  found = [dataclasses.asdict(row) for row in rows]
-  options.give(
-    {"machine": bench.machine(), "rows": found},
-    [comparison.to_markdown(rows)],
-  )
+  values = {"rows": [dataclasses.asdict(row) for row in rows]}
+  options.give(values, [comparison.to_markdown(rows)])
   return 0
 
 
 def _step(config: Config) -> str:
-  """What the time of a step depends on, as text; no learning rate does."""
+  """What the time of a step depends on, as text."""
   rates = {"lr": 0.0, "warmup_lr": 0.0, "final_lr": 0.0, "warmup_steps": 0}
   optim = dataclasses.replace(config.optim, **rates)
-  sections = config.model, config.data, optim, config.mesh, config.sections
-  return repr((sections, config.train.balance_weight))
+  return repr((config.model, config.data, optim, config.mesh, config.sections))
 
 
 def _costs(config: Config, time: Timing | None) -> dict[str, float]:

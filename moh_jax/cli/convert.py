@@ -33,7 +33,7 @@ class Options(command.RunConfig):
 
   from_: str | None = None
   source: str
-  out: command.OutPlace
+  out: command.Place
   key: str | None = None
   model: str | None = None
   config: command.Place | None = None

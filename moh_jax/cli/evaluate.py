@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 _BATCH = "eval.batch_size"
 _TEXTS = 8  # scored at a time, where `_BATCH` is not given
 _WORST = 5  # classes that are printed
-_CLASSES = int | str | list[int | str]
-_LABELS = list[_CLASSES] | dict[str, _CLASSES]
 
 _Score = Callable[["Restored"], dict[str, Any]]
 
@@ -56,11 +53,6 @@ class Options(
       that were trained without.
     per_class: write a CSV file with the scores of each class, and what it is
       taken for most often; the worst classes are printed.
-    labels: JSON file of the right classes: a list in the order of the file
-      names (such as ReaL's), or entries by file name; an entry is a class or
-      several.
-    plot: draw the scores of several --top-k over the activated share and over
-      time, as .png or .svg.
   """
 
   top_k: tuple[tuple[int, ...], ...] = command.option("repeated", default=())
@@ -70,9 +62,7 @@ class Options(
   limit: Count | None = None
   include_path: command.Place | None = None
   no_bos: bool = False
-  per_class: command.OutText | None = None
-  labels: command.InPath | None = None
-  plot: command.OutFile | None = None
+  per_class: command.OutFile | None = None
 
   def check(self) -> None:
     """Options of one kind of score are not given with another."""
@@ -84,12 +74,6 @@ class Options(
       self.fail("top_k", "must differ")
     if self.per_class and len(self.top_k) > 1:
       self.fail("per_class", f"takes one --top-k, not {self.top_k}")
-    if not self.plot:
-      return
-    if not self.plot.endswith((".png", ".svg")):
-      self.fail("plot", "must end in .png or .svg")
-    if len(self.top_k) < 2 or self.per_class or self.labels:
-      self.fail("plot", "needs several --top-k, no --per-class or --labels")
 
   def is_text(self, config: Config) -> bool:
     """Whether text or tasks are scored, not examples of a data set.
@@ -100,10 +84,7 @@ class Options(
     from moh_jax.config.registry import SPLITS
     from moh_jax.data.shards import METADATA
 
-    for name, use in (
-      *(("per_class", "classify"), ("labels", "classify")),
-      *(("tasks", "generate"),),
-    ):
+    for name, use in (("per_class", "classify"), ("tasks", "generate")):
       if getattr(self, name):
         where = f"--{name.replace('_', '-')}: {self.checkpoint}"
         check_command(config.model, use, where)
@@ -113,8 +94,6 @@ class Options(
       is_text |= not any(part.is_file() for part in parts)
     if not is_text and len(self.data) > 1:
       self.fail("data", "must be one directory")
-    if is_text and self.plot:
-      self.fail("plot", "must be of a data set, not of text or tasks")
     return is_text
 
 
@@ -122,7 +101,6 @@ class Options(
 def run(options: Options) -> int:
   """Prints the metrics, a column for each --top-k."""
   options.join()
-  from moh_jax.evaluation import pictures
   from moh_jax.inference.restore import with_top_k
   from moh_jax.runtime import sharding
   from moh_jax.runtime.files import write_csv
@@ -151,8 +129,6 @@ def run(options: Options) -> int:
     values["dtype"] = config.model.dtype
     if config.model.router.kind == "two_stage":
       values["gate_form"] = config.model.router.gate_form
-  if options.plot:
-    pictures.write_plot(options.plot, pictures.dial(rows))
   if is_text or len(runs) > 1:
     options.give(values | {"runs": runs}, [_columns(runs)])
     return 0
@@ -174,10 +150,8 @@ def _held_out(options: Options, config: Config, mesh: Mesh) -> _Score:
   """Scores on the held-out split of a data set, with the run's own metrics."""
   from moh_jax.data.infer import data_at
   from moh_jax.runtime import sharding
-  from moh_jax.runtime.json_files import read_json
   from moh_jax.training.task import task_builder
 
-  labels = read_json(options.labels, _LABELS) if options.labels else None
   sharding.check_batch(_BATCH, config.eval.batch_size, mesh)
 
   def score(restored: Restored) -> dict[str, Any]:
@@ -185,44 +159,26 @@ def _held_out(options: Options, config: Config, mesh: Mesh) -> _Score:
     if options.data:
       data = data_at(config, options.data[0])
       config = apply_overrides(config, "data", **data)
-    if options.per_class or labels is not None:
-      return _by_image(options, restored, config, mesh, labels)
+    if options.per_class:
+      return _by_class(restored, config, mesh)
     tasks = task_builder(config)
     evaluate = tasks.make_evaluate(restored.model, config, restored)
-    metrics = evaluate(restored.params, mesh)
-    if options.plot:  # again, now that the program is compiled
-      began = time.perf_counter()
-      evaluate(restored.params, mesh)
-      metrics["seconds"] = time.perf_counter() - began
-    return metrics
+    return evaluate(restored.params, mesh)
 
   return score
 
 
-def _by_image(
-  options: Options, restored: Restored, config: Config, mesh: Mesh, labels: Any
-) -> dict[str, Any]:
-  """The metrics of a classifier, from its predictions for each image."""
+def _by_class(restored: Restored, config: Config, mesh: Mesh) -> dict[str, Any]:
+  """The metrics of a classifier, and "classes" with those of each."""
   from moh_jax.evaluation import predictions
   from moh_jax.training import classification
 
-  source, predict = classification.make_predict(
-    restored.model, config, restored
-  )
-  numbers = map(str, range(config.model.num_classes))
-  class_names = restored.class_names or tuple(numbers)
-  right = None
-  if labels is not None:  # before the predictions, which take longer
-    names = [getattr(source, "name", str)(i) for i in range(len(source))]
-    try:
-      right = predictions.read_right(labels, names, class_names)
-    except ValueError as error:
-      raise ValueError(f"--labels {options.labels}: {error}") from error
+  _, predict = classification.make_predict(restored.model, config, restored)
   found = predict(restored.params, mesh)
-  metrics = predictions.scores(found, right and [right[i] for i in found.index])
-  if options.per_class:
-    metrics["classes"] = predictions.by_class(found, class_names)
-  return metrics
+  numbers = tuple(map(str, range(config.model.num_classes)))
+  names = restored.class_names or numbers
+  metrics = predictions.scores(found)
+  return metrics | {"classes": predictions.by_class(found, names)}
 
 
 def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
@@ -238,7 +194,7 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
   tasks = None
   if options.tasks is not None:
     choices = harness.choose_tasks(options.tasks, options.num_fewshot)
-    tasks = harness.load_tasks(choices, options.include_path or "")
+    tasks = harness.open_tasks(choices, options.include_path or "")
   size = config.eval.batch_size if options.change(_BATCH) else _TEXTS
   sharding.check_batch(_BATCH, size, mesh)
   batches = {"batch_size": size, "mesh": mesh}
@@ -309,7 +265,8 @@ def _cells(run: dict[str, Any]) -> dict[str, str]:
       if found["stderr"] is not None:
         text += f" +- {_number(found['stderr'])}"
       star = " *" if metric == row["main"] else ""
-      cells[f"{task}, {row['shots']} shots: {metric}"] = text + star
+      shots = "" if row["shots"] is None else f", {row['shots']} shots"
+      cells[f"{task}{shots}: {metric}"] = text + star
   if run.get("mean") is not None:
     cells["mean of *"] = _number(run["mean"])
   others = {"top_k", "activated_share", "tasks", "mean", "lm_eval", "text"}

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING
 from typing import Any, NoReturn, TypeVar
 
@@ -34,24 +34,39 @@ class Parser(argparse.ArgumentParser):
     self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
-def make_parser(prog: str, cls: type[T]) -> Parser:
+def make_parser(prog: str, cls: type, shared: Collection[str] = ()) -> Parser:
   """A parser of the options of a class.
 
   Args:
     prog: what its messages call the command.
     cls: dataclass whose docstring describes each field.
+    shared: names of options that many commands have, shown last.
   """
-  parser = Parser(prog=prog, description=description(cls), allow_abbrev=False)
-  texts, fields = reference.meanings(cls), {}
-  for field in dataclasses.fields(cls):
-    fields[field.name] = field
-  # A command's own options come first, then those of its bases.
-  order = [n for c in cls.__mro__ for n in vars(c).get("__annotations__", {})]
-  optional = {n for n, f in fields.items() if f.default is not MISSING}
-  for name in sorted(dict.fromkeys(order), key=optional.__contains__):
-    how = fields[name].metadata.get("how", "") if name in fields else "hidden"
+  parser = Parser(
+    prog=prog,
+    description=description(cls),
+    allow_abbrev=False,
+    add_help=False,
+  )
+  last = parser.add_argument_group("options that commands share")
+  last.add_argument(
+    "-h",
+    "--help",
+    action="help",
+    help="show this; beside --config its sections, and --help SECTION the keys "
+    "of one",
+  )
+  texts, own = reference.meanings(cls), vars(cls).get("__annotations__", {})
+  # Those that must be given come first, then those of the command itself.
+  fields = sorted(
+    dataclasses.fields(cls),
+    key=lambda field: (field.default is not MISSING, field.name not in own),
+  )
+  for field in fields:
+    how = field.metadata.get("how", "")
     if how != "hidden":
-      _add(parser, cls, fields[name], texts[name], how)
+      group = last if field.name in shared else parser
+      _add(group, cls, field, texts[field.name], how)
   return parser
 
 
@@ -61,7 +76,7 @@ def description(cls: type) -> str:
 
 
 def _add(
-  parser: Parser, cls: type, field: dataclasses.Field, text: str, how: str
+  group: Any, cls: type, field: dataclasses.Field, text: str, how: str
 ) -> None:
   """Adds the option of a field; one that is not given has no attribute."""
   hint = base.without_none(base.hints(cls)[field.name])
@@ -76,8 +91,7 @@ def _add(
     settings["metavar"] = field.name.upper()
     settings["nargs"] = "+" if is_tuple else None
   else:
-    settings["required"] = field.default is MISSING
-    settings["dest"] = field.name
+    settings |= {"required": field.default is MISSING, "dest": field.name}
   if how == "listed":
     settings["nargs"] = "+"
   elif how == "repeated":
@@ -87,15 +101,14 @@ def _add(
   if hint is bool:
     settings["action"] = "store_true"
     del settings["metavar"]
-  text = text.removesuffix(".").replace("%", "%%")
+  text, default = text.removesuffix(".").replace("%", "%%"), field.default
   # No test of equality with False, which 0 is, too.
-  default = field.default
   if hint is not bool and default not in (None, "", (), MISSING):
     if isinstance(default, tuple):
       default = ",".join(map(str, default))
     text += f" (default: {default})"
   name = field.name if how == "positional" else flag(field.name)
-  parser.add_argument(name, help=text, **settings)
+  group.add_argument(name, help=text, **settings)
 
 
 def _metavar(field: dataclasses.Field, hint: Any) -> str:
@@ -103,10 +116,8 @@ def _metavar(field: dataclasses.Field, hint: Any) -> str:
   if own := field.metadata.get("metavar"):
     return own
   mark = getattr(hint, "__metadata__", (None,))[0]
-  if hasattr(mark, "METAVAR"):
-    return mark.METAVAR
   names = {int: "N", float: "X", str: "NAME"}
-  return names.get(base.plain(hint), "VALUE")
+  return getattr(mark, "METAVAR", names.get(base.plain(hint), "VALUE"))
 
 
 def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
@@ -121,15 +132,14 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
     ValueError: a change of a key has no value.
   """
   argv, changes = split_changes(argv)
-  known = ["--help", *(flag(field.name) for field in dataclasses.fields(cls))]
-  options = [arg for arg in argv if re.match(r"--[\w.-]+(=|$)", arg)]
-  # A wrong name is told before the option that it was to be is told as missing.
-  unknown = [arg for arg in options if arg.partition("=")[0] not in known]
-  if not unknown:
-    args, unknown = parser.parse_known_args(argv)
+  args, unknown = parser.parse_known_args(argv)
   if unknown:
-    said = f"unrecognized arguments: {' '.join(unknown)}"
-    parser.error(f"{said}{_meant(unknown, known)}")
+    name = unknown[0].partition("=")[0]
+    known = [flag(field.name) for field in dataclasses.fields(cls)]
+    hint = base.near(name, known)
+    if name.startswith("--") and "." in name:
+      hint = f"; a key of the config is changed by {PREFIX}KEY=VALUE"
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
   given = {
     name: _value(value, base.hints(cls)[name])
     for name, value in vars(args).items()
@@ -174,18 +184,3 @@ def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ValueError(f"{arg} needs a value: {arg}=VALUE")
     changes.append(f"{key}={value}")
   return others, changes
-
-
-def _meant(unknown: Sequence[str], known: Sequence[str]) -> str:
-  """A hint at keys of the config without their prefix, and at near names."""
-  for argument in unknown:
-    name, equals, _ = argument.partition("=")
-    if "." in name and (equals or name.startswith("--")):
-      key = argument.lstrip("-")
-      first, _, rest = key.partition(".")
-      if base.near(first, ["config"]):
-        key = rest
-      return f"; did you mean --config.{key}?"
-    if hint := base.near(name, known):
-      return hint
-  return ""

@@ -8,103 +8,74 @@ import math
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import command
 from moh_jax.config import Config, LayerGroup
 from moh_jax.config.base import Count
-from moh_jax.runtime import steps
+from moh_jax.runtime.files import printable, printable_name
+
+if TYPE_CHECKING:
+  import numpy as np
 
 _NAMES = 10  # of the classes that are listed
+_COLUMNS = 8  # of a grid
 _OF_A_BUDGET = "num_heads", "head_dim", "shared", "routed", "top_k", "active"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(command.Stored, command.RunConfig, command.Output):
-  """Describe a checkpoint or config, check files, or show training examples.
-
-  Without --checksums and --batch: heads, parameters and sizes.
+  """Describe the heads and parameters of a model, or show training examples.
 
   Attributes:
     checkpoint: workdir of `train` or output of `convert`.
     config: config file, as FILE or FILE:ARG; --config.KEY=VALUE changes a key
-      of it, and with --help all keys are listed.
-    data: folder of shards, of latents for --batch.
-    checksums: compare the files of --checkpoint (without a number
-      as --step all that are there) with their checksums; the status is 1 where
-      any is damaged.
-    batch: draw images into this .png file and print their classes: of --config
-      those of a training step as the model gets them; of --data latents,
-      decoded. Of text '-' prints the step's sequences, with what is trained in
-      [[ ]], or green on a terminal.
+      of it, and with --help its keys are listed.
+    batch: show a training step of --config as the model gets it: draw images
+      into this .png file and print their classes; of text '-' prints the
+      sequences, with what is trained in [[ ]], or green on a terminal.
     num: images or sequences of --batch at most.
-    columns: of the grid of --batch.
     at_step: the step of the run whose batch it is.
-    vae: weights of the autoencoder that decodes the latents of --data.
-    split: of the latents of --data.
   """
 
   checkpoint: command.Place | None = None
   config: command.Place | None = None
-  data: command.Place | None = None
-  checksums: bool = False
   batch: command.OutFile | None = None
   num: Count = 32
-  columns: Count | None = None
   at_step: Count = 1
-  vae: command.Place | None = None
-  split: Literal["train", "val"] = "train"
 
   def check(self) -> None:
     """There is one thing to look at, and a way to."""
     super().check()
-    given = {"checkpoint", "config", "data"}
-    given = {name for name in given if getattr(self, name) is not None}
-    if len(given) != 1:
-      raise ValueError("one of --checkpoint, --config and --data must be given")
+    if (self.checkpoint is None) == (self.config is None):
+      raise ValueError("one of --checkpoint and --config must be given")
+    if self.batch is not None and self.config is None:
+      self.fail("batch", "needs --config")
     if self.batch not in (None, "-") and not self.batch.endswith(".png"):
       self.fail("batch", "must end in .png, or be - for text")
-    if self.batch is not None and self.checkpoint is not None:
-      self.fail("batch", "needs --config or --data")
-    for name in ("num", "at_step"):
-      self.need(name, self.batch, "needs --batch")
-    is_grid = self.batch not in (None, "-")
-    self.need("columns", is_grid, "needs --batch FILE.png")
-    self.need("split", self.data and self.batch, "needs --data and --batch")
-    if self.vae is not None and not (self.data and self.batch):
-      self.fail("vae", "needs --data and --batch")
-    if self.checksums and self.changes:
-      raise ValueError("--checksums compares files; no key can be changed")
-    if self.checksums and (self.batch or self.config):
-      raise ValueError("--checksums needs --checkpoint alone")
-    if self.data is not None and (self.checksums or not self.batch):
-      self.fail("data", "needs --batch")
-    if self.batch == "-" and self.config is None:
-      self.fail("batch", "needs --config")
-    if self.data is not None and self.batch and self.vae is None:
-      self.fail("batch", "needs --vae, which decodes the latents of --data")
 
 
 def run(options: Options) -> int:
-  """Prints what was asked for; 1 if --checksums found any damage."""
-  if options.checksums:
-    return _compare_checksums(options)
-  if options.batch:
-    return _draw(options)
+  """Prints the model's layers and sizes, or shows a batch."""
   from moh_jax.data.infer import resolve
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import abstract_params, unbox
+  from moh_jax.runtime.sharding import abstract_params
 
+  step, names = None, ()
   if options.checkpoint:
     metadata, step = options.stored()
     config, names = metadata.config, metadata.class_names
   else:
-    config, step, names = resolve(options.loaded), None, ()
+    config = resolve(options.loaded)
+  if options.batch:
+    show = _texts if options.batch == "-" else _pictures
+    lines = list(show(config, options))
+    options.give(lines, lines, is_styled=True)
+    return 0
   # Parameters are those of any form; this one may be impossible here.
   anywhere = config_lib.apply_overrides(config, "model", attention_impl="auto")
-  boxed = abstract_params(*make_model(anywhere))
-  counts = _by_module(unbox(boxed))
+  counts = _by_module(abstract_params(*make_model(anywhere)))
   report = {
     "step": step,
     "class_names": list(names),
@@ -116,52 +87,6 @@ def run(options: Options) -> int:
   }
   options.give(report, _lines(report, config))
   return 0
-
-
-def _draw(options: Options) -> int:
-  from moh_jax.cli import batch_picture
-  from moh_jax.data.infer import resolve
-
-  if options.batch == "-":
-    config = resolve(options.loaded)
-    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
-    where = options.at_step, options.num
-    lines = list(batch_picture.text_lines(config, *where, marks))
-    options.give(lines, lines, is_styled=True)
-    return 0
-  out = pathlib.Path(options.batch)
-  out.parent.mkdir(parents=True, exist_ok=True)
-  grid = options.num, options.columns
-  if options.data:
-    lines = batch_picture.write_latents(
-      out, options.data, options.split, options.vae, *grid
-    )
-  else:
-    config, step = resolve(options.loaded), options.at_step
-    lines = batch_picture.write_batch(out, config, step, *grid)
-  lines = list(lines)
-  options.give(lines, lines)
-  return 0
-
-
-def _compare_checksums(options: Options) -> int:
-  """A line for each checkpoint."""
-  folder, number = options.checkpoint, options.step_number
-  wanted = steps.list_steps(folder)
-  if number is not None:
-    wanted = [steps.find_step(folder, number)]
-  damage = {step: steps.find_damage(folder, step) for step in wanted}
-  values = [
-    {
-      "step": step,
-      "damage": None
-      if files is None  # the checkpoint is without checksums
-      else [{"file": name, "what": what} for name, what in files.items()],
-    }
-    for step, files in damage.items()
-  ]
-  options.give(values, itertools.starmap(steps.describe, damage.items()))
-  return 1 if any(damage.values()) else 0
 
 
 def layer_rows(config: Config) -> list[dict]:
@@ -206,8 +131,10 @@ def _by_module(params: dict) -> dict[str, int]:
   """Parameters of each part of a stage."""
   from flax import traverse_util
 
+  from moh_jax.runtime.sharding import unbox
+
   counts: dict[str, int] = {}
-  for path, leaf in traverse_util.flatten_dict(params).items():
+  for path, leaf in traverse_util.flatten_dict(unbox(params)).items():
     depth = 3 if "blocks" in path else 2
     name = "/".join(path[: min(depth, max(1, len(path) - 1))])
     counts[name] = counts.get(name, 0) + leaf.size
@@ -238,3 +165,97 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
   if names := report["class_names"]:
     more = ", ..." if len(names) > _NAMES else ""
     yield f"classes: {len(names)} ({', '.join(names[:_NAMES])}{more})"
+
+
+def _pictures(config: Config, options: Options) -> Iterator[str]:
+  """Draws images of a training batch; yields the classes of each row.
+
+  Mixup and CutMix are those of the run, with a sample of their own.
+  """
+  import jax
+  import numpy as np
+
+  from moh_jax.data.pipeline import TrainBatches, train_images
+  from moh_jax.data.sources import is_latent, make_source
+  from moh_jax.evaluation.pictures import tiles
+  from moh_jax.inference.sample import write_grid
+  from moh_jax.training.classification import class_targets, mix_images
+
+  if config.model.READS_TEXT or is_latent(config):
+    raise ValueError(
+      f"data.source={config.data.source!r} of model.family="
+      f"{config.model.family!r}: --batch FILE.png shows pixels, not text or "
+      "latents"
+    )
+  source, size = make_source(config, "train"), config.data.batch_size
+  # Of both ends of the batch, whose images are mixed in pairs.
+  half = min(-(-options.num // 2), size // 2)
+  rows = [*range(half), *range(size - half, size)] if half else [0]
+  stream = TrainBatches(train_images(config, source), config.data, rows)
+  stream.seek(options.at_step - 1)
+  batch = next(stream)
+  stream.close()
+  images = batch["image"].astype(np.float32)
+  targets = class_targets(batch["label"], config.model.num_classes)
+  if "classifier" in config.sections:
+    key = jax.random.key(config.train.seed)
+    images, targets = mix_images(key, images, targets, config.classifier)
+  images = np.asarray(images).round().astype(np.uint8)[: options.num]
+  names = [_classes(x, source.class_names) for x in np.asarray(targets)]
+  names = names[: options.num]
+  out = pathlib.Path(options.batch)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  write_grid(out, tiles(images, names), min(len(images), _COLUMNS))
+  for start in range(0, len(names), _COLUMNS):
+    shown = map(printable_name, names[start : start + _COLUMNS])
+    yield f"row {start // _COLUMNS + 1}: {', '.join(shown)}"
+
+
+def _classes(target: np.ndarray, names: Sequence[str]) -> str:
+  """The class of an image, or both of a mixed one with their shares."""
+  first, *second = (-target).argsort(kind="stable")[:2]
+  if not second or target[second[0]] < 0.005:
+    return names[first]
+  return " + ".join(f"{names[i]} {target[i]:.0%}" for i in (first, *second))
+
+
+def _texts(config: Config, options: Options) -> Iterator[str]:
+  """Of each sequence of a training batch a line of counts, and its text."""
+  import numpy as np
+
+  from moh_jax.data.sequences import Text
+
+  data = config.data
+  if not config.model.READS_TEXT or data.source == "fake":
+    raise ValueError(
+      f"data.source={data.source!r} of model.family={config.model.family!r}: "
+      "--batch - shows text; pictures need a file that ends in .png"
+    )
+  marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+  text = Text(data, config.model.vocab_size, "train")
+  stream, size = text.stream(config.train.seed), data.batch_size
+  for index in range(min(options.num, size)):
+    sequence = stream[(options.at_step - 1) * size + index]
+    segments = sequence["segments"]
+    count = np.count_nonzero(segments)
+    tokens = np.append(sequence["inputs"][:1], sequence["targets"][:count])
+    trained = np.append(False, sequence["weights"][:count] > 0)
+    yield (
+      f"sequence {index + 1}: {count} tokens of {len(segments)}, "
+      f"{trained.sum()} trained, {segments.max()} documents or conversations"
+    )
+    runs = np.split(tokens, np.flatnonzero(np.diff(trained)) + 1)
+    shown = [printable(_text_of(text.tokenizer, run)) for run in runs]
+    yield "".join(
+      f"{marks[0]}{part}{marks[1]}" if number % 2 else part
+      for number, part in enumerate(shown)
+    )
+
+
+def _text_of(tokenizer: Any, ids: np.ndarray) -> str:
+  """The text of ids, with special tokens where the tokenizer writes them."""
+  from moh_jax.data.tokenizers import JsonTokenizer
+
+  if isinstance(tokenizer, JsonTokenizer):
+    return tokenizer.parser.decode(ids.tolist(), skip_special_tokens=False)
+  return tokenizer.decode(ids)

@@ -10,38 +10,28 @@ import importlib
 import inspect
 import logging
 import os
-import pathlib
 import re
 import sys
-import traceback as traceback_lib
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from moh_jax._version import __version__
 from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
-from moh_jax.config import reference, registry
+from moh_jax.config import reference
 from moh_jax.config.base import MistakesError
 from moh_jax.runtime import compilation_cache, files, processes, steps
 
-# Commands, each a module of this folder; see `options`.
-COMMANDS = (
-  "bench",
-  "classify",
-  "compare",
-  "convert",
-  "evaluate",
-  "export",
-  "fid",
-  "generate",
-  "heads",
-  "inspect",
-  "plan",
-  "prepare",
-  "sample",
-  "train",
-)
+# By what one does. Each is a module of this folder, see `command`.
+GROUPS = {
+  "use a model": ("classify", "sample", "generate"),
+  "train": ("prepare", "plan", "train", "compare"),
+  "measure": ("inspect", "evaluate", "heads", "fid", "bench"),
+  "convert": ("convert", "export"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 _USER_ERRORS = (
   ValueError,
   OSError,
@@ -56,7 +46,6 @@ _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
   "optim.accumulation for parts of it, and model.remat)"
 )
-_INSTALL = "; pip install 'moh_jax[train]'"
 _HELP = {"-h", "--help"}
 Run = Callable[[Any], int]
 
@@ -66,8 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   # Names that the terminal cannot show must not end a command.
   with contextlib.suppress(AttributeError):  # stdout may be a notebook's
     sys.stdout.reconfigure(errors="backslashreplace")
-  imports = Parser(add_help=False, allow_abbrev=False)
-  imports.add_argument(
+  argv = sys.argv[1:] if argv is None else argv
+  parser = Parser(
+    prog="python -m moh_jax",
+    description="Mixture-of-Head attention: train, convert and use models.",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument(
     "--import",
     dest="modules",
     action="append",
@@ -76,25 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     help="import a module first, such as one that registers a family, by its "
     "name in the current folder or installed",
   )
-  parser = Parser(
-    prog="python -m moh_jax",
-    parents=[imports],
-    description="Mixture-of-Head attention: train, convert and use models.",
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
   version = f"moh_jax {__version__}"
   parser.add_argument("--version", action="version", version=version)
   parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-  given, argv = imports.parse_known_args(argv)
   if _HELP.intersection(argv[:1]):
-    sentences = {name: _sentence(name) for name in COMMANDS}
-    parser.epilog = _listed("commands", sentences)
-  if not argv:
-    parser.error(f"the command is missing: {', '.join(COMMANDS)}")
+    parser.epilog = "\n\n".join(
+      _listed(title, {name: _sentence(name) for name in names})
+      for title, names in GROUPS.items()
+    )
   args = parser.parse_args(argv)
   return report_errors(
-    lambda: _run(args.command, args.arguments, given.modules),
+    lambda: _run(args.command, args.arguments, args.modules),
     "--traceback" in args.arguments,
   )
 
@@ -109,94 +96,32 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
   """
   if not sys.warnoptions:
     warnings.simplefilter("ignore")
-  _open_missing_streams()
-  if sys.flags.optimize > 1:
-    _print_error(
-      "python -OO and PYTHONOPTIMIZE=2 remove the texts that options are read "
-      "from; run without"
-    )
-    status = 2
-  else:
-    try:
-      status = main(argv)
-    except SystemExit as end:  # as after a help
-      status = end.code
-  if status:  # and an error that is told already
-    with contextlib.suppress(OSError):
-      _flush_stdout()
-  else:
-    status = report_errors(_flush_stdout, False)
+  status = main(argv)
   if status:
     with contextlib.suppress(OSError):
+      sys.stdout.flush()
       sys.stderr.flush()
     os._exit(status)
-  sys.exit(status)
-
-
-def _open_missing_streams() -> None:
-  """Gives a process without standard streams empty ones, as of `>&-`.
-
-  Else the first file that a command opens would be taken for one.
-  """
-  for number, (name, mode) in enumerate(
-    (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-  ):
-    try:
-      os.fstat(number)
-    except OSError:
-      null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-      setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))
-
-
-def _flush_stdout() -> int:
-  """Writes what is left; a disk may be full only now."""
-  try:
-    sys.stdout.flush()
-  except BrokenPipeError:
-    raise
-  except OSError as error:
-    _drop_stdout()
-    raise OSError(error.errno, error.strerror, command.STDOUT) from error
-  return 0
-
-
-def _drop_stdout() -> None:
-  """Lets what stdout still holds go nowhere, when Python closes it."""
-  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  sys.exit(0)
 
 
 def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   """Parses a command's arguments, checks its inputs and runs it."""
-  try:
-    os.getcwd()
-  except FileNotFoundError as error:
-    raise FileNotFoundError("the current folder was removed") from error
   for module in modules:
     try:
       importlib.import_module(module)
-    except (KeyboardInterrupt, processes.StoppedError):
-      raise
-    except BaseException as error:  # whatever the module's own code raises
-      name = pathlib.PurePath(module).stem if module.endswith(".py") else ""
+    except Exception as error:  # whatever the module's own code raises
       raise ValueError(
         f"--import {module!r}: {type(error).__name__}: {error}; it takes a "
-        f"name as `import` does{name and f', {name!r} of this file'}, in the "
-        "current folder or installed"
+        "name as `import` does, in the current folder or installed"
       ) from error
   given, run = parsed(name, argv)
-  try:
-    with _plain_warnings():
-      given.prepare()
-    # Several processes would wait for one another's lock on a shared disk.
-    if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
-      compilation_cache.enable()
-    with _plain_warnings():
-      return run(given)
-  except SystemExit as end:  # only code of others ends a process
-    raise ValueError(
-      "code that moh_jax called (--import, a config or a library) ended with "
-      f"sys.exit({end.code!r})"
-    ) from end
+  _show_warnings()
+  given.prepare()
+  # Several processes would wait for one another's lock on a shared disk.
+  if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
+    compilation_cache.enable()
+  return run(given)
 
 
 def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
@@ -209,18 +134,27 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
     argv: what follows it.
   """
   prog, cls, run, argv = _kind(name, argv)
-  parser = flags.make_parser(prog, cls)
+  parser = flags.make_parser(prog, cls, command.SHARED)
   if _HELP.intersection(argv):
-    parser.print_help()
-    others, changes = flags.split_changes(argv)
-    config = Parser(add_help=False, allow_abbrev=False)
-    config.add_argument("--config")
-    if file := config.parse_known_args(others)[0].config:
-      described = reference.describe(steps.load_config(file, changes))
-      with files.named_errors(command.STDOUT):
-        print(f"\n{described}")
+    _help(parser, argv)
     sys.exit(0)
   return flags.parse(parser, cls, argv), run
+
+
+def _help(parser: Parser, argv: Sequence[str]) -> None:
+  """Shows a command's options, or the keys of a section of --config."""
+  others, changes = flags.split_changes(argv)
+  asked = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+  asked.add_argument("--config")
+  asked.add_argument("-h", "--help", dest="section", nargs="?")
+  given, _ = asked.parse_known_args(others)
+  if not given.section:
+    parser.print_help()
+  if given.config:
+    config = steps.load_config(given.config, changes)
+    sections = _listed("sections of the config", reference.sections(config))
+    section = given.section
+    print(reference.describe(config, section) if section else f"\n{sections}")
 
 
 def kinds(name: str) -> dict[str, tuple[type[command.BaseOptions], Run]]:
@@ -265,26 +199,19 @@ def _first_line(described: Any) -> str:
   return inspect.getdoc(described).partition("\n")[0]
 
 
-@contextlib.contextmanager
-def _plain_warnings() -> Iterator[None]:
+def _show_warnings() -> None:
   """Shows our warnings without prefix, whatever libraries add to the root.
 
   Handlers that our logger has, as in programs that call `main`, stay.
   """
-  ours, pillow = logging.getLogger("moh_jax"), logging.getLogger("PIL")
-  before = ours.handlers, ours.propagate
-  pillow_level = pillow.level
-  pillow.setLevel(logging.CRITICAL)  # what it logs, it raises too
+  logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it raises what it logs
+  ours = logging.getLogger("moh_jax")
   if not ours.handlers:
     terminal = logging.StreamHandler()
     terminal.setFormatter(command.OneLine())
     terminal.setLevel(logging.WARNING)
-    ours.handlers, ours.propagate = [terminal], False
-  try:
-    yield
-  finally:
-    ours.handlers, ours.propagate = before
-    pillow.setLevel(pillow_level)
+    ours.addHandler(terminal)
+    ours.propagate = False
 
 
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
@@ -296,14 +223,13 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     _print_error(str(stopped))
     return stopped.status
   except BrokenPipeError:  # the reader of stdout has seen enough
-    _drop_stdout()
     return 1
   except Exception as error:
     text = _explained(error)
     if text is None:
       raise
     if show_traceback:
-      traceback_lib.print_exc()
+      traceback.print_exc()
     else:
       several = isinstance(error, MistakesError)
       for line in text.splitlines() if several else [text]:
@@ -314,50 +240,20 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
 def _explained(error: Exception) -> str | None:
   """What the user can mend of an error; None for a defect of ours."""
   text = str(error)
-  if _is_missing(error):
-    return text + _INSTALL
+  if isinstance(error, ModuleNotFoundError):
+    # jax, flax and few others are always installed.
+    is_ours = (error.name or "moh_jax").partition(".")[0] == "moh_jax"
+    return None if is_ours else f"{text}; pip install 'moh_jax[train]'"
   if _NO_SPACE in text and _FULL in text and (place := _PLACE.search(text)):
     return f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
   if _FULL in text:
     return text + _LESS
-  if _lacks_device(error):
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    return f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
-  if isinstance(error, KeyError) and "://" in text:  # such as foo://
-    return f"there is no file system {text}"
-  if type(error) is ImportError and error.name is None:  # gs:// without gcsfs
+  is_library = type(error) is ImportError and error.name is None  # gcsfs lacks
+  if isinstance(error, _USER_ERRORS) or is_library:
     return text
-  if isinstance(error, _USER_ERRORS) or any(x in text for x in _NO_DEVICE):
-    return text
-  if not (foreign := " and ".join(registry.foreign())):
-    return None
-  return (
-    f"{type(error).__name__}: {text}; {foreign} may be the cause, --traceback "
-    "shows where it came from"
-  )
+  return text if any(x in text for x in _NO_DEVICE) else None
 
 
 def _print_error(text: str) -> None:
-  with contextlib.suppress(OSError):  # the status remains to tell
-    text = files.printable(text)
-    print(f"error: {text}", file=sys.stderr)
-
-
-def _lacks_device(error: Exception) -> bool:
-  """Whether JAX asserts that there is a backend, as with JAX_PLATFORMS=cuda."""
-  if not isinstance(error, AssertionError):
-    return False
-  import jax
-
-  try:
-    jax.devices()
-  except (AssertionError, RuntimeError):
-    return True
-  return False
-
-
-def _is_missing(error: Exception) -> bool:
-  """Whether a library is not installed; jax, flax and few others always are."""
-  name = getattr(error, "name", None) or "moh_jax"
-  is_ours = name.partition(".")[0] == "moh_jax"
-  return isinstance(error, ModuleNotFoundError) and not is_ours
+  text = files.printable(text)
+  print(f"error: {text}", file=sys.stderr)

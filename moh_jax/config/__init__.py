@@ -28,7 +28,6 @@ from moh_jax.config.parse import from_config_dict as from_config_dict
 from moh_jax.config.parse import to_config_dict as to_config_dict
 from moh_jax.config.parse import to_dict as to_dict
 from moh_jax.config.parse import to_json as to_json
-from moh_jax.config.parse import upgrade as upgrade
 from moh_jax.config.registry import check_command as check_command
 from moh_jax.config.registry import export_forms as export_forms
 from moh_jax.config.registry import family_of_format as family_of_format

@@ -5,7 +5,6 @@ import re
 from typing import Annotated, Literal
 
 from moh_jax.config import base
-from moh_jax.config.base import shown
 from moh_jax.config.registry import SOURCES, get_source, sources_with
 
 _SUM_TOLERANCE = 0.05  # percent: published mixes are rounded
@@ -265,7 +264,7 @@ def parse_policy(text: str) -> RandAugmentPolicy | None:
   increasing = values.pop("inc", "")
   if again != text or increasing != "1" or values.keys() - _POLICY_KEYS:
     raise ValueError(
-      f"data.auto_augment={shown(text)} must be '', or 'rand' with sections "
+      f"data.auto_augment={text!r} must be '', or 'rand' with sections "
       "-KEYVALUE, each key once, such as 'rand-m9-mstd0.5-inc1'; keys are "
       f"{', '.join(_POLICY_KEYS)} and inc, which must be 1"
     )

@@ -13,7 +13,6 @@ from moh_jax.config.base import (
   Positive,
   Section,
   all_of,
-  shown,
 )
 from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
@@ -309,7 +308,7 @@ class LayerStack(RoutedLayers):
       if len(values) == 1 and not isinstance(values[0], tuple):
         object.__setattr__(self, name, values * len(like))
       elif len(values) != len(like):
-        parts = f"as model.{self.COUNTED_BY}={shown(like)} has ({len(like)})"
+        parts = f"as model.{self.COUNTED_BY}={like!r} has ({len(like)})"
         self.fail(name, f"must have one value per {self.PART}, or one, {parts}")
 
     all_of(functools.partial(check, name) for name in names)

@@ -3,18 +3,15 @@
 import copy
 import dataclasses
 import functools
-import inspect
 import json
-import os
 import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.config.base import MOVED, GivenText, all_of, make_section, near
-from moh_jax.config.registry import FAMILIES, ROUTERS
+from moh_jax.config.base import GivenText, all_of, make_section, near
 from moh_jax.config.run import Config, section_types
 
 
@@ -112,38 +109,6 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
   return result
 
 
-def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
-  """A stored config with every value under its present key.
-
-  Checkpoints keep their config as JSON. Those written when the router, RoPE and
-  the classifier's targets had no sections of their own are read through this;
-  config files and command lines with an old key get an error that names the new
-  one.
-
-  Args:
-    stored: sections of a run as a checkpoint holds them, of this version or an
-      older one.
-  """
-  sections = copy.deepcopy(dict(stored))
-  for old, new in MOVED.items():
-    section, name = old.split(".")
-    value = sections.get(section, {}).get(name)
-    if value is None or isinstance(value, Mapping):
-      continue
-    del sections[section][name]
-    _set(sections, new, value)
-  data = sections.get("data", {})
-  if data.get("decode") == "reduced":
-    # Now a part of "fast". Such a run cannot go on, since its stream is another
-    # one, but its evaluation always decoded as "exact".
-    data["decode"] = "exact"
-  # Other families' runs held the classifier's fields too, and did not use them.
-  family = sections.get("model", {}).get("family")
-  if family is not None and "classifier" not in section_types(family):
-    sections.pop("classifier", None)
-  return sections
-
-
 def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
   """Changes some keys of a config.
 
@@ -208,55 +173,29 @@ def run_file(spec: str) -> dict[str, Any]:
     raise FileNotFoundError(f"{path}: no such config file")
   if path.suffix != ".py":
     raise ValueError(f"{path}: a config file is Python and ends in .py")
+  # A module of the user's own may lie beside it.
   folder = str(path.parent.resolve())
-  before, registered = set(sys.modules), (FAMILIES.names(), ROUTERS.names())
-  sys.path.insert(0, folder)  # a module of the user's own may lie beside it
+  sys.path.insert(0, folder)
   try:
     content = runpy.run_path(str(path))
     if not callable(get_config := content.get("get_config")):
-      raise ValueError(f"{path}: has no function get_config")
-    parameters = [*inspect.signature(get_config).parameters.values()]
-    if argument and not parameters:
-      raise ValueError(f"{path}: takes no argument, {argument!r} was given")
-    has_default = all(x.default is not x.empty for x in parameters[:1])
-    if not argument and not has_default:
-      raise ValueError(f"{path}: needs an argument, {path}:ARG")
-    known = content.get("ARGUMENTS")
-    if argument and known and argument.partition(":")[0] not in known:
-      raise ValueError(
-        f"{path}: {argument!r} must be one of {tuple(known)}"
-        f"{near(argument, known)}"
-      )
-    cfg = get_config(argument) if argument else get_config()
+      raise ValueError("has no function get_config")
+    if (known := content.get("ARGUMENTS")) and argument:
+      if argument.partition(":")[0] not in known:
+        raise ValueError(
+          f"{argument!r} must be one of {tuple(known)}{near(argument, known)}"
+        )
+    cfg = get_config(*[argument] * bool(argument))
     cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
-  except (Exception, SystemExit) as error:  # the user's code may raise anything
-    if str(error).startswith(f"{path}: "):
-      raise
-    raise ValueError(f"{path}{_said(error, path)}") from error
+    if not isinstance(cfg, dict):
+      raise ValueError(
+        f"get_config returned {type(cfg).__name__}, not a ConfigDict or dict"
+      )
+  except Exception as error:  # the user's code may raise anything
+    raise ValueError(f"{spec}{_said(error, path)}") from error
   finally:
-    if folder in sys.path:  # the file may have taken it out
-      sys.path.remove(folder)
-    # Another config may have other modules of these names, or change what they
-    # hold. Those that register a family or a router stay: it is in use.
-    if registered == (FAMILIES.names(), ROUTERS.names()):
-      for name in [n for n in sys.modules if _is_of(n, folder, before)]:
-        del sys.modules[name]
-  if not isinstance(cfg, dict):
-    raise ValueError(
-      f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict or "
-      "dict"
-    )
+    sys.path.remove(folder)
   return cfg
-
-
-def _is_of(name: str, folder: str, known: Set[str]) -> bool:
-  """Whether a module was found in a folder, but for parts of known ones."""
-  module, top = sys.modules[name], name.partition(".")[0]
-  if top in known:
-    return False
-  file = getattr(module, "__file__", None)  # none of a folder alone
-  place = file or "".join(getattr(module, "__path__", ()))
-  return place.startswith(os.path.join(folder, top))
 
 
 def _said(error: BaseException, path: pathlib.Path) -> str:
@@ -264,9 +203,8 @@ def _said(error: BaseException, path: pathlib.Path) -> str:
   frames = traceback.extract_tb(error.__traceback__)
   lines = [frame.lineno for frame in frames if frame.filename == str(path)]
   text = str(error)
-  if isinstance(error, SyntaxError):
-    text, found = error.msg, error.filename == str(path)
-    lines = [error.lineno] if found else lines
-  if not isinstance(error, ValueError | OSError) or not text:
+  if isinstance(error, SyntaxError) and error.filename == str(path):
+    text, lines = error.msg, [error.lineno]
+  if not isinstance(error, ValueError | OSError):
     text = f"{type(error).__name__}: {text}"
   return f", line {lines[-1]}: {text}" if lines else f": {text}"

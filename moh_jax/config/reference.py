@@ -59,15 +59,27 @@ def keys(name: str, section: Any) -> Iterator[Key]:
       yield Key(path, value, _type_name(hint), meaning, allowed)
 
 
-def describe(config: Config) -> str:
-  """Every key of a run with its value, type, meaning and choices, as text."""
-  lines = ["config keys, each with its value in this config:"]
-  for name, section in config.by_name().items():
-    lines += ["", f"{name}: {first_sentence(type(section))}"]
-    for key in keys(name, section):
-      lines.append(f"  --config.{key.name}={key.value!r}  ({key.type})")
-      indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-      lines += textwrap.wrap(key.text, _WIDTH, **indents)
+def sections(config: Config) -> dict[str, str]:
+  """What each section of a run is, by name."""
+  every = config.by_name().items()
+  return {name: first_sentence(type(section)) for name, section in every}
+
+
+def describe(config: Config, name: str) -> str:
+  """The keys of a section with value, type, meaning and choices, as text.
+
+  Raises:
+    ValueError: there is no such section.
+  """
+  every = config.by_name()
+  if name not in every:
+    near = base.near(name, every)
+    raise ValueError(f"--help {name!r}{near}; sections: {', '.join(every)}")
+  lines = [f"{name}: {first_sentence(type(every[name]))}"]
+  for key in keys(name, every[name]):
+    lines.append(f"  --config.{key.name}={key.value!r}  ({key.type})")
+    indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+    lines += textwrap.wrap(key.text, _WIDTH, **indents)
   return "\n".join(lines)
 
 

@@ -7,57 +7,35 @@ the calls that other packages make.
 """
 
 import dataclasses
-import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from moh_jax.config.base import near, shown
+from moh_jax.config.base import near
 
 Record = TypeVar("Record")
 
 
 class Registry(Generic[Record]):
-  """Records by their field `name`; `Annotated[str, registry]` types a field."""
+  """Records by their field `name`; `Annotated[str, registry]` types a field.
 
-  def __init__(
-    self,
-    key: str,
-    what: str,
-    *codes: str,
-    entry_points: str = "",
-    without: str = "",
-  ):
-    """Makes an empty registry.
+  Args:
+    key: config key that holds the name, for messages.
+    what: what a record describes, for messages.
+    code: the field with a record's class or "MODULE:NAME", which tells it from
+      others of its name.
+  """
 
-    Args:
-      key: config key that holds the name, for messages.
-      what: what a record describes, for messages.
-      *codes: fields that hold code, a class or "MODULE:NAME"; the first one
-        tells a record from others of its name.
-      entry_points: group of entry points in which installed packages name
-        modules that add records; "" is none.
-      without: name of the record that has no code; "" is none.
-    """
-    self.key, self.what, self.codes = key, what, codes
-    self.without = without
-    self.entry_points = entry_points
+  def __init__(self, key: str, what: str, code: str):
+    self.key, self.what, self.code = key, what, code
     self._records: dict[str, Record] = {}
 
   def add(self, record: Record) -> Record:
     """Adds a record, or replaces that of a class of the same name.
 
     Raises:
-      ValueError: the name is that of another one, or no text, or the code is
-        None.
+      ValueError: the name is that of another one.
     """
-    if not isinstance(record.name, str) or not record.name.strip():
-      raise ValueError(f"{self.what} name={record.name!r} must be a text")
-    code = self.codes[0]
-    if getattr(record, code) is None and record.name != self.without:
-      raise ValueError(
-        f"{self.what} name={record.name!r}: {code}=None must be a class"
-      )
     known = self._records.get(record.name, record)
     if self._called(known) != self._called(record):
       raise ValueError(
@@ -73,20 +51,11 @@ class Registry(Generic[Record]):
       ValueError: there is none; the known names are listed.
     """
     if allowed := self.refusal(name):
-      raise ValueError(f"{self.key}={shown(name)} must be {allowed}")
+      raise ValueError(f"{self.key}={name!r} must be {allowed}")
     return self._records[name]
 
   def refusal(self, name: Any) -> str:
     """What a name must be, or "" where there is a record of it."""
-    if isinstance(name, str) and name not in self._records:
-      for point in importlib.metadata.entry_points(group=self.entry_points):
-        try:
-          point.load()
-        except (Exception, SystemExit) as error:  # of another package's code
-          raise ValueError(
-            f"entry point {point.name} = {point.value} of {self.entry_points}: "
-            f"{type(error).__name__}: {error}"
-          ) from error
     if isinstance(name, str) and name in self._records:
       return ""
     return (
@@ -102,26 +71,12 @@ class Registry(Generic[Record]):
     """All records, in the order in which they were added."""
     return tuple(self._records.values())
 
-  def foreign(self) -> list[str]:
-    """Records that are code of other packages, as "router 'mine'"."""
-    return [
-      f"{self.what} {name!r}"
-      for name, record in self._records.items()
-      if any(_is_foreign(getattr(record, code)) for code in self.codes)
-    ]
-
   def _called(self, record: Record) -> str:
     """Name of a class, also of one defined again; partials share theirs."""
-    code = getattr(record, self.codes[0])
+    code = getattr(record, self.code)
     if isinstance(code, str):
       return code
     return getattr(code, "__qualname__", type(code).__qualname__)
-
-
-def _is_foreign(code: Any) -> bool:
-  """Whether code, or what "MODULE:NAME" says, is of another package."""
-  module = str(getattr(code, "__module__", code))
-  return code is not None and not module.startswith("moh_jax.")
 
 
 def imported(part: Any) -> Any:
@@ -174,12 +129,7 @@ class Family:
   exports: tuple[str, ...] = ("",)
 
 
-FAMILIES: Registry[Family] = Registry(
-  "model.family",
-  "family",
-  *("model", "network", "task", "converter", "probe"),
-  entry_points="moh_jax.families",
-)
+FAMILIES: Registry[Family] = Registry("model.family", "family", "model")
 
 
 def register_family(family: Family) -> Family:
@@ -300,9 +250,7 @@ class RouterKind:
   selects: bool = True
 
 
-ROUTERS: Registry[RouterKind] = Registry(
-  "router.kind", "router", "module", without="none"
-)
+ROUTERS: Registry[RouterKind] = Registry("router.kind", "router", "module")
 get_router = ROUTERS.get
 
 
@@ -391,12 +339,6 @@ def register_source(
   holds = ("images",) if reads == "images" else ("tokens",)
   kind = SourceKind(name, source, **{"holds": holds, **properties})
   return SOURCES[reads].add(kind)
-
-
-def foreign() -> list[str]:
-  """What other packages have registered, as "router 'mine'"."""
-  registries = (FAMILIES, ROUTERS, *SOURCES.values())
-  return [name for registry in registries for name in registry.foreign()]
 
 
 def get_source(data: Any) -> SourceKind:

@@ -15,7 +15,6 @@ import numpy as np
 from flax import traverse_util
 
 from moh_jax.convert import HOW_TO_GET_INCEPTION, rules
-from moh_jax.convert.rules import Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import INPUT_SIZE, InceptionV3
 
@@ -62,31 +61,14 @@ def convert_inception(
   Raises:
     ValueError: tensors are missing, unexpected or of a wrong shape.
   """
-  abstract = abstract_inception(model)
-  # BatchNorm's counters are unused; some public files lack them.
-  unused = ".num_batches_tracked"
-  used = {n: x for n, x in tensors.items() if not n.endswith(unused)}
-  table = inception_rules(abstract)
-  return rules.load_params(table, used, abstract, source=source)
-
-
-def abstract_inception(model: InceptionV3) -> Any:
-  """Parameter tree of the network as ShapeDtypeStructs."""
   x = jax.ShapeDtypeStruct((1, INPUT_SIZE, INPUT_SIZE, 3), jnp.float32)
-  return jax.eval_shape(model.init, jax.random.key(0), x)["params"]
-
-
-def inception_rules(params: Any) -> list[Rule]:
-  """Conversion rules of the network, whose modules have the public names.
-
-  Args:
-    params: its parameter tree, abstract or not.
-  """
-  table = rules.linear("fc", "fc")
-  for path in traverse_util.flatten_dict(params):
-    if path[0] == "fc":
-      continue
-    theirs = ".".join((*path[:-1], _UNIT[path[-1]]))
-    maps = rules.CONV_MAPS if path[-1] == "kernel" else rules.SAME
-    table.append(rules.one(theirs, "/".join(path), maps))
-  return table
+  abstract = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+  unused = ".num_batches_tracked", "fc.bias"  # some files lack the counters
+  used = {n: x for n, x in tensors.items() if not n.endswith(unused)}
+  table = rules.linear("fc", "fc", bias=False)
+  for path in traverse_util.flatten_dict(abstract):
+    if path[0] != "fc":  # modules have the public names
+      theirs = ".".join((*path[:-1], _UNIT[path[-1]]))
+      maps = rules.CONV_MAPS if path[-1] == "kernel" else rules.SAME
+      table.append(rules.one(theirs, "/".join(path), maps))
+  return rules.load_params(table, used, abstract, source=source)

@@ -6,18 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from moh_jax.evaluation import pictures
 
 _HIGHER = {"accuracy", "top5_accuracy", "precision", "recall"}  # is better
 # Costs that the table shows over those of the first row, with their titles.
-_COSTS = {
-  "step_flops": "FLOPs needed",
-  "step_seconds": "time of a step",
-}
-# Metrics by run, for each seed that got to its end; None is not finite.
-Results = Mapping[int, Mapping[str, float | None]]
+_COSTS = {"step_flops": "FLOPs needed", "step_seconds": "time of a step"}
+_Key = tuple[str, str]  # a variant and its setting
+# Metrics by seed; {} of a run that ended early.
+Results = Mapping[_Key, Mapping[int, Mapping[str, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +55,9 @@ class Row:
       each seed that both have.
     better: seeds of these in which it beats the baseline.
     activated_share: heads used over heads present, as the evaluation counts.
-    costs: "parameters", "step_flops" (that the active heads need),
-      and, where measured, "step_seconds" and "step_spread",
-      (75th - 25th percentile) / median of the ratio to the first row's.
+    costs: "parameters", "step_flops" (that the active heads need) and, where
+      measured, "step_seconds" and "step_spread", (75th - 25th percentile) /
+      median of the ratio to the first row's.
   """
 
   variant: str
@@ -76,9 +72,7 @@ class Row:
   costs: Mapping[str, float]
 
 
-def choose_metrics(
-  results: Sequence[Results], asked: Sequence[str]
-) -> list[str]:
+def choose_metrics(results: Results, asked: Sequence[str]) -> list[str]:
   """Names of the metrics to compare.
 
   Args:
@@ -89,30 +83,23 @@ def choose_metrics(
   Raises:
     ValueError: no run has one of them.
   """
-  found = [set(one) for seeds in results for one in seeds.values()]
+  found = [set(x) for seeds in results.values() for x in seeds.values() if x]
   known = sorted(set.intersection(*found)) if found else []
   names = list(asked) or [name for name in pictures.SCORES if name in known]
-  for name in names or ["accuracy"]:
-    if name not in known:
-      raise ValueError(
-        f"metric {name!r} must be one that every run has: "
-        f"{', '.join(known) or 'there is none'}"
-      )
-  return names
+  if wrong := [name for name in names if found and name not in known]:
+    raise ValueError(f"metric {wrong[0]!r} must be one of {', '.join(known)}")
+  return names or ["loss"]
 
 
 def summarize(
-  results: Mapping[tuple[str, str], Results],
-  runs: int,
+  results: Results,
   metrics: Sequence[str],
-  costs: Mapping[tuple[str, str], Mapping[str, float]],
+  costs: Mapping[_Key, Mapping[str, float]],
 ) -> list[Row]:
   """Compares variants with the first one.
 
   Args:
-    results: by variant and setting; seeds whose run ended early are absent,
-      and those with metrics that are not finite count with them.
-    runs: number of seeds.
+    results: of every variant and setting.
     metrics: names, the one that decides first.
     costs: of each variant and setting, see `Row`.
 
@@ -122,21 +109,20 @@ def summarize(
   """
   decides = metrics[0]
   sign = 1 if decides in _HIGHER else -1
-
-  def is_finite(one: Mapping[str, float | None]) -> bool:
-    values = [one[name] for name in metrics]
-    return None not in values and all(map(math.isfinite, values))
-
   finite = {
-    key: {seed: one for seed, one in seeds.items() if is_finite(one)}
+    key: {
+      seed: one
+      for seed, one in seeds.items()
+      if one and all(math.isfinite(one[name]) for name in metrics)
+    }
     for key, seeds in results.items()
   }
 
-  def rank(key: tuple[str, str]) -> tuple[int, float]:
+  def rank(key: _Key) -> tuple[int, float]:
     seeds = finite[key].values()
     return len(seeds), sign * _spread([one[decides] for one in seeds]).mean
 
-  best: dict[str, tuple[str, str]] = {}
+  best: dict[str, _Key] = {}
   for key in sorted(filter(finite.get, finite), key=rank, reverse=True):
     best.setdefault(key[0], key)
   baseline = finite.get(best.get(next(iter(results))[0]), {})
@@ -147,15 +133,16 @@ def summarize(
       for seed, one in seeds.items()
       if seed in baseline
     ]
-    found = {n: _spread([one[n] for one in seeds.values()]) for n in metrics}
     shares = [one["activated_share"] for one in seeds.values()]
     rows.append(
       Row(
         *key,
-        runs=runs,
-        failed=runs - len(seeds),
+        runs=len(results[key]),
+        failed=len(results[key]) - len(seeds),
         best=best.get(key[0]) == key,
-        metrics=found,
+        metrics={
+          n: _spread([one[n] for one in seeds.values()]) for n in metrics
+        },
         difference=_spread(differences),
         better=sum(sign * difference > 0 for difference in differences),
         activated_share=_spread(shares).mean,
@@ -213,36 +200,23 @@ def plot(rows: Sequence[Row]) -> Any:
   """The first metric over the activated share: every seed, mean and spread.
 
   Returns:
-    A figure with the best setting of each variant, its name beside its mean.
+    A figure with the best setting of each variant.
   """
   name = next(iter(rows[0].metrics))
   figure = pictures.new_figure(figsize=(7, 4.5))
   axis = figure.subplots()
   shown = [row for row in rows if row.best]
-  shown.sort(key=lambda row: row.metrics[name].mean)
-  colors = pictures.head_colors(len(shown))
-  for row, color in zip(shown, colors):
+  for row, color in zip(shown, pictures.head_colors(len(shown))):
     spread, share = row.metrics[name], row.activated_share
     places = [share] * len(spread.values)
     axis.plot(places, spread.values, "o", color=color, alpha=0.4)
-    line = {"color": color, "marker": "_", "markersize": 14, "capsize": 4}
-    axis.errorbar(share, spread.mean, spread.deviation, **line)
-  axis.margins(x=0.3)  # room for the names
-  x_range, y_range = np.ptp(axis.get_xlim()), np.ptp(axis.get_ylim())
-  named: list[tuple[float, float]] = []  # where names stand, from below
-  for row, color in zip(shown, colors):
-    share, height = row.activated_share, row.metrics[name].mean
-    for x, y in named:  # a name that would cover another moves up
-      if abs(x - share) < 0.3 * x_range:
-        height = max(height, y + 0.05 * y_range)
-    named.append((share, height))
     label = f"{row.variant} {row.setting}".rstrip()
     if row.failed:
       label += f" ({row.failed} of {row.runs} diverged)"
-    beside: dict[str, Any] = {"xytext": (10, 0), "textcoords": "offset points"}
-    beside["bbox"] = {"color": color, "alpha": 0.25, "pad": 1, "linewidth": 0}
-    axis.annotate(label, named[-1], fontsize=8, va="center", **beside)
+    line = {"color": color, "marker": "_", "markersize": 14, "capsize": 4}
+    axis.errorbar(share, spread.mean, spread.deviation, label=label, **line)
   axis.set_xlabel("activated share of the heads")
   axis.set_ylabel(f"{name} (bars: mean ± standard deviation)")
   axis.grid(alpha=0.3)
+  figure.legend(loc="outside right upper", fontsize=8)
   return figure

@@ -1,34 +1,42 @@
 """Metrics of generated images: FID, Inception Score, precision and recall.
 
 NumPy in float64, as openai/guided-diffusion's evaluations/evaluator.py defines
-them; float32 covariances would cost up to 1e-3 of a distance.
+them; float32 covariances would cost up to 1e-3 of a distance. Images pass the
+network a batch at a time.
 """
 
-import collections
+import concurrent.futures
+import contextlib
 import dataclasses
-import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from moh_jax.runtime.files import (
-  npz_damage,
-  npz_names,
-  open_member,
-  read_npz,
-  replacing,
-)
-from moh_jax.runtime.json_files import MAX_BYTES, parse_json
+from moh_jax.data.decode import read_image
+from moh_jax.data.folders import find_images
+from moh_jax.data.transforms import center_crop
+from moh_jax.evaluation.metrics import one_late
+from moh_jax.models.inception import Features
+from moh_jax.runtime.files import replacing
+from moh_jax.runtime.sharding import check_finite
 
 INCEPTION_BLOCK = 5000  # samples per block of the published scores
 NEIGHBOURS = 3  # of the published precision and recall
 _KEYS = ("mu", "sigma", "mu_s", "sigma_s")  # of ADM's reference batches
-_MADE_WITH = "made_with"  # JSON as bytes; other programs' files have none
 _ROWS = 256  # with 50,000 columns, 100 MB of distances
 _COLUMNS = 4096  # in float64 at a time: all would double the memory
+_THREADS = 8
+# Of an npz file that is none, lacks an array or is damaged.
+_DAMAGE = (
+  *(ValueError, KeyError, TypeError, EOFError),
+  *(zipfile.BadZipFile, zlib.error),
+)
+_SEED = 0  # of the order of a folder's images
 
 
 class Gaussian(NamedTuple):
@@ -57,13 +65,7 @@ class Moments(NamedTuple):
   scatter: np.ndarray
 
   def gaussian(self) -> Gaussian:
-    """Mean and sample covariance (divided by count - 1) of two or more.
-
-    Raises:
-      FloatingPointError: features that are not finite.
-    """
-    if not np.isfinite(self.scatter).all():
-      raise FloatingPointError("some features are NaN or infinite")
+    """Mean and sample covariance (divided by count - 1) of two or more."""
     return Gaussian(self.mean, self.scatter / (self.count - 1))
 
 
@@ -170,11 +172,8 @@ def precision_recall(
   """Shares of each set that lie in the other's manifold (arXiv:1904.06991).
 
   A set's manifold is the union of balls around its features, each as large as
-  the distance to the k-th nearest other feature of the set. Distances are
-  squared, float64 and exact to rounding: a matrix product finds the pairs that
-  matter, and the few that its rounding leaves open are computed from
-  differences. So equal points have distance 0 and ties count as inside, as the
-  definition says.
+  the distance to the k-th nearest other feature of the set; a point on the
+  surface of a ball is inside.
 
   Args:
     generated: [M, D] float32 features.
@@ -190,63 +189,35 @@ def precision_recall(
 
 
 def knn_radii(features: np.ndarray, k: int = NEIGHBOURS) -> np.ndarray:
-  """Squared distance of each feature to its k-th nearest other one.
+  """Squared distance [N] float64 of each feature to its k-th nearest other one.
 
-  Args:
-    features: [N, D], more than k.
-    k: 1 is the nearest other feature; copies of a feature are others.
-
-  Returns:
-    [N] float64.
+  Copies of a feature are others; k is less than N.
   """
-  radii = np.empty(len(features))
-  # A collapsed generator gives thousands of copies: each would be compared
-  # with all others, one by one.
-  copies = collections.Counter(row.tobytes() for row in features)
-  for part, distances, slack in _distances(features, features):
-    # Index 0 of a sorted row is the feature itself.
-    bound = np.partition(distances, k)[:, k, None] + 2 * slack
-    for i, near in enumerate(distances <= bound, part.start):
-      if copies[features[i].tobytes()] > k:
-        radii[i] = 0.0
-      else:
-        exact = _distances_to(features[i], features[near])
-        radii[i] = np.partition(exact, k)[k]
-  return radii
+  # The nearest one is the feature itself.
+  parts = (np.partition(d, k)[:, k] for d, _ in _distances(features, features))
+  return np.concatenate(list(parts))
 
 
 def in_manifold(
   points: np.ndarray, features: np.ndarray, radii: np.ndarray
 ) -> np.ndarray:
-  """Which points lie in a ball of at least one feature.
-
-  Args:
-    points: [M, D].
-    features: [N, D].
-    radii: [N] squared radii of the features.
-
-  Returns:
-    [M] bool; a point on the surface of a ball is inside.
-  """
-  inside = np.zeros(len(points), bool)
-  for part, distances, slack in _distances(points, features):
-    found = (distances <= radii - slack).any(-1)
-    near = (distances <= radii + slack) & ~found[:, None]
-    for i in np.flatnonzero(near.any(-1)):
-      exact = _distances_to(points[part][i], features[near[i]])
-      found[i] = (exact <= radii[near[i]]).any()
-    inside[part] = found
-  return inside
+  """Which of M points lie in a ball of at least one feature, [M] bool."""
+  return np.concatenate(
+    [
+      (distances <= radii + rounding).any(-1)
+      for distances, rounding in _distances(points, features)
+    ]
+  )
 
 
 def _distances(
   points: np.ndarray, features: np.ndarray
-) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
   """Squared distances from matrix products, a part of the points at a time.
 
   Yields:
-    The part, its distances [rows, N], and a bound [rows, 1] on their rounding
-    error: a product of `dim` terms errs by at most dim * eps * |x| |y|.
+    Distances [rows, N], and a bound [rows, 1] on their rounding error: a
+    product of `dim` terms errs by at most dim * eps * |x| |y|.
   """
   own, norms = (
     np.einsum("nd,nd->n", x, x, dtype=np.float64) for x in (points, features)
@@ -260,119 +231,235 @@ def _distances(
       columns = features[i : i + _COLUMNS].astype(np.float64)
       distances[:, i : i + _COLUMNS] = rows @ columns.T
     distances += of_rows + norms
-    yield part, distances, eps * (of_rows + norms.max())
+    yield np.maximum(distances, 0.0), eps * (of_rows + norms.max())
 
 
-def _distances_to(point: np.ndarray, others: np.ndarray) -> np.ndarray:
-  """Squared distances [n] from differences; the same bits in either order."""
-  return ((others - point.astype(np.float64)) ** 2).sum(-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-  """Distributions of the features of a set of images, as a file has them.
+class Statistics(NamedTuple):
+  """Distributions of the features of a set of images.
 
   Attributes:
     pool3: of the pool3 features.
     spatial: of the spatial features; None in files of pytorch-fid, which serve
       FID alone.
-    made_with: "resize" and "inception" (SHA-256 of the network's parameters),
-      where the file says so.
   """
 
   pool3: Gaussian
   spatial: Gaussian | None
-  made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-  def check_made_with(self, ours: Mapping[str, str], path: str) -> None:
-    """Raises ValueError where the file says that it was made with others."""
-    for name, value in ours.items():
-      stored = self.made_with.get(name, value)
-      if stored != value:
-        raise ValueError(
-          f"{path}: its statistics were made with {name}={stored[:16]!r}, not "
-          f"{value[:16]!r}; distances would mean nothing"
-        )
 
 
-def has_statistics(path: str | os.PathLike) -> bool:
-  """Whether a path is an npz file with statistics: the key "mu" decides.
-
-  Raises:
-    FileNotFoundError: there is no such path.
-    ValueError: a file that is not an npz archive.
-  """
-  return not pathlib.Path(path).is_dir() and "mu" in npz_names(path)
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike) -> Iterator[np.lib.npyio.NpzFile]:
+  """Opens an npz file; ValueError names one that is none, or damaged."""
+  try:
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+      yield arrays
+  except _DAMAGE as error:
+    raise ValueError(f"{path}: no npz file as needed: {error}") from error
 
 
 def read_statistics(
   path: str | os.PathLike, pool_dim: int, spatial_dim: int
-) -> Statistics:
-  """Reads the statistics of a reference file, in ADM's format.
+) -> Statistics | None:
+  """Reads the statistics of a reference file, in ADM's or pytorch-fid's format.
 
   Args:
-    path: npz file with mu, sigma, mu_s and sigma_s of any float type, or the
-      first two alone.
+    path: npz file with mu, sigma, mu_s and sigma_s, or the first two alone.
     pool_dim: of mu.
     spatial_dim: of mu_s, positions row by row with the channel fastest.
 
   Returns:
-    The distributions, float64.
+    The distributions, float64; None for a folder, and a file without "mu".
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: an array is missing, damaged, of another shape or type, or not
-      finite.
+    ValueError: an array is damaged, of another shape or not finite.
   """
-  names = npz_names(path)
-  keys = [key for key in _KEYS if key in names]
-  if keys not in (list(_KEYS), list(_KEYS[:2])):
-    missing = [key for key in _KEYS if key not in names]
-    raise ValueError(
-      f"{path}: has {keys} but lacks {missing}; statistics are all of {_KEYS}, "
-      "or mu and sigma alone"
-    )
-  shapes = ((pool_dim,), (pool_dim,) * 2, (spatial_dim,), (spatial_dim,) * 2)
-  for key, shape in zip(keys, shapes):  # before what may be large is read
-    with open_member(path, key) as (_, (found, _, dtype)):
-      if found != shape or dtype.kind != "f":
-        raise ValueError(
-          f"{path}: {key} has dtype {dtype} and shape {found}; must be a float "
-          f"array of shape {shape}"
-        )
-  arrays = []
-  for key, array in read_npz(path, keys).items():
-    if not np.isfinite(array).all():
-      raise ValueError(f"{path}: {key} holds NaN or infinity")
-    if array.ndim == 2 and not _is_covariance(array):
+  if pathlib.Path(path).is_dir():
+    return None
+  with _opened(path) as arrays:
+    if "mu" not in arrays:
+      return None
+    found = [arrays[key] for key in _KEYS if key in arrays]
+  shapes = [(pool_dim,), (pool_dim,) * 2, (spatial_dim,), (spatial_dim,) * 2]
+  for key, array, shape in zip(_KEYS, found, shapes):
+    if array.shape != shape or not np.isfinite(array).all():
       raise ValueError(
-        f"{path}: {key} must be a covariance, symmetric and without negative "
-        "eigenvalues"
+        f"{path}: {key} of shape {array.shape} must be finite and of {shape}"
       )
-    arrays.append(array.astype(np.float64))
-  made_with = {}
-  if _MADE_WITH in names:
-    with open_member(path, _MADE_WITH) as (stream, _), npz_damage(path):
-      content = stream.read(MAX_BYTES + 1)
-    made_with = parse_json(content, dict[str, str], f"{path}: {_MADE_WITH}")
-  spatial = Gaussian(*arrays[2:]) if len(arrays) > 2 else None
-  return Statistics(Gaussian(*arrays[:2]), spatial, made_with)
-
-
-def _is_covariance(matrix: np.ndarray) -> bool:
-  """Whether a matrix is one, up to the rounding of its dtype."""
-  noise = 4 * max(float(np.finfo(matrix.dtype).eps), 1e-9)
-  matrix = matrix.astype(np.float64)
-  noise *= abs(np.trace(matrix))
-  is_symmetric = np.abs(matrix - matrix.T).max() <= noise
-  return is_symmetric and np.linalg.eigvalsh(matrix)[0] >= -noise
+  if len(found) not in (2, 4):
+    raise ValueError(f"{path}: must hold {_KEYS}, or mu and sigma")
+  found = [array.astype(np.float64) for array in found]
+  spatial = Gaussian(*found[2:]) if found[2:] else None
+  return Statistics(Gaussian(*found[:2]), spatial)
 
 
 def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:
   """Writes a reference file that is complete or absent, never partial."""
   pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-  arrays = dict(zip(_KEYS, (*statistics.pool3, *(statistics.spatial or ()))))
-  made_with = json.dumps(dict(statistics.made_with)).encode()
-  arrays[_MADE_WITH] = np.frombuffer(made_with, np.uint8)
+  arrays = (*statistics.pool3, *(statistics.spatial or ()))
   with replacing(path) as temporary, temporary.open("wb") as file:
-    np.savez(file, **arrays)
+    np.savez(file, **dict(zip(_KEYS, arrays)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSet:
+  """A set of equally large images, made by `open_images`.
+
+  Attributes:
+    path: its file or folder.
+    count: images.
+    batches: images of a batch -> iterator of [b, X, Y, 3] uint8 in order, of
+      which the last may be smaller; ValueError if a file is damaged.
+  """
+
+  path: str
+  count: int
+  batches: Callable[[int], Iterator[np.ndarray]]
+
+
+def open_images(
+  path: str | os.PathLike, image_size: int | None = None
+) -> ImageSet:
+  """Opens a set of images.
+
+  Images of a folder come in random order, the same in each call: the Inception
+  Score compares the images of a block, which would be of few classes in order
+  of the paths. Grey images get three equal channels.
+
+  Args:
+    path: an npz file with `arr_0`, uint8 [N, X, Y, 3] or of grey images [N, X,
+      Y, 1], or a folder with images of any format Pillow reads.
+    image_size: rows and columns to which images of a folder are cropped, as in
+      training of diffusion models; None: all must have one size.
+
+  Raises:
+    FileNotFoundError: there is no such file or folder, or no image in it.
+    ValueError: another layout or dtype, no images, a damaged file.
+  """
+  if pathlib.Path(path).is_dir():
+    return _open_folder(str(path), image_size)
+  with _member(path) as (_, (shape, _, dtype)):
+    if dtype != np.uint8 or len(shape) != 4 or shape[-1] not in (1, 3):
+      raise ValueError(
+        f"arr_0 has dtype {dtype} and shape {shape}; images must be uint8 of "
+        "shape (images, X, Y, 3 or 1)"
+      )
+
+  def batches(size: int) -> Iterator[np.ndarray]:
+    with _member(path) as (stream, (shape, fortran, _)):
+      images = None
+      if fortran:  # the first image ends with the file
+        with np.load(path) as arrays:
+          images = arrays["arr_0"]
+      for start in range(0, shape[0], size):
+        wanted = (min(size, shape[0] - start), *shape[1:])
+        if images is None:  # never all of them in memory
+          data = stream.read(int(np.prod(wanted)))
+          part = np.frombuffer(data, np.uint8).reshape(wanted)
+        else:
+          part = images[start : start + size]
+        yield np.broadcast_to(part, (*wanted[:3], 3))
+
+  return ImageSet(str(path), shape[0], batches)
+
+
+@contextlib.contextmanager
+def _member(path: str | os.PathLike) -> Iterator[tuple]:
+  """Opens arr_0: a stream of its data; shape, whether Fortran order, dtype."""
+  with _opened(path) as arrays, arrays.zip.open("arr_0.npy") as stream:
+    np.lib.format.read_magic(stream)
+    yield stream, np.lib.format.read_array_header_1_0(stream)
+
+
+def _open_folder(path: str, image_size: int | None) -> ImageSet:
+  files = find_images([path])
+  order = np.random.RandomState(_SEED).permutation(len(files))
+  size = (image_size,) * 2 if image_size else read_image(files[0], 3).shape[:2]
+
+  def read(file: str) -> np.ndarray:
+    image = read_image(file, 3)
+    if image_size and min(image.shape[:2]) >= image_size:
+      return center_crop(image, size)
+    if image.shape[:2] != size:
+      raise ValueError(
+        f"{file} has {image.shape[0]} rows x {image.shape[1]} columns, must "
+        f"have {size[0]} x {size[1]}; --image-size N crops to N x N"
+      )
+    return image
+
+  def batches(size: int) -> Iterator[np.ndarray]:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+      for start in range(0, len(files), size):
+        part = [files[i] for i in order[start : start + size]]
+        yield np.stack(list(pool.map(read, part)))
+
+  return ImageSet(path, len(files), batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """Features of a set of images.
+
+  Attributes:
+    statistics: distributions of the pool3 and the spatial features.
+    inception_score: mean over blocks of 5000 images.
+    features: [N, 2048] float32 pool3 features, in order; None if not kept.
+  """
+
+  statistics: Statistics
+  inception_score: float
+  features: np.ndarray | None
+
+
+def summarize(
+  extract: Callable[[np.ndarray], Features],
+  images: ImageSet,
+  batch_size: int,
+  *,
+  keep: bool = False,
+  progress: Callable[[int], object] = lambda count: None,
+  block_size: int = INCEPTION_BLOCK,
+) -> Summary:
+  """Streams a set of two and more images through the network.
+
+  Memory does not grow with the set, but for the kept features: 50,000 x 2048 x
+  4 bytes are 400 MB.
+
+  Args:
+    extract: maps [batch_size, X, Y, 3] uint8 to Features on devices.
+    images: the set.
+    batch_size: images per call; the last batch is filled with copies, which
+      are not counted.
+    keep: keep pool3 for precision and recall.
+    progress: called with the number of images done since its last call.
+    block_size: images per Inception Score.
+
+  Raises:
+    ValueError: one image, which has no covariance, or a damaged file.
+    FloatingPointError: features that are not finite.
+  """
+  if images.count < 2:
+    raise ValueError(f"{images.path}: has one image; a covariance needs two")
+
+  def computed() -> Iterator[tuple[Features, int]]:
+    for batch in images.batches(batch_size):
+      fill = np.repeat(batch[-1:], batch_size - len(batch), axis=0)
+      yield extract(np.concatenate([batch, fill])), len(batch)
+
+  pool3 = spatial = None
+  logits, kept = [], []
+  for features, count in one_late(computed()):
+    rows = [np.asarray(x)[:count].reshape(count, -1) for x in features]
+    check_finite(rows, f"the features of {images.path}")
+    pool3, spatial = moments(rows[0], pool3), moments(rows[1], spatial)
+    logits.append(rows[2])
+    if keep:
+      kept.append(rows[0])
+    progress(count)
+  scores = np.concatenate(logits)  # [N, 1008]
+  blocks = range(0, len(scores), block_size)
+  return Summary(
+    Statistics(pool3.gaussian(), spatial.gaussian()),
+    float(np.mean([block_score(scores[i : i + block_size]) for i in blocks])),
+    np.concatenate(kept) if keep else None,
+  )

@@ -12,24 +12,20 @@ tables has 14.
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.metadata
 import os
-import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from moh_jax.config.base import near
 from moh_jax.data.input_files import import_extra
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.metrics import bits_per_byte, perplexity
 
 _WINDOWS = 4096  # of documents, scored at one time: sorted by length
-# Of the harness's own command, so that the examples before a question are the
-# same; the first is that of Python's random numbers.
-_SEED, _SHOTS_SEED = 0, 1234
 # Resamples for the standard error of metrics that are no means. The harness's
 # 100,000 take minutes in one process, and a forked JAX may hang.
 _RESAMPLES = 1000
@@ -170,11 +166,7 @@ def choose_tasks(text: str, shots: int | None = None) -> tuple[TaskChoice, ...]:
     shots: examples before each question; None is as many as the preset or the
       task says.
 
-  Raises:
-    ValueError: a negative number of shots.
   """
-  if shots is not None and shots < 0:
-    raise ValueError(f"num_fewshot={shots} must be at least 0")
   names = [name.strip() for name in text.split(",")]
   chosen = [c for name in names for c in PRESETS.get(name, [TaskChoice(name)])]
   if shots is not None:
@@ -200,26 +192,23 @@ def main_metric(wanted: str, metrics: Sequence[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class HarnessTasks:
-  """Tasks with their data.
+class OpenTask:
+  """A choice with its data.
 
   Attributes:
-    choices: what was asked for.
-    tasks: single tasks, by name.
-    groups: groups of them, by name.
-    rows: per choice, the names that get a row of metrics: the group itself, or
-      single tasks.
+    choice: what was asked for.
+    rows: names that get a row of metrics: the group itself, or single tasks.
+    parts: the harness's groups or tasks.
   """
 
-  choices: tuple[TaskChoice, ...]
-  tasks: dict[str, Any]
-  groups: dict[str, Any]
-  rows: tuple[tuple[str, ...], ...]
+  choice: TaskChoice
+  rows: tuple[str, ...]
+  parts: tuple[Any, ...]
 
 
-def load_tasks(
+def open_tasks(
   choices: Sequence[TaskChoice], include_path: str = ""
-) -> HarnessTasks:
+) -> list[OpenTask]:
   """Opens tasks and their data, which comes from the Hugging Face Hub.
 
   Args:
@@ -228,35 +217,43 @@ def load_tasks(
 
   Raises:
     FileNotFoundError: there is no such folder.
-    ValueError: the library is missing, a task is unknown or asked for twice,
-      its data cannot be loaded, or it asks for something that we do not have.
+    ValueError: the library is missing, a task is unknown or its data cannot be
+      loaded, or it asks for something that we do not have.
   """
   import_extra("lm_eval", "the evaluation harness")
+  from lm_eval.tasks import TaskManager
+
   if include_path and not os.path.isdir(include_path):
     raise FileNotFoundError(f"include-path {include_path}: no such folder")
-  manager = _open_manager([choice.name for choice in choices], include_path)
-  random.seed(_SEED)  # tasks may shuffle their data
-  np.random.seed(_SHOTS_SEED)
-  tasks: dict[str, Any] = {}
-  groups: dict[str, Any] = {}
-  rows = []
+  manager = TaskManager(include_path=include_path or None)
   for choice in choices:
-    found = _load(manager, choice.name)
-    if twice := sorted(set(found["tasks"]) & set(tasks)):
-      raise ValueError(f"task {twice[0]!r} is asked for twice")
-    for name, task in found["tasks"].items():
-      if task.OUTPUT_TYPE == "generate_until":
-        try:
-          generation_options(task.config.generation_kwargs or {})
-        except ValueError as error:
-          raise ValueError(f"task {name!r}: {error}") from error
-      _set_shots(task, choice.shots)
-    tasks.update(found["tasks"])
-    groups.update(found["groups"])
-    group = found["groups"].get(choice.name)
-    summed = group is not None and group.has_aggregation
-    rows.append((choice.name,) if summed else tuple(found["tasks"]))
-  return HarnessTasks(tuple(choices), tasks, groups, tuple(rows))
+    if choice.name not in manager.all_tasks:
+      hint = near(choice.name, manager.all_tasks)
+      raise ValueError(f"task {choice.name!r} is none of the harness's{hint}")
+  return [_open(manager, choice) for choice in choices]
+
+
+def _open(manager: Any, choice: TaskChoice) -> OpenTask:
+  name = choice.name
+  try:
+    found = manager.load([name])
+  except Exception as error:  # whatever its data set's reader raises
+    text = f"task {name!r} cannot be loaded: {type(error).__name__}: {error}"
+    if "scripts are no longer supported" in str(error):
+      text += "; pip install 'datasets<4', or give a copy in --include-path"
+    raise ValueError(text) from error
+  for task in found["tasks"].values():
+    if task.OUTPUT_TYPE == "generate_until":
+      try:
+        generation_options(task.config.generation_kwargs or {})
+      except ValueError as error:
+        raise ValueError(f"task {task.task_name!r}: {error}") from error
+  group = found["groups"].get(name)
+  summed = group is not None and group.has_aggregation
+  rows = (name,) if summed else tuple(found["tasks"])
+  return OpenTask(
+    choice, rows, tuple([group] if group else found["tasks"].values())
+  )
 
 
 def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,42 +292,35 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_tasks(
-  loaded: HarnessTasks, model: Any, *, limit: int | None = None
+  opened: Iterable[OpenTask], model: Any, *, limit: int | None = None
 ) -> dict[str, Any]:
   """Runs the tasks.
 
   Args:
-    loaded: the tasks; they can be run again.
+    opened: the tasks; they can be run again.
     model: a `HarnessModel`.
     limit: documents of each task at most.
 
   Returns:
     "tasks": a row of metrics by name, see `_row`; "mean" of their main metrics,
     None where there is none; "lm_eval", the library's version.
-
-  Raises:
-    ValueError: the limit is not positive.
   """
-  from lm_eval.evaluator import evaluate
+  from lm_eval import simple_evaluate
 
-  if limit is not None and limit < 1:
-    raise ValueError(f"limit={limit} must be at least 1")
-  for task in loaded.tasks.values():
-    task.set_fewshot_seed(_SHOTS_SEED)
   os.environ.setdefault("DISABLE_MULTIPROC", "1")  # resamples in this process
-  with contextlib.redirect_stdout(sys.stderr):
-    results = evaluate(
-      lm=model,
-      task_dict={"tasks": loaded.tasks, "groups": loaded.groups},
-      limit=limit,
-      bootstrap_iters=_RESAMPLES,
-      log_samples=False,
-    )
-  rows = {
-    name: _row(results, loaded, name, choice.metric)
-    for choice, names in zip(loaded.choices, loaded.rows)
-    for name in names
-  }
+  rows = {}
+  for one in opened:
+    with contextlib.redirect_stdout(sys.stderr):
+      results = simple_evaluate(
+        model=model,
+        tasks=list(one.parts),
+        num_fewshot=one.choice.shots,
+        limit=limit,
+        bootstrap_iters=_RESAMPLES,
+        log_samples=False,
+        torch_random_seed=None,
+      )
+    rows |= {name: _row(results, name, one.choice.metric) for name in one.rows}
   main = [r["metrics"][r["main"]]["value"] for r in rows.values() if r["main"]]
   return {
     "tasks": rows,
@@ -339,15 +329,13 @@ def run_tasks(
   }
 
 
-def _row(
-  results: dict[str, Any], loaded: HarnessTasks, name: str, metric: str
-) -> dict[str, Any]:
+def _row(results: dict[str, Any], name: str, metric: str) -> dict[str, Any]:
   """Metrics of a task or group.
 
   Returns:
-    "shots"; "documents"; "version"; "metrics": name -> "value" and "stderr"
-    (None where there is none); "main", the metric that counts in the mean ("":
-    it does not); for a group "parts", the rows of its tasks.
+    "shots", None of a group; "documents"; "version"; "metrics": name -> "value"
+    and "stderr" (None where there is none); "main", the metric that counts in
+    the mean ("": it does not).
   """
   found, metrics = results["results"][name], {}
   higher = results["higher_is_better"].get(name, {})
@@ -361,79 +349,16 @@ def _row(
       "stderr": _number(stderr),
       "higher_is_better": higher.get(label, True),
     }
-  group = loaded.groups.get(name)
-  members = [task.task_name for task in group.get_all_tasks()] if group else []
-  task = loaded.tasks[members[0] if group else name]
-  row = {
-    "shots": task.get_config("num_fewshot"),
+  return {
+    "shots": results["n-shot"].get(name),
     "documents": found["sample_len"],
     "version": results["versions"].get(name),
     "metrics": metrics,
     "main": main_metric(metric, list(metrics)),
   }
-  if members:
-    row["parts"] = {
-      part: _row(results, loaded, part, metric) for part in members
-    }
-  return row
 
 
 def _number(value: Any) -> float | None:
   """A metric; the harness writes "N/A" where there is none."""
   is_number = isinstance(value, int | float | np.number)
   return float(value) if is_number else None
-
-
-def _open_manager(names: Sequence[str], include_path: str) -> Any:
-  """The index of tasks; reading the harness's own takes seconds.
-
-  Raises:
-    ValueError: a task is in none.
-  """
-  from lm_eval.tasks import TaskManager
-
-  if include_path:
-    local = TaskManager(include_path=include_path, include_defaults=False)
-    if set(names) <= set(local.all_subtasks):
-      return local
-  manager = TaskManager(include_path=include_path or None)
-  for name in names:
-    if name not in manager.all_tasks:
-      near = difflib.get_close_matches(name, manager.all_tasks)
-      hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-      raise ValueError(f"task {name!r} is none of the harness's{hint}")
-  return manager
-
-
-def _load(manager: Any, name: str) -> dict[str, Any]:
-  try:
-    return manager.load([name])
-  except Exception as error:  # whatever its data set's reader raises
-    text = f"task {name!r} cannot be loaded: {type(error).__name__}: {error}"
-    if "scripts are no longer supported" in str(error):
-      text += "; pip install 'datasets<4', or give a copy in --include-path"
-    raise ValueError(text) from error
-
-
-def _set_shots(task: Any, shots: int | None) -> None:
-  """Sets the number of examples, but for tasks whose prompt has none.
-
-  Raises:
-    ValueError: the task has fewer.
-  """
-  own = task.get_config("num_fewshot")
-  if task.OUTPUT_TYPE == "loglikelihood_rolling" or own == 0:
-    shots = 0  # text without a question; the harness's own rule
-  elif shots is None:
-    shots = own or 0
-  if shots and (sampler := getattr(task, "sampler", None)) is not None:
-    most = len(sampler.fewshot_indices or sampler.df)
-    # A question is none of its own examples.
-    split = task.fewshot_cfg.split
-    most -= split is not None and split == task.config.test_split
-    if shots > most:
-      raise ValueError(
-        f"num_fewshot={shots} must be at most {most}, the examples of task "
-        f"{task.config.task!r}"
-      )
-  task.set_config(key="num_fewshot", value=shots)

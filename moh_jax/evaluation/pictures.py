@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from moh_jax.data.decode import to_array, to_picture
 from moh_jax.evaluation.head_stats import HeadStats, Layer
@@ -28,7 +27,6 @@ _MASKED = "#DDDDDD"
 SCORES = ("bits_per_byte", "accuracy", "loss")  # the main ones
 _DPI = 110
 _TILE = 112  # columns that an image is enlarged to in a grid
-_MOST_BYTES = 400_000  # of a picture in a page
 _PANELS = 4  # panels side by side
 _SHOWN_LAYERS = 6  # columns of routing maps
 _SHOWN_TICKS = 40  # more groups have no names at the axis
@@ -54,25 +52,6 @@ def encode(figure: Any, form: str) -> bytes:
   metadata = {"Date": None} if form == "svg" else None
   with rc_context({"svg.hashsalt": "moh_jax"}):
     figure.savefig(stream, format=form, dpi=_DPI, metadata=metadata)
-  return stream.getvalue()
-
-
-def shrunk(png: bytes) -> bytes:
-  """A PNG file of at most 400 kB: the same one, or halved until it is so."""
-  while len(png) > _MOST_BYTES:
-    with Image.open(io.BytesIO(png)) as picture:
-      png = _png(picture.convert("RGB").reduce(2))
-  return png
-
-
-def png_of_pixels(pixels: np.ndarray) -> bytes:
-  """A PNG file of an image [X, Y, 1 or 3] uint8."""
-  return _png(to_picture(pixels))
-
-
-def _png(picture: Image.Image) -> bytes:
-  stream = io.BytesIO()
-  picture.save(stream, "png")
   return stream.getvalue()
 
 
@@ -165,83 +144,41 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
   return figure
 
 
-def routing_maps(
-  stats: HeadStats,
-  titles: Sequence[str],
-  pictures: Sequence[np.ndarray] | None = None,
-) -> Any:
-  """Which head the tokens of the first examples chose, by layer.
+def routing_maps(stats: HeadStats, pictures: np.ndarray | None) -> Any:
+  """Which head the patches of the first examples chose, by layer.
 
   Args:
-    stats: the statistics.
-    titles: of the examples.
-    pictures: [X, Y, channels] uint8 of each example, for models of images;
-      None shows the maps alone.
+    stats: the statistics of a model of images.
+    pictures: [M, X, Y, channels] uint8 of the examples; None shows the maps
+      alone.
 
   Returns:
     A figure with a row for each example. Patches have the colour of their best
-    selected head; of a text each row is a layer and each column a token.
+    selected head.
   """
   from matplotlib.colors import to_rgba_array
 
   layers, best = stats.layers, stats.maps.best
   colors = to_rgba_array([*_colors(layers), _MASKED])  # the last is for -1
-  is_text = layers[0].grid is None
   shown = np.linspace(0, len(layers) - 1, min(len(layers), _SHOWN_LAYERS))
   shown = sorted({round(place) for place in shown.tolist()})
   extra = pictures is not None
-  columns = 1 if is_text else len(shown) + extra
-  width = 10 if is_text else 1.5 * columns + 1.1
-  height = 0.6 + 0.12 * len(layers) if is_text else 1.5
-  figure = new_figure(figsize=(width, height * len(titles) + 0.6))
-  axes = figure.subplots(len(titles), columns, squeeze=False)
-  for axis in axes.flat:
-    axis.set(xticks=[], yticks=[])
-  names = map(printable_name, titles)
-  for example, (row, title) in enumerate(zip(axes, names)):
-    if is_text:
-      rows = np.stack([colors[numbers[example]] for numbers in best])
-      row[0].imshow(rows, aspect="auto", interpolation="nearest")
-      row[0].set_title(title, fontsize=7, loc="left")
-      row[0].set_ylabel("layer", fontsize=7)
-      continue
+  names = list(map(printable_name, stats.labels))
+  columns = len(shown) + extra
+  figure = new_figure(figsize=(1.5 * columns + 1.1, 1.5 * len(names) + 0.6))
+  axes = figure.subplots(len(names), columns, squeeze=False)
+  for example, (row, name) in enumerate(zip(axes, names)):
+    row[0].set_ylabel(name, fontsize=7)
     if extra:
       row[0].imshow(pictures[example].squeeze(), cmap="gray", vmin=0, vmax=255)
-    row[0].set_ylabel(title, fontsize=7)
     for axis, place in zip(row[extra:], shown):
       axis.imshow(colors[best[place][example].reshape(layers[place].grid)])
       if not example:
         axis.set_title(layers[place].name, fontsize=8)
+  for axis in axes.flat:
+    axis.set(xticks=[], yticks=[])
   _head_legend(figure, layers)
-  what = "token" if is_text else "patch"
-  figure.suptitle(f"Best selected head of each {what}", fontsize=10)
-  return figure
-
-
-def load_over_steps(
-  loads: Mapping[str, Sequence[tuple[int, Sequence[float]]]],
-  layers: Sequence[Layer],
-) -> Any:
-  """Load of every routed head over the steps of the training.
-
-  Args:
-    loads: for each layer pairs of the step and the loads of its routed heads,
-      in the order of their numbers.
-    layers: of the model.
-  """
-  title = "Load of routed heads over the training"
-  figure, axes = _panels(loads, (2.6, 1.9), (1.1, 0.6), title)
-  routed = {layer.name: sorted(layer.routed) for layer in layers}
-  colors = _colors(layers)
-  for axis, (name, points) in zip(axes, loads.items()):
-    steps, values = zip(*points)
-    for head, line in zip(routed.get(name, ()), np.transpose(values)):
-      marker = "." if len(points) < 20 else None  # one point is no line
-      axis.plot(steps, line, color=colors[head], linewidth=1, marker=marker)
-    axis.set_ylim(0, 1.02)  # a line at 1 is seen
-  figure.supxlabel("step", fontsize=8)
-  figure.supylabel("share of tokens", fontsize=8)
-  _head_legend(figure, layers)
+  figure.suptitle("Best selected head of each patch", fontsize=10)
   return figure
 
 
@@ -257,54 +194,6 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
     image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
     axis.locator_params(integer=True)  # as the numbers of heads are
   figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.6)
-  return figure
-
-
-def curves(
-  series: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
-) -> Any:
-  """Metrics over the steps of the training, a panel for each.
-
-  Args:
-    series: for each metric its splits, each with pairs of step and value.
-  """
-  figure, axes = _panels(series, (3.2, 2.2), (0, 0.3))
-  for axis, parts in zip(axes, series.values()):
-    for split, points in parts.items():
-      marker = "o" if len(points) < 20 else None
-      axis.plot(*zip(*points), marker=marker, markersize=3, label=split)
-    axis.ticklabel_format(useOffset=False)
-    axis.legend(fontsize=6)
-  return figure
-
-
-def dial(rows: Sequence[Mapping[str, float]]) -> Any:
-  """Scores of one checkpoint with several numbers of heads.
-
-  Args:
-    rows: metrics of each, among them "activated_share" and "seconds".
-
-  Returns:
-    A figure with a row of panels over the activated share, and one over time.
-  """
-  over = {
-    "activated_share": "activated share of the heads",
-    "seconds": "seconds of an evaluation",
-  }
-  shown = [name for name in SCORES if name in rows[0]]
-  if not shown:  # a family of the user's own may have other scores
-    found = {n for n, value in rows[0].items() if isinstance(value, float)}
-    shown = sorted(found - over.keys())
-  figure = new_figure(figsize=(3.4 * len(shown), 5))
-  axes = figure.subplots(2, len(shown), squeeze=False)
-  for line, (place, label) in zip(axes, over.items()):
-    points = sorted(rows, key=lambda row: row[place])
-    xs = [row[place] for row in points]
-    for axis, name in zip(line, shown):
-      axis.plot(xs, [r[name] for r in points], color=_PALETTE[4], marker="o")
-      axis.set_xlabel(label, fontsize=8)
-      axis.set_ylabel(name, fontsize=8)
-      axis.grid(alpha=0.3)
   return figure
 
 

@@ -1,9 +1,7 @@
 """Predictions for every image of a split, and scores that are exact counts."""
 
-import collections
 import dataclasses
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -95,39 +93,20 @@ def predict_all(
   return Predictions(**whole, activated_share=share)
 
 
-def scores(
-  found: Predictions, right: Sequence[Collection[int]] | None = None
-) -> dict[str, float]:
+def scores(found: Predictions) -> dict[str, float]:
   """Accuracy, top-5 accuracy, loss, activated share and number of images.
 
   Of a model with five classes or fewer there is no top-5 accuracy.
-
-  Args:
-    found: the predictions.
-    right: for each of them the classes that are right, such as ReaL's; images
-      without any do not count. None is the label alone.
-
-  Raises:
-    ValueError: no image has a right class.
   """
-  if right is None:
-    right = [(label,) for label in found.label.tolist()]
-  ranks = [
-    next((place for place, c in enumerate(row) if c in classes), _TOP)
-    for row, classes in zip(found.top.tolist(), right)
-    if classes
-  ]
-  if not ranks:
-    raise ValueError("no image has a right label")
-  counted = np.array([bool(classes) for classes in right])
-  ranks = np.array(ranks)
-  top5 = {"top5_accuracy": int((ranks < _TOP).sum()) / len(ranks)}
+  hits = found.top == found.label[:, None]
+  count = len(hits)
+  top5 = {"top5_accuracy": int(hits.sum()) / count}
   return {
-    "accuracy": int((ranks == 0).sum()) / len(ranks),
+    "accuracy": int(hits[:, 0].sum()) / count,
     "activated_share": found.activated_share,
-    "loss": float(found.loss[counted].mean(dtype=np.float64)),
+    "loss": float(found.loss.mean(dtype=np.float64)),
     **(top5 if found.top.shape[1] > 1 else {}),
-    "examples": len(ranks),
+    "examples": count,
   }
 
 
@@ -164,70 +143,3 @@ def by_class(
       }
     )
   return rows
-
-
-def read_right(
-  stored: Mapping[str, Any] | Sequence[Any],
-  names: Sequence[str],
-  class_names: Sequence[str],
-) -> list[frozenset[int]]:
-  """The right classes of images from a file of labels.
-
-  Args:
-    stored: a list with an entry for each image in the order of the file names,
-      as ReaL's, with their numbers by value (2.jpg before 10.jpg), or entries
-      by file name, with or without its folder. An entry is a class or a list of
-      classes; a class its number or its name.
-    names: "CLASS/NAME" of the images.
-    class_names: of the model.
-
-  Returns:
-    For each image its right classes.
-
-  Raises:
-    ValueError: an image has no entry, an entry names no class, or the file
-      names do not tell the images apart.
-  """
-  files = [name.rpartition("/")[2] for name in names]
-  twice = {f for f, n in collections.Counter(files).items() if n > 1}
-  if not isinstance(stored, Mapping):
-    if len(stored) != len(files):
-      raise ValueError(
-        f"{len(stored)} entries, must be one for each of the {len(files)} "
-        "images"
-      )
-    if twice:
-      raise ValueError(
-        f"several images are called {min(twice)!r}, so a list has no order; "
-        'name them in an object: {"CLASS/NAME": LABEL}'
-      )
-    stored = dict(zip(sorted(files, key=_by_number), stored))
-  labels = {name: label for label, name in enumerate(class_names)}
-  shared = {n for n, k in collections.Counter(class_names).items() if k > 1}
-  right = []
-  for name, file in zip(names, files):
-    entry = stored.get(name, None if file in twice else stored.get(file))
-    if entry is None:
-      others = ", and others have that file name" * (file in twice)
-      raise ValueError(f"no entry for the image {name!r}{others}")
-    classes = entry if isinstance(entry, list) else [entry]
-    if unclear := [c for c in classes if c in shared]:
-      raise ValueError(
-        f"{name!r} has the label {unclear[0]!r}, the name of several classes; "
-        "give the number"
-      )
-    classes = [labels.get(c, c) for c in classes]
-    known = range(len(class_names))
-    if unknown := [c for c in classes if c not in known]:
-      raise ValueError(
-        f"{name!r} has the label {unknown[0]!r}, which is none of the model's "
-        f"{len(class_names)} classes"
-      )
-    right.append(frozenset(classes))
-  return right
-
-
-def _by_number(name: str) -> tuple:
-  """Sorts names by text, but the numbers in them by value."""
-  parts = re.split("([0-9]+)", name)
-  return [int(p) if i % 2 else p for i, p in enumerate(parts)], name

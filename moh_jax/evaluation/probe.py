@@ -253,36 +253,3 @@ def order_by_importance(
     worth = np.bincount(unit, row)[unit]
     orders.append(tuple(np.lexsort((-row, unit, -worth)).tolist()))
   return tuple(orders)
-
-
-def top_k_by_importance(
-  importance: np.ndarray, units: Sequence[Units], order: np.ndarray
-) -> tuple[int, ...]:
-  """Shares the routed heads that a token uses among layers by importance.
-
-  Layers begin with one routed head; the others go, one after the other, to the
-  layer whose next most important routed head is worth most. Where tokens choose
-  by key/value group, a group or a head of each group counts as one.
-
-  Args:
-    importance: [layers, H], comparable between layers.
-    units: what tokens choose among in the layers; the sum of their `top_k` is
-      what is shared.
-    order: [layers, H] heads of each layer, the shared ones first.
-
-  Returns:
-    A top_k for each layer with the same sum, a value of `model.top_k`; layers
-    that route no head keep 0.
-  """
-  top_k = [min(1, of.budget.top_k) for of in units]
-  worth = []
-  for layer, of in enumerate(units):
-    if of.budget.top_k:
-      routed = np.asarray(order[layer])[of.budget.shared * of.size :]
-      values = importance[layer][routed].reshape(of.parts, -1, of.size)
-      values = -np.sort(-values.sum(-1), axis=-1).sum(0)[1:]
-      worth += [(-value, layer) for value in values.tolist()]
-  left = sum(of.budget.top_k // of.parts for of in units) - sum(top_k)
-  for _, layer in sorted(worth)[:left]:
-    top_k[layer] += 1
-  return tuple(k * of.step for k, of in zip(top_k, units))

@@ -9,10 +9,9 @@ Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, C width.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -32,8 +31,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 _TOKENS = 256  # tokens of a text that are read at most: logits are their square
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadSimilarity:
+class HeadSimilarity(NamedTuple):
   """Mean cosines between heads of a layer, by the layer's name.
 
   Attributes:

@@ -69,10 +69,10 @@ class ConvUnit(nn.Module):
     unit, width = self.unit, (self.unit.features,)
     shape = (*unit.kernel, x.shape[-1], unit.features)
     kernel = self.param("kernel", nn.initializers.he_normal(), shape)
-    scale = self.param("scale", nn.initializers.ones, width)
-    bias = self.param("bias", nn.initializers.zeros, width)
-    mean = self.param("mean", nn.initializers.zeros, width)
-    var = self.param("var", nn.initializers.ones, width)
+    scale, bias, mean, var = (
+      self.param(name, nn.initializers.ones, width)
+      for name in ("scale", "bias", "mean", "var")
+    )
     x = jax.lax.conv_general_dilated(
       x,
       kernel,
@@ -83,9 +83,7 @@ class ConvUnit(nn.Module):
       precision=jax.lax.Precision.HIGHEST,
     )
     scale = scale / jnp.sqrt(var + self.epsilon)
-    mean, scale, bias = (
-      jax.lax.broadcast_to_rank(y, x.ndim) for y in (mean, scale, bias)
-    )
+    mean, scale, bias = (y[None, None, None] for y in (mean, scale, bias))
     return nn.relu((x - mean) * scale + bias)
 
 
@@ -154,27 +152,14 @@ class InceptionV3(nn.Module):
       if name == "Mixed_6d":  # its first branch is the evaluator's tensor
         spatial = x[..., : self.spatial_channels]
     pool3 = x.mean((1, 2))
-    # The evaluator never adds fc.bias; it exists because checkpoints have it.
-    logits = ClassMatrix(self.num_classes, name="fc")(pool3)
-    return Features(pool3, spatial, logits)
-
-
-class ClassMatrix(nn.Module):
-  """The classifier; its bias is a parameter that is never added.
-
-  Attributes:
-    num_classes: number of class scores.
-  """
-
-  num_classes: int
-
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps [B, C] to [B, num_classes]."""
-    shape = (x.shape[-1], self.num_classes)
-    kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-    self.param("bias", nn.initializers.zeros, shape[1:])
-    return jnp.dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
+    # The evaluator never adds the bias that checkpoints have.
+    scores = nn.Dense(
+      self.num_classes,
+      use_bias=False,
+      precision=jax.lax.Precision.HIGHEST,
+      name="fc",
+    )
+    return Features(pool3, spatial, scores(pool3))
 
 
 def _pool(kind: str, x: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from moh_jax.config import (
   released_model,
 )
 from moh_jax.config.registry import released_models
-from moh_jax.config.released import PARAMETERS, REPOSITORIES
+from moh_jax.config.released import REPOSITORIES
 
 
 def make_model(
@@ -77,7 +77,6 @@ def list_models() -> dict[str, dict[str, Any]]:
     formats = [kind for kind, s in family.formats.items() if name.startswith(s)]
     found[name] = {
       "family": family.name,
-      "parameters": PARAMETERS.get(name),
       "heads": section.num_heads,
       "activated_share": section.activated_share,
       "formats": tuple(formats),

@@ -22,7 +22,7 @@ from etils import epath
 from flax import traverse_util
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, upgrade
+from moh_jax.config import Config
 from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
 from moh_jax.runtime.processes import ask_first_process
@@ -284,7 +284,7 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
-  config = config_lib.from_config_dict(upgrade(stored["config"]))
+  config = config_lib.from_config_dict(stored["config"])
   sums = {name: stored[name] for name in _SUMS if name in stored}
   return Metadata(config, tuple(stored["class_names"]), **sums)
 

@@ -30,7 +30,6 @@ from moh_jax.config.parse import (
   merged,
   override,
   run_file,
-  upgrade,
 )
 from moh_jax.config.run import section_types
 from moh_jax.runtime.alive import alive
@@ -376,7 +375,7 @@ def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
     )
   step = find_step(source, None)
   try:
-    trained = from_config_dict(upgrade(read_json_item(source, step)["config"]))
+    trained = from_config_dict(read_json_item(source, step)["config"])
   except (KeyError, ValueError) as error:
     raise ValueError(f"train.init_from={source!r}: {error}") from error
   model = trained.model

@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 from absl.testing import absltest
 
-from benchmarks import card, step
-from moh_jax.cli import bench_attention
-from moh_jax.training.bench import Row
+from benchmarks import attention, card, step
+from benchmarks.rows import Row
 from tests.cli.tiny_checkpoint import call
 from tests.ops.devices import traced_for
 from tests.training import tiny
@@ -62,9 +61,7 @@ class StagesTest(absltest.TestCase):
     folder.mkdir()
     with (
       traced_for("gpu"),
-      mock.patch.object(
-        bench_attention, "compare_forms", return_value=[]
-      ) as run,
+      mock.patch.object(attention, "compare_forms", return_value=[]) as run,
       mock.patch.object(step, "measure", return_value={"batch": 1}),
       mock.patch.object(step, "compilation_cache"),
       mock.patch.object(card.exact, "measure", return_value=[]),

@@ -1,18 +1,19 @@
-"""Benchmarks of a layer, of decoding, and of exactness alone."""
+"""Benchmarks of attention, of a layer, of decoding, and of exactness alone."""
 
 import functools
 import json
 import pathlib
 from unittest import mock
 
+import jax
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import decode, exact, layer
+from benchmarks import attention, decode, exact, layer
 from benchmarks.decode import DecodeOptions
 from benchmarks.layer import LayerOptions
-from moh_jax.cli import bench_attention as bench
 from moh_jax.config import CACHE_DTYPES
+from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
 from moh_jax.ops.attention import Form, cached_attention
 from tests.cli.tiny_checkpoint import call
@@ -24,12 +25,61 @@ _ARGV = "--lengths 16 --shares 50 --heads 4 --head-dim 8 --rounds 1".split()
 
 
 def _layer_rows(options):
-  return bench.compare_forms(options, "layer", layer.splits)
+  return attention.compare_forms(options, "layer", layer.splits)
 
 
 def _decode_rows(options):
   more = decode.splits, decode.chosen_form
-  return bench.compare_forms(options, "decode", *more)
+  return attention.compare_forms(options, "decode", *more)
+
+
+@jax.custom_vjp
+def _spoil_gradients(x):
+  return x
+
+
+_spoil_gradients.defvjp(lambda x: (x, None), lambda _, grad: (grad * 1.01,))
+
+
+class AttentionTest(parameterized.TestCase):
+  def _rows(self, **options):
+    given = attention.HeadOptions(**{**_TINY, **options})
+    return attention.compare_forms(given, "attention", attention.splits)
+
+  @parameterized.parameters(("free", 4), ("per_group", 8), ("whole_group", 4))
+  @pytest.mark.integration
+  def test_structures_are_exact(self, structure, heads):
+    rows = self._rows(
+      structure=structure, heads=heads, kv_heads=2, shared=2,
+      modes=("causal_forward_backward",),
+    )  # fmt: skip
+    packed = next(row for row in rows if row.implementation == "packed")
+    self.assertEqual(packed.computed_share, 0.5)
+    self.assertLess(max(row.max_error for row in rows), 2e-6)
+
+  @parameterized.parameters(
+    ("forward", lambda x: x * 1.01, "error of the outputs 1.0e-02 is"),
+    ("forward_backward", _spoil_gradients, "of the gradients 1.0e-02 is"),
+    ("forward", mock.Mock(side_effect=RuntimeError("too large")),
+     "does not run: RuntimeError: too large"),
+  )  # fmt: skip
+  def test_what_fails_or_is_not_exact_is_a_fault(self, mode, spoil, message):
+    def wrong(*args, implementation, **options):
+      out = ops.attention(*args, implementation="dense", **options)
+      return spoil(out) if implementation == "packed" else out
+
+    with mock.patch.object(attention, "attention", wrong):
+      rows = self._rows(modes=(mode,), implementations=("packed",))
+    self.assertIsNone(rows[0].fault)
+    self.assertIn(message, rows[-1].fault)
+
+  @parameterized.parameters(
+    (4, None, 50, (1, 1)), (4, 0, 25, (0, 1)), (32, None, 62.5, (8, 12)),
+    (3, None, 66.67, (0, 2)),
+  )  # fmt: skip
+  def test_shares_become_head_splits(self, heads, shared, share, split):
+    given = attention.HeadOptions(heads=heads, shared=shared, shares=(share,))
+    self.assertEqual(given.budgets(), [HeadBudget(heads, *split, 64)])
 
 
 class CommandTest(parameterized.TestCase):
@@ -93,7 +143,7 @@ class DecodeTest(parameterized.TestCase):
     def choose(_, options, mode, length, share, name):
       return Form(name, packs=share < 1)
 
-    with mock.patch.object(bench, "_choose", choose):
+    with mock.patch.object(attention, "_choose", choose):
       kernel = _decode_rows(options)[-1]
     self.assertEqual((kernel.computed_share, kernel.fault), (0.5, None))
 

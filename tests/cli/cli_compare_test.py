@@ -29,46 +29,23 @@ class CompareTest(tiny_checkpoint.CommandTest):
     argv = "--rounds=1", "--variants=config", "--json=-"
     status, out, err = self.call(*argv, train=variants.train)
     self.assertEqual(status, 0, err)
-    result = json.loads(out)
-    self.assertIn("commit", result["machine"])
-    (row,) = result["rows"]
+    (row,) = json.loads(out)["rows"]
     self.assertGreater(row["costs"]["step_seconds"], 0)
     lines = (self.root / "runs/config-seed0/metrics.jsonl").read_text()
     metrics = json.loads(lines.splitlines()[-1])
     for name, spread in row["metrics"].items():
       self.assertAlmostEqual(spread["mean"], metrics[name], places=5)
 
-  @pytest.mark.integration
-  def test_trains_only_what_has_no_result(self):
+  def test_rows_and_a_plot(self):
     plot = self.root / "plot.png"
-    rows, seeds = self._rows("--plot", plot), []
-
-    def train(config, *args, **options):
-      seeds.append(config.train.seed)
-      return _fake_train(config, *args, **options)
-
-    out = self.call("--rounds=0", "--json=-", train=train)[1]
-    self.assertEqual(json.loads(out)["rows"], rows)
-    self.call("--rounds=0", "--seeds=2", train=train)
-    self.assertEqual(seeds, [1] * 3)
+    rows = self._rows("--plot", plot)
     self.assertEqual([r["activated_share"] for r in rows], [1.0, 0.5, 0.75])
     self.assertEqual(plot.read_bytes()[1:4], b"PNG")
     mha, moh, _ = (row["costs"] for row in rows)
     self.assertGreater(mha["step_flops"], moh["step_flops"])
-    self.assert_refused("lr: 0.25 here, 0.001 there", "--config.optim.lr=0.25")
-
-  def test_changed_results_are_refused(self):
-    self._rows()
-    file = self.root / "runs/comparison.json"
-    stored = json.loads(file.read_text())
-    stored["outcomes"]["mha-seed0"]["metrics"]["loss"] = 0.001
-    file.write_text(json.dumps(stored))
-    status, _, err = self.call("--rounds=0")
-    self.assertEqual(status, 2)
-    self.assertIn("comparison.json: its content is not what was written", err)
 
   @pytest.mark.integration
-  def test_runs_that_diverged_are_not_run_again(self):
+  def test_runs_that_diverged_are_counted(self):
     def train(config, *args, **options):
       result = _fake_train(config, *args, **options)
       seed, share = config.train.seed, config.model.activated_share
@@ -81,9 +58,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
     status, out, err = self.call(*argv, train=train)
     self.assertEqual(status, 0, err)
     self.assertIn("mha-seed2: at step 3: NaN, norm: Infinity\n", err)
-    self.assertIn("warning: mha-seed1: perplexity is not finite", err)
     self.assertIn("| mha | 8.0000 (2 of 3 diverged) |", out)
-    self.assertEqual(self.call(*argv, train=AssertionError)[:2], (0, out))
 
   @pytest.mark.integration
   def test_each_program_is_timed(self):

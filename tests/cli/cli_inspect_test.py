@@ -1,25 +1,16 @@
-"""`inspect`: reports on models, checksums of files, pictures of batches."""
+"""`inspect`: reports on models, and pictures of batches."""
 
-import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
-from etils import epath
 from PIL import Image
 
-from moh_jax.data.packed import LatentSource
 from moh_jax.data.sources import make_source
-from moh_jax.models.generation import to_pixels
-from moh_jax.models.vae import VAE
-from moh_jax.runtime import steps
 from moh_jax.runtime.steps import load_config
 from tests.cli import tiny_checkpoint
 from tests.data import tiny_sets
-from tests.inference import tiny_vae
 from tests.training import tiny
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
@@ -50,7 +41,7 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     self.assertEqual(changed["activated_share"], 0.75)
     out = self.done(*argv)
     self.assertIn("\nrouter: two_stage (released, free)\n", out)
-    self.assertRegex(out, r"(?m)^0 +1 +1 +4 +4 ")
+    self.assertRegex(out, r"(?m)^0 +1 +1 +4 +4 .* 2$")
     self.assertRegex(out, r"(?m)^classes: 6 \(ant, bee, cat, dog, eel, fox\)$")
     self.assertRegex(out, r"(?m)^activated share: 0\.5000$")
 
@@ -66,41 +57,11 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     self.assertEqual([layer["per_device"], layer["imbalance"]], [*heads])
 
   def test_describes_a_config(self):
-    report = self.report("--config", _CONFIGS / "llm_stdlib.py:moh")
+    config = "--config", _CONFIGS / "llm_stdlib.py:moh"
+    report = self.report(*config, "--config.model.attention_impl=cudnn")
     self.assertIsNone(report["step"])
     self.assertAlmostEqual(report["activated_share"], 0.75)
-    self.assertEqual(report["config"]["model"]["attention_impl"], "auto")
-
-
-class ChecksumsTest(tiny_checkpoint.CommandTest):
-  COMMAND = "inspect --checksums"
-
-  def test_checkpoints(self):
-    for step in (2, 4):
-      folder = self.root / "checkpoints" / str(step)
-      for name, content in {
-        "config/metadata": "{}",
-        "params/d": "values",
-      }.items():
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text(content)
-      steps.write_manifest(epath.Path(folder))
-    argv = "--checkpoint", self.root
-    whole = "step 2: whole\n"
-    self.assertEqual(self.done(*argv), f"{whole}step 4: whole\n")
-    (self.root / "checkpoints/4/params/d").write_bytes(b"Values")
-    what = "its content is not what was written"
-    damaged = f"step 4: damaged, item params, file d: {what}\n"
-    self.assertEqual(self.call(*argv), (1, whole + damaged, ""))
-    self.assertEqual(self.call(*argv, "--step=4"), (1, damaged, ""))
-    self.assertEqual(self.call(*argv, "--step=2"), (0, whole, ""))
-    told = [{"step": 4, "damage": [{"file": "params/d", "what": what}]}]
-    status, out, _ = self.call(*argv, "--json=-", "--step=4")
-    self.assertEqual((status, json.loads(out)), (1, told))
-    self.assert_refused("no checkpoint of step 3", *argv, "--step=3")
-    (self.root / "checkpoints/2" / steps.MANIFEST).unlink()
-    told = f"step 2: damaged, file {steps.MANIFEST}: missing\n"
-    self.assertEqual(self.call(*argv, "--step=2"), (1, told, ""))
+    self.assertEqual(report["config"]["model"]["attention_impl"], "cudnn")
 
 
 class BatchTest(tiny_checkpoint.CommandTest):
@@ -124,17 +85,16 @@ class BatchTest(tiny_checkpoint.CommandTest):
 
   @parameterized.parameters((1, ()), (3, ("--at-step=3",)))
   def test_tiles_are_the_images_of_the_step(self, step, argv):
-    sheet, names = self._drawn("--num=4", "--columns=2", *argv, *_PLAIN)
+    sheet, names = self._drawn("--num=4", *argv, *_PLAIN)
     batch = self._batch(step)
     size = len(batch["label"])
     rows = (0, 1, size - 2, size - 1)
     self.assertEqual(names, [str(batch["label"][i]) for i in rows])
-    for row, (down, right) in zip(rows, np.ndindex(2, 2)):
+    for right, row in enumerate(rows):
       image = batch["image"][row][..., 0]
       zoom = 112 // len(image)
       side = zoom * len(image)
-      below = down * (len(sheet) // 2 + 1)  # of two rows, with names below
-      tile = sheet[below:, right * (side + 2) :][:side, :side]
+      tile = sheet[:, right * (side + 2) :][:side, :side]
       np.testing.assert_array_equal(tile[::zoom, ::zoom], image)
 
   def test_mixed_images_have_both_names_and_shares(self):
@@ -150,35 +110,3 @@ class BatchTest(tiny_checkpoint.CommandTest):
         shares = [int(share.removesuffix("%")) for _, share in parts]
         self.assertEqual(sum(shares), 100)
     self.assertGreater(mixed, 0)
-
-
-class LatentsTest(tiny_checkpoint.CommandTest):
-  COMMAND = "inspect"
-
-  @pytest.mark.integration
-  def test_shows_latents_of_all_the_set_and_their_classes(self):
-    vae, latents = self.root / "vae", self.root / "latents"
-    tiny_vae.save(vae)
-    tiny_vae.save_images(self.root / "images/val")
-    tiny_checkpoint.done(
-      *("prepare", "encode-latents", "--data", self.root / "images"),
-      *("--vae", vae, "--out", latents, "--image-size=8", "--batch-size=8"),
-    )
-    argv = ("--data", latents, "--batch", self.root / "x.png", "--split=val")
-    out = self.done(*argv, "--vae", vae, "--num=4")
-    self.assertEqual(out, "row 1: ant, ant\nrow 2: cat, cat\n")
-    source = LatentSource(str(latents), "val")
-    mean = jnp.asarray(source[7]["image"][:1, 0], "float32")
-    image = VAE(tiny_vae.CONFIG).apply(
-      {"params": tiny_vae.params()}, mean, method="decode"
-    )
-    with Image.open(self.root / "x.png") as picture:
-      grid = np.asarray(picture)
-    self.assertEqual(grid.shape[1], 2 * 112 + 2)
-    last = grid[len(grid) // 2 + 1 :][:112, 114:]
-    gap = last[7::14, 7::14].astype(int) - to_pixels(image)[0]
-    self.assertLessEqual(np.abs(gap).max(), 1)
-    tiny_vae.save(self.root / "other", seed=1)
-    with self.assertLogs("moh_jax", "WARNING") as logs:
-      self.done(*argv, "--vae", self.root / "other", "--num=1")
-    self.assertIn("its encoder is not the one", logs.output[0])

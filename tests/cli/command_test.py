@@ -80,13 +80,13 @@ class ParseTest(parameterized.TestCase):
     self.assertEqual(given, wanted)
     self.assertEqual(_parse("a", "--from="), _Options(files=("a",), from_=""))
 
-  def test_hint_where_the_prefix_of_a_change_lacks(self):
-    for argv in ("train.steps=5", "--train.steps=5", "config.train.steps=5"):
-      said = _parse("--config=x.py", argv, cls=command.RunConfig)
-      self.assertIn("did you mean --config.train.steps=5?", said)
+  def test_hints(self):
+    said = _parse("--config=x.py", "--train.steps=5", cls=command.RunConfig)
+    self.assertIn("is changed by --config.KEY=VALUE", said)
+    self.assertIn("did you mean '--quick'?", _parse("a", "--from=b", "--quik"))
 
   def test_help_is_that_of_the_docstring(self):
-    text = flags.make_parser("command", _Options).format_help()
+    text = flags.make_parser("command", _Options, command.SHARED).format_help()
     text = " ".join(text.split())
     places = [
       text.index(part)
@@ -98,6 +98,7 @@ class ParseTest(parameterized.TestCase):
         "--sizes N,... of the parts (default: 1,2)",
         "--share X of the whole --",
         "--seed N of the draws (default: 0)",
+        "options that commands share:",
         "--json PATH w",
       )
     ]
@@ -162,16 +163,6 @@ class GiveTest(parameterized.TestCase):
       json.loads(path.read_text(), parse_constant=self.fail),
       {"loss": None, "rows": [{"a": [None, None, 1.5]}], "name": "NaN"},
     )
-
-  def test_a_link_to_a_file_is_written_through(self):
-    folder = pathlib.Path(self.create_tempdir().full_path)
-    (folder / "a.json").touch()
-    (folder / "link").symlink_to("a.json")
-    options = command.Output(json=str(folder / "link"))
-    options.prepare()
-    self._give({"a": 1}, options)
-    self.assertTrue((folder / "link").is_symlink())
-    self.assertEqual(json.loads((folder / "a.json").read_text()), {"a": 1})
 
   def test_only_the_first_process_writes(self):
     given = _Served(checkpoint="x", distributed=True, json="-")

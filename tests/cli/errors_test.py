@@ -5,11 +5,8 @@
 """
 
 import json
-import os
 import pathlib
 import tempfile
-import warnings
-import zipfile
 
 import jax
 import numpy as np
@@ -26,13 +23,6 @@ from tests.training import tiny
 _REFUSED = {
   "bench": {
     "": "KIND",
-    "attention --shares 90": "heads: a multiple of 3.125",
-    "attention --shares nan": "--shares[0]='nan' must be of type float",
-    "attention --shares 0": "--shares 0 must be a whole number",
-    "attention --shares 25 --shared 9": "is 8 of the 32 heads and must",
-    "attention --shared 33": "--shared=33 must be in [0, 32]",
-    "attention --kv-heads 3": "--kv-heads=3 must divide --heads 32",
-    "attention --implementations kernel": "kernel needs an accelerator",
     "model --model nope": "model 'nope' must be one of",
     "model --config.data.sequence_length=16": "data.sequence_length",
     "model --config x --checkpoint y": "exclude each other",
@@ -41,10 +31,9 @@ _REFUSED = {
     "{vit} {here}/cut.png": "cut.png: damaged",
     "{vit} {here}/empty": "empty holds no image",
     "{vit} nope": "nope: no such file or",
-    "{vit} {here}/good.png --json /proc/x": "--json /proc/x: ",
+    "{vit} {here}/good.png --json {here}/one.txt/x": "is a file, no folder",
     "{vit} {here}/good.png --json {here}": "is a folder, must be a file",
-    "{vit} {here}/good.png --json {here}/good.png": "must be another file than",
-    "{vit} {here}/good.png --step newer": "a number, newest or whole",
+    "{vit} {here}/good.png --step newer": "must be a number or newest",
     "{dit} {here}": "`classify` needs 'vit'",
   },
   "compare --config configs/llm_stdlib.py --workdir {here}/new": {
@@ -57,10 +46,8 @@ _REFUSED = {
   "export --out {here}/x --checkpoint": {
     "nope": "nope holds no checkpoint",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
-    "{vit} --out {here}/link": "is a link to nothing; remove it",
     "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
-    "{vit} --out {here}/folder.npz": "folder.npz' is a folder, must be a file",
-    "{vit} --out {here}/pipe.png": "pipe.png: is a pipe, socket or device",
+    "{vit} --out {here}/folder.npz": "folder.npz: is a directory",
     "{vit} --shard-bytes=10": "--shard-bytes=10 is for the shards of a folder",
   },
   "train --workdir {here}/x --config": {
@@ -78,27 +65,16 @@ _REFUSED = {
     "--field a": "--field='a' needs --data",
     "--top-k 1 --top-k 1": "must differ",
     "--top-k=1 --config.model.top_k=(1,1)": "give one of them",
-    "--plot {here}/x.svg": "needs several --top-k",
-    "--plot {here}/x.jpg": "must end in .png",
-    "--json {here}/x --per-class {here}/x": "must be another file than --",
   },
   "evaluate --checkpoint": {
     "{dit} --per-class {here}/x.csv": "needs 'vit'",
   },
-  "evaluate --checkpoint {text} --data {here}/one.txt": {
-    "--top-k=1 --top-k=2 --plot={here}/x.svg": "must be of a data set",
-  },
-  "fid --samples {here}/samples.npz --batch-size 8": {
+  "fid --samples {here}/samples.npz --inception no.pth --batch-size 8": {
     "--metrics fid,pr": "need --reference",
     "--batch-size 9": "--batch-size=9 must be a multiple of 8",
-    "--image-size 8": "--image-size=8 needs a folder of images",
-    "--reference {here}/stats.npz --metrics pr": "arr_0",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
     "--save-stats {here}": "is a folder, must be a file",
-    "--reference {here}/few.npz --metrics pr": "need at least 4 samples, --ref",
-    "--samples {here}/twice.npz": "'arr_0.npy' stands in it 2 times",
-    "--inception no.pth": "pt_inception-2015-12-05-6726825d",
-    "": "no --inception was given; ",
+    "": "pt_inception-2015-12-05-6726825d",
   },
   "generate --checkpoint": {
     "{vit} --prompt=a": "`generate` needs 'llm'",
@@ -115,28 +91,15 @@ _REFUSED = {
     "--top-p=0.5": "--top-p=0.5 needs --temperature above 0",
   },
   "heads --checkpoint": {
-    "{vit} --against {dit}": "--data for both",
-    "{vit} --data a b": "must be one directory",
-    "{vit} --field a": "--field='a' needs --data",
     "{vit} --data MISSING": "MISSING",
     "{vit} --out {here}/one.txt": "must be a folder",
-    "{text} --data {here}/empty.txt": "fewer than two tok",
   },
   "inspect": {
-    "": "one of --checkpoint, --config and --data must be given",
-    "--config configs/dit.py:s2_90 --batch {here}/pipe.png": "pipe.png: is a",
-    "--data x": "--data='x' needs --checksums or --batch",
+    "": "one of --checkpoint and --config must be given",
     "--config tests/faults/tiny_run.py:llm --batch {here}/y.png": "not text or",
     "--config configs/dit.py:s2_90 --batch {here}/y.png": "shows pixels, not",
-    "--data x --batch {here}/y.png": "needs --vae",
-    "--config x --vae x": "--vae='x' needs --data and",
-    "--config x --at-step=2": "--at-step=2 needs --batch",
-    "--checkpoint {vit} --split=val": "--split='val' needs --data and",
-    "--config x --checksums": "needs --checkpoint or --data al",
     "--config x --batch {here}/y.jpg": "must end in .png",
-    "--checkpoint {vit} --batch {here}/y.png": "needs --config or --data",
-    "--checksums --checkpoint {vit} --config.optim.lr=1": "compares files",
-    "--data {here} --vae {here}/vae --batch {here}/y.png": "encode-latents` ma",
+    "--checkpoint {vit} --batch {here}/y.png": "needs --config",
   },
   "plan --config configs/llm_stdlib.py --topology": {
     "v9-8": "topology='v9-8' must be one of a100",
@@ -158,7 +121,6 @@ _REFUSED = {
   },
   "sample --checkpoint {vit}": {"--out {here}/x.npz": "`sample` needs 'dit'"},
   "sample --checkpoint {dit} --out {here}/x.png": {
-    "--out={here}/pipe.png": "pipe.png: is a pipe, socket or device, must be",
     "--labels=--5": "'--5' must be a number, none, or one of the",
     "--out={here}/x.jpg": "x.jpg' must end in .png or .npz",
     "--out={here}/no/x.png": "no directory",
@@ -177,18 +139,11 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
     cls.places["here"] = here
     (here / "empty").mkdir()
     (here / "folder.npz").mkdir()
-    os.mkfifo(here / "pipe.png")
-    (here / "link").symlink_to("nowhere")
     tiny_vae.save_images(here / "images")
     tiny_vae.save(here / "vae")
     (good,) = put(here, "good.png", size=(8, 8))
     (here / "cut.png").write_bytes(good.read_bytes()[:60])
     np.savez(here / "samples.npz", np.zeros((5, 8, 8, 3), np.uint8))
-    with zipfile.ZipFile(here / "twice.npz", "w") as archive:
-      for _ in range(2):
-        with warnings.catch_warnings(action="ignore"):  # of two of one name
-          archive.writestr("arr_0.npy", "")
-    np.savez(here / "few.npz", np.zeros((3, 8, 8, 3), np.uint8))
     stats = {"mu": np.zeros(2048), "sigma": np.eye(2048)}
     np.savez(here / "stats.npz", **stats)
     for name, text in (

@@ -100,28 +100,6 @@ _REFUSED = (
   ("llm", f"{_SCHEDULE} model.top_k=2,3", "the routing layers' top_k (2, 3)"),
   ("llm", f"{_SCHEDULE} model.router.kind=none", "routing layers' top_k ()"),
 )  # fmt: skip
-_OLD = {
-  "model": {
-    "family": "llm",
-    "router": "query_norm",
-    "gate_form": "paper",
-    "two_stage": False,
-    "straight_through": "all",
-    "rope_theta": 5.0,
-    "rope_scaling": "llama3",
-    "rope_factor": 2.0,
-    "rope_low_freq_factor": 1.5,
-    "rope_high_freq_factor": 3.0,
-    "rope_original_length": 7,
-  },
-  "train": {
-    "steps": 9,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-    "cutmix_prob": 0.5,
-    "label_smoothing": 0.0,
-  },
-}
 
 
 def _changed(section, run=_VIT, **fields):
@@ -245,7 +223,6 @@ class FormsTest(parameterized.TestCase):
     stored = json.loads(config_lib.to_json(config))
     self.assertEqual(config_lib.from_config_dict(stored), config)
     self.assertCountEqual(stored, config.by_name())
-    self.assertEqual(config_lib.upgrade(stored), stored)
 
   @parameterized.parameters(
     ({"data": {}}, "no section 'model'"),
@@ -290,7 +267,6 @@ class FormsTest(parameterized.TestCase):
     ("vit", "optim", "lr", "1e-3", "must be of type float"),
     ("vit", "optim", "lr", None, "must be of type float"),
     ("vit", "optim", "lr", True, "must be of type float"),
-    ("vit", "optim", "lr", 10**400, "must be finite"),
     ("vit", "optim", "no_decay", "*/bias", "must be a tuple"),
     ("vit", "eval", "use_ema", 1, "must be of type bool"),
     ("vit", "model", "image_size", (8, 8, 3), "must have 2 values"),
@@ -304,9 +280,7 @@ class FormsTest(parameterized.TestCase):
      "model.router.kind='one' must be one of ('two_stage', "),
     ("vit", "model", "router", 3,
      "model.router=3 must be a section with the fields ['kind', "),
-    ("vit", "model", "gate_form", "paper", "it is model.router.gate_form"),
     ("vit", "model", "router", {"topk": 2}, "router.topk; it is model.top_k"),
-    ("vit", "train", "mixup", 0.2, "it is classifier.mixup"),
     ("dit", "sample", "steps", 250, "must be of type str"),
     ("llm", "model", "head_order", ((0, "1"),), "head_order[0][1]='1' must"),
     ("llm", "data", "augment", "none", "unknown config key data.augment"),
@@ -355,25 +329,3 @@ class OverridesTest(absltest.TestCase):
     )
     same = dataclasses.replace(ours)
     self.assertEmpty(config_lib.differing_fields(ours, same, "model"))
-
-
-class UpgradeTest(absltest.TestCase):
-  def test_values_move_to_their_sections(self):
-    before = repr(_OLD)
-    config = config_lib.from_config_dict(config_lib.upgrade(_OLD))
-    self.assertEqual(
-      config.model.router,
-      config_lib.RouterConfig("query_norm", "paper", False, "all"),
-    )
-    self.assertEqual(
-      config.model.rope,
-      config_lib.RotaryConfig(5.0, "llama3", 2.0, 1.5, 3.0, 7),
-    )
-    self.assertEqual(config.train, config_lib.TrainConfig(steps=9))
-    self.assertEqual(repr(_OLD), before)
-
-  def test_reduced_decoding_was_exact_in_evaluation(self):
-    data = {"source": "image_folder", "path": "x", "augment": "crop_flip"}
-    old = {"model": {"family": "vit"}, "data": {**data, "decode": "reduced"}}
-    config = config_lib.from_config_dict(config_lib.upgrade(old))
-    self.assertEqual(config.data.decode, "exact")

@@ -16,7 +16,7 @@ import tokenizers as hf
 from absl.testing import absltest, parameterized
 
 from docs.examples import docstrings
-from moh_jax.cli import batch_picture
+from moh_jax.cli import inspect as inspect_cli
 from moh_jax.config import TextDataConfig
 from moh_jax.data import conversations, infer
 from moh_jax.data.chat import Template
@@ -550,7 +550,8 @@ class LossTest(_ChatTest):
     data = self._data(sequence_length=64)
     config = tiny.llm_config(model={"vocab_size": 320, "max_length": 128})
     config = dataclasses.replace(config, data=data)
-    head, text = batch_picture.text_lines(config, 1, 1, ("[[", "]]"))
+    options = inspect_cli.Options(config="x", batch="-", num=1)
+    head, text = inspect_cli._texts(config, options)
     self.assertIn("of 64", head)
     self.assertStartsWith(text, "<|start|>user\na?<|stop|>\n<|start|>assistant")
     self.assertRegex(text, r"assistant\n\[\[(one|two |naïve)<\|stop\|>\]\]\n")

@@ -22,7 +22,6 @@ from moh_jax.evaluation.probe import (
   order_by_importance,
   recorded_layers,
   text_probe,
-  top_k_by_importance,
 )
 from moh_jax.layers.vocabulary import summed_nats
 from moh_jax.models.llm import LLM, output_kernel
@@ -95,7 +94,6 @@ def _measured(family, devices=1, names=_NAMES):
     *(head_stats, config, tiny.random_params(config)),
     *(_labelled(family), names),
     data=devices,
-    maps=10,
   )
 
 
@@ -125,15 +123,9 @@ class HeadStatsTest(parameterized.TestCase):
         tokens = counted & (batch["label"] == group)[:, None]
         tokens = np.broadcast_to(tokens, routing.gates.shape[:2])
         own = jax.tree.map(lambda x: np.float64(x[tokens]), routing)  # noqa: B023
-        expected = {
-          "load": [np.ones_like(own.shared_scores), own.selected],
-          "score": [own.shared_scores, own.probs],
-          "gate": [own.gates],
-        }
-        self.assertEqual(found.tokens[layer, group], tokens.sum())
-        for name, values in expected.items():
-          ours, theirs = getattr(found, name)[layer], np.hstack(values).mean(0)
-          np.testing.assert_allclose(ours[group], theirs, atol=1e-6)
+        load = np.hstack([np.ones_like(own.shared_scores), own.selected])
+        ours = found.load[layer][group]
+        np.testing.assert_allclose(ours, load.mean(0), atol=1e-6)
         weights = own.groups.mean(0)
         np.testing.assert_allclose(
           found.weights[layer, group], weights, atol=1e-6
@@ -148,42 +140,33 @@ class HeadStatsTest(parameterized.TestCase):
         np.testing.assert_array_equal(load[0, :shared], 1.0)
         np.testing.assert_allclose(load[0, shared:].sum(), layer.budget.top_k)
     found = _measured("vit").groups["class"]  # one without examples
-    np.testing.assert_array_equal(found.tokens[:, 3], 0)
     self.assertTrue(np.isnan(found.load[0][3]).all())
     groups = _measured("dit").groups
     self.assertLen(groups["timestep"].names, 10)
     self.assertEqual(groups["timestep"].names[-1], "45-49")
-    np.testing.assert_array_equal(
-      groups["timestep"].tokens.sum(1), groups["all"].tokens.sum(1)
-    )
     stats = _measured("llm", names=_NAMES[:2])  # others are in no group
     self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
-    counts = [stats.groups[kind].tokens.sum(1) for kind in ("task", "all")]
-    self.assertTrue((counts[0] < counts[1]).all())
     with self.assertRaisesRegex(ValueError, "no example"):
       _measure(head_stats, _config("llm"), {}, [], _NAMES)
     stats = _measured("mha")  # no layer has a router
     self.assertEqual(stats.layers, ())
-    self.assertEqual(stats.entropy("class").shape, (0, 4))
-    self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
+    self.assertEqual(stats.entropy().shape, (0,))
+    self.assertLen(stats.maps.inputs, 6)  # two of each of three labels
 
   def test_maps_hold_the_choice_of_each_token(self):
     stats = _measured("llm")
     maps, orders = stats.maps, [layer.order for layer in stats.layers]
     self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
-    # Ten examples of four labels: three of each at most, one label has none.
-    np.testing.assert_array_equal(np.bincount(maps.label), [3, 3, 3])
+    # Eight examples of four labels: two of each at most, one label has none.
+    np.testing.assert_array_equal(np.bincount(maps.label), [2, 2, 2])
     batch, counted, layers = _recorded("llm")
-    for place, row in enumerate(maps.index.tolist()):
+    for place, shown in enumerate(maps.inputs):
+      (row,) = np.flatnonzero((batch["inputs"] == shown).all(-1))
       real = counted[row]
-      np.testing.assert_array_equal(maps.inputs[place], batch["inputs"][row])
       for layer, routing in enumerate(layers):
         best = maps.best[layer][place]
         self.assertTrue((best[~real] == -1).all())
         np.testing.assert_array_equal(maps.counted[place], real)
-        np.testing.assert_array_equal(
-          maps.selected[layer][place][real], routing.selected[row][real]
-        )
         # By their own numbers: the first listed head is shared.
         places = routing.probs[row].argmax(-1)[real] + 1
         np.testing.assert_array_equal(
@@ -376,27 +359,6 @@ class ImportanceTest(parameterized.TestCase):
     order = order_by_importance(values, [groups])
     self.assertEqual(order, ((4, 5, 0, 1, 3, 2),))
     self.assertEqual(groups.order(*order), (4, 5, 0, 1, 2, 3))
-
-  def test_top_k_goes_to_the_layers_where_heads_are_worth_most(self):
-    importance = np.array(
-      [[0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.9, 0.1], [0.5, 0.5, 0.5, 0.5]]
-    )
-    budgets = [HeadBudget(4, 1, 2, 8)] * 2 + [HeadBudget(4, 4, 0, 8)]
-    order = np.array([[0, 1, 2, 3], [2, 0, 1, 3], [0, 1, 2, 3]])
-    # The second layer's best head is shared, so its others are worth little.
-    units = [Units(budget) for budget in budgets]
-    found = top_k_by_importance(importance, units, order)
-    self.assertEqual(found, (3, 1, 0))
-    # Two heads a group and two groups: a routed head of each, or a group.
-    importance = np.array([[0.9, 0.1, 0.2, 0.3], [0.8, 0.6, 0.4, 0.7]])
-    for size, parts, top_k in ((1, 2, (2, 2)), (2, 1, (2, 2))):
-      budget = HeadBudget(4 // size, 0, 2 // size, 8)
-      units = [Units(budget, size, parts)] * 2
-      found = top_k_by_importance(importance, units, [range(4)] * 2)
-      self.assertEqual(found, top_k)
-    more = [Units(HeadBudget(4, 0, k, 8), parts=2) for k in (2, 4)]
-    found = top_k_by_importance(importance, more, [range(4)] * 2)
-    self.assertEqual(found, (2, 4))  # 0.6 + 0.4 is more than 0.1 + 0.2
 
   def test_layers_of_different_numbers_of_heads(self):
     config = dataclasses.replace(tiny.LLM, num_heads=(4, 2), top_k=(2, 1))

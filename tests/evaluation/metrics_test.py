@@ -278,18 +278,6 @@ class ScoresTest(parameterized.TestCase):
     rows = predictions.by_class(found, tuple(map(str, range(classes))))
     self.assertEqual("top5_accuracy" in rows[0], classes > 5)
 
-  def test_several_classes_may_be_right(self):
-    found = _predict()
-    right = [
-      {int(row[0])} if i % 2 else {int(row[4])}
-      for i, row in enumerate(found.top)
-    ]
-    right[3] = right[4] = frozenset()  # these do not count
-    ours = predictions.scores(found, right)
-    self.assertEqual(ours["examples"], 19)
-    self.assertEqual(ours["accuracy"], 9 / 19)
-    self.assertEqual(ours["top5_accuracy"], 1)
-
   def test_by_class(self):
     found = predictions.Predictions(
       index=np.arange(5),
@@ -307,54 +295,6 @@ class ScoresTest(parameterized.TestCase):
         ("cat", 2, 1 / 2, 1 / 2, "", 0),
       ],
     )
-
-
-class ReadRightTest(parameterized.TestCase):
-  classes = ("a", "b")
-
-  @parameterized.parameters(
-    ([[0], [1, 0]],),
-    ({"2.jpg": ["b", "a"], "1.jpg": "a"},),
-    ({"b/2.jpg": [0, 1], "a/1.jpg": 0},),
-    ({"b/1.jpg": [0, 1], "a/1.jpg": 0}, ("b/1.jpg", "a/1.jpg")),
-  )
-  def test_forms(self, stored, names=("b/2.jpg", "a/1.jpg")):
-    right = predictions.read_right(stored, names, self.classes)
-    self.assertEqual(right, [{0, 1}, {0}])
-
-  @parameterized.parameters(
-    # As of 12 digits, whose names are their numbers; of the rows of tables; of
-    # ImageNet, whose class folders are in another order.
-    ([str(i) for i in range(12)],),
-    ([f"data/val-0.parquet:{i + 1}" for i in range(12)],),
-    ([f"{'ba'[i // 6]}/val_{i}.JPEG" for i in range(12)],),
-  )
-  def test_lists_are_in_order_of_the_numbers_in_names(self, names):
-    classes = tuple(f"class {i}" for i in range(12))
-    expected = [{i} for i in range(12)]
-    right = predictions.read_right(list(range(12)), names, classes)
-    self.assertEqual(right, expected)
-    right = predictions.read_right(list(range(12)), names[::-1], classes)
-    self.assertEqual(right, expected[::-1])
-
-  @parameterized.parameters(
-    ("b/2.jpg", [[0]], "1 entries, must be one for each of the 2"),
-    ("b/2.jpg", {"1.jpg": 0}, "no entry for the image 'b/2.jpg'"),
-    ("b/2.jpg", [0, "c"], "'b/2.jpg' has the label 'c'"),
-    ("b/2.jpg", [0, 7], "'b/2.jpg' has the label 7"),
-    ("b/1.jpg", [0, 1], r"several images are called '1.jpg'.*\"CLASS/NAME\""),
-    ("b/1.jpg", {"1.jpg": 0}, "for the image 'b/1.jpg', and others have"),
-  )
-  def test_bad_file_is_named(self, name, stored, message):
-    names = (name, "a/1.jpg")
-    with self.assertRaisesRegex(ValueError, message):
-      predictions.read_right(stored, names, self.classes)
-
-  def test_classes_of_one_name_are_told_by_their_numbers(self):
-    right = predictions.read_right([1, "b"], ("1", "2"), ("a", "a", "b"))
-    self.assertEqual(right, [{1}, {2}])
-    with self.assertRaisesRegex(ValueError, "'a', the name of several classes"):
-      predictions.read_right([1, "a"], ("1", "2"), ("a", "a", "b"))
 
 
 class DevicesTest(parameterized.TestCase):

@@ -2,7 +2,6 @@
 
 import functools
 from contextlib import nullcontext
-from unittest import mock
 
 import chex
 import flax.linen as nn
@@ -219,26 +218,9 @@ class RegisteredTest(parameterized.TestCase):
 
 
 class TableTest(absltest.TestCase):
-  def test_packages_that_fail_are_named(self):
-    for error in (SystemExit(0), ImportError("no such module")):
-      point = mock.Mock(value="ours:routers", load=mock.Mock(side_effect=error))
-      point.name = "ours"
-      with (
-        mock.patch("importlib.metadata.entry_points", return_value=[point]),
-        self.assertRaisesRegex(ValueError, "^entry point ours = ours:routers"),
-      ):
-        registry.get_router("of_ours")
-
-  def test_a_name_is_a_text(self):
-    for name in ("", " ", 7, None):
-      with self.assertRaisesRegex(ValueError, f"name={name!r} must be a text"):
-        register_router(name, Threshold)
-
   def test_a_name_is_taken_once(self):
     for name in ("norms", "two_stage", "none"):
       with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):
         register_router(name, Threshold)
-    with self.assertRaisesRegex(ValueError, "'new': module=None must be a cl"):
-      register_router("new", None)
     again = register_router("threshold", Threshold, varies=True)
     self.assertIs(registry.get_router("threshold"), again)

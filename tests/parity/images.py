@@ -15,8 +15,12 @@ from moh_jax.convert.inception import convert_inception
 from moh_jax.convert.vae import convert_vae, public_config
 from moh_jax.data.transforms import sample_posterior
 from moh_jax.evaluation import fid
-from moh_jax.evaluation.fid import Gaussian, moments, read_statistics
-from moh_jax.evaluation.image_metrics import open_images
+from moh_jax.evaluation.fid import (
+  Gaussian,
+  moments,
+  open_images,
+  read_statistics,
+)
 from moh_jax.layers.linear import add_bias
 from moh_jax.models.inception import InceptionV3, prepare
 from moh_jax.models.vae import VAE
@@ -175,7 +179,7 @@ def inception(case: Case) -> dict[str, Any]:
       results[f"{prefix}_input_grid"] = x[:, grid][:, :, grid]
       inputs[prefix] = x
   outputs = jax.jit(functools.partial(_features, model))(
-    params, np.concatenate([*inputs.values()])
+    params, np.concatenate([*inputs.values()]), tensors["fc.bias"]
   )
   ends = np.cumsum([len(x) for x in inputs.values()])[:-1]
   for name, values in outputs.items():
@@ -184,7 +188,9 @@ def inception(case: Case) -> dict[str, Any]:
   return results
 
 
-def _features(model: InceptionV3, params: Any, x: jax.Array) -> dict[str, Any]:
+def _features(
+  model: InceptionV3, params: Any, x: jax.Array, bias: jax.Array
+) -> dict[str, Any]:
   features, recorded = apply(model, params, x)
   means = {
     f"mean_{name.removesuffix('_out')}": block.mean((1, 2))
@@ -194,7 +200,7 @@ def _features(model: InceptionV3, params: Any, x: jax.Array) -> dict[str, Any]:
     "pool3": features.pool3,
     "spatial": features.spatial,
     "logits_unbiased": features.logits,
-    "logits": add_bias(features.logits, params["fc"]["bias"]),
+    "logits": add_bias(features.logits, bias),
     "probs": jax.nn.softmax(features.logits),
   }
 

@@ -1,38 +1,172 @@
-"""Times attention, and what benchmarks of heads share.
+"""Times attention alone: outputs of heads from queries, keys and values.
 
-Shapes: B batch, N tokens, H query heads, K key/value heads, D head dim.
+  python -m benchmarks.attention --lengths 256 --shares 50,75
+
+Heads are drawn at random for each token. What benchmarks of heads share is here
+too. Shapes: B batch, N tokens, H query heads, K key/value heads, D head dim.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
+import math
+import sys
+import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.heads import HeadBudget, Units
-from moh_jax.ops.attention import AttentionCase, Form, attend, choose_form
-from moh_jax.ops.call import Call, Visible
-from moh_jax.ops.dense import dense_attention
-from moh_jax.ops.pairs import ActiveHeads
-from moh_jax.ops.routing import select_heads
-from moh_jax.ops.target import target
-from moh_jax.training.bench import (
+from benchmarks.rows import (
   Program,
   Row,
   check_exact,
   compile_program,
   exact_products,
   failure,
+  machine,
+  table_cells,
   time_rows,
 )
+from moh_jax.cli import command, flags
+from moh_jax.cli.main import report_errors
+from moh_jax.config.base import Count, Dtype, Natural
+from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
+from moh_jax.config.layers import Implementation
+from moh_jax.ops.attention import AttentionCase, Form, attend, choose_form
+from moh_jax.ops.call import Call, Visible
+from moh_jax.ops.dense import dense_attention
+from moh_jax.ops.pairs import ActiveHeads
+from moh_jax.ops.routing import select_heads
+from moh_jax.ops.target import target
 
+_ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
 # Forms that can compute every head as well: the baselines of the others.
 _EVERY_HEAD = ("dense", "auto", "cudnn", "kernel")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadOptions(command.Output):
+  """Time the core alone: outputs of heads from queries, keys and values.
+
+  Attributes:
+    lengths: tokens of a sequence, or slots of a cache.
+    shares: percentages of heads that are active, such as 50 and 75.
+    implementations: forms to compare with those that compute every head;
+      without it every form that the device can run.
+    heads: query heads, H.
+    head_dim: head dim, D.
+    kv_heads: key/value heads, K; without it one per query head.
+    structure: what tokens choose among: heads, as many heads of each key/value
+      group, or whole groups.
+    shared: heads that are always active; without it a quarter of them.
+    batch: sequences per batch, B.
+    dtype: compute dtype.
+    rounds: measured turns.
+    modes: passes to run, of forward, forward_backward, causal and
+      causal_forward_backward.
+  """
+
+  lengths: tuple[Count, ...] = (256, 512, 1024)
+  shares: tuple[float, ...] = (50, 75)
+  implementations: tuple[Implementation, ...] | None = None
+  heads: Count = 32
+  head_dim: Count = 64
+  kv_heads: Count | None = None
+  structure: Structure = "free"
+  shared: Natural | None = None
+  batch: Count = 1
+  dtype: Dtype = "float32"
+  rounds: Count = 7
+  modes: tuple[
+    Literal["forward", "forward_backward", "causal", "causal_forward_backward"],
+    ...,
+  ] = ("forward", "forward_backward", "causal")
+
+  FORMS = typing.get_args(Implementation)
+
+  def check(self) -> None:
+    """Heads can be divided as the options say."""
+    super().check()
+    if self.heads % self.num_kv_heads:
+      self.fail("kv_heads", f"must divide --heads {self.heads}")
+    if self.shared is not None and self.shared > self.heads:
+      self.fail("shared", f"must be in [0, {self.heads}], the heads")
+    self.budgets()
+
+  @property
+  def num_kv_heads(self) -> int:
+    """Number of key/value heads, K."""
+    return self.heads if self.kv_heads is None else self.kv_heads
+
+  def budgets(self) -> list[HeadBudget]:
+    """Head splits, one for each of `shares`."""
+    return [self._budget(share) for share in self.shares]
+
+  def _budget(self, share: float) -> HeadBudget:
+    shared = self.heads // 4 if self.shared is None else self.shared
+    exact = share * self.heads / 100
+    active = round(exact) if math.isfinite(exact) else 0
+    if not 1 <= active <= self.heads or abs(exact - active) > _ROUNDING:
+      raise ValueError(
+        f"--shares {share:g} must be a whole number of the {self.heads} heads: "
+        f"a multiple of {100 / self.heads:g} up to 100"
+      )
+    if active < shared:
+      raise ValueError(
+        f"--shares {share:g} is {active} of the {self.heads} heads and must be "
+        f"at least the {shared} shared ones (--shared)"
+      )
+    budget = HeadBudget(self.heads, shared, active - shared, self.head_dim)
+    self.units(budget)
+    return budget
+
+  def units(self, budget: HeadBudget) -> Units:
+    """What tokens choose among."""
+    router = RouterConfig(structure=self.structure)
+    return Units.of(budget, router, self.num_kv_heads)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Prints a table; 1 if a form is not exact or does not run."""
+  return run_heads(__doc__, argv, HeadOptions, "attention", splits)
+
+
+def run_heads(
+  doc: str,
+  argv: Sequence[str] | None,
+  cls: type[HeadOptions],
+  op: str,
+  *how: Any,
+) -> int:
+  """Runs a benchmark of heads; 1 if a form is not exact or does not run.
+
+  Args:
+    doc: of the benchmark.
+    argv: its arguments.
+    cls: its options.
+    op: what is computed.
+    *how: the other arguments of `compare_forms`.
+  """
+  argv = sys.argv[1:] if argv is None else argv
+  parser = flags.make_parser(f"python -m benchmarks.{op}", cls)
+  parser.description = doc.splitlines()[0]
+  given = flags.parse(parser, cls, argv)
+
+  def call() -> int:
+    rows = compare_forms(given, op, *how)
+    stored = [dataclasses.asdict(row) for row in rows]
+    result = {"machine": machine(), "settings": given.values(), "rows": stored}
+    given.give(result, [command.table(*table_cells(rows))])
+    for row in rows:
+      if row.fault:
+        print(f"error: {row.name}: {row.fault}", file=sys.stderr)
+    return 1 if any(row.fault for row in rows) else 0
+
+  return report_errors(call, given.traceback)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,3 +405,7 @@ def _evaluate(
     return attend(*qkv), ()
   out, pull = jax.vjp(attend, *qkv)
   return out, pull(cotangent)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
