@@ -62,7 +62,7 @@ def make_variant(config: Config, name: str) -> Config:
     if name == "mha":
       model = without_router(model)
     elif name == "gate":
-      gate = dataclasses.replace(model.router, kind="gate", top_p=0.0)
+      gate = dataclasses.replace(model.router, kind="gate")
       model = dataclasses.replace(model, router=gate)
     elif kept:
       model = without_router(_with_fewer_heads(model, kept, found["wide"]))
