@@ -202,7 +202,6 @@ def _rope(theirs: Any) -> tuple[int, dict[str, Any]]:
   scaling = "none" if scaling == "default" else scaling
   _check("rope_type", scaling, *ROPE_SCALINGS)
   _check("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1)
-  _check("mscale", rope.get("mscale"), None)
   fields: dict[str, Any] = {"theta": rope["rope_theta"], "scaling": scaling}
   for name in _ROPE_NUMBERS[scaling].split():
     if (value := rope.get(_ROPE_KEYS.get(name, name))) is not None:
@@ -214,6 +213,10 @@ def _rope(theirs: Any) -> tuple[int, dict[str, Any]]:
     length = int(length * section.factor)
   if scaling == "yarn":
     length = max(length, int(section.original_length * section.factor))
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    if all(scales):
+      above, below = (0.1 * x * math.log(section.factor) + 1 for x in scales)
+      fields.setdefault("attention_factor", above / below)
   return length, fields
 
 

@@ -135,15 +135,6 @@ class ReadTest(parameterized.TestCase):
       {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
       "low_freq_factor",
     ),
-    (
-      {
-        "rope_scaling": {
-          "rope_type": "yarn", "factor": 4.0, "mscale": 1.0,
-          "original_max_position_embeddings": 8192,
-        }
-      },
-      "mscale=1.0 must be one of .None",
-    ),
     ({"num_key_value_heads": 5}, "num_heads=32 must be a multiple of 5"),
     ({"num_hidden_layers": 10**4}, "num_heads"),
   )  # fmt: skip
