@@ -173,11 +173,6 @@ def plain(hint: Any) -> Any:
   return str if typing.get_origin(hint) is Literal else hint
 
 
-def is_utf8(text: str) -> bool:
-  """Whether a text has no lone surrogates, as command lines and JSON may."""
-  return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
 # Keys that are looked for where they never were, and other names of some.
 _ELSEWHERE = {
   "model.router.top_k": "model.top_k",

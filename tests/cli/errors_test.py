@@ -47,13 +47,12 @@ _REFUSED = {
     "nope": "nope holds no checkpoint",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
     "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
-    "{vit} --out {here}/folder.npz": "folder.npz: is a directory",
+    "{vit} --out {here}/folder.npz": "folder.npz: is a folder, must be a file",
     "{vit} --shard-bytes=10": "--shard-bytes=10 is for the shards of a folder",
   },
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",
     "configs/images.py --config.data.path=/nope/images": "/nope/images",
-    "configs/vit_digits.py --config.train.init_from=/no": "init_from='/no': ",
   },
   "evaluate --checkpoint {vit}": {
     "--top-k 1 --top-k 2 --per-class {here}/x.csv": "x.csv' takes one --top-k",
@@ -105,7 +104,6 @@ _REFUSED = {
     "v9-8": "topology='v9-8' must be one of a100",
   },
   "prepare pack-images --data {here}/images --out {here}/new": {
-    "--label-column=x": "--label-column='x' must be '': ",
     "--data={here}/empty": "holds no image",
     "--out={here}/one.txt": "is a file, must be a folder",
     "--out={here}/one.txt/new": "one.txt is a file, no folder",
