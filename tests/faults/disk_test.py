@@ -58,19 +58,6 @@ class DiskTest(RunsTest):
     taken = max(step for step, _ in rows(workdir))
     self.assertLessEqual(taken, last + 2 + 2)  # the failed save is last + 2
 
-  def test_checkpoints_that_become_read_only(self):
-    run = self.start(_SAVE_OFTEN, "--config.train.steps=100000")
-    workdir = str(run.workdir)
-    self.assertTrue(run.wait_for(lambda: len(steps.list_steps(workdir)) > 1))
-    folder = os.path.join(workdir, "checkpoints")
-    if subprocess.run(["mount", "--bind", folder, folder]).returncode:
-      self.skipTest("may not mount a file system")
-    self.addCleanup(subprocess.run, ["umount", "-l", folder], check=True)
-    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
-    line = self._fails(run)
-    self.assertIn("Read-only file system", line)
-    self._check_last_whole(workdir, line)
-
   def test_limit_of_file_sizes(self):
     run = self.start(_SAVE_OFTEN, shell="ulimit -f 12")  # 12 KiB
     line = self._fails(run)

@@ -1,38 +1,14 @@
-"""Runs of two processes, and two runs in one working directory."""
+"""Runs of two processes: they agree, stop and end together."""
 
-import os
 import signal
 
 import pytest
 from absl.testing import parameterized
 
 from moh_jax.runtime import steps
-from tests.faults.runs import Run, RunsTest, differences
+from tests.faults.runs import RunsTest
 
 pytestmark = pytest.mark.faults
-
-_TIMES = int(os.environ.get("MOH_JAX_FAULTS_SECOND_RUNS", "50"))
-_LONG = ("--config.train.steps=4000", "--config.checkpoint.every=50")
-
-
-class TwoRunsTest(RunsTest):
-  def test_second_run_is_refused_and_the_first_unharmed(self):
-    whole = self.finished(*_LONG)
-    refused = 0
-    while refused < _TIMES:
-      first = self.start(*_LONG)
-      first.wait_for_step(1)
-      while refused < _TIMES:
-        second = Run(str(first.workdir), *_LONG, name="second")
-        status = second.wait(60)
-        if first.processes[0].poll() is not None:
-          break  # it ended meanwhile, so that nothing was in the way
-        self.assertEqual(status, 2)
-        (line,) = second.errors()
-        self.assertIn(f"{first.workdir} belongs to a run that is going", line)
-        refused += 1
-      self.assertEqual(first.wait(900), 0, first.said())
-      self.assertEqual(differences(first.workdir, whole.workdir), [])
 
 
 class ProcessesTest(RunsTest):
