@@ -25,7 +25,8 @@ from moh_jax.config import (
 )
 from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
-from moh_jax.runtime import compilation_cache, sharding
+from moh_jax.runtime import compilation_cache
+from moh_jax.runtime.mesh import make_mesh
 from moh_jax.training.bench import step_seconds
 from moh_jax.training.flops import published_peak, step_flops
 from moh_jax.training.step import make_program
@@ -73,7 +74,7 @@ def measure(run: Config, rounds: int) -> dict[str, Any]:
   Raises:
     JaxRuntimeError: of the compiler or the device, which may lack memory.
   """
-  mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
+  mesh = make_mesh(run.mesh, jax.devices()[:1])
   objective = task_builder(run).make_objective(run)
   program = make_program(run, objective, mesh)
   start = time.perf_counter()

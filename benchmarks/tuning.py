@@ -19,7 +19,7 @@ from benchmarks.common import finish, make_parser
 from moh_jax.cli import main as cli
 from moh_jax.config import Config
 from moh_jax.inference.restore import restore
-from moh_jax.runtime import sharding
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.steps import load_config
 from moh_jax.training.language_modeling import make_evaluate
 from moh_jax.training.train import train
@@ -78,7 +78,7 @@ def _bits(directory: str, config: Config | None = None) -> float:
     directory: working directory of the checkpoint.
     config: config whose router is used instead of the checkpoint's, or None.
   """
-  mesh = sharding.make_mesh(load_config(f"{_CONFIG}:mha").mesh)
+  mesh = make_mesh(load_config(f"{_CONFIG}:mha").mesh)
   overrides = {}
   if config is not None and config.model.router.kind != "none":
     names = ("router", "shared_heads", "top_k", "head_order")
@@ -86,7 +86,7 @@ def _bits(directory: str, config: Config | None = None) -> float:
     if config.tune.top_k_values:
       first = config.tune.top_k_values[0]
       overrides["top_k"] = (first,) * config.model.depth
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     restored = restore(directory, mesh=mesh, **overrides)
     evaluate = make_evaluate(restored.model, restored.config, restored)
     return evaluate(restored.params, mesh)["bits_per_byte"]

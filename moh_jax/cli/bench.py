@@ -171,7 +171,7 @@ def random_params(run: Config) -> Any:
   import jax.numpy as jnp
 
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import init_params, unbox
+  from moh_jax.runtime.parameters import init_params, unbox
 
   model, abstract = make_model(run)
   inputs = [jnp.zeros(x.shape, x.dtype) for x in abstract]
@@ -184,11 +184,11 @@ def _training(run: Config, batch: int) -> _Calls:
   import jax
   import jax.numpy as jnp
 
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.mesh import make_mesh
   from moh_jax.training.task import task_builder
 
   task = task_builder(run).make_task(run)
-  mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
+  mesh = make_mesh(run.mesh, jax.devices()[:1])
   examples = jax.tree.map(jnp.asarray, next(task.batches(mesh)))
   arrays = (random_params(run), examples, jax.random.key(0), jnp.int32(0))
 
@@ -285,17 +285,18 @@ def run_input(options: InputOptions) -> int:
   import jax
 
   from moh_jax.data.infer import resolve
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.batches import shard_batch
+  from moh_jax.runtime.mesh import make_mesh, use_mesh
   from moh_jax.training.bench import seconds
   from moh_jax.training.step import make_program
   from moh_jax.training.task import task_builder
 
   config = resolve(options.loaded)
   task = task_builder(config).make_task(config)
-  mesh = sharding.make_mesh(config.mesh)
-  with sharding.use_mesh(mesh):
+  mesh = make_mesh(config.mesh)
+  with use_mesh(mesh):
     stream = task.batches(mesh)
-    batch = sharding.shard_batch(next(stream), mesh)  # starts threads
+    batch = shard_batch(next(stream), mesh)  # starts threads
     reading = seconds(lambda: next(stream) and None, options.batches)
     stream.close()
     program = make_program(config, task, mesh)

@@ -118,7 +118,7 @@ def _costs(config: Config, time: Timing | None) -> dict[str, float]:
   import jax
 
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import abstract_params
+  from moh_jax.runtime.parameters import abstract_params
   from moh_jax.training.flops import step_flops
 
   params = jax.tree.leaves(abstract_params(*make_model(config)))

@@ -102,21 +102,22 @@ def run(options: Options) -> int:
   """Prints the metrics, a column for each --top-k."""
   options.join()
   from moh_jax.inference.restore import with_top_k
-  from moh_jax.runtime import sharding
   from moh_jax.runtime.files import write_csv
+  from moh_jax.runtime.mesh import make_mesh, use_mesh
+  from moh_jax.runtime.parameters import check_finite
 
   config = options.stored()[0].config
   for top_k in options.top_k:  # before anything large is read
     with_top_k(config.served(), top_k)
-  mesh = sharding.make_mesh(config.mesh)
+  mesh = make_mesh(config.mesh)
   is_text = options.is_text(config)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     score = (_text if is_text else _held_out)(options, config, mesh)
     restored = options.restore(mesh=mesh, top_k=None)
     choices = [restored.at_top_k(k) for k in options.top_k] or [restored]
     rows = [score(choice) for choice in choices]
   for row in rows:
-    sharding.check_finite(row.get("loss", 0.0), "the model's losses")
+    check_finite(row.get("loss", 0.0), "the model's losses")
   if not options.is_first():
     return 0
   values: dict[str, Any] = {"step": restored.step}
@@ -149,10 +150,10 @@ def run(options: Options) -> int:
 def _held_out(options: Options, config: Config, mesh: Mesh) -> _Score:
   """Scores on the held-out split of a data set, with the run's own metrics."""
   from moh_jax.data.infer import data_at
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.mesh import check_batch
   from moh_jax.training.task import task_builder
 
-  sharding.check_batch(_BATCH, config.eval.batch_size, mesh)
+  check_batch(_BATCH, config.eval.batch_size, mesh)
 
   def score(restored: Restored) -> dict[str, Any]:
     config = restored.config
@@ -186,7 +187,7 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
   from moh_jax.evaluation import harness
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.inference.score import Scorer
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.mesh import check_batch
 
   tokenizer = load_checkpoint_tokenizer(options.checkpoint, options.step_number)
   if options.data:
@@ -196,7 +197,7 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
     choices = harness.choose_tasks(options.tasks, options.num_fewshot)
     tasks = harness.open_tasks(choices, options.include_path or "")
   size = config.eval.batch_size if options.change(_BATCH) else _TEXTS
-  sharding.check_batch(_BATCH, size, mesh)
+  check_batch(_BATCH, size, mesh)
   batches = {"batch_size": size, "mesh": mesh}
   progress = sys.stderr.isatty()
 

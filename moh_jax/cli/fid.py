@@ -58,10 +58,10 @@ def run(options: Options) -> int:
   """Prints the metrics of the samples."""
   from moh_jax.evaluation import fid
   from moh_jax.models import inception
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.mesh import check_batch, make_mesh
 
-  mesh = sharding.make_mesh(MeshConfig())
-  sharding.check_batch("--batch-size", options.batch_size, mesh)
+  mesh = make_mesh(MeshConfig())
+  check_batch("--batch-size", options.batch_size, mesh)
   names, stated = options.metrics or ("is",), None
   if options.reference:
     names = options.metrics or ("fid", "sfid", "is", "pr")
@@ -127,13 +127,14 @@ def _extractor(path: str, resize: str) -> Callable:
 
   from moh_jax.convert.inception import load_inception
   from moh_jax.models.inception import InceptionV3, prepare
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.batches import shard_batch
+  from moh_jax.runtime.mesh import make_mesh, replicated
 
-  mesh = sharding.make_mesh(MeshConfig())
-  params = jax.device_put(load_inception(path), sharding.replicated(mesh))
+  mesh = make_mesh(MeshConfig())
+  params = jax.device_put(load_inception(path), replicated(mesh))
 
   @jax.jit
   def extract(params, images):
     return InceptionV3().apply({"params": params}, prepare(images, resize))
 
-  return lambda batch: extract(params, sharding.shard_batch(batch, mesh))
+  return lambda batch: extract(params, shard_batch(batch, mesh))

@@ -113,8 +113,8 @@ def run(options: Options) -> int:
   from moh_jax.data.text_files import read_prompts
   from moh_jax.inference.generate import Generator, complete_file
   from moh_jax.inference.restore import load_checkpoint_tokenizer
-  from moh_jax.runtime import sharding
   from moh_jax.runtime.devices import random_settings
+  from moh_jax.runtime.mesh import make_mesh, use_mesh
 
   lines = read_prompts(options.prompt_file) if options.prompt_file else []
   messages = options.messages and read_json(options.messages, list[dict])
@@ -134,8 +134,8 @@ def run(options: Options) -> int:
     asked = [{"messages": messages}]
   elif options.chat:
     asked = [{"messages": options.conversation([t])} for t in options.prompt]
-  mesh = sharding.make_mesh(metadata.config.mesh)
-  with sharding.use_mesh(mesh):
+  mesh = make_mesh(metadata.config.mesh)
+  with use_mesh(mesh):
     restored = options.restore(mesh=mesh)
   generator = Generator(
     restored, tokenizer, mesh=mesh, batch_size=options.batch_size

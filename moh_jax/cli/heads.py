@@ -49,11 +49,11 @@ def run(options: Options) -> int:
   from moh_jax.evaluation import report
   from moh_jax.evaluation.head_stats import head_stats
   from moh_jax.evaluation.similarity import head_similarity
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.mesh import check_batch, make_mesh, use_mesh
 
-  mesh = sharding.make_mesh(options.stored()[0].config.mesh)
-  sharding.check_batch("--batch-size", options.batch_size, mesh)
-  with sharding.use_mesh(mesh):
+  mesh = make_mesh(options.stored()[0].config.mesh)
+  check_batch("--batch-size", options.batch_size, mesh)
+  with use_mesh(mesh):
     opened = open_examples(options, mesh)
     restored, probe = opened.restored, opened.probe
     config, params = restored.config, restored.params

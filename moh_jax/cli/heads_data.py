@@ -17,7 +17,7 @@ from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.probe import Probe, make_probe
 from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import batch_rows, shard_batch
 from moh_jax.training.task import held_out_batches, stream
 
 _TEXT_BATCHES = 8
@@ -103,13 +103,13 @@ def _training_text(options: Any, restored: Restored, mesh: Mesh) -> _Data:
   def batches() -> Iterable[Any]:
     count = options.batches or _TEXT_BATCHES
     taken = itertools.islice(stream(config, text.stream(0), mesh), count)
-    rows = sharding.batch_rows(mesh, size).astype(np.int32)
+    rows = batch_rows(mesh, size).astype(np.int32)
     for number, batch in enumerate(taken):
       labels = {
         "label": np.zeros_like(rows),
         "index": rows + number * size,
         "mask": np.ones(len(rows), np.float32),
       }
-      yield sharding.shard_batch({**batch, **labels}, mesh)
+      yield shard_batch({**batch, **labels}, mesh)
 
   return ("training text",), batches, "the run's training text"

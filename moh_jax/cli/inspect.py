@@ -60,7 +60,7 @@ def run(options: Options) -> int:
   """Prints the model's layers and sizes, or shows a batch."""
   from moh_jax.data.infer import resolve
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.sharding import abstract_params
+  from moh_jax.runtime.parameters import abstract_params
 
   step, names = None, ()
   if options.checkpoint:
@@ -131,7 +131,7 @@ def _by_module(params: dict) -> dict[str, int]:
   """Parameters of each part of a stage."""
   from flax import traverse_util
 
-  from moh_jax.runtime.sharding import unbox
+  from moh_jax.runtime.parameters import unbox
 
   counts: dict[str, int] = {}
   for path, leaf in traverse_util.flatten_dict(unbox(params)).items():

@@ -60,8 +60,8 @@ def run(options: Options) -> int:
   from moh_jax.inference import sample
   from moh_jax.inference.restore import fingerprint
   from moh_jax.models.vae import weights_sha256
-  from moh_jax.runtime import sharding
   from moh_jax.runtime.devices import random_settings
+  from moh_jax.runtime.mesh import make_mesh, use_mesh
 
   options.join()
   out = pathlib.Path(options.out)
@@ -72,8 +72,8 @@ def run(options: Options) -> int:
   num = options.num or len(labels) or config.model.num_classes
   if config.diffusion.space == "latent" and not options.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
-  mesh = sharding.make_mesh(config.mesh)
-  with sharding.use_mesh(mesh):
+  mesh = make_mesh(config.mesh)
+  with use_mesh(mesh):
     vae = options.vae and load_autoencoder(
       options.vae, config, mesh, encoder=metadata.encoder_sha256
     )

@@ -67,12 +67,12 @@ def read_decoder(vae: str | None, config: Config) -> Decode | None:
     config: of the run.
   """
   from moh_jax.convert.vae import load_autoencoder
-  from moh_jax.runtime import sharding
+  from moh_jax.runtime.mesh import make_mesh
 
   if not vae:
     return None
   source = imported(get_source(config.data).source)
   told = source.tell(config, ["encoder_sha256"])
-  mesh = sharding.make_mesh(config.mesh)
+  mesh = make_mesh(config.mesh)
   encoder = told.get("encoder_sha256", "")
   return load_autoencoder(vae, config, mesh, encoder=encoder).decode

@@ -24,8 +24,8 @@ from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.vae import VAE, encoder_sha256
-from moh_jax.runtime import sharding
 from moh_jax.runtime.json_files import Size, check_json, read_json
+from moh_jax.runtime.mesh import replicated
 
 _LOG = logging.getLogger(__name__)
 
@@ -306,5 +306,5 @@ def load_autoencoder(
       path,
       "; ".join(others),
     )
-  params = jax.device_put(params, sharding.replicated(mesh))
+  params = jax.device_put(params, replicated(mesh))
   return Autoencoder(vae_config, params)

@@ -23,7 +23,7 @@ from moh_jax.data.transforms import center_crop
 from moh_jax.evaluation.metrics import one_late
 from moh_jax.models.inception import Features
 from moh_jax.runtime.files import replacing
-from moh_jax.runtime.sharding import check_finite
+from moh_jax.runtime.parameters import check_finite
 
 INCEPTION_BLOCK = 5000  # samples per block of the published scores
 NEIGHBOURS = 3  # of the published precision and recall

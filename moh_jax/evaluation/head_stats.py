@@ -27,7 +27,9 @@ from moh_jax.evaluation.probe import (
   recorded_layers,
 )
 from moh_jax.ops.routing import Routing, load_entropy
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import gather
+from moh_jax.runtime.mesh import replicated
+from moh_jax.runtime.parameters import check_finite
 
 _MAPS = 8  # examples whose routing maps are kept, about as many of each label
 _EXACT = jax.lax.Precision.HIGHEST
@@ -158,19 +160,19 @@ def head_stats(
   for batch in batches:
     sums, chosen = step(params, batch)
     rows = []
-    labels, mask = sharding.gather((batch["label"], batch["mask"]))
+    labels, mask = gather((batch["label"], batch["mask"]))
     for row in np.flatnonzero(mask > 0).tolist():
       if maps and left.get(label := int(labels[row]), 0):
         maps, left[label] = maps - 1, left[label] - 1
         rows.append(row)
     if rows:
-      part = sharding.gather(chosen)
+      part = gather(chosen)
       kept.append(jax.tree.map(lambda x: x[rows], part))  # noqa: B023
     sums = jax.tree.map(on_host, sums)
     total = sums if total is None else jax.tree.map(np.add, total, sums)
   if not kept:
     raise ValueError("there is no example to measure heads on")
-  sharding.check_finite(total, "the sums of the routers' scores")
+  check_finite(total, "the sums of the routers' scores")
   groups = {
     kind: _means(grouping.names, total[kind])
     for kind, grouping in groupings.items()
@@ -214,7 +216,7 @@ def _make_step(
     shown, is_counted = batch[probe.shown], counted > 0
     return sums, RoutingMaps(batch["label"], best, shown, is_counted)
 
-  return jax.jit(step, out_shardings=(sharding.replicated(mesh), None))
+  return jax.jit(step, out_shardings=(replicated(mesh), None))
 
 
 def _sums(

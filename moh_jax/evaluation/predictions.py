@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from moh_jax.evaluation.metrics import one_late
 from moh_jax.layers.router import count_examples
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import gather
 
 _TOP = 5
 
@@ -81,7 +81,7 @@ def predict_all(
     ValueError: there is no image.
   """
   results = one_late(step(params, batch) for batch in batches)
-  parts = [sharding.gather(result) for result in results]
+  parts = [gather(result) for result in results]
   if not parts:
     raise ValueError("the split to evaluate is empty")
   whole = {

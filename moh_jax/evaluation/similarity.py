@@ -24,7 +24,7 @@ from moh_jax.evaluation.probe import Batch, Probe, on_host, recorded_layers
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.heads import HeadMix
 from moh_jax.ops.call import Visible
-from moh_jax.runtime import sharding
+from moh_jax.runtime.mesh import replicated
 
 _BATCHES = 8  # batches that are measured at most
 _EXACT = jax.lax.Precision.HIGHEST
@@ -77,7 +77,7 @@ def head_similarity(
     }
     return sums, (counted.max(1) > 0).sum()
 
-  jitted = jax.jit(step, out_shardings=sharding.replicated(mesh))
+  jitted = jax.jit(step, out_shardings=replicated(mesh))
   sums, examples = None, 0
   for batch in itertools.islice(batches, _BATCHES):
     if config.model.READS_TEXT:

@@ -14,7 +14,7 @@ from PIL import Image
 from moh_jax.config import Config, check_command
 from moh_jax.data.decode import read_image, to_picture, to_pixels
 from moh_jax.data.transforms import eval_fit, normalizer
-from moh_jax.runtime.sharding import check_finite
+from moh_jax.runtime.parameters import check_finite
 
 # A path, a picture, or [X, Y] or [X, Y, channels] uint8.
 ImageLike = str | os.PathLike | Image.Image | np.ndarray

@@ -24,7 +24,8 @@ from moh_jax.data.shards import OpenShard, ShardWriter
 from moh_jax.data.sources import CheckedSource, EncodedSource
 from moh_jax.data.transforms import CenterCrop
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import check_batch, make_mesh, replicated, use_mesh
 
 
 def encode_latents(
@@ -60,8 +61,8 @@ def encode_latents(
   side, step = options.image_size, config.downscale
   if side % step:
     raise ValueError(f"image_size={side} must be a multiple of {step}")
-  mesh = sharding.make_mesh(MeshConfig(), devices or jax.local_devices())
-  sharding.check_batch("batch_size", options.batch_size, mesh)
+  mesh = make_mesh(MeshConfig(), devices or jax.local_devices())
+  check_batch("batch_size", options.batch_size, mesh)
   scaling = config.scaling
   if options.latent_scale is not None:
     scaling = dataclasses.replace(scaling, scale=options.latent_scale)
@@ -78,18 +79,18 @@ def encode_latents(
   }
   items = shard_items(len(source), options.shard_size)
   writer = ShardWriter(out, LATENTS, len(items), settings)
-  params = jax.device_put(params, sharding.replicated(mesh))
+  params = jax.device_put(params, replicated(mesh))
 
   def encode(images: list[_Image]) -> jax.Array:
     pixels = np.stack([pixels for *_, pixels in images])
     padding = [(0, options.batch_size - len(images)), *((0, 0),) * 3]
     pixels = np.pad(pixels, padding)  # one size, one compilation
-    return _moments(VAE(config), params, sharding.shard_batch(pixels, mesh))
+    return _moments(VAE(config), params, shard_batch(pixels, mesh))
 
   places = [place for shard in writer.todo() for place in items[shard]]
   images = _read_images(source, places, options)
   bar = tqdm.tqdm(total=len(places), unit="image", disable=None)
-  with bar, sharding.use_mesh(mesh):
+  with bar, use_mesh(mesh):
     for shard in writer.todo():
       of_shard = itertools.islice(images, len(items[shard]))
       with writer.open(shard) as target:

@@ -28,9 +28,10 @@ from moh_jax.inference.restore import (
 )
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import serving_dtypes
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import gather, pad_to_shards, put_batch
 from moh_jax.runtime.files import disk_errors, write_whole
 from moh_jax.runtime.json_files import same_settings, strict_json
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.processes import ask_first_process
 
 Prompt = str | Sequence[int]
@@ -101,7 +102,7 @@ class Generator:
     self._add_bos, self._parse_special = add_bos, parse_special
     self.batch_size = batch_size
     one = jax.local_devices()[:1]
-    mesh = mesh or sharding.make_mesh(MeshConfig(), one)
+    mesh = mesh or make_mesh(MeshConfig(), one)
     # Gates are the same whatever gradients pass them; "all" would make layers
     # compute every head for theirs.
     served = dataclasses.replace(
@@ -109,7 +110,7 @@ class Generator:
       router=dataclasses.replace(config.router, straight_through="selected"),
     )
     model = LLM(served, unrolled=True)
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       params = serving_params(restored.params, config)
     self._params, self._mesh = params, mesh
     self._prefill = decoding.make_prefill(model, cache_dtype)
@@ -270,11 +271,11 @@ class Generator:
       for written in range(0, sampling.max_new_tokens, span):
         count = min(span, sampling.max_new_tokens - written)
         numbers = decoding.span_numbers(sampling, count)
-        with sharding.use_mesh(self._mesh):
+        with use_mesh(self._mesh):
           state, *new = self._decode(
             self._params, state, numbers, sampling.greedy, sampling.cut
           )
-        for i, *row in zip(rows, *sharding.gather(new)):
+        for i, *row in zip(rows, *gather(new)):
           for token, log_prob in itertools.islice(zip(*row), count):
             writers[i].add(int(token), float(log_prob))
         yield writers
@@ -290,7 +291,7 @@ class Generator:
   ) -> decoding.Decoding:
     """Reads the prompts of a batch into a new cache."""
     size = batch_bucket(len(rows), self.config)
-    size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))
+    size = len(pad_to_shards(np.zeros(size), self._mesh))
     length = length_bucket(len(prompts[rows[0]]))  # the longest
     slots = length_bucket(length + sampling.max_new_tokens)
     tokens = np.zeros((size, length), np.int32)
@@ -300,8 +301,8 @@ class Generator:
       padding[row], numbers[row] = length - len(prompts[i]), first + i
       tokens[row, padding[row] :] = prompts[i]
     inputs = tokens, padding, numbers, np.arange(size) >= len(rows)
-    inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
-    with sharding.use_mesh(self._mesh):
+    inputs = [put_batch(x, self._mesh) for x in inputs]
+    with use_mesh(self._mesh):
       return self._prefill(self._params, *inputs, slots)
 
 

@@ -19,8 +19,9 @@ from moh_jax.inference.classify import ImageLike, Prediction, classify
 from moh_jax.models.registry import fit_params, make_model, serving_dtypes
 from moh_jax.models.stored import read_params
 from moh_jax.ops.placement import check_heads
-from moh_jax.runtime import checkpoint, sharding, steps
-from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
+from moh_jax.runtime import checkpoint, steps
+from moh_jax.runtime.batches import gather
+from moh_jax.runtime.parameters import abstract_on, abstract_params, unbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +187,7 @@ def fingerprint(config: Any, params: Any) -> str:
   """
   state = xxhash.xxh3_128(repr(config).encode())
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    array = sharding.gather(leaf)
+    array = gather(leaf)
     state.update(f"{path} {array.dtype} {array.shape}".encode())
     state.update(array.tobytes())
   return state.hexdigest()

@@ -18,9 +18,10 @@ from moh_jax.config import Config, MeshConfig, check_command
 from moh_jax.data.decode import to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import gather, pad_to_shards, put_batch
 from moh_jax.runtime.files import inside, replacing, write_whole
 from moh_jax.runtime.json_files import same_settings
+from moh_jax.runtime.mesh import make_mesh
 from moh_jax.runtime.processes import ask_first_process
 
 Labels = Sequence[int | None]
@@ -56,7 +57,7 @@ class Sampler:
         of another shape, or the decoder is missing.
     """
     config = restored.config
-    mesh = mesh or sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
     check_request(config, labels, seed)
     classes = config.model.num_classes
     if noise is not None:
@@ -86,14 +87,14 @@ class Sampler:
         "sum at most 2^31"
       )
     index = np.arange(start, start + size, dtype=np.int32)
-    index = sharding.pad_to_shards(index, self._mesh)
+    index = pad_to_shards(index, self._mesh)
     labels = self.label(index)
-    parts = [sharding.put_batch(part, self._mesh) for part in (index, labels)]
+    parts = [put_batch(part, self._mesh) for part in (index, labels)]
     if self._noise is not None:
       noise = self._noise[index % len(self._noise)]
-      parts.append(sharding.put_batch(noise, self._mesh))
+      parts.append(put_batch(noise, self._mesh))
     images = self._paint(self._params, self._seed, *parts)
-    return sharding.gather(images)[:size]
+    return gather(images)[:size]
 
   def label(self, index: np.ndarray) -> np.ndarray:
     """Labels of images by index, int32."""

@@ -23,7 +23,8 @@ from jax.sharding import Mesh
 from moh_jax.config import LLMConfig
 from moh_jax.layers.vocabulary import token_nats
 from moh_jax.models.llm import output_kernel, output_logits
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import put_batch
+from moh_jax.runtime.mesh import replicated, use_mesh
 
 _MIN_LENGTH = 32  # of the shapes; shorter rows are filled up
 # Rows that score so few places, as those of questions do, have logits of these
@@ -103,7 +104,7 @@ class Scorer:
     self._params = params
     self._batch_size, self._mesh = batch_size, mesh
     step = _make_step(model, config)
-    self._step = jax.jit(step, out_shardings=sharding.replicated(mesh))
+    self._step = jax.jit(step, out_shardings=replicated(mesh))
 
   def log_likelihoods(
     self, pairs: Sequence[Pair], progress: bool = False
@@ -210,8 +211,8 @@ class Scorer:
       targets[i, : count - 1 - first] = row.tokens[first + 1 :]
       lasts[i] = count - 1
       choices[i, : len(row.choices)] = list(row.choices)
-    arrays = [sharding.put_batch(array, self._mesh) for array in arrays]
-    with sharding.use_mesh(self._mesh):
+    arrays = [put_batch(array, self._mesh) for array in arrays]
+    with use_mesh(self._mesh):
       return self._step(self._params, *arrays)
 
 

@@ -12,7 +12,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from moh_jax.runtime.sharding import axes_of_entry, resolve_spec
+from moh_jax.runtime.mesh import axes_of_entry, resolve_spec
 
 
 class LogicalAxes(nn.LogicallyPartitioned):

@@ -18,7 +18,7 @@ from moh_jax.models.diffusion import (
   respace,
 )
 from moh_jax.models.samplers import guide, sample
-from moh_jax.runtime.sharding import check_finite
+from moh_jax.runtime.parameters import check_finite
 
 _GAP = 2  # white pixels between the images of a grid
 

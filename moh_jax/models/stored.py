@@ -16,7 +16,7 @@ from moh_jax.models.adapters import Adapters, join, without_adapters
 from moh_jax.models.registry import fit_params, make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.sharding import abstract_boxed, abstract_params
+from moh_jax.runtime.parameters import abstract_boxed, abstract_params
 
 
 def read_params(

@@ -25,8 +25,8 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
+from moh_jax.runtime.parameters import check_finite
 from moh_jax.runtime.processes import ask_first_process
-from moh_jax.runtime.sharding import check_finite
 
 ITEMS = ("params", "train", "ema", "data", "config")
 TEMPORARY = ocp.path.atomicity_types.TMP_DIR_SUFFIX

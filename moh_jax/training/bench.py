@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import jax
 
 from moh_jax.config import Config
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
@@ -122,17 +123,17 @@ def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
 
 def _step(run: Config) -> Callable[[], Any]:
   """A call that takes a step; the program is the one that the run compiled."""
-  mesh = sharding.make_mesh(run.mesh)
+  mesh = make_mesh(run.mesh)
   task = task_builder(run).make_task(run)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     batches = task.batches(mesh)
-    batch = sharding.shard_batch(next(batches), mesh)
+    batch = shard_batch(next(batches), mesh)
     batches.close()
     program = make_program(run, task, mesh)
     state = [program.init()]
 
   def take() -> Any:
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       state[0], metrics = program.step(state[0], batch)
     return metrics
 

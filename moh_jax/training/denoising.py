@@ -22,7 +22,7 @@ from moh_jax.evaluation.pictures import tiles
 from moh_jax.layers.partitioning import draw_examples
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.samplers import drop_labels
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import gather, pad_to_shards, put_batch
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
 from moh_jax.training.task import (
@@ -156,10 +156,10 @@ def _make_preview(
   wanted = np.where(wanted < 0, classes, wanted)
 
   def preview(params: Any, mesh: Mesh) -> np.ndarray:
-    index = sharding.pad_to_shards(np.arange(num, dtype=np.int32), mesh)
+    index = pad_to_shards(np.arange(num, dtype=np.int32), mesh)
     batch = (index, wanted[index % len(wanted)])
-    batch = [sharding.put_batch(part, mesh) for part in batch]
-    pictures = sharding.gather(paint(params, seed, *batch))[:num]
+    batch = [put_batch(part, mesh) for part in batch]
+    pictures = gather(paint(params, seed, *batch))[:num]
     columns = min(num, max(1, round(num**0.5)))
     return image_grid(tiles(pictures, zoom=zoom), columns)
 

@@ -27,8 +27,8 @@ from moh_jax.ops.placement import check_heads, check_tokens
 from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.devices import random_settings
+from moh_jax.runtime.mesh import axes_of_entry, check_batch
 from moh_jax.runtime.processes import agree, ask_first_process
-from moh_jax.runtime.sharding import axes_of_entry, check_batch
 from moh_jax.training.step import Program
 
 _LOG = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from moh_jax.config import MeshConfig
-from moh_jax.runtime.sharding import axes_of_entry, is_box
+from moh_jax.runtime.mesh import axes_of_entry
+from moh_jax.runtime.parameters import is_box
 
 _FSDP = "fsdp"
 

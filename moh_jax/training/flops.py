@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from moh_jax.config import Config, DistillConfig
 from moh_jax.models.adapters import Adapters, join
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.parameters import abstract_params, unbox
 from moh_jax.training.task import task_builder
 
 _LOOPS = ("while", "pallas_call")

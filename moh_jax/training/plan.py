@@ -12,9 +12,9 @@ import jax
 from moh_jax.config import Config, without_router
 from moh_jax.data.infer import resolve_without_data
 from moh_jax.models.adapters import count, join
-from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import USABLE, Topology, absent_devices
-from moh_jax.runtime.sharding import bytes_on_device
+from moh_jax.runtime.mesh import BATCH_AXES, axis_sizes, make_mesh, use_mesh
+from moh_jax.runtime.parameters import bytes_on_device
 from moh_jax.training.entrance import check_run
 from moh_jax.training.flops import step_flops
 from moh_jax.training.step import Program, make_program
@@ -76,7 +76,7 @@ class Plan:
     where no number fits, or nothing was compiled.
     """
     config, parts = self.config, self.config.optim.accumulation
-    shards = math.prod(self.mesh[axis] for axis in sharding.BATCH_AXES)
+    shards = math.prod(self.mesh[axis] for axis in BATCH_AXES)
     whole = self.mesh["fsdp"] if config.mesh.gather == "step" else 1
     # The gradients of a microbatch, and their sum.
     fixed = sum(self.state.values()) + 2 * whole * self.state["parameters"]
@@ -107,7 +107,7 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     package = _COMPILERS[topology.chip.platform]
     try:
       devices = absent_devices(topology.name, topology.slices)
-      mesh = sharding.make_mesh(config.mesh, devices)
+      mesh = make_mesh(config.mesh, devices)
       compiler = f"{package} {importlib.metadata.version(package)}"
     except ValueError as error:
       compiles, compiler = False, str(error)
@@ -141,7 +141,7 @@ def _abstract_mesh(
   config: Config, topology: Topology
 ) -> jax.sharding.AbstractMesh:
   """A mesh of devices that no compiler knows."""
-  sizes = sharding.axis_sizes(config.mesh, topology.devices)
+  sizes = axis_sizes(config.mesh, topology.devices)
   chip, kinds = topology.chip, (jax.sharding.AxisType.Auto,) * len(sizes)
   device = jax.sharding.AbstractDevice(
     device_kind=chip.kind, num_cores=chip.cores, platform=chip.platform
@@ -157,7 +157,7 @@ def _compiled(plan: Plan, program: Program, mesh: jax.sharding.Mesh) -> Plan:
   if plan.topology.chip.platform == "gpu":
     options["xla_gpu_autotune_level"] = 0  # it would run kernels
   try:
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       inputs = program.state, program.batch, program.frozen
       found = program.step.lower(*inputs).compile(options)
   except jax.errors.JaxRuntimeError as error:

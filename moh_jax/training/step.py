@@ -16,8 +16,8 @@ from moh_jax.layers.linear import adapter_dropout
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import ModelAux
 from moh_jax.models.adapters import Adapters, join
-from moh_jax.runtime.sharding import (
-  BATCH_AXES,
+from moh_jax.runtime.mesh import BATCH_AXES
+from moh_jax.runtime.parameters import (
   abstract_boxed,
   abstract_params,
   init_params,

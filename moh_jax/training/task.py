@@ -24,7 +24,7 @@ from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.transforms import normalizer
 from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import batch_rows, shard_batch
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Objective
 
@@ -188,7 +188,7 @@ def stream(
       *(steps, batch, examples, passes),
       ", some in one batch" * (passes > steps),
     )
-  rows = sharding.batch_rows(mesh, config.data.batch_size)
+  rows = batch_rows(mesh, config.data.batch_size)
   return TrainBatches(dataset, config.data, rows)
 
 
@@ -198,7 +198,7 @@ def held_out_batches(
   """Global batches of the held-out examples, as arrays on the devices."""
   if not len(source):
     raise ValueError("the split to evaluate is empty")
-  rows = sharding.batch_rows(mesh, config.eval.batch_size)
+  rows = batch_rows(mesh, config.eval.batch_size)
   batches = eval_batches(config, source, rows)
   normalize = normalizer(config.data)
-  return (normalize(sharding.shard_batch(batch, mesh)) for batch in batches)
+  return (normalize(shard_batch(batch, mesh)) for batch in batches)

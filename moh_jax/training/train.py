@@ -20,8 +20,10 @@ from moh_jax.config import Config
 from moh_jax.data.infer import resolve
 from moh_jax.models.adapters import count, join
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import compilation_cache, processes, sharding
+from moh_jax.runtime import compilation_cache, processes
 from moh_jax.runtime.alive import alive
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.processes import ask_first_process
 from moh_jax.training import entrance, saving, warm_start
 from moh_jax.training.metrics import Log
@@ -81,7 +83,7 @@ def train(
   config = resolve(config)
   entrance.check_processes(config, workdir)
   compilation_cache.keep_in(config.train.compilation_cache)
-  mesh = sharding.make_mesh(config.mesh, devices)
+  mesh = make_mesh(config.mesh, devices)
   task = task_builder(config).make_task(config, decode)
   program = make_program(config, task, mesh)
   entrance.check_run(config, mesh, program)
@@ -91,7 +93,7 @@ def train(
     start = saving.resumable_step(directory)
     metadata = task.metadata(config)
     entrance.check_same_run(directory, start, metadata, task.identity)
-    enter(sharding.use_mesh(mesh))
+    enter(use_mesh(mesh))
     begin = warm_start.prepare(metadata, program, mesh, directory, start)
     warm_start.keep_tokenizer(
       directory, begin.metadata, task.tokenizer, is_new=start is None
@@ -198,7 +200,7 @@ class _Run:
     ahead: collections.deque[Future] = collections.deque()
 
     def load() -> Any:
-      return sharding.shard_batch(next(batches), self.mesh)
+      return shard_batch(next(batches), self.mesh)
 
     def taken() -> Iterator[Any]:
       while True:

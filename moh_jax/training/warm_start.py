@@ -25,7 +25,7 @@ from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import fit_params, make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.sharding import abstract_boxed, abstract_on, unbox
+from moh_jax.runtime.parameters import abstract_boxed, abstract_on, unbox
 from moh_jax.training.step import Program, TrainState
 
 _LOG = logging.getLogger(__name__)

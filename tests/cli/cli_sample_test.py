@@ -6,7 +6,7 @@ from PIL import Image
 from moh_jax.convert import vae as autoencoder
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler
-from moh_jax.runtime import sharding
+from moh_jax.runtime.mesh import make_mesh
 from tests.cli import tiny_checkpoint
 from tests.inference import tiny_vae
 from tests.training import tiny
@@ -124,7 +124,7 @@ class SampleTest(tiny_checkpoint.CommandTest):
     argv = "--labels=3", "--checkpoint", run
     self.assert_refused("--vae is missing: ", *argv)
     images, _ = self._images(*argv, "--vae", weights)
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
     vae = autoencoder.load_autoencoder(str(weights), config, mesh)
     sampler = Sampler(restore(run), decode=vae.decode, labels=[3])
     expected = sampler.batch(0, 1).astype(int)

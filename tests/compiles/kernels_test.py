@@ -23,7 +23,7 @@ from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.ops.pairs import ActiveHeads, head_blocks
 from moh_jax.ops.position import rotation
 from moh_jax.ops.stock import splash_attention
-from moh_jax.runtime.sharding import unbox
+from moh_jax.runtime.parameters import unbox
 from tests.compiles.programs import compile_for, programs
 
 pytestmark = pytest.mark.compiles

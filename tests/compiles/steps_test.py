@@ -18,18 +18,19 @@ from moh_jax.cli.bench import bench_run
 from moh_jax.config import Config, MeshConfig, apply_overrides, released_model
 from moh_jax.config.layers import without_router
 from moh_jax.data.infer import resolve_without_data
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import batch_rows
 from moh_jax.runtime.devices import (
   absent_devices,
   missing_packages,
   parse_topology,
 )
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.steps import load_config
 from moh_jax.training.plan import make_plan
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 from tests.compiles.programs import read_collectives
-from tests.runtime.sharding_test import assemble
+from tests.runtime.batches_test import assemble
 
 pytestmark = pytest.mark.compiles
 
@@ -65,10 +66,10 @@ def _lower(run: Config, target: str, **axes: int) -> Any:
   """Traces and lowers the training step of a run for absent devices."""
   sizes = {"data": 1, **axes}
   devices = absent_devices(target)[: math.prod(sizes.values())]
-  mesh = sharding.make_mesh(MeshConfig(**sizes), devices)
+  mesh = make_mesh(MeshConfig(**sizes), devices)
   objective = task_builder(run).make_objective(run)
   program = make_program(run, objective, mesh)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     return program.step.lower(program.state, program.batch)
 
 
@@ -179,10 +180,10 @@ class BatchRowsTest(parameterized.TestCase):
       for tensor in powers:
         if fsdp * tensor > len(devices):
           continue
-        mesh = sharding.make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), devices)
+        mesh = make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), devices)
         size = 2 * len(devices)
         np.testing.assert_array_equal(assemble(mesh, size), np.arange(size))
-        rows = sharding.batch_rows(mesh, size, 0)
+        rows = batch_rows(mesh, size, 0)
         contiguous &= rows[-1] - rows[0] == len(rows) - 1
         tried += 1
     self.assertGreater(tried, 10)
@@ -200,9 +201,9 @@ class ExchangeTest(parameterized.TestCase):
     if missing := missing_packages(name):
       self.skipTest(f"needs {', '.join(missing)}")
     run, _ = resolve_without_data(load_config(config, overrides))
-    mesh = sharding.make_mesh(run.mesh, absent_devices(name))
+    mesh = make_mesh(run.mesh, absent_devices(name))
     program = make_program(run, task_builder(run).make_objective(run), mesh)
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       step = program.step.lower(program.state, program.batch)
     found = read_collectives(step.compile().as_text(), dict(mesh.shape))
     self.assertLessEqual(sum(one.bytes for one in found), most)

@@ -36,7 +36,7 @@ from moh_jax.inference.restore import restore
 from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.parameters import abstract_params, unbox
 from tests.convert.stored import save_tensors
 from tests.folders import FolderTest
 from tests.models import small

@@ -15,7 +15,7 @@ from moh_jax.models.adapters import Adapters, join
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.sharding import abstract_params
+from moh_jax.runtime.parameters import abstract_params
 from tests.convert import tiny_llm
 
 _QWEN2 = dataclasses.replace(tiny_llm.MHA, qkv_bias=True)

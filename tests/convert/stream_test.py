@@ -18,7 +18,8 @@ from moh_jax.convert import stream
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
-from moh_jax.runtime.sharding import abstract_on, make_mesh
+from moh_jax.runtime.mesh import make_mesh
+from moh_jax.runtime.parameters import abstract_on
 from tests.convert import tiny_llm
 from tests.folders import FolderTest
 

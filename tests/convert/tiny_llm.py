@@ -15,7 +15,7 @@ from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.parameters import abstract_params, unbox
 
 MOH = LLMConfig(
   vocab_size=37,

@@ -14,7 +14,7 @@ from absl.testing import parameterized
 from moh_jax.config.dit import LatentScaling
 from moh_jax.convert import VAE_FILES, rules, vae
 from moh_jax.models.vae import VAE, encoder_sha256
-from moh_jax.runtime import sharding
+from moh_jax.runtime.mesh import make_mesh
 from tests.convert.stored import save_tensors
 from tests.folders import FolderTest
 from tests.inference import tiny_vae
@@ -141,7 +141,7 @@ class AutoencoderTest(FolderTest):
       data={"source": "fake"},
       diffusion={"space": "latent", "latent_scale": 0.18215, **diffusion},
     )
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
     return vae.load_autoencoder(str(self.folder), config, mesh, encoder=encoder)
 
   @parameterized.parameters(

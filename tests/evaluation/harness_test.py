@@ -15,7 +15,7 @@ from moh_jax.evaluation import harness
 from moh_jax.evaluation.harness import TaskChoice, choose_tasks, main_metric
 from moh_jax.inference.score import Scorer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.sharding import make_mesh
+from moh_jax.runtime.mesh import make_mesh
 from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 

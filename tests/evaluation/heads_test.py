@@ -28,8 +28,9 @@ from moh_jax.models.llm import LLM, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.ops.call import Visible
 from moh_jax.ops.routing import load_entropy
-from moh_jax.runtime import sharding
-from moh_jax.runtime.sharding import unbox
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import make_mesh, use_mesh
+from moh_jax.runtime.parameters import unbox
 from tests.training import tiny
 
 _BATCH = 8
@@ -65,10 +66,10 @@ def _measure(function, config, params, parts, *names, **options):
   """What `function` finds on batches; `options` may say `data` and `tensor`."""
   axes = {axis: options.pop(axis, 1) for axis in ("data", "tensor")}
   devices = jax.devices()[: axes["data"] * axes["tensor"]]
-  mesh = sharding.make_mesh(MeshConfig(**axes), devices)
+  mesh = make_mesh(MeshConfig(**axes), devices)
   probe = make_probe(make_model(config)[0], config)
-  with sharding.use_mesh(mesh):
-    on_mesh = [sharding.shard_batch(part, mesh) for part in parts]
+  with use_mesh(mesh):
+    on_mesh = [shard_batch(part, mesh) for part in parts]
     return function(probe, config, params, on_mesh, *names, mesh, **options)
 
 

@@ -19,8 +19,9 @@ from moh_jax.evaluation import metrics, predictions
 from moh_jax.evaluation.metrics import mean_metrics
 from moh_jax.models.diffusion import make_process
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import classification
 from moh_jax.training.task import held_out_batches
 from tests.training import tiny
@@ -243,11 +244,11 @@ def _predict(logits=_LOGITS, labels=_CLASSES, real=21):
     "index": np.arange(count, dtype=np.int32),
     "mask": (np.arange(count) < real).astype(np.float32),
   }
-  mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+  mesh = make_mesh(MeshConfig(), jax.devices()[:1])
   parts = [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8, 16)]
   step = predictions.predict_step(_Echo())
-  with sharding.use_mesh(mesh):
-    parts = [sharding.shard_batch(part, mesh) for part in parts]
+  with use_mesh(mesh):
+    parts = [shard_batch(part, mesh) for part in parts]
     return predictions.predict_all(step, {}, parts)
 
 
@@ -305,8 +306,8 @@ class DevicesTest(parameterized.TestCase):
     _, predict = classification.make_predict(model, config, Metadata(config))
     found = {}
     for count in (1, 8):
-      mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:count])
-      with sharding.use_mesh(mesh):
+      mesh = make_mesh(MeshConfig(), jax.devices()[:count])
+      with use_mesh(mesh):
         found[count] = predict(params, mesh)
     one, eight = found.values()
     self.assertEqual(len(one.index) % 8, 7)  # the last batch is filled up

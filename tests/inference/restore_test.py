@@ -19,7 +19,8 @@ from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.data.infer import resolve
 from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer
 from moh_jax.inference import restore as restore_lib
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.mesh import make_mesh
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
 from tests.data import tiny_words
@@ -136,7 +137,7 @@ class RestoreTest(parameterized.TestCase):
       restore_lib.restore(self.released, **override)
 
   def test_mesh_shards_the_parameters(self):
-    mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=4))
+    mesh = make_mesh(config_lib.MeshConfig(data=2, fsdp=4))
     restored = restore_lib.restore(self.released, mesh=mesh)
     kernel = restored.params["stage1"]["blocks"]["mlp"]["gate"]["kernel"]
     self.assertLen(kernel.sharding.device_set, 8)

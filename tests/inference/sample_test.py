@@ -14,7 +14,7 @@ from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from moh_jax.runtime.mesh import make_mesh, replicated
 from tests.folders import FolderTest
 from tests.training import tiny
 
@@ -27,13 +27,13 @@ _SETTINGS = {"checkpoint": "here", "seed": 0, "tuple": (1, 2)}
 @functools.cache
 def _mesh(devices=1):
   config = tiny.dit_config(mesh={"data": devices})
-  return sharding.make_mesh(config.mesh, jax.devices()[:devices])
+  return make_mesh(config.mesh, jax.devices()[:devices])
 
 
 @functools.cache
 def _restored(devices=1, **sample):
   config = tiny.dit_config(sample=sample)
-  whole = sharding.replicated(_mesh(devices))
+  whole = replicated(_mesh(devices))
   params = jax.device_put(tiny.random_params(config), whole)
   return Restored(config, make_model(config)[0], params, 0, ())
 

@@ -9,8 +9,8 @@ from absl.testing import parameterized
 from moh_jax import config as config_lib
 from moh_jax.inference.score import Score, Scorer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
-from moh_jax.runtime.sharding import abstract_on
+from moh_jax.runtime.mesh import make_mesh
+from moh_jax.runtime.parameters import abstract_on
 from tests.inference import tiny_text_model
 
 _CONFIG = tiny_text_model.CONFIG
@@ -26,7 +26,7 @@ def _with(**changes):
 def _scorer(config=_CONFIG, params=None, mesh=None, **options):
   model, _ = make_model(config)
   one = config_lib.MeshConfig(), jax.devices()[:1]
-  mesh = mesh or sharding.make_mesh(*one)
+  mesh = mesh or make_mesh(*one)
   params = tiny_text_model.params(config) if params is None else params
   return Scorer(model, params, config.model, mesh=mesh, **options)
 
@@ -150,7 +150,7 @@ class ScorerTest(parameterized.TestCase):
       self.scorer.log_likelihoods([([1], [1]), ([1], [1] * 49)])
 
   def test_mesh_shares_batch_and_parameters(self):
-    mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, tensor=2))
+    mesh = make_mesh(config_lib.MeshConfig(data=2, fsdp=2, tensor=2))
     model, inputs = make_model(_CONFIG)
     places = abstract_on(model, inputs, mesh)
     params = jax.tree.map(

@@ -11,8 +11,9 @@ from moh_jax.data.tokenizers import BytesTokenizer, write_tokenizer_files
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.sharding import abstract_on
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.mesh import make_mesh
+from moh_jax.runtime.parameters import abstract_on
 from tests.data import tiny_words
 from tests.training import tiny
 
@@ -45,7 +46,7 @@ def generator(config=RANDOM, on_mesh=False, cache_dtype=None, size=4):
   """A generator of random parameters; on a mesh of eight devices, or of one."""
   mesh = None
   if on_mesh:
-    mesh = sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
+    mesh = make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
   return Generator(
     restored(config, random_params(config), mesh),
     WORDS,

@@ -31,8 +31,9 @@ from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import rotation
 from moh_jax.ops.target import Target
-from moh_jax.runtime import sharding
-from moh_jax.runtime.sharding import unbox
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import RULES, make_mesh, use_mesh
+from moh_jax.runtime.parameters import unbox
 from tests.compiles.programs import read_collectives
 from tests.training import tiny
 
@@ -75,8 +76,8 @@ class MeshTest(parameterized.TestCase):
       return out * mask[..., None]
 
     expected = run(q, k, v, "dense")
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    with sharding.use_mesh(mesh):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with use_mesh(mesh):
       out = run(q, k, v, "kernel")
     heads = 2 if kv_heads > 1 else 4  # one key/value head is not split
     self.assertEqual(out.sharding.shard_shape(out.shape), (2, 1, heads, 8))
@@ -90,25 +91,25 @@ class MeshTest(parameterized.TestCase):
     def run(q):
       return attend_on_mesh(q, q, q, active=active, implementation="kernel")
 
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     tpu = jax.sharding.AbstractDevice(
       device_kind="TPU v5", num_cores=1, platform="tpu"
     )
     mesh = mesh.abstract_mesh.update(abstract_device=tpu)
     with (
       jax.sharding.use_abstract_mesh(mesh),
-      nn.logical_axis_rules(sharding.RULES),
+      nn.logical_axis_rules(RULES),
     ):
       lowered = jax.jit(run).trace(q).lower(lowering_platforms=("tpu",))
     self.assertIn("tpu_custom_call", lowered.as_text())
 
   def test_devices_pack_their_own_heads(self):
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     q = jnp.ones((8, 40, 4, 8))
     active = ActiveHeads(jnp.ones((8, 40, 4), bool), 3)
     how = {"visible": Visible(causal=True), "implementation": "packed"}
-    with sharding.use_mesh(mesh):
-      q = sharding.shard_batch({"x": q}, mesh)["x"]
+    with use_mesh(mesh):
+      q = shard_batch({"x": q}, mesh)["x"]
       run = jax.jit(lambda q: attend_on_mesh(q, q, q, active=active, **how))
       text = run.lower(q).compile().as_text()
     words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
@@ -159,8 +160,8 @@ class LayerTest(parameterized.TestCase):
     grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
     (_, want), grads = jax.jit(grad, static_argnums=2)(params, x, "dense")
     devices = jax.devices()[: math.prod(axes.values())]
-    mesh = sharding.make_mesh(MeshConfig(**{"data": 1} | axes), devices)
-    with sharding.use_mesh(mesh):
+    mesh = make_mesh(MeshConfig(**{"data": 1} | axes), devices)
+    with use_mesh(mesh):
       run = jax.jit(grad, static_argnums=2)
       lowered = run.lower(params, x, implementation)
       compiled = lowered.compile()
@@ -180,7 +181,7 @@ class LayerTest(parameterized.TestCase):
 
 class CheckTest(parameterized.TestCase):
   def test_tokens_and_heads_must_be_divisible(self):
-    mesh = sharding.make_mesh(MeshConfig(sequence=8))
+    mesh = make_mesh(MeshConfig(sequence=8))
     with self.assertRaisesRegex(
       ValueError, r"mesh.tensor=1 with mesh.sequence=8: .* has 4 heads"
     ):
@@ -258,8 +259,8 @@ class TpuOrderTest(parameterized.TestCase):
     )
     inputs = _inputs(layer)
     want = _grads(layer, *inputs)
-    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
-    with sharding.use_mesh(mesh), _as_on_a_tpu():
+    mesh = make_mesh(MeshConfig(data=2, tensor=4))
+    with use_mesh(mesh), _as_on_a_tpu():
       self.assertEqual(layer_layout(64, heads).count(heads), heads // 4)
       got = _grads(layer, *inputs)
     self._check(got, want, 1e-5)

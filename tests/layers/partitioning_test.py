@@ -14,7 +14,7 @@ from moh_jax.layers.partitioning import (
   examples_key,
   sum_examples,
 )
-from moh_jax.runtime.sharding import resolve_spec
+from moh_jax.runtime.mesh import resolve_spec
 
 _SIZES = {"data": 2, "fsdp": 2, "tensor": 4, "sequence": 1}
 _RULES = (

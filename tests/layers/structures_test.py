@@ -16,8 +16,8 @@ from moh_jax.ops.attention import attend
 from moh_jax.ops.cache import Slots, make_cache
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
-from moh_jax.runtime import sharding
-from moh_jax.runtime.sharding import unbox
+from moh_jax.runtime.mesh import make_mesh, use_mesh
+from moh_jax.runtime.parameters import unbox
 
 _GROUPS, _SIZE = 4, 3
 _HEADS, _DIM, _TOKENS = _GROUPS * _SIZE, 8, 20
@@ -212,10 +212,10 @@ class StructuresTest(parameterized.TestCase):
       return jax.grad(loss, has_aux=True)(params)
 
     gradients, out = jax.jit(run)(params, x)
-    mesh = sharding.make_mesh(
+    mesh = make_mesh(
       MeshConfig(data=2, tensor=tensor), jax.devices()[: 2 * tensor]
     )
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       theirs, their_out = jax.jit(run)(params, x)
     np.testing.assert_allclose(their_out, out, atol=2e-5)
     for a, b in zip(jax.tree.leaves(theirs), jax.tree.leaves(gradients)):

@@ -12,7 +12,7 @@ from moh_jax.config import LoraConfig
 from moh_jax.layers.linear import adapter_dropout
 from moh_jax.models import adapters as lib
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.sharding import abstract_params
+from moh_jax.runtime.parameters import abstract_params
 from tests.training import tiny
 
 _RNG = np.random.RandomState(0)

@@ -17,7 +17,7 @@ from moh_jax.config import RotaryConfig
 from moh_jax.models.llm import LLM, apply_packed, unroll
 from moh_jax.models.registry import fit_params, restack
 from moh_jax.ops.cache import Slots
-from moh_jax.runtime.sharding import init_params, unbox
+from moh_jax.runtime.parameters import init_params, unbox
 from tests.models import small
 
 

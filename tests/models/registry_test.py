@@ -16,7 +16,7 @@ from moh_jax.config import Config, released_model, released_models
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.parameters import abstract_params, unbox
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _DIT_SPLITS = ("-90", "-75", "")  # the last: plain multi-head attention

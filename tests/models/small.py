@@ -17,7 +17,7 @@ from moh_jax.config import (
   get_family,
   imported,
 )
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.parameters import abstract_params, unbox
 from tests.training import tiny
 
 # One stage of 2 x 2 tokens of images of 8 x 8 pixels.

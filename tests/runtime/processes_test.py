@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.runtime import processes, sharding
+from moh_jax.runtime import processes
+from moh_jax.runtime.batches import gather
 from tests import two_processes
 
 _CHILD = """
@@ -50,7 +51,7 @@ def compare() -> None:
   except ValueError as error:
     print(error)
   own = jax.device_put(np.full(2, index), jax.local_devices()[0])
-  gathered = sharding.gather([own, np.arange(index)])
+  gathered = gather([own, np.arange(index)])
   print([array.tolist() for array in gathered])
   sys.stdout.flush()
 

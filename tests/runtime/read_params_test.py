@@ -15,7 +15,8 @@ from absl.testing import parameterized
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moh_jax.config import MeshConfig
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.mesh import make_mesh
 from tests.training import tiny
 
 
@@ -36,7 +37,7 @@ class ReadParamsTest(parameterized.TestCase):
     # The kernels have several chunks.
     with mock.patch.object(checkpoint, "CHUNK_BYTES", 512):
       checkpoint.save_params(cls.folder, cls.params, metadata)
-    cls.mesh = sharding.make_mesh(MeshConfig(fsdp=4, data=2))
+    cls.mesh = make_mesh(MeshConfig(fsdp=4, data=2))
 
   def _abstract(self, dtype, spec=()):
     split = NamedSharding(self.mesh, PartitionSpec(*spec))

@@ -26,7 +26,7 @@ from moh_jax.models.adapters import Adapters, join
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.sharding import abstract_params
+from moh_jax.runtime.parameters import abstract_params
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.train import train
 from tests.training import tiny

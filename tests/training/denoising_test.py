@@ -14,7 +14,8 @@ from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.layers.stack import ModelAux
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import make_mesh, replicated, use_mesh
 from moh_jax.training import denoising
 from moh_jax.training.step import make_program, metric_values
 from tests import folders
@@ -100,11 +101,11 @@ class StepsTest(absltest.TestCase):
   @pytest.mark.integration
   def test_loss_decreases_on_a_batch_and_every_parameter_is_trained(self):
     config = tiny.dit_config(train={"steps": 10})
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
     task = make_task(config)
     program = make_program(config, task, mesh)
-    with sharding.use_mesh(mesh):
-      batch = sharding.shard_batch(next(task.batches(mesh)), mesh)
+    with use_mesh(mesh):
+      batch = shard_batch(next(task.batches(mesh)), mesh)
       state = program.init()
       before = jax.device_get(state.params)
       state, first = program.step(state, batch)
@@ -141,10 +142,10 @@ class HeldOutTest(folders.FolderTest):
 
 def _on_mesh(make, config):
   """What is made of random parameters on the devices of `mesh.data`."""
-  mesh = sharding.make_mesh(config.mesh, jax.devices()[: config.mesh.data])
+  mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.data])
   params = tiny.random_params(config)
-  with sharding.use_mesh(mesh):
-    return make(jax.device_put(params, sharding.replicated(mesh)), mesh)
+  with use_mesh(mesh):
+    return make(jax.device_put(params, replicated(mesh)), mesh)
 
 
 class PreviewTest(folders.FolderTest):

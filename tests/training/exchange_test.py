@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.runtime import sharding
+from moh_jax.runtime.mesh import use_mesh
 from moh_jax.training.step import make_program
 from tests.compiles.programs import read_collectives
 from tests.training import meshes, tiny
@@ -93,7 +93,7 @@ class ExchangeTest(parameterized.TestCase):
     config = _config("llm", {"data": 2, "fsdp": 2, "exchange": exchange})
     mesh, task = meshes.mesh_of(config), tiny.make_task(config)
     program = make_program(config, task, mesh)
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       jaxpr = jax.make_jaxpr(program.step)(program.state, program.batch)
     sizes = {"float32": 0, "bfloat16": 0}
     for axes, sent in _sums(jaxpr.jaxpr):

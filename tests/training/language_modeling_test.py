@@ -14,8 +14,8 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import TuneConfig, apply_overrides
 from moh_jax.data import sequences
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import language_modeling
 from moh_jax.training.language_modeling import make_loss, top_k_schedule
 from moh_jax.training.step import HEAD_LOADS, metric_values
@@ -140,8 +140,8 @@ class TextTest(parameterized.TestCase):
       make_model(config)[0], config, Metadata(config)
     )
     params = jax.tree.map(jnp.zeros_like, tiny.random_params(config))
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    with sharding.use_mesh(mesh):
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    with use_mesh(mesh):
       return evaluate(params, mesh)
 
   def test_uniform_prediction_needs_the_logarithm_of_the_vocabulary(self):

@@ -24,7 +24,7 @@ from absl.testing import parameterized
 
 from moh_jax.data import pipeline
 from moh_jax.runtime import compilation_cache, steps
-from moh_jax.runtime.sharding import make_mesh
+from moh_jax.runtime.mesh import make_mesh
 from moh_jax.training import entrance, flops
 from moh_jax.training.metrics import Log
 from moh_jax.training.saving import NonFiniteLossError

@@ -23,7 +23,7 @@ from moh_jax.config.run import OptimConfig
 from moh_jax.inference.restore import restore
 from moh_jax.models.registry import released_model
 from moh_jax.ops import placement
-from moh_jax.runtime import sharding
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training.step import make_program
 from moh_jax.training.train import train
 from tests.training import meshes, tiny
@@ -75,7 +75,7 @@ class ChecksTest(parameterized.TestCase):
     ("moh-vit-s80", 2, "3 key/value heads"),
   )
   def test_heads_must_fit_the_tensor_axis(self, name, devices, message):
-    mesh = sharding.make_mesh(MeshConfig(tensor=devices))
+    mesh = make_mesh(MeshConfig(tensor=devices))
     with (
       self.assertRaisesRegex(ValueError, message)
       if message
@@ -130,8 +130,8 @@ class StateShardingTest(parameterized.TestCase):
   def _abstract(name, **optim):
     config = _config("llm", name, tiny.MESH, **optim)
     config = apply_overrides(config, "model", mlp_dim=meshes.WIDTH)
-    mesh = sharding.make_mesh(config.mesh)
-    with sharding.use_mesh(mesh):
+    mesh = make_mesh(config.mesh)
+    with use_mesh(mesh):
       return make_program(config, make_task(config), mesh).state
 
   @parameterized.parameters(*OPTIMIZERS)

@@ -8,7 +8,8 @@ import re
 
 import jax
 
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training.step import make_program
 from tests.compiles.programs import (
   arrays,
@@ -17,7 +18,7 @@ from tests.compiles.programs import (
   ints,
   read_collectives,
 )
-from tests.runtime.sharding_test import two_slices
+from tests.runtime.batches_test import two_slices
 from tests.training import tiny
 
 VOCAB, WIDTH = 336, 64
@@ -94,17 +95,17 @@ def mesh_of(config):
   devices = jax.devices()[: math.prod(size)]
   slices = config.mesh.dcn_data > 1
   with two_slices((0, 2, 4, 6)) if slices else contextlib.nullcontext():
-    return sharding.make_mesh(config.mesh, devices)
+    return make_mesh(config.mesh, devices)
 
 
 def losses(config):
   """Those of the first three steps."""
   mesh, task, found = mesh_of(config), tiny.make_task(config), []
   program = make_program(config, task, mesh)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     state, batches = program.init(), task.batches(mesh)
     for _ in range(3):
-      batch = sharding.shard_batch(next(batches), mesh)
+      batch = shard_batch(next(batches), mesh)
       state, metrics = program.step(state, batch)
       found.append(float(metrics["loss"]))
   return found
@@ -114,7 +115,7 @@ def compiled_step(config):
   """Text of the compiled step, and its mesh."""
   mesh, task = mesh_of(config), tiny.make_task(config)
   program = make_program(config, task, mesh)
-  with sharding.use_mesh(mesh):
+  with use_mesh(mesh):
     step = program.step.lower(program.state, program.batch)
   return step.compile().as_text(), mesh
 

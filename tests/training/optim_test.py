@@ -16,7 +16,7 @@ from moh_jax.config import OptimConfig
 from moh_jax.convert import rules
 from moh_jax.convert import vit as convert_vit
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.parameters import abstract_params, unbox
 from moh_jax.runtime.steps import load_config
 from moh_jax.training import optim
 from tests.models import small

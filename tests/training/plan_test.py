@@ -7,8 +7,8 @@ import jax
 import pytest
 from absl.testing import absltest
 
-from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import parse_topology
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import plan as plan_lib
 from moh_jax.training.plan import make_plan, used_bytes
 from moh_jax.training.step import make_program
@@ -23,9 +23,9 @@ class PlanTest(absltest.TestCase):
   def test_state_is_that_of_the_compiled_step(self):
     sections = {"data": {"batch_size": 64}, "optim": {"accumulation": 2}}
     run = tiny.llm_config(mesh=tiny.MESH, **sections)
-    mesh = sharding.make_mesh(run.mesh)
+    mesh = make_mesh(run.mesh)
     program = make_program(run, task_builder(run).make_objective(run), mesh)
-    with sharding.use_mesh(mesh):
+    with use_mesh(mesh):
       compiled = program.step.lower(program.state, program.batch).compile()
     found = compiled.memory_analysis().argument_size_in_bytes
     plan = make_plan(run, parse_topology("v5e-8"), False)

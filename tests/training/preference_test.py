@@ -24,7 +24,7 @@ from moh_jax.models.adapters import Adapters, join, without_adapters
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.sharding import abstract_params
+from moh_jax.runtime.parameters import abstract_params
 from moh_jax.training.language_modeling import make_objective
 from moh_jax.training.train import train
 from tests.data.tiny_chat import write_rows, write_tokenizer

@@ -11,7 +11,8 @@ from absl.testing import parameterized
 
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler, sample_files, sample_images
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.mesh import make_mesh
 from moh_jax.training.train import train
 from tests import two_processes
 from tests.training import tiny
@@ -38,7 +39,7 @@ def train_and_draw(root: pathlib.Path) -> None:
   assert (jax.process_count(), jax.device_count()) == (2, 4)
   for name, mesh in _MESHES.items():
     train(_config(mesh=mesh), str(root / name))
-  mesh = sharding.make_mesh(_dit_config(mesh={"data": -1}).mesh)
+  mesh = make_mesh(_dit_config(mesh={"data": -1}).mesh)
   restored = restore(str(root / "dit"), mesh=mesh)
   sample_files(
     Sampler(restored, mesh=mesh),
@@ -76,7 +77,7 @@ class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.integration
   def test_two_processes_draw_what_one_draws(self):
-    mesh = sharding.make_mesh(_dit_config().mesh, jax.devices()[:1])
+    mesh = make_mesh(_dit_config().mesh, jax.devices()[:1])
     restored = restore(str(self.root / "dit"))
     alone = sample_images(Sampler(restored, mesh=mesh), _IMAGES, _BATCH)
     with np.load(self.root / "images.npz") as stored:

@@ -14,7 +14,8 @@ from absl.testing import parameterized
 
 from moh_jax.evaluation.metrics import language_step
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from moh_jax.runtime.batches import shard_batch
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import optim
 from moh_jax.training.step import Mean, make_program, train_step
 from tests.training import meshes, tiny
@@ -27,7 +28,7 @@ _CONFIG = tiny.llm_config(optim={"lr": 1e-3, "ema_decay": 0.8})
 @functools.cache
 def _setup(config=_CONFIG):
   """The run's program, `train_step` with its loss, and its first batch."""
-  mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+  mesh = make_mesh(config.mesh, jax.devices()[:1])
   task = make_task(config)
   step = functools.partial(
     train_step,
@@ -61,11 +62,11 @@ def _chat_step(axes, accumulation):
   )
   mesh, batch = meshes.mesh_of(config), _trained_batch()
   program = make_program(config, make_task(config), mesh)
-  with sharding.use_mesh(mesh):
-    batch = sharding.shard_batch(batch, mesh)
+  with use_mesh(mesh):
+    batch = shard_batch(batch, mesh)
     state = program.init()
     evaluate = language_step(make_model(config)[0], config.model)
-    mask = sharding.shard_batch(np.ones(32, np.float32), mesh)
+    mask = shard_batch(np.ones(32, np.float32), mesh)
     sums = evaluate(state.params, {**batch, "mask": mask})
     state, metrics = program.step(state, batch)
   moments = state.opt_state[1][0].mu

@@ -14,7 +14,7 @@ import numpy as np
 from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.sharding import abstract_params, unbox
+from moh_jax.runtime.parameters import abstract_params, unbox
 from moh_jax.training.task import task_builder
 from moh_jax.training.train import Result
 from moh_jax.training.train import train as train_on

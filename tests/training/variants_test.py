@@ -7,7 +7,7 @@ import jax
 from absl.testing import parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.runtime.sharding import abstract_params
+from moh_jax.runtime.parameters import abstract_params
 from moh_jax.training.task import task_builder
 from moh_jax.training.variants import compared_runs, make_variant
 from tests.training import tiny

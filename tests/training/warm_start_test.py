@@ -25,9 +25,10 @@ from moh_jax.data import sequences
 from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
 from moh_jax.inference.restore import load_checkpoint_tokenizer
 from moh_jax.models.registry import grow_vocabulary, make_model, restack
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.sharding import abstract_on
+from moh_jax.runtime.mesh import make_mesh
+from moh_jax.runtime.parameters import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
 from moh_jax.training.warm_start import warm_start
@@ -95,7 +96,7 @@ class WarmStartTest(parameterized.TestCase):
     """
     source, theirs = self._saved(stored, names[1], tokenizers[1])
     config = apply_overrides(config, "train", init_from=source)
-    mesh = mesh or sharding.make_mesh(_PLAIN.mesh, jax.devices()[:1])
+    mesh = mesh or make_mesh(_PLAIN.mesh, jax.devices()[:1])
     abstract = abstract_on(*make_model(config), mesh)
     ours = Metadata(config, names[0], tokenizers[0])
     _, read = warm_start(ours, abstract, mesh)
@@ -107,7 +108,7 @@ class WarmStartTest(parameterized.TestCase):
 
   def test_stored_parameters_lie_on_the_runs_mesh(self):
     config = tiny.llm_config(mesh=tiny.MESH)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh)
     stored, _, started = self._start(config, tiny.llm_config(), mesh=mesh)
     spec = started["head"]["kernel"].sharding.spec
     self.assertEqual(tuple(spec), (None, ("tensor", "fsdp")))

@@ -9,12 +9,14 @@ from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
-from moh_jax.runtime.sharding import abstract_on
+from moh_jax.runtime import mesh as mesh_lib
+from moh_jax.runtime.batches import batch_rows, local_rows, shard_batch
+from moh_jax.runtime.mesh import AXES, batch_shards, make_mesh
+from moh_jax.runtime.parameters import abstract_on
 from moh_jax.training import entrance
 from tests.training import tiny
 
-_AXES = sharding.AXES
+_AXES = AXES
 # Process of each device in the order that JAX gives for mesh.data=-1.
 _V5E_4X4 = (0, 0, 1, 1, 1, 1, 0, 2, 3, 3, 3, 3, 2, 2, 2, 0)
 
@@ -32,15 +34,15 @@ def _mesh(processes, **sizes):
 
 def assemble(mesh, size):
   """Global rows on each shard's devices, from what their processes read."""
-  shards = sharding.batch_shards(mesh)
+  shards = batch_shards(mesh)
   each = size // shards
   out = []
   for shard, devices in enumerate(mesh.devices.reshape(shards, -1)):
     index = (slice(shard * each, (shard + 1) * each),)
     parts = []
     for device in devices:
-      rows = sharding.batch_rows(mesh, size, device.process_index)
-      parts.append(rows[sharding.local_rows(rows, index)])
+      rows = batch_rows(mesh, size, device.process_index)
+      parts.append(rows[local_rows(rows, index)])
     for part in parts:
       np.testing.assert_array_equal(part, parts[0])
     out.append(parts[0])
@@ -50,7 +52,7 @@ def assemble(mesh, size):
 class BatchRowsTest(parameterized.TestCase):
   def test_rows_of_a_process_need_not_follow_each_other(self):
     mesh = _mesh(_V5E_4X4, data=16)
-    rows = [sharding.batch_rows(mesh, 32, p).tolist() for p in range(4)]
+    rows = [batch_rows(mesh, 32, p).tolist() for p in range(4)]
     self.assertEqual(rows[0], [0, 1, 2, 3, 12, 13, 30, 31])
     self.assertCountEqual(np.concatenate(rows), range(32))
 
@@ -68,9 +70,9 @@ class BatchRowsTest(parameterized.TestCase):
 
   def test_shard_batch_places_every_row(self):
     devices = np.random.RandomState(1).permutation(np.array(jax.devices()))
-    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2), list(devices))
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), list(devices))
     batch = {"x": np.arange(24.0).reshape(12, 2)}
-    out = sharding.shard_batch(batch, mesh)["x"]
+    out = shard_batch(batch, mesh)["x"]
     np.testing.assert_array_equal(out, batch["x"])
     self.assertEqual(out.sharding.shard_shape(out.shape), (3, 2))
 
@@ -81,7 +83,7 @@ _FIRST = (0, 3, 4, 5)
 def two_slices(first=_FIRST):
   """Patch: the devices with these ids are slice 0, the others slice 1."""
   return mock.patch.object(
-    sharding, "_slice_of", lambda device: int(device.id not in first)
+    mesh_lib, "_slice_of", lambda device: int(device.id not in first)
   )
 
 
@@ -89,7 +91,7 @@ class SlicesTest(parameterized.TestCase):
   @parameterized.parameters({}, {"fsdp": 2, "tensor": 2}, {"sequence": 4})
   def test_only_the_data_axis_crosses_slices(self, **axes):
     with two_slices():
-      mesh = sharding.make_mesh(MeshConfig(dcn_data=2, **axes))
+      mesh = make_mesh(MeshConfig(dcn_data=2, **axes))
     half = mesh.devices.shape[0] // 2
     self.assertGreater(half, 0)
     for part, ids in ((mesh.devices[:half], _FIRST), (mesh.devices[half:], ())):
@@ -111,7 +113,7 @@ class SlicesTest(parameterized.TestCase):
       two_slices(first),
       self.assertRaisesRegex(ValueError, message) as caught,
     ):
-      sharding.make_mesh(MeshConfig(**axes))
+      make_mesh(MeshConfig(**axes))
     self.assertNotIn("\n", str(caught.exception))
 
 
@@ -119,7 +121,7 @@ class AxesTest(parameterized.TestCase):
   @parameterized.parameters("fsdp", "tensor")
   def test_an_axis_that_splits_nothing_is_refused(self, axis):
     run = tiny.llm_config(mesh={"data": 1, axis: 7}, data={"batch_size": 7})
-    sizes = {**dict.fromkeys(sharding.AXES, 1), axis: 7}
+    sizes = {**dict.fromkeys(AXES, 1), axis: 7}
     mesh = jax.sharding.AbstractMesh((*sizes.values(),), (*sizes,))
     program = types.SimpleNamespace(
       state=types.SimpleNamespace(params=abstract_on(*make_model(run), mesh)),
