@@ -26,7 +26,7 @@ from moh_jax.cli.command import table
 from moh_jax.cli.main import report_errors
 from moh_jax.ops.attention import kernels_of
 from moh_jax.ops.target import target
-from moh_jax.runtime.json_files import read_json
+from moh_jax.runtime.files import read_json
 
 _ORDER = "forward", "causal", "forward_backward", "causal_forward_backward"
 # Released name, examples a step on 80 GB, and more.

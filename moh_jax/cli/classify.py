@@ -5,7 +5,6 @@ import dataclasses
 from moh_jax.cli import command
 from moh_jax.config.base import Count
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.files import printable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,7 @@ def run(options: Options) -> int:
     for file, best in zip(files, found)
   ]
   lines = (
-    printable(
-      f"{file}: " + ", ".join(f"{p.name} {p.probability:.1%}" for p in best),
-      kept="",
-    )
+    f"{file}: " + ", ".join(f"{p.name} {p.probability:.1%}" for p in best)
     for file, best in zip(files, found)
   )
   options.give(rows, lines)

@@ -42,7 +42,7 @@ from moh_jax.config.parse import changed
 from moh_jax.data.input_files import list_files
 from moh_jax.data.text_files import read_texts
 from moh_jax.runtime import files, processes, steps
-from moh_jax.runtime.json_files import strict_json
+from moh_jax.runtime.files import strict_json
 
 if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
@@ -184,16 +184,13 @@ class Output(BaseOptions):
 
   json: OutFile | None = None
 
-  def give(
-    self, values: Any, lines: Iterable[str] = (), *, is_styled: bool = False
-  ) -> None:
+  def give(self, values: Any, lines: Iterable[str] = ()) -> None:
     """Shows results, in the first process of a run.
 
     Args:
       values: for --json: anything JSON can hold; numbers that it cannot, such
         as NaN, become null.
       lines: the same for people, left out with --json=-.
-      is_styled: lines have our own colours, and are printable but for them.
     """
     if not self.is_first():
       return
@@ -201,7 +198,7 @@ class Output(BaseOptions):
       print(strict_json(values), flush=True)
       return
     for line in lines:
-      print(line if is_styled else files.printable(line))
+      print(line)
     if self.json:
       path = pathlib.Path(self.json)
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -429,7 +426,7 @@ class OneLine(logging.Formatter):
 
   def format(self, record: logging.LogRecord) -> str:
     """The line of a record."""
-    return files.printable(record.getMessage())
+    return record.getMessage()
 
 
 def out_file(path: str, *suffixes: str) -> pathlib.Path:
@@ -449,10 +446,7 @@ def out_file(path: str, *suffixes: str) -> pathlib.Path:
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
   """Aligns rows under a header, as text."""
-  cells = [
-    [files.printable(str(value), kept="") for value in row]
-    for row in (header, *rows)
-  ]
+  cells = [[str(value) for value in row] for row in (header, *rows)]
   widths = [max(map(len, column)) for column in zip(*cells)]
   lines = (
     "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from moh_jax.cli import command
 from moh_jax.config.base import Amount, Count, Range
 from moh_jax.config.llm import Sampling
-from moh_jax.runtime.files import printable
-from moh_jax.runtime.json_files import read_json
+from moh_jax.runtime.files import read_json
 
 if TYPE_CHECKING:
   from moh_jax.inference.generate import Generator, Prompt
@@ -184,7 +183,7 @@ def run(options: Options) -> int:
 def _print(piece: str) -> None:
   """Shows text of the model; a terminal takes no commands from it."""
   if sys.stdout.isatty():
-    piece = printable(piece)
+    piece = piece
   print(piece, end="", flush=True)
 
 

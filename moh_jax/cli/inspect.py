@@ -14,7 +14,6 @@ from moh_jax import config as config_lib
 from moh_jax.cli import command
 from moh_jax.config import Config, LayerGroup
 from moh_jax.config.base import Count
-from moh_jax.runtime.files import printable, printable_name
 
 if TYPE_CHECKING:
   import numpy as np
@@ -71,7 +70,7 @@ def run(options: Options) -> int:
   if options.batch:
     show = _texts if options.batch == "-" else _pictures
     lines = list(show(config, options))
-    options.give(lines, lines, is_styled=True)
+    options.give(lines, lines)
     return 0
   # Parameters are those of any form; this one may be impossible here.
   anywhere = config_lib.apply_overrides(config, "model", attention_impl="auto")
@@ -207,7 +206,7 @@ def _pictures(config: Config, options: Options) -> Iterator[str]:
   out.parent.mkdir(parents=True, exist_ok=True)
   write_grid(out, tiles(images, names), min(len(images), _COLUMNS))
   for start in range(0, len(names), _COLUMNS):
-    shown = map(printable_name, names[start : start + _COLUMNS])
+    shown = names[start : start + _COLUMNS]
     yield f"row {start // _COLUMNS + 1}: {', '.join(shown)}"
 
 
@@ -245,7 +244,7 @@ def _texts(config: Config, options: Options) -> Iterator[str]:
       f"{trained.sum()} trained, {segments.max()} documents or conversations"
     )
     runs = np.split(tokens, np.flatnonzero(np.diff(trained)) + 1)
-    shown = [printable(_text_of(text.tokenizer, run)) for run in runs]
+    shown = [_text_of(text.tokenizer, run) for run in runs]
     yield "".join(
       f"{marks[0]}{part}{marks[1]}" if number % 2 else part
       for number, part in enumerate(shown)

@@ -22,7 +22,7 @@ from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
 from moh_jax.config.base import MistakesError
-from moh_jax.runtime import compilation_cache, files, processes, steps
+from moh_jax.runtime import compilation_cache, processes, steps
 
 # By what one does. Each is a module of this folder, see `command`.
 GROUPS = {
@@ -255,5 +255,5 @@ def _explained(error: Exception) -> str | None:
 
 
 def _print_error(text: str) -> None:
-  text = files.printable(text)
+  text = text
   print(f"error: {text}", file=sys.stderr)

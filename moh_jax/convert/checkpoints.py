@@ -38,7 +38,7 @@ from moh_jax.data.input_files import import_extra
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
 from moh_jax.runtime import checkpoint, steps
-from moh_jax.runtime.json_files import parse_json, read_json
+from moh_jax.runtime.files import parse_json, read_json
 from moh_jax.runtime.parameters import abstract_on, abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Converter, Rule
 from moh_jax.ops.position import sincos_2d
-from moh_jax.runtime.json_files import read_json
+from moh_jax.runtime.files import read_json
 
 # Public position tables were computed by another library, and differ in the
 # last digits.

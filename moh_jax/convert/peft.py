@@ -31,7 +31,7 @@ from moh_jax.models.adapters import Adapters, Matrix
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.json_files import read_json
+from moh_jax.runtime.files import read_json
 from moh_jax.runtime.parameters import abstract_boxed, abstract_params, unbox
 
 FORM = "peft"

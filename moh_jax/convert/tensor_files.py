@@ -24,8 +24,12 @@ import safetensors
 import safetensors.numpy
 
 from moh_jax.data.input_files import import_extra
-from moh_jax.runtime.files import replacing, temporary_beside, write_whole
-from moh_jax.runtime.json_files import read_json
+from moh_jax.runtime.files import (
+  read_json,
+  replacing,
+  temporary_beside,
+  write_whole,
+)
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 DTYPES = ("float32", "bfloat16")  # that are written

@@ -24,7 +24,7 @@ from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.vae import VAE, encoder_sha256
-from moh_jax.runtime.json_files import Size, check_json, read_json
+from moh_jax.runtime.files import Size, check_json, read_json
 from moh_jax.runtime.mesh import replicated
 
 _LOG = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import msgspec
 from moh_jax.data import tokenizers
 from moh_jax.data.input_files import import_extra
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.runtime.json_files import check_json
+from moh_jax.runtime.files import check_json
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 Span = tuple[int, int]

@@ -42,7 +42,7 @@ from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
 from moh_jax.data.tokenizers import JsonTokenizer
-from moh_jax.runtime.json_files import check_json, parse_json
+from moh_jax.runtime.files import check_json, parse_json
 
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 # ShareGPT's names of roles.

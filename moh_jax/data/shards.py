@@ -27,8 +27,7 @@ from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import Identity
-from moh_jax.runtime.files import replacing, write_whole
-from moh_jax.runtime.json_files import differences, plain, read_json
+from moh_jax.runtime.files import differences, read_json, replacing, write_whole
 
 METADATA, SKIPPED = "metadata.json", "skipped.txt"
 VERSION = 2
@@ -244,7 +243,7 @@ class ShardWriter:
     """
     self._folder = pathlib.Path(folder)
     self._kind, self.num_shards = kind, num_shards
-    self._settings = plain({**settings, "num_shards": num_shards})
+    self._settings = {**settings, "num_shards": num_shards}
     self._parts = self._folder / "parts"
     self._parts.mkdir(parents=True, exist_ok=True)
     stated = self._parts / "settings.json"
@@ -317,7 +316,7 @@ class ShardWriter:
         f"{self._folder / SKIPPED}"
       )
     metadata = {"format": self._kind, "version": VERSION}
-    metadata |= {**self._settings, **plain(notes)}
+    metadata |= {**self._settings, **notes}
     metadata |= {"examples": examples, "skipped": len(skipped)}
     # What tells sets apart: settings, and names and sizes of the shards.
     known = _json({"settings": self._settings, "shards": entries})

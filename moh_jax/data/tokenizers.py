@@ -24,8 +24,7 @@ import tokenizers as hf
 from etils import epath
 
 from moh_jax.data.input_files import import_extra
-from moh_jax.runtime.files import write_whole
-from moh_jax.runtime.json_files import parse_json
+from moh_jax.runtime.files import parse_json, write_whole
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 # Names of begin and end of text, for tokenizers that come without any file that

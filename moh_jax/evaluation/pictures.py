@@ -15,7 +15,7 @@ import numpy as np
 
 from moh_jax.data.decode import to_array, to_picture
 from moh_jax.evaluation.head_stats import HeadStats, Layer
-from moh_jax.runtime.files import printable, printable_name, write_whole
+from moh_jax.runtime.files import write_whole
 
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
 # apart. More heads than colours are shades of cividis.
@@ -46,7 +46,7 @@ def encode(figure: Any, form: str) -> bytes:
   # Names of classes and texts may hold "$", which would begin a formula.
   for part in figure.findobj(Text):
     part.set_parse_math(False)
-    part.set_text(printable(part.get_text()))
+    part.set_text(part.get_text())
   stream = io.BytesIO()
   # The same figure is the same file: an SVG has a date and random names else.
   metadata = {"Date": None} if form == "svg" else None
@@ -78,7 +78,7 @@ def tiles(
   font = ImageFont.truetype(font, max(12, width // 9))
   margin = ((0, 0), (0, sum(font.getmetrics()) + 2), (0, 0), (0, 0))
   for image, name in zip(np.pad(images, margin, constant_values=255), names):
-    text = printable_name(name)
+    text = name
     picture = to_picture(image)
     while font.getlength(text) > width - 2:
       text = text[:-1]
@@ -134,7 +134,7 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
     heads = layer.routed
     axis.set_xticks(range(len(heads)), heads, fontsize=6, rotation=90)
     is_first = panel % _PANELS == 0
-    names = map(printable_name, groups.names if named and is_first else ())
+    names = groups.names if named and is_first else ()
     axis.set_yticks(range(count if named and is_first else 0), list(names))
     axis.tick_params(axis="y", labelsize=6)
     if is_first:
@@ -163,7 +163,7 @@ def routing_maps(stats: HeadStats, pictures: np.ndarray | None) -> Any:
   shown = np.linspace(0, len(layers) - 1, min(len(layers), _SHOWN_LAYERS))
   shown = sorted({round(place) for place in shown.tolist()})
   extra = pictures is not None
-  names = list(map(printable_name, stats.labels))
+  names = list(stats.labels)
   columns = len(shown) + extra
   figure = new_figure(figsize=(1.5 * columns + 1.1, 1.5 * len(names) + 0.6))
   axes = figure.subplots(len(names), columns, squeeze=False)

@@ -18,7 +18,7 @@ from moh_jax.evaluation import pictures
 from moh_jax.evaluation.head_stats import HeadStats
 from moh_jax.evaluation.similarity import HeadSimilarity, mean_similarity
 from moh_jax.ops.routing import COLLAPSED
-from moh_jax.runtime.files import printable, write_whole
+from moh_jax.runtime.files import write_whole
 
 _WORDS = {
   "load": "share of tokens that use a head; even is top_k, which a token "
@@ -247,4 +247,4 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _escaped(text: str) -> str:
   """Text as HTML shows it; names in files may hold control characters."""
-  return html.escape(printable(text))
+  return html.escape(text)

@@ -29,8 +29,7 @@ from moh_jax.inference.restore import (
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import serving_dtypes
 from moh_jax.runtime.batches import gather, pad_to_shards, put_batch
-from moh_jax.runtime.files import disk_errors, write_whole
-from moh_jax.runtime.json_files import same_settings, strict_json
+from moh_jax.runtime.files import same_settings, strict_json, write_whole
 from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.processes import ask_first_process
 
@@ -427,8 +426,12 @@ def complete_file(
           for index, (text, completion) in enumerate(zip(chunk, made), first)
         )
         text = "".join(f"{strict_json(row)}\n" for row in rows)
-        with disk_errors(str(out), "the lines before are"):
+        try:
           with out.open("a") as file:
             file.write(text)
+        except OSError as error:
+          raise OSError(
+            f"{out} cannot be written: {error}; the lines before are whole"
+          ) from error
       bar.update(len(chunk))
   return done

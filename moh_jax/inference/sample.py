@@ -19,8 +19,7 @@ from moh_jax.data.decode import to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime.batches import gather, pad_to_shards, put_batch
-from moh_jax.runtime.files import inside, replacing, write_whole
-from moh_jax.runtime.json_files import same_settings
+from moh_jax.runtime.files import inside, replacing, same_settings, write_whole
 from moh_jax.runtime.mesh import make_mesh
 from moh_jax.runtime.processes import ask_first_process
 

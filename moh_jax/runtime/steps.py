@@ -33,12 +33,7 @@ from moh_jax.config.parse import (
 )
 from moh_jax.config.run import section_types
 from moh_jax.runtime.alive import alive
-from moh_jax.runtime.files import (
-  checksum,
-  read_bytes,
-  write_whole,
-)
-from moh_jax.runtime.json_files import MAX_BYTES, parse_json
+from moh_jax.runtime.files import checksum, parse_json, write_whole
 
 FOLDER = "checkpoints"
 _STEP = re.compile("0|[1-9][0-9]{0,17}")  # a folder's name, no other spelling
@@ -151,7 +146,7 @@ def read_json_item(
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such file; the checkpoint is damaged")
   kind = {"config": StoredConfig, "data": StoredData}[item]
-  return parse_json(read_bytes(file, MAX_BYTES), kind, os.fspath(file))
+  return parse_json(file.read_bytes(), kind, os.fspath(file))
 
 
 @alive("comparing a checkpoint with its checksums")

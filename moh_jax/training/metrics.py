@@ -24,8 +24,7 @@ from jax.sharding import Mesh
 from moh_jax.config import Config, to_dict
 from moh_jax.data.decode import to_picture
 from moh_jax.ops.routing import COLLAPSED, LOAD_SPLIT, load_entropy
-from moh_jax.runtime.files import write_whole
-from moh_jax.runtime.json_files import strict_json
+from moh_jax.runtime.files import strict_json, write_whole
 from moh_jax.runtime.steps import in_bucket
 from moh_jax.training import flops
 from moh_jax.training.saving import NonFiniteLossError

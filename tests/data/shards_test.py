@@ -56,7 +56,7 @@ class ReadTest(_SetTest):
 
   @parameterized.parameters(
     ("metadata.json", "{", "metadata.json: not valid JSON"),
-    ("metadata.json", "{}", "metadata.json: has no entry 'format'"),
+    ("metadata.json", "{}", "metadata.json: .*missing required field `format`"),
     ("metadata.json", '"latents"', "'latents' of version 2, expected 'images'"),
     ("metadata.json", "2", "'images' of version 1, expected"),
     (_SHARD, "x", f"{_SHARD}: missing, truncated or of another set"),

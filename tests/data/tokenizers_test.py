@@ -242,9 +242,9 @@ class SpecialIdsTest(parameterized.TestCase):
     self.assertEqual(found.stop_ids, expected)
 
   @parameterized.parameters(
-    ("tokenizer_config", [], "config.json: must be 'object', not array"),
+    ("tokenizer_config", [], "config.json: Expected `object`, got `array`"),
     ("tokenizer_config", {"eos_token": "<x>"}, "eos_token='<x>' is no token"),
-    ("generation_config", 3, "config.json: must be 'object', not int"),
+    ("generation_config", 3, "config.json: Expected `object`, got `int`"),
   )
   def test_damage_is_named(self, name, value, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -350,12 +350,15 @@ class TemplateErrorsTest(parameterized.TestCase):
   @parameterized.parameters(
     (None, "messages=None must be a list"),
     ([], r"messages=\[\] must be a list, and not empty"),
-    (["aA"], "message 0: must be 'object', not str"),
-    ([{"role": 1, "content": ""}], "message 0: role=1 must be 'str'"),
-    ([*_USER, {"content": ""}], "message 1: has no entry 'role'"),
+    (["aA"], "message 0: Expected `object`, got `str`"),
+    (
+      [{"role": 1, "content": ""}],
+      r"message 0: .*`str`, .* at `\$.role`",
+    ),
+    ([*_USER, {"content": ""}], "message 1: .*missing required field `role`"),
     (
       [{"role": "user", "content": 1}],
-      "message 0: content=1 must be 'str . array",
+      "message 0: Expected `str . array",
     ),
   )
   def test_bad_messages_are_named(self, messages, message):

@@ -10,7 +10,6 @@ from moh_jax.data.packed import LatentSource, open_splits
 from moh_jax.data.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
-from moh_jax.runtime.json_files import plain
 from tests.folders import FolderTest
 from tests.inference import tiny_vae
 
@@ -62,7 +61,7 @@ class EncodeTest(FolderTest):
       "vae": "tiny",
       "encoded_from": "here",
     }
-    self.assertContainsSubset(expected, plain(metadata))
+    self.assertContainsSubset(expected, metadata)
     source, read = self._source(), self._read()
     crops = np.stack(
       [center_crop(source[i]["image"], (8, 8)) for i in range(10)]

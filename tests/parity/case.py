@@ -14,8 +14,7 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.routing import RouterAux
-from moh_jax.runtime.files import read_npz
-from moh_jax.runtime.json_files import read_json
+from moh_jax.runtime.files import read_json, read_npz
 from moh_jax.runtime.parameters import abstract_params, unbox
 
 

@@ -1,72 +1,90 @@
-"""Files: text for terminals and spreadsheets, writers, what is temporary."""
+"""Files that are whole, JSON of a schema, names, and one writer."""
 
-import csv
-import os
 import subprocess
 import sys
+
+import msgspec
+import numpy as np
+from absl.testing import parameterized
 
 from moh_jax.runtime import files
 from tests.folders import FolderTest
 
 
-class TextTest(FolderTest):
-  def test_control_characters_are_written_as_text(self):
-    for text, expected in (
-      ("a\tb\nc é \udcff", "a\tb\nc é \udcff"),
-      ("\033[2J\x07\r\x9b", "\\x1b[2J\\x07\\x0d\\x9b"),
-      ("\033[32mgreen\033[0m", "\\x1b[32mgreen\\x1b[0m"),
-      ("a\uffff", "a\\uffff"),
-      ("a\u2028b\u202egpj.c\u2066\u200f", "a\\u2028b\\u202egpj.c\\u2066\u200f"),
-    ):
-      self.assertEqual(files.printable(text), expected)
-    self.assertEqual(files.printable("a\nb", kept=""), "a\\x0ab")
-
-  def test_formulas_are_text_to_spreadsheets(self):
-    names = ["=1+1", "+x", "-x", "@x", "\tx", "\n=1", "\uff1d1", "'=1+1"]
-    names += ["-0.5", "+2", "ant", "", "a=b"]
-    files.write_csv(self.root / "a.csv", names, [[-1, None, *names[2:]]])
-    with (self.root / "a.csv").open(newline="") as file:
-      header, row = csv.reader(file)
-    quoted = [f"'{name}" for name in names[:8]]
-    self.assertEqual(header, [*quoted, *names[8:]])
-    self.assertEqual(row, ["-1", "", *header[2:]])
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+  file: files.FileName
+  size: files.Count
 
 
-class OnlyWriterTest(FolderTest):
+class _Table(msgspec.Struct):
+  rows: list[_Row]
+
+
+class FilesTest(FolderTest):
   def test_a_file_or_folder_has_one_writer(self):
     (self.root / "file").touch()
-    for path in (self.root, self.root / "file"):
+    for path in (self.root / "folder", self.root / "file"):
       for _ in range(2):
         with files.only_writer(path):
           with self.assertRaisesRegex(OSError, f"{path}: another process is"):
             with files.only_writer(path):
               pass
 
+  def test_what_fails_leaves_the_file_as_it_was(self):
+    file = self.root / "a.json"
+    files.write_whole(file, b"old")
+    with self.assertRaisesRegex(OSError, "full"):
+      with files.replacing(file) as temporary:
+        temporary.write_bytes(b"n")
+        raise OSError("full")
+    self.assertEqual(file.read_bytes(), b"old")
+    self.assertEqual([file], list(self.root.iterdir()))
 
-class WriteTest(FolderTest):
-  def test_standard_output_is_written_in_order(self):
+  def test_standard_output_is_written(self):
     code = (
-      "from moh_jax.runtime import files; print('a'); "
-      "files.write_whole('/dev/stdout', b'b\\n'); print('c')"
+      "from moh_jax.runtime import files; import pathlib; "
+      "files.write_whole(pathlib.Path('/dev/stdout'), b'b\\n')"
     )
-    with (self.root / "out").open("w") as out:
-      subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
-    self.assertEqual((self.root / "out").read_text(), "a\nb\nc\n")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    self.assertEqual(out.stdout, b"b\n")
 
+  @parameterized.parameters("", "..", "../x", "a/../../x", "/etc")
+  def test_names_that_leave_the_folder(self, name):
+    with self.assertRaisesRegex(ValueError, "must be a name inside"):
+      files.inside(self.root, name, "--split")
+    self.assertEqual(files.inside(self.root, "a/b", "x"), self.root / "a/b")
 
-class TemporaryTest(FolderTest):
-  def test_what_killed_processes_left_goes(self):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    own = files.temporary_beside(self.root / "a.json").name
-    left = own.replace(f"-{os.getpid():x}-", f"-{ended.pid:x}-")
-    other = left.replace("json.", "json.x")  # of another machine
-    folder = self.root / "in"
-    folder.mkdir()
-    gone = [left, left.replace("a.json", "a\nb")]
-    for name in (own, *gone, other, ".b.0123456789ab.tmp", f"c{left}"):
-      (folder / name).touch()
-    (folder / f".d{left}").mkdir()
-    files.write_whole(folder / "z", b"")
-    kept = {own, other, ".b.0123456789ab.tmp", f"c{left}", "z"}
-    self.assertEqual({file.name for file in folder.iterdir()}, kept)
+  def test_output_under_a_folder_that_cannot_be_written(self):
+    files.check_writable(self.root / "new" / "file.json", "--out")
+    with self.assertRaisesRegex(OSError, "--out /proc/x/y: .*cannot be writ"):
+      files.check_writable("/proc/x/y", "--out")
+    self.assertEmpty(list(self.root.iterdir()))
+
+  def test_an_archive_that_is_none_is_named(self):
+    file = self.root / "a.npz"
+    for content in (b"", b"PK\x03\x04 and so on"):
+      file.write_bytes(content)
+      with self.assertRaisesRegex(ValueError, "a.npz: damaged or no npz file"):
+        files.read_npz(file)
+    np.savez(file, objects=np.array([None]))
+    with self.assertRaisesRegex(ValueError, "a.npz: .*allow_pickle=False"):
+      files.read_npz(file)
+
+  def test_values_come_back_with_keys_that_the_schema_lacks(self):
+    text = '{"rows": [{"file": "a", "size": 2}], "other": 1}'
+    found = files.parse_json(text, _Table)
+    self.assertEqual(found["rows"], [{"file": "a", "size": 2}])
+    self.assertEqual(found["other"], 1)
+
+  @parameterized.parameters(
+    ('{"rows": [{"file": "a", "size": -1}]}', r">= 0 - at `\$.rows\[0\].size`"),
+    ('{"rows": [{"file": "../a", "size": 1}]}', r"at `\$.rows\[0\].file`"),
+    ('{"rows": [{"file": "a"}]}', "missing required field `size`"),
+    ('{"rows": [{"file": "a", "size": 1, "x": 1}]}', "unknown field `x`"),
+    ("[]", "Expected `object`, got `array`"),
+    ("{", "not valid JSON"),
+    (b"\xff\xff", "not valid JSON"),
+  )
+  def test_refusals_name_file_and_field(self, content, text):
+    with self.assertRaisesRegex(ValueError, f"^x.json: .*{text}"):
+      files.parse_json(content, _Table, "x.json")
