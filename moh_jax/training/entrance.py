@@ -52,11 +52,14 @@ def check_processes(config: Config, workdir: str) -> None:
   """Checks that all processes of the run are about to do the same.
 
   Raises:
+    FileNotFoundError: `train.init_from` holds no checkpoint.
     ValueError: their configs, versions or checkpoints differ, or the package
       wandb is missing that the config asks for.
   """
   newest = steps.list_steps(workdir)[-1:]
   agree({"config": config_lib.to_dict(config), "newest checkpoint": newest})
+  if config.train.init_from and not newest:
+    steps.find_step(config.train.init_from, None)
   if config.log.wandb and importlib.util.find_spec("wandb") is None:
     raise ValueError(
       f"log.wandb={config.log.wandb!r} needs the package wandb: "

@@ -42,16 +42,6 @@ def _budget(top_k):
 
 
 class PicturesTest(absltest.TestCase):
-  def test_any_name_can_be_shown(self):
-    stats = _stats((2, 2))
-    for figure in (
-      pictures.load_by_group(stats, "class"),
-      pictures.routing_maps(stats, None),
-    ):
-      content = pictures.encode(figure, "svg")
-      self.assertIn(b"a$b_{$c", content)
-      self.assertIn(b"caf?\\x1b[31m", content)
-
   def test_heads_have_one_number_everywhere(self):
     # The layer lists head 2 first: it is shared, 0 and 1 are routed.
     (axis, *_) = pictures.load_by_group(_stats(), "class").axes
