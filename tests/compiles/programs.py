@@ -30,9 +30,13 @@ _CONSTANT = re.compile(r"= s(?:32|64)\[\]\S* constant\((\d+)\)")
 # The compiler for TPUs puts the parts of one collective, a chain, into several
 # computations.
 _CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
-_IOTA = re.compile(
-  r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_MESH = re.compile(
+  r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^ ]*)\))? \{([^}]*)\}"
 )
+_MESH_SIZE = re.compile(r"'([^']+)'=(\d+)")
+_MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(
   r"(?:replica_groups|source_target_pairs)=\{\{([\d,{}]*)\}\}"
 )
@@ -182,14 +186,35 @@ def count_runs(bodies: dict[str, list[str]]) -> dict[str, int]:
 
 def _groups(line: str, size: int) -> np.ndarray:
   """Numbers of the devices that exchange data, [groups, devices of each]."""
+  if match := _MESH.search(line):
+    sizes = {name: int(n) for name, n in _MESH_SIZE.findall(match[1])}
+    parts = {name: part for name, *part in _MESH_AXIS.findall(match[3])}
+    # Every axis as what comes before the part that is crossed, this part, and
+    # what comes after it.
+    shape = []
+    for name, length in sizes.items():
+      before, part = parts.get(name, (length, 1))
+      before, part = int(before or 1), int(part or length)
+      shape += [before, part, length // (before * part)]
+    order = match[2] or f"[{math.prod(shape)}]"
+    crossed = range(1, len(shape), 3)
+    numbers = np.moveaxis(
+      _iota(order).reshape(shape), crossed, range(-len(sizes), 0)
+    )
+    return numbers.reshape(-1, math.prod(shape[dim] for dim in crossed))
   if match := _IOTA.search(line):
-    groups, dims, order = match.groups()
-    numbers = np.arange(size).reshape(ints(dims))
-    numbers = numbers.transpose(ints(order)) if order else numbers
-    return numbers.reshape(ints(groups))
+    return _iota(match[2]).reshape(ints(match[1]))
   if match := _LISTED.search(line):
     return np.array([ints(group) for group in match[1].split("},{")])
+  assert "_groups=" not in line or "_groups={}" in line, line
   return np.arange(size)[None]
+
+
+def _iota(text: str) -> np.ndarray:
+  """Numbers from 0 in the order of a transposition, "[2,4]T(1,0)"."""
+  dims, order = _ORDER.fullmatch(text).groups()
+  numbers = np.arange(math.prod(ints(dims))).reshape(ints(dims))
+  return numbers.transpose(ints(order)) if order else numbers
 
 
 def _bytes(dtype: str, shape: list[int]) -> float:
