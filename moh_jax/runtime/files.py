@@ -115,6 +115,8 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     path: file to write or replace; its directory must exist.
   """
   path = pathlib.Path(path)
+  if path.is_dir():
+    raise IsADirectoryError(f"{path}: is a folder, must be a file")
   temporary = temporary_beside(path)
   try:
     yield temporary
@@ -133,10 +135,9 @@ def write_whole(path: Any, content: bytes) -> None:
       directory must exist.
     content: of the file.
   """
-  is_file = os.path.isfile(path) or not os.path.exists(path)
-  if "://" in os.fspath(path) or not is_file:  # whole anyway, or /dev/stdout
-    with path.open("wb") as stream:
-      stream.write(content)
+  # Buckets write whole files anyway; /dev/stdout stays what it is.
+  if "://" in os.fspath(path) or os.fspath(path).startswith("/dev/"):
+    path.write_bytes(content)
     return
   with replacing(path) as temporary:
     temporary.write_bytes(content)
