@@ -1,6 +1,6 @@
 """A trained multi-head language model, such as a LLaMA, tuned into MoH.
 
-  python -m moh_jax heads --checkpoint DENSE --json heads.json
+  python -m moh_jax heads --checkpoint DENSE --data TOKENS --json heads.json
   python train.py --config=configs/llm_tune.py:heads.json --workdir=DIR \
     --config.train.init_from=DENSE --config.data.path=TOKENS
 

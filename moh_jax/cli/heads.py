@@ -22,8 +22,9 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   """Show which heads a model uses for what, and what each is worth.
 
   Attributes:
-    data: folder of images in a folder per class, of shards or of latents, for
-      models of images; without it what the run held out.
+    data: folder of images in a folder per class, of shards, of latents or of
+      token sets, whose train/ is read; without it the images that the run held
+      out, or the text that it was trained on.
     out: folder for report.html and its pictures, made if needed; the similarity
       of heads is measured for it.
     batches: batches to measure on, images evenly spread; without it all images,

@@ -66,8 +66,6 @@ def open_examples(options: Any, mesh: Mesh) -> Opened:
     tokenizer = load_checkpoint_tokenizer(options.checkpoint, step)
   restored = options.restore(mesh=mesh)
   is_text = restored.config.model.READS_TEXT
-  if options.data and is_text:
-    options.fail("data", "must be left out: heads read the run's own text")
   data = (_training_text if is_text else _images)(options, restored, mesh)
   probe = make_probe(restored.model, restored.config)
   return Opened(restored, probe, tokenizer, *data)
@@ -95,6 +93,8 @@ def _training_text(options: Any, restored: Restored, mesh: Mesh) -> _Data:
   size = options.batch_size
   # Nothing is accumulated here, so any batch will do.
   config = apply_overrides(restored.config, "optim", accumulation=1)
+  if options.data:
+    config = apply_overrides(config, "data", **data_at(config, options.data))
   config = apply_overrides(config, "data", batch_size=size)
   # The seed of the run's order does not matter here: with a fixed one, runs of
   # different seeds are compared on the same sequences.
@@ -112,4 +112,5 @@ def _training_text(options: Any, restored: Restored, mesh: Mesh) -> _Data:
       }
       yield shard_batch({**batch, **labels}, mesh)
 
-  return ("training text",), batches, "the run's training text"
+  where = options.data or "the run's training text"
+  return ("training text",), batches, where
