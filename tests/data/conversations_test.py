@@ -401,7 +401,7 @@ class SourceTest(_ChatTest):
     ("{", ":2: not JSON"),
     ('{"text": "a"}', r":2: a row must have 'messages'.* found \['text'\]"),
     ('{"messages": []}', r":2: messages=\[\] must be a list, and not empty"),
-    ('{"messages": [{"content": "a"}]}', r":2: message 0: .*'role'"),
+    ('{"messages": [{"content": "a"}]}', r":2: message 0: .*`role`"),
     (
       '{"messages": [{"role": "bot", "content": "a"}]}',
       r":2: message 0: role 'bot' must be one of",
@@ -412,7 +412,7 @@ class SourceTest(_ChatTest):
     ),
     ('{"conversations": [3]}', r":2: message 0: "),
     ('{"conversations": [{"from": ["gpt"], "value": ""}]}', ":2: message 0: "),
-    ('{"instruction": "a", "output": 3}', r":2: message 1: content=3 must be"),
+    ('{"instruction": "a", "output": 3}', r":2: message 1: .*got `int`"),
     ('{"instruction": "a", "output": "\\ud800"}', ":2: .*surrogates"),
     ('{"instruction": ["a"], "output": "b"}', r":2: instruction=\['a'\] mu"),
     (
