@@ -28,6 +28,8 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     prompt: text to write on from; several times for several texts.
     messages: conversation to answer: a JSON list of objects with 'role' and
       'content'.
+    tools: what the model may call in --messages or --chat: a JSON list of
+      schemas.
     prompt_file: JSON lines such as {"prompt": "TEXT"}; needs --out.
     interactive: read prompts from the terminal, one a line; the default there.
     out: of --prompt-file: JSON lines in the same order; a second run continues
@@ -40,11 +42,11 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     top_p: sample from the fewest best tokens that have this probability.
     seed: of the samples; those of prompt i do not depend on the other prompts.
     stop: text that ends what is written; several times for several texts.
-    batch_size: texts at a time.
   """
 
   prompt: tuple[str, ...] = command.option("repeated", "TEXT", default=())
   messages: command.InPath | None = None
+  tools: command.InPath | None = None
   prompt_file: command.InPath | None = None
   interactive: bool = False
   out: command.OutFile | None = None
@@ -55,7 +57,6 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
   seed: Annotated[int, Range(0, _SEEDS - 1, "[]")] = 0
   stop: tuple[str, ...] = command.option("repeated", "TEXT", default=())
-  batch_size: Count = 8
 
   def check(self) -> None:
     """Prompts come from one place, and its options are given with it."""
@@ -80,6 +81,8 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     self.need("json", is_asked, "needs --prompt or --messages")
     self.need("distributed", is_asked or self.prompt_file, "needs prompts")
     self.need("system", self.chat and not self.messages, "needs --chat alone")
+    is_chat = self.chat or self.messages
+    self.need("tools", is_chat, "needs --chat or --messages")
     self.need("top_p", self.temperature, "needs --temperature above 0")
 
   @property
@@ -117,6 +120,7 @@ def run(options: Options) -> int:
 
   lines = read_prompts(options.prompt_file) if options.prompt_file else []
   messages = options.messages and read_json(options.messages, list[dict])
+  tools = options.tools and (read_json(options.tools, list[dict]) or None)
   options.join()
   metadata, step = options.stored("generate")
   tokenizer = load_checkpoint_tokenizer(options.checkpoint, step)
@@ -124,21 +128,21 @@ def run(options: Options) -> int:
   def prompt_of(turns: Sequence[str]) -> Prompt:
     if not options.chat:
       return turns[-1]
-    return chat_ids(tokenizer, options.conversation(turns), None)
+    return chat_ids(tokenizer, options.conversation(turns), tools=tools)
 
   prompts = [prompt_of([text]) for text in options.prompt]
   asked: list[dict[str, Any]] = [{"prompt": text} for text in options.prompt]
   if options.messages:
-    prompts = [chat_ids(tokenizer, messages, None)]
+    prompts = [chat_ids(tokenizer, messages, tools=tools)]
     asked = [{"messages": messages}]
   elif options.chat:
     asked = [{"messages": options.conversation([t])} for t in options.prompt]
+  if tools:
+    asked = [one | {"tools": tools} for one in asked]
   mesh = make_mesh(metadata.config.mesh)
   with use_mesh(mesh):
     restored = options.restore(mesh=mesh)
-  generator = Generator(
-    restored, tokenizer, mesh=mesh, batch_size=options.batch_size
-  )
+  generator = Generator(restored, tokenizer, mesh=mesh)
   del restored  # the generator has its own copy of the parameters
   if lines:
     settings = {
@@ -146,6 +150,7 @@ def run(options: Options) -> int:
       "tokenizer": tokenizer.sha256,
       "chat": options.chat,
       "system": options.system,
+      "tools": tools,
       **random_settings(),
     }
     before = complete_file(
@@ -181,9 +186,6 @@ def run(options: Options) -> int:
 
 
 def _print(piece: str) -> None:
-  """Shows text of the model; a terminal takes no commands from it."""
-  if sys.stdout.isatty():
-    piece = piece
   print(piece, end="", flush=True)
 
 

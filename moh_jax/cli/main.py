@@ -255,5 +255,4 @@ def _explained(error: Exception) -> str | None:
 
 
 def _print_error(text: str) -> None:
-  text = text
   print(f"error: {text}", file=sys.stderr)

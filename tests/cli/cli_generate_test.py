@@ -37,24 +37,18 @@ class PromptsTest(_GenerateTest):
 
   def test_json_has_all_of_a_text_that_the_options_ask_for(self):
     argv = (
-      *("--prompt=aA", "--batch-size=2", "--temperature=50"),
+      *("--prompt=aA", "--temperature=50"),
       *("--top-p=0.001", "--seed=3", "--stop=!"),
     )
-    with (
-      mock.patch.object(
-        *(Generator, "__init__"), autospec=True, side_effect=Generator.__init__
-      ) as init,
-      mock.patch.object(
-        *(Generator, "generate"), autospec=True, side_effect=Generator.generate
-      ) as generate,
-    ):
+    with mock.patch.object(
+      *(Generator, "generate"), autospec=True, side_effect=Generator.generate
+    ) as generate:
       report = self.report(*argv)
     self.assertEqual(report["step"], 0)
     (completion,) = report["completions"]
     self.assertLen(completion.pop("log_probs"), 3)
     expected = {"prompt": "aA", "text": "bBcCdD", "tokens": [2, 3, 4]}
     self.assertEqual(completion, {**expected, "finish_reason": "length"})
-    self.assertEqual(init.call_args.kwargs["batch_size"], 2)
     sampling = Sampling(3, temperature=50, top_p=0.001, stop=("!",), seed=3)
     self.assertEqual(generate.call_args.args[2], sampling)
 
@@ -99,7 +93,7 @@ class FilesTest(_GenerateTest):
   def test_two_processes_share_parameters_and_prompts(self):
     (self.root / "in.jsonl").write_text(_TWO * 3)
     first, second = two_processes.call(
-      *("-m", "moh_jax", "generate", "--max-new-tokens=3", "--batch-size=2"),
+      *("-m", "moh_jax", "generate", "--max-new-tokens=3"),
       f"--checkpoint={tiny_checkpoint.stored('llm')}",
       *map(str, self.argv),
       *("--distributed", "--config.mesh.fsdp=4"),  # each has half of them
@@ -167,6 +161,27 @@ class ChatTest(_GenerateTest):
     ):
       (completion,) = self.report(*argv, *where)["completions"]
       self.assertEqual(completion["messages"], expected)
+
+  def test_tools_reach_the_template(self):
+    where = self._with_template(f"{_TEMPLATE}{{{{ tools[0].name if tools }}}}")
+    tools, talk = self.root / "tools.json", self.root / "talk.json"
+    tools.write_text(json.dumps([{"name": "aA"}]))
+    talk.write_text(json.dumps([{"role": "user", "content": "xX"}]))
+    for argv in (("--chat", "--prompt=xX"), ("--messages", talk)):
+      self.assertEqual(self.done(*argv, *where), "yYzZ\n")
+      found = self.done(*argv, "--tools", tools, *where)
+      self.assertEqual(found, "bBcCdD\n")
+    argv = *where, "--chat", "--tools", tools
+    self.assertEqual(self._interact("xX", argv=argv), "bBcCdD\n\n")
+    (self.root / "in.jsonl").write_text(_TWO)
+    out = self.root / "out.jsonl"
+    file = "--prompt-file", self.root / "in.jsonl", "--out", out
+    self.done(*argv, *file)
+    self.assertEqual(out.read_text().count('"bBcCdD"'), 2)
+    self.assert_refused("tools: None here, [{", *where, "--chat", *file)
+    (self.root / "chat_template.jinja").write_text(_TEMPLATE)
+    argv = "--messages", talk, "--tools", tools, *where
+    self.assert_refused("chat_template.jinja: does not know 'tools'", *argv)
 
   def test_refusals_of_templates_are_told(self):
     where = self._with_template("")
