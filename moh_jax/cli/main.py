@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from moh_jax._version import __version__
@@ -116,12 +116,12 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
         "name as `import` does, in the current folder or installed"
       ) from error
   given, run = parsed(name, argv)
-  _show_warnings()
-  given.prepare()
-  # Several processes would wait for one another's lock on a shared disk.
-  if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
-    compilation_cache.enable()
-  return run(given)
+  with _warnings_shown():
+    given.prepare()
+    # Several processes would wait for one another's lock on a shared disk.
+    if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
+      compilation_cache.enable()
+    return run(given)
 
 
 def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
@@ -199,19 +199,24 @@ def _first_line(described: Any) -> str:
   return inspect.getdoc(described).partition("\n")[0]
 
 
-def _show_warnings() -> None:
+@contextlib.contextmanager
+def _warnings_shown() -> Iterator[None]:
   """Shows our warnings without prefix, whatever libraries add to the root.
 
   Handlers that our logger has, as in programs that call `main`, stay.
   """
   logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it raises what it logs
   ours = logging.getLogger("moh_jax")
+  before = ours.handlers, ours.propagate
   if not ours.handlers:
     terminal = logging.StreamHandler()
     terminal.setFormatter(command.OneLine())
     terminal.setLevel(logging.WARNING)
-    ours.addHandler(terminal)
-    ours.propagate = False
+    ours.handlers, ours.propagate = [terminal], False
+  try:
+    yield
+  finally:
+    ours.handlers, ours.propagate = before
 
 
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:

@@ -3,12 +3,13 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moh_jax.config.base import GivenText, all_of, make_section, near
@@ -180,11 +181,13 @@ def run_file(spec: str) -> dict[str, Any]:
     content = runpy.run_path(str(path))
     if not callable(get_config := content.get("get_config")):
       raise ValueError("has no function get_config")
-    if (known := content.get("ARGUMENTS")) and argument:
-      if argument.partition(":")[0] not in known:
-        raise ValueError(
-          f"{argument!r} must be one of {tuple(known)}{near(argument, known)}"
-        )
+    known = tuple(content.get("ARGUMENTS", ()))
+    if not argument and _needs_argument(get_config):
+      raise ValueError(f"needs an argument, FILE:ARG with one of {known}")
+    if known and argument and argument.partition(":")[0] not in known:
+      raise ValueError(
+        f"{argument!r} must be one of {known}{near(argument, known)}"
+      )
     cfg = get_config(*[argument] * bool(argument))
     cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
     if not isinstance(cfg, dict):
@@ -192,10 +195,15 @@ def run_file(spec: str) -> dict[str, Any]:
         f"get_config returned {type(cfg).__name__}, not a ConfigDict or dict"
       )
   except Exception as error:  # the user's code may raise anything
-    raise ValueError(f"{spec}{_said(error, path)}") from error
+    raise ValueError(f"{spec.rstrip(':')}{_said(error, path)}") from error
   finally:
     sys.path.remove(folder)
   return cfg
+
+
+def _needs_argument(get_config: Callable[..., Any]) -> bool:
+  needed = inspect.signature(get_config).parameters.values()
+  return any(one.default is one.empty for one in needed)
 
 
 def _said(error: BaseException, path: pathlib.Path) -> str:

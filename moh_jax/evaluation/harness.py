@@ -199,11 +199,13 @@ class OpenTask:
     choice: what was asked for.
     rows: names that get a row of metrics: the group itself, or single tasks.
     parts: the harness's groups or tasks.
+    manager: the harness's index of tasks, which takes long to make.
   """
 
   choice: TaskChoice
   rows: tuple[str, ...]
   parts: tuple[Any, ...]
+  manager: Any
 
 
 def open_tasks(
@@ -251,9 +253,8 @@ def _open(manager: Any, choice: TaskChoice) -> OpenTask:
   group = found["groups"].get(name)
   summed = group is not None and group.has_aggregation
   rows = (name,) if summed else tuple(found["tasks"])
-  return OpenTask(
-    choice, rows, tuple([group] if group else found["tasks"].values())
-  )
+  parts = [group] if group else found["tasks"].values()
+  return OpenTask(choice, rows, tuple(parts), manager)
 
 
 def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,6 +315,7 @@ def run_tasks(
       results = simple_evaluate(
         model=model,
         tasks=list(one.parts),
+        task_manager=one.manager,
         num_fewshot=one.choice.shots,
         limit=limit,
         bootstrap_iters=_RESAMPLES,

@@ -64,11 +64,13 @@ class AttentionTest(parameterized.TestCase):
      "does not run: RuntimeError: too large"),
   )  # fmt: skip
   def test_what_fails_or_is_not_exact_is_a_fault(self, mode, spoil, message):
-    def wrong(*args, implementation, **options):
-      out = ops.attention(*args, implementation="dense", **options)
+    right = ops.attend
+
+    def wrong(call, implementation):
+      out = right(call, "dense")
       return spoil(out) if implementation == "packed" else out
 
-    with mock.patch.object(attention, "attention", wrong):
+    with mock.patch.object(attention, "attend", wrong):
       rows = self._rows(modes=(mode,), implementations=("packed",))
     self.assertIsNone(rows[0].fault)
     self.assertIn(message, rows[-1].fault)

@@ -76,7 +76,7 @@ class FolderTest(parameterized.TestCase):
     ({"use_dora": True}, "use_dora=True must be null, false"),
     ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.* must be null"),
     ({"peft_type": "IA3"}, "peft_type='IA3' must be 'LORA'"),
-    ({"r": 0}, "r=0 must be"),
+    ({"r": 0}, "Expected `int` >= 1 - at `.\\.r`"),
     ({"r": 4}, r"lora_A.weight \(3, 24\) instead of \(4, 24\)"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be True"),
     ({"layer_replication": [[0, 2]]}, "layer_replication=.* must be null"),
