@@ -11,7 +11,6 @@ fails is one line; the others go on, and the exit status is 1.
 import argparse
 import contextlib
 import gc
-import importlib.util
 import io
 import pathlib
 import sys
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import attention, decode, exact, layer, plot, step
+from benchmarks import attention, decode, exact, layer, step
 from benchmarks.common import attempt, table_of
 from benchmarks.rows import Row, failure, machine, read_rows, table_cells
 from moh_jax.cli.command import table
@@ -176,7 +175,7 @@ def _run(folder: pathlib.Path, minutes: float) -> int:
       if part.get("fault"):
         what = part.get("case") or part.get("implementation")
         faults.append(f"{name}: {what}: {part['fault']}")
-  _report(folder, results)
+  _report(results)
   for fault in faults:
     print(f"error: {fault}", file=sys.stderr)
   if left:
@@ -201,8 +200,8 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
   return {} if isinstance(found, Exception) else found
 
 
-def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
-  """Prints all tables and draws them."""
+def _report(results: dict[str, dict[str, Any]]) -> None:
+  """Prints all tables."""
   groups: dict[str, list[Row]] = {}
   parts: dict[str, list[dict[str, Any]]] = {"exact": [], "model": []}
   for name, result in results.items():
@@ -216,8 +215,6 @@ def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     rows.sort(key=lambda row: (row.mode, row.length))
     print(f"\n{title.replace('_', ', head dim ')}")
     print(table(*table_cells(rows)))
-    if importlib.util.find_spec("matplotlib"):
-      plot.draw(rows, str(folder / f"{title}.png"))
   parts["layer"] = [
     {
       "length": row.length,
