@@ -140,7 +140,9 @@ def write_report(
     data = base64.b64encode(content).decode()
     images[name] = f'<img alt="{name}" src="data:image/png;base64,{data}">'
   said = map(_escaped, verdict(config, stats, similarity))
-  maps = images.get("routing_maps") or _texts(stats, tokenizer)
+  maps = images.get("routing_maps", "")
+  if stats.layers and not maps:
+    maps = _texts(stats, tokenizer)
   sections = {
     "In short": f"<p>{'<br>'.join(said)}</p>",
     "Layers": _table(*layer_table(stats))

@@ -159,7 +159,7 @@ def _compiled(plan: Plan, program: Program, mesh: jax.sharding.Mesh) -> Plan:
   try:
     with use_mesh(mesh):
       inputs = program.state, program.batch, program.frozen
-      found = program.step.lower(*inputs).compile(options)
+      total = used_bytes(program.step.lower(*inputs).compile(options))
   except jax.errors.JaxRuntimeError as error:
     text = " ".join(str(error).split())
     needs = _NEEDS.search(text)
@@ -167,8 +167,6 @@ def _compiled(plan: Plan, program: Program, mesh: jax.sharding.Mesh) -> Plan:
       text = f"{plan.compiler}: {text[:300]}"
       return dataclasses.replace(plan, compiler=text)
     total = float(needs[1]) * _UNITS[needs[2]]
-  else:
-    total = used_bytes(found)
   seconds = time.perf_counter() - start
   return dataclasses.replace(plan, total=total, seconds=seconds)
 
