@@ -141,7 +141,7 @@ class BaseOptions(base.Section):
 
     Raises:
       FileNotFoundError: an input does not exist.
-      PermissionError: an output cannot be written.
+      OSError: an output cannot be written.
       ValueError: an output is of another kind than what is there.
     """
     for name, path, mark in self._paths():
@@ -155,12 +155,7 @@ class BaseOptions(base.Section):
           self.fail(name, "is a folder, must be a file")
         if mark is _OUT_FOLDER and os.path.isfile(path):
           self.fail(name, "is a file, must be a folder")
-        place = pathlib.Path(os.path.abspath(path))
-        there = next(p for p in (place, *place.parents) if p.exists())
-        if not os.access(there, os.W_OK):
-          raise PermissionError(f"{flag(name)} {path}: {there} is read-only")
-        if there != place and not there.is_dir():
-          self.fail(name, f"{there} is a file, no folder")
+        files.check_writable(path, flag(name))
 
   def _paths(self) -> Iterator[tuple[str, str, _Path]]:
     """Names, values and marks of inputs and outputs."""

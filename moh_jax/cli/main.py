@@ -253,6 +253,11 @@ def _explained(error: Exception) -> str | None:
     return f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
   if _FULL in text:
     return text + _LESS
+  if isinstance(error, AssertionError):
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if last.filename.endswith("xla_bridge.py"):  # JAX asserts a backend
+      platforms = os.environ.get("JAX_PLATFORMS")
+      return f"JAX_PLATFORMS={platforms!r}: JAX finds no such device"
   is_library = type(error) is ImportError and error.name is None  # gcsfs lacks
   if isinstance(error, _USER_ERRORS) or is_library:
     return text

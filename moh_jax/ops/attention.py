@@ -363,9 +363,7 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
 
 def _form_of_every_head(case: AttentionCase) -> Form:
   """The fastest form of every head."""
-  if not (
-    case.masked or _cudnn_needs(case)
-  ):  # it would read an array [B, N, M]
+  if not case.masked and not _cudnn_needs(case):
     return Form("cudnn")
   if not _splash_needs(case):
     return Form("splash")

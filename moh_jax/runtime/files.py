@@ -1,4 +1,4 @@
-"""Files that are whole or absent, JSON of a schema, and who may write where.
+"""Files that are whole or absent, and JSON of a schema.
 
 Importable without JAX.
 """
@@ -14,9 +14,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
-import filelock
 import msgspec
-import numpy as np
 import xxhash
 
 # Numbers and texts that schemas share.
@@ -53,11 +51,14 @@ def check_writable(path: str | os.PathLike, what: str) -> None:
   Raises:
     OSError: it cannot be written.
   """
-  place = pathlib.Path(path).expanduser().absolute()
+  place = pathlib.Path(path).absolute()
   try:
     if place.is_file():
       place.open("ab").close()
-    while not place.is_dir():
+      place = place.parent
+    elif place.exists() and not place.is_dir():
+      return  # such as /dev/stdout, which is written in place
+    while not place.exists():
       place = place.parent
     tempfile.TemporaryFile(dir=place).close()
   except OSError as error:
@@ -81,23 +82,6 @@ def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:
   if not name or path.is_absolute() or ".." in path.parts:
     raise ValueError(f"{what}={name!r} must be a name inside {folder}")
   return pathlib.Path(folder, name)
-
-
-@contextlib.contextmanager
-def only_writer(path: str | os.PathLike) -> Iterator[None]:
-  """Keeps other processes from writing where this one does.
-
-  Args:
-    path: file or folder; the lock lies beside it.
-
-  Raises:
-    OSError: another process has it.
-  """
-  try:
-    with filelock.FileLock(f"{os.fspath(path)}.lock", timeout=0):
-      yield
-  except filelock.Timeout:
-    raise OSError(f"{path}: another process is writing it") from None
 
 
 def temporary_beside(path: pathlib.Path) -> pathlib.Path:
@@ -154,29 +138,6 @@ def write_csv(
   write_whole(path, text.getvalue().encode())
 
 
-def read_npz(
-  path: str | os.PathLike, names: Iterable[str] | None = None
-) -> dict[str, np.ndarray]:
-  """Reads arrays of an npz file; pickled ones are refused.
-
-  Args:
-    path: the file.
-    names: of the arrays; None reads all.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: the archive is damaged, or lacks an array.
-  """
-  try:
-    with open(path, "rb") as stream:
-      archive = np.load(stream, allow_pickle=False)
-      return {name: archive[name] for name in names or archive.files}
-  except FileNotFoundError:
-    raise
-  except Exception as error:  # a damaged archive raises nearly anything
-    raise ValueError(f"{path}: damaged or no npz file: {error}") from error
-
-
 def read_json(path: str | os.PathLike, kind: Any = dict) -> Any:
   """Reads a local JSON file; see `parse_json`.
 
@@ -224,12 +185,6 @@ def strict_json(value: Any, indent: int | None = None) -> str:
   """Text of a value that every reader takes: NaN and infinity become null."""
   finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
   return json.dumps(finite, indent=indent)
-
-
-def json_checksum(values: dict[str, Any]) -> str:
-  """The checksum that a file of JSON holds of its other fields, "checksum"."""
-  others = {n: value for n, value in values.items() if n != "checksum"}
-  return xxhash.xxh3_128_hexdigest(json.dumps(others, sort_keys=True).encode())
 
 
 def differences(wanted: dict[str, Any], stored: dict[str, Any]) -> str:

@@ -31,7 +31,8 @@ _REFUSED = {
     "{vit} {here}/cut.png": "cut.png: damaged",
     "{vit} {here}/empty": "empty holds no image",
     "{vit} nope": "nope: no such file or",
-    "{vit} {here}/good.png --json {here}/one.txt/x": "is a file, no folder",
+    "{vit} {here}/good.png --json {here}/one.txt/x": "/one.txt cannot be writ",
+    "{vit} {here}/good.png --json /proc/x": "--json /proc/x: ",
     "{vit} {here}/good.png --json {here}": "is a folder, must be a file",
     "{vit} {here}/good.png --step newer": "must be a number or newest",
     "{dit} {here}": "`classify` needs 'vit'",
@@ -106,7 +107,7 @@ _REFUSED = {
   "prepare pack-images --data {here}/images --out {here}/new": {
     "--data={here}/empty": "holds no image",
     "--out={here}/one.txt": "is a file, must be a folder",
-    "--out={here}/one.txt/new": "one.txt is a file, no folder",
+    "--out={here}/one.txt/new": "one.txt cannot be written",
   },
   "prepare encode-latents --data {here}/images --out {here}/new --vae": {},
   "prepare tokenize --workers=1 --out {here}/new --data {here}/a.jsonl": {

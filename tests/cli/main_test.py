@@ -72,6 +72,21 @@ class MainTest(tiny_checkpoint.CommandTest):
       self.call(*argv.split())[2], "; see python -m moh_jax .*--help\n$"
     )
 
+  def test_a_device_that_is_not_here_is_one_line(self):
+    err, jax_asserts = (
+      io.StringIO(),
+      compile("assert 0", "xla_bridge.py", "exec"),
+    )
+    with (
+      mock.patch.dict(os.environ, JAX_PLATFORMS="cuda"),
+      contextlib.redirect_stderr(err),
+    ):
+      self.assertEqual(main.report_errors(lambda: exec(jax_asserts), False), 2)
+      with self.assertRaises(AssertionError):  # of another cause
+        main.report_errors(lambda: exec("assert 0"), False)
+    said = "error: JAX_PLATFORMS='cuda': JAX finds no such device\n"
+    self.assertEqual(err.getvalue(), said)
+
   def test_tells_its_version(self):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), self.assertRaises(SystemExit) as end:

@@ -14,7 +14,7 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.routing import RouterAux
-from moh_jax.runtime.files import read_json, read_npz
+from moh_jax.runtime.files import read_json
 from moh_jax.runtime.parameters import abstract_params, unbox
 
 
@@ -74,7 +74,7 @@ def read_case(directory: pathlib.Path, kinds: Iterable[str]) -> Case:
     raise ValueError(
       f"{directory}: kind {meta['kind']!r} must be one of {tuple(kinds)}"
     )
-  arrays = read_npz(directory / "io.npz")
+  arrays = dict(np.load(directory / "io.npz"))
   for name, entry in meta["arrays"].items():
     found = np.shape(arrays[name]) if name in arrays else "missing"
     if found != tuple(entry["shape"]):
