@@ -183,18 +183,34 @@ def select_heads(
     scores: [B, N, R], of which the largest are selected.
     budget: the layer's head split.
     parts: equal parts of the routed heads, see `Units`.
+    top_k: see `num_selected`.
+
+  Returns:
+    [B, N, R] bool, `num_selected` True per token.
+  """
+  kept = num_selected(budget, parts=parts, top_k=top_k)
+  by_part = scores.reshape(*scores.shape[:-1], parts, budget.routed // parts)
+  return top_k_mask(by_part, kept // parts).reshape(scores.shape)
+
+
+def num_selected(
+  budget: HeadBudget, *, parts: int = 1, top_k: jax.Array | None = None
+) -> int | jax.Array:
+  """Counts the routed heads that each token selects.
+
+  Args:
+    budget: the layer's head split.
+    parts: equal parts of the routed heads, see `Units`.
     top_k: [] int32, at least 1, replaces the budget's top_k at run time; it is
       rounded down to as many heads of each part, but to one at least. A layer
       whose budget selects no head ignores it.
 
   Returns:
-    [B, N, R] bool.
+    A multiple of parts, a number unless top_k is given.
   """
-  kept = budget.top_k
-  if top_k is not None and budget.top_k:
-    kept = jnp.maximum(top_k, parts)
-  by_part = scores.reshape(*scores.shape[:-1], parts, budget.routed // parts)
-  return top_k_mask(by_part, kept // parts).reshape(scores.shape)
+  if top_k is None or not budget.top_k:
+    return budget.top_k
+  return jnp.maximum(top_k, parts) // parts * parts
 
 
 def beside_shared(
@@ -252,7 +268,7 @@ def two_stage_gates(
   if released:
     total = routed_gates.sum(-1, keepdims=True)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).eps)
-    routed_gates = routed_gates / total * selected.sum(-1, keepdims=True)
+    routed_gates = routed_gates / total * num_selected(budget, **choice)
     shared_gates = shared_gates * budget.shared
 
   groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
