@@ -176,11 +176,11 @@ def _source(name: str, code: str, **properties: _typing.Any) -> None:
   register_source(name, f"moh_jax.data.{code}", **properties)
 
 
-_FILES = ("class_list", "decode")
+_LIST = ("class_list",)
 _source("digits", "stand_ins:DigitsSource", has_path=False)
-_source("image_folder", "folders:ImageFolderSource", options=_FILES)
-_source("array_record", "packed:PackedImages", options=("decode",))
-_TABLES = (*_FILES, "label_column")
+_source("image_folder", "sources:ImageFolderSource", options=_LIST)
+_source("array_record", "packed:PackedImages")
+_TABLES = (*_LIST, "label_column")
 _source("parquet", "tables:TableSource", options=_TABLES)
 _source("latents", "packed:LatentSource", holds=("latents",))
 _BOTH = ("images", "latents")

@@ -26,7 +26,7 @@ class Options(command.Checkpoint, command.Output):
 def run(options: Options) -> int:
   """Prints the most probable classes of each image."""
   from moh_jax.data.decode import read_image
-  from moh_jax.data.folders import find_images
+  from moh_jax.data.sources import find_images
 
   metadata, _ = options.stored("classify")
   files = find_images(options.images)

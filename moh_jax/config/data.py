@@ -86,12 +86,6 @@ class DataConfig(ExamplesConfig):
       labels of "image_folder" and "parquet"; "" is alphabetical order, or that
       of the tables.
     label_column: column of the labels of "parquet"; "" finds it.
-    decode: what is decoded and resized. "exact" decodes at full scale, and
-      Pillow resizes. "fast" resizes with cykooz_resizer, repeats colours of
-      JPEG files that have fewer of them than pixels, and lets random crops
-      (`augment` "crop_flip" with `repeats` 1) that are more than four times as
-      large as the model's input decode JPEG at 1/2, 1/4 or 1/8: less than 1 of
-      255 levels on average from "exact". It needs the extra `images`.
     bad_images: what a training image that cannot be read does: "raise" ends the
       run when it is reached, "skip" takes another image in its place and warns,
       "check" reads all images before the first step and names the bad ones.
@@ -114,14 +108,13 @@ class DataConfig(ExamplesConfig):
   val_share: base.Share = 0.0
   class_list: str = ""
   label_column: str = ""
-  decode: Literal["exact", "fast"] = "exact"
   bad_images: Literal["raise", "skip", "check"] = "raise"
   eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
   mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
   std: tuple[Annotated[float, base.Range(0, 1e6, "(]")], ...] | None = None
 
   def check(self) -> None:
-    """Paths, decoding and normalization fit the source and one another."""
+    """Paths and normalization fit the source and one another."""
     parse_policy(self.auto_augment)
     super().check()
     mean, std = self.mean, self.std

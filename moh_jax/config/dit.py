@@ -118,8 +118,7 @@ class EncodeOptions(base.Section):
       (default: the autoencoder's).
     batch_size: images that this process's devices encode at a time.
     shard_size: images of a shard.
-    bad_images: "raise", or "skip": leave out what cannot be read or is smaller
-      than `image_size`.
+    bad_images: "raise", or "skip": leave out what cannot be read.
     threads: that read and crop.
   """
 

@@ -5,11 +5,9 @@ than Pillow to the same pixels, as both call libjpeg-turbo. What it cannot read,
 or only with a warning, is left to Pillow, so errors are Pillow's too.
 """
 
-import functools
 import io
 import os
-import threading
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from etils import epath
@@ -29,12 +27,6 @@ _ORIENTATIONS = (b"Exif\x00", b"tiff:Orientation")
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
-# A crop is decoded at a scale that leaves it at least so many times its size.
-# Photographs that are halved so differ from wholly decoded ones by
-# 0.6 of 255 levels on average (1.6 with 1, 0.3 with 3).
-_SPARE = 2
-_FACTORS = (8, 4, 2)  # scales that libjpeg-turbo decodes faster
-_OF_THREAD = threading.local()
 
 
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
@@ -91,25 +83,13 @@ def _orientation(image: Image.Image) -> int:
   return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
-def decode_image(
-  content: bytes,
-  channels: int,
-  name: str,
-  factor: int = 1,
-  *,
-  fast: bool = False,
-) -> np.ndarray:
+def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
   """Decodes one image from the bytes of its file.
 
   Args:
     content: of the file.
     channels: 1 converts to grey, 3 to RGB.
     name: name of the image, for error messages.
-    factor: 2, 4 or 8 decodes a JPEG file to so many times fewer rows and
-      columns (rounded up), which takes less time; only for JPEG.
-    fast: does not interpolate the colours of a JPEG file that has fewer of them
-      than pixels, which changes these by about a level on average. Only with
-      simplejpeg.
 
   Returns:
     [X, Y, channels] uint8.
@@ -117,12 +97,10 @@ def decode_image(
   Raises:
     ValueError: the bytes are not an image, or truncated.
   """
-  pixels = _decode_jpeg(content, channels, factor, fast)
+  pixels = _decode_jpeg(content, channels)
   if pixels is not None:
     return pixels
   with open_image(io.BytesIO(content), name) as image:
-    if factor > 1:
-      image.draft(None, (image.width // factor, image.height // factor))
     try:
       return to_pixels(image, channels)
     except Exception as error:  # a damaged image raises nearly anything
@@ -131,26 +109,18 @@ def decode_image(
       ) from error
 
 
-def _decode_jpeg(
-  content: bytes, channels: int, factor: int, fast: bool
-) -> np.ndarray | None:
+def _decode_jpeg(content: bytes, channels: int) -> np.ndarray | None:
   """Decodes a JPEG file by simplejpeg; None leaves it to Pillow."""
   is_turned = any(mark in content for mark in _ORIENTATIONS)
   if simplejpeg is None or is_turned or not content.startswith(_JPEG):
     return None
+  ours, theirs = {1: ("Gray", "GRAY"), 3: ("YCbCr", "RGB")}[channels]
   try:
-    height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
-    if colours != {1: "Gray", 3: "YCbCr"}[channels]:
-      return None
-    return simplejpeg.decode_jpeg(
-      content,
-      {1: "GRAY", 3: "RGB"}[channels],
-      min_height=-(-height // factor),
-      min_width=-(-width // factor),
-      fastupsample=fast,
-    )
+    if simplejpeg.decode_jpeg_header(content)[2] == ours:
+      return simplejpeg.decode_jpeg(content, theirs)
   except ValueError:
-    return None
+    pass
+  return None
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
@@ -180,102 +150,27 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
   return to_array(image.convert(_MODES[channels]))
 
 
-class LaterImage(NamedTuple):
-  """A JPEG file that a crop decodes at the scale that it needs.
-
-  Attributes:
-    content: of the file.
-    place: names it in messages.
-    shape: upright rows, columns, channels.
-  """
-
-  content: bytes
-  place: str
-  shape: tuple[int, int, int]
-
-
-def decode_later(
-  content: bytes, channels: int, name: str
-) -> np.ndarray | LaterImage:
-  """As `decode_image`, but of a JPEG file only the header is read.
-
-  Raises:
-    ValueError: it is damaged; the message names it.
-  """
-  if not content.startswith(_JPEG):
-    return decode_image(content, channels, name)
-  size, _ = describe_image(content, name)
-  return LaterImage(content, name, (*size, channels))
-
-
 def resize(
-  image: np.ndarray | LaterImage,
+  image: np.ndarray,
   size: tuple[int, int],
   box: tuple | None = None,
   resample: Image.Resampling = Image.Resampling.BICUBIC,
-  *,
-  fast: bool = False,
-  reduced: bool = False,
 ) -> np.ndarray:
   """Resizes an image with antialiasing.
 
   Args:
-    image: [X, Y, channels] uint8, or one to decode as far as `box` needs.
+    image: [X, Y, channels] uint8.
     size: rows and columns of the result.
     box: part of the image to read, (left, upper, right, lower) in pixels; None
       reads all of it.
     resample: Pillow's filter.
-    fast: resize with cykooz_resizer, bicubic whatever `resample` says: Pillow's
-      result within a few levels (0.2 on average of photographs). An image that
-      is to be decoded for a box is decoded as `fast` of `decode_image` says.
-    reduced: decode at a half, a quarter or an eighth of the sides where the box
-      has twice the rows and columns of `size` there.
 
   Returns:
     [*size, channels] uint8.
-
-  Raises:
-    ValueError: the image is to be decoded, and damaged.
   """
-  if isinstance(image, LaterImage):
-    factor = 1
-    if box and reduced:
-      scale = min((box[3] - box[1]) / size[0], (box[2] - box[0]) / size[1])
-      factor = next((n for n in _FACTORS if n * _SPARE <= scale), 1)
-    known = image.content, image.shape[-1], image.place
-    image = decode_image(*known, factor, fast=fast and box is not None)
-    box = box and tuple(edge / factor for edge in box)
   if image.shape[:2] == tuple(size) and box is None:
     return image
-  if fast:
-    return _resize_fast(image, size, box or (0, 0, *image.shape[1::-1]))
   return to_array(to_picture(image).resize(size[::-1], resample, box=box))
-
-
-def _resize_fast(
-  image: np.ndarray, size: tuple[int, int], box: tuple
-) -> np.ndarray:
-  lib, pixels, bicubic = _cykooz(image.shape[-1])
-  left, upper, right, lower = box
-  rows, columns, channels = image.shape
-  source = lib.ImageData(columns, rows, pixels, image.tobytes())
-  target = lib.ImageData(size[1], size[0], pixels)
-  crop = lib.CropBox(left, upper, right - left, lower - upper)
-  options = lib.ResizeOptions(resize_alg=bicubic, crop_box=crop)
-  # One per thread: it holds memory that is used again.
-  if not hasattr(_OF_THREAD, "resizer"):
-    _OF_THREAD.resizer = lib.Resizer()
-  _OF_THREAD.resizer.resize(source, target, options)
-  return np.frombuffer(target.get_buffer(), np.uint8).reshape(*size, channels)
-
-
-@functools.cache
-def _cykooz(channels: int) -> tuple:
-  """The library cykooz_resizer, its type of the pixels, and the filter."""
-  import cykooz_resizer as lib  # which `make_source` has asked for
-
-  pixels = lib.PixelType.U8 if channels == 1 else lib.PixelType.U8x3
-  return lib, pixels, lib.ResizeAlg.convolution(lib.FilterType.catmull_rom)
 
 
 def to_picture(image: np.ndarray) -> Image.Image:

@@ -11,7 +11,7 @@ from moh_jax.config import Config, imported
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SOURCES, get_source
 from moh_jax.data.sequences import COUNTED
-from moh_jax.data.sources import is_latent
+from moh_jax.data.sources import EncodedSource, is_latent
 from moh_jax.runtime.steps import workdir
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1].
@@ -153,8 +153,8 @@ def data_at(config: Config, path: str) -> dict[str, Any]:
     return {**_usual(config.data), "source": "tokens", "path": path}
   kind = get_source(config.data)
   # Sources that do not decode image files read files of their own kind.
-  is_own = kind.has_path and "decode" not in kind.options
-  if "images" not in kind.holds or is_own:
+  is_own = not issubclass(imported(kind.source), EncodedSource)
+  if "images" not in kind.holds or (is_own and kind.has_path):
     return {"path": path}
   from moh_jax.data.packed import source_at  # whose libraries take a while
 

@@ -9,10 +9,8 @@ and each row of a global batch always holds the same example.
 """
 
 import functools
-import logging
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,20 +22,16 @@ import numpy as np
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.registry import get_source
 from moh_jax.data import transforms
-from moh_jax.data.sources import CheckedSource, crops_center, is_latent
+from moh_jax.data.sources import CheckedSource, is_latent
 
 Batch = dict[str, np.ndarray]
 # Operations on images hold Python's lock for a tenth (crop and flip) to a third
 # (RandAugment too) of their time, so a process keeps 3 to 9 CPUs busy at most.
 _CPUS_PER_WORKER, _MOST_WORKERS = 16, 8
-# Batches of a worker in shared memory, where processes exchange them: one that
-# is sent, one that waits, one that is used.
-_SHARED_BATCHES = 3
+# Processes exchange batches there; a container of Docker has 64 MB of it.
 _SHARED_MEMORY = "/dev/shm"
+_SHARED_BATCHES = 3  # of each: one is sent, one waits, one is used
 _EPOCH_STEP = 256  # examples: the length of a repeated epoch is a multiple
-_MOST_KEPT = 32  # images that wait for their next copy
-_log = logging.getLogger(__name__)
-
 
 # Random access to examples, which are dicts of arrays.
 Source = grain.sources.RandomAccessDataSource[dict[str, Any]]
@@ -55,17 +49,10 @@ def train_images(config: Config, source: CheckedSource) -> grain.MapDataset:
     and `transforms.normalizer` makes float32 of them on the device; latents are
     float32.
   """
-  data, recipe, seed = config.data, train_recipe(config), config.train.seed
-  if (data.decode, data.augment, data.repeats) == ("fast", "crop_flip", 1):
-    # The crop reads the files, to decode no more than it needs.
-    crop, *recipe = recipe
-    numbers = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat()
-    read = functools.partial(source.fitted, crop.random_map)
-    return numbers.random_map(read).apply(recipe)
-  dataset = grain.MapDataset.source(source).seed(seed).shuffle()
-  if data.repeats > 1:  # copies of an image share one decoding of it
-    dataset = RepeatedImages(dataset, data.repeats)
-  return dataset.repeat().apply(recipe)
+  dataset = grain.MapDataset.source(source).seed(config.train.seed).shuffle()
+  if config.data.repeats > 1:
+    dataset = RepeatedImages(dataset, config.data.repeats)
+  return dataset.repeat().apply(train_recipe(config))
 
 
 def held_out_images(config: Config, source: CheckedSource) -> grain.MapDataset:
@@ -77,13 +64,9 @@ def held_out_images(config: Config, source: CheckedSource) -> grain.MapDataset:
   dataset = grain.MapDataset.source(source)
   if is_latent(config):
     return dataset.apply(_of_latents(config, transforms.MeanLatent))
-  fit = transforms.eval_fit(config.data, config.model)
-  if crops_center(config, "val"):
-    fit = transforms.CenterCrop(config.model.input_shape[:2])
-  if config.data.decode == "fast":
-    read = functools.partial(source.fitted, fit.map)
-    return grain.MapDataset.range(len(source)).map(read)
-  return dataset.apply(fit)
+  if "diffusion" in config.sections:
+    return dataset.apply(transforms.CenterCrop(config.model.input_shape[:2]))
+  return dataset.apply(transforms.eval_fit(config.data, config.model))
 
 
 def train_recipe(config: Config) -> list:
@@ -107,8 +90,7 @@ class RepeatedImages(grain.MapDataset):
 
   An epoch is the beginning of a shuffled one, as long as that rounded down to a
   multiple of 256: the order over all processes, and the length, of the sampler
-  of DeiT and timm. An image is read once for the copies that a process needs at
-  about the same time, so they share its arrays, which nobody may write to.
+  of DeiT and timm.
   """
 
   def __init__(self, parent: grain.MapDataset, copies: int):
@@ -122,24 +104,13 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    self._lock, places = threading.Lock(), functools.lru_cache(_MOST_KEPT)
-    self._place = places(lambda image: (threading.Lock(), []))
-
-  def __reduce__(self) -> tuple:  # a worker keeps images of its own
-    return RepeatedImages, (self._parent, self._copies)
 
   def __len__(self) -> int:
     return self._length
 
   def __getitem__(self, index: int) -> Any:
     epoch, place = divmod(index, self._length)
-    image = epoch * len(self._parent) + place // self._copies
-    with self._lock:
-      lock, found = self._place(image)
-    with lock:  # the first of several threads reads it for all
-      if not found:
-        found.append(self._parent[image])
-    return found[0]
+    return self._parent[epoch * len(self._parent) + place // self._copies]
 
 
 class TrainBatches:
@@ -263,33 +234,21 @@ def worker_count(
 ) -> int:
   """Processes to make batches; 0 leaves it to threads of this process.
 
-  They are no more than the batches that fit in shared memory, where the system
-  has such a folder.
-
   Args:
-    data: section `data` of the config.
+    data: section `data` of the config. Unless it says how many, images get one
+      for each 16 CPUs, as far as their batches fit in shared memory.
     examples: of the batches; the first one tells the bytes of all.
-    local_batch: examples of a batch, which processes send in shared memory.
+    local_batch: examples of a batch.
   """
-  wanted = data.workers
-  if wanted is None:
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    # Reading text is quick. Images of a large host keep one Python too busy.
-    most = 0 if data.reads == "text" else _MOST_WORKERS
-    wanted = min(most, cpus // _CPUS_PER_WORKER)
-  if not wanted or not os.path.isdir(_SHARED_MEMORY):
-    return wanted
-  arrays = map(np.asarray, jax.tree.leaves(examples[0]))
-  needed = _SHARED_BATCHES * local_batch * sum(array.nbytes for array in arrays)
-  fitting = shutil.disk_usage(_SHARED_MEMORY).free // needed
-  if wanted > fitting:
-    _log.warning(
-      "%d processes make batches, not %d: %s has no room for %d batches of "
-      "each (Docker gives 64 MB without --shm-size)",
-      *(fitting, wanted, _SHARED_MEMORY, _SHARED_BATCHES),
-    )
-  return min(wanted, fitting)
+  if data.workers is not None or data.reads == "text":
+    return data.workers or 0
+  usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))
+  most = min(len(usable(0)) // _CPUS_PER_WORKER, _MOST_WORKERS)
+  if most and os.path.isdir(_SHARED_MEMORY):
+    arrays = map(np.asarray, jax.tree.leaves(examples[0]))
+    needed = _SHARED_BATCHES * local_batch * sum(x.nbytes for x in arrays)
+    most = min(most, shutil.disk_usage(_SHARED_MEMORY).free // needed)
+  return most
 
 
 class _BatchRows(grain.MapDataset):

@@ -1,4 +1,4 @@
-"""Sources of labelled images: what all have in common, and that of a run.
+"""Sources of labelled images: what all have in common, and folders of files.
 
 Example i of a source is {"image": [X, Y, channels] uint8, "label": int32}. In
 sources of latents "image" is the stored posterior, see `packed.py`.
@@ -7,20 +7,24 @@ sources of latents "image" is the stored posterior, see `packed.py`.
 import abc
 import concurrent.futures
 import contextlib
+import glob
 import hashlib
 import logging
+import math
+import os
 import pathlib
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moh_jax.config import Config, imported
-from moh_jax.config.registry import get_source
+from moh_jax.config.registry import SPLITS, MissingSplitError, get_source
 from moh_jax.data import decode
-from moh_jax.data.identity import Identity
-from moh_jax.data.input_files import import_extra
+from moh_jax.data.identity import Identity, of_files
+from moh_jax.data.input_files import SPLIT_WORDS
+from moh_jax.runtime.alive import alive
 
 Example = dict[str, Any]
 FLAT_CLASS = "images"  # the one class of a folder without class folders
@@ -30,6 +34,10 @@ _MOST_NAMED = 10  # bad images, or classes, in one message
 _LOOKED_AT = 64
 # Sides of inputs are multiples of this, which every stage can halve.
 _SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
+_SUFFIXES = (
+  *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff"),
+  *(".gif", ".avif", ".jp2", ".ppm", ".pgm"),
+)
 _LOG = logging.getLogger(__name__)
 
 
@@ -200,16 +208,145 @@ class EncodedSource(ImageSource):
 
   def __getitem__(self, index: int) -> Example:
     """Returns a decoded example."""
-    return self._example(index, decode.decode_image)
-
-  def later(self, index: int) -> Example:
-    """As `source[index]`, but "image" of a JPEG file is not yet decoded."""
-    return self._example(index, decode.decode_later)
-
-  def _example(self, index: int, read: Callable[..., Any]) -> Example:
     record = self.read(index)
-    image = read(record.content, self.channels, record.place)
+    image = decode.decode_image(record.content, self.channels, record.place)
     return {"image": image, "label": np.int32(record.label)}
+
+
+class ImageFolderSource(EncodedSource):
+  """Source of the image files of a split.
+
+  A directory has train/ and val/, or the images of both, of which a share may
+  be held out as "val"; see `list_images` and `hold_out`.
+  """
+
+  def __init__(
+    self, path: str, split: str, channels: int, selection: Selection = ALL
+  ):
+    """Lists the files of a split.
+
+    Args:
+      path: local directory of the splits.
+      split: "train" or "val".
+      channels: 1 converts to grey, 3 to RGB.
+      selection: of the images.
+
+    Raises:
+      MissingSplitError: there is no such split.
+      FileNotFoundError: there is no such directory, or no image in it.
+      ValueError: a class folder holds no image or is none of `class_names`, or
+        a split would be left without images.
+    """
+    root, share = pathlib.Path(path), selection.val_share
+    if not root.is_dir():
+      raise FileNotFoundError(
+        f"data.path={path!r}: no such directory; --config.data.path=DIR names "
+        "yours"
+      )
+    found = [name for name in SPLITS if (root / name).is_dir()]
+    divided = "val" not in found and share > 0
+    name = "train" if divided else split
+    if name not in (found or SPLITS[:1]):
+      hint = "" if "val" in found else ", or data.val_share above 0"
+      raise MissingSplitError(
+        f"data.path={path!r} has no directory {split!r}; expected "
+        f"{path}/{split}/CLASS/*.jpg{hint}"
+      )
+    self._root, self.channels = root / name if found else root, channels
+    self.class_names, self._files = list_images(self._root)
+    if divided:
+      names, labels = zip(*self._files)
+      chosen = hold_out(names, labels, split, share, self._root)
+      self._files = [self._files[i] for i in chosen]
+    if selection.class_names:
+      self.class_names, labels = match_classes(
+        self.class_names, selection.class_names, str(self._root)
+      )
+      self._files = [(name, labels[label]) for name, label in self._files]
+
+  @property
+  def fingerprint(self) -> str:
+    """Identifies the list of images: names, labels and sizes."""
+    names, labels = zip(*self._files)
+    found = of_files(self._root, names, str(labels).encode())
+    return f"{len(self)} files, xxh3 {found}"
+
+  def __len__(self) -> int:
+    return len(self._files)
+
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded."""
+    name, label = self._files[index]
+    path = self._root / name
+    return Record(label, str(path), path.read_bytes())
+
+  def name(self, index: int) -> str:
+    """The image's "CLASS/NAME"."""
+    return self._files[index][0]
+
+
+@alive("listing the images")
+def list_images(
+  root: pathlib.Path,
+) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
+  """Lists the images ROOT/CLASS/*, classes by number, then by name.
+
+  A flat folder, of images and no other folders, is one class. What is hidden
+  (".name") or no image is left out.
+
+  Returns:
+    The class names, and for each file its name below `root` and its label.
+
+  Raises:
+    FileNotFoundError: there is no image in it, or in one of its folders.
+    ValueError: the folders are splits.
+  """
+  with os.scandir(root) as entries:
+    classes = [
+      entry.name
+      for entry in entries
+      if entry.is_dir() and not entry.name.startswith(".")
+    ]
+  classes.sort(key=lambda n: (int(n) if n.isdecimal() else math.inf, n))
+  if len(classes) > 1 and {n.lower() for n in classes} <= SPLIT_WORDS.keys():
+    raise ValueError(
+      f"{root}: {', '.join(classes)} are splits, no classes; they must be "
+      "called train and val"
+    )
+  files = []
+  for label, name in enumerate(classes or [""]):
+    found = sorted(
+      file
+      for file in os.listdir(root / name)
+      if file.lower().endswith(_SUFFIXES) and not file.startswith(".")
+    )
+    if not found:
+      raise FileNotFoundError(
+        f"{root / name} holds no image with a suffix in {_SUFFIXES}; expected "
+        f"{root}/CLASS/* (of shards and tables set data.source)"
+      )
+    files += [(f"{name}/{file}".lstrip("/"), label) for file in found]
+  return tuple(classes) or (FLAT_CLASS,), files
+
+
+def find_images(paths: Iterable[str]) -> list[str]:
+  """Image files: those given, and all in and below the folders given.
+
+  Raises:
+    FileNotFoundError: a folder holds none.
+  """
+  files = []
+  for path in paths:
+    found = [path]
+    if os.path.isdir(path):
+      below = glob.iglob(f"{glob.escape(path)}/**", recursive=True)  # no hidden
+      found = sorted(x for x in below if x.lower().endswith(_SUFFIXES))
+    if not found:
+      raise FileNotFoundError(
+        f"{path} holds no image file with a suffix in {_SUFFIXES}"
+      )
+    files += found
+  return files
 
 
 def hold_out(
@@ -307,14 +444,6 @@ def is_latent(config: Config) -> bool:
   return "diffusion" in config.sections and config.diffusion.space == "latent"
 
 
-def crops_center(config: Config, split: str) -> bool:
-  """Whether images of a split get ADM's centre crop, see `CenterCrop`."""
-  if is_latent(config):
-    return False
-  center = config.data.augment == "center_flip"
-  return center or (split == "val" and "diffusion" in config.sections)
-
-
 def make_source(
   config: Config, split: str, class_names: tuple[str, ...] = ()
 ) -> "CheckedSource":
@@ -337,8 +466,6 @@ def make_source(
     ValueError: the data is damaged or does not fit the model or its classes.
   """
   data, model = config.data, config.model
-  if data.decode == "fast":
-    import_extra("cykooz_resizer", "data.decode='fast'", "images")
   source = imported(get_source(data).source).open(config, split, class_names)
   where, names = f"{data.path or data.source}, {split}", source.class_names
   if (len(names), source.channels) != (model.num_classes, model.channels):
@@ -358,11 +485,8 @@ def make_source(
   _LOG.info(
     "data: %s: %d examples of %d classes", where, len(source), len(names)
   )
-  checked = CheckedSource(
-    source,
-    skip=data.bad_images == "skip" and split == "train",
-    smallest=model.input_shape[:2] if crops_center(config, split) else (1, 1),
-  )
+  skip = data.bad_images == "skip" and split == "train"
+  checked = CheckedSource(source, skip=skip)
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
@@ -377,22 +501,15 @@ class CheckedSource:
   its positions whatever images are bad.
   """
 
-  def __init__(
-    self,
-    source: Any,
-    *,
-    skip: bool,
-    smallest: tuple[int, ...] = (1, 1),
-  ):
+  def __init__(self, source: Any, *, skip: bool):
     """Wraps a source.
 
     Args:
       source: source that raises ValueError or OSError for an example that it
         cannot read.
       skip: whether bad images are replaced; otherwise they raise.
-      smallest: minimum rows and columns of an image, or of latents.
     """
-    self._source, self._skip, self._smallest = source, skip, smallest
+    self._source, self._skip = source, skip
     self._bad: set[int] = set()
 
   def __getattr__(self, name: str) -> Any:
@@ -404,28 +521,10 @@ class CheckedSource:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Example:
-    return self._first_good(index, self._source.__getitem__)
-
-  def fitted(
-    self, fit: Callable[..., Example], index: int, *rng: np.random.Generator
-  ) -> Example:
-    """What `fit` makes of the image file `index`, or of the next good one.
-
-    Args:
-      fit: maps an example, and a generator where one is given, to another. Its
-        "image" may be a file that `decode.resize` decodes as far as needed.
-      index: of the example.
-      *rng: a generator for `fit`, or none.
-    """
-    return self._first_good(index, self._source.later, fit, *rng)
-
-  def _first_good(
-    self, index: int, read: Callable[[int], Example], fit: Any = dict, *rng: Any
-  ) -> Example:
     for step in range(len(self)):
       candidate = (index + step) % len(self)
       try:
-        return fit(self._checked(read(candidate), candidate), *rng)
+        return self._checked(candidate)
       except (ValueError, OSError) as error:
         if not self._skip:
           raise
@@ -447,7 +546,7 @@ class CheckedSource:
 
     def error(index: int) -> str:
       try:
-        self._checked(self._source[index], index)
+        self._checked(index)
       except (ValueError, OSError) as bad:
         return str(bad)
       return ""
@@ -461,18 +560,13 @@ class CheckedSource:
         f"{'; '.join(bad[:_MOST_NAMED])}"
       )
 
-  def _checked(self, example: Example, index: int) -> Example:
-    """The example, of one of the classes and large enough."""
-    label, classes = np.int32(example["label"]), len(self._source.class_names)
-    (rows, columns), least = example["image"].shape[:2], self._smallest
-    wrong = ""
+  def _checked(self, index: int) -> Example:
+    """An example, whose label is one of the classes."""
+    example, classes = self._source[index], len(self._source.class_names)
+    label = np.int32(example["label"])
     if not 0 <= label < classes:
-      wrong = f"label={label} must be in [0, {classes - 1}]"
-    elif rows < least[0] or columns < least[1]:
-      wrong = (
-        f"{rows} x {columns} pixels (rows x columns), at least {least[0]} "
+      raise ValueError(
+        f"{self._source.name(index)}: label={label} must be in [0, "
+        f"{classes - 1}]"
       )
-      wrong += f"x {least[1]} needed"
-    if wrong:
-      raise ValueError(f"{self._source.name(index)}: {wrong}")
     return {**example, "label": label}

@@ -26,12 +26,10 @@ class Resize(grain.transforms.Map):
   """Resizes to `size` (rows, columns), whatever the aspect ratio."""
 
   size: tuple[int, int]
-  fast: bool = False  # see `decode.resize`
 
   def map(self, element: Example) -> Example:
     """Resizes one example."""
-    image = resize(element["image"], self.size, fast=self.fast)
-    return {**element, "image": image}
+    return {**element, "image": resize(element["image"], self.size)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +43,6 @@ class ResizeCenterCrop(grain.transforms.Map):
 
   shorter: int
   size: tuple[int, int]
-  fast: bool = False  # see `decode.resize`
 
   def map(self, element: Example) -> Example:
     """Resizes and crops one example."""
@@ -62,7 +59,7 @@ class ResizeCenterCrop(grain.transforms.Map):
       edges.append((start * step, min((start + wanted) * step, side)))
     (upper, lower), (left, right) = edges
     box = left, upper, right, lower
-    return {**element, "image": resize(image, self.size, box, fast=self.fast)}
+    return {**element, "image": resize(image, self.size, box)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,19 +136,17 @@ class RandomCropFlip(grain.transforms.RandomMap):
     size: rows and columns of the result.
     area: smallest and largest area of a crop over the image's area.
     aspect: smallest and largest width over height of a crop.
-    fast: see `decode.resize`; also decodes large crops at a smaller scale.
   """
 
   size: tuple[int, int]
   area: tuple[float, float] = (0.08, 1.0)
   aspect: tuple[float, float] = (3 / 4, 4 / 3)
-  fast: bool = False
 
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     """Crops, resizes and flips one example."""
     image = element["image"]
     box = self._box(image.shape[:2], rng)
-    image = resize(image, self.size, box, fast=self.fast, reduced=self.fast)
+    image = resize(image, self.size, box)
     if rng.random() < 0.5:
       image = image[:, ::-1]
     return {**element, "image": image}
@@ -239,12 +234,12 @@ def _scaled(latent: np.ndarray, scaling: LatentScaling) -> np.ndarray:
 
 def train_transforms(data: DataConfig, model: ImageModel) -> list:
   """The transforms of training images, in order; pixels stay uint8."""
-  size, fast = model.input_shape[:2], data.decode == "fast"
-  fit: list = [Resize(size, fast)]
+  size = model.input_shape[:2]
+  fit: list = [Resize(size)]
   if data.augment == "center_flip":
     fit = [CenterCrop(size), RandomFlip()]
   elif data.augment == "crop_flip":
-    fit = [RandomCropFlip(size, fast=fast)]
+    fit = [RandomCropFlip(size)]
   elif data.augment == "shift":
     fit.append(RandomShift())
   return [*fit, *augmentations(data)]
@@ -252,9 +247,9 @@ def train_transforms(data: DataConfig, model: ImageModel) -> list:
 
 def eval_fit(data: DataConfig, model: ImageModel) -> Any:
   """What fits a classifier's held-out images, also for `classify`."""
-  size, fast = model.input_shape[:2], data.decode == "fast"
+  size = model.input_shape[:2]
   if data.augment == "center_flip":
     return CenterCrop(size)
   if data.eval_resize:
-    return ResizeCenterCrop(data.eval_resize, size, fast)
-  return Resize(size, fast)
+    return ResizeCenterCrop(data.eval_resize, size)
+  return Resize(size)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moh_jax.data.decode import read_image
-from moh_jax.data.folders import find_images
+from moh_jax.data.sources import find_images
 from moh_jax.data.transforms import center_crop
 from moh_jax.evaluation.metrics import one_late
 from moh_jax.models.inception import Features

@@ -80,9 +80,8 @@ def classify(
     raise ValueError(
       f"images must be a list of images, not one {type(images).__name__}"
     )
-  # A few images need no faster resizing, nor the library of "fast".
-  data = dataclasses.replace(config.data, decode="exact")
-  fit, normalize = eval_fit(data, config.model), normalizer(data)
+  fit = eval_fit(config.data, config.model)
+  normalize = normalizer(config.data)
   ready = [
     fit.map({"image": _pixels(i, image, config.model.channels)})["image"]
     for i, image in enumerate(images)

@@ -21,7 +21,7 @@ from moh_jax.data.packed import (
   shard_items,
 )
 from moh_jax.data.shards import OpenShard, ShardWriter
-from moh_jax.data.sources import CheckedSource, EncodedSource
+from moh_jax.data.sources import EncodedSource
 from moh_jax.data.transforms import CenterCrop
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime.batches import shard_batch
@@ -117,13 +117,12 @@ def _read_images(
 ) -> Iterator[_Image]:
   """Reads images ahead of their use."""
   size = (options.image_size,) * 2
-  checked = CheckedSource(source, skip=False, smallest=size)
   crop = CenterCrop(size).map
 
   def read(place: int) -> _Image:
     name = source.name(place)
     try:
-      example = crop(checked[place])
+      example = crop(source[place])
     except (ValueError, OSError) as error:
       if options.bad_images == "skip":
         return name, 0, str(error)

@@ -4,9 +4,8 @@ import chex
 
 from moh_jax.config.registry import SPLITS
 from moh_jax.data import sources
-from moh_jax.data.folders import ImageFolderSource
 from moh_jax.data.packed import PackedImages
-from moh_jax.data.sources import Selection
+from moh_jax.data.sources import ImageFolderSource, Selection
 from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.data.tokens import TokenSet
 from moh_jax.training import denoising

@@ -164,7 +164,6 @@ _REFUSED = (
   ("vae", "block_out_channels", (64, 48), "multiples of vae.norm_groups=32"),
   ("vae", "scaling", LatentScaling(mean=(0.1,)), "must have 4 values"),
   ("data", "source", "image_folder", "path='' must name the directory of"),
-  ("data", "decode", "fast", "'exact' with data.source='fake'; it is for ('im"),
   ("data", "class_list", "x.txt", "for ('image_folder', 'parquet')"),
   ("data", "label_column", "y", "for ('parquet',)"),
   ("data", "mean", (), "must have one value per channel"),

@@ -113,14 +113,11 @@ class DecodersTest(parameterized.TestCase):
       {"progressive": True},
     ),
   )
-  def test_pixels_are_equal_at_every_scale(self, mode, channels, options):
+  def test_pixels_are_equal(self, mode, channels, options):
     content = encode(photo(mode=mode), quality=92, **options)
-    for factor in (1, 2, 4, 8):
-      found = decode.decode_image(content, channels, "x", factor)
-      expected = by_pillow(content, channels, "x", factor)
-      np.testing.assert_array_equal(found, expected)
-      shape = (-(-167 // factor), -(-251 // factor), channels)
-      self.assertEqual(found.shape, shape)
+    found = decode.decode_image(content, channels, "x")
+    np.testing.assert_array_equal(found, by_pillow(content, channels, "x"))
+    self.assertEqual(found.shape, (167, 251, channels))
 
   @parameterized.parameters(1, 3, 6, 8)
   def test_turned_photographs_are_upright(self, orientation):
@@ -173,48 +170,13 @@ class EvaluationTest(parameterized.TestCase):
   @parameterized.product(
     size=((500, 375), (333, 500), (301, 299)),
     resize=((256, (224, 224)), (438, (384, 384)), (96, (96, 192))),
-    fast=(False, True),
   )
-  def test_equals_torchvision_on_photographs(self, size, resize, fast):
-    if fast:
-      pytest.importorskip("cykooz_resizer")
+  def test_equals_torchvision_on_photographs(self, size, resize):
     picture = photo(size)
     expected = _torchvision(picture, *resize)
-    crop = transforms.ResizeCenterCrop(*resize, fast)
+    crop = transforms.ResizeCenterCrop(*resize)
     ours = crop.map({"image": np.asarray(picture)})["image"]
     difference = np.abs(ours.astype(int) - expected)
     # Pillow rounds between its two passes, whose order depends on the box.
     self.assertLessEqual(difference.mean(), 0.25)
     self.assertLessEqual(difference.max(), 12)
-
-
-class LaterTest(parameterized.TestCase):
-  @parameterized.product(
-    box=((0, 0, 300, 70), (40.5, 30.25, 190, 100)),
-    size=((64, 64), (200, 300)),
-    fast=(False, True),
-  )
-  def test_crop_is_that_of_all_pixels(self, box, size, fast):
-    if fast:
-      pytest.importorskip("cykooz_resizer")
-    content = encode(photo((300, 200)), quality=95)
-    later = decode.decode_later(content, 3, "x")
-    whole = decode.decode_image(content, 3, "x", fast=fast)
-    np.testing.assert_array_equal(
-      decode.resize(later, size, box, fast=fast),
-      decode.resize(whole, size, box, fast=fast),
-    )
-
-  @parameterized.parameters(
-    ((0, 0, 800, 600), 32, 8),
-    ((0, 0, 800, 600), 50, 4),
-    ((0, 0, 800, 600), 160, 1),
-    ((10, 20, 410, 270), 32, 2),
-  )
-  def test_scale_follows_from_the_crop(self, box, side, factor):
-    later = decode.decode_later(encode(photo((800, 600))), 3, "x")
-    with mock.patch.object(
-      decode, "decode_image", wraps=decode.decode_image
-    ) as decoded:
-      decode.resize(later, (side, side), box, reduced=True)
-    self.assertEqual(decoded.call_args.args[3], factor)

@@ -19,8 +19,7 @@ from PIL import Image
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.data import packed as packed_lib
 from moh_jax.data import pipeline, sequences, stdlib
-from moh_jax.data.folders import ImageFolderSource
-from moh_jax.data.sources import Selection, make_source
+from moh_jax.data.sources import ImageFolderSource, Selection, make_source
 from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.data.tokens import tokenize
 from tests.data import tiny_images, tiny_sets, tiny_text
@@ -33,10 +32,8 @@ _RECIPES = {
   "none": {},
   "shift": {"augment": "shift"},
   "crop_flip": {"augment": "crop_flip"},
-  "crop_flip, fast": {"augment": "crop_flip", "decode": "fast"},
   "center_flip": {"augment": "center_flip"},
   "eval_resize": {"augment": "crop_flip", "eval_resize": 20},
-  "eval_resize, fast": {"eval_resize": 20, "decode": "fast"},
   "all changes": {"augment": "crop_flip", **_ALL_CHANGES},
   "other operations": {"auto_augment": "rand-m5-n3-p0.7-mmax8-inc1"},
   "repeats": {"augment": "crop_flip", "repeats": 3, "random_erasing": 0.5},

@@ -11,8 +11,8 @@ from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SourceKind
 from moh_jax.data import infer, packed
-from moh_jax.data.folders import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data
+from moh_jax.data.sources import ImageFolderSource, ImageSource
 from tests.data import tiny_sets, tiny_text
 from tests.data.tiny_images import put
 from tests.folders import FolderTest
@@ -30,7 +30,7 @@ def _resolved(model, data=None, **sections):
 
 class ImagesTest(FolderTest):
   def test_other_data_of_a_source_of_ones_own_are_read_by_it(self):
-    kind = SourceKind("own", ImageFolderSource, ("images",))
+    kind = SourceKind("own", ImageSource, ("images",))
     config = Config(_VIT, data=DataConfig(path="here"))
     with mock.patch.object(infer, "get_source", return_value=kind):
       found = infer.data_at(config, "there")
@@ -46,7 +46,7 @@ class ImagesTest(FolderTest):
     for i, size in enumerate([stored, stored, (9, 9), (4000, 8)]):
       Image.new("RGB", size).save(folder / f"{i}.png")
     (folder / "4.png").write_text("no image, for data.bad_images to decide on")
-    source = ImageFolderSource(str(self.root / "train"), "", 3)
+    source = ImageFolderSource(str(self.root), "train", 3)
     packed.pack_images(
       source, self.root / "out/train", packed_from="", bad_images="skip"
     )
@@ -93,7 +93,6 @@ class ImagesTest(FolderTest):
       path="nowhere",
       class_list="classes.txt",
       label_column="fine",
-      decode="fast",
     )
     config, assumed = resolve_without_data(Config(_VIT, data=data))
     self.assertEqual(assumed, {"channels": 3, "num_classes": 1000})

@@ -1,14 +1,11 @@
-"""Training streams that decode and resize less (`data.decode`)."""
+"""Batches: their order, their rows by process, repeated images."""
 
-import collections
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import itertools
 import subprocess
 import sys
-import threading
 from unittest import mock
 
 import grain
@@ -17,13 +14,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config
 from moh_jax.data import pipeline, sources
 from moh_jax.data.pipeline import RepeatedImages
 from tests.data import tiny_sets, transforms_test
-from tests.data.image_sources_test import MODEL as _MODEL
-from tests.data.tiny_images import encode, photo
-from tests.folders import FolderTest
 from tests.training import tiny
 
 _FEW = {"num_threads": 2, "prefetch": 2, "mean": (0.5,), "std": (0.5,)}
@@ -93,17 +86,19 @@ class WorkersTest(parameterized.TestCase):
     self.assertEqual(said[1:], said[:1] * 2)
 
 
-class SharedMemoryTest(absltest.TestCase):
+class WorkerCountTest(absltest.TestCase):
   def test_processes_have_room_for_their_batches(self):
-    data = dataclasses.replace(CONFIG.data, workers=4)
-    of_batches = data, [{"image": np.zeros(5_000_000, np.uint16)}], 1
-    with mock.patch.object(pipeline.shutil, "disk_usage") as usage:
-      usage.return_value.free = 120_000_000
-      self.assertEqual(pipeline.worker_count(*of_batches), 4)
-      usage.return_value.free -= 1_000_000
-      with self.assertLogs(level="WARNING") as logs:
-        self.assertEqual(pipeline.worker_count(*of_batches), 3)
-      self.assertIn("3 processes make batches, not 4:", logs.output[0])
+    image = {"image": np.zeros(5_000_000, np.uint16)}
+    with (
+      mock.patch.object(pipeline.os, "sched_getaffinity", lambda _: range(64)),
+      mock.patch.object(pipeline.shutil, "disk_usage") as usage,
+    ):
+      for free, workers in ((120, 4), (119, 3), (10, 0)):
+        usage.return_value.free = free * 10**6
+        found = pipeline.worker_count(CONFIG.data, [image], 1)
+        self.assertEqual(found, workers)
+      asked = dataclasses.replace(CONFIG.data, workers=9)
+      self.assertEqual(pipeline.worker_count(asked, [image], 1), 9)
 
 
 class RowsTest(parameterized.TestCase):
@@ -147,49 +142,6 @@ class EvalBatchesTest(parameterized.TestCase):
       np.testing.assert_array_equal(found[masks], places)
 
 
-class DecodeTest(FolderTest):
-  def test_damaged_images_are_replaced_or_named(self):
-    pytest.importorskip("cykooz_resizer")
-    contents = [encode(photo((400, 300), name=n)) for n in ("china", "flower")]
-    for name, content in zip("ab", (contents[0][:3000], *contents[1:])):
-      path = self.root / "train" / name / "0.jpg"
-      path.parent.mkdir(parents=True)
-      path.write_bytes(content)
-    for bad_images in ("skip", "raise"):
-      data = dataclasses.replace(
-        CONFIG.data, source="image_folder", path=str(self.root), decode="fast",
-        augment="crop_flip", bad_images=bad_images, mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-      )  # fmt: skip
-      config = Config(model=_MODEL, data=data)
-      source = sources.make_source(config, "train")
-      stream = tiny_sets.train_stream(config, source)
-      self.addCleanup(stream.close)
-      if bad_images == "skip":
-        self.assertLen(list(itertools.islice(stream, 6)), 6)
-        continue
-      with self.assertRaisesRegex(ValueError, "a/0.jpg: damaged or trunc"):
-        next(stream)
-
-
-class _Slow:
-  """Examples whose readers wait for one another, and how often each is read."""
-
-  def __init__(self, size, together):
-    self._size, self._lock = size, threading.Lock()
-    self._barrier = threading.Barrier(together)
-    self.reads = collections.Counter()
-
-  def __len__(self):
-    return self._size
-
-  def __getitem__(self, index):
-    with self._lock:
-      self.reads[index] += 1
-    self._barrier.wait(30)
-    return {"image": np.full((4, 4, 1), index, np.uint8)}
-
-
 def _images(size):
   return grain.MapDataset.range(size).seed(0).shuffle()
 
@@ -201,20 +153,6 @@ class RepeatedImagesTest(parameterized.TestCase):
     self.assertEqual(lengths[1_281_167], 1251 * 1024)
     for size, length in lengths.items():
       self.assertLen(RepeatedImages(_images(size), 3), length)
-
-  def test_threads_read_an_image_once_for_its_copies(self):
-    # Four threads read four images at a time, or the barrier breaks.
-    source = _Slow(12, together=4)
-    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
-    repeated = repeated.repeat()
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-      for start in range(0, 36, 12):
-        found = pool.map(repeated.__getitem__, range(start, start + 12))
-        numbers = [example["image"][0, 0, 0] for example in found]
-        self.assertEqual(numbers, list(np.repeat(range(4), 3)))
-    self.assertEqual(
-      source.reads, collections.Counter({i: 3 for i in range(4)})
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import pytest
 from benchmarks import tables
 from docs import write_reference
 from moh_jax.config import (
-  DataConfig,
   LLMConfig,
   OptimConfig,
   RouterConfig,
@@ -180,7 +179,6 @@ def test_tables_of_values_are_whole():
     ("concepts", "form", base.choices(LLMConfig, "attention_impl")),
     ("concepts", "kind", ("two_stage", "query_norm", "gate", "none")),
     ("concepts", "`gate_form`", base.choices(RouterConfig, "gate_form")),
-    ("data", "`data.decode`", base.choices(DataConfig, "decode")),
     ("launching", "`optim.name`", base.choices(OptimConfig, "name")),
   ):
     text = (blocks.ROOT / f"docs/{page}.md").read_text()
