@@ -39,8 +39,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from moh_jax.cli.flags import PREFIX, flag
 from moh_jax.config import Config, MeshConfig, base, check_command
 from moh_jax.config.parse import changed
-from moh_jax.data.input_files import list_files
-from moh_jax.data.text_files import read_texts
+from moh_jax.data.files import list_files, read_texts
 from moh_jax.runtime import files, processes, steps
 from moh_jax.runtime.files import strict_json
 
@@ -397,7 +396,7 @@ class Texts(BaseOptions):
     data: text files, addresses (hf://datasets/...) or quoted patterns with *, ?
       and **: .jsonl, .ndjson and .json hold one JSON object a line, .parquet
       and .arrow a table, any other file is one document; all but tables also
-      .gz or .zst. Or a folder that save_to_disk of the library datasets wrote.
+      .gz or .zst.
     field: field of JSON objects and tables that is the text.
   """
 

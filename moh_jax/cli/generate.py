@@ -112,7 +112,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 def run(options: Options) -> int:
   """Prints or writes the texts; a single one appears as it is written."""
   from moh_jax.data.chat import chat_ids
-  from moh_jax.data.text_files import read_prompts
+  from moh_jax.data.files import read_prompts
   from moh_jax.inference.generate import Generator, complete_file
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.runtime.devices import random_settings

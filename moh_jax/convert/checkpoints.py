@@ -33,8 +33,8 @@ from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import Planned
 from moh_jax.data import tokenizers
 from moh_jax.data.chat import template_names
+from moh_jax.data.files import import_extra
 from moh_jax.data.infer import resolve
-from moh_jax.data.input_files import import_extra
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
 from moh_jax.runtime import checkpoint, steps

@@ -38,7 +38,7 @@ from moh_jax.config import (
 )
 from moh_jax.config.llm import ROPE_SCALINGS
 from moh_jax.convert import rules
-from moh_jax.data.input_files import import_extra
+from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import read_json
 
 _LOG = logging.getLogger(__name__)

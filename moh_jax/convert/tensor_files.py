@@ -23,7 +23,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from moh_jax.data.input_files import import_extra
+from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import (
   read_json,
   replacing,

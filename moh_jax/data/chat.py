@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from moh_jax.data import tokenizers
-from moh_jax.data.input_files import import_extra
+from moh_jax.data.files import import_extra
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import check_json
 

@@ -29,7 +29,7 @@ import xxhash
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data import text_files, tokenizers
+from moh_jax.data import files, tokenizers
 from moh_jax.data.chat import (
   ASSISTANT,
   FIELDS,
@@ -39,7 +39,6 @@ from moh_jax.data.chat import (
   check_messages,
 )
 from moh_jax.data.identity import Identity
-from moh_jax.data.input_files import files_by_split
 from moh_jax.data.sequences import Sequence, pack
 from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.runtime.files import check_json, parse_json
@@ -129,16 +128,16 @@ class ChatSource:
     """Of each row's conversations the texts, and the spans of the answers."""
     template = Template(self._tokenizer, data.template)
     root, split = pathlib.Path(data.path), self._split
-    files = files_by_split(root, text_files.ROW_SUFFIXES)[split]
-    if not files:
+    names = files.files_by_split(root, files.ROW_SUFFIXES)[split]
+    if not names:
       raise MissingSplitError(
         f"{root} holds no conversations to {split}: no file such as "
         f"{split}.jsonl, {split}-0.parquet or {split}/0.parquet"
       )
-    rows = [text_files.read_rows(os.fspath(root / name)) for name in files]
+    rows = [files.read_rows(os.fspath(root / name)) for name in names]
     for place, row in itertools.chain(*rows):
       try:
-        if isinstance(row, text_files.BadTextError):
+        if isinstance(row, files.BadTextError):
           raise row
         options = template_options(row)
         yield [template.answers(one, **options) for one in self._read(row)]
@@ -289,7 +288,7 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
   if row.get("history"):
     raise ValueError("'history' must be beside a question that is a text")
   check_messages(messages)
-  messages = text_files.without_nulls(messages)
+  messages = files.without_nulls(messages)
   if row.get("system"):
     if messages[0]["role"] in _ROLES[:2]:
       raise ValueError("'system' is given twice, the second time as a message")
@@ -357,7 +356,7 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
       said = [{"role": ASSISTANT, "content": said}]
     if not (isinstance(asked, list) and isinstance(said, list)):
       raise ValueError(f"'prompt' and {name!r} must be texts or messages")
-    asked, said = map(text_files.without_nulls, (asked, said))
+    asked, said = map(files.without_nulls, (asked, said))
     # A whole conversation has the question that may stand beside it.
     starts = range(len(said) - len(asked) + 1)
     whole = any(said[i : i + len(asked)] == asked for i in starts)

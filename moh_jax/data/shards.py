@@ -27,7 +27,12 @@ from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import Identity
-from moh_jax.runtime.files import differences, read_json, replacing, write_whole
+from moh_jax.runtime.files import (
+  read_json,
+  replacing,
+  same_settings,
+  write_whole,
+)
 
 METADATA, SKIPPED = "metadata.json", "skipped.txt"
 VERSION = 2
@@ -36,8 +41,7 @@ _WRITER_OPTIONS = "group_size:1,uncompressed"
 _READER_OPTIONS = "readahead_buffer_size:0"
 _BUFFER_BYTES = 32 << 10
 # A process keeps open the shards that it used last: to open one takes 2 ms.
-_FILES, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-_MOST_OPEN = None if _FILES == resource.RLIM_INFINITY else max(_FILES // 2, 1)
+_MOST_OPEN = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 256)
 
 
 class _Metadata(msgspec.Struct):
@@ -103,12 +107,9 @@ class Shards:
     self._paths = [
       pathlib.Path(folder, shard["file"]) for shard in self.metadata["shards"]
     ]
-    self._changed = []
     for path, shard in zip(self._paths, self.metadata["shards"]):
-      found = path.stat() if path.is_file() else None
-      if found is None or found.st_size != shard["bytes"]:
+      if not path.is_file() or path.stat().st_size != shard["bytes"]:
         raise ValueError(f"{path}: missing, truncated or of another set")
-      self._changed.append(found.st_mtime_ns)
     counts = (shard["examples"] for shard in self.metadata["shards"])
     self._ends = list(itertools.accumulate(counts))
 
@@ -129,8 +130,7 @@ class Shards:
     """
     shard, position = self._find(index)
     try:
-      reader = _reader(str(self._paths[shard]), self._changed[shard])
-      return reader.read([position])[0]
+      return _reader(str(self._paths[shard])).read([position])[0]
     except (RuntimeError, IndexError) as error:
       raise ValueError(f"{self.locate(index)}: damaged: {error}") from error
 
@@ -152,9 +152,7 @@ class Shards:
 
 
 @functools.lru_cache(_MOST_OPEN)
-def _reader(path: str, changed: int) -> Any:
-  """Opens a shard; another file that took its place has changed later."""
-  del changed
+def _reader(path: str) -> Any:
   return array_record_module.ArrayRecordReader(
     path, options=_READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
   )
@@ -247,22 +245,13 @@ class ShardWriter:
     self._parts = self._folder / "parts"
     self._parts.mkdir(parents=True, exist_ok=True)
     stated = self._parts / "settings.json"
-    stored = read_json(stated) if stated.is_file() else {}
-    begun = any(self._folder.glob("*.array_record"))
-    if begun and (found := differences(self._settings, stored)):
-      raise ValueError(
-        f"{self._folder} holds {kind} of other settings; {found}. Choose "
-        "another directory or the same settings"
-      )
+    same_settings(stated, self._settings, f"{self._folder} holds {kind}")
     write_whole(stated, _json(self._settings))
 
   def todo(self) -> list[int]:
     """Numbers of the shards that are still to be written."""
-    return [
-      shard
-      for shard in range(self.num_shards)
-      if not (self._path(shard).is_file() and self._entry(shard).is_file())
-    ]
+    shards = range(self.num_shards)
+    return [shard for shard in shards if not self._path(shard).is_file()]
 
   @contextlib.contextmanager
   def open(self, shard: int) -> Iterator[OpenShard]:
@@ -277,11 +266,8 @@ class ShardWriter:
       target = OpenShard(growing)
       try:
         yield target
-      except BaseException:
-        with contextlib.suppress(OSError):  # keep the first error
-          target.close()
-        raise
-      target.close()
+      finally:
+        target.close()
       size = growing.stat().st_size
       entry = {"file": path.name, "examples": target.examples, "bytes": size}
       entry |= {**target.notes, "skipped": target.skipped}

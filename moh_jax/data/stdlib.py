@@ -5,7 +5,6 @@ text. The sources differ between versions of Python, so metrics can be compared
 within one version only.
 """
 
-import glob
 import os
 import pathlib
 import sysconfig
@@ -71,8 +70,9 @@ def prepare(
     is_bpe = tokenizer == "bpe"
     used = train_tokenizer(parts[0], vocab_size) if is_bpe else BytesTokenizer()
     for split, files in zip(SPLITS, parts):
-      paths = [glob.escape(str(file)) for file in files]
-      tokenize(paths, used, folder, split, shard_bytes=_SHARD_BYTES)
+      tokenize(
+        list(map(str, files)), used, folder, split, shard_bytes=_SHARD_BYTES
+      )
   return folder
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from moh_jax.config.registry import MissingSplitError
+from moh_jax.data.files import files_by_split, import_extra
 from moh_jax.data.identity import of_files
-from moh_jax.data.input_files import files_by_split, import_extra
 from moh_jax.data.sources import (
   ALL,
   FLAT_CLASS,

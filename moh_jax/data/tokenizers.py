@@ -23,7 +23,7 @@ from typing import Any
 import tokenizers as hf
 from etils import epath
 
-from moh_jax.data.input_files import import_extra
+from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import parse_json, write_whole
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"

@@ -23,17 +23,16 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import tqdm
 
 from moh_jax.config.registry import SPLITS
+from moh_jax.data.files import file_size, list_files, read_documents
 from moh_jax.data.identity import Identity
-from moh_jax.data.input_files import file_size, list_files
 from moh_jax.data.shards import OpenShard, Shards, ShardWriter
-from moh_jax.data.text_files import read_documents
 from moh_jax.data.tokenizers import (
   Tokenizer,
   load_tokenizer,
@@ -248,23 +247,28 @@ def cut_tail(text: str, held_out: float) -> tuple[str, str]:
   return text[:place], text[place:]
 
 
-def group_files(inputs: Sequence[str], most: int) -> list[list[str]]:
-  """Files in order, in groups of about so many bytes; no file is cut."""
+def group_files(
+  inputs: Sequence[str], most: int
+) -> tuple[list[list[str]], str]:
+  """Files in order, in groups of about `most` bytes; no file is cut.
+
+  Returns:
+    The groups, and what identifies them, wherever their folder is: names and
+    sizes.
+  """
   groups: list[list[str]] = []
+  known: list[list[tuple[str, int]]] = []
   total = most + 1
   for file in list_files(inputs):
     total += (size := file_size(file))
     if total > most:
       groups.append([])
+      known.append([])
       total = size
     groups[-1].append(file)
-  return groups
-
-
-def fingerprint(groups: Iterable[Sequence[str]]) -> str:
-  """Identifies groups of files by names and sizes, wherever their folder is."""
-  known = [[(os.path.basename(f), file_size(f)) for f in g] for g in groups]
-  return f"sha256 {hashlib.sha256(repr(known).encode()).hexdigest()[:16]}"
+    known[-1].append((os.path.basename(file), size))
+  digest = hashlib.sha256(repr(known).encode()).hexdigest()
+  return groups, f"sha256 {digest[:16]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,21 +356,20 @@ def tokenize(
     ValueError: an input is damaged, or holds no text and `on_error` is "stop",
       a split gets no document, or `out` holds sets with other settings.
   """
-  groups, out = group_files(inputs, shard_bytes), pathlib.Path(out)
-  inside(out, split, "split")
-  settings = {"inputs": fingerprint(groups), "field": field}
-  settings["held_out"] = held_out
+  groups, known = group_files(inputs, shard_bytes)
+  inside(out := pathlib.Path(out), split, "split")
+  settings = {"inputs": known, "field": field, "held_out": held_out}
   writers = {
     part: TokenSetWriter(out / part, tokenizer, len(groups), settings)
     for part in ((split,) if held_out is None else SPLITS)
   }
-  todo = set(itertools.chain(*(writer.todo() for writer in writers.values())))
+  todo = sorted({i for writer in writers.values() for i in writer.todo()})
   job = _Job(
     writers, groups, tokenizer, held_out or 0.0, field, on_error == "skip"
   )
-  with tqdm.tqdm(desc=", ".join(writers), total=len(todo), disable=None) as bar:
-    for _ in _run(job, sorted(todo), min(workers, len(todo))):
-      bar.update()
+  done = _run(job, todo, min(workers, len(todo)))
+  for _ in tqdm.tqdm(done, ", ".join(writers), len(todo), disable=None):
+    pass
   for part, writer in writers.items():
     entries = writer.entries()
     if not any(entry["documents"] for entry in entries):
@@ -383,33 +386,19 @@ def _run(job: _Job, todo: list[int], workers: int) -> Iterator[None]:
   if workers <= 1:
     yield from map(job.write, todo)
     return
-  pool = concurrent.futures.ProcessPoolExecutor(
-    workers, multiprocessing.get_context("spawn"), _begin, (job,)
-  )
+  spawn = multiprocessing.get_context("spawn")
   try:
-    started = [pool.submit(_write, group) for group in todo]
-    for done in concurrent.futures.as_completed(started):
-      yield done.result()
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _begin) as pool:
+      yield from pool.map(job.write, todo)
   except concurrent.futures.BrokenExecutor as error:
     raise OSError(
       f"a process that tokenizes ended ({error}), perhaps for lack of memory; "
-      "finished shards are whole: run the same command again, with fewer "
-      "workers"
+      "run the same command again, with fewer workers"
     ) from error
-  finally:
-    pool.shutdown(cancel_futures=True)
 
 
-_JOBS: list[_Job] = []  # that of this process, if it is one of a pool
-
-
-def _write(group: int) -> None:
-  _JOBS[0].write(group)
-
-
-def _begin(job: _Job) -> None:
+def _begin() -> None:
   """Sets a process up that tokenizes."""
-  _JOBS[:] = [job]
 
   def end_with_parent() -> None:  # a pool whose parent is killed would stay
     multiprocessing.parent_process().join()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from moh_jax.config.base import near
-from moh_jax.data.input_files import import_extra
+from moh_jax.data.files import import_extra
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.metrics import bits_per_byte, perplexity
 

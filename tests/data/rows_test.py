@@ -12,7 +12,7 @@ import zstandard
 from absl.testing import parameterized
 
 from moh_jax.config import TextDataConfig
-from moh_jax.data import conversations, infer, text_files
+from moh_jax.data import conversations, files, infer
 from moh_jax.data.conversations import ChatSource, PreferenceSource
 from tests.data import tiny_chat
 from tests.folders import FolderTest
@@ -501,11 +501,11 @@ class FilesTest(_RowsTest):
     texts = [f"text {i}" for i in range(20)]
     path = self.root / "a.json"
     path.write_text(json.dumps([{"prompt": x} for x in texts]))
-    self.assertEqual(text_files.read_prompts(str(path)), texts)
-    found = text_files.read_documents(str(path), "prompt")
+    self.assertEqual(files.read_prompts(str(path)), texts)
+    found = files.read_documents(str(path), "prompt")
     self.assertEqual([text for _, text in found], texts)
     path.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in texts))
-    self.assertEqual(text_files.read_prompts(str(path)), texts)
+    self.assertEqual(files.read_prompts(str(path)), texts)
 
   @parameterized.parameters(ChatSource, PreferenceSource)
   def test_bad_rows_are_counted_and_left_out(self, kind):

@@ -21,15 +21,15 @@ class _SetTest(FolderTest):
     settings = {"size": 8, **settings}
     return ShardWriter(self.folder, "images", num_shards, settings)
 
-  def _fill(self, writer, only=None, first=0):
+  def _fill(self, writer, only=None):
     for shard in writer.todo() if only is None else only:
       with writer.open(shard) as target:
         for item in range(4 * shard, min(4 * shard + 4, 10)):
-          target.add({"label": item + first}, f"item {item}\n".encode())
+          target.add({"label": item}, f"item {item}\n".encode())
     return writer
 
-  def _whole(self, **options):
-    return self._fill(self._writer(), **options).finish()
+  def _whole(self):
+    return self._fill(self._writer()).finish()
 
   def _files(self):
     paths = sorted(path for path in self.folder.iterdir() if path.is_file())
@@ -76,14 +76,6 @@ class ReadTest(_SetTest):
     with self.assertRaisesRegex(ValueError, reason):
       shards.Shards(self.folder, "images")
 
-  def test_set_that_is_written_anew_is_read_anew(self):
-    self._whole()
-    self.assertEqual(self._labels(), [*range(10)])
-    for path in self._files():
-      (self.folder / path).unlink()
-    self._whole(first=1)
-    self.assertEqual(self._labels(), [*range(1, 11)])
-
   def test_unfinished_and_absent_sets_are_told_apart(self):
     with self.assertRaisesRegex(MissingSplitError, "set: no such directory"):
       self._labels()
@@ -113,15 +105,11 @@ class WriteTest(_SetTest):
     self.assertEmpty(self._writer().todo())
 
   def test_other_settings_are_named_and_refused(self):
-    self._writer(size=9)  # wrote no shard
     self._fill(self._writer(), only=[0])
     for name, ours, theirs in (("size", 16, 8), ("num_shards", 5, 3)):
       message = f"{name}: {ours} here, {theirs} there"
       with self.assertRaisesRegex(ValueError, message):
         self._writer(**{name: ours})
-    (self.folder / "parts/settings.json").unlink()
-    with self.assertRaisesRegex(ValueError, "size: 8 here, None there"):
-      self._writer()
 
   def test_skipped_items_are_listed(self):
     writer = self._fill(self._writer(), only=[0])

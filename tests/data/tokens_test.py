@@ -81,7 +81,7 @@ class _FilesTest(FolderTest):
   def _files(self, name):
     folder = self.root / name
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder): path.read_bytes() for path in paths}
+    return {x.relative_to(folder): hash(x.read_bytes()) for x in paths}
 
   def _texts(self, name, split="all"):
     return tiny_text.texts(self.root / name / split)
@@ -120,7 +120,7 @@ class MadeTest(_FilesTest):
     times = [path.stat().st_mtime_ns for path in written]
     found = self._run("killed", inputs="in/0*", held_out=0.2)
     self.assertLen(found["val"]["shards"], 10)
-    for left in out.glob("*/.*.tmp"):  # of the killed workers
+    for left in out.rglob(".*.tmp"):  # of the killed workers
       left.unlink()
     self._run("whole", inputs="in/0*", held_out=0.2)
     self.assertEqual(self._files("killed"), self._files("whole"))

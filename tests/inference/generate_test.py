@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from moh_jax.config import RouterConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
-from moh_jax.data.text_files import read_prompts
+from moh_jax.data.files import read_prompts
 from moh_jax.data.tokenizers import END, JsonTokenizer
 from moh_jax.inference.decoding import (
   choose_tokens,

@@ -7,16 +7,13 @@ import json
 import sys
 from unittest import mock
 
-import datasets
 import fsspec
 import pyarrow
 import zstandard
 from absl.testing import parameterized
-from pyarrow import feather, ipc, parquet
+from pyarrow import ipc, parquet
 
-from moh_jax.data import text_files
-from moh_jax.data.input_files import list_files
-from moh_jax.data.text_files import read_documents, read_texts
+from moh_jax.data.files import list_files, read_documents, read_texts
 from tests.folders import FolderTest
 
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
@@ -137,33 +134,24 @@ class LinesTest(_FilesTest):
     found = [text for _, text in self._read("*")]
     self.assertEqual("".join(found), "textabcabc")
 
-  def test_plain_text_is_one_document_up_to_a_size(self):
+  def test_plain_text_is_one_document(self):
     self._write("a.txt", "é\r\n".encode())
     self.assertEqual(self._read("a.txt"), [("a.txt", "é\r\n")])
-    for content, message in ((b"\xff", "not UTF-8"), (b"long", "cut it")):
-      self._write("a.txt", content)
-      with (
-        mock.patch.object(text_files, "MOST_BYTES", 3),
-        self.assertRaisesRegex(ValueError, f"a.txt: .*{message}"),
-      ):
-        self._read("a.txt")
+    self._write("a.txt", b"\xff")
+    with self.assertRaisesRegex(ValueError, "a.txt: not UTF-8"):
+      self._read("a.txt")
 
 
 class TablesTest(_FilesTest):
-  @parameterized.parameters("parquet", "stream", "feather", "zstd")
-  def test_rows_are_documents(self, form):
+  @parameterized.parameters("a.parquet", "a.arrow")
+  def test_rows_are_documents(self, name):
     texts = [*_DOCUMENTS, None]
     table = pyarrow.table({"id": range(6), "text": texts})
-    name = "a.parquet" if form == "parquet" else "a.arrow"
-    path = self.root / name
-    if form == "parquet":
-      parquet.write_table(table, path, row_group_size=2)
-    elif form == "stream":
-      with ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=4)
+    if name == "a.parquet":
+      parquet.write_table(table, self.root / name, row_group_size=2)
     else:
-      kind = "zstd" if form == "zstd" else "uncompressed"
-      feather.write_feather(table, path, compression=kind)
+      with ipc.new_stream(self.root / name, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
     expected = [(f"{name}:{i + 1}", t or "") for i, t in enumerate(texts)]
     self.assertEqual(self._read(name), expected)
 
@@ -189,27 +177,13 @@ class TablesTest(_FilesTest):
 
 
 class PlacesTest(_FilesTest):
-  """Folders of `datasets`, and addresses."""
+  """Files at addresses."""
 
   def setUp(self):
     super().setUp()
-    rows = datasets.Dataset.from_dict({"text": _TEXTS})
-    rows.save_to_disk(self.root / "set", num_shards=2)
     self.memory = fsspec.filesystem("memory")
     self.memory.pipe("/texts/a.jsonl", _lines(_TEXTS))
     self.addCleanup(self.memory.rm, "/texts", recursive=True)
-
-  @parameterized.parameters("path", "file", "memory")
-  def test_saved_folder_stands_for_its_arrow_files(self, kind):
-    (self.root / "set/cache-1.arrow").write_bytes(b"no part of it")
-    folder = {"path": "set", "file": f"file://{self.root}/set"}.get(kind)
-    if kind == "memory":
-      for path in (self.root / "set").iterdir():
-        self.memory.pipe(f"/texts/set/{path.name}", path.read_bytes())
-    found = self._read(folder or "memory://texts/set")
-    self.assertEqual([text for _, text in found], _TEXTS)
-    self.assertEndsWith(found[0][0], "set/data-00000-of-00002.arrow:1")
-    self.assertEndsWith(found[-1][0], "set/data-00001-of-00002.arrow:1250")
 
   def test_files_of_any_file_system(self):
     table = io.BytesIO()

@@ -1,0 +1,382 @@
+"""Input files, local or at an address, and the documents and rows in them.
+
+An address has a protocol, such as "hf://datasets/NAME/data.parquet" (the
+Hugging Face Hub), "s3://..." or "memory://...", and goes through fsspec. The
+libraries for it are optional: pip installs them as extras.
+
+The suffix decides what a file is; ".gz" or ".zst" may follow that of text.
+".jsonl", ".ndjson" and ".json" hold one JSON object per line, or ".json" one
+list of objects; ".parquet" and ".arrow" hold a table, and any other file is
+plain text that forms one document.
+"""
+
+import codecs
+import collections
+import contextlib
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any
+
+import fsspec
+
+PROMPT = "prompt"  # field of a file of prompts
+_JSON, _LINES = (
+  tuple(suffix + packing for suffix in kinds for packing in ("", ".gz", ".zst"))
+  for kinds in ((".json",), (".jsonl", ".ndjson"))
+)
+TABLES = (".parquet", ".arrow")
+ROW_SUFFIXES = (*_JSON, *_LINES, *TABLES)  # of files of rows with fields
+_ROWS = 64  # of a Parquet table that are read into memory at one time
+# Words in the names of files or folders, and the split that they mean.
+SPLIT_WORDS = {
+  **dict.fromkeys(("train", "training"), "train"),
+  **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
+  **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
+_NO_DATA = re.compile(r"(^|/)(\.|cache-|metadata\.|state\.json|dataset_)")
+
+
+class MissingLibraryError(ValueError):
+  """An optional library is not installed."""
+
+
+class BadTextError(ValueError):
+  """A line or row that holds no text; the message names file and number."""
+
+
+def import_extra(library: str, purpose: str, extra: str = "llm") -> Any:
+  """Imports an optional library, or says how to install it.
+
+  Args:
+    library: name of the module, such as "pyarrow.parquet".
+    purpose: what needs the library, such as a file name, for the message.
+    extra: name of the extra in pyproject.toml that installs it.
+
+  Raises:
+    MissingLibraryError: the library is not installed.
+  """
+  try:
+    return importlib.import_module(library)
+  except ModuleNotFoundError as error:
+    raise MissingLibraryError(
+      f"{purpose} needs the library {library.partition('.')[0]!r}: pip install "
+      f"'moh_jax[{extra}]'"
+    ) from error
+
+
+def list_files(patterns: Sequence[str]) -> list[str]:
+  """Finds the files of paths, addresses and patterns.
+
+  Args:
+    patterns: paths or addresses, each also with *, ? and ** (any number of
+      folders).
+
+  Returns:
+    Absolute paths and addresses, sorted, each once.
+
+  Raises:
+    FileNotFoundError: a pattern matches no file.
+    OSError: a file system cannot be read, or its library is missing.
+  """
+  files: set[str] = set()
+  for pattern in patterns:
+    try:
+      found = _find(pattern)
+    except Exception as error:  # each file system has errors of its own
+      text = f"{pattern}: cannot be read: {error}"
+      if isinstance(error, ImportError):
+        text += "; hf:// needs pip install 'moh_jax[llm]'"
+      raise OSError(text) from error
+    if not found:
+      raise FileNotFoundError(
+        f"{pattern}: no such file; of a folder give DIR/**/*"
+      )
+    files.update(found)
+  return sorted(files)
+
+
+def _find(pattern: str) -> list[str]:
+  if "://" not in pattern:
+    path = os.path.abspath(os.path.expanduser(pattern))
+    found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    return [file for file in found if os.path.isfile(file)]
+  system, path = fsspec.url_to_fs(pattern)
+  found = system.glob(path, detail=True).items()
+  return [
+    system.unstrip_protocol(name)
+    for name, info in found
+    if info["type"] == "file"
+  ]
+
+
+def files_by_split(
+  root: str | os.PathLike, suffixes: tuple[str, ...]
+) -> collections.defaultdict[str, list[str]]:
+  """The files in a local folder and below by the split that their names tell.
+
+  The name of a file, else of the folder nearest to it, tells the split. It is
+  "train", "val" or "test", and "" where no name tells one. Where only a test
+  split could be held out, its files are those of "val" too. What is hidden is
+  left out, and what `datasets` writes beside its tables.
+
+  Returns:
+    Paths below `root` of the files with a suffix, in order.
+  """
+  found = collections.defaultdict(list)
+  for path in sorted(pathlib.Path(root).rglob("*")):
+    name = path.relative_to(root).as_posix()
+    if name.lower().endswith(suffixes) and not _NO_DATA.search(name):
+      words = map(_WORD.findall, reversed(name.lower().split("/")))
+      word = next(filter(None, words), [""])[0]
+      found[SPLIT_WORDS.get(word, "")].append(name)
+  if "val" not in found and "test" in found:
+    found["val"] = found["test"]
+  return found
+
+
+def file_size(file: str) -> int:
+  """Bytes of a file."""
+  system, path = fsspec.url_to_fs(file)
+  return system.size(path)
+
+
+@contextlib.contextmanager
+def _opened(file: str) -> Iterator[io.BufferedReader]:
+  """Opens a file for reading its content, which .gz and .zst files unpack to.
+
+  A file that is cut off, or damaged, raises an error when that place is read.
+  """
+  opens: Any = fsspec.open if "://" in file else open
+  with opens(file, "rb") as stream:
+    if file.lower().endswith(".gz"):
+      stream = gzip.GzipFile(fileobj=stream)
+    elif file.lower().endswith(".zst"):
+      stream = _Unpacked(_unpack(stream, import_extra("zstandard", file)))
+    yield io.BufferedReader(stream)
+
+
+def _unpack(stream: IO[bytes], library: Any) -> Iterator[bytes]:
+  """Parts of what the Zstandard frames of a stream hold."""
+  # The largest window is that of `zstd --long=31`, as archives have it.
+  unpacker = library.ZstdDecompressor(max_window_size=1 << 31)
+  packed, frame = b"", None
+  while packed := packed or stream.read(1 << 12):  # MiB when unpacked, perhaps
+    frame = frame or unpacker.decompressobj()
+    if part := frame.decompress(packed):
+      yield part
+    packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+  if frame:
+    raise EOFError("it ends within a frame")
+
+
+class _Unpacked(io.RawIOBase):
+  """A stream of parts."""
+
+  def __init__(self, parts: Iterator[bytes]):
+    self._parts, self._part = parts, memoryview(b"")
+
+  def readable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int:
+    self._part = self._part or memoryview(next(self._parts, b""))
+    count = min(len(buffer), len(self._part))
+    buffer[:count], self._part = self._part[:count], self._part[count:]
+    return count
+
+
+def read_rows(
+  file: str, columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, Any]]:
+  """Reads the rows of a file of JSON lines or a table.
+
+  Args:
+    file: path or address, with a suffix of `ROW_SUFFIXES`.
+    columns: of a table that are read; None is all.
+
+  Yields:
+    The place of each row, counted from 1, as "DIR/web.jsonl:123", and its
+    fields, or a BadTextError in place of a line or entry that is no object.
+
+  Raises:
+    ValueError: the file is damaged or cannot be read, a column is missing, or
+      an optional library is.
+  """
+  is_table = file.lower().endswith(TABLES)
+  try:
+    with _opened(file) as stream:
+      rows = _table(file, stream, columns) if is_table else _json(file, stream)
+      for number, row in rows:
+        yield (place := f"{file}:{number}"), _object(row, place)
+  except (BadTextError, MissingLibraryError):
+    raise
+  except Exception as error:  # of file systems, of unpacking, of tables
+    raise ValueError(f"{file}: damaged or cannot be read: {error}") from error
+
+
+def _json(file: str, stream: Any) -> Iterator[tuple[int, Any]]:
+  """Numbers and lines, or entries of the list that the file is."""
+  head = stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
+  if file.lower().endswith(_JSON) and head.startswith(b"["):
+    yield from enumerate(json.loads(stream.read().decode("utf-8-sig")), 1)
+    return
+  for number, line in enumerate(stream, 1):
+    if number == 1:
+      line = line.removeprefix(codecs.BOM_UTF8)  # some programs add it
+    if not line.isspace():
+      yield number, line
+
+
+def _table(
+  file: str, stream: Any, columns: Sequence[str] | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+  """Numbers and rows; what is null within their fields is left out."""
+  if file.lower().endswith(".parquet"):
+    parquet = import_extra("pyarrow.parquet", file)
+    table = parquet.ParquetFile(stream, page_checksum_verification=True)
+    names = table.schema_arrow.names
+    batches = table.iter_batches(_ROWS, columns=columns, use_threads=False)
+  else:
+    batches = import_extra("pyarrow.ipc", file).open_stream(stream)
+    names = batches.schema.names
+  if missing := set(columns or ()) - set(names):
+    raise BadTextError(f"{file}: no column {min(missing)!r}, found {names}")
+  number = 0
+  for batch in batches:
+    for row in (batch.select(columns) if columns else batch).to_pylist():
+      yield (
+        (number := number + 1),
+        {name: without_nulls(value, deep=True) for name, value in row.items()},
+      )
+
+
+def _object(row: Any, place: str) -> Any:
+  """An object, also of its line of JSON, or the error that it is."""
+  try:
+    row = json.loads(row) if isinstance(row, bytes) else row
+  except UnicodeDecodeError as error:
+    return BadTextError(f"{place}: not UTF-8: {error}")
+  except (ValueError, RecursionError) as error:  # "[[[[..." is the latter
+    return BadTextError(f"{place}: not JSON: {error}")
+  if isinstance(row, dict):
+    return row
+  return BadTextError(f"{place}: no JSON object, found {type(row).__name__}")
+
+
+def read_documents(
+  file: str, field: str
+) -> Iterator[tuple[str, str | BadTextError]]:
+  """Reads the documents of a file, in order.
+
+  Args:
+    file: path or address.
+    field: field of a JSON object, or column of a table, that holds the text;
+      null counts as "".
+
+  Yields:
+    The place and the text of each document. The place is the file of plain
+    text, else it has the line or row too: "DIR/web.jsonl:123". What holds no
+    text is an error in its place, whose message begins with that.
+
+  Raises:
+    ValueError: as `read_rows`.
+  """
+  if file.lower().endswith(ROW_SUFFIXES):
+    columns = [field] if file.lower().endswith(TABLES) else None
+    for place, row in read_rows(file, columns):
+      yield place, _text(row, field, place)
+    return
+  try:
+    with _opened(file) as stream:
+      text = stream.read().decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    yield file, BadTextError(f"{file}: not UTF-8: {error}")
+  except Exception as error:
+    raise ValueError(f"{file}: damaged or cannot be read: {error}") from error
+  else:
+    yield file, text
+
+
+def _text(
+  row: dict[str, Any] | BadTextError, field: str, place: str
+) -> str | BadTextError:
+  """The text of a row, or the error that it is."""
+  if isinstance(row, BadTextError):
+    return row
+  if field not in row:
+    return BadTextError(f"{place}: no field {field!r}, found {sorted(row)}")
+  text = "" if row[field] is None else row[field]
+  if not isinstance(text, str):
+    what = f"{field!r} is {type(text).__name__}, expected text"
+    return BadTextError(f"{place}: {what}")
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not text
+    return BadTextError(f"{place}: half a surrogate pair: {error}")
+  return text
+
+
+def read_texts(
+  files: Iterable[str], field: str, skipped: list[str] | None = None
+) -> Iterator[str]:
+  """The texts of `read_documents`, of some files.
+
+  Args:
+    files: paths or addresses.
+    field: that holds the text.
+    skipped: gets the messages of what holds no text; without it that is
+      raised, as is damage of a file in any case.
+  """
+  for file in files:
+    for _, text in read_documents(file, field):
+      if isinstance(text, str):
+        yield text
+      elif skipped is None:
+        raise text
+      else:
+        skipped.append(str(text))
+
+
+def read_prompts(file: str) -> list[str]:
+  """Reads prompts: the field "prompt" of rows in any form.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is plain text, whose lines could be meant in several ways, a
+      row has no prompt (the message names the line), or there is none.
+  """
+  files = list_files([file])
+  if plain := [x for x in files if not x.lower().endswith(ROW_SUFFIXES)]:
+    raise ValueError(
+      f"{plain[0]}: plain text is not taken as prompts; write a file .jsonl "
+      'with one JSON object a line, such as {"prompt": "TEXT"}'
+    )
+  prompts = list(read_texts(files, PROMPT))
+  if not prompts:
+    raise ValueError(f"{file}: holds no prompt")
+  return prompts
+
+
+def without_nulls(value: Any, deep: bool = False) -> Any:
+  """A row, or a list of them, without the fields that are null.
+
+  Tables have every field in every row; templates ask whether one is there.
+
+  Args:
+    value: JSON; what is neither an object nor a list stays.
+    deep: also in what the fields hold.
+  """
+  if isinstance(value, list):
+    return [without_nulls(one, deep) for one in value]
+  if isinstance(value, dict):
+    pairs = [(k, x) for k, x in value.items() if x is not None]
+    return {k: without_nulls(x, True) if deep else x for k, x in pairs}
+  return value
