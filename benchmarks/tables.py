@@ -22,11 +22,11 @@ _PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
 _MARKED = re.compile(
   r"(<!-- figures: (\w+) -->\n\n)(.*?)(\n\n<!-- end of figures -->)", re.DOTALL
 )
-# Result, its model, and what is counted.
+# Result, and its model.
 _MODELS = {
-  "llm": "LLM S-75, tokens",
-  "vit": "ViT S-80, images",
-  "dit": "DiT S/2-90, images",
+  "llm": "LLM S-75",
+  "vit": "ViT S-80",
+  "dit": "DiT S/2-90",
 }
 _PASSES = {
   "forward": "forward",
@@ -91,23 +91,20 @@ def _form(row: Row) -> str:
 
 
 def _heads(_: str, names: Sequence[str]) -> str:
-  """Tables of attention and of layers: a line for a length and a share."""
+  """Tables of attention and of layers: times of the form "packed"."""
   found = {
-    (row.length, row.share, row.mode): row
+    (row.length, row.share, row.mode): row.to_mha
     for row in _rows(*names)
-    if row.implementation == "auto" and row.share < 1
+    if row.implementation == "auto"
+    and row.form == "packed"
+    and row.share < 1
+    and row.length >= 512
   }
-
-  def cell(row: Row | None) -> str:
-    if row is None or (row.form, row.computed_share) == ("packed", row.share):
-      return row.to_mha if row else ""
-    return f"{row.to_mha} ({_form(row)})"
-
   lines = [
     (
       f"{length:,}",
       f"{share:.0%}",
-      *(cell(found.get((length, share, mode))) for mode in _PASSES),
+      *(found.get((length, share, mode), "") for mode in _PASSES),
     )
     for length, share in sorted({key[:2] for key in found})
   ]
@@ -119,21 +116,14 @@ def _models(_: str) -> str:
   """The table of whole models: a line for each of their programs."""
   lines = []
   for name, model in _MODELS.items():
-    rows = {(row.mode, row.implementation): row for row in _rows(name)}
-    for mode in dict.fromkeys(mode for mode, _ in rows):
-      moh, mha = rows[mode, "auto"], rows[mode, "mha"]
-      kind, _, batch = mode.partition("_")
-      text = _PASSES.get(mode, mode)
-      if batch.isdigit():
-        text = f"{kind}, batch {batch}"
-      rates = [
-        f"{rate:,.{2 if rate < 10 else 1 if rate < 100 else 0}f}"
-        for rate in (moh.units_per_second, mha.units_per_second)
-      ]
-      lines.append((model, text, _form(moh), *rates, moh.to_mha))
+    for row in _rows(name):
+      if row.implementation != "auto":
+        continue
+      text = _PASSES.get(row.mode, row.mode.replace("_", ", batch "))
+      lines.append((model, text, _form(row), row.to_mha))
       model = ""
-  header = ("", "pass", "form, heads computed", "MoH/s", "MHA/s")
-  table = markdown((*header, "time over MHA"), lines)
+  header = ("", "pass", "form, heads computed", "time over MHA")
+  table = markdown(header, lines)
   return f"{_where(*_MODELS)}:\n\n{table}"
 
 
@@ -164,7 +154,7 @@ def _card(_: str) -> str:
   for stage in result["stages"].values():
     dim = stage["settings"].get("head_dim")
     for row in read_rows(stage) if "modes" in stage["settings"] else ():
-      if row.implementation == "kernel" and row.share < 1:
+      if row.implementation == "kernel" and row.share < 0.9:
         cells[row.mode, row.length, dim, row.share] = row.to_mha
   both = "causal_forward_backward"
   names = {**_PASSES, both: "causal forward + backward", "decode": "decode"}
