@@ -83,13 +83,6 @@ def _where(*names: str) -> str:
   )
 
 
-def _form(row: Row) -> str:
-  """The form that ran, and the heads that it computed, where that is known."""
-  if row.form is None:
-    return ""
-  return f"{row.form}, {row.computed_share:.0%}"
-
-
 def _heads(_: str, names: Sequence[str]) -> str:
   """Tables of attention and of layers: times of the form "packed"."""
   found = {
@@ -120,9 +113,9 @@ def _models(_: str) -> str:
       if row.implementation != "auto":
         continue
       text = _PASSES.get(row.mode, row.mode.replace("_", ", batch "))
-      lines.append((model, text, _form(row), row.to_mha))
+      lines.append((model, text, row.to_mha))
       model = ""
-  header = ("", "pass", "form, heads computed", "time over MHA")
+  header = ("", "pass", "time over MHA")
   table = markdown(header, lines)
   return f"{_where(*_MODELS)}:\n\n{table}"
 
@@ -139,10 +132,9 @@ def _pays(_: str) -> str:
       if row.implementation == "auto":
         cells.setdefault(row.mode, {})[tokens(row.length)] = row.to_mha
     for mode, found in cells.items():
-      if mode == "forward_backward":  # as forward
+      if mode not in ("forward", "prefill"):  # training is as forward
         continue
-      text = _PASSES.get(mode, mode.replace("_", ", batch "))
-      lines.append((model, text, *(found.get(n, "") for n in columns)))
+      lines.append((model, mode, *(found.get(n, "") for n in columns)))
       model = ""
   header = ("", "tokens:", *(f"{n:,}" for n in columns))
   return markdown(header, lines)

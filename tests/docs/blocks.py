@@ -1,7 +1,7 @@
 """The examples of README.md and docs/: code blocks, and how each is tested.
 
 A block of `sh` or `python` runs with `pytest -m integration` unless a comment
-above it says otherwise; docs/contributing.md has the table of these comments.
+above it says otherwise; docs/contributing.md has these comments.
 """
 
 import dataclasses

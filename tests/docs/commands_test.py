@@ -160,7 +160,7 @@ def _check_script(text):
     _check(*words)
 
 
-@pytest.mark.parametrize("script", _scripts(), ids=range(9))
+@pytest.mark.parametrize("script", _scripts(), ids=range(8))
 def test_scripts_of_shells(script):
   subprocess.run(["bash", "-n"], input=script, check=True, text=True)
   for line in script.splitlines():
