@@ -13,14 +13,11 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import grain
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from moh_jax.config import DataConfig
-from moh_jax.config.data import RandAugmentPolicy, parse_policy
+from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.data.decode import to_array, to_picture
-from moh_jax.data.sources import Example
 
 Picture = Image.Image
 _LEVEL_UNIT = 10  # magnitude at which an argument is at the end of its range
@@ -30,78 +27,75 @@ _DRAWS = 1 << 16  # as many as a uint16 has values
 _SOLARIZED = 128  # pixels below this are brightened by solarize_add
 
 
-@dataclasses.dataclass(frozen=True)
-class RandAugment(grain.transforms.RandomMap):
+def rand_augment(
+  image: np.ndarray,
+  rng: np.random.Generator,
+  policy: RandAugmentPolicy,
+  fill: tuple[int, ...],
+) -> np.ndarray:
   """Applies some of timm's fifteen operations (arXiv:1909.13719).
 
-  Attributes:
+  Args:
+    image: [X, Y, 1 or 3] uint8.
+    rng: a generator.
     policy: how many, how strong and how often.
     fill: colour of what comes into view, one value per channel in [0, 255].
   """
-
-  policy: RandAugmentPolicy
-  fill: tuple[int, ...]
-
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Changes one example."""
-    policy, operations = self.policy, tuple(OPERATIONS.values())
-    chosen = rng.integers(len(operations), size=policy.layers)
-    applied = chosen[rng.random(policy.layers) < policy.probability]
-    if not len(applied):
-      return element
-    picture = to_picture(element["image"])
-    fill = self.fill if len(self.fill) > 1 else self.fill[0]
-    for index in applied:
-      magnitude = float(policy.magnitude)
-      if policy.spread:
-        magnitude = rng.normal(magnitude, policy.spread)
-      level = max(0.0, min(magnitude, policy.limit)) / _LEVEL_UNIT
-      if operations[index].signed and rng.random() < 0.5:
-        level = -level
-      picture = operations[index].apply(picture, level, fill)
-    return {**element, "image": to_array(picture)}
+  operations = tuple(OPERATIONS.values())
+  chosen = rng.integers(len(operations), size=policy.layers)
+  applied = chosen[rng.random(policy.layers) < policy.probability]
+  picture, colour = to_picture(image), fill if len(fill) > 1 else fill[0]
+  for index in applied:
+    magnitude = float(policy.magnitude)
+    if policy.spread:
+      magnitude = rng.normal(magnitude, policy.spread)
+    level = max(0.0, min(magnitude, policy.limit)) / _LEVEL_UNIT
+    if operations[index].signed and rng.random() < 0.5:
+      level = -level
+    picture = operations[index].apply(picture, level, colour)
+  return to_array(picture)
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomErasing(grain.transforms.RandomMap):
+def random_erasing(
+  image: np.ndarray,
+  rng: np.random.Generator,
+  probability: float,
+  mean: tuple[float, ...],
+  std: tuple[float, ...],
+) -> np.ndarray:
   """Fills a random box with noise (arXiv:1708.04896), timm's mode "pixel".
 
   The box has 2 % to a third of the area, and height over width between 0.3 and
   1 / 0.3. Noise is standard normal in normalized units, as timm's, but here it
   is rounded and cut off at black and white: an image is bytes until the step.
 
-  Attributes:
+  Args:
+    image: [X, Y, channels] uint8.
+    rng: a generator.
     probability: of an image to be changed.
     mean: of the normalization, one value per channel.
     std: of the normalization, above 0.
   """
-
-  probability: float
-  mean: tuple[float, ...]
-  std: tuple[float, ...]
-
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Changes one example."""
-    if rng.random() >= self.probability:
-      return element
-    rows, columns = element["image"].shape[:2]
-    for _ in range(10):
-      area = rows * columns * rng.uniform(*_ERASED_AREA)
-      ratio = math.exp(rng.uniform(*map(math.log, _ERASED_ASPECT)))
-      sides = area * ratio, area / ratio
-      height, width = (round(math.sqrt(side)) for side in sides)
-      if height < rows and width < columns:
-        break
-    else:
-      return element
-    top = int(rng.integers(rows - height + 1))
-    left = int(rng.integers(columns - width + 1))
-    image = element["image"].copy()
-    erased = image[top : top + height, left : left + width]
-    for channel, (mean, std) in enumerate(zip(self.mean, self.std)):
-      draws = rng.integers(_DRAWS, size=(height, width), dtype=np.uint16)
-      erased[..., channel] = _normal_pixels(mean, std)[draws]
-    return {**element, "image": image}
+  if rng.random() >= probability:
+    return image
+  rows, columns = image.shape[:2]
+  for _ in range(10):
+    area = rows * columns * rng.uniform(*_ERASED_AREA)
+    ratio = math.exp(rng.uniform(*map(math.log, _ERASED_ASPECT)))
+    sides = area * ratio, area / ratio
+    height, width = (round(math.sqrt(side)) for side in sides)
+    if height < rows and width < columns:
+      break
+  else:
+    return image
+  top = int(rng.integers(rows - height + 1))
+  left = int(rng.integers(columns - width + 1))
+  image = image.copy()
+  erased = image[top : top + height, left : left + width]
+  for channel, of_channel in enumerate(zip(mean, std)):
+    draws = rng.integers(_DRAWS, size=(height, width), dtype=np.uint16)
+    erased[..., channel] = _normal_pixels(*of_channel)[draws]
+  return image
 
 
 @functools.cache
@@ -118,17 +112,6 @@ def _normal_pixels(mean: float, std: float) -> np.ndarray:
   below = [round(_DRAWS * pixels.cdf(value + 0.5)) for value in range(255)]
   counts = np.diff([0, *below, _DRAWS])
   return np.repeat(np.arange(256, dtype=np.uint8), counts)
-
-
-def augmentations(data: DataConfig) -> list:
-  """The changes that follow crop and flip, in timm's order."""
-  chosen: list = []
-  if policy := parse_policy(data.auto_augment):
-    fill = tuple(min(255, round(255 * value)) for value in data.mean or ())
-    chosen.append(RandAugment(policy, fill))
-  if data.random_erasing:
-    chosen.append(RandomErasing(data.random_erasing, data.mean, data.std))
-  return chosen
 
 
 @dataclasses.dataclass(frozen=True)

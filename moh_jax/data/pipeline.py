@@ -49,10 +49,13 @@ def train_images(config: Config, source: CheckedSource) -> grain.MapDataset:
     and `transforms.normalizer` makes float32 of them on the device; latents are
     float32.
   """
+  recipe = transforms.train_transforms(config.data, config.model)
+  if is_latent(config):
+    recipe = _of_latents(config, transforms.RandomChange, "sample_latent")
   dataset = grain.MapDataset.source(source).seed(config.train.seed).shuffle()
   if config.data.repeats > 1:
     dataset = RepeatedImages(dataset, config.data.repeats)
-  return dataset.repeat().apply(train_recipe(config))
+  return dataset.repeat().apply(recipe)
 
 
 def held_out_images(config: Config, source: CheckedSource) -> grain.MapDataset:
@@ -61,28 +64,21 @@ def held_out_images(config: Config, source: CheckedSource) -> grain.MapDataset:
   As in `train_images`, pixels are uint8. Diffusion models are always evaluated
   on the centre crop.
   """
-  dataset = grain.MapDataset.source(source)
-  if is_latent(config):
-    return dataset.apply(_of_latents(config, transforms.MeanLatent))
+  fit = transforms.eval_fit(config.data, config.model)
   if "diffusion" in config.sections:
-    return dataset.apply(transforms.CenterCrop(config.model.input_shape[:2]))
-  return dataset.apply(transforms.eval_fit(config.data, config.model))
-
-
-def train_recipe(config: Config) -> list:
-  """The transforms of training examples, in order.
-
-  They make uint8 pixels of the model's size, and samples of stored posteriors.
-  """
+    size = config.model.input_shape[:2]
+    fit = functools.partial(transforms.center_crop, size=size)
+  recipe: list = [transforms.Change(fit)]
   if is_latent(config):
-    return _of_latents(config, transforms.SampleLatent)
-  return transforms.train_transforms(config.data, config.model)
+    recipe = _of_latents(config, transforms.Change, "mean_latent")
+  return grain.MapDataset.source(source).apply(recipe)
 
 
-def _of_latents(config: Config, transform: type) -> list:
+def _of_latents(config: Config, kind: type, name: str) -> list:
   """The transform of stored posteriors; random latents need none."""
+  function, scaling = getattr(transforms, name), config.diffusion.scaling
   stored = "images" not in get_source(config.data).holds
-  return [transform(config.diffusion.scaling)] if stored else []
+  return [kind(functools.partial(function, scaling=scaling))] * stored
 
 
 class RepeatedImages(grain.MapDataset):

@@ -1,10 +1,11 @@
-"""Image transforms: picklable classes that map {"image", "label"} examples.
+"""Image transforms: functions of an image, and for random ones of a generator.
 
 Images are [X, Y, channels] uint8 until `normalizer` makes them float32 on the
 device, so that bytes cross to it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,71 +16,67 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config import DataConfig, ImageModel
+from moh_jax.config.data import parse_policy
 from moh_jax.config.dit import LatentScaling
-from moh_jax.data.augment import augmentations
+from moh_jax.data.augment import rand_augment, random_erasing
 from moh_jax.data.decode import resize
 from moh_jax.data.sources import Example
 
+_AREA = (0.08, 1.0)  # of a random crop, over the image's
+_ASPECT = (3 / 4, 4 / 3)  # its width over its height
+
 
 @dataclasses.dataclass(frozen=True)
-class Resize(grain.transforms.Map):
-  """Resizes to `size` (rows, columns), whatever the aspect ratio."""
+class Change(grain.transforms.Map):
+  """Maps "image" of an example by a function."""
 
-  size: tuple[int, int]
+  function: Callable[[np.ndarray], np.ndarray]
 
   def map(self, element: Example) -> Example:
-    """Resizes one example."""
-    return {**element, "image": resize(element["image"], self.size)}
+    """Changes one example."""
+    return {**element, "image": self.function(element["image"])}
 
 
 @dataclasses.dataclass(frozen=True)
-class ResizeCenterCrop(grain.transforms.Map):
+class RandomChange(grain.transforms.RandomMap):
+  """Maps "image" of an example by a function of it and of a generator."""
+
+  function: Callable[[np.ndarray, np.random.Generator], np.ndarray]
+
+  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
+    """Changes one example."""
+    return {**element, "image": self.function(element["image"], rng)}
+
+
+def resize_center_crop(
+  image: np.ndarray, shorter: int, size: tuple[int, int]
+) -> np.ndarray:
   """Resizes the shorter side to `shorter` pixels, then crops the centre.
 
   The pixels are those of torchvision's `Resize` and `CenterCrop` on pictures of
   Pillow, within 0.25 of 255 levels on average: only those of the crop are
   computed. An image that the crop would not fit into is enlarged until it does.
   """
-
-  shorter: int
-  size: tuple[int, int]
-
-  def map(self, element: Example) -> Example:
-    """Resizes and crops one example."""
-    image = element["image"]
-    sides = image.shape[:2]
-    least = min(sides)
-    covering = (w * least / side for side, w in zip(sides, self.size))
-    shorter = max(self.shorter, *covering)
-    edges = []
-    for side, wanted in zip(sides, self.size):
-      scaled = max(int(shorter * side / least), wanted)
-      start = round((scaled - wanted) / 2)  # of halves, the even one
-      step = side / scaled  # pixels of the image to one of the scaled one
-      edges.append((start * step, min((start + wanted) * step, side)))
-    (upper, lower), (left, right) = edges
-    box = left, upper, right, lower
-    return {**element, "image": resize(image, self.size, box)}
+  sides = image.shape[:2]
+  least = min(sides)
+  covering = (w * least / side for side, w in zip(sides, size))
+  shorter = max(shorter, *covering)
+  edges = []
+  for side, wanted in zip(sides, size):
+    scaled = max(int(shorter * side / least), wanted)
+    start = round((scaled - wanted) / 2)  # of halves, the even one
+    step = side / scaled  # pixels of the image to one of the scaled one
+    edges.append((start * step, min((start + wanted) * step, side)))
+  (upper, lower), (left, right) = edges
+  return resize(image, size, (left, upper, right, lower))
 
 
-@dataclasses.dataclass(frozen=True)
-class CenterCrop(grain.transforms.Map):
+def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
   """ADM's centre crop (arXiv:2105.05233), which DiT and its FID use.
 
   Halves the image with a box filter while both sides have at least twice the
   wanted size, then resizes it bicubically until it just covers that size, and
   crops the centre. Smaller images are enlarged.
-  """
-
-  size: tuple[int, int]
-
-  def map(self, element: Example) -> Example:
-    """Resizes and crops one example."""
-    return {**element, "image": center_crop(element["image"], self.size)}
-
-
-def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-  """Crops the centre of an image as `CenterCrop` describes.
 
   Args:
     image: [X, Y, channels] uint8.
@@ -100,71 +97,42 @@ def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
   return image[top : top + size[0], left : left + size[1]]
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomFlip(grain.transforms.RandomMap):
+def random_flip(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   """Mirrors an image left to right with probability 1/2."""
-
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Mirrors one example or leaves it."""
-    if rng.random() < 0.5:
-      return {**element, "image": element["image"][:, ::-1]}
-    return element
+  return image[:, ::-1] if rng.random() < 0.5 else image
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomShift(grain.transforms.RandomMap):
+def random_shift(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   """Pads each side by an eighth of it (at least 1 pixel), crops at random."""
-
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Shifts one example."""
-    image = element["image"]
-    rows, columns = image.shape[:2]
-    pads = [max(1, side // 8) for side in (rows, columns)]
-    padded = np.pad(image, [(p, p) for p in pads] + [(0, 0)])
-    top, left = (int(rng.integers(2 * p + 1)) for p in pads)
-    return {
-      **element,
-      "image": padded[top : top + rows, left : left + columns],
-    }
+  rows, columns = image.shape[:2]
+  pads = [max(1, side // 8) for side in (rows, columns)]
+  padded = np.pad(image, [(p, p) for p in pads] + [(0, 0)])
+  top, left = (int(rng.integers(2 * p + 1)) for p in pads)
+  return padded[top : top + rows, left : left + columns]
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomCropFlip(grain.transforms.RandomMap):
-  """Random resized crop (arXiv:1409.4842) and random horizontal flip.
+def random_crop_flip(
+  image: np.ndarray, rng: np.random.Generator, size: tuple[int, int]
+) -> np.ndarray:
+  """Random resized crop (arXiv:1409.4842) and random horizontal flip."""
+  image = resize(image, size, _random_box(image.shape[:2], rng))
+  return random_flip(image, rng)
 
-  Attributes:
-    size: rows and columns of the result.
-    area: smallest and largest area of a crop over the image's area.
-    aspect: smallest and largest width over height of a crop.
-  """
 
-  size: tuple[int, int]
-  area: tuple[float, float] = (0.08, 1.0)
-  aspect: tuple[float, float] = (3 / 4, 4 / 3)
-
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Crops, resizes and flips one example."""
-    image = element["image"]
-    box = self._box(image.shape[:2], rng)
-    image = resize(image, self.size, box)
-    if rng.random() < 0.5:
-      image = image[:, ::-1]
-    return {**element, "image": image}
-
-  def _box(self, shape: tuple[int, int], rng: np.random.Generator) -> tuple:
-    """Samples the crop (left, upper, right, lower) of an image."""
-    rows, columns = shape
-    for _ in range(10):
-      area = rows * columns * rng.uniform(*self.area)
-      ratio = np.exp(rng.uniform(*np.log(self.aspect)))
-      width, height = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
-      if 0 < width <= columns and 0 < height <= rows:
-        left = int(rng.integers(columns - width + 1))
-        top = int(rng.integers(rows - height + 1))
-        return left, top, left + width, top + height
-    side = min(rows, columns)  # ten crops did not fit: take the centre square
-    left, top = (columns - side) // 2, (rows - side) // 2
-    return left, top, left + side, top + side
+def _random_box(shape: tuple[int, int], rng: np.random.Generator) -> tuple:
+  """Samples the crop (left, upper, right, lower) of an image."""
+  rows, columns = shape
+  for _ in range(10):
+    area = rows * columns * rng.uniform(*_AREA)
+    ratio = np.exp(rng.uniform(*np.log(_ASPECT)))
+    width, height = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+    if 0 < width <= columns and 0 < height <= rows:
+      left = int(rng.integers(columns - width + 1))
+      top = int(rng.integers(rows - height + 1))
+      return left, top, left + width, top + height
+  side = min(rows, columns)  # ten crops did not fit: take the centre square
+  left, top = (columns - side) // 2, (rows - side) // 2
+  return left, top, left + side, top + side
 
 
 def normalizer(data: Any) -> Callable[[Any], Any]:
@@ -199,31 +167,27 @@ def sample_posterior(
   return mean + np.exp(0.5 * log_variance) * noise
 
 
-@dataclasses.dataclass(frozen=True)
-class SampleLatent(grain.transforms.RandomMap):
-  """Samples a latent from the posterior of the image or of its mirror image."""
+def sample_latent(
+  moments: np.ndarray, rng: np.random.Generator, scaling: LatentScaling
+) -> np.ndarray:
+  """Samples a latent from the posterior of an image or of its mirror image.
 
-  scaling: LatentScaling
+  Args:
+    moments: [2, 2, X, Y, channels], see `packed.py`.
+    rng: a generator.
+    scaling: of the latents.
 
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Maps "image" [2, 2, X, Y, channels] to [X, Y, channels] float32."""
-    mirrored = int(rng.random() < 0.5)
-    mean, log_variance = element["image"][mirrored].astype(np.float32)
-    noise = rng.standard_normal(mean.shape, np.float32)
-    latent = sample_posterior(mean, log_variance, noise)
-    return {**element, "image": _scaled(latent, self.scaling)}
+  Returns:
+    [X, Y, channels] float32.
+  """
+  mean, log_variance = moments[int(rng.random() < 0.5)].astype(np.float32)
+  noise = rng.standard_normal(mean.shape, np.float32)
+  return _scaled(sample_posterior(mean, log_variance, noise), scaling)
 
 
-@dataclasses.dataclass(frozen=True)
-class MeanLatent(grain.transforms.Map):
-  """Takes the posterior's mean of the image that is not mirrored."""
-
-  scaling: LatentScaling
-
-  def map(self, element: Example) -> Example:
-    """Maps "image" [2, 2, X, Y, channels] to [X, Y, channels] float32."""
-    mean = element["image"][0, 0].astype(np.float32)
-    return {**element, "image": _scaled(mean, self.scaling)}
+def mean_latent(moments: np.ndarray, scaling: LatentScaling) -> np.ndarray:
+  """As `sample_latent`, but the mean of the image that is not mirrored."""
+  return _scaled(moments[0, 0].astype(np.float32), scaling)
 
 
 def _scaled(latent: np.ndarray, scaling: LatentScaling) -> np.ndarray:
@@ -233,23 +197,38 @@ def _scaled(latent: np.ndarray, scaling: LatentScaling) -> np.ndarray:
 
 
 def train_transforms(data: DataConfig, model: ImageModel) -> list:
-  """The transforms of training images, in order; pixels stay uint8."""
+  """The transforms of training images, in order; pixels stay uint8.
+
+  Further changes follow crop and flip in timm's order.
+  """
   size = model.input_shape[:2]
-  fit: list = [Resize(size)]
+  recipe: list = [Change(functools.partial(resize, size=size))]
   if data.augment == "center_flip":
-    fit = [CenterCrop(size), RandomFlip()]
+    crop = Change(functools.partial(center_crop, size=size))
+    recipe = [crop, RandomChange(random_flip)]
   elif data.augment == "crop_flip":
-    fit = [RandomCropFlip(size)]
+    recipe = [RandomChange(functools.partial(random_crop_flip, size=size))]
   elif data.augment == "shift":
-    fit.append(RandomShift())
-  return [*fit, *augmentations(data)]
+    recipe.append(RandomChange(random_shift))
+  if policy := parse_policy(data.auto_augment):
+    fill = tuple(min(255, round(255 * value)) for value in data.mean or ())
+    change = functools.partial(rand_augment, policy=policy, fill=fill)
+    recipe.append(RandomChange(change))
+  if data.random_erasing:
+    how = {"probability": data.random_erasing, "mean": data.mean}
+    change = functools.partial(random_erasing, **how, std=data.std)
+    recipe.append(RandomChange(change))
+  return recipe
 
 
-def eval_fit(data: DataConfig, model: ImageModel) -> Any:
+def eval_fit(
+  data: DataConfig, model: ImageModel
+) -> Callable[[np.ndarray], np.ndarray]:
   """What fits a classifier's held-out images, also for `classify`."""
   size = model.input_shape[:2]
   if data.augment == "center_flip":
-    return CenterCrop(size)
+    return functools.partial(center_crop, size=size)
   if data.eval_resize:
-    return ResizeCenterCrop(data.eval_resize, size)
-  return Resize(size)
+    how = {"shorter": data.eval_resize, "size": size}
+    return functools.partial(resize_center_crop, **how)
+  return functools.partial(resize, size=size)

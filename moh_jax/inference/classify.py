@@ -83,7 +83,7 @@ def classify(
   fit = eval_fit(config.data, config.model)
   normalize = normalizer(config.data)
   ready = [
-    fit.map({"image": _pixels(i, image, config.model.channels)})["image"]
+    fit(_pixels(i, image, config.model.channels))
     for i, image in enumerate(images)
   ]
   rows: list[np.ndarray] = []

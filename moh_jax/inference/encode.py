@@ -22,7 +22,7 @@ from moh_jax.data.packed import (
 )
 from moh_jax.data.shards import OpenShard, ShardWriter
 from moh_jax.data.sources import EncodedSource
-from moh_jax.data.transforms import CenterCrop
+from moh_jax.data.transforms import center_crop
 from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.mesh import check_batch, make_mesh, replicated, use_mesh
@@ -117,19 +117,19 @@ def _read_images(
 ) -> Iterator[_Image]:
   """Reads images ahead of their use."""
   size = (options.image_size,) * 2
-  crop = CenterCrop(size).map
 
   def read(place: int) -> _Image:
     name = source.name(place)
     try:
-      example = crop(source[place])
+      example = source[place]
+      pixels = center_crop(example["image"], size)
     except (ValueError, OSError) as error:
       if options.bad_images == "skip":
         return name, 0, str(error)
       raise ValueError(
         f"{error}; --bad-images skip leaves out what cannot be used"
       ) from error
-    return name, int(example["label"]), example["image"]
+    return name, int(example["label"]), pixels
 
   return read_ahead(read, places, options.threads, 2 * options.batch_size)
 
