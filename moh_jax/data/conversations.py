@@ -38,7 +38,7 @@ from moh_jax.data.chat import (
   Template,
   check_messages,
 )
-from moh_jax.data.identity import Identity
+from moh_jax.data.files import Identity
 from moh_jax.data.sequences import Sequence, pack
 from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.runtime.files import check_json, parse_json

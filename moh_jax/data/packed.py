@@ -28,7 +28,7 @@ from moh_jax.config import Config, differing_fields, imported
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SOURCES, SPLITS, MissingSplitError
 from moh_jax.data import decode
-from moh_jax.data.identity import Identity
+from moh_jax.data.files import Identity
 from moh_jax.data.shards import METADATA, Shards, ShardWriter
 from moh_jax.data.sources import (
   ALL,
@@ -58,7 +58,7 @@ class _PackedSource(ImageSource):
 
     Args:
       path: directory of the splits, local or mounted.
-      split: "train" or "val"; "" reads `path` itself.
+      split: "train" or "val".
       channels: 1 converts images to grey, 3 to RGB.
       selection: not needed, packed images are as they were selected.
 
@@ -80,8 +80,8 @@ class _PackedSource(ImageSource):
     return len(self._shards)
 
   def name(self, index: int) -> str:
-    """Names an example for messages, by its shard and position."""
-    return self._shards.locate(index)
+    """The image's "CLASS/NAME"."""
+    return self._shards[index][0]["name"]
 
 
 class PackedImages(_PackedSource, EncodedSource):
@@ -99,10 +99,6 @@ class PackedImages(_PackedSource, EncodedSource):
     header, content = self._shards[index]
     place = f"{header['name']} in {self._folder}"
     return Record(header["label"], place, content)
-
-  def name(self, index: int) -> str:
-    """The image's "CLASS/NAME"."""
-    return self._shards[index][0]["name"]
 
 
 class LatentSource(_PackedSource):
@@ -231,11 +227,30 @@ def shard_items(items: int, shard_size: int) -> list[range]:
 
 
 def read_ahead(
-  read: Callable[[int], Any], places: Iterable[int], threads: int, ahead: int
+  read: Callable[[int], Any],
+  places: Iterable[int],
+  threads: int,
+  ahead: int,
+  bad_images: str,
 ) -> Iterator[Any]:
-  """Reads examples on threads, at most `ahead` of them before their turn."""
+  """Reads examples on threads, at most `ahead` of them before their turn.
+
+  What raises ValueError or OSError ends it, or with bad_images="skip" is its
+  message in place of the example.
+  """
+
+  def checked(place: int) -> Any:
+    try:
+      return read(place)
+    except (ValueError, OSError) as error:
+      if bad_images == "skip":
+        return str(error)
+      raise ValueError(
+        f"{error}; --bad-images skip leaves out what cannot be used"
+      ) from error
+
   options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
-  dataset = grain.MapDataset.source(list(places)).map(read)
+  dataset = grain.MapDataset.source(list(places)).map(checked)
   return iter(dataset.to_iter_dataset(options))
 
 
@@ -268,36 +283,29 @@ def pack_images(
     The content of metadata.json.
 
   Raises:
-    OSError: an image cannot be read, with bad_images="raise", or a shard not
-      be written.
-    ValueError: `out` holds a set of other images or settings, or an image is
-      damaged, with bad_images="raise".
+    OSError: a shard cannot be written.
+    ValueError: `out` holds a set of other images or settings, or an image
+      cannot be read, with bad_images="raise".
   """
   items = shard_items(len(source), shard_size)
   settings = {"images": source.fingerprint, "shard_size": shard_size}
   settings |= {"shorter_side": shorter_side}
   writer = ShardWriter(out, IMAGES, len(items), settings)
-
-  def prepare(item: int) -> Record | Exception:
-    try:
-      return _fitted(source.read(item), shorter_side)
-    except (ValueError, OSError) as error:
-      return error
-
   places = [item for shard in writer.todo() for item in items[shard]]
-  found = read_ahead(prepare, places, _THREADS, 2 * _THREADS)
+  found = read_ahead(
+    lambda item: _fitted(source.read(item), shorter_side),
+    *(places, _THREADS, 2 * _THREADS, bad_images),
+  )
   # None disables it where stderr is no terminal.
   with tqdm.tqdm(total=len(places), unit="image", disable=None) as bar:
     for shard in writer.todo():
       with writer.open(shard) as target:
         for item, image in zip(items[shard], found):
-          if isinstance(image, Record):
+          if isinstance(image, str):
+            target.skip(image)
+          else:
             header = {"label": image.label, "name": source.name(item)}
             target.add(header, image.content)
-          elif bad_images == "raise":
-            raise image
-          else:
-            target.skip(str(image))
           bar.update()
   return writer.finish(
     class_names=source.class_names, packed_from=os.fspath(packed_from)

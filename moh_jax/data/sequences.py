@@ -33,7 +33,7 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS, get_source, imported
-from moh_jax.data.identity import Identity
+from moh_jax.data.files import Identity
 from moh_jax.data.shards import METADATA, read_metadata
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.tokens import KIND, TokenSet

@@ -18,7 +18,7 @@ import json
 import os
 import pathlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ import xxhash
 from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.identity import Identity
+from moh_jax.data.files import Identity
 from moh_jax.runtime.files import (
   read_json,
   replacing,
@@ -176,7 +176,7 @@ class OpenShard:
   Attributes:
     examples: number of records so far.
     skipped: what was left out, a line each.
-    notes: further fields for the shard's entry in metadata.json.
+    counts: further numbers; metadata.json has them by shard, and their sums.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -185,7 +185,7 @@ class OpenShard:
     )
     self.examples = 0
     self.skipped: list[str] = []
-    self.notes: dict[str, Any] = {}
+    self.counts: dict[str, int] = {}
 
   def add(self, header: dict[str, Any], payload: bytes) -> None:
     """Appends a record that consists of a header and a payload."""
@@ -226,6 +226,7 @@ class ShardWriter:
     kind: str,
     num_shards: int,
     settings: dict[str, Any],
+    shard: Callable[[pathlib.Path], Any] = OpenShard,
   ):
     """Starts a set, or continues an interrupted one.
 
@@ -235,12 +236,13 @@ class ShardWriter:
       num_shards: of the whole set.
       settings: JSON values that the records depend on; a set is continued only
         with equal ones. They are part of metadata.json.
+      shard: opens a shard at a path; picklable.
 
     Raises:
       ValueError: the folder holds shards of other settings, which are named.
     """
     self._folder = pathlib.Path(folder)
-    self._kind, self.num_shards = kind, num_shards
+    self._kind, self.num_shards, self._shard = kind, num_shards, shard
     self._settings = {**settings, "num_shards": num_shards}
     self._parts = self._folder / "parts"
     self._parts.mkdir(parents=True, exist_ok=True)
@@ -254,7 +256,7 @@ class ShardWriter:
     return [shard for shard in shards if not self._path(shard).is_file()]
 
   @contextlib.contextmanager
-  def open(self, shard: int) -> Iterator[OpenShard]:
+  def open(self, shard: int) -> Iterator[Any]:
     """Context that writes one shard; it appears if the context ends normally.
 
     Raises:
@@ -263,19 +265,15 @@ class ShardWriter:
     """
     path = self._path(shard)
     with replacing(path) as growing:
-      target = OpenShard(growing)
+      target = self._shard(growing)
       try:
         yield target
       finally:
         target.close()
       size = growing.stat().st_size
       entry = {"file": path.name, "examples": target.examples, "bytes": size}
-      entry |= {**target.notes, "skipped": target.skipped}
+      entry |= {**target.counts, "skipped": target.skipped}
       write_whole(self._entry(shard), _json(entry))
-
-  def entries(self) -> list[dict[str, Any]]:
-    """The entries of all shards, in order, with what each left out."""
-    return [read_json(self._entry(s)) for s in range(self.num_shards)]
 
   def finish(self, **notes: Any) -> dict[str, Any]:
     """Writes metadata.json, and skipped.txt where something was left out.
@@ -287,23 +285,23 @@ class ShardWriter:
       The content of metadata.json.
 
     Raises:
-      ValueError: no item could be read.
+      ValueError: the set is empty.
     """
-    entries = self.entries()
+    entries = [read_json(self._entry(s)) for s in range(self.num_shards)]
     skipped = [line for entry in entries for line in entry.pop("skipped")]
     if skipped:
       lines = "\n".join([*skipped, ""])
       content = lines.encode(errors="surrogateescape")
       write_whole(self._folder / SKIPPED, content)
-    examples = sum(entry["examples"] for entry in entries)
-    if not examples:
+    counts = [name for name in entries[0] if name not in ("file", "bytes")]
+    sums = {name: sum(entry[name] for entry in entries) for name in counts}
+    if not sums.get("documents", sums["examples"]):
       raise ValueError(
-        f"{self._folder}: no {self._kind} could be read; see "
-        f"{self._folder / SKIPPED}"
+        f"{self._folder}: the input has nothing for it ({len(skipped)} left "
+        "out, see skipped.txt)"
       )
-    metadata = {"format": self._kind, "version": VERSION}
-    metadata |= {**self._settings, **notes}
-    metadata |= {"examples": examples, "skipped": len(skipped)}
+    metadata = {"format": self._kind, "version": VERSION, **self._settings}
+    metadata |= {**notes, **sums, "skipped": len(skipped)}
     # What tells sets apart: settings, and names and sizes of the shards.
     known = _json({"settings": self._settings, "shards": entries})
     metadata["fingerprint"] = xxhash.xxh3_128_hexdigest(known)

@@ -22,8 +22,7 @@ import numpy as np
 from moh_jax.config import Config, imported
 from moh_jax.config.registry import SPLITS, MissingSplitError, get_source
 from moh_jax.data import decode
-from moh_jax.data.files import SPLIT_WORDS
-from moh_jax.data.identity import Identity, of_files
+from moh_jax.data.files import SPLIT_WORDS, Identity, of_files
 from moh_jax.runtime.alive import alive
 
 Example = dict[str, Any]

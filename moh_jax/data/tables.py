@@ -11,8 +11,8 @@ of them. Arrow files are mapped into memory.
 
 import bisect
 import functools
-import itertools
 import json
+import operator
 import os
 import pathlib
 import re
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.files import files_by_split, import_extra
-from moh_jax.data.identity import of_files
+from moh_jax.data.files import TABLES, files_by_split, import_extra, of_files
 from moh_jax.data.sources import (
   ALL,
   FLAT_CLASS,
@@ -33,10 +32,8 @@ from moh_jax.data.sources import (
   match_classes,
 )
 
-_SUFFIXES = (".parquet", ".arrow")
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
 _IMAGE = re.compile("(large_)?binary|struct<bytes: ")  # a column's type
-_MOST_CLASSES = 1 << 20
 _KEPT_GROUPS = 8  # row groups of Parquet that a process keeps
 
 
@@ -74,15 +71,16 @@ class TableSource(EncodedSource):
     self._image, label, self.class_names = _find_columns(
       heads[0][0], files[0], selection.label_column
     )
-    # (file, number of the row group in it), and the rows up to its end.
-    self._groups = [
-      (file, i)
-      for file, (_, rows) in zip(files, heads)
-      for i in range(len(rows))
-    ]
-    self._ends = [*itertools.accumulate(n for _, rows in heads for n in rows)]
-    self._starts = [0, *itertools.accumulate(sum(rows) for _, rows in heads)]
-    self._labels = np.zeros(self._starts[-1], np.int32)
+    # Of each row group its first row, its file's name and first row, and its
+    # number in the file.
+    self._groups: list[tuple[int, str, int, int]] = []
+    row = 0
+    for name, (_, counts) in zip(names, heads):
+      start = row
+      for group, count in enumerate(counts):
+        self._groups.append((row, name, start, group))
+        row += count
+    self._labels = np.zeros(row, np.int32)
     if label:
       parts = [_read_column(file, label) for file in files]
       where = f"{path}: column {label!r}"
@@ -112,24 +110,27 @@ class TableSource(EncodedSource):
   def read(self, index: int) -> Record:
     """The file of an image, not decoded."""
     row = int(self._rows[index])
-    place = bisect.bisect_right(self._ends, row)
-    file, group = self._groups[place]
-    column = _read_column(file, self._image, group)
-    content = column[row - self._ends[place] + len(column)].as_py()
+    first, name, _, group = self._group(row)
+    column = _read_column(str(self._root / name), self._image, group)
+    content = column[row - first].as_py()
     if isinstance(content, dict):
       content = content["bytes"]
-    name = f"{self._root}/{self._row_name(row)}"
+    place = f"{self._root}/{self._row_name(row)}"
     if content is None:
-      raise ValueError(f"{name}: the row has no bytes of an image")
-    return Record(int(self._labels[row]), name, content)
+      raise ValueError(f"{place}: the row has no bytes of an image")
+    return Record(int(self._labels[row]), place, content)
 
   def name(self, index: int) -> str:
     """File and number of the row from 1: "data/train-0.parquet:7"."""
     return self._row_name(int(self._rows[index]))
 
   def _row_name(self, row: int) -> str:
-    number = bisect.bisect_right(self._starts, row) - 1
-    return f"{self._names[number]}:{row - self._starts[number] + 1}"
+    _, name, start, _ = self._group(row)
+    return f"{name}:{row - start + 1}"
+
+  def _group(self, row: int) -> tuple[int, str, int, int]:
+    place = bisect.bisect_right(self._groups, row, key=operator.itemgetter(0))
+    return self._groups[place - 1]
 
 
 def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
@@ -150,7 +151,7 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
   Raises:
     ValueError: some files tell a split and others do not.
   """
-  found = files_by_split(root, _SUFFIXES)
+  found = files_by_split(root, TABLES)
   if found[""] and len(found) > 1:
     raise ValueError(
       f"{root}: {found[''][0]!r} names no split, others do; name them all like "
@@ -216,10 +217,11 @@ def _to_labels(
   if values.dtype == object and has_all:
     classes, values = np.unique(values.astype(str), return_inverse=True)
     names = tuple(map(str, classes))
-  kind, most = values.dtype.kind, len(names) or _MOST_CLASSES
-  if kind not in "iu" or values.min() < 0 or values.max() >= most:
+  most = len(names) or np.inf
+  is_number = values.dtype.kind in "iu"
+  if not (is_number and 0 <= values.min() <= values.max() < most):
     raise ValueError(
-      f"{where} must hold text, or numbers from 0 to below {most:,}, in every "
+      f"{where} must hold text, or numbers from 0 to below {most}, in every "
       f"row (a test split has none, perhaps), has {values}"
     )
   names = names or tuple(map(str, range(values.max() + 1)))

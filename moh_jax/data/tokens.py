@@ -30,8 +30,7 @@ import numpy as np
 import tqdm
 
 from moh_jax.config.registry import SPLITS
-from moh_jax.data.files import file_size, list_files, read_documents
-from moh_jax.data.identity import Identity
+from moh_jax.data.files import Identity, file_size, list_files, read_documents
 from moh_jax.data.shards import OpenShard, Shards, ShardWriter
 from moh_jax.data.tokenizers import (
   Tokenizer,
@@ -44,7 +43,6 @@ KIND = "tokens"
 BLOCK = 8192
 SHARD_BYTES = 256 << 20  # of input for one shard, about
 _LENGTHS_DTYPE = np.dtype("<u4")
-_COUNTS = ("documents", "tokens", "text_bytes")
 _BATCH = 64  # documents for one call of the tokenizer, on all its threads
 
 
@@ -126,17 +124,16 @@ class TokenSet:
     return np.concatenate(parts, dtype=np.int32, casting="unsafe")
 
 
-class TokenShard:
+class TokenShard(OpenShard):
   """A shard of tokenized documents that is being written."""
 
-  def __init__(self, shard: OpenShard, tokenizer: Tokenizer):
-    self._shard, self.skip = shard, shard.skip
+  def __init__(self, path: pathlib.Path, tokenizer: Tokenizer):
+    super().__init__(path)
     self._dtype = token_dtype(tokenizer.vocab_size)
     self._after = [i for i in (tokenizer.eos_id,) if i is not None]
     # A document needs a token before its text, so that the model predicts the
     # first token of the text too: without a begin, the end token stands in.
     self._before = [tokenizer.bos_id] if tokenizer.add_bos else self._after
-    self._block = BLOCK * self._dtype.itemsize  # bytes
     self._pending = bytearray()
     self._lengths: list[int] = []
     self._text_bytes = 0
@@ -152,74 +149,57 @@ class TokenShard:
     self._pending += tokens.tobytes()
     self._lengths.append(len(tokens))
     self._text_bytes += text_bytes
-    while len(self._pending) >= self._block:
-      self._shard.add_record(bytes(self._pending[: self._block]))
-      del self._pending[: self._block]
+    block = BLOCK * self._dtype.itemsize
+    while len(self._pending) >= block:
+      self.add_record(bytes(self._pending[:block]))
+      del self._pending[:block]
 
   def close(self) -> None:
     """Writes the last block, and the record with the documents' lengths."""
     if self._pending:
-      self._shard.add_record(bytes(self._pending))
+      self.add_record(bytes(self._pending))
     lengths = np.array(self._lengths, _LENGTHS_DTYPE)
-    self._shard.add_record(lengths.tobytes())
-    counts = (len(lengths), int(lengths.sum()), self._text_bytes)
-    self._shard.notes.update(zip(_COUNTS, counts))
-
-
-class TokenSetWriter(ShardWriter):
-  """Writes a set of tokens with `num_shards` shards; picklable."""
-
-  def __init__(
-    self,
-    folder: str | os.PathLike,
-    tokenizer: Tokenizer,
-    num_shards: int,
-    settings: dict[str, Any],
-  ):
-    """Starts a set, or continues an interrupted one.
-
-    Args:
-      folder: folder of the set; created.
-      tokenizer: tokenizer that makes the tokens.
-      num_shards: shards of the whole set.
-      settings: JSON values that the tokens depend on, beside the tokenizer; a
-        set is continued only with equal settings.
-
-    Raises:
-      ValueError: the folder holds a set with other settings (they are named).
-    """
-    self._tokenizer = tokenizer
-    names = {"kind": "kind", "sha256": "sha256", "file": "file_name"}
-    settings = {
-      "tokenizer": {name: getattr(tokenizer, x) for name, x in names.items()},
-      "vocab_size": tokenizer.vocab_size,
-      "bos_id": tokenizer.bos_id if tokenizer.add_bos else None,
-      "eos_id": tokenizer.eos_id,
-      **settings,
+    self.add_record(lengths.tobytes())
+    self.counts = {
+      "documents": len(lengths),
+      "tokens": int(lengths.sum()),
+      "text_bytes": self._text_bytes,
     }
-    super().__init__(folder, KIND, num_shards, settings)
+    super().close()
 
-  @contextlib.contextmanager
-  def open(self, shard: int) -> Iterator[TokenShard]:
-    """Context that writes one shard; it appears if the context ends normally.
 
-    Raises:
-      OSError: the shard cannot be written, for example because the disk is
-        full.
-    """
-    with super().open(shard) as target:
-      tokens = TokenShard(target, self._tokenizer)
-      yield tokens
-      tokens.close()
+def token_writer(
+  folder: str | os.PathLike,
+  tokenizer: Tokenizer,
+  num_shards: int,
+  settings: dict[str, Any],
+) -> ShardWriter:
+  """Starts a set of tokens, or continues an interrupted one; picklable.
 
-  def finish(self) -> dict[str, Any]:
-    """Writes the tokenizer's files and metadata.json; returns its content."""
-    entries = self.entries()
-    totals = {name: sum(entry[name] for entry in entries) for name in _COUNTS}
-    if name := self._tokenizer.file_name:
-      files = {name: self._tokenizer.content, **self._tokenizer.files}
-      write_tokenizer_files(self._folder, files)
-    return super().finish(**totals)
+  Args:
+    folder: folder of the set; created, with the tokenizer's files.
+    tokenizer: tokenizer that makes the tokens.
+    num_shards: shards of the whole set.
+    settings: JSON values that the tokens depend on, beside the tokenizer; a set
+      is continued only with equal settings.
+
+  Raises:
+    ValueError: the folder holds a set with other settings (they are named).
+  """
+  names = {"kind": "kind", "sha256": "sha256", "file": "file_name"}
+  settings = {
+    "tokenizer": {name: getattr(tokenizer, x) for name, x in names.items()},
+    "vocab_size": tokenizer.vocab_size,
+    "bos_id": tokenizer.bos_id if tokenizer.add_bos else None,
+    "eos_id": tokenizer.eos_id,
+    **settings,
+  }
+  shard = functools.partial(TokenShard, tokenizer=tokenizer)
+  writer = ShardWriter(folder, KIND, num_shards, settings, shard)
+  if name := tokenizer.file_name:
+    files = {name: tokenizer.content, **tokenizer.files}
+    write_tokenizer_files(folder, files)
+  return writer
 
 
 def split_of(text: str, held_out: float) -> str:
@@ -275,7 +255,7 @@ def group_files(
 class _Job:
   """What a process needs to write shards; picklable."""
 
-  writers: dict[str, TokenSetWriter]  # by split
+  writers: dict[str, ShardWriter]  # by split
   groups: list[list[str]]
   tokenizer: Tokenizer
   held_out: float
@@ -360,7 +340,7 @@ def tokenize(
   inside(out := pathlib.Path(out), split, "split")
   settings = {"inputs": known, "field": field, "held_out": held_out}
   writers = {
-    part: TokenSetWriter(out / part, tokenizer, len(groups), settings)
+    part: token_writer(out / part, tokenizer, len(groups), settings)
     for part in ((split,) if held_out is None else SPLITS)
   }
   todo = sorted({i for writer in writers.values() for i in writer.todo()})
@@ -370,14 +350,6 @@ def tokenize(
   done = _run(job, todo, min(workers, len(todo)))
   for _ in tqdm.tqdm(done, ", ".join(writers), len(todo), disable=None):
     pass
-  for part, writer in writers.items():
-    entries = writer.entries()
-    if not any(entry["documents"] for entry in entries):
-      left_out = sum(len(entry["skipped"]) for entry in entries)
-      raise ValueError(
-        f"{out / part}: the input has no document for it ({left_out} left "
-        "out); tokenize files of its own with --split"
-      )
   return {part: writer.finish() for part, writer in writers.items()}
 
 

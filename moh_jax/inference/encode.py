@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,10 +53,9 @@ def encode_latents(
     The content of metadata.json.
 
   Raises:
-    OSError: an image is gone, with bad_images="raise", or a shard could not be
-      written; finished ones are whole.
-    ValueError: an image is bad, sizes do not fit, or `out` holds latents of
-      other settings.
+    OSError: a shard could not be written; finished ones are whole.
+    ValueError: an image cannot be read, with bad_images="raise", sizes do not
+      fit, or `out` holds latents of other settings.
   """
   side, step = options.image_size, config.downscale
   if side % step:
@@ -81,6 +80,11 @@ def encode_latents(
   writer = ShardWriter(out, LATENTS, len(items), settings)
   params = jax.device_put(params, replicated(mesh))
 
+  def read(place: int) -> _Image:
+    example = source[place]
+    pixels = center_crop(example["image"], (side, side))
+    return source.name(place), int(example["label"]), pixels
+
   def encode(images: list[_Image]) -> jax.Array:
     pixels = np.stack([pixels for *_, pixels in images])
     padding = [(0, options.batch_size - len(images)), *((0, 0),) * 3]
@@ -88,7 +92,9 @@ def encode_latents(
     return _moments(VAE(config), params, shard_batch(pixels, mesh))
 
   places = [place for shard in writer.todo() for place in items[shard]]
-  images = _read_images(source, places, options)
+  images = read_ahead(
+    read, places, options.threads, 2 * options.batch_size, options.bad_images
+  )
   bar = tqdm.tqdm(total=len(places), unit="image", disable=None)
   with bar, use_mesh(mesh):
     for shard in writer.todo():
@@ -96,8 +102,8 @@ def encode_latents(
       with writer.open(shard) as target:
         previous: tuple = ((), ())  # added while the devices encode the next
         while batch := list(itertools.islice(of_shard, options.batch_size)):
-          good = [image for image in batch if not isinstance(image[2], str)]
-          for *_, problem in batch:
+          good = [image for image in batch if not isinstance(image, str)]
+          for problem in batch:
             if isinstance(problem, str):
               target.skip(problem)
           encoded = (good, encode(good)) if good else ((), ())
@@ -108,30 +114,7 @@ def encode_latents(
   return writer.finish(**notes)
 
 
-# Name, label and pixels of an image, or why it cannot be used.
-_Image = tuple[str, int, np.ndarray | str]
-
-
-def _read_images(
-  source: EncodedSource, places: Iterable[int], options: EncodeOptions
-) -> Iterator[_Image]:
-  """Reads images ahead of their use."""
-  size = (options.image_size,) * 2
-
-  def read(place: int) -> _Image:
-    name = source.name(place)
-    try:
-      example = source[place]
-      pixels = center_crop(example["image"], size)
-    except (ValueError, OSError) as error:
-      if options.bad_images == "skip":
-        return name, 0, str(error)
-      raise ValueError(
-        f"{error}; --bad-images skip leaves out what cannot be used"
-      ) from error
-    return name, int(example["label"]), pixels
-
-  return read_ahead(read, places, options.threads, 2 * options.batch_size)
+_Image = tuple[str, int, np.ndarray]  # name, label and pixels
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -21,12 +21,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
-from moh_jax.data.identity import Identity, differences
+from moh_jax.data.files import Identity
 from moh_jax.layers.linear import LORA_A, LORA_B
 from moh_jax.ops.placement import check_heads, check_tokens
 from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.devices import random_settings
+from moh_jax.runtime.files import differences
 from moh_jax.runtime.mesh import axes_of_entry, check_batch
 from moh_jax.runtime.processes import agree, ask_first_process
 from moh_jax.training.step import Program
@@ -190,7 +191,10 @@ def check_same_run(
     if here.get(name) != there.get(name)
   ]
   # The same config, so that the data should be the same too.
-  fields = fields or differences(stream, data["stream"])
+  for name in () if fields else sorted({**stream, **data["stream"]}):
+    both = (of.get(name, {}) for of in (stream, data["stream"]))
+    if found := differences(*both):
+      fields.append(f"data {name!r}: {found}")
   if fields:
     raise ValueError(
       f"workdir {directory} holds another run's checkpoint; "

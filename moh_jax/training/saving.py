@@ -8,7 +8,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from moh_jax.data.identity import Identity
+from moh_jax.data.files import Identity
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.devices import random_settings

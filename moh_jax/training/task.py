@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, get_family, imported
-from moh_jax.data.identity import Identity
+from moh_jax.data.files import Identity
 from moh_jax.data.pipeline import (
   Source,
   TrainBatches,

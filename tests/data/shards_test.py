@@ -2,10 +2,10 @@
 
 import resource
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data import identity, shards
+from moh_jax.data import shards
 from moh_jax.data.shards import ShardWriter
 from tests.folders import FolderTest
 
@@ -144,13 +144,3 @@ class WriteTest(_SetTest):
     self.assertEqual(again.todo(), [1, 2])
     self._fill(again).finish()
     self.assertLen(self._labels(), 10)
-
-
-class IdentityTest(absltest.TestCase):
-  def test_a_changed_identity_names_the_source(self):
-    facts = {"examples": 3}
-    found = identity.differences(
-      {"a": facts, "b": facts}, {"b": {"examples": 2}, "c": {}}
-    )
-    told = ["data 'a' is new", "data 'b': examples 3 here, 2 there"]
-    self.assertEqual(found, [*told, "data 'c' is gone"])

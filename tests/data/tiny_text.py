@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from moh_jax.data.tokenizers import BytesTokenizer
-from moh_jax.data.tokens import TokenSet, TokenSetWriter
+from moh_jax.data.tokens import TokenSet, token_writer
 
 
 def tokenizer(vocab_size=257, bos_id=256, eos_id=256):
@@ -31,7 +31,7 @@ def random_documents(shards, documents, longest, vocab_size=256, seed=0):
 def write(folder, documents, used=None):
   """Writes documents by shard; a document's text has 2 bytes a token."""
   used = used or tokenizer()
-  writer = TokenSetWriter(folder, used, len(documents), {})
+  writer = token_writer(folder, used, len(documents), {})
   for shard in writer.todo():
     with writer.open(shard) as target:
       for ids in documents[shard]:

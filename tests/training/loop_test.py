@@ -165,7 +165,7 @@ class LoopTest(parameterized.TestCase):
       r"train\.seed: 1 here, 0 there; data\.batch_size: 16 here",
     ),
     ({"data": {"sequence_length": 8}}, "data.sequence_length: 8 here, 16"),
-    ({"data": {"fake_examples": 21}}, "'fake': examples 21 here, 20 there"),
+    ({"data": {"fake_examples": 21}}, "'fake': examples: 21 here, 20 there"),
     ({"train": {"steps": 2}}, r"step 4, beyond train\.steps=2"),
   )
   def test_another_run_cannot_continue(self, sections, message):
