@@ -4,7 +4,6 @@ A second run of a command that was ended continues what the first one wrote.
 """
 
 import dataclasses
-import os
 import pathlib
 from typing import Literal
 
@@ -141,7 +140,6 @@ class Tokenize(command.Texts):
     split: put all documents into OUT/NAME instead, such as OUT/train.
     on_error: what to do at a line, row or file that is not JSON, not UTF-8 or
       lacks the field; a damaged file ends the command.
-    workers: processes (default: one per core); each reads whole files.
   """
 
   tokenizer: command.Place
@@ -149,7 +147,6 @@ class Tokenize(command.Texts):
   held_out: Part | None = None
   split: command.Place | None = command.option(metavar="NAME", default=None)
   on_error: Literal["stop", "skip"] = "stop"
-  workers: Count | None = None
 
   def check(self) -> None:
     """Documents have one way into splits."""
@@ -173,7 +170,6 @@ def tokenize(options: Tokenize) -> int:
     options.out,
     **part,
     field=options.field,
-    workers=options.workers or os.cpu_count(),
     on_error=options.on_error,
   )
   for split, metadata in done.items():

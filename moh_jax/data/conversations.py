@@ -15,7 +15,6 @@ as arrays of tokens.
 """
 
 import bisect
-import collections
 import itertools
 import logging
 import os
@@ -244,23 +243,18 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     The items' numbers in each bin, the same in every call.
   """
   bins: list[list[int]] = []
-  with_space = collections.defaultdict(list)  # numbers of bins by their space
-  spaces: list[int] = []  # those of any bin, in order
-  for index in np.argsort(-sizes, kind="stable").tolist():
-    place = bisect.bisect_left(spaces, sizes[index])
-    space, number = capacity, len(bins)
+  # Space of each bin, latest changes first where it is equal, and its number.
+  spaces: list[tuple[int, int, int]] = []
+  for change, index in enumerate(np.argsort(-sizes, kind="stable").tolist()):
+    size = int(sizes[index])
+    place = bisect.bisect_left(spaces, (size,))
     if place < len(spaces):
-      space = spaces[place]
-      number = with_space[space].pop()
-      if not with_space[space]:
-        del spaces[place]
+      space, _, number = spaces.pop(place)
     else:
+      space, number = capacity, len(bins)
       bins.append([])
     bins[number].append(index)
-    left = space - int(sizes[index])
-    if not with_space[left]:
-      bisect.insort(spaces, left)
-    with_space[left].append(number)
+    bisect.insort(spaces, (space - size, -change, number))
   return bins
 
 

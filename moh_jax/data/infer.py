@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 from typing import Any
@@ -18,7 +17,6 @@ from moh_jax.runtime.steps import workdir
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 # Fields of the section `model` that data tell.
 _FIELDS = ("channels", "num_classes", "image_size", "vocab_size")
-_LOG = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
@@ -47,8 +45,6 @@ def resolve(config: Config) -> Config:
   normalizes = normalizes and not is_latent(config)
   source = imported(get_source(config.data).source)
   asked = [*wanted, *["mean", "std"] * normalizes]
-  # Where data are looked at, it is said what a model trained before reads.
-  asked += ["pixels"] * bool(asked and config.train.init_from)
   told = source.tell(config, asked) if asked else {}
   if missing := [name for name in wanted if name not in told]:
     raise ValueError(
@@ -57,12 +53,6 @@ def resolve(config: Config) -> Config:
     )
   found = {name: told[name] for name in wanted}
   model, data = dataclasses.replace(config.model, **found), config.data
-  if config.train.init_from and "pixels" in told:
-    _LOG.info(
-      "data.path=%r: images of about %s pixels, %d channels; the model of "
-      "train.init_from reads %s",
-      *(data.path, told["pixels"], told["channels"], model.input_shape),
-    )
   if normalizes:
     mean = std = (0.5,) * model.channels  # pixels in [-1, 1]
     if "diffusion" not in config.sections:

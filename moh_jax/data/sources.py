@@ -82,7 +82,7 @@ class ImageSource(abc.ABC):
     Args:
       config: the run.
       names: of the fields, among "channels", "num_classes", "image_size",
-        "mean" and "std"; and "pixels", the usual rows and columns.
+        "mean" and "std".
 
     Returns:
       Values by name; those that are not known are absent.
@@ -183,7 +183,7 @@ class EncodedSource(ImageSource):
     The size is a square about as large as the images, in steps of 32 up to
     224. Images whose headers cannot be read are for `data.bad_images`.
     """
-    if not {"channels", "image_size", "num_classes", "pixels"} & set(names):
+    if not {"channels", "image_size", "num_classes"} & set(names):
       return {}
     source, found = cls.open(config, "train"), []
     for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
@@ -202,7 +202,6 @@ class EncodedSource(ImageSource):
       "num_classes": len(source.class_names),
       "channels": 1 if all(greys) else 3,
       "image_size": (side, side),
-      "pixels": tuple(map(statistics.median_low, zip(*sizes))),
     }
 
   def __getitem__(self, index: int) -> Example:

@@ -8,21 +8,16 @@ one record with the number of tokens of each document, uint32. No document
 crosses shards. The folder also holds the tokenizer's files.
 
 A shard has the documents of some files, which depends on the files alone, so a
-killed run can continue on any number of processes and ends with the same bytes.
+killed run can continue and ends with the same bytes.
 """
 
 import bisect
-import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
-import multiprocessing
 import os
 import pathlib
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -43,7 +38,7 @@ KIND = "tokens"
 BLOCK = 8192
 SHARD_BYTES = 256 << 20  # of input for one shard, about
 _LENGTHS_DTYPE = np.dtype("<u4")
-_BATCH = 64  # documents for one call of the tokenizer, on all its threads
+_BATCH = 256  # documents for one call of the tokenizer, on all cores
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -174,7 +169,7 @@ def token_writer(
   num_shards: int,
   settings: dict[str, Any],
 ) -> ShardWriter:
-  """Starts a set of tokens, or continues an interrupted one; picklable.
+  """Starts a set of tokens, or continues an interrupted one.
 
   Args:
     folder: folder of the set; created, with the tokenizer's files.
@@ -251,53 +246,6 @@ def group_files(
   return groups, f"sha256 {digest[:16]}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-  """What a process needs to write shards; picklable."""
-
-  writers: dict[str, ShardWriter]  # by split
-  groups: list[list[str]]
-  tokenizer: Tokenizer
-  held_out: float
-  field: str
-  skips: bool
-
-  def write(self, group: int) -> None:
-    """Writes the shards of a group."""
-    with contextlib.ExitStack() as stack:
-      targets = {
-        split: stack.enter_context(writer.open(group))
-        for split, writer in self.writers.items()
-      }
-      documents = self._documents(group, targets)
-      while batch := list(itertools.islice(documents, _BATCH)):
-        ids = self.tokenizer.encode_batch([text for *_, text in batch])
-        for (target, place, text), tokens in zip(batch, ids):
-          if tokens:
-            target.add(tokens, len(text.encode()))
-          else:
-            target.skip(f"{place}: empty")
-
-  def _documents(
-    self, group: int, targets: dict[str, TokenShard]
-  ) -> Iterator[tuple[TokenShard, str, str]]:
-    """The shards that documents go to, their places, and their texts."""
-    first, *others = targets.values()
-    for file in self.groups[group]:
-      for place, text in read_documents(file, self.field):
-        if isinstance(text, ValueError):
-          if not self.skips:
-            raise text
-          first.skip(str(text))
-        elif not others:
-          yield first, place, text
-        elif self.groups == [[place]]:  # the only document
-          parts = cut_tail(text, self.held_out)
-          yield from zip(targets.values(), (place, place), parts)
-        else:
-          yield targets[split_of(text, self.held_out)], place, text
-
-
 def tokenize(
   inputs: Sequence[str],
   tokenizer: Tokenizer,
@@ -307,7 +255,6 @@ def tokenize(
   held_out: float | None = None,
   field: str = "text",
   shard_bytes: int = SHARD_BYTES,
-  workers: int = 1,
   on_error: Literal["stop", "skip"] = "stop",
 ) -> dict[str, dict[str, Any]]:
   """Makes sets OUT/SPLIT, reading the input once; continues killed runs.
@@ -322,7 +269,6 @@ def tokenize(
       lines.
     field: field of JSON objects, or column of tables, that holds the text.
     shard_bytes: approximate bytes of input for one shard; no file is cut.
-    workers: number of processes; 1 is this one, which encodes on all cores.
     on_error: "skip" lists lines, rows and files that hold no text in
       OUT/SPLIT/skipped.txt, and goes on; a run that was stopped by one may be
       continued so. A damaged file ends the run in any case.
@@ -343,40 +289,37 @@ def tokenize(
     part: token_writer(out / part, tokenizer, len(groups), settings)
     for part in ((split,) if held_out is None else SPLITS)
   }
+
+  def documents(group: int, shards: dict[str, TokenShard]) -> Iterator[tuple]:
+    """The shards that documents go to, their places, and their texts."""
+    first, *others = shards.values()
+    for file in groups[group]:
+      for place, text in read_documents(file, field):
+        if isinstance(text, ValueError):
+          if on_error == "stop":
+            raise text
+          first.skip(str(text))
+        elif not others:
+          yield first, place, text
+        elif groups == [[place]]:  # the only document
+          parts = cut_tail(text, held_out)
+          yield from zip(shards.values(), (place, place), parts)
+        else:
+          yield shards[split_of(text, held_out)], place, text
+
   todo = sorted({i for writer in writers.values() for i in writer.todo()})
-  job = _Job(
-    writers, groups, tokenizer, held_out or 0.0, field, on_error == "skip"
-  )
-  done = _run(job, todo, min(workers, len(todo)))
-  for _ in tqdm.tqdm(done, ", ".join(writers), len(todo), disable=None):
-    pass
+  for group in tqdm.tqdm(todo, ", ".join(writers), disable=None):
+    with contextlib.ExitStack() as stack:
+      shards = {
+        part: stack.enter_context(writer.open(group))
+        for part, writer in writers.items()
+      }
+      found = documents(group, shards)
+      while batch := list(itertools.islice(found, _BATCH)):
+        ids = tokenizer.encode_batch([text for *_, text in batch])
+        for (shard, place, text), tokens in zip(batch, ids):
+          if tokens:
+            shard.add(tokens, len(text.encode()))
+          else:
+            shard.skip(f"{place}: empty")
   return {part: writer.finish() for part, writer in writers.items()}
-
-
-def _run(job: _Job, todo: list[int], workers: int) -> Iterator[None]:
-  """Writes groups on several processes; yields when one is done."""
-  if workers <= 1:
-    yield from map(job.write, todo)
-    return
-  spawn = multiprocessing.get_context("spawn")
-  try:
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _begin) as pool:
-      yield from pool.map(job.write, todo)
-  except concurrent.futures.BrokenExecutor as error:
-    raise OSError(
-      f"a process that tokenizes ended ({error}), perhaps for lack of memory; "
-      "run the same command again, with fewer workers"
-    ) from error
-
-
-def _begin() -> None:
-  """Sets a process up that tokenizes."""
-
-  def end_with_parent() -> None:  # a pool whose parent is killed would stay
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-  threading.Thread(target=end_with_parent, daemon=True).start()
-  signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says it
-  # There is a process for each core, so the tokenizer needs no threads.
-  os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -128,7 +128,7 @@ class TextTest(tiny_checkpoint.CommandTest):
   def test_a_token_set_is_scored_as_what_a_run_held_out(self):
     tokens = self.root / "tokens"
     tiny_checkpoint.done(
-      *("prepare", "tokenize", "--data", self.root / "0.txt", "--workers=1"),
+      *("prepare", "tokenize", "--data", self.root / "0.txt"),
       *("--tokenizer=bytes", "--split=val", "--out", tokens),
     )
     found = self.report("--data", tokens, f"{_BATCH}=8")

@@ -110,7 +110,7 @@ class TextTest(tiny_checkpoint.CommandTest):
 
   def test_documents_are_held_out_and_broken_lines_skipped_on_request(self):
     out = self.root / "out"
-    argv = "tokenize", out, "--tokenizer=bytes", "--workers=1"
+    argv = "tokenize", out, "--tokenizer=bytes"
     self.done(*argv, "--held-out=0.2")
     train, val = (TokenSet(out / s).metadata for s in SPLITS)
     self.assertEqual(train["documents"] + val["documents"], 500)

@@ -110,7 +110,7 @@ _REFUSED = {
     "--out={here}/one.txt/new": "one.txt cannot be written",
   },
   "prepare encode-latents --data {here}/images --out {here}/new --vae": {},
-  "prepare tokenize --workers=1 --out {here}/new --data {here}/a.jsonl": {
+  "prepare tokenize --out {here}/new --data {here}/a.jsonl": {
     "--tokenizer=bytes --held-out=1": "--held-out=1.0 must be in (0, 1)",
     "--tokenizer=bytes --held-out=0.1 --split=val": "not be given with",
   },

@@ -101,16 +101,6 @@ class ImagesTest(FolderTest):
     self.assertEqual(dataclasses.replace(config.data, **known), data)
     self.assertEqual(config, resolve(config))
 
-  def test_the_size_of_a_trained_model_and_of_the_images_is_said(self):
-    put(self.root, "train/bee/0.png", "train/ant/0.png", size=(90, 64))
-    data = DataConfig("image_folder", str(self.root))
-    start = config_lib.TrainConfig(init_from="somewhere")
-    with self.assertLogs("moh_jax", "INFO") as logs:
-      _resolved(dataclasses.replace(_VIT, channels=1), data, train=start)
-    self.assertRegex(
-      logs.output[0], r"about \(90, 64\) pixels, 3 .* reads \(224"
-    )
-
   def test_passes_over_the_examples_become_steps(self):
     data = DataConfig(batch_size=64, fake_examples=100)
     for epochs, steps in ((3, 5), (0.5, 1), (64, 100)):
