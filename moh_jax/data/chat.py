@@ -349,15 +349,13 @@ def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   own |= {pathlib.PurePath(path).stem: path for path in more}
   if own:
     return {name: (files[path].decode(), path) for name, path in own.items()}
-  for file in (tokenizers.TOKENIZER_CONFIG, tokenizers.TEMPLATE_JSON):
-    stored = tokenizers.read_json(files, file).get("chat_template") or {}
-    if isinstance(stored, str):
-      stored = {_DEFAULT: stored}
-    elif isinstance(stored, list):
-      stored = {entry["name"]: entry["template"] for entry in stored}
-    if stored:
-      return {name: (text, file) for name, text in stored.items()}
-  return {}
+  file = tokenizers.TOKENIZER_CONFIG
+  stored = tokenizers.read_json(files, file).get("chat_template") or {}
+  if isinstance(stored, str):
+    stored = {_DEFAULT: stored}
+  elif isinstance(stored, list):
+    stored = {entry["name"]: entry["template"] for entry in stored}
+  return {name: (text, file) for name, text in stored.items()}
 
 
 def _part(part: Any) -> str:
