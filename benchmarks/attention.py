@@ -36,6 +36,7 @@ from moh_jax.cli.main import report_errors
 from moh_jax.config.base import Count, Dtype, Natural
 from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
 from moh_jax.config.layers import Implementation
+from moh_jax.layers.attend import attend_picked
 from moh_jax.ops.attention import AttentionCase, Form, attend, choose_form
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import dense_attention
@@ -357,8 +358,14 @@ def _evaluation(name: str, *, mode: str) -> Callable:
 
   def run(q, k, v, cotangent, active):
     def attend_to(q, k, v):
-      call = Call(q, k, v, Visible(causal=causal), q.shape[-1] ** -0.5)
-      return attend(dataclasses.replace(call, active=active), name)
+      scale, visible = q.shape[-1] ** -0.5, Visible(causal=causal)
+      return attend_picked(
+        lambda q, active: attend(
+          Call(q, k, v, visible, scale, active=active), name
+        ),
+        q,
+        active,
+      )
 
     return _evaluate(attend_to, mode, (q, k, v), cotangent)
 

@@ -122,7 +122,7 @@ def _on_devices(
   most = max(placement.expected_active(budget, order))
   return {
     "per_device": round(most, 2),
-    "imbalance": round(placement.imbalance(budget, order), 3),
+    "imbalance": round(most / placement.mean_active(budget), 3),
   }
 
 

@@ -24,6 +24,7 @@ from moh_jax.layers.mlp import CONV_INIT, LayerNorm
 from moh_jax.layers.partitioning import constrain, declare
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops.basics import gelu
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
@@ -175,8 +176,8 @@ class FullAttention(CosineAttention):
     active: ActiveHeads | None,
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, D]."""
-    how = {"active": active, "implementation": implementation_of(self)}
-    return attend_on_mesh(q, k, v, bias=bias, scale=1.0, **how)
+    call = Call(q, k, v, Visible(), 1.0, bias, active)
+    return attend_on_mesh(call, implementation_of(self))
 
 
 class AggregatedAttention(CosineAttention, kw_only=True):

@@ -1,10 +1,11 @@
 """Attention that skips inactive heads, on one device or on a mesh.
 
-Shapes: B batch, N tokens, H query heads, D head dim.
+Shapes: B batch, N tokens, H query heads, K key/value heads, D head dim.
 """
 
 import functools
 import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -16,15 +17,13 @@ from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import attention as ops
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.call import Call, Visible
+from moh_jax.ops.call import Call
 from moh_jax.ops.pairs import ActiveHeads
-from moh_jax.ops.picked import attend_picked
 from moh_jax.ops.placement import HeadPlacement, kv_repeats
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 _ATTENDED = ("batch", None, "attended_heads", None)
-_EVERYTHING = Visible()
 _BIAS = ("attended_heads", None, None)  # [H, N, M]
 
 
@@ -75,17 +74,7 @@ def active_heads(
   return make(placement.most_active(budget), expected)
 
 
-def attend_on_mesh(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  *,
-  active: ActiveHeads | None,
-  implementation: str,
-  visible: Visible = _EVERYTHING,
-  bias: jax.Array | None = None,
-  scale: float | None = None,
-) -> jax.Array:
+def attend_on_mesh(call: Call, implementation: str) -> jax.Array:
   """Runs `ops.attention.attend`, on a mesh on each device's own heads.
 
   Every device chooses the form for its own part of the batch and the heads, and
@@ -99,15 +88,10 @@ def attend_on_mesh(
   there are too few are repeated.
 
   Args:
-    q: [B, N, H, D] queries.
-    k: [B, M, K, D] keys.
-    v: [B, M, K, D] values.
-    active: the heads that tokens use; None is every head. Where they are as
-      many of each key/value head, devices get the queries of these alone.
-    implementation: see `ops.attention.attention`, as for all arguments below.
-    visible: which keys a query sees.
-    bias: [H, N, M] added to the scaled logits.
-    scale: factor of the logits; None is D ** -0.5.
+    call: arrays of the whole mesh; a bias is [H, N, M]. Where the active heads
+      are as many of each key/value head, devices get the queries of these
+      alone.
+    implementation: see `ops.attention.attention`.
 
   Returns:
     [B, N, H, D] in the dtype of v.
@@ -115,39 +99,35 @@ def attend_on_mesh(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-  scale = q.shape[-1] ** -0.5 if scale is None else scale
-  if active is not None and active.parts > 1:
-    rest = {
-      "visible": visible,
-      "scale": scale,
-      "implementation": implementation,
-    }
-    run = functools.partial(attend_on_mesh, k=k, v=v, active=None, **rest)
-    return attend_picked(run, q, active, bias)
 
   def local(q, k, v, visible, bias, active):
-    call = Call(q, k, v, visible, scale, bias, active)
-    return ops.attend(call, implementation)
+    own = Call(q, k, v, visible, call.scale, bias, active)
+    return ops.attend(own, implementation)
 
-  q, k, v = (constrain(x, "batch", "tokens", "heads", None) for x in (q, k, v))
-  heads, kv_heads = q.shape[2], k.shape[2]
-  devices = math.prod(axes_of("attended_heads", heads).values())
-  repeats = kv_repeats(kv_heads, devices)
-  if repeats > 1 and heads % (kv_heads * repeats) == 0:
-    # All tokens first: from there each device takes its heads without exchange.
-    k, v = (constrain(x, "batch", None, "heads", None) for x in (k, v))
-    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-  arrays = (q, k, v, visible, bias, active)
-  names = (*(_ATTENDED,) * 3, _ATTENDED[:2], _BIAS, _ATTENDED[:3])
-  out = map_shards(local, arrays, names, _ATTENDED, whole_mesh=True)
-  return constrain(out, "batch", "tokens", "heads", None)
+  def attend(q: jax.Array, active: ActiveHeads | None) -> jax.Array:
+    tokens = "batch", "tokens", "heads", None
+    q, k, v = (constrain(x, *tokens) for x in (q, call.k, call.v))
+    heads, kv_heads = q.shape[2], k.shape[2]
+    devices = math.prod(axes_of("attended_heads", heads).values())
+    repeats = kv_repeats(kv_heads, devices)
+    if repeats > 1 and heads % (kv_heads * repeats) == 0:
+      # All tokens first: from there each device takes its heads without
+      # exchange.
+      k, v = (
+        jnp.repeat(constrain(x, *_HEADS), repeats, axis=2) for x in (k, v)
+      )
+    arrays = q, k, v, call.visible, call.bias, active
+    names = (*(_ATTENDED,) * 3, _ATTENDED[:2], _BIAS, _ATTENDED[:3])
+    out = map_shards(local, arrays, names, _ATTENDED, whole_mesh=True)
+    return constrain(out, *tokens)
+
+  return attend_picked(attend, call.q, call.active)
 
 
 def attend_to_cache(
   q: jax.Array,
   cache: LayerCache,
   slots: Slots,
-  *,
   active: ActiveHeads | None,
   implementation: str,
 ) -> jax.Array:
@@ -166,19 +146,87 @@ def attend_to_cache(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-  how = {"implementation": implementation}
-  if active is not None and active.parts > 1:
-    rest = {"cache": cache, "slots": slots, "active": None, **how}
-    return attend_picked(functools.partial(attend_to_cache, **rest), q, active)
   form = ops.choose_cached_form(
     implementation, target(), new=q.shape[1], head_dim=q.shape[-1]
   )
-  if form == "dense":  # the compiler splits it, also caches of merged texts
-    return ops.cached_attention(q, cache, slots, **how)
-  slots = Slots(jnp.broadcast_to(slots.start, slots.first.shape), slots.first)
-  local = functools.partial(ops.cached_attention, **how)
-  stored = ("batch", "heads", None, None)
-  names = (_HEADS, stored, ("batch",), _HEADS[:3])
-  return map_shards(
-    local, (q, cache, slots, active), names, _HEADS, whole_mesh=True
-  )
+  local = functools.partial(ops.cached_attention, implementation=implementation)
+
+  def attend(q: jax.Array, active: ActiveHeads | None) -> jax.Array:
+    if form == "dense":  # the compiler splits it, also caches of merged texts
+      return local(q, cache, slots)
+    start = jnp.broadcast_to(slots.start, slots.first.shape)
+    arrays = q, cache, Slots(start, slots.first), active
+    names = _HEADS, ("batch", "heads", None, None), ("batch",), _HEADS[:3]
+    return map_shards(local, arrays, names, _HEADS, whole_mesh=True)
+
+  return attend_picked(attend, q, active)
+
+
+def attend_picked(
+  attend: Callable[[jax.Array, ActiveHeads | None], jax.Array],
+  q: jax.Array,
+  active: ActiveHeads | None,
+) -> jax.Array:
+  """Attention with the queries of active heads alone, if heads have parts.
+
+  Where a token uses as many query heads of every key/value head, j for each,
+  its queries are j * K heads that read the same keys and values: attention to
+  them is stock attention, on j * K / H of the work, with static shapes and no
+  table. For instance, of 2 key/value heads with 3 query heads each, a token
+  uses heads 0 and 2, and 3 and 5; they become heads 0, 1 and 2, 3.
+
+  Where a token uses fewer than j heads of a key/value head, others have the
+  rest of the places. So of G = H / K heads, head i can have the places from
+  i + j - G to i.
+
+  Args:
+    attend: maps queries and their active heads to outputs of the same shape.
+      Queries without gaps are [B, N, K * j, D], with None: all are active.
+    q: [B, N, H, D].
+    active: the heads that tokens use; of those with one part `attend` gets all
+      queries.
+
+  Returns:
+    [B, N, H, D]. Heads without a place are 0, and all heads of a token with
+    more than j heads of a key/value head NaN.
+  """
+  if active is None or active.parts == 1:
+    return attend(q, active)
+  *lead, heads, dim = q.shape
+  parts, size = active.parts, heads // active.parts
+  count = min(heads, active.max_per_token) // parts
+  mask = active.mask.reshape(*lead, parts, size)
+  used = mask.sum(-1, dtype=jnp.int32)
+  places, before, missing = [], jnp.zeros_like(used), count - used
+  for head in range(size):
+    fills = ~mask[..., head] & (missing > 0)
+    has = (mask[..., head] | fills) & (before < count)
+    places.append(jnp.where(has, before, size))
+    before, missing = before + has, missing - fills
+
+  def where(head: int, place: int, x: jax.Array) -> jax.Array:
+    """[B, N, K, D] where the head has the place, else 0."""
+    return jnp.where((places[head] == place)[..., None], x, 0)
+
+  q = q.reshape(*lead, parts, size, dim)
+  picked = [
+    sum(
+      where(head, place, q[..., head, :])
+      for head in range(place, place + size - count + 1)
+    )
+    for place in range(count)
+  ]
+  picked = jnp.stack(picked, axis=-2).reshape(*lead, parts * count, dim)
+  # Else XLA picks again wherever attention reads them.
+  out = attend(jax.lax.optimization_barrier(picked), None)
+  out = jax.lax.optimization_barrier(out).reshape(*lead, parts, count, dim)
+  spread = [
+    sum(
+      where(head, place, out[..., place, :])
+      for place in range(max(0, head + count - size), min(head + 1, count))
+    )
+    for head in range(size)
+  ]
+  out = jnp.stack(spread, axis=-2).reshape(*lead, heads, dim)
+  wrong = (used > count).any(-1)
+  return jnp.where(wrong[..., None, None], jnp.nan, out)

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from moh_jax.layers.linear import Kernel, KernelLayer
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.ops.lanes import (
+  LANES,
   HeadLayout,
   fill_lanes,
-  head_layout,
+  heads_in_lanes,
   on_tpu,
   over_lanes,
+  padded_dim,
   store_by_head,
 )
 from moh_jax.ops.placement import HeadPlacement
@@ -33,16 +35,28 @@ def layer_layout(
   pads: bool = False,
   placement: HeadPlacement | None = None,
 ) -> HeadLayout:
-  """The layout of a layer's heads on the mesh, see `ops.lanes`.
+  """The layout of a layer's heads on the mesh and device of this trace.
 
   Args:
     dim: D.
     *heads: numbers of heads that the layer's arrays have.
-    pads: whether heads may be wider than D in arrays.
+    pads: whether heads may be wider than D in arrays, where that fills lanes.
     placement: the order in which devices compute the heads.
   """
+  if not on_tpu():
+    return HeadLayout(dim, dim, placement=placement)
   devices = {x: math.prod(axes_of("heads", x).values()) for x in heads}
-  return head_layout(dim, devices, pads=pads, placement=placement)
+
+  def sets(width: int) -> dict[int, int]:
+    return {
+      heads: heads_in_lanes(heads // count, width)
+      for heads, count in devices.items()
+    }
+
+  width = padded_dim(dim) if pads else dim
+  if width % LANES and sets(width)[min(devices)] == 1:
+    width = dim
+  return HeadLayout(dim, width, tuple(sets(width).items()), placement)
 
 
 class HeadProjection(KernelLayer):

@@ -9,7 +9,7 @@ The contract that every family follows: it makes per-head outputs
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -36,12 +36,14 @@ from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.basics import check_array
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
-from moh_jax.ops.call import Visible
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.lanes import HeadLayout
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
+
+_PADDING = ", False for padding"
 
 
 @jax.tree_util.register_dataclass
@@ -60,13 +62,6 @@ class Places:
   rotation: Rotation | None = None
   segments: jax.Array | None = None
   counted: jax.Array | None = None
-
-
-class Memory(NamedTuple):
-  """Earlier tokens' keys and values, and where the new tokens' go."""
-
-  cache: LayerCache
-  slots: Slots
 
 
 class MoHAttention(nn.Module):
@@ -138,7 +133,7 @@ class MoHAttention(nn.Module):
     places: Places | None = None,
     choice: HeadChoice | None = None,
     deterministic: bool | None = None,
-    memory: Memory | None = None,
+    memory: tuple[LayerCache, Slots] | None = None,
   ) -> tuple[jax.Array, RouterAux] | tuple[jax.Array, RouterAux, LayerCache]:
     """Attends.
 
@@ -153,7 +148,7 @@ class MoHAttention(nn.Module):
       choice: runtime overrides of the budget.
       deterministic: whether none are dropped; None is where there is no rng
         "dropout".
-      memory: see `decode`.
+      memory: earlier keys and values, and where the new ones go: `decode`.
 
     Returns:
       [B, N, C] and the router's side values; with a memory its new cache too.
@@ -171,8 +166,8 @@ class MoHAttention(nn.Module):
     gates, aux = self.route(x, q, layout, counted, choice)
     q, k = self.rotate(q, k, places.rotation, layout)
     if memory is not None:
-      cache = write_cache(memory.cache, k, v, memory.slots.start)
-      memory = Memory(cache, memory.slots)
+      cache, slots = memory
+      memory = write_cache(cache, k, v, slots.start), slots
     key_mask = token_mask if context is None else context_mask
     visible = Visible(key_mask, places.segments, self.causal)
     kinds = self.budget, self.router, choice, layout.placement
@@ -180,12 +175,17 @@ class MoHAttention(nn.Module):
     heads = self.attend(
       q, k, v, layout, active=active, visible=visible, memory=memory
     )
-    out = self.mix(heads, gates, x.shape[-1], layout)
-    if not (deterministic or not self.dropout_rate):
-      drops = deterministic is False or self.has_rng("dropout")
-      out = drop_elements(self, out, self.dropout_rate) if drops else out
+    bias = self.use_bias if self.out_bias is None else self.out_bias
+    kinds = self._kinds(bias, layout)
+    kinds["kernel_init"] = self.out_init or self.kernel_init
+    mix = HeadMix(x.shape[-1], self.out_multiplier, name="out", **kinds)
+    out = mix(heads, gates)
+    if deterministic is None:
+      deterministic = not self.has_rng("dropout")
+    if self.dropout_rate and not deterministic:
+      out = drop_elements(self, out, self.dropout_rate)
     out = split_alike(out, whole)
-    return (out, aux) if memory is None else (out, aux, memory.cache)
+    return (out, aux) if memory is None else (out, aux, memory[0])
 
   def decode(
     self,
@@ -214,7 +214,7 @@ class MoHAttention(nn.Module):
       [B, N, C], the router's side values, and the cache with the new tokens in
       it; the one that was given is unchanged.
     """
-    given = {"places": places, "choice": choice, "memory": Memory(cache, slots)}
+    given = {"places": places, "choice": choice, "memory": (cache, slots)}
     return self(x, token_mask=token_mask, **given)
 
   def project(
@@ -281,28 +281,14 @@ class MoHAttention(nn.Module):
     *,
     active: ActiveHeads | None,
     visible: Visible,
-    memory: Memory | None = None,
+    memory: tuple[LayerCache, Slots] | None = None,
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, the layout's width]."""
-    how = {"active": active, "implementation": implementation_of(self)}
-    if memory is not None and memory.slots.first is not None:
-      return attend_to_cache(q, *memory, **how)
-    scale = layout.dim**-0.5
-    return attend_on_mesh(q, k, v, visible=visible, scale=scale, **how)
-
-  def mix(
-    self,
-    heads: jax.Array,
-    gates: jax.Array | None,
-    features: int,
-    layout: HeadLayout,
-  ) -> jax.Array:
-    """The gated sum of the heads' outputs, [B, N, features]."""
-    bias = self.use_bias if self.out_bias is None else self.out_bias
-    kinds = self._kinds(bias, layout)
-    kinds["kernel_init"] = self.out_init or self.kernel_init
-    mix = HeadMix(features, self.out_multiplier, name="out", **kinds)
-    return mix(heads, gates)
+    form, scale = implementation_of(self), layout.dim**-0.5
+    if memory is not None and memory[1].first is not None:
+      return attend_to_cache(q, *memory, active, form)
+    call = Call(q, k, v, visible, scale, active=active)
+    return attend_on_mesh(call, form)
 
   @nn.nowrap
   def _check(
@@ -314,27 +300,17 @@ class MoHAttention(nn.Module):
     places: Places | None,
   ) -> None:
     """Refuses what would fail later, or be taken for something else."""
-    for name, kind in ("budget", HeadBudget), ("router", RouterConfig):
-      if not isinstance(value := getattr(self, name), kind):
-        raise ValueError(f"{name}={value!r} must be a {kind.__name__}")
-    heads, kv_heads = self.budget.num_heads, self.num_kv_heads
-    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
-      raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={heads}")
-    if x.ndim != 3:
-      raise ValueError(
-        f"x has shape {x.shape}, must be [B, N, C]; reshape or jax.vmap"
-      )
-    keys, lead = () if context is None else context.shape[:-1], x.shape[:1]
-    if context is not None and (context.ndim != 3 or keys[:1] != lead):
-      raise ValueError(
-        f"context has shape {context.shape}, must be {lead} and [M, width]; a "
-        "mask is token_mask="
-      )
+    for name, tokens in (("x", x), ("context", context)):
+      if tokens is not None and (tokens.ndim != 3 or len(tokens) != len(x)):
+        raise ValueError(
+          f"{name} has shape {tokens.shape}, must be [B, N, C] with the same B "
+          "as x; reshape or jax.vmap, and give a mask as token_mask="
+        )
     if context is not None and (self.causal or places is not None):
       raise ValueError("causal and places must be off where there is a context")
-    masks = (token_mask, x.shape[:-1]), (context_mask, keys)
-    for name, (mask, shape) in zip(("token_mask", "context_mask"), masks):
-      check_array(name, mask, bool, shape, ", False for padding")
+    check_array("token_mask", token_mask, bool, x.shape[:2], _PADDING)
+    keys = () if context is None else context.shape[:2]
+    check_array("context_mask", context_mask, bool, keys, _PADDING)
 
   @nn.nowrap
   def _layout(self, *, cached: bool) -> HeadLayout:
@@ -354,7 +330,7 @@ class MoHAttention(nn.Module):
     if both and not cached and deals:
       devices = math.prod(tensor.values())
       sequence = math.prod(both.values()) // devices
-      placement = place_heads(heads, kv_heads, devices, sequence, *tensor)
+      placement = place_heads(heads, kv_heads, devices, sequence)
     # An RMSNorm over D must not count zeros.
     pads = not cached and not self.output_major and self.qk_norm is None
     return layer_layout(

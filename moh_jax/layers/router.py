@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -99,7 +98,6 @@ class HeadRouter(nn.Module):
         there are none, or a registered router returned something else.
     """
     budget, config = self.budget, self.config
-    chex.assert_rank(x, 3)
     check_array("token_mask", token_mask, bool, x.shape[:-1])
     choice = HeadChoice() if choice is None else choice
     if config.kind == "none":
@@ -127,12 +125,9 @@ class HeadRouter(nn.Module):
     router = module(units.budget, config, self.kernel_init, parts=units.parts)
     nn.share_scope(self, router)  # parameters lie directly under this layer
     decided = router(x, norms=norms, top_k=top_k)
-    what = f"router.kind={config.kind!r} returned"
-    if not isinstance(decided, Routing):
-      found = type(decided).__name__
-      raise ValueError(f"{what} {found}, must be a moh_jax.Routing")
+    what = f"router.kind={config.kind!r} returned gates"
     shape = *x.shape[:2], units.budget.num_heads
-    check_array(f"{what} gates", decided.gates, jnp.floating, shape)
+    check_array(what, decided.gates, jnp.floating, shape)
     aux = routing.router_aux(
       decided, units.budget, token_mask=token_mask, form=config.gate_form
     )
@@ -313,15 +308,9 @@ class TwoStageRouter(Router):
   def __call__(self, x, *, norms=None, top_k=None):
     """See `Router`."""
     logits = self.logits(x, **self.matrices(self.budget, self.config))
+    choice = {"parts": self.parts, "top_k": top_k}
     return routing.two_stage_gates(
-      budget=self.budget,
-      routed_logits=logits.get("routed"),
-      shared_logits=logits.get("shared"),
-      group_logits=logits.get("group"),
-      batch_shape=x.shape[:2],
-      form=self.config.gate_form,
-      parts=self.parts,
-      top_k=top_k,
+      logits, self.budget, x.shape[:2], form=self.config.gate_form, **choice
     )
 
 

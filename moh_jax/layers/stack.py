@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -114,18 +114,7 @@ def collect_aux(
   Returns:
     The model's balance loss and activated share. Every layer counts once,
     whether it is part of a stack or not.
-
-  Raises:
-    ValueError: it holds no layer, or anything but their side values.
   """
-  values = layers.values() if isinstance(layers, Mapping) else layers
-  values = list(values) if isinstance(values, Iterable) else []
-  if not values or not all(isinstance(aux, RouterAux) for aux in values):
-    kinds = sorted({type(aux).__name__ for aux in values or [layers]})
-    raise ValueError(
-      f"layers holds {kinds}, must be a dict or list of RouterAux, the second "
-      "results of layers"
-    )
   layers = sum_examples(layers)
   values = list(layers.values() if isinstance(layers, Mapping) else layers)
   losses = [jnp.atleast_1d(aux.balance_loss) for aux in values if aux.routed]

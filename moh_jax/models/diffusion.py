@@ -22,21 +22,8 @@ from moh_jax.config.dit import FLOW, spaced_timesteps
 _LOWEST_LOG_SNR = -10.2
 
 
-class AnyProcess:
-  """Steps between an example and noise; `Process` or `Flow`.
-
-  The first field of both is `timesteps` [S], the network's input t at each
-  step, ascending.
-  """
-
-  @property
-  def num_steps(self) -> int:
-    """S."""
-    return len(self.timesteps)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class Process(AnyProcess):
+class Process:
   """A diffusion process, the one of training or one with fewer steps.
 
   signal_t = sqrt(a_t) and spread_t = sqrt(1 - a_t) with a_t the cumulative
@@ -51,20 +38,15 @@ class Process(AnyProcess):
   timesteps: np.ndarray
   alphas_cumprod: np.ndarray
 
-  @functools.cached_property
-  def signal(self) -> np.ndarray:
-    """Weight of the clean example, [S]."""
-    return np.sqrt(self.alphas_cumprod)
-
-  @functools.cached_property
-  def spread(self) -> np.ndarray:
-    """Weight of the noise, [S]."""
-    return np.sqrt(1.0 - self.alphas_cumprod)
-
-  @functools.cached_property
-  def alphas_cumprod_prev(self) -> np.ndarray:
-    """The a_t of the step before, [S]; 1 before the first."""
-    return np.append(1.0, self.alphas_cumprod[:-1])
+  # Weights of the clean example and of the noise, and the a_t of the step
+  # before (1 before the first), [S].
+  signal = functools.cached_property(lambda self: np.sqrt(self.alphas_cumprod))
+  spread = functools.cached_property(
+    lambda self: np.sqrt(1.0 - self.alphas_cumprod)
+  )
+  alphas_cumprod_prev = functools.cached_property(
+    lambda self: np.append(1.0, self.alphas_cumprod[:-1])
+  )
 
   @functools.cached_property
   def betas(self) -> np.ndarray:
@@ -84,7 +66,7 @@ class Process(AnyProcess):
     At the first step it would be -inf: the second step's stands in.
     """
     variance = self.posterior_variance
-    if self.num_steps == 1:
+    if len(variance) == 1:
       return np.log(self.betas)
     return np.log(np.append(variance[1], variance[1:]))
 
@@ -107,7 +89,7 @@ class Process(AnyProcess):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flow(AnyProcess):
+class Flow:
   """The straight path from an example to noise: signal 1 - t, spread t.
 
   Its velocity, noise - x_0, is what flow matching learns (arXiv:2210.02747).
@@ -120,15 +102,13 @@ class Flow(AnyProcess):
   timesteps: np.ndarray
   times: np.ndarray
 
-  @property
-  def signal(self) -> np.ndarray:
-    """Weight of the clean example, [S]."""
-    return 1.0 - self.times
+  signal = property(lambda self: 1.0 - self.times)  # weight of the example, [S]
+  spread = property(lambda self: self.times)  # weight of the noise, [S]
 
-  @property
-  def spread(self) -> np.ndarray:
-    """Weight of the noise, [S]."""
-    return self.times
+
+# Steps between an example and noise: `timesteps` [S] are the network's input t
+# at each step, ascending; `signal` and `spread` [S] the weights of both.
+AnyProcess = Process | Flow
 
 
 def even_times(steps: int, scale: int) -> Flow:
@@ -171,7 +151,7 @@ def respace(process: Process, spacing: str | int) -> Process:
     ValueError: more steps than the process (or a section) has, or a stride
       that no integer gives.
   """
-  kept = np.array(spaced_timesteps(process.num_steps, str(spacing)))
+  kept = np.array(spaced_timesteps(len(process.timesteps), str(spacing)))
   return Process(process.timesteps[kept], process.alphas_cumprod[kept])
 
 
@@ -241,17 +221,9 @@ def split_output(out: jax.Array, channels: int) -> tuple:
 
   Returns:
     The first [B, X, Y, channels]; and the rest, or None if nothing is left.
-
-  Raises:
-    ValueError: out has another number of channels.
   """
   if out.shape[-1] == channels:
     return out, None
-  if out.shape[-1] != 2 * channels:
-    raise ValueError(
-      f"{out.shape[-1]} output channels must be {channels}, or {2 * channels} "
-      "with a learned variance"
-    )
   return out[..., :channels], out[..., channels:]
 
 

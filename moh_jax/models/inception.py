@@ -16,6 +16,9 @@ import numpy as np
 INPUT_SIZE = 299
 POOL_DIM = 2048
 SPATIAL_DIM = 2023  # 17 x 17 positions x 7 channels, channel fastest
+_SPATIAL_CHANNELS = 7
+_CLASSES = 1008  # of which 1,000 are in use
+_EPSILON = 1e-3  # of BatchNorm
 _BRANCH_POOL = "branch_pool"
 # Kernels of a factorized 7 x 7 convolution.
 _ROW, _COLUMN = (1, 7), (7, 1)
@@ -53,15 +56,9 @@ Branch = tuple[Step, ...]
 
 
 class ConvUnit(nn.Module):
-  """Convolution without bias, BatchNorm with stored statistics, ReLU.
-
-  Attributes:
-    unit: shape of the convolution.
-    epsilon: BatchNorm's epsilon.
-  """
+  """Convolution without bias, BatchNorm with stored statistics, ReLU."""
 
   unit: Unit
-  epsilon: float
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -82,21 +79,15 @@ class ConvUnit(nn.Module):
       # Metrics from 16-bit products would differ from published ones.
       precision=jax.lax.Precision.HIGHEST,
     )
-    scale = scale / jnp.sqrt(var + self.epsilon)
+    scale = scale / jnp.sqrt(var + _EPSILON)
     mean, scale, bias = (y[None, None, None] for y in (mean, scale, bias))
     return nn.relu((x - mean) * scale + bias)
 
 
 class Mixed(nn.Module):
-  """Parallel branches, concatenated along the channels.
-
-  Attributes:
-    branches: the branches, in the order of the output's channels.
-    epsilon: BatchNorm's epsilon.
-  """
+  """Parallel branches, concatenated along the channels in their order."""
 
   branches: tuple[Branch, ...]
-  epsilon: float
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -109,7 +100,7 @@ class Mixed(nn.Module):
           y = _pool(step, y)
         else:
           units = (step,) if isinstance(step, Unit) else step
-          parts = [ConvUnit(u, self.epsilon, name=u.name)(y) for u in units]
+          parts = [ConvUnit(u, name=u.name)(y) for u in units]
           y = jnp.concatenate(parts, -1)
       outputs.append(y)
     return jnp.concatenate(outputs, -1)
@@ -120,16 +111,7 @@ class InceptionV3(nn.Module):
 
   With `mutable=["intermediates"]` it records the output of every block as
   `BLOCK_out`, and of the stem's poolings as `maxpool1_out` and `maxpool2_out`.
-
-  Attributes:
-    num_classes: number of class scores, including the unused ones.
-    spatial_channels: channels of Mixed_6d in the sFID feature.
-    epsilon: BatchNorm's epsilon.
   """
-
-  num_classes: int = 1008
-  spatial_channels: int = 7
-  epsilon: float = 1e-3
 
   @nn.compact
   def __call__(self, x: jax.Array) -> Features:
@@ -141,24 +123,20 @@ class InceptionV3(nn.Module):
     """
     for step in _STEM:
       if isinstance(step, Unit):
-        x = ConvUnit(step, self.epsilon, name=step.name)(x)
+        x = ConvUnit(step, name=step.name)(x)
         self.sow("intermediates", f"{step.name}_out", x)
       else:
         x = _pool("reduce", x)
         self.sow("intermediates", f"{step}_out", x)
     for name, branches in _BLOCKS.items():
-      x = Mixed(branches, self.epsilon, name=name)(x)
+      x = Mixed(branches, name=name)(x)
       self.sow("intermediates", f"{name}_out", x)
       if name == "Mixed_6d":  # its first branch is the evaluator's tensor
-        spatial = x[..., : self.spatial_channels]
+        spatial = x[..., :_SPATIAL_CHANNELS]
     pool3 = x.mean((1, 2))
     # The evaluator never adds the bias that checkpoints have.
-    scores = nn.Dense(
-      self.num_classes,
-      use_bias=False,
-      precision=jax.lax.Precision.HIGHEST,
-      name="fc",
-    )
+    exact = jax.lax.Precision.HIGHEST
+    scores = nn.Dense(_CLASSES, use_bias=False, precision=exact, name="fc")
     return Features(pool3, spatial, scores(pool3))
 
 

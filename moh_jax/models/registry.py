@@ -1,17 +1,15 @@
 """Networks by their config, released models by name, and their parameters.
 
 Parameters of a trained model can be brought into the layout that another config
-of it wants, and a hash tells networks apart, whatever files they came from.
+of it wants.
 """
 
-import hashlib
 import itertools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import traverse_util
 
 from moh_jax.config import (
@@ -139,22 +137,6 @@ def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
       {p: jnp.stack([layer[p] for layer in equal]) for p in sorted(shared)}
     )
   return out
-
-
-def params_sha256(params: Any, sizes: str = "") -> str:
-  """Hash of the parameters of a network.
-
-  Args:
-    params: tree of arrays, which count as float32.
-    sizes: what else tells the network apart.
-  """
-  digest = hashlib.sha256(sizes.encode())
-  flat = traverse_util.flatten_dict(params, sep="/")
-  for name in sorted(flat):
-    array = np.asarray(flat[name], np.float32)
-    digest.update(f"{name} {array.shape}".encode())
-    digest.update(array.tobytes())
-  return digest.hexdigest()
 
 
 def grow_vocabulary(params: Any, rows: int) -> Any:

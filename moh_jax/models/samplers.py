@@ -61,7 +61,7 @@ def sample(
   Returns:
     x_0 [B, ...], or with `trajectory` [S, B, ...].
   """
-  timesteps, last = jnp.asarray(process.timesteps), process.num_steps - 1
+  timesteps, last = jnp.asarray(process.timesteps), len(process.timesteps) - 1
 
   def output(x: jax.Array, step: jax.Array) -> jax.Array:
     return predict(x, jnp.broadcast_to(timesteps[step], x.shape[:1]))
@@ -168,7 +168,7 @@ def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
   """
   alpha, sigma = process.signal, process.spread
   log_snr = np.log(alpha / sigma)
-  size = process.num_steps
+  size = len(process.timesteps)
   keep, move, history = np.zeros(size), np.ones(size), np.zeros(size)
   for step in range(1, size):
     h = log_snr[step - 1] - log_snr[step]

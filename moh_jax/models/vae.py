@@ -5,16 +5,18 @@ latents to images.
 """
 
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
 
 from moh_jax.config.dit import VAEConfig
 from moh_jax.layers.partitioning import constrain
-from moh_jax.models.registry import params_sha256
 from moh_jax.ops.attention import attention
 
 # What decides which latents an image has; decoders are exchanged.
@@ -263,7 +265,13 @@ def weights_sha256(config: VAEConfig, params: Any) -> str:
   """
   sizes = dataclasses.asdict(dataclasses.replace(config, dtype="float32"))
   del sizes["scaling"]
-  return params_sha256(params, json.dumps(sizes, sort_keys=True))
+  digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
+  flat = traverse_util.flatten_dict(params, sep="/")
+  for name in sorted(flat):
+    array = np.asarray(flat[name], np.float32)
+    digest.update(f"{name} {array.shape}".encode())
+    digest.update(array.tobytes())
+  return digest.hexdigest()
 
 
 def encoder_sha256(config: VAEConfig, params: Any) -> str:

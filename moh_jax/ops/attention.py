@@ -31,7 +31,6 @@ from moh_jax.ops.kernels.tpu import Tpu
 from moh_jax.ops.lanes import LANES
 from moh_jax.ops.packed import packed_attention
 from moh_jax.ops.pairs import ActiveHeads, blocks_of
-from moh_jax.ops.picked import attend_picked
 from moh_jax.ops.stock import cudnn_attention, splash_attention
 from moh_jax.ops.target import (
   Target,
@@ -53,13 +52,12 @@ _SHORT = 384
 _LONG_CAUSAL = 256
 # Largest head dim that cuDNN's fused attention has gradients for everywhere.
 _MOST_OF_CUDNN = 128
-# The largest share of active heads at which packing pays, as measured at these
-# numbers of tokens.
-_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-_CPU_FLOAT32 = (0.8,) * 7
-_CPU_HALF_CAUSAL = (0.5, *(0.8,) * 6)
-_CPU_HALF = (0.0, *(0.8,) * 6)  # 256 tokens do not make up for float32 blocks
-_H100_64 = (0.0, 0.36, 0.63, 0.72, 0.82, 0.84, 0.87)
+# By the number of tokens, the largest share of active heads at which packing
+# was measured to pay on an H100, for head dims up to 64 without a causal mask.
+_H100_64 = {
+  256: 0.0, 512: 0.36, 1024: 0.63, 2048: 0.72, 4096: 0.82, 8192: 0.84,
+  16384: 0.87,
+}  # fmt: skip
 
 
 def attention(
@@ -130,37 +128,30 @@ def _check(call: Call) -> None:
       f"{heads} query heads are not a multiple of the {kv_heads} key/value "
       "heads"
     )
-  check_array("q", call.q, jnp.floating, (batch, queries, heads, dim))
-  for name, array in (("k", call.k), ("v", call.v)):
-    check_array(name, array, jnp.floating, (batch, keys, kv_heads, dim))
   visible, bias, active = call.visible, call.bias, call.active
-  check_array("key_mask", visible.key_mask, bool, (batch, keys))
-  check_array("segments", visible.segments, jnp.integer, (batch, keys))
   if visible.segments is not None and queries != keys:
     raise ValueError(f"segments: the {queries} queries must be the {keys} keys")
-  if active is not None:
-    check_array("active", active.mask, bool, (batch, queries, heads))
-    if active.max_per_token < 1:
-      raise ValueError(f"max_active={active.max_per_token} must be at least 1")
+  stored = batch, keys, kv_heads, dim
+  logits = batch, heads, queries, keys
+  for name, array, kind, shape in (
+    ("q", call.q, jnp.floating, call.q.shape),
+    ("k", call.k, jnp.floating, stored),
+    ("v", call.v, jnp.floating, stored),
+    ("key_mask", visible.key_mask, bool, (batch, keys)),
+    ("segments", visible.segments, jnp.integer, (batch, keys)),
+    ("active", active and active.mask, bool, (batch, queries, heads)),
+  ):
+    check_array(name, array, kind, shape)
+  if active is not None and active.max_per_token < 1:
+    raise ValueError(f"max_active={active.max_per_token} must be at least 1")
   if bias is not None:
-    sizes = zip(bias.shape[::-1], (keys, queries, heads, batch))
+    sizes = zip(bias.shape[::-1], logits[::-1])
     fits = bias.ndim <= 4 and all(size in (1, full) for size, full in sizes)
-    shape = bias.shape if fits else (batch, heads, queries, keys)
-    check_array("bias", bias, jnp.floating, shape)
+    check_array("bias", bias, jnp.floating, bias.shape if fits else logits)
 
 
 def attend(call: Call, implementation: str) -> jax.Array:
-  """`attention` of a `Call`.
-
-  Where tokens use as many heads of each key/value head, only the queries of
-  these are attended with.
-  """
-  if call.active is not None and call.active.parts > 1:
-
-    def attend_to_all(q: jax.Array) -> jax.Array:
-      return attend(dataclasses.replace(call, q=q, active=None), implementation)
-
-    return attend_picked(attend_to_all, call.q, call.active, call.bias)
+  """`attention` of a `Call`, whose active heads have no parts."""
   call = vary_alike(call)
   if not (call.q.size and call.k.size):
     return jnp.zeros(call.q.shape, call.v.dtype)
@@ -168,7 +159,7 @@ def attend(call: Call, implementation: str) -> jax.Array:
   axes = zip(mesh.axis_names, mesh.axis_types)
   if axes := {name for name, kind in axes if kind == AxisType.Explicit}:
     return _attend_on(axes, call, implementation)
-  form = choose_form(implementation, _case_of(call))
+  form, device = choose_form(implementation, _case_of(call)), target()
   active, factor = call.active.bounded() if form.packs else (None, 1.0)
   visible, bias = call.visible, call.bias
   if visible.segments is not None:
@@ -177,25 +168,23 @@ def attend(call: Call, implementation: str) -> jax.Array:
   if bias is not None:
     bias = jax.lax.broadcast_to_rank(bias, 4)
   call = dataclasses.replace(call, visible=visible, bias=bias, active=active)
-  return factor * _compute(call, form) if form.packs else _compute(call, form)
-
-
-def _compute(call: Call, form: "Form") -> jax.Array:
-  """Computes a call in a form; inactive heads are unspecified."""
-  if form.name == "dense":
-    return dense_attention(call)
-  if form.name == "cudnn":
-    return cudnn_attention(call)
-  if form.name == "splash":
-    return splash_attention(call)
+  if form.name in _WITHOUT_BLOCKS:
+    return _WITHOUT_BLOCKS[form.name](call)
   group = call.q.shape[2] // call.k.shape[2]
   blocks = blocks_of(call.active, call.q.shape[:3], form.rows, group)
   if form.name == "kernel":
-    on_cpu = target().platform == "cpu"
-    return kernel_attention(
-      call, blocks, kernels_of(target()), interpret=on_cpu
-    )
-  return packed_attention(call, blocks, form.blocks_per_step)
+    on_cpu = device.platform == "cpu"
+    out = kernel_attention(call, blocks, kernels_of(device), interpret=on_cpu)
+  else:
+    out = packed_attention(call, blocks, form.blocks_per_step)
+  return factor * out if form.packs else out
+
+
+_WITHOUT_BLOCKS = {
+  "dense": dense_attention,
+  "cudnn": cudnn_attention,
+  "splash": splash_attention,
+}
 
 
 def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
@@ -406,29 +395,21 @@ def _kernel_form(case: AttentionCase, *, packs: bool) -> Form:
   per_head = int(per_head * case.share) if packs else per_head
   kernels = kernels_of(case.target)
   sizes = block_sizes(kernels, case.head_dim, case.dtype, per_head)
-  return Form("kernel", packs, sizes.rows)
+  return Form("kernel", packs, sizes.forward.rows)
 
 
 def _largest_share(case: AttentionCase) -> float:
   """The largest share of active heads at which packing pays."""
-  half = case.dtype in HALF
+  half, tokens = case.dtype in HALF, case.queries
   if case.on_cpu:
-    shares = _CPU_FLOAT32
-    if half:
-      shares = _CPU_HALF_CAUSAL if case.causal else _CPU_HALF
-  elif (
-    half
-    and not case.causal
-    and case.head_dim <= 64
-    and case.target.kind == "NVIDIA H100 80GB HBM3"
-  ):
-    shares = _H100_64
-  elif case.queries < 1024:
-    return 0.0
-  else:
-    return 0.5 if case.queries < 4096 else 0.75
-  logs = [math.log(x) for x in _LENGTHS]
-  return float(np.interp(math.log(case.queries), logs, shares, left=0.0))
+    if half and tokens < 512:  # too few to make up for float32 blocks
+      return 0.5 if case.causal else 0.0
+    return 0.8 if tokens >= 256 else 0.0
+  is_measured = case.target.kind == "NVIDIA H100 80GB HBM3"
+  if is_measured and half and not case.causal and case.head_dim <= 64:
+    lengths, shares = zip(*_H100_64.items())
+    return float(np.interp(math.log(tokens), np.log(lengths), shares, left=0))
+  return 0.0 if tokens < 1024 else 0.5 if tokens < 4096 else 0.75
 
 
 def kernels_of(device: Target) -> Kernels:

@@ -17,7 +17,6 @@ are the examples, and V the columns, that a device computes with.
 import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -97,16 +96,12 @@ def take(
     are not shared.
   """
   place = columns.place(columns.gather(tokens), len(table))
-  rows = _read(table, place).astype(dtype)  # of -1 the last one
+  take_rows = functools.partial(jnp.take, axis=0)
+  read = _read_bits if table.dtype.itemsize == 2 else take_rows
+  rows = read(table, place).astype(dtype)  # of -1 the last one
   if columns.axes:
     rows = jnp.where(place[..., None] >= 0, rows, 0)
   return columns.scatter(rows)
-
-
-def _read(table: jax.Array, rows: jax.Array) -> jax.Array:
-  if table.dtype.itemsize == 2:
-    return _read_bits(table, rows)
-  return jnp.take(table, rows, axis=0)
 
 
 @jax.custom_jvp
@@ -243,7 +238,6 @@ def summed_divergence(
 def _scan_chunks(
   x, kernel, targets, weights, chunk, columns, *, gradients: bool
 ):
-  chex.assert_equal_shape((targets, weights))
   rounded = kernel.astype(x.dtype)
 
   def one(carry: tuple, parts: tuple) -> tuple:

@@ -18,7 +18,6 @@ lanes.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -150,37 +149,6 @@ class HeadLayout:
     if self.placement is None:
       return x
     return x[..., np.argsort(self.placement.order(x.shape[-1]))]
-
-
-def head_layout(
-  dim: int,
-  devices: Mapping[int, int],
-  *,
-  pads: bool = False,
-  placement: HeadPlacement | None = None,
-) -> HeadLayout:
-  """Makes the layout for the device that a function is traced for.
-
-  Args:
-    dim: D.
-    devices: for each number of heads that an array of the layer has, how many
-      devices hold different ones.
-    pads: whether heads may be wider than D, where that fills the lanes.
-    placement: as in `HeadLayout`.
-  """
-  if not on_tpu():
-    return HeadLayout(dim, dim, placement=placement)
-
-  def sets(width: int) -> dict[int, int]:
-    return {
-      heads: heads_in_lanes(heads // count, width)
-      for heads, count in devices.items()
-    }
-
-  width = padded_dim(dim) if pads else dim
-  if width % LANES and sets(width)[min(devices)] == 1:
-    width = dim
-  return HeadLayout(dim, width, tuple(sets(width).items()), placement)
 
 
 def rotate_in_lanes(

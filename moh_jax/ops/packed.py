@@ -130,7 +130,10 @@ def _gradients(blocks_per_step, saved, grad):
       dv = _add_product(dv, dout, weights.astype(dout.dtype))
       dweights = einsum_float32("rd,md->rm", dout, theirs[:length])
       dlogits = weights * (dweights - rows.of(inner)[:, None])
-      dbias = problem.add_bias_grad(dbias, rows, dlogits)
+      if dbias is not None:
+        fill = dbias.shape[-1] - length
+        added = jnp.pad(dlogits, ((0, 0), (0, fill)))
+        dbias = dbias.at[problem.bias_rows(rows)].add(added)
       dlogits = (dlogits * call.scale).astype(q.dtype)
       dk = _add_product(dk, query, dlogits)
       dq = einsum_float32("rm,md->rd", dlogits, ours[:length]).astype(q.dtype)
@@ -173,15 +176,11 @@ class _Problem:
     )
     return gather_rows(self.call.q, self.blocks), keys, values
 
-  @property
-  def max_count(self) -> int:
-    """Blocks of one step, at most."""
-    return min(self.blocks_per_step, len(self.blocks.token))
-
-  @property
-  def groups(self) -> int:
-    """Key/value heads of the whole batch."""
-    return self.call.k.shape[0] * self.call.k.shape[2]
+  # Blocks of one step at most, and key/value heads of the whole batch.
+  max_count = property(
+    lambda self: min(self.blocks_per_step, len(self.blocks.token))
+  )
+  groups = property(lambda self: len(self.call.k) * self.call.k.shape[2])
 
   def no_rows(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Zeros for all rows, plus the rows a last step may write past the end."""
@@ -213,8 +212,9 @@ class _Problem:
       values, sums = work(rows, length, sums)
       # Every branch returns the same shape. Rows of padding are written too,
       # and overwritten by the next step.
-      padding = (self.max_count - count) * width
-      return jax.tree.map(lambda x: _pad_rows(x, padding), values), sums
+      fill = (0, (self.max_count - count) * width)
+      pad = lambda x: jnp.pad(x, (fill, *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
+      return (jax.tree.map(pad, values) if fill[1] else values), sums
 
     programs = [
       functools.partial(program, count + 1, length)
@@ -228,8 +228,11 @@ class _Problem:
       # Steps of nearly equal size: 9 blocks, at most 8 per step, are 5 and 4.
       count = -(-left // -(-left // self.max_count))
       index = (count - 1) * len(lengths)
-      if len(lengths) > 1:
-        index += self._last_key(t + count - 1) // lengths[0]
+      if len(lengths) > 1:  # by the last key that a causal row may see
+        token, queries = table.token[t + count - 1], self.call.q.shape[1]
+        last = jnp.where(token < queries, token, 0).max()
+        last = jnp.maximum(last + self.call.k.shape[1] - queries, 0)
+        index += last // lengths[0]
       if len(programs) > 1:
         values, sums = lax.switch(index, programs, t, sums)
       else:
@@ -252,12 +255,6 @@ class _Problem:
     step = max(_MIN_LENGTH, -(-keys // _LENGTHS))
     return [min(end, keys) for end in range(step, keys + step, step)]
 
-  def _last_key(self, t: jax.Array) -> jax.Array:
-    """Index of the last key that a causal row of block t may see."""
-    token, queries = self.blocks.token[t], self.call.q.shape[1]
-    last = jnp.where(token < queries, token, 0).max()
-    return jnp.maximum(last + self.call.k.shape[1] - queries, 0)
-
   def logits(
     self, rows: "_Rows", query: jax.Array, keys: jax.Array
   ) -> jax.Array:
@@ -265,7 +262,7 @@ class _Problem:
     logits = einsum_float32("rd,md->rm", query, keys) * self.call.scale
     length = len(keys)
     if self.call.bias is not None:
-      logits = logits + self.call.bias[self._bias_rows(rows)][:, :length]
+      logits = logits + self.call.bias[self.bias_rows(rows)][:, :length]
     if self.call.visible.everything:
       return logits
     row = rows.batch
@@ -281,17 +278,7 @@ class _Problem:
       seen = seen & (jnp.arange(length)[None] <= last[:, None])
     return jnp.where(seen, logits, -jnp.inf)
 
-  def add_bias_grad(
-    self, total: jax.Array | None, rows: "_Rows", grad: jax.Array
-  ) -> jax.Array | None:
-    """Adds the logits' gradient [r, L] to that of the bias, if there is one."""
-    if total is None:
-      return None
-    fill = total.shape[-1] - grad.shape[-1]
-    grad = jnp.pad(grad, ((0, 0), (0, fill)))
-    return total.at[self._bias_rows(rows)].add(grad)
-
-  def _bias_rows(self, rows: "_Rows") -> tuple:
+  def bias_rows(self, rows: "_Rows") -> tuple:
     """Index of the rows' part of the bias, [r, M]."""
     batch, heads = self.call.bias.shape[:2]
     row = rows.batch if batch > 1 else 0
@@ -313,10 +300,6 @@ class _Rows:
   def of(self, x: jax.Array) -> jax.Array:
     """Takes these rows out of all rows."""
     return lax.dynamic_slice_in_dim(x, self.start, len(self.token))
-
-
-def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
-  return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1))) if rows else x
 
 
 def _from_heads(x: jax.Array, batch: int) -> jax.Array:

@@ -19,7 +19,6 @@ key/value head, T blocks, R rows of a block, X rows.
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +37,7 @@ class ActiveHeads:
       `max_per_token`. On a mesh a device's heads are picked by some tokens more
       often than by others.
     parts: K where a token has at most max_per_token / K query heads of each
-      key/value head, static, see `ops.picked`; 1 where it may have any.
+      key/value head, static, see `layers.attend`; 1 where it may have any.
   """
 
   mask: jax.Array
@@ -74,26 +73,15 @@ class ActiveHeads:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PairRows:
-  """Which (token, head) pair each row of a matrix holds, and the inverse.
+class HeadBlocks:
+  """A table of (token, head) pairs as X = T * R rows, and the inverse.
+
+  A block has rows of one key/value head.
 
   Attributes:
     pair: [X] int32 pair of each row, (b * N + n) * H + h; -1 in empty rows.
     row: [B, N, H] int32 row of each pair; X for inactive pairs.
     active: [B, N, H] bool, False for inactive pairs.
-  """
-
-  pair: jax.Array
-  row: jax.Array
-  active: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HeadBlocks(PairRows):
-  """A table of pairs in blocks of one key/value head each; X is T * R.
-
-  Attributes:
     token: [T, R] int32 token of each row, ascending within a key/value head; N
       in empty rows, which stand at the end of its last block.
     head: [T] int32 key/value head of each block, b * K + k; B * K - 1 for
@@ -104,6 +92,9 @@ class HeadBlocks(PairRows):
       a token.
   """
 
+  pair: jax.Array
+  row: jax.Array
+  active: jax.Array
   token: jax.Array
   head: jax.Array
   first: jax.Array
@@ -114,32 +105,6 @@ class HeadBlocks(PairRows):
     return lax.div(self.head, np.int32(self.rank.shape[2]))
 
 
-def max_blocks(
-  batch: int,
-  tokens: int,
-  heads: int,
-  max_per_token: int,
-  rows: int,
-  group: int = 1,
-) -> int:
-  """Number of blocks that is enough for any choice of heads.
-
-  Args:
-    batch: B.
-    tokens: N.
-    heads: H.
-    max_per_token: active heads of a token at most.
-    rows: R.
-    group: G.
-  """
-  kv_heads = heads // group
-  pairs = tokens * min(max_per_token, heads)
-  most = tokens * min(max_per_token, group)  # of a key/value head
-  # At most one block per key/value head has empty rows.
-  blocks = min(pairs // rows + kv_heads, kv_heads * -(-most // rows))
-  return batch * blocks
-
-
 def head_blocks(active: ActiveHeads, rows: int, group: int = 1) -> HeadBlocks:
   """Makes the table of the active pairs, by a counting sort.
 
@@ -148,29 +113,31 @@ def head_blocks(active: ActiveHeads, rows: int, group: int = 1) -> HeadBlocks:
     rows: R.
     group: G, neighbouring query heads that read one key/value head.
   """
-  chex.assert_rank(active.mask, 3)
   batch, tokens, heads = active.mask.shape
-  kv_heads, most = heads // group, active.max_per_token
-  blocks = max_blocks(batch, tokens, heads, most, rows, group)
+  kv_heads, per_token = heads // group, min(active.max_per_token, heads)
+  # At most one block per key/value head has empty rows.
+  most = kv_heads * -(-tokens * min(per_token, group) // rows)
+  blocks = batch * min(tokens * per_token // rows + kv_heads, most)
   rank, place = _ranks(active.mask, group)
   used = -(-rank[:, -1].reshape(-1) // rows)
   first = _settled(jnp.cumsum(jnp.pad(used, (1, 0)), dtype=jnp.int32))
   place = place + _each(first[:-1].reshape(batch, 1, kv_heads) * rows, group)
-  pairs = _pair_rows(active.mask, place, blocks * rows)
+  row = jnp.where(active.mask, place, blocks * rows)
+  pair = jnp.full(blocks * rows, -1, jnp.int32)
+  pairs = jnp.arange(row.size, dtype=jnp.int32)
+  pair = pair.at[row.reshape(-1)].set(pairs, mode="drop")
   # A pair tells its token and its head: cheaper than to sort tokens and to
   # search for the head of each block.
-  pair = pairs.pair.reshape(blocks, rows)
-  empty = pair < 0
+  by_block = pair.reshape(blocks, rows)
+  empty = by_block < 0
   # Of the pairs' dtype: with `jax_enable_x64` an int is int64.
   each, span = np.int32(heads), np.int32(tokens * heads)
-  token = lax.rem(lax.div(pair, each), np.int32(tokens))
+  token = lax.rem(lax.div(by_block, each), np.int32(tokens))
   token = jnp.where(empty, tokens, token)
-  head = lax.div(lax.rem(pair, each), np.int32(group))
-  head = lax.div(pair, span) * np.int32(kv_heads) + head
+  head = lax.div(lax.rem(by_block, each), np.int32(group))
+  head = lax.div(by_block, span) * np.int32(kv_heads) + head
   head = jnp.where(empty, batch * kv_heads - 1, head).min(-1)
-  return HeadBlocks(
-    **vars(pairs), token=token, head=head, first=first, rank=rank
-  )
+  return HeadBlocks(pair, row, active.mask, token, head, first, rank)
 
 
 def blocks_of(
@@ -249,23 +216,14 @@ def _settled(sums: jax.Array) -> jax.Array:
   return lax.optimization_barrier(sums)
 
 
-def _pair_rows(active: jax.Array, row: jax.Array, total: int) -> PairRows:
-  """Makes the table of X = total rows from the rows of the active pairs."""
-  row = jnp.where(active, row, total)
-  pairs = jnp.arange(active.size, dtype=jnp.int32)
-  pair = jnp.full(total, -1, jnp.int32)
-  pair = pair.at[row.reshape(-1)].set(pairs, mode="drop")
-  return PairRows(pair, row, active)
-
-
 @jax.custom_vjp
-def gather_rows(x: jax.Array, rows: PairRows) -> jax.Array:
+def gather_rows(x: jax.Array, rows: HeadBlocks) -> jax.Array:
   """Reorders pairs [B, N, H, ...] to rows [X, ...]; 0 in empty rows."""
   return _take(x.reshape(-1, *x.shape[3:]), rows.pair, rows.pair >= 0)
 
 
 @jax.custom_vjp
-def scatter_rows(x: jax.Array, rows: PairRows) -> jax.Array:
+def scatter_rows(x: jax.Array, rows: HeadBlocks) -> jax.Array:
   """Reorders rows [X, ...] to pairs [B, N, H, ...]; 0 if inactive."""
   return _take(x, rows.row, rows.active)
 

@@ -38,20 +38,19 @@ from moh_jax.config.heads import HeadBudget
 
 @dataclasses.dataclass(frozen=True)
 class HeadPlacement:
-  """The heads of a layer on the devices of a mesh axis.
+  """The heads of a layer on the devices of a mesh.
 
   Attributes:
     heads: query heads of the layer, H.
     kv_heads: its key/value heads, K.
-    devices: devices along the axis that splits parameters, a divisor of K.
-    axis: name of that mesh axis.
+    devices: devices along the axis `tensor`, which splits parameters; it
+      divides K.
     sequence: devices along the axis `sequence`, see `place_heads`.
   """
 
   heads: int
   kv_heads: int
   devices: int
-  axis: str = "tensor"
   sequence: int = 1
 
   def order(self, heads: int) -> tuple[int, ...]:
@@ -103,16 +102,6 @@ class HeadPlacement:
     routed = self.heads // self._total - shared
     return int((shared + np.minimum(routed, budget.top_k)).max())
 
-  def imbalance(self, budget: HeadBudget, order: Sequence[int] = ()) -> float:
-    """Largest number of `expected_active` over their mean; 1 is balanced.
-
-    Args:
-      budget: the layer's head split.
-      order: as in `expected_active`.
-    """
-    active = self.expected_active(budget, order)
-    return max(active) / self.mean_active(budget)
-
   @property
   def _total(self) -> int:
     """Devices that heads are dealt to."""
@@ -144,15 +133,15 @@ class HeadPlacement:
     sends, takes = _routes(order, self.devices)
 
     def exchange(x: jax.Array) -> jax.Array:
-      device = jax.lax.axis_index(self.axis)
+      device = jax.lax.axis_index("tensor")
       x = jnp.take(x, jnp.asarray(sends)[device], axis=dim)
-      x = jax.lax.all_to_all(x, self.axis, dim, dim, tiled=True)
+      x = jax.lax.all_to_all(x, "tensor", dim, dim, tiled=True)
       return jnp.take(x, jnp.asarray(takes)[device], axis=dim)
 
-    spec = jax.sharding.PartitionSpec(*[None] * dim, self.axis)
+    spec = jax.sharding.PartitionSpec(*[None] * dim, "tensor")
     # Other axes stay with the compiler: fsdp may split another dimension.
     return jax.shard_map(
-      exchange, in_specs=spec, out_specs=spec, axis_names={self.axis}
+      exchange, in_specs=spec, out_specs=spec, axis_names={"tensor"}
     )(x)
 
 
@@ -195,16 +184,15 @@ def kv_repeats(kv_heads: int, devices: int) -> int:
 
 
 def place_heads(
-  heads: int, kv_heads: int, devices: int, sequence: int = 1, axis="tensor"
+  heads: int, kv_heads: int, devices: int, sequence: int = 1
 ) -> HeadPlacement | None:
   """How a mesh holds a layer's heads.
 
   Args:
     heads: H.
     kv_heads: K.
-    devices: devices along the axis that splits parameters.
+    devices: devices along the axis `tensor`, which splits parameters.
     sequence: devices along the axis `sequence`.
-    axis: name of the former.
 
   Returns:
     The placement; None if `devices` does not divide K, or if not every device
@@ -213,7 +201,7 @@ def place_heads(
   repeats = kv_repeats(kv_heads, devices * sequence)
   if kv_heads % devices or heads % (kv_heads * repeats):
     return None
-  return HeadPlacement(heads, kv_heads, devices, axis, sequence)
+  return HeadPlacement(heads, kv_heads, devices, sequence)
 
 
 def check_heads(model: RoutedLayers, mesh: Mesh | AbstractMesh) -> None:

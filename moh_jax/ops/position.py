@@ -1,7 +1,7 @@
 """Positions of tokens: relative coordinates, sines and cosines, rotations."""
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ from moh_jax.config.llm import RotaryConfig
 from moh_jax.ops.lanes import on_tpu, rotate_in_lanes
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class RelativeCoordinates:
+class RelativeCoordinates(NamedTuple):
   """Relative (row, column) coordinates of every query and key on a grid.
 
   Many pairs have the same coordinates, so the MLP that turns coordinates to
@@ -131,9 +129,7 @@ def sinusoidal(t: jax.Array, width: int) -> jax.Array:
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
   """Cosines and sines of the angles that RoPE rotates tokens by.
 
   With "yarn" both are multiplied by its attention factor.
@@ -193,10 +189,10 @@ def rotation(
   by = Rotation(jnp.cos(angles), jnp.sin(angles))
   if config.scaling != "yarn":
     return by
-  sharper = config.attention_factor
-  if sharper is None:
-    sharper = 0.1 * np.log(config.factor) + 1
-  return jax.tree.map(lambda x: x * np.float32(sharper), by)
+  factor = config.attention_factor
+  if factor is None:
+    factor = 0.1 * np.log(config.factor) + 1
+  return jax.tree.map(lambda x: x * np.float32(factor), by)
 
 
 def _scaled_frequencies(

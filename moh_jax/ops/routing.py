@@ -30,6 +30,7 @@ Shapes: B batch, N tokens, H heads, R routed heads, S shared heads.
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -151,16 +152,10 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
 
   Returns:
     [..., R] bool, k True per token; of equal scores the first are kept.
-
-  Raises:
-    ValueError: an integer k outside [0, R].
   """
   num = scores.shape[-1]
-  if isinstance(k, int):
-    if not 0 <= k <= num:
-      raise ValueError(f"k={k} must be in [0, {num}]")
-    if k in (0, num):
-      return jnp.full(scores.shape, k == num)
+  if isinstance(k, int) and k in (0, num):
+    return jnp.full(scores.shape, k == num)
   # Whether head j is better than head i, or equal and before it: [..., i, j].
   # Heads are few, and unlike a sort this is not gathered from a mesh.
   ours, theirs = scores[..., :, None], scores[..., None, :]
@@ -210,7 +205,7 @@ def num_selected(
   """
   if top_k is None or not budget.top_k:
     return budget.top_k
-  return jnp.maximum(top_k, parts) // parts * parts
+  return jnp.clip(top_k, parts, budget.routed) // parts * parts
 
 
 def beside_shared(
@@ -224,23 +219,21 @@ def beside_shared(
 
 
 def two_stage_gates(
-  *,
+  logits: Mapping[str, jax.Array],
   budget: HeadBudget,
-  routed_logits: jax.Array | None,
-  shared_logits: jax.Array | None,
-  group_logits: jax.Array | None,
   batch_shape: tuple[int, ...],
+  *,
   form: str = "released",
   **choice: Any,
 ) -> Routing:
   """Gates of the two-stage router (arXiv:2410.11842, eq. 5 and 6).
 
   Args:
+    logits: "routed" [B, N, R] W_r x, missing if the budget's top_k is 0;
+      "shared" [B, N, S] W_s x, missing for equal scores of shared heads; and
+      "group" [B, N, 2] W_h x (shared first), missing to fix a1 = a2 = 1/2 (the
+      paper's ablation), ignored where one group is empty.
     budget: the layer's head split.
-    routed_logits: [B, N, R] W_r x, or None if the budget's top_k is 0.
-    shared_logits: [B, N, S] W_s x, or None for equal scores of shared heads.
-    group_logits: [B, N, 2] W_h x (shared first), or None to fix a1 = a2 = 1/2
-      (the paper's ablation); ignored where one group is empty.
     batch_shape: (B, N).
     form: "released" or "paper", see the module's docstring.
     **choice: `parts` and `top_k` of `select_heads`.
@@ -249,17 +242,15 @@ def two_stage_gates(
     The `Routing` of every token.
   """
   released = form == "released"
-  if shared_logits is None:
+  logits = {name: x.astype(jnp.float32) for name, x in logits.items()}
+  if "shared" in logits:
+    shared_scores = jax.nn.softmax(logits["shared"])
+  else:
     shape = *batch_shape, budget.shared
     shared_scores = jnp.full(shape, 1 / max(budget.shared, 1), jnp.float32)
-  else:
-    shared_scores = jax.nn.softmax(shared_logits.astype(jnp.float32))
-
-  if routed_logits is None:
-    scores = probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
-  else:
-    scores = routed_logits.astype(jnp.float32)
-    probs = jax.nn.softmax(scores)
+  scores = probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
+  if "routed" in logits:
+    scores, probs = logits["routed"], jax.nn.softmax(logits["routed"])
   # By logits, since distant ones have a probability of 0 and would be ties.
   selected = select_heads(scores, budget, **choice)
 
@@ -273,8 +264,8 @@ def two_stage_gates(
 
   groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
   if budget.shared and budget.top_k:
-    if group_logits is not None:
-      groups = jax.nn.softmax(group_logits.astype(jnp.float32))
+    if "group" in logits:
+      groups = jax.nn.softmax(logits["group"])
     factors = groups * 2 if released else groups
     shared_gates = shared_gates * factors[..., :1]
     routed_gates = routed_gates * factors[..., 1:]

@@ -12,11 +12,6 @@ import jax
 from jax.sharding import ManualAxisType
 
 _HOPPER = re.compile(r"\b(GH200|H100|H200|H20|H800)\b")
-_TPUS = {
-  "TPU v5": "TPU v5p",
-  "TPU v5 lite": "TPU v5e",
-  "TPU v6 lite": "TPU v6e",
-}
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
@@ -44,11 +39,6 @@ class Target:
   cuda: int | None = None
 
   @property
-  def name(self) -> str:
-    """The kind, by one name where JAX has two: "TPU v5e"."""
-    return _TPUS.get(self.kind, self.kind)
-
-  @property
   def compute(self) -> float:
     """Compute capability of an NVIDIA GPU; 0 for others, which read no PTX.
 
@@ -59,11 +49,6 @@ class Target:
       return 0.0
     absent = 9.0 if _HOPPER.search(self.kind) else 8.0
     return float(self.capability or absent)
-
-  @property
-  def is_hopper(self) -> bool:
-    """Whether it is a GPU of compute capability 9.0."""
-    return self.compute == 9
 
   @property
   def gpu_problem(self) -> str:

@@ -17,7 +17,6 @@ channels, L = window * window offsets in row-major order, P pooled positions.
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +83,6 @@ def window_logits(q: jax.Array, k: jax.Array, window: int) -> jax.Array:
   Returns:
     [B, X, Y, H, L] float32; 0 where the window leaves the grid.
   """
-  chex.assert_equal_shape((q, k))
   q = q.astype(jnp.float32)
   if target().platform != "cpu":  # compilers fuse views and products
     dots = [jnp.sum(q * view, axis=-1) for view in _shifted(k, window)]
@@ -125,7 +123,6 @@ def window_mix(weights: jax.Array, v: jax.Array, window: int) -> jax.Array:
   Returns:
     [B, X, Y, H, D] in the wider of the two dtypes.
   """
-  chex.assert_equal_shape_prefix((weights, v), 4)
   views = enumerate(_shifted(v, window))
   return sum(weights[..., offset, None] * view for offset, view in views)
 
@@ -168,7 +165,6 @@ def depthwise_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
   Returns:
     [B, X, Y, C] in the dtype of x.
   """
-  chex.assert_rank((x, kernel), (4, 3))
   window = kernel.shape[0]
   taps = kernel.reshape(window * window, 1, 1, 1, -1)
   out = sum(view * tap for view, tap in zip(_shifted(x, window), taps))
@@ -249,7 +245,6 @@ def aggregated_weights(
     are still to be divided by the softmax's sum; this sum, [B, N, H]. All are
     float32.
   """
-  chex.assert_equal_shape((q, k))
   batch, tokens, heads, dim = q.shape
   on_grid = (batch, *grid, heads)
 
@@ -299,7 +294,6 @@ def aggregated_attention(
   """
   window_weights, pool_weights, total = weights
   batch, tokens, heads, dim = v.shape
-  chex.assert_shape(pool_v, (batch, pool_weights.shape[-1], heads, dim))
   on_grid = (batch, *grid, heads)
   out = window_mix(
     window_weights.reshape(*on_grid, -1).astype(v.dtype),

@@ -1,14 +1,19 @@
-"""Attention compiled for GPUs and TPUs that are absent, with its gradients."""
+"""Attention compiled for GPUs and TPUs that are absent, with its gradients.
+
+Its calls, copies, memory and registers.
+"""
 
 import glob
 import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
 from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,14 +27,14 @@ from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.ops.pairs import ActiveHeads, head_blocks
 from moh_jax.ops.position import rotation
-from moh_jax.ops.stock import splash_attention
-from moh_jax.runtime.parameters import unbox
+from moh_jax.ops.stock import cudnn_attention, splash_attention
 from tests.compiles.programs import compile_for, programs
 
 pytestmark = pytest.mark.compiles
 
 _TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 _TPU_KERNEL = 'custom_call_target="tpu_custom_call"'
+_OTHERS = {"cudnn": cudnn_attention, "splash": splash_attention}
 _PTXAS = shutil.which("ptxas")
 _shape = jax.ShapeDtypeStruct
 
@@ -38,7 +43,7 @@ def _core(
   target, backend, tokens, dim, dtype, masks="", *, batch=1, heads=4,
   kv_heads=4,
 ):  # fmt: skip
-  """Compiles attention of the chosen half of the heads, or splash of all."""
+  """Compiles attention of the chosen half of the heads, or others' of all."""
   dtype = jnp.dtype(dtype)
   q = _shape((batch, tokens, heads, dim), dtype)
   k = _shape((batch, tokens, kv_heads, dim), dtype)
@@ -53,10 +58,10 @@ def _core(
 
     def attend(q, k, v):
       call = Call(q, k, v, visible, dim**-0.5)
-      if backend == "splash":
-        return splash_attention(call)
+      if backend in _OTHERS:
+        return _OTHERS[backend](call)
       kernels = TPU if backend == "mosaic_tpu" else HOPPER
-      rows = block_sizes(kernels, dim, dtype, per_head).rows
+      rows = block_sizes(kernels, dim, dtype, per_head).forward.rows
       active = ActiveHeads(chosen, heads // 2)
       blocks = head_blocks(active, rows, heads // kv_heads)
       return kernel_attention(call, blocks, kernels)
@@ -89,7 +94,7 @@ def _layer(target, heads, dim, *, active, batch=2, tokens=2048, width=1024):
     return out, *pull(grad)
 
   few = jnp.zeros((1, 8, width))
-  params = unbox(jax.eval_shape(lambda: layer.init(jax.random.key(0), few)))
+  params = nn.unbox(jax.eval_shape(lambda: layer.init(jax.random.key(0), few)))
   x = _shape((batch, tokens, width), jnp.bfloat16)
   return compile_for(target, run, params, x, x)
 
@@ -187,3 +192,56 @@ class HopperTest(parameterized.TestCase):
   )  # fmt: skip
   def test_odd_lengths_and_groups(self, *options):
     self._check(*options[:-1], kv_heads=options[-1])
+
+
+_B, _N, _H, _D = 2, 1024, 16, 64
+_CALL = re.compile(r'custom_call_target="__cudnn\$(\w+)"')
+
+
+class CudnnTest(parameterized.TestCase):
+  @parameterized.product(
+    target=("h100", "a100"),
+    kv_heads=(_H, 4),
+    key_mask=(False, True),
+  )
+  def test_reads_keys_and_values_once(self, target, kv_heads, key_mask):
+    compiled = _core(
+      target, "cudnn", _N, _D, "bfloat16", "keys" if key_mask else "",
+      batch=_B, heads=_H, kv_heads=kv_heads,
+    )  # fmt: skip
+    found = programs(compiled)
+    # No mask is written out: it would have the size of the logits.
+    self.assertEqual(
+      _CALL.findall(compiled.as_text()), ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+    )
+    # The only scatter is that of the table's numbers.
+    for line in re.findall(r".* scatter\(.*", compiled.as_text()):
+      self.assertIn(" = s32[", line)
+    # Queries, gradient, output and gradient of the queries, at most; keys,
+    # values and their gradients. cuDNN adds the queries' gradients up in
+    # float32 where it has to.
+    rows, ours, theirs = _N * _D, _B * _H * 2, _B * kv_heads * 2
+    largest = rows * (4 * ours + 2 * ours + 4 * theirs) + (1 << 20)
+    memory = compiled.memory_analysis()
+    self.assertLess(memory.temp_size_in_bytes, largest)
+    sizes = [shape for _, shapes in found for shape in shapes]
+    for shape in sizes:
+      self.assertLessEqual(shape[-2:].count(_N), 1, shape)
+
+  @parameterized.parameters("h100", "a100")
+  def test_a_layer_arranges_its_arrays_in_one_pass(self, target):
+    layer = MoHAttention(
+      HeadBudget(_H, 2, 6, _D), implementation="cudnn", dtype=jnp.bfloat16
+    )
+    x = _shape((_B, _N, _H * _D), jnp.bfloat16)
+    init = layer.clone(implementation="dense").init
+    params = nn.unbox(jax.eval_shape(init, jax.random.key(0), x))
+    compiled = compile_for(target, lambda p, x: layer.apply(p, x)[0], params, x)
+    large = [
+      line
+      for line, shapes in programs(compiled)
+      if max(map(math.prod, shapes), default=0) >= _B * _N * _H * _D
+    ]
+    # The projection; queries, keys and values out of it; cuDNN; times the
+    # gates; the output projection and its bias.
+    self.assertLen(large, 6)

@@ -125,23 +125,6 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertLessEqual(temporaries[True], 1.2 * temporaries[False])
 
 
-class VitTest(parameterized.TestCase):
-  @parameterized.parameters((224, 0), (384, 3))
-  def test_last_stage_is_cudnns_where_it_has_gradients(self, side, calls):
-    # Its 49 or 144 tokens attend with a bias: forward, once more for the
-    # gradients, and backward.
-    model = dataclasses.replace(
-      released_model("moh-vit-s80"),
-      image_size=(side, side),
-      pretrain_image_size=224,
-      depths=(1, 1, 1, 1),
-      dtype="bfloat16",
-    )
-    run = bench_run(model, 8)
-    text = _lower(run, "h100:1").as_text()
-    self.assertEqual(text.count("__cudnn$"), calls)
-
-
 # All but the first two, small ones, are of docs/launching.md; minutes each.
 _PLANS = (
   ("configs/llm_stdlib.py:moh", "h100:8"),

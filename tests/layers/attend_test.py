@@ -26,7 +26,7 @@ from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import lanes, placement
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.call import Visible
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import rotation
@@ -89,7 +89,8 @@ class MeshTest(parameterized.TestCase):
     active = ActiveHeads(jnp.ones((8, 1, 4), bool), 2)
 
     def run(q):
-      return attend_on_mesh(q, q, q, active=active, implementation="kernel")
+      call = Call(q, q, q, Visible(), 1.0, active=active)
+      return attend_on_mesh(call, "kernel")
 
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     tpu = jax.sharding.AbstractDevice(
@@ -107,10 +108,10 @@ class MeshTest(parameterized.TestCase):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     q = jnp.ones((8, 40, 4, 8))
     active = ActiveHeads(jnp.ones((8, 40, 4), bool), 3)
-    how = {"visible": Visible(causal=True), "implementation": "packed"}
     with use_mesh(mesh):
       q = shard_batch({"x": q}, mesh)["x"]
-      run = jax.jit(lambda q: attend_on_mesh(q, q, q, active=active, **how))
+      call = lambda q: Call(q, q, q, Visible(causal=True), 1.0, None, active)  # noqa: E731
+      run = jax.jit(lambda q: attend_on_mesh(call(q), "packed"))
       text = run.lower(q).compile().as_text()
     words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
     for word in words:
@@ -121,6 +122,8 @@ class LayerTest(parameterized.TestCase):
   @parameterized.parameters(
     ("two_stage:8", "packed", _CUBE), ("query_norm:4", "kernel", _CUBE),
     ("query_norm:4", "dense", _CUBE), ("none:1", "packed", _CUBE),
+    ("two_stage:2:per_group", "packed", _CUBE),
+    ("two_stage:4:whole_group", "packed", _CUBE),
     ("query_norm:2", "packed", {"sequence": 2, "tensor": 2}),  # repeated
     # Orders of the heads: the shared ones lie on one device, or anywhere.
     ("two_stage:4", "packed", {"sequence": 2}, "crowded"),
@@ -131,11 +134,11 @@ class LayerTest(parameterized.TestCase):
   def test_a_mesh_gives_what_one_device_gives(
     self, kinds, implementation, axes, order=None
   ):
-    router, kv_heads = kinds.split(":")
-    kv_heads = int(kv_heads)
+    router, kv_heads, structure = f"{kinds}:free".split(":")[:3]
+    kv_heads, top_k = int(kv_heads), 1 if structure == "free" else 2
     layer = MoHAttention(
-      HeadBudget(num_heads=8, shared=4, top_k=1, head_dim=16),
-      RouterConfig(router),
+      HeadBudget(8, shared=4, top_k=top_k, head_dim=16),
+      RouterConfig(router, structure=structure),
       num_kv_heads=kv_heads,
       causal=kv_heads != 1,
       implementation="dense",
@@ -167,7 +170,8 @@ class LayerTest(parameterized.TestCase):
       compiled = lowered.compile()
     (_, got), others = compiled(params, x)
     if "sequence" not in axes:
-      self.assertEqual("all_to_all" in lowered.as_text(), router != "none")
+      deals = router != "none" and structure != "per_group"
+      self.assertEqual("all_to_all" in lowered.as_text(), deals)
     else:
       found = read_collectives(compiled.as_text(), dict(mesh.shape))
       kinds = {one.kind for one in found if one.axes == ("sequence",)}
@@ -222,6 +226,19 @@ def _grads(layer, params, x, places):
 
 
 class TpuOrderTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (64, (8, 4), True, 64, (2, 2)),
+    (96, (8,), True, 128, (1,)),
+    (96, (8,), False, 96, (1,)),
+    (48, (3,), True, 48, (1,)),  # wider heads would not fill the lanes
+  )
+  def test_width_and_sets(self, dim, heads, pads, width, counts):
+    with _as_on_a_tpu():
+      layout = layer_layout(dim, *heads, pads=pads)
+    self.assertEqual(layout.width, width)
+    self.assertEqual(tuple(map(layout.count, heads)), counts)
+    self.assertEqual(layer_layout(dim, *heads, pads=pads).width, dim)
+
   def _check(self, got, want, tolerance):
     for a, b in zip(got, want, strict=True):
       self.assertEqual(a.dtype, b.dtype)

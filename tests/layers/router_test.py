@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import registry
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.registry import register_router
 from moh_jax.layers.moh import MoHAttention
@@ -150,13 +149,6 @@ class Short(Router):
     return self.routing(*[jnp.zeros((*x.shape[:2], 2))] * 3)
 
 
-class Nothing(Router):
-  """Wrong: returns nothing."""
-
-  def __call__(self, x, *, norms=None, top_k=None):
-    return None
-
-
 class Norms(Router):
   """Reads the norms of the queries."""
 
@@ -171,7 +163,6 @@ register_router("threshold", Threshold, varies=True)
 register_router("undeclared", Threshold)
 register_router("short", Short)
 register_router("norms", Norms, reads_norms=True)
-register_router("nothing", Nothing)
 
 
 class RegisteredTest(parameterized.TestCase):
@@ -202,7 +193,6 @@ class RegisteredTest(parameterized.TestCase):
     ("norms", "kind is 'norms'"),
     ("query_norm", "norms=None must be .*query_norm"),
     ("short", r"'short' returned gates float32\(.* must be floating\("),
-    ("nothing", "'nothing' returned NoneType, must be a moh_jax.Routing"),
   )
   def test_missing_norms_and_other_shapes_are_refused(self, kind, message):
     layer = HeadRouter(small.BUDGET, RouterConfig(kind))
@@ -215,12 +205,3 @@ class RegisteredTest(parameterized.TestCase):
     for mask in (whole[:1], whole[0], whole.astype(jnp.float32)):
       with self.assertRaisesRegex(ValueError, "token_mask .* must be bool"):
         layer.init(jax.random.key(0), x, mask)
-
-
-class TableTest(absltest.TestCase):
-  def test_a_name_is_taken_once(self):
-    for name in ("norms", "two_stage", "none"):
-      with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):
-        register_router(name, Threshold)
-    again = register_router("threshold", Threshold, varies=True)
-    self.assertIs(registry.get_router("threshold"), again)

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
+from moh_jax.layers.attend import attend_on_mesh
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice, HeadRouter
-from moh_jax.ops.attention import attend
 from moh_jax.ops.cache import Slots, make_cache
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
-from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.parameters import unbox
 
 _GROUPS, _SIZE = 4, 3
@@ -97,11 +95,12 @@ def _gates(structure, router, budget, params, x, q):
   return gates, loss
 
 
-def _attend(q, k, v, causal=False, **options):
+def _attend(q, k, v, causal=False, active=None):
   """Attention of all heads or, of `active` heads, as "auto" does."""
-  form = "auto" if "active" in options else "dense"
-  visible, scale = Visible(causal=causal), q.shape[-1] ** -0.5
-  return attend(Call(q, k, v, visible, scale, **options), form)
+  form = "dense" if active is None else "auto"
+  scale = q.shape[-1] ** -0.5
+  call = Call(q, k, v, Visible(causal=causal), scale, active=active)
+  return attend_on_mesh(call, form)
 
 
 def _layer(structure, router, **options):
@@ -198,29 +197,6 @@ class StructuresTest(parameterized.TestCase):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(all_heads)):
       np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
 
-  @parameterized.parameters(("free", 2), ("per_group", 4), ("whole_group", 2))
-  @pytest.mark.integration
-  def test_a_mesh_gives_what_one_device_gives(self, structure, tensor):
-    layer = _layer(structure, RouterConfig(), causal=True)
-    x, params = _inputs(layer)
-
-    def run(params, x):
-      def loss(params):
-        out, aux = layer.apply(params, x)
-        return jnp.square(out).sum() + aux.balance_loss, out
-
-      return jax.grad(loss, has_aux=True)(params)
-
-    gradients, out = jax.jit(run)(params, x)
-    mesh = make_mesh(
-      MeshConfig(data=2, tensor=tensor), jax.devices()[: 2 * tensor]
-    )
-    with use_mesh(mesh):
-      theirs, their_out = jax.jit(run)(params, x)
-    np.testing.assert_allclose(their_out, out, atol=2e-5)
-    for a, b in zip(jax.tree.leaves(theirs), jax.tree.leaves(gradients)):
-      np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
-
   @parameterized.product(structure=tuple(_BUDGETS), single=(True, False))
   @pytest.mark.integration
   def test_a_cache_gives_what_whole_texts_give(self, structure, single):
@@ -236,20 +212,6 @@ class StructuresTest(parameterized.TestCase):
     out, *_ = layer.apply(params, x[:, split:], cache, slots, method="decode")
     error = abs(out - expected[:, split:]).max() / abs(expected).max()
     self.assertLess(error, 2e-6)
-
-  def test_groups_divide_the_heads(self):
-    router = HeadRouter(HeadBudget(7, 3, 3, 8), kv_heads=2)
-    with self.assertRaisesRegex(ValueError, "num_heads=7 must be a multi"):
-      router.init(jax.random.key(0), jnp.zeros((1, 4, 8)))
-
-  def test_one_query_head_per_group_is_free(self):
-    outs = []
-    for structure in ("free", "whole_group"):
-      router = RouterConfig(structure=structure)
-      layer = MoHAttention(HeadBudget(8, 2, 3, 8), router)
-      x, params = _inputs(layer)
-      outs.append(layer.apply(params, x))
-    jax.tree.map(np.testing.assert_array_equal, *outs)
 
   def test_other_heads_may_be_shared(self):
     order = (2, 5, 7, 10, 0, 1, 3, 4, 6, 8, 9, 11)
@@ -282,6 +244,7 @@ class StructuresTest(parameterized.TestCase):
     self.assertEqual(units.order(found), order)
 
   @parameterized.parameters(
+    ("free", (7, 3, 3), 2, "num_heads=7 must be a multiple of 2 key/value"),
     ("per_group", (12, 3, 4), 4, "shared=3 must be a multiple of the 4 key"),
     ("per_group", (12, 4, 6), 4, "top_k=6 must be a multiple of the 4 key"),
     ("per_group", (12, 4, 4), None, "structure='per_group' needs more query"),
@@ -293,17 +256,6 @@ class StructuresTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, said):
       layer.init(jax.random.key(0), jnp.zeros((1, 4, 8)))
-
-  @parameterized.parameters("per_group", "whole_group")
-  def test_a_number_at_run_time(self, structure):
-    layer = _layer(structure, RouterConfig())
-    x, params = _inputs(layer)
-    size = 4 if structure == "per_group" else 3
-    for k in (1, 2):
-      choice = HeadChoice(top_k=jnp.int32(k * size))
-      _, aux = layer.apply(params, x, choice=choice)
-      shared = layer.budget.shared
-      np.testing.assert_allclose(aux.load.sum(), shared + k * size, rtol=1e-6)
 
   @parameterized.parameters(
     ("free", "released", True), ("per_group", "paper", True),
@@ -340,12 +292,6 @@ class StructuresTest(parameterized.TestCase):
         weights /= 2
       routed = decided.gates[..., budget.shared :]
       np.testing.assert_allclose(routed, weights, rtol=1e-5)
-
-  def test_a_bias_has_no_order_of_heads(self):
-    q, kv = jnp.zeros((1, 2, 4, 8)), jnp.zeros((1, 2, 2, 8))
-    active = ActiveHeads(jnp.ones((1, 2, 4), bool), 4, parts=2)
-    with self.assertRaisesRegex(ValueError, "must be None where active.parts="):
-      _attend(q, kv, kv, bias=jnp.zeros((1, 4, 2, 2)), active=active)
 
 
 class PickedHeadsTest(parameterized.TestCase):

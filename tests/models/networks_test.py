@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from flax.traverse_util import flatten_dict
 
 from moh_jax.config import DiTConfig, ViTConfig, without_router
 from moh_jax.evaluation.probe import recorded_layers
@@ -123,16 +124,6 @@ class ViTTest(parameterized.TestCase):
         small.random_variables(small.VIT),
       )
 
-  @pytest.mark.integration
-  def test_sizes_that_change_the_logits_and_those_that_do_not(self):
-    expected = small.forward(small.VIT)
-    # A 4 x 4 grid over ratio 2 pools to 2 x 2 either way.
-    same = small.forward(_vit(fixed_pool_size=2))
-    chex.assert_trees_all_close(same, expected, rtol=1e-5)
-    # The unit of distance is a share of the pre-training grid.
-    logits, _ = small.forward(_vit(pretrain_image_size=64))
-    self.assertGreater(float(jnp.abs(logits - expected[0]).max()), 1e-4)
-
   def test_drop_path_rates_rise_linearly_over_all_blocks(self):
     first, second = drop_path_rates(_vit(drop_path=0.4))
     np.testing.assert_allclose(first, [0.0, 0.2], atol=1e-7)
@@ -184,63 +175,39 @@ class DiTTest(parameterized.TestCase):
 
 
 class DiTInitializationTest(parameterized.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.config = DiTConfig(
-      channels=4,
-      input_size=(4, 4),
-      width=64,
-      num_heads=(4, 4),
+  def test_matrices_are_xavier_embeddings_normal_and_all_else_zero(self):
+    config = DiTConfig(
+      channels=4, input_size=(4, 4), width=64, num_classes=200,
+      num_heads=(4, 4), shared_heads=(1, 1), top_k=(1, 1),
       head_dim=32,  # 4 x 32 is twice the width
-      shared_heads=(1, 1),
-      top_k=(1, 1),
-      num_classes=200,
-    )
-    init = jax.jit(DiT(cls.config).init_with_output)
-    (cls.out, _), variables = init(jax.random.key(0), *small.inputs(cls.config))
-    cls.variables = nn.unbox(variables)
-
-  def _leaf(self, path: str) -> np.ndarray:
-    leaf = self.variables["params"]
-    for name in path.split("/"):
-      leaf = leaf[name]
-    return np.asarray(leaf)
-
-  @parameterized.parameters(
-    ("blocks0/attn/qkv/kernel", 64, 3 * 128),
-    ("blocks0/attn/out/kernel", 128, 64),
-    ("blocks0/attn/router/routed", 64, 3),
-    ("blocks0/mlp/up/kernel", 64, 256),
-    ("blocks0/mlp/down/kernel", 256, 64),
-    ("patch/kernel", 2 * 2 * 4, 64),
-  )
-  def test_matrix_is_uniform_with_xavier_variance(self, path, fan_in, fan_out):
-    kernel = self._leaf(path)
-    variance = 2 / (fan_in + fan_out)
-    spread = 3 / np.sqrt(kernel.size)  # of an estimate from so few values
-    np.testing.assert_allclose(kernel.var(), variance, rtol=0.02 + spread)
-    bound = np.sqrt(3 * variance)
-    self.assertBetween(np.abs(kernel).max(), 0.95 * bound, 1.0001 * bound)
-    if path.startswith("blocks0"):  # its layers start unalike
-      first, second = kernel
-      alike = np.corrcoef(first.ravel(), second.ravel())[0, 1]
-      self.assertLess(abs(alike), 0.3)
-
-  def test_embeddings_are_normal_and_the_rest_is_zero(self):
+    )  # fmt: skip
+    init = jax.jit(DiT(config).init_with_output)
+    (out, _), variables = init(jax.random.key(0), *small.inputs(config))
+    leaves = flatten_dict(nn.unbox(variables)["params"], sep="/")
+    xavier = {
+      "blocks0/attn/qkv/kernel": (64, 3 * 128),
+      "blocks0/attn/out/kernel": (128, 64),
+      "blocks0/attn/router/routed": (64, 3),
+      "blocks0/mlp/up/kernel": (64, 256),
+      "blocks0/mlp/down/kernel": (256, 64),
+      "patch/kernel": (2 * 2 * 4, 64),
+    }
+    for path, fans in xavier.items():
+      kernel = np.asarray(leaves[path])
+      variance = 2 / sum(fans)
+      spread = 3 / np.sqrt(kernel.size)  # of an estimate from so few values
+      np.testing.assert_allclose(kernel.var(), variance, rtol=0.02 + spread)
+      bound = np.sqrt(3 * variance)
+      self.assertBetween(np.abs(kernel).max(), 0.95 * bound, 1.0001 * bound)
+      if path.startswith("blocks0"):  # its layers start unalike
+        alike = np.corrcoef(*kernel.reshape(2, -1))[0, 1]
+        self.assertLess(abs(alike), 0.3)
     for path in ("time_in/kernel", "time_out/kernel", "label/embedding"):
-      leaf = self._leaf(f"embed/{path}")
+      leaf = leaves[f"embed/{path}"]
       self.assertBetween(leaf.std(), 0.019, 0.021)
       self.assertGreater(np.abs(leaf).max(), 0.05)
-    for path in (
-      "blocks0/modulation/linear/kernel",
-      "final_modulation/linear/kernel",
-      "final/kernel",
-      "final/bias",
-      "blocks0/attn/qkv/bias",
-      "blocks0/mlp/up/bias",
-      "patch/bias",
-    ):
-      np.testing.assert_array_equal(self._leaf(path), 0.0)
-    chex.assert_shape(self.out, (small.B, 4, 4, 8))
-    np.testing.assert_array_equal(self.out, 0.0)
+    zeros = [p for p in leaves if "bias" in p or "modulation" in p]
+    for path in (*zeros, "final/kernel"):
+      np.testing.assert_array_equal(leaves[path], 0.0, path)
+    chex.assert_shape(out, (small.B, 4, 4, 8))
+    np.testing.assert_array_equal(out, 0.0)

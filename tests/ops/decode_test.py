@@ -149,7 +149,7 @@ class _Case:
   kv_heads: int = 4
   slots: int = 40
   head_dim: int = 24
-  choice: str = "random"  # of heads
+  choice: str | tuple | None = "random"  # heads of each text; None is no table
   seen: tuple[tuple[int, int], ...] = ((13, 37), (0, 31))  # first, end of texts
 
   def arrays(self, dtype=jnp.float32, cache_dtype=None):
@@ -171,22 +171,16 @@ class _Case:
     return (slot >= first) & (slot < end)
 
   def active(self) -> ActiveHeads | None:
-    mask = np.zeros((len(self.seen), 1, self.heads), bool)
-    most = {"one head": 1, "few": 2}.get(self.choice, self.heads)
-    if self.choice == "no table":
+    if self.choice is None:
       return None
+    mask = np.zeros((len(self.seen), 1, self.heads), bool)
     if self.choice == "random":
       mask = np.random.default_rng(2).random(mask.shape) < 0.5
       mask[..., -1] = False  # one head that nobody chose
-    elif self.choice == "one head":
-      mask[..., 1] = True
-    elif self.choice == "few":
-      mask[0, :, :2] = mask[1, :, 4] = True
-    elif self.choice == "later text":
-      mask[1:, :, -1] = True
-    elif self.choice == "all":
-      mask[...] = True
-    return ActiveHeads(jnp.asarray(mask), most)
+      return ActiveHeads(jnp.asarray(mask), self.heads)
+    for text, heads in enumerate(self.choice):
+      mask[text, 0, list(heads)] = True
+    return ActiveHeads(jnp.asarray(mask), max(map(len, self.choice)) or 1)
 
   def is_read(self) -> np.ndarray:
     """[B, K], the key/value heads that a text reads."""
@@ -205,15 +199,15 @@ _CASES = {
   "one_slot": _Case(slots=1, head_dim=16, seen=((0, 1), (0, 1))),
   "hidden_text": _Case(seen=((5, 5), (0, 37))),
   "text_that_begins_later": _Case(seen=((39, 2), (0, 37))),
-  "first_text_chose_nothing": _Case(choice="later text"),
+  "first_text_chose_nothing": _Case(choice=((), (3,))),
   "grouped": _Case(heads=6, kv_heads=2, head_dim=80),
   "many_queries_of_a_head": _Case(70, 1, 16, seen=((2, 15),)),
   "many_queries_of_a_wide_head": _Case(18, 1, 16, 136, seen=((2, 15),)),
-  "one_head": _Case(choice="one head", slots=37),
-  "no_head": _Case(choice="none"),
-  "all_heads": _Case(4, 2, 160, 128, "all", ((0, 160), (5, 96))),
-  "no_table": _Case(choice="no table"),
-  "few": _Case(heads=6, kv_heads=6, choice="few"),
+  "one_head": _Case(choice=((1,), (1,)), slots=37),
+  "no_head": _Case(choice=((), ())),
+  "all_heads": _Case(4, 2, 160, 128, ((0, 1, 2, 3),) * 2, ((0, 160), (5, 96))),
+  "no_table": _Case(choice=None),
+  "few": _Case(heads=6, kv_heads=6, choice=((0, 1), (4,))),
 }
 
 

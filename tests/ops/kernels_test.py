@@ -12,7 +12,7 @@ import pytest
 from absl.testing import parameterized
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moh_jax.ops.attention import HOPPER, TPU
+from moh_jax.ops.attention import TPU
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.kernels import hopper_program, tpu_plan
 from moh_jax.ops.kernels.attention import (
@@ -82,12 +82,6 @@ class InterpretedTest(parameterized.TestCase):
     chex.assert_tree_all_finite(results)
     chex.assert_trees_all_equal(results, expected)
 
-  def test_a_dtype_that_a_back_end_lacks_is_named(self):
-    case = Case(1, 1, 1, kv_heads=1, head_dim=64)
-    call = Call(*case.arrays()[:3], Visible(), 1.0)
-    with self.assertRaisesRegex(ValueError, "not float32 and 64"):
-      kernel_attention(call, case.blocks(64), HOPPER, interpret=True)
-
 
 class LoweringTest(parameterized.TestCase):
   """What a machine without the device can check: that kernels lower."""
@@ -101,7 +95,7 @@ class LoweringTest(parameterized.TestCase):
     dim, dtype, masks = options
     masks = dict.fromkeys(masks.split(), True)
     case = Case(2, 200, 200, heads=8, kv_heads=4, head_dim=dim, **masks)
-    rows = block_sizes(TPU, dim, dtype).rows
+    rows = block_sizes(TPU, dim, dtype).forward.rows
 
     def call(q, k, v, grad):
       def attend(q, k, v):
@@ -116,72 +110,30 @@ class LoweringTest(parameterized.TestCase):
     self.assertEqual(devices.lowered_kernels("tpu", call, *arrays)[0], 3)
 
 
-# Lengths of queries and keys, and what hides keys; segments need as many
-# queries as keys.
-_TABLES = (
-  *(((37, 37), x) for x in ("none", "causal", "segments", "padded", "all")),
-  *(((13, 37), "prefix"), ((13, 37), "causal"), ((37, 13), "causal")),
-  ((64, 64), "all"),
-)
-
-
 class TablesTest(parameterized.TestCase):
-  """Tiles that loops visit, against a count of the pairs that are visible."""
+  """How many pairs of a tile of rows and a tile of keys the loops visit."""
 
-  @parameterized.parameters(*((x, 8) for x in _TABLES), (_TABLES[-1], 16))
-  def test_loops_visit_what_is_seen_and_no_more(self, table, rows, block=16):
-    (queries, keys), masks = table
-    case = Case(queries=queries, keys=keys, kv_heads=2)
-    visible = _ranges_of_keys(masks, case)
-    problem = dataclasses.replace(case.problem(), visible=visible)
-    table = problem.blocks
-    by_rows, by_keys = (
-      jax.jit(function, static_argnums=(1, 2))(problem, rows, block)
-      for function in (keys_of_rows, rows_of_keys)
-    )
-    token = np.asarray(table.token).reshape(-1, rows)
-    active = (token < queries)[..., None]
-    seen = visible.mask(queries, keys)
-    seen = np.ones((1, 1, 1, 1), bool) if seen is None else np.asarray(seen)
-    seen = np.broadcast_to(seen[:, 0], (case.batch, queries, keys))
-    batch = np.repeat(np.asarray(table.head) // case.kv_heads, 16 // rows)
-    seen = seen[batch[:, None], np.minimum(token, queries - 1)] & active
-    first = np.asarray(table.first) * (16 // rows)
-    for head, j in np.ndindex(*by_keys.begin.shape):
-      span = slice(j * block, (j + 1) * block)
-      parts = range(first[head], first[head + 1])
-      # A tile's keys are one range: unless whole documents lie between its
-      # rows, which these cases lack, every tile of the range is seen.
-      some = [i for i in parts if seen[i, :, span].any()]
-      whole = [i for i in some if (seen | ~active)[i, :, span].all()]
-      begin, *whole_rows, end = (int(x[head, j]) for x in by_keys)
-      # Rows that see no key at all may be among those that are visited.
-      visited = [i for i in range(begin, end) if seen[i].any()]
-      self.assertEqual(some, visited)
-      self.assertEqual(whole, list(range(*whole_rows)))
-      begin, whole_begin, whole_end, end = map(np.asarray, by_rows)
-      visited = [i for i in parts if begin[i] <= j < end[i]]
-      self.assertEqual(some, visited)
-      if (j + 1) * block <= keys:
-        visited = [i for i in parts if whole_begin[i] <= j < whole_end[i]]
-        self.assertEqual(whole, visited)
-
-
-def _ranges_of_keys(masks: str, case: Case) -> Visible:
-  """Masks by which a query sees a range of keys."""
-  ends = np.array([[case.queries // 3, case.queries]] * case.batch)
-  position = np.arange(case.queries)
-  segments = 1 + (position >= ends[:, :1])
-  if masks in ("padded", "all"):
-    segments = np.where(position >= case.queries - 5, 0, segments)
-  length = np.array([[case.keys], [case.keys // 2]])
-  key_mask = jnp.asarray(np.arange(case.keys) < length)
-  documents = masks in ("segments", "padded", "all")
-  return Visible(
-    key_mask if masks in ("prefix", "all") else None,
-    jnp.asarray(segments, jnp.int32) if documents else None,
-    masks in ("causal", "all"),
+  @parameterized.parameters(
+    ({}, 2 * 2 * 4 * 4, 2 * 2 * 4 * 4),
+    # A tile of rows sees the keys up to its own, whole ones but for the last.
+    ({"causal": True}, 2 * 2 * 10, 2 * 2 * 6),
+    ({"segments": True}, 2 * 2 * 8, 2 * 2 * 8),
+    ({"segments": True, "causal": True}, 2 * 2 * 6, 2 * 2 * 2),
   )
+  def test_hidden_tiles_are_not_visited(self, masks, some, whole):
+    case = Case(queries=64, keys=64, kv_heads=2, heads=2, share=1.0)
+    segments = jnp.arange(64)[None].repeat(2, 0) // 32
+    visible = Visible(
+      segments=segments if "segments" in masks else None,
+      causal="causal" in masks,
+    )
+    problem = dataclasses.replace(case.problem(), visible=visible)
+    for function in (keys_of_rows, rows_of_keys):
+      begin, *inner, end = jax.jit(function, static_argnums=(1, 2))(
+        problem, 16, 16
+      )
+      self.assertEqual((end - begin).sum(), some)
+      self.assertEqual((inner[1] - inner[0]).sum(), whole)
 
 
 _ROWS = 16

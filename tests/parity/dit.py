@@ -132,7 +132,7 @@ def _tables(process: Process, names: Mapping[str, Any]) -> dict[str, Any]:
   for name in names:
     if name.startswith(_MAP):
       spacing = name.removeprefix(_MAP).replace("_", ",")
-      out[name] = spaced_timesteps(process.num_steps, spacing)
+      out[name] = spaced_timesteps(len(process.timesteps), spacing)
   return out
 
 

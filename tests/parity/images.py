@@ -159,11 +159,7 @@ def _manifolds(case: Case) -> dict[str, Any]:
 def inception(case: Case) -> dict[str, Any]:
   """The feature network on every recorded set of pictures, in one batch."""
   hyper, arrays = case.hyper, case.arrays
-  model = InceptionV3(
-    num_classes=hyper["num_classes"],
-    spatial_channels=hyper["spatial_channels"],
-    epsilon=hyper["bn_eps"],
-  )
+  model = InceptionV3()
   tensors = regenerate(case.meta, case.weights)
   params = convert_inception(tensors, model, source="weights")
   grid = arrays["input_grid_index"]

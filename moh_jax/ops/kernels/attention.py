@@ -14,7 +14,6 @@ import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,29 +33,21 @@ _STATIC = {"static": True}
 Arrays = tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
   """How much of the attention matrix a kernel works on at a time.
 
   Attributes:
     rows: rows of a tile: (token, head) pairs of one key/value head.
     keys: columns of a tile: keys.
-    warps: warps of a program; decoding alone.
     stages: stages of the software pipeline that loads tiles; GPUs only.
   """
 
   rows: int
   keys: int
-  warps: int = 4
   stages: int = 2
 
-  def cut(self, rows: int) -> "Tile":
-    """Returns a tile with at most this many rows."""
-    return dataclasses.replace(self, rows=min(self.rows, rows))
 
-
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
+class BlockSizes(NamedTuple):
   """Tiles of the three kernels.
 
   Attributes:
@@ -75,15 +66,10 @@ class BlockSizes:
     """The tiles of the three kernels, from the numbers of each."""
     return cls(*(Tile(*tile) for tile in tiles))
 
-  @property
-  def rows(self) -> int:
-    """R, the rows that `head_blocks` should give its blocks."""
-    return self.forward.rows
-
   def with_rows(self, rows: int) -> "BlockSizes":
     """Returns the sizes for a table whose blocks have this many rows."""
-    forward = dataclasses.replace(self.forward, rows=rows)
-    return BlockSizes(forward, self.dq.cut(rows), self.dkv.cut(rows))
+    dq, dkv = (x._replace(rows=min(x.rows, rows)) for x in self[1:])
+    return BlockSizes(self.forward._replace(rows=rows), dq, dkv)
 
 
 def fitting(table: dict, head_dim: int, dtype: jax.typing.DTypeLike) -> Any:
@@ -93,13 +79,8 @@ def fitting(table: dict, head_dim: int, dtype: jax.typing.DTypeLike) -> Any:
     table: by bytes of a number, 2 or 4, and largest head dim.
     head_dim: D.
     dtype: of the queries.
-
-  Raises:
-    ValueError: the head dim is too large.
   """
   sizes = table[max(2, min(4, jnp.dtype(dtype).itemsize))]
-  if head_dim > max(sizes):
-    raise ValueError(f"head_dim={head_dim} must be at most {max(sizes)}")
   return sizes[min(x for x in sizes if head_dim <= x)]
 
 
@@ -154,25 +135,15 @@ class Problem:
   scale: float = dataclasses.field(metadata=_STATIC)
   interpret: bool = dataclasses.field(metadata=_STATIC)
 
-  @property
-  def batch(self) -> int:
-    """B."""
-    return self.k_shape[0]
-
-  @property
-  def keys(self) -> int:
-    """M."""
-    return self.k_shape[1]
-
-  @property
-  def kv_heads(self) -> int:
-    """K."""
-    return self.k_shape[2]
-
-  @property
-  def head_dim(self) -> int:
-    """D."""
-    return self.k_shape[3]
+  # Sizes, by their letters above.
+  batch = property(lambda self: self.k_shape[0])  # B
+  keys = property(lambda self: self.k_shape[1])  # M
+  kv_heads = property(lambda self: self.k_shape[2])  # K
+  head_dim = property(lambda self: self.k_shape[3])  # D
+  queries = property(lambda self: self.blocks.row.shape[1])  # N
+  group = property(lambda self: self.blocks.row.shape[2] // self.kv_heads)  # G
+  num_blocks = property(lambda self: self.blocks.token.shape[0])  # T
+  rows = property(lambda self: self.blocks.token.shape[1])  # R
 
   @property
   def log2_scale(self) -> float:
@@ -189,29 +160,9 @@ class Problem:
     return self.log2_scale if self.scale > 0 else 1.0
 
   @property
-  def queries(self) -> int:
-    """N."""
-    return self.blocks.row.shape[1]
-
-  @property
-  def group(self) -> int:
-    """G."""
-    return self.blocks.row.shape[2] // self.kv_heads
-
-  @property
   def together(self) -> int:
     """Key/value heads of the table that are one here, m; 1 on GPUs."""
     return self.blocks.rank.shape[2] // self.kv_heads
-
-  @property
-  def rows(self) -> int:
-    """R."""
-    return self.blocks.token.shape[1]
-
-  @property
-  def num_blocks(self) -> int:
-    """T."""
-    return self.blocks.token.shape[0]
 
   @property
   def masks_by_value(self) -> bool:
@@ -230,11 +181,6 @@ class Problem:
       jax.ShapeDtypeStruct((count, self.head_dim), self.dtype),
       jax.ShapeDtypeStruct((count,), jnp.float32),
     )
-
-  @property
-  def key_outputs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Gradients of keys and values."""
-    return (jax.ShapeDtypeStruct(self.k_shape, self.dtype),) * 2
 
   def scaled(self, products: jax.Array) -> jax.Array:
     """Products that are base-2 logits once times `exponent_scale`."""
@@ -338,14 +284,6 @@ def rows_of_keys(problem: Problem, rows: int, keys: int) -> Ranges:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
-  """An input or output of a kernel: the whole array, and a program's part."""
-
-  array: jax.Array | jax.ShapeDtypeStruct
-  spec: pl.BlockSpec
-
-
 def across(a: jax.Array, b: jax.Array) -> jax.Array:
   """Multiplies rows [X, D] with rows [Y, D] to [X, Y] float32."""
   return _product(a, b, (((1,), (1,)), ((), ())))
@@ -386,10 +324,6 @@ class Kernels:
       dtype: name of the dtype of queries, keys and values.
       head_dim: D.
     """
-
-  def lacks(self, dtype: str, head_dim: int) -> str:
-    """What the kernels need of a dtype and a head dim; else empty."""
-    return ""
 
   def product_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of products, where the widest of the arrays is another one."""
@@ -449,16 +383,13 @@ def block_sizes(
     dtype: dtype of the queries.
     per_head: rows that a key/value head has on average, N * active heads / K:
       blocks get smaller where these are few. None keeps the blocks as they are.
-
-  Raises:
-    ValueError: the head dim is too large.
   """
   sizes = fitting(kernels.tiles, head_dim, dtype)
   # The last block of each is half empty on average, which costs more the fewer
   # blocks there are.
   if per_head is not None and per_head < kernels.few_rows:
-    least = min(kernels.least_rows, sizes.rows)
-    sizes = sizes.with_rows(max(least, sizes.rows // 2))
+    least = min(kernels.least_rows, sizes.forward.rows)
+    sizes = sizes.with_rows(max(least, sizes.forward.rows // 2))
   return sizes
 
 
@@ -488,19 +419,9 @@ def kernel_attention(
   Returns:
     [B, N, H, D] in the dtype of v; 0 for inactive pairs and for queries that
     see no key.
-
-  Raises:
-    ValueError: a dtype or the head dim is not supported.
   """
   q, k, v = call.q, call.k, call.v
-  chex.assert_rank((q, k, v), 4)
-  chex.assert_equal_shape((k, v))
-  chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
-  chex.assert_shape(blocks.row, q.shape[:3])
-  chex.assert_shape(blocks.rank, (*q.shape[:2], k.shape[2]))
   dtype = kernels.product_dtype(jnp.result_type(q, k, v))
-  if reason := kernels.lacks(dtype.name, q.shape[-1]):
-    raise ValueError(f"the kernel needs {reason}")
   if sizes is None:
     sizes = block_sizes(kernels, q.shape[-1], dtype)
   sizes = sizes.with_rows(blocks.token.shape[1])

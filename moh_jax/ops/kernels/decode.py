@@ -18,7 +18,6 @@ import functools
 import warnings
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,7 +25,6 @@ from jax.experimental import pallas as pl
 
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.kernels.attention import (
-  DTYPES,
   LOG2_E,
   MAX_HEAD_DIM,
   Tile,
@@ -44,15 +42,16 @@ except ImportError:
 
 # A token's rows are few, so only the slots of a tile matter.
 TILES = {
-  2: {64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 2)},
-  4: {64: Tile(16, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+  2: {64: Tile(16, 64, 3), 128: Tile(16, 64, 2), 256: Tile(16, 32, 2)},
+  4: {64: Tile(16, 64, 2), 128: Tile(16, 32, 2), 256: Tile(16, 16, 2)},
 }
 _SMALLEST = 16  # smallest side of a matrix product in Triton
 # Programs that fill a GPU: two to four for each of 132 processors.
 _MAX_PROGRAMS = 512
 _MIN_SLOTS = 256  # of a split: joining two costs as much as reading a few slots
-# A program has four warps whatever its rows are: more rows of wide heads would
-# not fit a GPU's registers and shared memory.
+_WARPS = 4
+# Warps do not grow with the rows: more rows of wide heads would not fit a GPU's
+# registers and shared memory.
 _MAX_ROWS, _MAX_WIDE_ROWS = 64, 16
 _WIDE = 128  # heads with a larger head dim are wide
 
@@ -97,17 +96,10 @@ def decode_attention(
   Returns:
     [B, 1, H, D] in the dtype of q; 0 for inactive heads and for tokens that
     see no slot, NaN for texts whose token has too many heads.
-
-  Raises:
-    ValueError: a dtype or the head dim is not supported.
   """
   batch, _, heads, dim = q.shape
   kv_heads, most_slots = cache.k.shape[1:3]
-  chex.assert_shape(q, (batch, 1, heads, dim))
-  chex.assert_shape((cache.k, cache.v), (batch, kv_heads, most_slots, dim))
   dtype = jnp.result_type(q, cache.k, cache.v)
-  if dtype.name not in DTYPES:
-    raise ValueError(f"dtype {dtype.name} must be one of {DTYPES}")
   first = slots.first.astype(jnp.int32)
   end = jnp.broadcast_to(slots.start + 1, first.shape).astype(jnp.int32)
   shape = batch, kv_heads, heads // kv_heads, dim
@@ -147,40 +139,6 @@ def head_list(is_read: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
   return empty.at[text, place].set(head, mode="drop"), ended[:, -1]
 
 
-def split_count(programs: int, slots: int) -> int:
-  """Into how many splits to cut a text so that few programs fill a GPU.
-
-  Args:
-    programs: programs of one split.
-    slots: M.
-
-  Returns:
-    S, for instance 4 for 128 programs and 4,096 slots.
-  """
-  return max(1, min(_MAX_PROGRAMS // programs, slots // _MIN_SLOTS))
-
-
-def split_tiles(first: Any, end: Any, split: Any, splits: int, keys: int):
-  """The tiles of slots that a program reads.
-
-  Args:
-    first: [] int32 first slot that the token sees.
-    end: [] int32 slot after the last one.
-    split: [] int32, the program's split.
-    splits: S.
-    keys: T.
-
-  Returns:
-    First tile and the tile after the last one; equal or in reverse order if the
-    split has none.
-  """
-  begin = lax.div(first, keys)
-  stop = lax.div(end + keys - 1, keys)
-  each = lax.div(stop - begin + splits - 1, splits)
-  begin = begin + split * each
-  return begin, jnp.minimum(begin + each, stop)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Launch:
   """The launch of the kernel.
@@ -207,7 +165,7 @@ class _Launch:
     most = _MAX_ROWS if dim <= _WIDE else _MAX_WIDE_ROWS
     rows = pl.next_power_of_2(max(_SMALLEST, min(group, most)))
     slots = max(_SMALLEST, pl.next_power_of_2(self.slots))
-    return dataclasses.replace(tile, rows=rows, keys=min(tile.keys, slots))
+    return tile._replace(rows=rows, keys=min(tile.keys, slots))
 
   @property
   def row_tiles(self) -> int:
@@ -218,7 +176,8 @@ class _Launch:
   def grid(self) -> tuple[int, int, int]:
     """Programs: texts, entries of their lists by tiles of rows, splits."""
     batch, lists = self.shape[0], self.entries * self.row_tiles
-    return batch, lists, split_count(batch * lists, self.slots)
+    splits = min(_MAX_PROGRAMS // (batch * lists), self.slots // _MIN_SLOTS)
+    return batch, lists, max(1, splits)
 
   @property
   def width(self) -> int:
@@ -264,7 +223,7 @@ class _Launch:
       ),
       out_specs=(whole(*lead, rows, self.width), whole(*lead, rows)),
       compiler_params=plgpu.CompilerParams(
-        num_warps=self.tile.warps, num_stages=self.tile.stages
+        num_warps=_WARPS, num_stages=self.tile.stages
       ),
       interpret=self.interpret,
       name="moh_decode",
@@ -326,7 +285,15 @@ def _kernel(
 
     lowest = jnp.full(tile.rows, -jnp.inf, jnp.float32)
     zeros = jnp.zeros((tile.rows, launch.width), jnp.float32)
-    begin, stop = split_tiles(first, end, split, launch.grid[2], tile.keys)
+    # The tiles of this split: of slots that are seen, an equal part.
+    begin, stop = (
+      lax.div(first, tile.keys),
+      lax.div(end + tile.keys - 1, tile.keys),
+    )
+    splits = launch.grid[2]
+    each = lax.div(stop - begin + splits - 1, splits)
+    begin = begin + split * each
+    stop = jnp.minimum(begin + each, stop)
     acc, highest, total = lax.fori_loop(
       begin, stop, step, (zeros, lowest, jnp.zeros_like(lowest))
     )

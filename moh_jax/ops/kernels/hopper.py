@@ -59,22 +59,18 @@ class Hopper(Kernels):
 
   tiles: ClassVar = {
     2: {
-      64: BlockSizes.of((128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 4, 2)),
-      128: BlockSizes.of((128, 128, 4, 2), (128, 64, 4, 2), (64, 128, 4, 2)),
-      256: BlockSizes.of((128, 64, 4, 2), (128, 64, 4, 1), (64, 64, 4, 2)),
+      64: BlockSizes.of((128, 128, 3), (128, 128, 2), (128, 128, 2)),
+      128: BlockSizes.of((128, 128, 2), (128, 64, 2), (64, 128, 2)),
+      256: BlockSizes.of((128, 64, 2), (128, 64, 1), (64, 64, 2)),
     }
   }
 
   def unable(self, device: Target, dtype: str, head_dim: int) -> str:
     """See `Kernels.unable`."""
-    if not device.is_hopper:
+    if device.compute != 9:
       return f"an NVIDIA Hopper GPU, this is a {device.kind}"
     if device.cuda in _MISCOMPILING_CUDA:
       return f"a CUDA that compiles its kernels well, not {device.cuda}"
-    return self.lacks(dtype, head_dim)
-
-  def lacks(self, dtype: str, head_dim: int) -> str:
-    """See `Kernels.lacks`."""
     if dtype in HALF and head_dim in _HEAD_DIMS:
       return ""
     return (

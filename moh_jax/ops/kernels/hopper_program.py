@@ -211,15 +211,8 @@ class Launch:
   consumers: int
   shares_keys = False
 
-  @property
-  def rows(self) -> int:
-    """Rows of a tile, r."""
-    return self.tile.rows
-
-  @property
-  def keys(self) -> int:
-    """Keys of a tile, L."""
-    return self.tile.keys
+  rows = property(lambda self: self.tile.rows)  # r
+  keys = property(lambda self: self.tile.keys)  # L
 
   @property
   def key_tiles(self) -> int:

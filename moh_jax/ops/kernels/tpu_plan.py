@@ -30,17 +30,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from moh_jax.ops.kernels.attention import Argument, Problem, keys_of_rows
+from moh_jax.ops.kernels.attention import Problem, keys_of_rows
 from moh_jax.ops.lanes import LANES
 from moh_jax.ops.target import target, vary_alike
 
 _MIB = 1 << 20
-# By `Target.name`: VMEM of a core and the cores of a device, as
+# By `Target.kind`: VMEM of a core and the cores of a device, as
 # `pltpu.get_tpu_info` says. Others, and the interpreter, get the least.
 _CHIPS = {
   "TPU v4": (16 * _MIB, 2),
+  "TPU v5 lite": (128 * _MIB, 1),
   "TPU v5e": (128 * _MIB, 1),
+  "TPU v5": (64 * _MIB, 2),
   "TPU v5p": (64 * _MIB, 2),
+  "TPU v6 lite": (128 * _MIB, 1),
   "TPU v6e": (128 * _MIB, 1),
   "TPU7x": (64 * _MIB, 1),
 }
@@ -49,6 +52,14 @@ _LEAST = 16 * _MIB, 1
 _STEP_FLOPS = 1e9
 _STEP_ROWS = 512
 _STEPS = 8  # of a call at least: only the first one's loads are waited for
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """An input or output of a kernel: the whole array, and a program's part."""
+
+  array: jax.Array | jax.ShapeDtypeStruct
+  spec: pl.BlockSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +147,14 @@ class Plan:
   @property
   def _parts(self) -> int:
     """Into how many parts the keys of a head are cut for all cores to add."""
-    cores = _CHIPS.get(target().name, _LEAST)[1]
+    cores = _CHIPS.get(target().kind, _LEAST)[1]
     heads = self.problem.batch * self.problem.kv_heads
     return pl.cdiv(cores, heads) if self.keys_first else 1
 
   @functools.cached_property
   def cut(self) -> Cut:
     """The sizes of what a step loads, such that it fits the VMEM."""
-    memory, cores = _CHIPS.get(target().name, _LEAST)
+    memory, cores = _CHIPS.get(target().kind, _LEAST)
     problem = self.problem
     rows, tiles = problem.rows, pl.cdiv(problem.keys, self.keys)
     flops = _STEP_FLOPS * (2 if problem.visible.causal else 1)
@@ -189,7 +200,7 @@ class Plan:
 
   def _vmem_limit(self) -> int:
     """VMEM that the compiler may use; XLA keeps other arrays in the rest."""
-    memory, _ = _CHIPS.get(target().name, _LEAST)
+    memory, _ = _CHIPS.get(target().kind, _LEAST)
     rows, cut = self.problem.rows, self.cut
     keys = cut.heads * cut.chunk * self.keys
     loaded = keys * self._bytes_per_key
@@ -277,7 +288,8 @@ class Plan:
     row_masks = jax.tree.map(self.rows, problem.row_masks())
     key_masks = self.key_masks()
     if self.keys_first:
-      outputs = tuple(map(self.keys_or_values, problem.key_outputs))
+      shape = jax.ShapeDtypeStruct(problem.k_shape, problem.dtype)
+      outputs = (self.keys_or_values(shape),) * 2
       columns, shape = key_masks, (cut.chunk, self.keys, LANES)
       sums = [(cut.heads, cut.chunk * self.keys, problem.head_dim)] * 2
     else:
