@@ -26,3 +26,17 @@ def params(module: nn.Module, *args):
   return jax.tree.map(
     lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), shapes
   )
+
+
+def gradients(layer, **given):
+  """A function of parameters and tokens: the output, and all gradients."""
+
+  def loss(params, x):
+    out, aux = layer.apply(params, x, **given)
+    return jnp.square(out.astype(jnp.float32)).sum() + aux.balance_loss, out
+
+  def run(params, x):
+    (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+    return [out, *jax.tree.leaves(grads)]
+
+  return jax.jit(run)

@@ -16,6 +16,7 @@ from moh_jax.ops.cache import Slots, make_cache
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.runtime.parameters import unbox
+from tests.layers import small
 
 _GROUPS, _SIZE = 4, 3
 _HEADS, _DIM, _TOKENS = _GROUPS * _SIZE, 8, 20
@@ -182,19 +183,13 @@ class StructuresTest(parameterized.TestCase):
     # A number of heads that programs do not know makes them compute all.
     every = HeadChoice(top_k=jnp.int32(layer.budget.top_k))
 
-    def gradients(choice, implementation):
-      made = layer.clone(implementation=implementation)
-
-      def loss(params, x):
-        out, aux = made.apply(params, x, choice=choice)
-        return jnp.square(out).sum() + aux.balance_loss
-
-      return jax.jit(jax.grad(loss, (0, 1)))(params, x)
-
-    ours, all_heads = (
-      gradients(None, "packed"), gradients(every, "dense")
-    )  # fmt: skip
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(all_heads)):
+    ours, dense = (
+      small.gradients(layer.clone(implementation=form), choice=choice)(
+        params, x
+      )
+      for form, choice in (("packed", None), ("dense", every))
+    )
+    for a, b in zip(ours, dense):
       np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
 
   @parameterized.product(structure=tuple(_BUDGETS), single=(True, False))
