@@ -347,22 +347,22 @@ def unroll(params: Any, config: LLMConfig) -> Any:
   Returns:
     Parameters for `LLM(config, unrolled=True)`.
   """
+
+  def output_major(path: tuple, x: jax.Array) -> jax.Array:
+    """Puts the output dimensions of a layer's kernel first."""
+    *_, module, name = (key.key for key in path)
+    if name != "kernel":
+      return x
+    inputs = 2 if module == "out" else 1  # heads and their dim, or the width
+    return jnp.moveaxis(x, range(inputs), range(-inputs, 0))
+
   out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
   if "head" in out:
     out["head"] = {"kernel": out["head"]["kernel"].T}
   for index, group in enumerate(config.layer_groups()):
     for layer in range(group.depth):
       out[f"blocks{index}_{layer}"] = jax.tree_util.tree_map_with_path(
-        lambda path, x: _output_major(path, x[layer]),  # noqa: B023
+        lambda path, x: output_major(path, x[layer]),  # noqa: B023
         params[f"blocks{index}"],
       )
   return out
-
-
-def _output_major(path: tuple, x: jax.Array) -> jax.Array:
-  """Puts the output dimensions of a layer's kernel first."""
-  names = [key.key for key in path]
-  if names[-1] != "kernel":
-    return x
-  inputs = 2 if names[-2] == "out" else 1  # heads and their dim, or the width
-  return jnp.moveaxis(x, range(inputs), range(-inputs, 0))
