@@ -402,9 +402,10 @@ def _largest_share(case: AttentionCase) -> float:
   """The largest share of active heads at which packing pays."""
   half, tokens = case.dtype in HALF, case.queries
   if case.on_cpu:
-    if half and tokens < 512:  # too few to make up for float32 blocks
-      return 0.5 if case.causal else 0.0
-    return 0.8 if tokens >= 256 else 0.0
+    few = half and tokens < 512  # too few to make up for float32 blocks
+    if tokens < 256 or (few and not case.causal):
+      return 0.0
+    return 0.5 if few else 0.8
   is_measured = case.target.kind == "NVIDIA H100 80GB HBM3"
   if is_measured and half and not case.causal and case.head_dim <= 64:
     lengths, shares = zip(*_H100_64.items())

@@ -248,9 +248,10 @@ def two_stage_gates(
   else:
     shape = *batch_shape, budget.shared
     shared_scores = jnp.full(shape, 1 / max(budget.shared, 1), jnp.float32)
-  scores = probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
   if "routed" in logits:
     scores, probs = logits["routed"], jax.nn.softmax(logits["routed"])
+  else:
+    scores = probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
   # By logits, since distant ones have a probability of 0 and would be ties.
   selected = select_heads(scores, budget, **choice)
 

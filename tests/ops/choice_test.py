@@ -66,6 +66,8 @@ class ChooseTest(parameterized.TestCase):
     ({"causal": True, "share": 1.0, "tokens": 256},
      Form("blocked", False, 32, 4)),
     ({"causal": True, "tokens": 128}, Form("dense")),
+    ({"causal": True, "tokens": 128, "batch": 64, "dtype": "bfloat16",
+      "share": 0.4}, Form("blocked", False, 32, 4)),
     ({"causal": True, "tokens": 128, "batch": 64},
      Form("blocked", False, 32, 4)),
     # Blocks are faster than all logits, though these would fit.
