@@ -10,21 +10,20 @@ from moh_jax.data.tokenizers import JsonTokenizer, train_bpe
 SPECIAL = ("<|start|>", "<|head|>", "<|stop|>")
 CONFIG = {"eos_token": "<|stop|>", "bos_token": "<|begin_of_text|>"}
 WORDS = ("a", "two ", " é", "\n", "naïve", "\t\t", "😀", "<th", "x=1;", "Q")
-# ChatML. Answers are between << and >>.
-CHATML = """
-{%- for m in messages -%}
-{{ '<|start|>' + m.role + '\\n' }}
-{%- if m.role == 'assistant' -%}<<{{ m.content + '<|stop|>' }}>>
-{%- else -%}{{ m.content + '<|stop|>' }}{%- endif -%}{{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|start|>assistant\\n' }}{%- endif -%}"""
+TEMPLATES = pathlib.Path(__file__).parent / "recorded/templates"
 
 
-def marked(template, *, marks):
+def template(name, *, marks=False):
+  """A template in the manner of a model's own, see `marked`."""
+  source = (TEMPLATES / f"{name}.jinja").read_text()
+  return marked(source, marks=marks)
+
+
+def marked(source, *, marks):
   """A template whose << and >> are the marks of transformers, or nothing."""
   for mark, tag in (("<<", "generation"), (">>", "endgeneration")):
-    template = template.replace(mark, f"{{%- {tag} -%}}" if marks else "")
-  return template
+    source = source.replace(mark, f"{{%- {tag} -%}}" if marks else "")
+  return source
 
 
 def tokenizer(template, special=SPECIAL, config=CONFIG):
@@ -40,7 +39,7 @@ def tokenizer(template, special=SPECIAL, config=CONFIG):
 
 def write_tokenizer(folder: pathlib.Path):
   """Writes the tokenizer with ChatML, and returns it."""
-  made = tokenizer(marked(CHATML, marks=False))
+  made = tokenizer(template("chatml"))
   for name, content in {made.file_name: made.content, **made.files}.items():
     (folder / name).write_bytes(content)
   return made
