@@ -313,14 +313,6 @@ class TablesTest(_ImagesTest):
     expected = names or tuple(sorted(set(map(str, rows))))
     self.assertEqual(source.class_names, expected)
 
-  def test_classes_of_one_name_are_kept_apart(self):
-    twice = {"_type": "ClassLabel", "names": ["crane", "ant", "crane"]}
-    features = {"image": IMAGE, "label": twice}
-    write(self.root / "0.parquet", make_table([2, 0, 1], features=features))
-    for known in ((), ("crane", "ant", "crane")):
-      source = self._tables(class_names=known)
-      self.assertEqual(self._labels(source), [2, 0, 1])
-
   def test_identity_changes_with_rows_and_labels(self):
     found = []
     for labels in ([0, 1], [0, 0], [0, 1, 1], [0, 1]):

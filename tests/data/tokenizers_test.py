@@ -151,31 +151,19 @@ class LoadTest(FolderTest):
     with self.assertRaisesRegex(error, message):
       tokenizers.load_tokenizer(self.root / name)
 
-  def test_names_that_are_no_text_are_refused(self):
-    content = tiny_words.sentencepiece_model().replace(b"</s>", b"</\xf3>")
-    (self.root / "a.model").write_bytes(content)
-    message = "a.model: 'utf-8' codec can't decode"
-    with self.assertRaisesRegex(ValueError, message):
-      tokenizers.load_tokenizer(self.root / "a.model")
-
   def test_equal_texts_have_equal_ids(self):
     stored = json.loads(tokenizers.train_bpe(iter(_CORPUS), 300))
     stored["model"]["dropout"] = 0.5
     used = tokenizers.JsonTokenizer(json.dumps(stored).encode())
     self.assertLen({tuple(used.encode(_CORPUS[0])) for _ in range(9)}, 1)
 
-  @parameterized.parameters("sentencepiece", "jinja2", "transformers")
-  def test_missing_library_says_how_to_install_it(self, name):
-    (self.root / "a.model").write_bytes(b"")
-    missing = {n: None for n in sys.modules if n.partition(".")[0] == name}
+  def test_missing_library_says_how_to_install_it(self):
+    missing = [n for n in sys.modules if n.partition(".")[0] == "transformers"]
     with (
-      mock.patch.dict(sys.modules, {**missing, name: None}),
+      mock.patch.dict(sys.modules, dict.fromkeys([*missing, "transformers"])),
       self.assertRaisesRegex(ValueError, r"pip install 'moh_jax\[llm\]'"),
     ):
-      if name == "sentencepiece":
-        tokenizers.load_tokenizer(self.root / "a.model")
-      else:
-        _render("x")
+      _render("x")
 
 
 def _content(template=None, specials=("<s>", "</s>", "<e>"), word=0):

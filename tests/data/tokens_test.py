@@ -1,6 +1,5 @@
 """Sets of tokens: made of files of text, read at random, packed and mixed."""
 
-import concurrent.futures
 import dataclasses
 import gzip
 import json
@@ -207,21 +206,14 @@ class ReadTest(FolderTest):
         np.testing.assert_array_equal(found, row[start:stop])
         self.assertEqual(found.dtype, np.int32)
 
-  def test_pickles_small_and_reads_in_threads(self):
-    documents = tiny_text.random_documents(2, 9000, 3)
-    tiny_text.write(self.root, documents)
-    row, ends = tiny_text.row(documents)
+  def test_pickles_small(self):
+    tiny_text.write(self.root, tiny_text.random_documents(2, 9000, 3))
     token_set = TokenSet(self.root)
     token_set.tokens(0, 10)
     content = pickle.dumps(token_set)
-    self.assertLess(len(content), ends.nbytes / 10)
-    token_set = pickle.loads(content)
-    np.testing.assert_array_equal(token_set.ends, ends)
-    starts = range(0, len(row) - 100, 97)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-      found = pool.map(lambda s: token_set.tokens(s, s + 100), starts)
-    for start, part in zip(starts, found):
-      np.testing.assert_array_equal(part, row[start : start + 100])
+    self.assertLess(len(content), token_set.ends.nbytes / 10)
+    again = pickle.loads(content)
+    np.testing.assert_array_equal(again.ends, token_set.ends)
 
   def test_tokenizer_comes_with_the_set(self):
     content = train_bpe(iter(["some text"]), 260)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,38 +23,34 @@ CONFIG = "tests/faults/tiny_run.py"
 
 
 class Run:
-  """A process, or some, of `train`; its stderr is a file."""
+  """A process, or some, of `train`; the stderr of each is a file."""
 
   def __init__(
     self,
     workdir: str,
+    logs: str,
     *options: str,
     family: str = "llm",
     processes: int = 1,
     shell: str = "",
-    name: str = "",
-    last: Sequence[str] = (),
   ):
     """Starts it.
 
     Args:
       workdir: working directory, which need not exist.
+      logs: folder of the files of stderr.
       *options: further options.
       family: of the model.
       processes: number of processes, of one device each.
-      shell: commands of a shell to run first, such as "ulimit -f 100".
-      name: of its files of stderr, where several runs have one directory.
-      last: options of the last process alone.
+      shell: a command of a shell to run first, such as "ulimit -f 100".
     """
-    argv = [
-      *(sys.executable, "-m", "moh_jax", "train", "--workdir", workdir),
-      *("--config", f"{CONFIG}:{family}", *options),
-    ]
+    argv = [sys.executable, "-m", "moh_jax", "train", "--workdir", workdir]
+    argv += ["--config", f"{CONFIG}:{family}", *options]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    flags = environment.get("XLA_FLAGS", "")
-    environment["XLA_FLAGS"] = re.sub(
-      r"--xla_force_host_platform_device_count=\d+", "", flags
-    )
+    count = "--xla_force_host_platform_device_count="
+    flags = environment.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if not flag.startswith(count)]
+    environment["XLA_FLAGS"] = " ".join(flags)
     if processes > 1:
       with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,21 +60,18 @@ class Run:
       environment["JAX_NUM_PROCESSES"] = str(processes)
     if shell:
       argv = ["bash", "-c", f'{shell}; exec "$@"', "bash", *argv]
-    self.workdir = pathlib.Path(workdir)
-    self.files, self.processes = [], []
-    for index in range(processes):
-      stem = name or self.workdir.name
-      file = self.workdir.parent / f"{stem}.stderr{index}"
-      is_last = index == processes - 1
+    self.workdir, self.processes = workdir, []
+    self.files = [pathlib.Path(logs, f"{i}") for i in range(processes)]
+    for index, file in enumerate(self.files):
+      environment["JAX_PROCESS_ID"] = str(index)
       with file.open("w") as stderr:
         process = subprocess.Popen(
-          [*argv, *(last if is_last else ())],
-          env={**environment, "JAX_PROCESS_ID": str(index)},
+          argv,
+          env=environment,
           cwd=_ROOT,
           stdout=subprocess.DEVNULL,
           stderr=stderr,
         )
-      self.files.append(file)
       self.processes.append(process)
 
   def wait(self, timeout: float = 300) -> int:
@@ -97,10 +89,12 @@ class Run:
     """What a process wrote to stderr so far."""
     return self.files[index].read_text()
 
-  def errors(self, index: int = 0) -> list[str]:
-    """Lines that begin with "error:"."""
-    lines = self.said(index).splitlines()
-    return [line for line in lines if line.startswith("error:")]
+  def error(self, index: int = 0) -> str:
+    """The one line that begins with "error:"."""
+    said = self.said(index)
+    assert "Traceback" not in said, said
+    (line,) = re.findall("^error:.*$", said, re.M)
+    return line
 
   def wait_for(self, condition: Any, timeout: float = 240) -> bool:
     """Waits until a condition holds; False if all processes ended before."""
@@ -112,6 +106,10 @@ class Run:
       time.sleep(0.02)
     return True
 
+  def wait_for_text(self, text: str) -> bool:
+    """Waits until the first process says something."""
+    return self.wait_for(lambda: text in self.said())
+
   def wait_for_step(self, step: int) -> bool:
     """Waits until a row of a step is written."""
     return self.wait_for(lambda: any(s >= step for s, _ in rows(self.workdir)))
@@ -122,16 +120,21 @@ class RunsTest(parameterized.TestCase):
 
   def start(self, *options: str, workdir: str = "", **more: Any) -> Run:
     """A run in a directory of its own, unless one is named; see `Run`."""
-    workdir = workdir or os.path.join(self.create_tempdir().full_path, "run")
-    run = Run(workdir, *options, **more)
+    logs = self.create_tempdir().full_path
+    run = Run(workdir or os.path.join(logs, "run"), logs, *options, **more)
     self.addCleanup(run.stop)
     return run
 
-  def finished(self, *options: str, **more: Any) -> Run:
-    """A run that nobody disturbs."""
+  def finished(self, *options: str, **more: Any) -> str:
+    """The working directory of a run that nobody disturbs."""
     run = self.start(*options, **more)
     self.assertEqual(run.wait(900), 0, run.said())
-    return run
+    return run.workdir
+
+  def check_newest(self, workdir: str) -> None:
+    """The newest checkpoint is whole; an older one may be half deleted."""
+    for step in steps.list_steps(workdir)[-1:]:
+      self.assertEqual(steps.find_damage(workdir, step), {})
 
 
 def rows(workdir: str | pathlib.Path) -> dict[tuple[int, str], dict[str, Any]]:
