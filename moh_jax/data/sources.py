@@ -299,12 +299,7 @@ def list_images(
     FileNotFoundError: there is no image in it, or in one of its folders.
     ValueError: the folders are splits.
   """
-  with os.scandir(root) as entries:
-    classes = [
-      entry.name
-      for entry in entries
-      if entry.is_dir() and not entry.name.startswith(".")
-    ]
+  classes = [x.name for x in root.iterdir() if x.is_dir() and x.name[0] != "."]
   classes.sort(key=lambda n: (int(n) if n.isdecimal() else math.inf, n))
   if len(classes) > 1 and {n.lower() for n in classes} <= SPLIT_WORDS.keys():
     raise ValueError(
@@ -313,11 +308,8 @@ def list_images(
     )
   files = []
   for label, name in enumerate(classes or [""]):
-    found = sorted(
-      file
-      for file in os.listdir(root / name)
-      if file.lower().endswith(_SUFFIXES) and not file.startswith(".")
-    )
+    listed = sorted(x for x in os.listdir(root / name) if x[0] != ".")
+    found = [x for x in listed if x.lower().endswith(_SUFFIXES)]
     if not found:
       raise FileNotFoundError(
         f"{root / name} holds no image with a suffix in {_SUFFIXES}; expected "
@@ -335,15 +327,13 @@ def find_images(paths: Iterable[str]) -> list[str]:
   """
   files = []
   for path in paths:
-    found = [path]
-    if os.path.isdir(path):
-      below = glob.iglob(f"{glob.escape(path)}/**", recursive=True)  # no hidden
-      found = sorted(x for x in below if x.lower().endswith(_SUFFIXES))
-    if not found:
+    below = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # no hidden
+    found = sorted(x for x in below if x.lower().endswith(_SUFFIXES))
+    if os.path.isdir(path) and not found:
       raise FileNotFoundError(
         f"{path} holds no image file with a suffix in {_SUFFIXES}"
       )
-    files += found
+    files += found or [path]
   return files
 
 
@@ -376,12 +366,11 @@ def hold_out(
 
   of_val = split == "val"
   chosen = [i for i, name in enumerate(names) if is_held_out(name) == of_val]
-  absent = {*labels} - {labels[i] for i in chosen}
-  if not chosen or (absent and not of_val):
+  if not chosen or not (of_val or {*labels} == {labels[i] for i in chosen}):
+    what = "no image" if of_val else "every image of a class"
     raise ValueError(
-      f"{where}: data.val_share={share} holds out "
-      f"{'no image' if of_val else 'every image of a class'}; add images, "
-      "change it, or make train/ and val/"
+      f"{where}: data.val_share={share} holds out {what}; add images, change "
+      "it, or make train/ and val/"
     )
   return chosen
 
@@ -420,7 +409,7 @@ def match_classes(
     names = tuple(map(str, range(len(wanted))))  # labels, as of ImageNet-V2
   elif not {*found} <= {*wanted}:
     names = wanted = tuple(line.split()[0] for line in wanted)
-  labels = {name: label for label, name in enumerate(names)}
+  labels = dict(zip(names, range(len(names))))
   if len(labels) < len(wanted):
     raise ValueError(f"{where}: one of {_few(wanted)} is there twice")
   if unknown := [name for name in found if name not in labels]:

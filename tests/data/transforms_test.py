@@ -15,10 +15,9 @@ from scipy import stats
 from moh_jax.config import DataConfig, TextDataConfig
 from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.config.dit import LatentScaling
-from moh_jax.data import augment, packed, transforms
-from moh_jax.data.augment import OPERATIONS
+from moh_jax.data import packed, transforms
 from moh_jax.data.decode import to_array, to_picture
-from moh_jax.data.transforms import normalizer
+from moh_jax.data.transforms import OPERATIONS, normalizer
 from tests.data import tiny_sets
 
 _MODEL = dataclasses.replace(tiny_sets.VIT, image_size=(8, 8))
@@ -106,9 +105,9 @@ class CommonTest(parameterized.TestCase):
   def test_bytes_stay_bytes_and_the_input_as_it_was(self, number, channels):
     fill, mean, std = (x[:channels] for x in ((124, 116, 104), _MEAN, _STD))
     change = (
-      functools.partial(augment.rand_augment, policy=_PAPER, fill=fill),
+      functools.partial(transforms.rand_augment, policy=_PAPER, fill=fill),
       functools.partial(
-        augment.random_erasing, probability=0.9, mean=mean, std=std
+        transforms.random_erasing, probability=0.9, mean=mean, std=std
       ),
     )[number]
     image, _ = recorded("rgb" if channels == 3 else "grey")
@@ -127,7 +126,7 @@ class RandomErasingTest(parameterized.TestCase):
     rng, found = np.random.default_rng(0), []
     image = np.zeros((*shape, 1), np.uint8)
     for _ in range(count):
-      erased = augment.random_erasing(image, rng, **how)[..., 0] > 0
+      erased = transforms.random_erasing(image, rng, **how)[..., 0] > 0
       found.append((erased.any(1).sum(), erased.any(0).sum()))
       self.assertEqual(erased.sum(), math.prod(found[-1]))  # one whole box
     return np.array(found)
