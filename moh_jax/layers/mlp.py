@@ -15,7 +15,6 @@ from moh_jax.layers.linear import (
   Linear,
   add_bias,
   normal_init,
-  xavier_init,
 )
 from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.ops.basics import gelu
@@ -30,42 +29,26 @@ _gated_silu = jax.checkpoint(lambda gate, up: nn.silu(gate) * up)
 
 
 class MLP(nn.Module):
-  """Two linear layers with the tanh form of GELU between them.
+  """down(gelu(up(x))), or gated (arXiv:2002.05202) down(silu(gate(x)) * up(x)).
+
+  GELU has its tanh form.
 
   Attributes:
     hidden_dim: F.
-    dtype: compute dtype.
-  """
-
-  hidden_dim: int
-  dtype: jnp.dtype = jnp.float32
-
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps [B, N, C] to [B, N, C]."""
-    wide = ("embed", "mlp")
-    kinds = {"kernel_init": xavier_init, "dtype": self.dtype}
-    hidden = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
-    hidden = constrain(_gelu(hidden), "batch", "tokens", "mlp")
-    down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
-    return constrain(down(hidden), "batch", "tokens", None)
-
-
-class SwiGLU(nn.Module):
-  """Gated MLP (arXiv:2002.05202): down(silu(gate(x)) * up(x)).
-
-  Attributes:
-    hidden_dim: F.
+    gated: which of both.
     use_bias: add learned biases.
     output_major: how the kernels are stored, see `KernelLayer`.
-    down_init: initializer of the kernel of `down`.
+    kernel_init: initializer of the kernels.
+    down_init: that of the kernel of `down`; None is the same.
     dtype: compute dtype.
   """
 
   hidden_dim: int
-  use_bias: bool = False
+  gated: bool = False
+  use_bias: bool = True
   output_major: bool = False
-  down_init: KernelInit = normal_init
+  kernel_init: KernelInit = normal_init
+  down_init: KernelInit | None = None
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
@@ -74,13 +57,17 @@ class SwiGLU(nn.Module):
     kinds = {
       "use_bias": self.use_bias,
       "output_major": self.output_major,
+      "kernel_init": self.kernel_init,
       "dtype": self.dtype,
     }
     wide = ("embed", "mlp")
-    gate = Linear(self.hidden_dim, wide, name="gate", **kinds)(x)
-    up = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
-    hidden = constrain(_gated_silu(gate, up), "batch", "tokens", "mlp")
-    kinds["kernel_init"] = self.down_init
+    up = functools.partial(Linear, self.hidden_dim, wide, **kinds)
+    if self.gated:
+      hidden = _gated_silu(up(name="gate")(x), up(name="up")(x))
+    else:
+      hidden = _gelu(up(name="up")(x))
+    hidden = constrain(hidden, "batch", "tokens", "mlp")
+    kinds["kernel_init"] = self.down_init or self.kernel_init
     down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
     return constrain(down(hidden), "batch", "tokens", None)
 

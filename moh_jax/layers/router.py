@@ -111,7 +111,8 @@ class HeadRouter(nn.Module):
         "norms=None must be the norms [B, N, H] of the queries where the "
         f"router's kind is {config.kind!r}"
       )
-    units, order, top_k = self.units, choice.order, choice.top_k
+    units = Units.of(budget, config, self.kv_heads)
+    order, top_k = choice.order, choice.top_k
     if order is None and units.parts > 1:
       order = jnp.asarray(units.order())
     if norms is not None and order is not None:
@@ -143,11 +144,6 @@ class HeadRouter(nn.Module):
     if choice.scale is not None:
       gates = gates * jax.lax.broadcast_to_rank(choice.scale, gates.ndim)
     return gates, aux
-
-  @property
-  def units(self) -> Units:
-    """What tokens choose among."""
-    return Units.of(self.budget, self.config, self.kv_heads)
 
 
 @contextlib.contextmanager

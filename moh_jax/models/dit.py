@@ -109,7 +109,7 @@ class Block(nn.Module):
     x = x + gate * out
     shift, scale, gate = parts[3:]
     normed = layer_norm(dtype, "norm2")(x)
-    mlp = MLP(cfg.mlp_dim, dtype=dtype, name="mlp")
+    mlp = MLP(cfg.mlp_dim, kernel_init=xavier_init, dtype=dtype, name="mlp")
     out = mlp(modulate(normed, shift, scale))
     x = constrain(x + gate * out, "batch", "tokens", None)
     self.sow("intermediates", "out", x)

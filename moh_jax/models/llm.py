@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from moh_jax.config import LayerGroup, LLMConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.linear import KernelLayer, product, scaled_normal_init
-from moh_jax.layers.mlp import SwiGLU, Table
+from moh_jax.layers.mlp import MLP, Table
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.router import HeadChoice
@@ -85,8 +85,8 @@ class Block(nn.Module):
     else:
       out, aux, cache = attention.decode(normed, cache, slots, **how)
     x = x + out
-    kinds = cfg.mlp_bias, self.output_major, branch_init, dtype
-    mlp = SwiGLU(cfg.mlp_dim, *kinds, name="mlp")
+    kinds = {"down_init": branch_init, "dtype": dtype, "name": "mlp"}
+    mlp = MLP(cfg.mlp_dim, True, cfg.mlp_bias, self.output_major, **kinds)
     x = x + mlp(rms_norm(cfg, "mlp_norm")(x))
     return constrain(x, "batch", "tokens", None), (aux, cache)
 

@@ -236,7 +236,6 @@ class AttentionCase:
     dtype: name of the widest dtype of queries, keys and values.
     one_device: whether the arrays are one device's own. Else the compiler
       splits them over a mesh, which it can do to plain XLA alone.
-    has_cudnn: whether programs with cuDNN can be traced here.
     checked: whether `jax.shard_map` checks how values vary, `check_vma`.
   """
 
@@ -253,7 +252,6 @@ class AttentionCase:
   group: int = 1
   dtype: str = "float32"
   one_device: bool = True
-  has_cudnn: bool = True
   checked: bool = False
 
   @property
@@ -308,7 +306,6 @@ def _case_of(call: Call) -> AttentionCase:
     group=heads // call.k.shape[2],
     dtype=jnp.result_type(call.q, call.k, call.v).name,
     one_device=on_one_device(),
-    has_cudnn=has_cudnn(),
     checked=bool(varying_axes(call)),
   )
 
@@ -436,7 +433,7 @@ def _cudnn_needs(case: AttentionCase) -> str:
   """What cuDNN would need that a call has not; empty if nothing."""
   if problem := case.target.gpu_problem:
     return problem
-  if not case.has_cudnn:
+  if not has_cudnn():
     return "JAX's plug-in for CUDA, which is not installed"
   if case.dtype not in HALF:
     return f"model.dtype bfloat16 or float16, not {case.dtype}"

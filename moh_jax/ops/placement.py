@@ -220,14 +220,11 @@ def check_heads(model: RoutedLayers, mesh: Mesh | AbstractMesh) -> None:
     if head_placement(group, tensor, sequence) is not None:
       continue
     kv_heads = group.kv_heads or group.budget.num_heads
-    has = f"{kv_heads} key/value heads, must be a multiple of it"
-    if kv_heads % tensor == 0:
-      has = f"{group.attended} heads on {kv_heads} key/value heads, which "
-      has += f"{tensor * sequence} devices cannot share evenly"
-    place = f"mesh.tensor={tensor}"
-    if sequence > 1:
-      place += f" with mesh.sequence={sequence}"
-    raise ValueError(f"{place}: the {index}. group of equal layers has {has}")
+    raise ValueError(
+      f"mesh.tensor={tensor}: the {index}. group of equal layers has "
+      f"{group.attended} heads on {kv_heads} key/value heads, must be "
+      f"multiples of it; with mesh.sequence={sequence} both are shared evenly"
+    )
 
 
 def check_tokens(

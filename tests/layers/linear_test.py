@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import Linear
-from moh_jax.layers.mlp import MLP, ConvGLU, SwiGLU
+from moh_jax.layers.mlp import MLP, ConvGLU
 from tests.layers import small
 
 _X = jax.random.normal(jax.random.key(0), (2, 3, 8))
@@ -41,8 +41,8 @@ class OutputMajorTest(parameterized.TestCase):
 
 class GradientsTest(parameterized.TestCase):
   @parameterized.parameters(
-    (MLP(56), 2), (SwiGLU(56), 3), (SwiGLU(56, True, True), 3),
-    (ConvGLU(56, (4, 6)), 4), (SwiGLU(56, dtype=jnp.bfloat16), 3),
+    (MLP(56), 2), (MLP(56, True), 3), (MLP(56, True, output_major=True), 3),
+    (ConvGLU(56, (4, 6)), 4), (MLP(56, True, dtype=jnp.bfloat16), 3),
   )  # fmt: skip
   def test_few_arrays_of_hidden_width_are_kept(self, module, most):
     """The inputs of the activation and of the products (and a convolution)."""

@@ -32,64 +32,49 @@ def _softmax(x):
   return x / x.sum(-1, keepdims=True)
 
 
-def _best(scores, count):
-  """Marks the best of each row of [..., R]."""
-  order = np.argsort(-scores, axis=-1, kind="stable")
-  mask = np.zeros(scores.shape, bool)
-  np.put_along_axis(mask, order[..., :count], True, -1)
-  return mask
+# Shapes of all heads: parts, units of a part, heads of a unit.
+_UNITS = {
+  "free": (1, _HEADS, 1),
+  "per_group": (_GROUPS, _SIZE, 1),
+  "whole_group": (1, _GROUPS, _SIZE),
+}
 
 
-def _groups_of(structure, shared):
-  """Shared and routed units, each [parts, n] of lists of heads."""
-  heads = np.arange(_HEADS)
-  if structure == "free":
-    units = heads.reshape(1, -1, 1)
-  elif structure == "per_group":
-    units = heads.reshape(_GROUPS, _SIZE, 1)
-  else:
-    units = heads.reshape(1, _GROUPS, _SIZE)
-  count = shared // (units.shape[0] * units.shape[2])
-  return units[:, :count], units[:, count:]
-
-
-def _gates(structure, router, budget, params, x, q):
-  """Gates [B, N, H], balance loss and the heads' selection, in float64."""
-  shares, routes = _groups_of(structure, budget.shared)
-  parts, size = routes.shape[0], routes.shape[2]
-  k = budget.top_k // (parts * size)
-  routed = routes.reshape(-1, size)
-  if router.kind == "two_stage":
+def _gates(layer, params, x, q):
+  """Gates [B, N, H] and the balance loss, in float64."""
+  router, lead = layer.router, x.shape[:2]
+  units = np.arange(_HEADS).reshape(_UNITS[router.structure])
+  parts, _, size = units.shape
+  count, k = (
+    n // (parts * size) for n in (layer.budget.shared, layer.budget.top_k)
+  )
+  shares, routes = (
+    x.reshape(-1, size) for x in (units[:, :count], units[:, count:])
+  )
+  learned = router.kind == "two_stage"
+  if learned:
     logits = x @ params["routed"]
-    count = shares.reshape(-1, size).shape[0]
-    shared = np.ones((*x.shape[:2], count))
-    if "shared" in params:
-      shared = _softmax(x @ params["shared"])
-    group = x @ params["group"] if router.two_stage else np.zeros(2)
-    first, second = np.moveaxis(_softmax(group), -1, 0)
   else:
-    squares = np.square(q).sum(-1)  # [B, N, H]
-    norms = np.sqrt(squares[..., routed].sum(-1))
+    norms = np.sqrt(np.square(q).sum(-1)[..., routes].sum(-1))
     logits = norms / norms.std(-1, ddof=1, keepdims=True)
   probs = _softmax(logits)
-  by_part = logits.reshape(*logits.shape[:2], parts, -1)
-  selected = _best(by_part, k).reshape(logits.shape)
-  if router.kind == "two_stage":
-    weights = np.where(selected, probs, 0)
+  by_part = logits.reshape(*lead, parts, -1)
+  selected = by_part >= np.sort(by_part)[..., -k, None]
+  selected = selected.reshape(logits.shape)
+  shared, weights = np.ones((*lead, len(shares))), 1.0 * selected
+  if learned:
+    if "shared" in params:
+      shared = _softmax(x @ params["shared"])
+    weights = weights * probs
     if router.gate_form == "released":
-      weights = weights / weights.sum(-1, keepdims=True) * k * parts
-      weights, shared = weights * 2, shared * 2 * count
-    weights = weights * second[..., None]
-    shared = shared * first[..., None]
-  else:
-    weights, shared = (
-      selected * 1.0,
-      np.ones((*x.shape[:2], shares[..., 0].size)),
-    )
-  gates = np.zeros((*x.shape[:2], _HEADS))
-  for values, units in ((shared, shares), (weights, routes)):
-    for i, heads in enumerate(units.reshape(-1, size)):
-      gates[..., heads] = values[..., i, None]
+      weights = weights / weights.sum(-1, keepdims=True) * k * parts * 2
+      shared = shared * 2 * len(shares)
+    group = x @ params["group"] if router.two_stage else np.zeros(2)
+    first, second = np.moveaxis(_softmax(group), -1, 0)
+    shared, weights = shared * first[..., None], weights * second[..., None]
+  gates = np.zeros((*lead, _HEADS))
+  for values, heads in ((shared, shares), (weights, routes)):
+    gates[..., heads.reshape(-1)] = values.repeat(size, axis=-1)
   loss = (selected.mean((0, 1)) * probs.mean((0, 1))).sum()
   if router.gate_form == "released":
     loss *= probs.shape[-1]
@@ -127,10 +112,7 @@ def _brute_force(layer, params, x, segments=None):
     return out + made["bias"][:, None, None]
 
   [q], (k, v) = project("q"), project("kv")
-  router = params.get("router")
-  gates, loss = _gates(
-    layer.router.structure, layer.router, layer.budget, router, x, q
-  )
+  gates, loss = _gates(layer, params.get("router"), x, q)
   k, v = (np.repeat(y, _SIZE, axis=2) for y in (k, v))
   logits = np.einsum("bnhd,bmhd->bhnm", q, k) / np.sqrt(_DIM)
   sees = np.ones(logits.shape[-2:], bool)[None]

@@ -442,11 +442,7 @@ def _written_out(method, predict, process, noise, eta):
     at, before = level[step], level[step - 1] if step else 1.0
     x0 = (x - np.sqrt(1 - at) * out) / np.sqrt(at)
     variance = (1 - before) / (1 - at) * (1 - at / before)
-    if method == "ddpm":  # arXiv:2006.11239, with variance beta
-      beta = 1 - at / before
-      x = (x - beta / np.sqrt(1 - at) * out) / np.sqrt(1 - beta)
-      x = x + np.sqrt(beta) * noise(last - step) * (step > 0)
-    elif method == "ddim":  # arXiv:2010.02502, equation 12
+    if method == "ddim":  # arXiv:2010.02502, equation 12
       sigma = eta * np.sqrt(variance)
       x = np.sqrt(before) * x0 + np.sqrt(1 - before - sigma**2) * out
       x = x + sigma * noise(last - step)
@@ -487,7 +483,7 @@ class PerfectDenoiserTest(parameterized.TestCase):
 
 class StepsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("ddpm", "5"), ("ddim", "5"), ("ddim", "5", 0.5), ("ddim", "5", 1.0),
+    ("ddim", "5", 0.5), ("ddim", "5", 1.0),
     # Of equal steps in log-SNR, and of others whose history is bounded.
     ("dpm", "even6"), ("dpm", "ddim8"),
   )  # fmt: skip

@@ -41,8 +41,10 @@ _TPU_CASE = _GPU_CASE | {"target": _TPU}
 def _form(implementation: str = "auto", tokens: int = 1024, **changes) -> Form:
   if platform := changes.pop("platform", None):
     changes["target"] = Target(platform, platform)
+  has_cudnn = changes.pop("has_cudnn", True)
   changes = {"queries": tokens, "keys": tokens} | changes
-  return choose_form(implementation, dataclasses.replace(_CASE, **changes))
+  with mock.patch("moh_jax.ops.attention.has_cudnn", lambda: has_cudnn):
+    return choose_form(implementation, dataclasses.replace(_CASE, **changes))
 
 
 def _told(form: Form) -> str:

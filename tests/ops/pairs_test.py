@@ -1,6 +1,5 @@
 """The table of active heads: every pair once, in order, in few blocks."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,54 +20,30 @@ def _check_table(test, mask, most, rows, group=1):
   table = jax.jit(head_blocks, static_argnums=(1, 2))(
     ActiveHeads(jnp.asarray(mask), most), rows, group
   )
-  token, head, first = (
-    np.asarray(x) for x in (table.token, table.head, table.first)
+  pair, row, token, head, first = (
+    np.asarray(getattr(table, name))
+    for name in ("pair", "row", "token", "head", "first")
   )
-  chex.assert_shape((table.token, table.head), [(None, rows), head.shape])
-  used = int(first[-1])
-  test.assertLessEqual(used, len(head))
   by_head = mask.reshape(batch, tokens, -1, group)  # key/value heads
-  test.assertLen(first, batch * heads // group + 1)
   np.testing.assert_array_equal(table.rank, by_head.sum(-1).cumsum(1))
-
-  pairs = []
-  for t in range(used):
-    test.assertTrue(first[head[t]] <= t < first[head[t] + 1])
-    here = token[t][token[t] < tokens]
-    test.assertNotEmpty(here)
-    test.assertTrue((np.diff(here) >= 0).all())
-    np.testing.assert_array_equal(token[t][len(here) :], tokens)
-    last = t + 1 == first[head[t] + 1]
-    test.assertTrue(last or len(here) == rows, "only a last block has gaps")
-    pairs += [(head[t], n) for n in here]
-  expected = np.repeat(
-    np.argwhere(by_head.any(-1)), by_head.sum(-1)[by_head.any(-1)], axis=0
-  )
-  expected = [(b * heads // group + k, n) for b, n, k in expected]
-  test.assertEqual(pairs, sorted(expected))
-  np.testing.assert_array_equal(token[used:], tokens)
-
-  _check_pair_rows(test, mask, table)
-  held = np.asarray(table.pair) >= 0
-  np.testing.assert_array_equal(token.reshape(-1) < tokens, held)
-  head = np.repeat(head, rows)[held]
-  pair = np.asarray(table.pair)[held]
-  b, n, h = np.unravel_index(pair, mask.shape)
-  np.testing.assert_array_equal(b * heads // group + h // group, head)
-  np.testing.assert_array_equal(n, token.reshape(-1)[held])
-  same = (np.diff(head) == 0) & (np.diff(n) == 0)
-  test.assertTrue((np.diff(pair)[same] > 0).all())
-
-
-def _check_pair_rows(test, mask, table):
-  """Every active pair has a row, and every other row is empty."""
-  pair, row = np.asarray(table.pair), np.asarray(table.row)
-  test.assertEqual(row.shape, mask.shape)
+  blocks, numbers = pair.reshape(-1, rows), np.arange(mask.size)
+  numbers = numbers.reshape(by_head.shape)
+  test.assertLessEqual(first[-1], len(blocks))
+  for index, (b, k) in enumerate(np.ndindex(batch, heads // group)):
+    own = slice(first[index], first[index + 1])
+    # By token, then by head, without gaps but in the last block.
+    want, found = numbers[b, :, k][by_head[b, :, k]], blocks[own].reshape(-1)
+    test.assertLen(blocks[own], -(-len(want) // rows))
+    np.testing.assert_array_equal(found[: len(want)], want)
+    np.testing.assert_array_equal(found[len(want) :], -1)
+    np.testing.assert_array_equal(head[own], index)
+  np.testing.assert_array_equal(blocks[first[-1] :], -1)
+  tokens_of = np.where(pair < 0, tokens, pair // heads % tokens)
+  np.testing.assert_array_equal(token.reshape(-1), tokens_of)
+  # The inverse.
   np.testing.assert_array_equal(table.active, mask)
-  np.testing.assert_array_equal(row == len(pair), ~mask)
   np.testing.assert_array_equal(pair[row[mask]], np.flatnonzero(mask))
-  test.assertEqual((pair >= 0).sum(), mask.sum())
-  np.testing.assert_array_equal(pair[pair < 0], -1)
+  np.testing.assert_array_equal(row[~mask], len(pair))
 
 
 class TableTest(parameterized.TestCase):
