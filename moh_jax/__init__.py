@@ -158,7 +158,7 @@ register_family(
       "moh-hf": ("moh-",),
       "peft": (),
     },
-    exports=("hf", "released", "peft", "base"),
+    exports=("hf", "peft", "base"),
   )
 )
 register_router("two_stage", "moh_jax.layers.router:TwoStageRouter")

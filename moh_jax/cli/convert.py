@@ -4,7 +4,6 @@ import dataclasses
 
 from moh_jax.cli import command
 from moh_jax.config import public_formats
-from moh_jax.config.base import Count
 from moh_jax.runtime.alive import alive
 
 
@@ -26,8 +25,6 @@ class Options(command.RunConfig):
     model: released model (default: the one that the source names, or the one
       whose shapes fit).
     config: config file of another model.
-    image_size: input size of a classifier in pixels, instead of the model's;
-      the relative coordinates keep the pre-training size.
     base: checkpoint of the model that adapters of PEFT were trained on.
   """
 
@@ -37,7 +34,6 @@ class Options(command.RunConfig):
   key: str | None = None
   model: str | None = None
   config: command.Place | None = None
-  image_size: Count | None = None
   base: command.Place | None = None
 
   def check(self) -> None:
@@ -65,7 +61,6 @@ def run(options: Options) -> int:
     key=options.key,
     model=options.model,
     config=resolve(options.loaded) if options.config else None,
-    image_size=options.image_size,
     base=options.base,
   )
   print(f"{name}: {count:,} parameters written to {options.out}")

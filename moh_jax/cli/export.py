@@ -1,11 +1,10 @@
 """`python -m moh_jax export`."""
 
 import dataclasses
-from typing import Annotated
 
 from moh_jax.cli import command
-from moh_jax.config import export_forms, get_family
-from moh_jax.config.base import Dtype, Range
+from moh_jax.config import export_forms
+from moh_jax.config.base import Dtype
 from moh_jax.runtime.alive import alive
 
 _KEYS = "eval.use_ema", "train.init_from"
@@ -22,19 +21,16 @@ class Options(command.Stored):
   Attributes:
     out: safetensors file to write; for a language model a folder, new or empty.
     to: form of a language model's folder: hf (default) is what transformers
-      loads, with our code where it has none for the model; released is what the
-      modeling file of the MoH-LLaMA3 release runs; peft has the adapters of a
-      run alone, as PEFT loads them, and base the model that they are trained
-      on, as the run computes with it.
+      loads, with our code where it has none for the model; peft has the
+      adapters of a run alone, as PEFT loads them, and base the model that they
+      are trained on, as the run computes with it.
     dtype: of the stored weights.
-    shard_bytes: largest file of a folder.
     license: licence that the model card states, such as apache-2.0.
   """
 
   out: command.OutPath
   to: str | None = None
   dtype: Dtype = "float32"
-  shard_bytes: Annotated[int, Range(1, 2**53, "[]")] = 5 * 10**9
   license: str = ""
 
   def check(self) -> None:
@@ -54,14 +50,9 @@ class Options(command.Stored):
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
   from moh_jax.config.parse import changed
-  from moh_jax.convert import peft
   from moh_jax.convert.checkpoints import export
 
   metadata, step = options.stored()
-  forms = get_family(metadata.config.model.family).exports
-  form = options.to or forms[0]
-  of_shards = form not in ("", peft.FORM)
-  options.need("shard_bytes", of_shards, "is for the shards of a folder")
   config = changed(metadata.config, (f"{_KEYS[0]}=true", *options.changes))
   count = export(
     options.checkpoint,
@@ -71,7 +62,6 @@ def run(options: Options) -> int:
     use_ema=config.eval.use_ema,
     base=config.train.init_from,
     dtype=options.dtype,
-    shard_size=options.shard_bytes,
     license=options.license,
   )
   print(f"{count:,} parameters written to {options.out}")

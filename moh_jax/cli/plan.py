@@ -101,10 +101,7 @@ def _verdict(plan: Plan) -> str:
     state = _gb(sum(plan.state.values()))
     line = f"{word}: state of {state} of {limit}, and a compiler tells the rest"
     return f"{line} ({plan.compiler})"
-  line = (
-    f"{word}: {_gb(plan.total)} of {limit}, compiled by {plan.compiler} in "
-    f"{plan.seconds:.0f} s"
-  )
+  line = f"{word}: {_gb(plan.total)} of {limit}, compiled by {plan.compiler}"
   if plan.fits:
     return line
   if number := plan.accumulation():

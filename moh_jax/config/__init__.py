@@ -19,7 +19,6 @@ from moh_jax.config.layers import LayerGroup as LayerGroup
 from moh_jax.config.layers import LayerStack as LayerStack
 from moh_jax.config.layers import RoutedLayers as RoutedLayers
 from moh_jax.config.layers import without_router as without_router
-from moh_jax.config.llm import CACHE_DTYPES as CACHE_DTYPES
 from moh_jax.config.llm import LLMConfig as LLMConfig
 from moh_jax.config.llm import RotaryConfig as RotaryConfig
 from moh_jax.config.parse import apply_overrides as apply_overrides

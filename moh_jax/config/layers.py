@@ -105,7 +105,7 @@ class RoutedLayers(Section):
   # output.
   SERVED_IN_DTYPE: ClassVar[bool] = False
   # First names in the paths of the parameters before the first layer, see
-  # `training.optim.layer_factors`.
+  # `training.optim.decay_by_layer`.
   INPUTS: ClassVar[frozenset[str]] = frozenset({"embed"})
   # Axis of the classes in parameters that have one, by path. A run that starts
   # from a model of other classes initialises these anew.
@@ -164,14 +164,6 @@ class RoutedLayers(Section):
       Fields by section.
     """
     return {"model": dataclasses.asdict(self)}
-
-  def resized(self, run: Config, size: int) -> Config:
-    """A run of the same classifier for square images of another size.
-
-    Raises:
-      ValueError: the family has no such form.
-    """
-    raise ValueError(f"--image-size {size} is not for family {self.family!r}")
 
   def check_complete(self) -> None:
     """Refuses a section with fields that are left to the data.

@@ -9,8 +9,6 @@ from moh_jax.config.data import TextDataConfig
 from moh_jax.config.layers import LayerStack
 from moh_jax.config.run import Config
 
-CACHE_DTYPES = ("float32", "bfloat16")
-
 
 @dataclasses.dataclass(frozen=True)
 class RotaryConfig(base.Section):

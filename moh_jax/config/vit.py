@@ -170,23 +170,12 @@ class ViTConfig(LayerStack, ImageClassifier):
     found = super().inherited(trained, stated)
     size = self.image_size
     if "image_size" in stated and stated["image_size"] != size:
-      found["model"] |= self._pretrained()
+      rows, columns = self.pretrain_size
+      found["model"] |= {
+        "pretrain_image_size": rows,
+        "pretrain_columns": 0 if columns == rows else columns,
+      }
     return found
-
-  def resized(self, run: Config, size: int) -> Config:
-    """Position tables and the crop of evaluation follow the size."""
-    # Keep the ratio of crop to resize that the model was evaluated with.
-    resize = run.data.eval_resize * size // min(self.image_size)
-    data = dataclasses.replace(run.data, eval_resize=resize)
-    sizes = {"image_size": (size, size), **self._pretrained()}
-    model = dataclasses.replace(self, **sizes)
-    return dataclasses.replace(run, model=model, data=data)
-
-  def _pretrained(self) -> dict[str, int]:
-    """Fields of another image size that keep the coordinates of this one."""
-    rows, columns = self.pretrain_size
-    pretrain_columns = 0 if columns == rows else columns
-    return {"pretrain_image_size": rows, "pretrain_columns": pretrain_columns}
 
   def stage_shapes(self) -> tuple[StageShape, ...]:
     """Token grids of every stage.

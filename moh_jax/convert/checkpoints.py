@@ -5,13 +5,12 @@
 """
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,8 +28,7 @@ from moh_jax.config import (
   released_model,
 )
 from moh_jax.convert import peft, rules, stream, tensor_files
-from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
-from moh_jax.convert.tensor_files import Planned
+from moh_jax.convert.rules import CONFIG_FILE, converter_of
 from moh_jax.data import tokenizers
 from moh_jax.data.chat import template_names
 from moh_jax.data.files import import_extra
@@ -57,7 +55,6 @@ def convert(
   key: str | None = None,
   model: str | None = None,
   config: Config | None = None,
-  image_size: int | None = None,
   base: str | None = None,
 ) -> tuple[str, int]:
   """Turns a public checkpoint into one that inference restores.
@@ -77,8 +74,6 @@ def convert(
       config.json, or where `export` wrote it), or finds the one of `kind` whose
       shapes fit.
     config: run of a model that is not a released one.
-    image_size: input size of a classifier, instead of the model's; that of a
-      diffusion model is in its checkpoint.
     base: checkpoint of the model that adapters ("peft") were trained on.
 
   Returns:
@@ -102,10 +97,15 @@ def convert(
       f"{source}: neither its name nor a config.json tells the format; name it "
       f"(--from), one of {public_formats()}"
     )
-  name, metadata, tensors = _open(kind, path, key, model, config)
-  config = metadata.config
-  if image_size:
-    config = config.model.resized(config, image_size)
+  tensors = tensor_files.open_tensors(path, key)
+  name, metadata = _metadata(kind, path, tensors, model, config)
+  config, family = metadata.config, family_of_format(kind).name
+  if config.model.family != family:
+    raise ValueError(
+      f"--from {kind!r} makes a model of {family!r}; {name} is one of "
+      f"{config.model.family!r}"
+    )
+  tensors = _without_ignored(config.model, tensors)
   reads_text, folder = config.model.READS_TEXT, _folder(path)
   if reads_text and (found := _tokenizer(folder)):
     tokenizers.check_vocabulary(found, config.model.vocab_size, path)
@@ -132,7 +132,6 @@ def export(
   step: int | None = None,
   use_ema: bool = True,
   dtype: str = "float32",
-  shard_size: int = tensor_files.SHARD_SIZE,
   license: str = "",
   base: str = "",
 ) -> int:
@@ -155,8 +154,7 @@ def export(
     to: one of the family's `exports`; None is the first.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters.
-    dtype: one of `tensor_files.DTYPES`.
-    shard_size: bytes of one file of a folder at most, at least 1.
+    dtype: of the stored weights, "float32" or "bfloat16".
     license: identifier of the licence for the model card.
     base: where the model that adapters were trained on is now; "" is where it
       was.
@@ -187,13 +185,11 @@ def export(
     )
   if form == peft.FORM:
     return peft.export_adapters(directory, out, step, use_ema, dtype)
-  abstract = _abstract(config)
-  total = _count(abstract)
-  table = model_rules(config.model, form)
-  shapes = rules.expected_tensors(table, abstract)
+  table, abstract = model_rules(config.model, form), _abstract(config)
+  rules.expected_tensors(table, abstract)  # there is a rule for all parameters
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
 
-  def plan() -> list[Planned]:
+  def tensors() -> Iterator[tuple[str, np.ndarray]]:
     if adapted:
       held = abstract_on(*make_model(config), None)
       held = jax.tree.map(lambda x: x.update(dtype=dtype), held)
@@ -203,31 +199,24 @@ def export(
       read = leaves.__getitem__
     else:
       read = stream.open_params(directory, step, use_ema=use_ema)
-    return [
-      Planned(
-        rule.theirs,
-        [shapes[name].shape for name in rule.theirs],
-        lambda rule=rule: rule.dump([read(p)[rule.layer] for p in rule.ours]),
-      )
-      for rule in table
-    ]
+    for rule in table:
+      ours = [read(path)[rule.layer] for path in rule.ours]
+      yield from zip(rule.theirs, rule.dump(ours))
 
   if not form:
     stored = checkpoint.metadata_to_json(_merged(metadata))
     text[_ENTRY] = json.dumps(stored)
-    tensors = itertools.chain.from_iterable(x.tensors() for x in plan())
-    tensor_files.write_file(path, tensors, dtype, text)
-    return total
-  with tensor_files.new_folder(path) as folder:
-    _copy_tokenizer(steps.workdir(directory), folder)
-    exported = Exported(
-      form, config, dtype, total, folder, _tokenizer(folder), license
-    )
-    small = converter_of(config.model).folder_files(exported)
-    for name, content in small.items():
-      (folder / name).write_text(content)
-    tensor_files.write_folder(folder, plan(), dtype, text, shard_size)
-  return total
+    tensor_files.write_file(path, tensors(), dtype, text)
+  else:
+    files = converter_of(config.model).folder_files
+    with tensor_files.new_folder(path) as folder:
+      _copy_tokenizer(steps.workdir(directory), folder)
+      tokenizer = _tokenizer(folder)
+      small = files(config, folder, tokenizer, dtype, license)
+      for name, content in small.items():
+        (folder / name).write_text(content)
+      tensor_files.write_folder(folder, tensors(), dtype, text)
+  return _count(abstract)
 
 
 def _merged(metadata: checkpoint.Metadata) -> checkpoint.Metadata:
@@ -287,36 +276,25 @@ def model_rules(model: Any, form: str = "") -> list[rules.Rule]:
   return converter.other_rules.get(form, converter.rules)(model)
 
 
-def _open(
+def _metadata(
   kind: str,
   source: str,
-  key: str | None,
+  tensors: Mapping[str, Any],
   model: str | None,
   config: Config | None,
-) -> tuple[str, checkpoint.Metadata, dict[str, Any]]:
-  """What a source is: a name, its run, and its tensors, none read."""
-  family = family_of_format(kind)
-  tensors = tensor_files.open_tensors(source, key)
-  metadata = described = None
+) -> tuple[str, checkpoint.Metadata]:
+  """Which model a source holds, for people, and what its checkpoint says."""
   if config is not None:
-    name, metadata = "the given config", checkpoint.Metadata(resolve(config))
-  elif model is None and (metadata := _exported(source)) is not None:
-    name = "the exported model"
-  elif model is None:
+    return "the given config", checkpoint.Metadata(resolve(config))
+  if model is None:
+    if (exported := _exported(source)) is not None:
+      return "the exported model", exported
     name, file = "the model of config.json", _folder(source) / CONFIG_FILE
-    described = imported(family.converter).described(kind, file)
-  if metadata is None:
-    if described is None:
-      name = model or _find_model(kind, tensors, source)
-      described = released_model(name)
-    metadata = checkpoint.Metadata(released_run(described, tensors))
-  found = metadata.config.model
-  if found.family != family.name:
-    raise ValueError(
-      f"--from {kind!r} makes a model of {family.name!r}; {name} is one of "
-      f"{found.family!r}"
-    )
-  return name, metadata, _without_ignored(found, tensors)
+    described = imported(family_of_format(kind).converter).described(kind, file)
+  if model is not None or described is None:
+    name = model or _find_model(kind, tensors, source)
+    described = released_model(name)
+  return name, checkpoint.Metadata(released_run(described, tensors))
 
 
 def _exported(source: str) -> checkpoint.Metadata | None:

@@ -23,7 +23,7 @@ import tokenizers as hf
 from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget, Units
 from moh_jax.convert import llama_config, rules
-from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
+from moh_jax.convert.rules import CONFIG_FILE, Converter, Rule
 from moh_jax.data import tokenizers
 from moh_jax.data.tokenizers import Tokenizer
 
@@ -41,17 +41,9 @@ pipeline_tag: text-generation
 
 # Mixture-of-Head language model
 
-Of {parameters} parameters, stored in {dtype}; tokens use {share} of the heads
-(https://arxiv.org/abs/2410.11842): {heads}.
+Tokens use {share} of the heads (https://arxiv.org/abs/2410.11842): {heads}.
 
-{use}
-"""
-_USE = """\
 `AutoModelForCausalLM.from_pretrained("FOLDER"{trust})` loads it.
-"""
-_USE_RELEASED = """\
-With the modeling file of the MoH-LLaMA3 release (github.com/SkyworkAI/MoH) the
-weights are this model; with transformers' own LLaMA one without routing.
 """
 
 
@@ -146,25 +138,28 @@ def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
   return model
 
 
-def folder_files(exported: Exported) -> dict[str, str]:
-  """Makes the texts of the folder's small files, by name.
+def folder_files(
+  config: Config,
+  folder: pathlib.Path,
+  tokenizer: Tokenizer | None,
+  dtype: str,
+  license: str,
+) -> dict[str, str]:
+  """Makes the texts of the folder's small files, see `rules.Converter`.
 
   Raises:
     ValueError: the model cannot be written in this form.
   """
-  config, folder = exported.config, exported.folder
-  tokenizer = exported.tokenizer
-  released = exported.form == "released"
-  to_stored = llama_config.to_released if released else llama_config.to_hf
-  stored, balance_weight = to_stored(config.model), llama_config.BALANCE_WEIGHT
+  stored = llama_config.to_hf(config.model)
+  balance_weight = llama_config.BALANCE_WEIGHT
   if balance_weight in stored:
     stored[balance_weight] = config.train.balance_weight
-  ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-  if tokenizer is not None:
-    stops = list(tokenizer.stop_ids)
-    ids["bos_token_id"] = tokenizer.bos_id
-    ids["eos_token_id"] = stops if len(stops) > 1 else next(iter(stops), None)
-  stored |= {**ids, "torch_dtype": exported.dtype}
+  stops = list(tokenizer.stop_ids) if tokenizer else []
+  ids = {
+    "bos_token_id": tokenizer and tokenizer.bos_id,
+    "eos_token_id": stops if len(stops) > 1 else next(iter(stops), None),
+  }
+  stored |= {**ids, "torch_dtype": dtype}
   files = {CONFIG_FILE: _json(stored)}
   has_code = "auto_map" in stored
   if has_code:
@@ -174,7 +169,18 @@ def folder_files(exported: Exported) -> dict[str, str]:
     files[tokenizers.GENERATION_CONFIG] = _json(generation)
   if tokenizer and not (folder / tokenizers.TOKENIZER_CONFIG).exists():
     files |= _tokenizer_files(folder, tokenizer)
-  return {**files, "README.md": _model_card(exported, has_code=has_code)}
+  heads = (
+    f"{group.depth} layers of {group.budget.num_heads}, {group.budget.shared} "
+    f"of them always active and {group.budget.top_k} chosen by each token"
+    for group in config.model.layer_groups()
+  )
+  files["README.md"] = _CARD.format(
+    license=f"license: {license}\n" * bool(license),
+    share=f"{config.model.activated_share:.1%}",
+    heads="; ".join(heads),
+    trust=", trust_remote_code=True" * has_code,
+  )
+  return files
 
 
 def _json(value: Any) -> str:
@@ -217,25 +223,6 @@ def _tokenizer_files(
     **tokens,
   }
   return {tokenizers.TOKENIZER_CONFIG: _json(config), **files}
-
-
-def _model_card(exported: Exported, *, has_code: bool) -> str:
-  """The text of README.md: how to load the model, and its heads."""
-  license, model = exported.license, exported.config.model
-  heads = (
-    f"{group.depth} layers of {group.budget.num_heads}, {group.budget.shared} "
-    f"of them always active and {group.budget.top_k} chosen by each token"
-    for group in model.layer_groups()
-  )
-  use = _USE.format(trust=", trust_remote_code=True" if has_code else "")
-  return _CARD.format(
-    license=f"license: {license}\n" if license else "",
-    parameters=f"{exported.parameters:,}",
-    share=f"{model.activated_share:.1%}",
-    dtype=exported.dtype,
-    heads="; ".join(heads),
-    use=_USE_RELEASED if exported.form == "released" else use,
-  )
 
 
 CONVERTER = Converter(

@@ -29,15 +29,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config import (
-  LLMConfig,
-  RotaryConfig,
-  RouterConfig,
-  make_section,
-  without_router,
-)
+from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig, make_section
 from moh_jax.config.llm import ROPE_SCALINGS
-from moh_jax.convert import rules
 from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import read_json
 
@@ -63,16 +56,10 @@ _KEYS = {
   "tie_word_embeddings": "tie_embeddings",
 }
 # Keys of our architecture -> fields of `LLMConfig`.
-_OUR_KEYS = {
-  "router": "router",
-  "shared_heads": "shared_heads",
-  "selected_heads": "top_k",
-  "heads_per_layer": "num_heads",
-  "head_order": "head_order",
-  "qkv_bias": "qkv_bias",
-  "out_bias": "out_bias",
-  "qk_norm": "qk_norm",
-}
+_SAME = ("router", "shared_heads", "head_order")
+_SAME += ("qkv_bias", "out_bias", "qk_norm")
+_OUR_KEYS = dict(zip(_SAME, _SAME))
+_OUR_KEYS |= {"selected_heads": "top_k", "heads_per_layer": "num_heads"}
 BALANCE_WEIGHT = "router_aux_loss_coef"  # key, of our architecture too
 _AUTO_MAP = {
   "AutoConfig": "configuration_moh.MoHLlamaConfig",
@@ -262,49 +249,6 @@ def to_hf(model: LLMConfig) -> dict[str, Any]:
       return {**stored, "moh_jax": ours} if ours else stored
   fields = ", ".join(f"model.{n}={getattr(model, n)!r}" for n in sorted(lost))
   raise ValueError(f"{fields}: transformers has no code for such a model")
-
-
-def to_released(model: LLMConfig) -> dict[str, Any]:
-  """Makes the config.json with which the MoH-LLaMA3 release runs a model.
-
-  It is that of the plain LLaMA of the same weights: the release's modeling file
-  computes the routing from the number of heads.
-
-  Raises:
-    ValueError: the model differs from the release's form; all differences are
-      named.
-  """
-  heads, scaling = model.num_heads[0], model.rope.scaling
-  plain = without_router(
-    model, shared_heads=model.num_heads, top_k=(0,) * model.depth, head_order=()
-  )
-  want, stored = moh_llama3(plain), to_hf(plain)
-  wrong = rules.differences(
-    model,
-    {
-      "router.kind": (want.router.kind,),
-      "router.structure": ("free",),
-      "num_heads": ((heads,) * model.depth,),
-      "shared_heads": (want.shared_heads,),
-      "top_k": (want.top_k,),
-      "head_order": ((tuple(range(heads)),) * model.depth, ()),
-      "head_dim": (model.width / heads,),
-      "mlp_bias": (False,),
-      "rope.scaling": ("none", "linear", "dynamic"),  # of its version
-    },
-  )
-  if heads % 2:  # its masks assume as many shared heads as others
-    wrong.append(f"model.num_heads={model.num_heads} must be even")
-  if (kind := stored["model_type"]) != "llama":
-    wrong.append(f"without a router it is a {kind}, not a llama")
-  if wrong:
-    raise ValueError(
-      "--to released: the release's code computes another model: "
-      f"{'; '.join(wrong)}"
-    )
-  if rope := stored["rope_scaling"]:  # older versions allow no other keys
-    stored["rope_scaling"] = {"type": scaling, "factor": rope["factor"]}
-  return stored
 
 
 def _to_hf(model: LLMConfig, kind: str) -> dict[str, Any]:

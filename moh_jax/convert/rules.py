@@ -9,7 +9,6 @@ A family's `Converter` holds its table and whatever else its public form needs.
 """
 
 import dataclasses
-import operator
 import pathlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,6 @@ from flax import traverse_util
 
 from moh_jax.config import Config, LayerStack, get_family, imported
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.layers.router import TwoStageRouter
 
 Path = tuple[str, ...]
@@ -66,29 +64,6 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exported:
-  """What the small files of an exported folder are made of.
-
-  Attributes:
-    form: one of the family's `exports`.
-    config: the run.
-    dtype: dtype of the stored weights.
-    parameters: number of parameters.
-    folder: holds the tokenizer's files already.
-    tokenizer: of a language model, if it can be read; else None.
-    license: identifier of a licence, "" if none is stated.
-  """
-
-  form: str
-  config: Config
-  dtype: str
-  parameters: int
-  folder: pathlib.Path
-  tokenizer: Tokenizer | None
-  license: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Converter:
   """Functions that read and write the public checkpoints of a family.
 
@@ -101,9 +76,11 @@ class Converter:
       have none, but differs from what it repeats.
     described: (format, path of a config.json, which need not exist) -> the
       model section that it describes, or None: the tensors' shapes must tell.
-    folder_files: (`Exported`) -> the small files of an exported folder beside
-      the tokenizer's, texts by name; raises ValueError where the model has no
-      such form. None where one file of tensors is exported.
+    folder_files: (config of the run, folder that holds the tokenizer's files
+      already, tokenizer or None, dtype of the weights, licence or "") -> the
+      small files of an exported folder beside the tokenizer's, texts by name;
+      raises ValueError where the model has no such form. None where one file of
+      tensors is exported.
     other_rules: functions as `rules` by format, of those that have other
       tensors.
   """
@@ -114,7 +91,7 @@ class Converter:
     lambda model, tensors, name: False
   )
   described: Callable[[str, pathlib.Path], Any] = lambda kind, path: None
-  folder_files: Callable[[Exported], Mapping[str, str]] | None = None
+  folder_files: Callable[..., Mapping[str, str]] | None = None
   other_rules: Mapping[str, Callable[[Any], list[Rule]]] = dataclasses.field(
     default_factory=dict
   )
@@ -144,21 +121,6 @@ CONV_MAPS: Maps = (
   lambda w: w.transpose(2, 3, 1, 0),
   lambda w: w.transpose(3, 2, 0, 1),
 )
-
-
-def differences(model: Any, allowed: Mapping[str, tuple]) -> list[str]:
-  """What a public form cannot say of a model, each as "model.X=1 must be 2".
-
-  Args:
-    model: its section.
-    allowed: values by field, such as "router.kind".
-  """
-  found = {name: operator.attrgetter(name)(model) for name in allowed}
-  return [
-    f"model.{name}={found[name]!r} must be {' or '.join(map(repr, values))}"
-    for name, values in allowed.items()
-    if found[name] not in values
-  ]
 
 
 def reshaped(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Maps:

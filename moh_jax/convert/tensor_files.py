@@ -7,14 +7,12 @@ such as the arguments of a training run, become placeholders that do nothing.
 
 import contextlib
 import dataclasses
-import itertools
 import json
-import math
 import os
 import pathlib
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes  # noqa: F401, gives NumPy the name bfloat16
@@ -32,8 +30,8 @@ from moh_jax.runtime.files import (
 )
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
-DTYPES = ("float32", "bfloat16")  # that are written
-SHARD_SIZE = 5 * 10**9  # bytes of a file at most, as transformers splits
+# Bytes of a file at most, unless one tensor has more, as transformers splits.
+SHARD_SIZE = 5 * 10**9
 # What transformers reads of a folder, the first that is there; others may lie
 # beside it, such as adapters and other formats.
 _FIRST = tuple(
@@ -215,25 +213,6 @@ def _to_numpy(torch: Any, tensor: Any) -> np.ndarray:
   return raw.view(dtype).reshape(tuple(tensor.shape))
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-  """Tensors to write that are made together.
-
-  Attributes:
-    names: names of the tensors.
-    shapes: shape of each tensor.
-    make: function that returns the tensors in this order.
-  """
-
-  names: tuple[str, ...]
-  shapes: Sequence[tuple[int, ...]]
-  make: Callable[[], Sequence[np.ndarray]]
-
-  def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-    """Makes them; yields names and arrays."""
-    yield from zip(self.names, self.make())
-
-
 def write_file(
   path: pathlib.Path,
   tensors: Iterable[tuple[str, np.ndarray]],
@@ -245,63 +224,73 @@ def write_file(
   Args:
     path: file to write or replace; parent folders are made.
     tensors: names and arrays.
-    dtype: dtype to store, one of `DTYPES`.
+    dtype: dtype to store, "float32" or "bfloat16".
     metadata: texts to store in the header.
 
   Raises:
     FloatingPointError: a tensor holds NaN or infinite numbers.
   """
-  held = {}
-  for name, array in tensors:
-    # The library stores arrays as they lie, also transposed ones.
-    held[name] = np.asarray(array).astype(dtype, order="C")
-    if not np.isfinite(held[name]).all():
-      raise FloatingPointError(
-        f"tensor {name!r} holds NaN or infinite numbers as {dtype}"
-      )
+  held = {name: _stored(name, array, dtype) for name, array in tensors}
   path.parent.mkdir(parents=True, exist_ok=True)
   with replacing(path) as temporary:
     safetensors.numpy.save_file(held, temporary, dict(metadata))
 
 
+def _stored(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+  # The library stores arrays as they lie, also transposed ones.
+  array = np.asarray(array, dtype, order="C")
+  if not np.isfinite(array).all():
+    raise FloatingPointError(
+      f"tensor {name!r} holds NaN or infinite numbers as {dtype}"
+    )
+  return array
+
+
 def write_folder(
   folder: pathlib.Path,
-  planned: Sequence[Planned],
+  tensors: Iterable[tuple[str, np.ndarray]],
   dtype: str,
   metadata: Mapping[str, str],
-  shard_size: int,
 ) -> None:
   """Writes the weights of a Hugging Face model: shards and index, or one file.
 
   Args:
     folder: existing folder to write to.
-    planned: tensors to write; those that are made together share a shard.
-    dtype: dtype to store, one of `DTYPES`.
+    tensors: names and arrays; those of one shard are held in memory.
+    dtype: dtype to store, "float32" or "bfloat16".
     metadata: texts to store in every header.
-    shard_size: maximum bytes of a shard, unless one of `planned` has more.
   """
-  width = np.dtype(dtype).itemsize
-  shards: list[list[Planned]] = [[]]
-  filled = total = 0
-  for part in planned:
-    size = width * sum(map(math.prod, part.shapes))
-    if shards[-1] and filled + size > shard_size:
-      shards.append([])
-      filled = 0
-    shards[-1].append(part)
-    filled, total = filled + size, total + size
+  shards: list[list[str]] = []  # the names in each
+  total = 0
+  for shard in _filled(tensors, dtype):
+    write_file(folder / f"{len(shards)}.part", shard.items(), dtype, metadata)
+    shards.append(list(shard))
+    total += sum(array.nbytes for array in shard.values())
   weight_map = {}
-  for number, shard in enumerate(shards, 1):
-    name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-    name = name if len(shards) > 1 else "model.safetensors"
-    tensors = itertools.chain.from_iterable(part.tensors() for part in shard)
-    write_file(folder / name, tensors, dtype, metadata)
-    weight_map |= {tensor: name for part in shard for tensor in part.names}
-  if len(shards) == 1:
-    return
-  index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-  text = json.dumps(index, indent=2) + "\n"
-  write_whole(folder / "model.safetensors.index.json", text.encode())
+  for number, names in enumerate(shards):
+    file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+    file = file if len(shards) > 1 else "model.safetensors"
+    (folder / f"{number}.part").rename(folder / file)
+    weight_map |= dict.fromkeys(names, file)
+  if len(shards) > 1:
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2) + "\n"
+    write_whole(folder / "model.safetensors.index.json", text.encode())
+
+
+def _filled(
+  tensors: Iterable[tuple[str, np.ndarray]], dtype: str
+) -> Iterator[dict[str, np.ndarray]]:
+  """The tensors of each shard, as they are stored."""
+  shard: dict[str, np.ndarray] = {}
+  for name, array in tensors:
+    stored = _stored(name, array, dtype)
+    size = stored.nbytes + sum(x.nbytes for x in shard.values())
+    if shard and size > SHARD_SIZE:
+      yield shard
+      shard = {}
+    shard[name] = stored
+  yield shard
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, differing_fields
@@ -53,6 +55,17 @@ class _Public(msgspec.Struct):
 
 
 _ATTENTION = ".mid_block.attentions.0."
+# Our names of modules, as regular expressions, and the public ones.
+_MODULES = (
+  (r"(down|up)(\d+)_resnet(\d+)", r"\1_blocks.\2.resnets.\3"),
+  (r"(down|up)(\d+)_conv", r"\1_blocks.\2.\1samplers.0.conv"),
+  (r"\.mid\.resnet(\d)", r".mid_block.resnets.\1"),
+  (r"\.mid\.attn\.", _ATTENTION),
+  *((r"0\.norm$", "0.group_norm"), (r"0\.query$", "0.to_q")),
+  *((r"0\.key$", "0.to_k"), (r"0\.value$", "0.to_v")),
+  (r"0\.out$", "0.to_out.0"),
+  *(("shortcut", "conv_shortcut"), ("norm_out", "conv_norm_out")),
+)
 # Names of the attention's layers in old files, and today.
 _RENAMED = {
   "query": "to_q",
@@ -80,7 +93,14 @@ def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
     ValueError: a file is damaged, or its tensors do not fit.
   """
   file = _find_weights(pathlib.Path(path))
-  config = read_config(file.with_name(CONFIG_FILE))
+  beside = file.with_name(CONFIG_FILE)
+  if not beside.is_file():
+    raise FileNotFoundError(f"{beside}: no such file; {HOW_TO_GET_VAE}")
+  entries = read_json(beside)
+  try:
+    config = public_config(entries)
+  except (NotImplementedError, ValueError) as error:
+    raise type(error)(f"{beside}: {error}") from error
   return config, convert_vae(read_tensors(file), config, source=str(file))
 
 
@@ -119,41 +139,15 @@ def abstract_vae(config: VAEConfig) -> Any:
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
   """Conversion rules of the whole autoencoder, with current public names."""
-  widths, layers = config.block_out_channels, config.layers_per_block
-  last = len(widths) - 1
   table = []
-  for side, kind, sampler, depth in (
-    ("encoder", "down", "downsamplers", layers),
-    ("decoder", "up", "upsamplers", layers + 1),
-  ):
-    part = [
-      *rules.conv("conv_in", "conv_in"),
-      *rules.norm("conv_norm_out", "norm_out"),
-      *rules.conv("conv_out", "conv_out"),
-      *_resnet("mid_block.resnets.0", "mid/resnet0"),
-      *_resnet("mid_block.resnets.1", "mid/resnet1"),
-    ]
-    if config.mid_attention:
-      part += _attention("mid_block.attentions.0", "mid/attn")
-    order = widths if kind == "down" else widths[::-1]
-    before = order[0]
-    for level, width in enumerate(order):
-      for layer in range(depth):
-        part += _resnet(
-          f"{kind}_blocks.{level}.resnets.{layer}",
-          f"{kind}{level}_resnet{layer}",
-          shortcut=before != width,
-        )
-        before = width
-      if level < last:
-        part += rules.conv(
-          f"{kind}_blocks.{level}.{sampler}.0.conv", f"{kind}{level}_conv"
-        )
-    table += rules.prefixed(part, f"{side}.", (side,))
-  if config.use_quant_conv:
-    table += rules.conv("quant_conv", "quant_conv")
-  if config.use_post_quant_conv:
-    table += rules.conv("post_quant_conv", "post_quant_conv")
+  for path, leaf in traverse_util.flatten_dict(abstract_vae(config)).items():
+    *modules, name = path
+    theirs = ".".join(modules)
+    for ours, public in _MODULES:
+      theirs = re.sub(ours, public, theirs)
+    theirs += ".bias" if name == "bias" else ".weight"
+    maps = {4: rules.CONV_MAPS, 2: rules.TRANSPOSED}.get(leaf.ndim, rules.SAME)
+    table.append(rules.one(theirs, "/".join(path), maps))
   return table
 
 
@@ -207,17 +201,6 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
   return VAEConfig(**fields, scaling=scaling)
 
 
-def read_config(file: pathlib.Path) -> VAEConfig:
-  """Reads diffusers' config.json; errors as for `load_vae`."""
-  if not file.is_file():
-    raise FileNotFoundError(f"{file}: no such file; {HOW_TO_GET_VAE}")
-  entries = read_json(file)
-  try:
-    return public_config(entries)
-  except (NotImplementedError, ValueError) as error:
-    raise type(error)(f"{file}: {error}") from error
-
-
 def _find_weights(path: pathlib.Path) -> pathlib.Path:
   if path.is_file():
     return path
@@ -229,23 +212,6 @@ def _find_weights(path: pathlib.Path) -> pathlib.Path:
     f"{path}: no such file, and no folder with {' or '.join(VAE_FILES)}, here "
     f"or in its subfolder vae; {HOW_TO_GET_VAE}"
   )
-
-
-def _resnet(theirs: str, ours: str, *, shortcut: bool = False) -> list[Rule]:
-  table = []
-  for number in (1, 2):
-    table += rules.norm(f"{theirs}.norm{number}", f"{ours}/norm{number}")
-    table += rules.conv(f"{theirs}.conv{number}", f"{ours}/conv{number}")
-  if shortcut:
-    table += rules.conv(f"{theirs}.conv_shortcut", f"{ours}/shortcut")
-  return table
-
-
-def _attention(theirs: str, ours: str) -> list[Rule]:
-  table = rules.norm(f"{theirs}.group_norm", f"{ours}/norm")
-  for name, layer in zip(("query", "key", "value", "out"), _RENAMED.values()):
-    table += rules.linear(f"{theirs}.{layer}", f"{ours}/{name}")
-  return table
 
 
 @dataclasses.dataclass(frozen=True)

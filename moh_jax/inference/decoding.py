@@ -317,27 +317,6 @@ def _overlap(text: str, stop: str) -> int:
   return next((n for n in sizes if text.endswith(stop[:n])), 0)
 
 
-def prompt_ids(
-  tokenizer: Tokenizer,
-  text: str,
-  *,
-  add_bos: bool | None = None,
-  parse_special: bool = False,
-) -> list[int]:
-  """Returns the ids of a text that a model is to write on from.
-
-  Args:
-    tokenizer: of the model.
-    text: the prompt.
-    add_bos: whether it begins with the begin of text; None does what the
-      tokenizer says.
-    parse_special: names of special tokens in the text become these tokens.
-  """
-  begins = tokenizer.add_bos if add_bos is None else add_bos
-  before = [i for i in (tokenizer.bos_id,) if begins and i is not None]
-  return before + tokenizer.encode(text, parse_special=parse_special)
-
-
 class StreamDecoder:
   """Decodes ids one by one, and returns whole characters only.
 

@@ -15,7 +15,7 @@ import numpy as np
 import tqdm
 from jax.sharding import Mesh
 
-from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
+from moh_jax.config import LLMConfig, MeshConfig, check_command
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import Message, chat_ids
 from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
@@ -40,7 +40,6 @@ _GREEDY = Sampling()
 _SMALLEST_BUCKET = 16
 # Batches of a file whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8
-_OPTIONS = ("cache_dtype", "batch_size", "add_bos", "parse_special")
 
 
 class Generator:
@@ -61,10 +60,7 @@ class Generator:
     tokenizer: Tokenizer,
     *,
     mesh: Mesh | None = None,
-    cache_dtype: str | None = None,
     batch_size: int = 8,
-    add_bos: bool | None = None,
-    parse_special: bool = False,
   ):
     """Prepares the parameters.
 
@@ -73,35 +69,20 @@ class Generator:
       tokenizer: the one it was trained with.
       mesh: devices that share the work; the one that `restored` lies on. None
         is one device.
-      cache_dtype: of keys and values: "float32" or "bfloat16"; None is the
-        compute dtype, on a CPU float32.
       batch_size: texts written at one time.
-      add_bos: whether prompts begin with the begin of text; None does what the
-        tokenizer says.
-      parse_special: whether names of special tokens in a prompt become these
-        tokens; False takes them as text.
 
     Raises:
       ValueError: the model is none of language, the tokenizer has ids that it
-        does not have, or an argument is none of the allowed.
+        does not have, or the batch size is below 1.
     """
     config = restored.config.model
     check_command(restored.config.model, "generate", "the checkpoint")
-    cache_dtype = cache_dtype or default_cache_dtype(config)
-    if cache_dtype not in CACHE_DTYPES:
-      raise ValueError(
-        f"cache_dtype={cache_dtype!r} must be one of {CACHE_DTYPES}"
-      )
     if batch_size < 1:
       raise ValueError(f"batch_size={batch_size} must be at least 1")
     check_vocabulary(tokenizer, config.vocab_size)
-    if add_bos and tokenizer.bos_id is None:
-      raise ValueError("add_bos=True: the tokenizer has no begin of text")
     self.config, self.tokenizer = config, tokenizer
-    self._add_bos, self._parse_special = add_bos, parse_special
     self.batch_size = batch_size
-    one = jax.local_devices()[:1]
-    mesh = mesh or make_mesh(MeshConfig(), one)
+    mesh = mesh or make_mesh(MeshConfig(), jax.local_devices()[:1])
     # Gates are the same whatever gradients pass them; "all" would make layers
     # compute every head for theirs.
     served = dataclasses.replace(
@@ -112,20 +93,25 @@ class Generator:
     with use_mesh(mesh):
       params = serving_params(restored.params, config)
     self._params, self._mesh = params, mesh
-    self._prefill = decoding.make_prefill(model, cache_dtype)
+    self._prefill = decoding.make_prefill(model, default_cache_dtype(config))
     self._decode = decoding.make_decode(model, tokenizer.stop_ids, _SPAN)
 
   @classmethod
   def from_checkpoint(
-    cls, directory: str, *, mesh: Mesh | None = None, **options: Any
+    cls,
+    directory: str,
+    *,
+    mesh: Mesh | None = None,
+    batch_size: int = 8,
+    **options: Any,
   ) -> "Generator":
     """Restores a language model and the tokenizer that lies beside it.
 
     Args:
       directory: a working directory of `train` or an output of `convert`.
       mesh: as in the constructor.
-      **options: `cache_dtype`, `batch_size`, `add_bos` and `parse_special` of
-        the constructor; others are of `restore`, such as `top_k` or `dtype`.
+      batch_size: as in the constructor.
+      **options: of `restore`, such as `top_k` or `dtype`.
 
     Raises:
       FileNotFoundError: there is no checkpoint, or no tokenizer beside it.
@@ -133,9 +119,8 @@ class Generator:
         the allowed.
     """
     tokenizer = load_checkpoint_tokenizer(directory)
-    ours = {name: options.pop(name) for name in _OPTIONS if name in options}
     restored = restore(directory, mesh=mesh, **options)
-    return cls(restored, tokenizer, mesh=mesh, **ours)
+    return cls(restored, tokenizer, mesh=mesh, batch_size=batch_size)
 
   def fingerprint(self) -> str:
     """Identifies the model by its content; reads all parameters."""
@@ -174,8 +159,8 @@ class Generator:
     """Writes on from every prompt.
 
     Args:
-      prompts: texts, before which the begin of text is put where `add_bos` and
-        the tokenizer say so, or ids as they are.
+      prompts: texts, before which the begin of text is put where the tokenizer
+        says so, or ids as they are.
       sampling: how tokens are sampled.
       first: number of the first prompt, where these are some of many: prompt i
         of all of them has samples of its own.
@@ -225,12 +210,9 @@ class Generator:
       ValueError: as for `generate`.
     """
     if isinstance(prompt, str):
-      ids = decoding.prompt_ids(
-        self.tokenizer,
-        prompt,
-        add_bos=self._add_bos,
-        parse_special=self._parse_special,
-      )
+      bos = self.tokenizer.bos_id
+      begins = self.tokenizer.add_bos and bos is not None
+      ids = [bos] * begins + self.tokenizer.encode(prompt)
     else:
       ids = [int(token) for token in prompt]
     name = f"prompt {index}"

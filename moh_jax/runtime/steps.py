@@ -19,7 +19,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import xxhash
 from etils import epath
 
@@ -48,23 +47,6 @@ _SET_ASIDE = "damaged"
 
 class DamagedCheckpointError(ValueError):
   """Files of a checkpoint are not as they were written."""
-
-
-class StoredConfig(msgspec.Struct):
-  """The item `config`: see `runtime.checkpoint.Metadata`."""
-
-  config: dict[str, dict]
-  class_names: list[str]
-  tokenizer_sha256: str = ""
-  encoder_sha256: str = ""
-  base_mark: str = ""
-
-
-class StoredData(msgspec.Struct):
-  """The item `data`: which training stream it is, and JAX's random numbers."""
-
-  stream: dict[str, Any]
-  random: dict[str, str | bool]  # see `runtime.devices.random_settings`
 
 
 def absolute(directory: str | epath.Path) -> epath.Path:
@@ -145,8 +127,7 @@ def read_json_item(
   file = step_folder(directory, step) / item / "metadata"
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such file; the checkpoint is damaged")
-  kind = {"config": StoredConfig, "data": StoredData}[item]
-  return parse_json(file.read_bytes(), kind, os.fspath(file))
+  return parse_json(file.read_bytes(), where=os.fspath(file))
 
 
 @alive("comparing a checkpoint with its checksums")

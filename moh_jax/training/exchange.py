@@ -22,17 +22,6 @@ from moh_jax.runtime.parameters import is_box
 _FSDP = "fsdp"
 
 
-def exchange_axes(config: MeshConfig, sizes: dict[str, int]) -> tuple[str, ...]:
-  """The mesh axes over which gradients are exchanged once a step.
-
-  Args:
-    config: section `mesh`.
-    sizes: devices along each axis.
-  """
-  axes = ("data", _FSDP) if config.gather == "step" else ("data",)
-  return tuple(axis for axis in axes if sizes[axis] > 1)
-
-
 def exchange_once(
   gradients: Callable[..., tuple[Any, Any]],
   params: Any,
@@ -57,7 +46,8 @@ def exchange_once(
     are; metrics have a leading axis, of the devices that had other examples.
   """
   sizes = dict(mesh.shape)
-  axes = exchange_axes(config, sizes)
+  axes = ("data", _FSDP) if config.gather == "step" else ("data",)
+  axes = tuple(axis for axis in axes if sizes[axis] > 1)
   if not axes:
     return gradients
   parts = math.prod(sizes[axis] for axis in axes)

@@ -46,24 +46,6 @@ def published_peak(kind: str) -> float | None:
   return _BFLOAT16.get(kind)
 
 
-def attention_flops(
-  pairs: int, keys: int, head_dim: int, causal: bool = False
-) -> float:
-  """FLOPs of the two products of attention, logits and mixed values.
-
-  A (token, head) pair that sees M keys takes 2 M D FLOPs for each product.
-  Causal token n of N sees n + 1 keys, (N + 1) / 2 on average. For example,
-  1,000 pairs, 512 keys and head dim 64 take 131 MFLOP forward.
-
-  Args:
-    pairs: number of active (token, head) pairs.
-    keys: keys of a sequence, M.
-    head_dim: head dim, D.
-    causal: whether later keys are hidden.
-  """
-  return 4 * pairs * ((keys + 1) / 2 if causal else keys) * head_dim
-
-
 def at_peak(run: Config) -> float | None:
   """Seconds of a step at the published bfloat16 peak of one device.
 
@@ -129,8 +111,10 @@ def step_flops(run: Config) -> float:
     # Queries and outputs of heads whose result no token uses.
     products -= depth * idle * 4 * group.width * budget.head_dim
     if group.sees != "window":
-      causal = group.sees == "before"
-      one = depth * attention_flops(tokens, length, budget.head_dim, causal)
+      # Causal token n of N sees n + 1 keys, (N + 1) / 2 on average. For each
+      # the two products, logits and mixed values, take 2 D FLOPs a head.
+      seen = (length + 1) / 2 if group.sees == "before" else length
+      one = depth * 4 * tokens * seen * budget.head_dim
       attended += budget.active * one
       attended_whole += budget.num_heads * one
   found = passes * products + 3 * attended

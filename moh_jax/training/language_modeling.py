@@ -156,7 +156,6 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
 # (parameters, batch, what the output layer reads, step, options of
 # `apply_packed` that made it) -> (loss, metrics).
 _TaskLoss = Callable[..., tuple[jax.Array, dict[str, Mean]]]
-_Teaching = Callable[..., tuple[jax.Array, Mean]]
 
 
 def _make_prediction(config: Config) -> _TaskLoss:
@@ -164,9 +163,27 @@ def _make_prediction(config: Config) -> _TaskLoss:
 
   It is the mean over the trained targets of the whole step, so neither
   microbatches nor devices change a target's weight. So is the divergence from a
-  teacher that is added to it (`tune.distill`).
+  teacher (`tune.distill`), which in some of the steps is added to it: the model
+  without its adapters and routers.
   """
-  teach = _make_teaching(config)
+  distill, chunk = config.tune.distill, config.model.loss_chunk
+  if distill.weight:
+    teacher, _ = make_model(without_router(config.model).in_run(config))
+
+  def divergence(params: Any, batch: Any, x: Any, step: jax.Array) -> Mean:
+    own = jax.lax.stop_gradient(without_adapters(params))
+    has = step % distill.every == 0
+    known = jax.lax.cond(
+      has,
+      lambda: apply_packed(teacher, own, batch)[0],
+      lambda: jnp.zeros_like(x),
+    )
+    weights = has * _shares(batch)
+    ours = x, output_kernel(params, config.model)
+    theirs = known, output_kernel(own, config.model)
+    # Not under `cond`, which would keep copies of the kernels.
+    total = summed_divergence(ours, theirs, weights, distill.temperature, chunk)
+    return Mean(total, weights.sum())
 
   def task_loss(
     params: Any, batch: Any, x: jax.Array, step: jax.Array, options: Any
@@ -175,12 +192,12 @@ def _make_prediction(config: Config) -> _TaskLoss:
     weights = _shares(batch)
     # Dividing the weights is cheaper than dividing the loss: the gradient of
     # the output layer, the largest of all, then needs no pass to scale it.
-    kernel, chunk = output_kernel(params, config.model), config.model.loss_chunk
+    kernel = output_kernel(params, config.model)
     loss = summed_nats(x, kernel, batch["targets"], weights, chunk)
     metrics = {"task_loss": Mean(loss, weights.sum())}
-    if teach is not None:
-      taught, metrics["distill_loss"] = teach(params, batch, x, step)
-      loss += taught
+    if distill.weight:
+      metrics["distill_loss"] = mean = divergence(params, batch, x, step)
+      loss += distill.weight * mean.total
     return loss, metrics
 
   return task_loss
@@ -237,45 +254,6 @@ def _make_preference(model: nn.Module, config: Config) -> _TaskLoss:
     }
 
   return task_loss
-
-
-def _make_teaching(config: Config) -> _Teaching | None:
-  """Makes what a teacher adds to the loss; None without one.
-
-  Returns:
-    (parameters, batch, what the output layer reads, step) -> what is added to
-    the loss, and the divergence as a metric: a mean over targets, of the steps
-    that have it.
-  """
-  distill, dense = config.tune.distill, without_router(config.model)
-  if not distill.weight:
-    return None
-  teacher, _ = make_model(dense.in_run(config))
-
-  def teach(
-    params: Any, batch: Any, x: jax.Array, step: jax.Array
-  ) -> tuple[jax.Array, Mean]:
-    own = jax.lax.stop_gradient(without_adapters(params))
-    has = step % distill.every == 0
-    known = jax.lax.cond(
-      has,
-      lambda: apply_packed(teacher, own, batch)[0],
-      lambda: jnp.zeros_like(x),
-    )
-    weights = has * _shares(batch)
-    kernels = (output_kernel(tree, config.model) for tree in (params, own))
-    ours, theirs = zip((x, known), kernels)
-    # Not under `cond`, which would keep copies of the kernels.
-    total = summed_divergence(
-      ours,
-      theirs,
-      weights,
-      distill.temperature,
-      config.model.loss_chunk,
-    )
-    return distill.weight * total, Mean(total, weights.sum())
-
-  return teach
 
 
 def top_k_schedule(

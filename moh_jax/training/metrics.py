@@ -63,15 +63,6 @@ class Log(contextlib.AbstractContextManager):
     """
     self.directory, self._config, self._task = directory, config, task
     self._mesh, self._peak = mesh, flops.at_peak(config)
-    model = config.model
-    orders = (x for g in model.layer_groups() for x in g.order_of_each)
-    # Numbers of each layer's routed heads, [] where no token chooses.
-    self._routed = {
-      name: sorted(order[budget.shared :]) if budget.top_k else []
-      for (name, budget), order in zip(
-        model.layer_budgets().items(), orders, strict=True
-      )
-    }
     self._collapsed: set[str] = set()
     self._is_first = jax.process_index() == 0
     self._pending: tuple[int, Any] | None = None  # of the newest step
@@ -130,11 +121,16 @@ class Log(contextlib.AbstractContextManager):
     (step, metrics), self._pending = self._pending, None
     config = self._config
     is_last = step == config.train.steps
+    is_row, is_load = (
+      every and (step % every == 0 or is_last)
+      for every in (config.log.every, config.log.heads)
+    )
     metrics = jax.device_get(metrics)  # at once, not one after the other
-    loads = self._by_layer(metrics.pop(HEAD_LOADS, ()))
+    stacks = metrics.pop(HEAD_LOADS, ())
+    loads = self._by_layer(stacks) if is_row or is_load else {}
     values = {name: float(value) for name, value in metrics.items()}
     self._check(step, values)
-    if step % config.log.every == 0 or is_last:
+    if is_row:
       now = time.monotonic()
       seconds = (now - self._since) / (step - self._rated)
       self._rated, self._since = step, now
@@ -146,8 +142,7 @@ class Log(contextlib.AbstractContextManager):
         values["load_entropy"] = self._least_entropy(step, loads)
       left = tqdm.tqdm.format_interval(seconds * (config.train.steps - step))
       self.write(step, "train", values, f", ETA {left}")
-    every = config.log.heads
-    if loads and every and (step % every == 0 or is_last):
+    if loads and is_load:
       rounded = {
         name: [round(float(share), 3) for share in load]
         for name, load in loads.items()
@@ -217,11 +212,10 @@ class Log(contextlib.AbstractContextManager):
     """Copies rows and events to the bucket of the working directory, if any."""
     if not self._is_first or self._folder == self.directory:
       return
-    for file in pathlib.Path(self._folder).rglob("*"):
-      if file.is_file():
-        copy = self.directory / file.relative_to(self._folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes())
+    for file in filter(os.path.isfile, pathlib.Path(self._folder).rglob("*")):
+      copy = self.directory / file.relative_to(self._folder)
+      copy.parent.mkdir(parents=True, exist_ok=True)
+      copy.write_bytes(file.read_bytes())
 
   def _by_layer(self, stacks: Any) -> dict[str, np.ndarray]:
     """Loads [R] of the routed heads of every layer that routes, by its name.
@@ -230,13 +224,17 @@ class Log(contextlib.AbstractContextManager):
     shares others than the first.
 
     Args:
-      stacks: for each stack of layers [layers, H], see `step.HeadLoads`.
+      stacks: for each stack of layers [layers, H], see `step.HEAD_LOADS`.
     """
-    layers = itertools.chain.from_iterable(stacks)
+    model = self._config.model
+    orders = (x for g in model.layer_groups() for x in g.order_of_each)
+    layers = zip(
+      model.layer_budgets().items(), orders, itertools.chain(*stacks)
+    )
     return {
-      name: np.asarray(load)[heads]
-      for (name, heads), load in zip(self._routed.items(), layers)
-      if heads
+      name: np.asarray(load)[sorted(order[budget.shared :])]
+      for (name, budget), order, load in layers
+      if budget.top_k
     }
 
   def _least_entropy(self, step: int, loads: Mapping[str, np.ndarray]) -> float:

@@ -161,44 +161,22 @@ def decay_by_layer(
   """Gives layers learning rates that fall from the output to the input.
 
   As in arXiv:2106.08254: fine-tuning changes the last layers most, and the
-  first ones serve any task. The state is the optimizer's own, so a run may be
-  continued with another decay.
+  first ones serve any task. The factor is the decay to the power of the layers
+  above: 1 for the output, `decay` for the last layer, the least before the
+  first one. The state is the optimizer's own, so a run may be continued with
+  another decay.
 
   Args:
     optimizer: gradient transformation whose updates include the learning rate.
     decay: factor from a layer to the one before it, in (0, 1].
     model: section of the network.
   """
-
-  def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    updates, state = optimizer.update(grads, state, params)
-    factors = layer_factors(updates, decay, model)
-    return jax.tree.map(jnp.multiply, updates, factors), state
-
-  return optax.GradientTransformation(optimizer.init, update)
-
-
-def layer_factors(params: Any, decay: float, model: RoutedLayers) -> Any:
-  """Factors of the learning rate: decay to the power of the layers above.
-
-  The output has the factor 1, the last layer `decay`, and what comes before
-  the first layer the least.
-
-  Args:
-    params: parameter tree, or one of its structure and shapes.
-    decay: in (0, 1].
-    model: section of the network.
-
-  Returns:
-    Tree of float32 arrays, which broadcast to the parameters: those of stacked
-    layers have one factor for each.
-  """
   firsts, layers = {}, 0
   for name, group in zip(model.stack_names(), model.layer_groups()):
     firsts[name] = (layers, group.depth)
     layers += group.depth
 
-  def one(path: tuple, leaf: Any) -> jax.Array:
+  def scaled(path: tuple, leaf: jax.Array) -> jax.Array:
     names = [key.key for key in path]
     first, depth = firsts.get(names[0], (layers, 0))
     if names[0] in model.INPUTS:
@@ -211,6 +189,10 @@ def layer_factors(params: Any, decay: float, model: RoutedLayers) -> Any:
       depths = first if "embed" in names[1] else first + depth
     else:
       depths = layers + 1
-    return jnp.float32(decay) ** (layers + 1 - jnp.asarray(depths))
+    return leaf * jnp.float32(decay) ** (layers + 1 - jnp.asarray(depths))
 
-  return jax.tree_util.tree_map_with_path(one, params)
+  def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    updates, state = optimizer.update(grads, state, params)
+    return jax.tree_util.tree_map_with_path(scaled, updates), state
+
+  return optax.GradientTransformation(optimizer.init, update)

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import math
 import re
-import time
 from typing import Any
 
 import jax
@@ -44,7 +43,6 @@ class Plan:
     baseline_flops: of a step of the same model without its router.
     compiler: its name and version, or why the step was not compiled.
     total: bytes that the compiled step needs; None where it was not compiled.
-    seconds: that compiling took.
   """
 
   config: Config
@@ -57,7 +55,6 @@ class Plan:
   baseline_flops: float
   compiler: str
   total: float | None = None
-  seconds: float = 0.0
 
   @property
   def limit(self) -> float:
@@ -153,7 +150,7 @@ def _abstract_mesh(
 
 def _compiled(plan: Plan, program: Program, mesh: jax.sharding.Mesh) -> Plan:
   """The plan with what the compiler says of the step."""
-  start, options = time.perf_counter(), {}
+  options = {}
   if plan.topology.chip.platform == "gpu":
     options["xla_gpu_autotune_level"] = 0  # it would run kernels
   try:
@@ -167,8 +164,7 @@ def _compiled(plan: Plan, program: Program, mesh: jax.sharding.Mesh) -> Plan:
       text = f"{plan.compiler}: {text[:300]}"
       return dataclasses.replace(plan, compiler=text)
     total = float(needs[1]) * _UNITS[needs[2]]
-  seconds = time.perf_counter() - start
-  return dataclasses.replace(plan, total=total, seconds=seconds)
+  return dataclasses.replace(plan, total=total)
 
 
 def used_bytes(compiled: Any) -> int:

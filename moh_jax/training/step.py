@@ -66,22 +66,11 @@ class Mean:
   weight: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HeadLoads:
-  """A metric that is the load of every head, not a number.
-
-  Attributes:
-    stacks: for each stack of equal layers, in order, [layers, H] share of
-      tokens that use each head.
-  """
-
-  stacks: tuple[jax.Array, ...]
-
-
 # A plain array is a mean over examples of equal weight.
-Metrics = dict[str, jax.Array | Mean | HeadLoads]
-HEAD_LOADS = "head_loads"  # the name of such a metric
+Metrics = dict[str, jax.Array | Mean | tuple[jax.Array, ...]]
+# The metric that is no number but the load of every head: for each stack of
+# equal layers, in order, [layers, H] share of tokens that use each head.
+HEAD_LOADS = "head_loads"
 # What a step adds to a batch with "weights" [B, N] of targets: [B] float32, the
 # mean of their sum over all of the step's examples.
 TARGETS = "targets_per_example"
@@ -129,25 +118,17 @@ def add_balance_loss(
   Returns:
     The sum, and the metrics; both losses are logged apart.
   """
-  total = loss + weight * aux.balance_loss
-  return total, {
+  total, layers = loss + weight * aux.balance_loss, aux.layers
+  found = {
     "loss": total,
     "task_loss": loss,
     "balance_loss": aux.balance_loss,
     "activated_share": aux.activated_share,
-    **_head_loads(aux),
-    **metrics,
   }
-
-
-def _head_loads(aux: ModelAux) -> Metrics:
-  """The load of the heads, where any layer routes."""
-  layers = aux.layers
   layers = list(layers.values() if isinstance(layers, Mapping) else layers)
-  if not any(layer.routed for layer in layers):
-    return {}
-  stacks = tuple(jnp.atleast_2d(layer.load) for layer in layers)
-  return {HEAD_LOADS: HeadLoads(stacks)}
+  if any(layer.routed for layer in layers):
+    found[HEAD_LOADS] = tuple(jnp.atleast_2d(layer.load) for layer in layers)
+  return total, found | metrics
 
 
 def train_step(
@@ -259,17 +240,17 @@ def _gradients(
 def metric_values(metrics: Metrics) -> dict[str, Any]:
   """Metrics from one value each or one per microbatch.
 
-  They are scalars [], but for the stacks of `HeadLoads`, [layers, H] each.
+  They are scalars [], but for the stacks of `HEAD_LOADS`, [layers, H] each.
   """
   return {name: _value(metric) for name, metric in metrics.items()}
 
 
-def _value(metric: jax.Array | Mean | HeadLoads) -> Any:
+def _value(metric: Any) -> Any:
   if isinstance(metric, Mean):
     return metric.total.sum() / metric.weight.sum()
-  if isinstance(metric, HeadLoads):
+  if isinstance(metric, tuple):
     # Whole on every device, since every process reads them.
-    means = (x.reshape(-1, *x.shape[-2:]).mean(0) for x in metric.stacks)
+    means = (x.reshape(-1, *x.shape[-2:]).mean(0) for x in metric)
     return tuple(constrain(mean, None, None) for mean in means)
   return metric.mean()
 
@@ -332,30 +313,30 @@ def make_program(
     objective.example,
   )
 
-  def exchange(gradients: Callable) -> Callable:
-    if not objective.by_device:  # the compiler does, in every microbatch
-      return gradients
-    others = adapters and adapters.frozen
-    return exchange_once(gradients, params, boxed, config.mesh, mesh, others)
+  exchange = {}  # by the compiler, in every microbatch
+  if objective.by_device:
+    exchange["exchange"] = functools.partial(
+      exchange_once,
+      params=params,
+      boxed=boxed,
+      config=config.mesh,
+      mesh=mesh,
+      frozen=adapters and adapters.frozen,
+    )
 
   def loss_fn(*args: Any) -> tuple[jax.Array, Metrics]:
     with adapter_dropout(lora.dropout):
       return objective.loss_fn(*args)
 
-  def step(
-    state: TrainState, batch: Any, frozen: Any = None
-  ) -> tuple[TrainState, Metrics]:
-    return train_step(
-      state,
-      batch,
-      frozen,
-      loss_fn=loss_fn,
-      optimizer=optimizer,
-      schedule=schedule,
-      accumulation=section.accumulation,
-      ema_decay=section.ema_decay,
-      exchange=exchange,
-    )
+  step = functools.partial(
+    train_step,
+    loss_fn=loss_fn,
+    optimizer=optimizer,
+    schedule=schedule,
+    accumulation=section.accumulation,
+    ema_decay=section.ema_decay,
+    **exchange,
+  )
 
   def random() -> Any:
     key = jax.random.fold_in(jax.random.key(config.train.seed), 0)

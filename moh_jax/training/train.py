@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-from etils import epath
 from jax.sharding import Mesh
 from orbax.checkpoint import multihost
 
@@ -94,22 +93,24 @@ def train(
     metadata = task.metadata(config)
     entrance.check_same_run(directory, start, metadata, task.identity)
     enter(use_mesh(mesh))
-    begin = warm_start.prepare(metadata, program, mesh, directory, start)
+    first_state, metadata, frozen = warm_start.prepare(
+      metadata, program, mesh, directory, start
+    )
     warm_start.keep_tokenizer(
-      directory, begin.metadata, task.tokenizer, is_new=start is None
+      directory, metadata, task.tokenizer, is_new=start is None
     )
     _say(config, mesh, program)
     enter(saving.last_step_named(directory))
-    saver = enter(Saver(directory, begin.metadata, task.identity, start))
+    saver = enter(Saver(directory, metadata, task.identity, start))
     log = enter(Log(directory, config, task, mesh, start or 0))
     if start is None:
-      state = begin.state()
+      state = first_state()
     else:
       state = saving.restore(directory, start, program.state)
       is_done = start >= config.train.steps
       end = f"; train.steps={config.train.steps} are done" if is_done else ""
       _LOG.info("resumed from step %d in %s%s", start, directory, end)
-    run = _Run(config, task, mesh, program, begin.frozen, saver, log)
+    run = _Run(config, task, mesh, program, frozen, saver, log)
     return run.take_steps(state, start or 0)
 
 
@@ -135,15 +136,16 @@ class _Run:
       evaluation = self._show(step, state)
     with contextlib.ExitStack() as stack:
       if step < last:
-        batches = stack.enter_context(self._batches(step))
+        batches = stack.enter_context(contextlib.closing(self._batches(step)))
         step_function = self._compiled()
         stops = stack.enter_context(_stops())
-        profiler = stack.enter_context(_Profiler(config, log.directory))
+        trace = stack.enter_context(contextlib.ExitStack())
       while step < last and not stopping:
         batch = next(batches)
-        with profiler.step(step + 1, state):
-          state, metrics = step_function(state, batch, self.frozen)
         step += 1
+        self._profile(step, state, trace)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+          state, metrics = step_function(state, batch, self.frozen)
         log.step(step, metrics)
         stopping = stops()
         if stopping or step == last or step % config.checkpoint.every == 0:
@@ -188,8 +190,7 @@ class _Run:
     _LOG.info("compiled in %.1f s", time.monotonic() - began)
     return compiled
 
-  @contextlib.contextmanager
-  def _batches(self, position: int) -> Iterator[Iterator[Any]]:
+  def _batches(self, position: int) -> Iterator[Any]:
     """Training batches on the devices, some of them before they are asked for.
 
     Args:
@@ -202,17 +203,33 @@ class _Run:
     def load() -> Any:
       return shard_batch(next(batches), self.mesh)
 
-    def taken() -> Iterator[Any]:
-      while True:
-        while len(ahead) <= self.config.data.device_prefetch:
-          ahead.append(pool.submit(load))
-        yield ahead.popleft().result()
-
     with contextlib.closing(batches), ThreadPoolExecutor(1) as pool:
       try:
-        yield taken()
+        while True:
+          while len(ahead) <= self.config.data.device_prefetch:
+            ahead.append(pool.submit(load))
+          yield ahead.popleft().result()
       finally:
         pool.shutdown(cancel_futures=True)
+
+  def _profile(
+    self, step: int, before: Any, trace: contextlib.ExitStack
+  ) -> None:
+    """Begins or ends a trace of steps A to B - 1 in WORKDIR/profile.
+
+    Args:
+      step: about to be taken.
+      before: the state, whose arrays are waited for.
+      trace: what ends the trace that is under way.
+    """
+    first, end = self.config.log.profiled_steps or (0, 0)
+    if step in (first, end):
+      jax.block_until_ready(before)
+      trace.close()
+    if step == first:
+      folder = os.fspath(self.log.directory / "profile")
+      _LOG.info("profile: %s", folder)
+      trace.enter_context(jax.profiler.trace(folder))
 
 
 @contextlib.contextmanager
@@ -223,32 +240,6 @@ def _stops() -> Iterator[Callable[[], bool]]:
     return
   with processes.deferred():
     yield processes.stop_was_asked
-
-
-class _Profiler(contextlib.AbstractContextManager):
-  """Traces steps A to B - 1 into WORKDIR/profile, in every process."""
-
-  def __init__(self, config: Config, directory: epath.Path):
-    self._steps = config.log.profiled_steps or (0, 0)
-    self._folder, self._tracing = os.fspath(directory / "profile"), False
-
-  def __exit__(self, *_: Any) -> None:
-    if self._tracing:
-      self._tracing = False
-      jax.profiler.stop_trace()
-      _LOG.info("profile: %s", self._folder)
-
-  def step(self, step: int, before: Any) -> contextlib.AbstractContextManager:
-    """A block that begins a step; arrays of the one `before` are waited for."""
-    first, end = self._steps
-    if self._tracing != (first <= step < end):
-      jax.block_until_ready(before)
-      if self._tracing:
-        self.__exit__()
-      else:
-        self._tracing = True
-        jax.profiler.start_trace(self._folder)
-    return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
 
 def _say(config: Config, mesh: Mesh, program: Program) -> None:

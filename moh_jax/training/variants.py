@@ -1,6 +1,7 @@
 """Compares variants of a run: other shares of active heads, and ablations."""
 
 import dataclasses
+import itertools
 import logging
 import math
 import re
@@ -210,23 +211,14 @@ def compared_runs(
   for option, given in (("variants", variants), ("sweep", settings)):
     if twice := [name for name in given if given.count(name) > 1]:
       raise ValueError(f"--{option}: {twice[0]!r} is named twice")
-  rows = [
-    (
-      variant,
-      setting,
-      make_variant(changed(config, [setting] * bool(key)), variant),
-    )
-    for variant in variants
-    for setting in settings
-  ]
-  return [
-    ComparedRun(
-      *(variant, setting, seed),
-      dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed)),
-    )
-    for seed in range(config.train.seed, config.train.seed + seeds)
-    for variant, setting, run in rows
-  ]
+  runs = []
+  for seed in range(config.train.seed, config.train.seed + seeds):
+    for variant, setting in itertools.product(variants, settings):
+      run = make_variant(changed(config, [setting] * bool(key)), variant)
+      seeded = dataclasses.replace(run.train, seed=seed)
+      run = dataclasses.replace(run, train=seeded)
+      runs.append(ComparedRun(variant, setting, seed, run))
+  return runs
 
 
 def compare(

@@ -39,21 +39,6 @@ _ROUTING_FIELDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-  """What a run begins with.
-
-  Attributes:
-    state: () -> its first state.
-    metadata: of the run, with the mark of what its adapters are trained on.
-    frozen: the parameters that are not trained; None where all are.
-  """
-
-  state: Callable[[], TrainState]
-  metadata: Metadata
-  frozen: Any = None
-
-
 # (the run's initial parameters, of which those that its source lacks are
 # enough) -> the parameters to start from.
 Read = Callable[[Any], Any]
@@ -65,8 +50,8 @@ def prepare(
   mesh: Mesh,
   directory: str | epath.Path,
   start: int | None,
-) -> Beginning:
-  """Says how the first state is made; see `warm_start` for what it refuses.
+) -> tuple[Callable[[], TrainState], Metadata, Any]:
+  """Says how a run begins; see `warm_start` for what it refuses.
 
   Parameters that adapters are trained on are read at once, also where the run
   continues.
@@ -77,18 +62,29 @@ def prepare(
     mesh: the devices.
     directory: working directory.
     start: step that the run continues; None for a new one.
+
+  Returns:
+    What makes its first state; its metadata, with the mark of what its adapters
+    are trained on; and the parameters that are not trained, None where all are.
   """
   config, adapters = ours.config, program.adapters
   if adapters is None:
     if start is not None or not config.train.init_from:
-      return Beginning(program.init, ours)
+      return program.init, ours, None
     _, read = warm_start(ours, program.state.params, mesh)
-    return Beginning(functools.partial(_first_state, program, read), ours)
+
+    def first_state() -> TrainState:
+      state = program.init()
+      params = read(state.params)
+      ema = state.ema and jax.tree.map(jnp.array, params)
+      return dataclasses.replace(state, params=params, ema=ema)
+
+    return first_state, ours, None
   if start is not None:
     metadata, _ = checkpoint.read_metadata(directory, start)
     ours = dataclasses.replace(ours, base_mark=metadata.base_mark)
     frozen = stored.read_frozen(config, adapters, mesh, ours.base_mark)
-    return Beginning(program.init, ours, frozen)
+    return program.init, ours, frozen
   if not config.train.init_from:
     raise ValueError(
       f"tune.lora.rank={config.tune.lora.rank} needs train.init_from, the "
@@ -121,16 +117,7 @@ def prepare(
   config = dataclasses.replace(config, train=train)
   mark = steps.mark(place, steps.find_step(place, None))
   ours = dataclasses.replace(ours, config=config, base_mark=mark)
-  return Beginning(lambda: program.init(first), ours, frozen)
-
-
-def _first_state(program: Program, read: Read) -> TrainState:
-  """The state of a run that trains all parameters of another one further."""
-  state = program.init()
-  params, ema = read(state.params), state.ema
-  if ema is not None:
-    ema = jax.tree.map(jnp.array, params)
-  return dataclasses.replace(state, params=params, ema=ema)
+  return lambda: program.init(first), ours, frozen
 
 
 def warm_start(

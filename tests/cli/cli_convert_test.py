@@ -14,12 +14,10 @@ class ConvertTest(tiny_checkpoint.CommandTest):
       convert.return_value = "it", 1234
       told = self.done(
         *("convert", "--from=moh-vit", "--source", source, "--out", out),
-        *("--key=ema", "--model=moh-vit-s80", "--image-size=32"),
+        *("--key=ema", "--model=moh-vit-s80"),
       )
     self.assertEqual(told, f"it: 1,234 parameters written to {out}\n")
-    given = dict(
-      key="ema", model="moh-vit-s80", config=None, image_size=32, base=None
-    )
+    given = dict(key="ema", model="moh-vit-s80", config=None, base=None)
     convert.assert_called_once_with("moh-vit", source, out, **given)
 
   def test_tokenizer_of_a_language_model_is_described(self):
@@ -54,12 +52,10 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     with mock.patch.object(checkpoints, "export", return_value=1234) as export:
       told = self.done(
         *("export", "--checkpoint", checkpoint, "--out", out, "--to=hf"),
-        *("--dtype=bfloat16", "--shard-bytes=9", "--license=mit"),
+        *("--dtype=bfloat16", "--license=mit"),
         "--config.eval.use_ema=false",
       )
     self.assertEqual(told, f"1,234 parameters written to {out}\n")
-    given = dict(
-      to="hf", step=0, use_ema=False, base="", dtype="bfloat16", shard_size=9
-    )
+    given = dict(to="hf", step=0, use_ema=False, base="", dtype="bfloat16")
     given |= dict(license="mit")
     export.assert_called_once_with(str(checkpoint), out, **given)

@@ -49,7 +49,6 @@ _REFUSED = {
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
     "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
     "{vit} --out {here}/folder.npz": "folder.npz: is a folder, must be a file",
-    "{vit} --shard-bytes=10": "--shard-bytes=10 is for the shards of a folder",
   },
   "train --workdir {here}/x --config": {
     "configs/dit_digits.py --vae=sd-vae": "'sd-vae': the model does not work",

@@ -110,8 +110,6 @@ class CheckpointTest(parameterized.TestCase):
     ("moh-vit", {"model": "moh-vit-s80"},
      r"public\.safetensors: .*missing: .*shape: "),
     ("dit", {"config": _VIT}, "makes a model of 'dit'.* 'vit'"),
-    ("moh-dit", {"config": _DIT, "image_size": 512},
-     "--image-size 512 is not for family 'dit'"),
   )  # fmt: skip
   @pytest.mark.integration
   def test_other_formats_and_models_are_refused(self, kind, options, regex):

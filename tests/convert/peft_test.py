@@ -7,7 +7,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from safetensors.numpy import load_file, save_file
 
 from moh_jax.convert.checkpoints import convert, export
@@ -258,7 +258,3 @@ class PeftTest(parameterized.TestCase):
     self.assertEqual(theirs.keys(), ours.keys())
     for key, x in theirs.items():
       np.testing.assert_array_equal(x, ours[key], key)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig, TrainConfig
-from moh_jax.convert import rules
+from moh_jax.convert import rules, tensor_files
 from moh_jax.convert.checkpoints import export, model_rules
 from moh_jax.convert.llama import released_run
 from moh_jax.models.llm import LLM
@@ -199,7 +200,8 @@ def write(folder: pathlib.Path, config: LLMConfig) -> None:
   run = dataclasses.replace(run, train=train)
   metadata = checkpoint.Metadata(run)
   checkpoint.save_params(folder / "ours", params(config), metadata)
-  export(str(folder / "ours"), str(folder / "hf"), shard_size=20_000)
+  with mock.patch.object(tensor_files, "SHARD_SIZE", 20_000):
+    export(str(folder / "ours"), str(folder / "hf"))
   np.savez(folder / "io.npz", **results(config))
 
 

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from moh_jax.data import tokenizers
 from moh_jax.data.chat import Template, chat_ids, template_names
 from moh_jax.data.tokenizers import load_tokenizer, read_files_beside
-from moh_jax.inference.decoding import StreamDecoder, prompt_ids
+from moh_jax.inference.decoding import StreamDecoder
 from tests.data import tiny_words
 from tests.folders import FolderTest
 
@@ -363,10 +363,12 @@ def _texts():
 def _encoded(name):
   """Tokens of all texts by how they are encoded."""
   tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
+  parsed = [tokenizer.encode(t, parse_special=True) for t in _texts()]
+  before = [tokenizer.bos_id] if tokenizer.add_bos else []
   return {
     "as_text": tokenizer.encode_batch(_texts()),
-    "parsed": [tokenizer.encode(t, parse_special=True) for t in _texts()],
-    "prompt": [prompt_ids(tokenizer, t, parse_special=True) for t in _texts()],
+    "parsed": parsed,
+    "prompt": [before + ids for ids in parsed],
   }
 
 

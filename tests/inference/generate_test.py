@@ -18,6 +18,7 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
 from moh_jax.data.files import read_prompts
 from moh_jax.data.tokenizers import END, JsonTokenizer
+from moh_jax.inference import generate
 from moh_jax.inference.decoding import (
   choose_tokens,
   make_decode,
@@ -150,7 +151,12 @@ class TokensTest(parameterized.TestCase):
     self.assertEqual(tables, [True, True])
 
   def test_16_bit_cache_is_read_after_the_prompt(self):
-    written = _generator(cache_dtype="bfloat16").generate(_PROMPTS, _GREEDY)
+    restored = tiny_writer.restored(_config(), tiny_writer.random_params())
+    with mock.patch.object(
+      generate, "default_cache_dtype", return_value="bfloat16"
+    ):
+      generator = Generator(restored, tiny_writer.WORDS)
+    written = generator.generate(_PROMPTS, _GREEDY)
     for completion, exact in zip(written, _written()):
       first = completion.log_probs[0]  # of the prompt alone
       self.assertAlmostEqual(first, exact.log_probs[0], delta=1e-4)
@@ -255,9 +261,8 @@ class TextTest(parameterized.TestCase):
 
 
 class SpecialTokensTest(parameterized.TestCase):
-  def _generator(self, files=(), **options):
-    content = tiny_writer.WORDS.content
-    return _alphabet(JsonTokenizer(content, dict(files)), **options)
+  def _generator(self, files=()):
+    return _alphabet(JsonTokenizer(tiny_writer.WORDS.content, dict(files)))
 
   @parameterized.parameters(([4, 5], 4), (3, 3), ([9, 4, 9], 4))
   @pytest.mark.integration
@@ -272,17 +277,11 @@ class SpecialTokensTest(parameterized.TestCase):
     pieces = list(generator.stream("aA", sampling))
     self.assertEqual("".join(pieces), ended.text)
 
-  def test_begin_of_text_is_left_out_on_request(self):
-    encode = self._generator().encode
-    self.assertEqual(encode(0, "aA", _SHORT), [27, 1])
-    encode = self._generator(add_bos=False).encode
-    self.assertEqual(encode(0, "aA", _SHORT), [1])
+  def test_texts_begin_where_the_tokenizer_says_so(self):
     file = json.dumps({"bos_token": None, "eos_token": END}).encode()
-    files = {"tokenizer_config.json": file}
-    encode = self._generator(files).encode
-    self.assertEqual(encode(0, "aA", _SHORT), [1])
-    with self.assertRaisesRegex(ValueError, "add_bos=True: the tokenizer has"):
-      self._generator(files, add_bos=True)
+    for files, ids in (({}, [27, 1]), ({"tokenizer_config.json": file}, [1])):
+      encode = self._generator(files).encode
+      self.assertEqual(encode(0, "aA", _SHORT), ids)
 
   def test_answers_a_conversation(self):
     source = "{{ bos_token }}{{ messages[-1].content }}{% if messages[1:] %}bB"
@@ -308,11 +307,6 @@ class ErrorsTest(parameterized.TestCase):
     ([(1, 60)], 4, r"prompt 0: token 60 must be in \[0, 60\)"),
     ([(-1,)], 4, r"prompt 0: token -1 must be in \[0, 60\)"),
     ([(1,), (1,) * 30], 3, "prompt 1 has 30 tokens; with .*max_length=32"),
-    (
-      {"cache_dtype": "float16"},
-      4,
-      "cache_dtype='float16' must be .*'bfloat16'",
-    ),
     ({"batch_size": 0}, 4, "batch_size=0 must be at least 1"),
     ({"tokenizer": tiny_writer.BYTES}, 4, "257 ids, more than .*vocab_size=60"),
   )

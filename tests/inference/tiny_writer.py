@@ -42,7 +42,7 @@ def random_params(config=RANDOM):
 
 
 @functools.cache
-def generator(config=RANDOM, on_mesh=False, cache_dtype=None, size=4):
+def generator(config=RANDOM, on_mesh=False, size=4):
   """A generator of random parameters; on a mesh of eight devices, or of one."""
   mesh = None
   if on_mesh:
@@ -51,7 +51,6 @@ def generator(config=RANDOM, on_mesh=False, cache_dtype=None, size=4):
     restored(config, random_params(config), mesh),
     WORDS,
     mesh=mesh,
-    cache_dtype=cache_dtype,
     batch_size=size,
   )
 

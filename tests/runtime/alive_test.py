@@ -27,7 +27,3 @@ class AliveTest(absltest.TestCase):
           with alive.alive("counting files"):
             fails()
     self.assertRegex(logs.output[0], "still counting files, 0 s")
-
-
-if __name__ == "__main__":
-  absltest.main()

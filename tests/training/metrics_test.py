@@ -21,7 +21,7 @@ from PIL import Image
 from moh_jax.training import metrics
 from moh_jax.training.metrics import Log
 from moh_jax.training.saving import NonFiniteLossError
-from moh_jax.training.step import HEAD_LOADS, HeadLoads, metric_values
+from moh_jax.training.step import HEAD_LOADS, metric_values
 from tests.training import tiny
 
 _TASK = types.SimpleNamespace(
@@ -199,5 +199,5 @@ class LogTest(parameterized.TestCase):
 
   def test_microbatches_are_averaged(self):
     parts = jnp.asarray([[[1.0, 0.0]], [[0.5, 0.5]]])  # [parts, layers, H]
-    (mean,) = metric_values({"x": HeadLoads((parts,))})["x"]
+    (mean,) = metric_values({"x": (parts,)})["x"]
     np.testing.assert_allclose(mean, [[0.75, 0.25]])

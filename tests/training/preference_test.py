@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 
 from moh_jax.config import (
   LoraConfig,
@@ -222,7 +222,3 @@ class PreferenceTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
       tiny.train(config, str(self.root / "run"))
-
-
-if __name__ == "__main__":
-  absltest.main()

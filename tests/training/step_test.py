@@ -120,8 +120,7 @@ class StepTest(parameterized.TestCase):
     chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
 
   @parameterized.parameters(
-    ({}, 2), ({}, 4), ({"data": 2}, 1), ({"data": 8}, 1), ({"data": 8}, 4),
-    ({"fsdp": 4}, 2),
+    ({}, 4), ({"data": 8}, 1), ({"fsdp": 4}, 2),
   )  # fmt: skip
   @pytest.mark.integration
   def test_a_target_weighs_the_same_on_any_devices(self, mesh, accumulation):
