@@ -161,7 +161,7 @@ class FileTest(parameterized.TestCase):
 
 
 _BIASES = {"qkv_bias": True, "out_bias": True}
-_PLAIN = ("llama", "linear", "dynamic", "yarn_options", "biases", "wide_heads")
+_PLAIN = ("llama", "linear", "dynamic", "yarn_options")
 _ORDER = dataclasses.replace(
   tiny_llm.QUERY_NORM,
   head_order=((5, 4, 3, 2, 1, 0),) * 3,

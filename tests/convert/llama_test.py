@@ -151,7 +151,8 @@ class ThereAndBackTest(_Case):
     self.assertNotIn("trust_remote_code", card)
 
   def test_given_config_overrules_config_json(self):
-    tiny_llm.write_folder(self.source, tiny_llm.MHA, config={"vocab_size": 1})
+    tiny_llm.write_folder(self.source, tiny_llm.MHA)
+    (self.source / "config.json").write_text("{}")
     file = "hf/model-00001-of-00001.safetensors"
     run = released_run(tiny_llm.QUERY_NORM, {})
     restored = self.convert(source=file, config=run)
@@ -216,9 +217,17 @@ class BadSourceTest(_Case):
 class FilesTest(_Case):
   """The code and the tokenizer of an exported folder."""
 
-  def test_routed_model_has_its_code(self):
+  def test_routed_model_has_its_code_and_a_card(self):
     self.save(tiny_llm.MOH, train=TrainConfig(balance_weight=0.25))
-    folder = self.export()
+    folder = self.export(license="apache-2.0")
+    card = (folder / "README.md").read_text()
+    for line in (
+      "---\nlicense: apache-2.0\nlibrary_name: transformers\n",
+      "2 layers of 6, 2 of them always active and 2 chosen by each token; 1 l",
+      "Tokens use 66.7% of the heads",
+      'AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)',
+    ):
+      self.assertIn(line, card)
     self.assertEqual(
       _names(folder),
       sorted([*_CODE, "README.md", "config.json", "model.safetensors"]),
@@ -306,21 +315,6 @@ class FilesTest(_Case):
     self.assertEqual(
       _names(self.export()), ["README.md", "config.json", "model.safetensors"]
     )
-
-
-class CardTest(_Case):
-  def test_says_how_to_load_the_model_and_its_heads(self):
-    self.save(tiny_llm.MOH, train=TrainConfig(init_from="/somewhere/private"))
-    card = (self.export(license="apache-2.0") / "README.md").read_text()
-    for line in (
-      "---\nlicense: apache-2.0\nlibrary_name: transformers\n",
-      "pipeline_tag: text-generation\n",
-      "2 layers of 6, 2 of them always active and 2 chosen by each token; 1 l",
-      "Tokens use 66.7% of the heads",
-      'AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)',
-    ):
-      self.assertIn(line, card)
-    self.assertNotIn("/somewhere", card)
 
 
 class RecordedTest(parameterized.TestCase):

@@ -28,38 +28,61 @@ def _written(test, names):
   return root
 
 
+def _assert_equal(test, ours, theirs):
+  """Both have the same arrays, bit for bit."""
+  test.assertEqual(ours.keys(), theirs.keys())
+  for key, x in ours.items():
+    np.testing.assert_array_equal(x, theirs[key], key)
+
+
 class FolderTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     cls.root = _written(cls, ("moh", "joined", "tied"))
 
+  def _out(self):
+    return self.create_tempdir().full_path
+
+  def _folder(self, case, change=dict, **config):
+    """A copy of a case's adapters, with other tensors and another config.
+
+    Args:
+      case: name of the case.
+      change: from the tensors to those that are written.
+      **config: entries of adapter_config.json.
+    """
+    source = pathlib.Path(self._out(), "peft")
+    shutil.copytree(self.root / case / "peft_lora", source)
+    path = source / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    save_file(change(load_file(source / _TENSORS)), source / _TENSORS)
+    return str(source)
+
+  def _convert(self, case, change=dict, **config):
+    """Converts such a copy; returns the checkpoint."""
+    out, base = f"{self._out()}/again", str(self.root / case / "base")
+    convert("peft", self._folder(case, change, **config), out, base=base)
+    return out
+
+  def _refused(self, words, *args, **config):
+    with self.assertRaisesRegex((ValueError, FloatingPointError), words):
+      self._convert(*args, **config)
+
   @parameterized.parameters("moh", "joined", "tied")
   @pytest.mark.integration
   def test_goes_out_and_comes_back_bit_for_bit(self, name):
-    case, out = self.root / name, self.create_tempdir().full_path
-    base, again = str(case / "base"), f"{out}/again"
-    convert("peft", str(case / "peft_lora"), again, base=base)
+    case, again, out = self.root / name, self._convert(name), self._out()
     export(again, f"{out}/peft", to="peft")
-    first, second = (
-      load_file(pathlib.Path(folder, _TENSORS))
-      for folder in (case / "peft_lora", f"{out}/peft")
-    )
-    self.assertEqual(first.keys(), second.keys())
-    for key, x in first.items():
-      np.testing.assert_array_equal(x, second[key], key)
-    ours, theirs = map(peft_cases.tree_of, (case / "lora", pathlib.Path(again)))
-    self.assertEqual(ours.keys(), theirs.keys())
-    for key, x in ours.items():
-      np.testing.assert_array_equal(x, theirs[key], key)
-    served, other = restore(str(case / "lora")), restore(again)
-    tokens = np.load(case / "io.npz")["tokens"]
+    theirs = load_file(f"{out}/peft/{_TENSORS}")
+    _assert_equal(self, load_file(case / "peft_lora" / _TENSORS), theirs)
+    _assert_equal(self, *map(peft_cases.tree_of, (case / "lora", again)))
+    tokens, want = (np.load(case / "io.npz")[n] for n in ("tokens", "logits"))
     logits = [
       one.model.apply({"params": one.params}, tokens)[0]
-      for one in (served, other)
+      for one in map(restore, (str(case / "lora"), again))
     ]
     np.testing.assert_array_equal(*logits)
-    want = np.load(case / "io.npz")["logits"]
     np.testing.assert_allclose(logits[0], want, rtol=0, atol=1e-5)
 
   def test_only_named_modules_are_targets(self):
@@ -74,136 +97,96 @@ class FolderTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"use_dora": True}, "use_dora=True must be null, false"),
-    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern=.* must be null"),
     ({"peft_type": "IA3"}, "peft_type='IA3' must be 'LORA'"),
     ({"r": 0}, "Expected `int` >= 1 - at `.\\.r`"),
     ({"r": 4}, r"lora_A.weight \(3, 24\) instead of \(4, 24\)"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' must be True"),
     ({"layer_replication": [[0, 2]]}, "layer_replication=.* must be null"),
-    ({"use_new_thing": True}, "use_new_thing=True must be null"),
   )
   def test_what_we_do_not_compute_is_refused(self, change, words):
-    case = self.root / "moh"
-    source = pathlib.Path(self.create_tempdir().full_path, "peft")
-    shutil.copytree(case / "peft_lora", source)
-    path = source / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with self.assertRaisesRegex(ValueError, words):
-      out = self.create_tempdir().full_path
-      convert("peft", str(source), out, base=str(case / "base"))
+    self._refused(words, "moh", **change)
 
   def test_tensors_that_do_not_fit_are_named(self):
-    case = self.root / "moh"
-    source = pathlib.Path(self.create_tempdir().full_path, "peft")
-    shutil.copytree(case / "peft_lora", source)
-    tensors = load_file(source / _TENSORS)
-    key = next(key for key in tensors if "lora_B" in key)
-    projection = "base_model.model.model.layers.0.self_attn.o_proj.weight"
-    for changes, words in (
-      ({key: tensors[key].astype(np.int8)}, "1 dtype, .*lora_B.weight I8"),
-      ({key: np.full_like(tensors[key], np.nan)}, "lora_B.* holds NaN"),
-      ({key: None}, "1 missing: .*lora_B"),
-      ({"base_model.model.other.lora_A.weight": np.ones((3, 2))},
-       "1 not expected: other.lora_A"),
-      ({projection: np.zeros((24, 24), np.float32)},
+    key = "base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"
+    whole = "base_model.model.model.layers.0.self_attn.o_proj.weight"
+    other = {"base_model.model.other.lora_A.weight": np.ones((3, 2))}
+    matrix = np.zeros((24, 24), np.float32)
+    for change, words in (
+      (lambda x: x | {key: x[key].astype(np.int8)},
+       "1 dtype, .*lora_B.weight I8"),
+      (lambda x: x | {key: x[key] * np.nan}, "lora_B.* holds NaN"),
+      (lambda x: {n: v for n, v in x.items() if n != key},
+       "1 missing: .*lora_B"),
+      (lambda x: x | other, "1 not expected: other.lora_A"),
+      (lambda x: x | {whole: matrix},
        "o_proj is stored whole and has an adapter"),
-      (dict.fromkeys(key for key in tensors if "lora_" in key),
+      (lambda x: {n: v for n, v in x.items() if "lora_" not in n},
        "none of its tensors is an adapter"),
     ):  # fmt: skip
-      given = {n: x for n, x in (tensors | changes).items() if x is not None}
-      save_file(given, source / _TENSORS)
-      with self.assertRaisesRegex((ValueError, FloatingPointError), words):
-        out = self.create_tempdir().full_path
-        convert("peft", str(source), out, base=str(case / "base"))
-
-  def _with_saved(self, names):
-    """A folder of "joined" with tensors of its base stored whole, its base."""
-    case = self.root / "joined"
-    source = pathlib.Path(self.create_tempdir().full_path, "peft")
-    shutil.copytree(case / "peft_lora", source)
-    tensors = load_file(source / _TENSORS)
-    base = load_file(case / "hf_base" / "model.safetensors")
-    whole = {f"base_model.model.{n}": base[n] for n in names}
-    save_file({**tensors, **whole}, source / _TENSORS)
-    return str(source), str(case / "base")
+      self._refused(words, "moh", change)
 
   @pytest.mark.integration
   def test_modules_that_are_saved_whole_come_in(self):
+    base = load_file(self.root / "joined/hf_base/model.safetensors")
     norms = [f"model.layers.{i}.input_layernorm.weight" for i in range(3)]
-    out = self.create_tempdir().full_path
-    source, base = self._with_saved([*norms, "lm_head.weight"])
-    convert("peft", source, out, base=base)
-    self.assertIn("head/kernel", peft_cases.tree_of(pathlib.Path(out)))
-    source, base = self._with_saved(norms[:2])
-    with self.assertRaisesRegex(ValueError, f"1 missing: {norms[2]}"):
-      convert("peft", source, f"{out}/other", base=base)
 
-  def _tied(self, saved, **factors):
-    """A folder of "tied" with the embedding and the head times factors."""
-    source = pathlib.Path(self.create_tempdir().full_path, "peft")
-    shutil.copytree(self.root / "tied" / "peft_lora", source)
-    path = source / "adapter_config.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps(stored | {"modules_to_save": saved}))
-    tensors = load_file(source / _TENSORS)
-    embed = tensors["base_model.model.model.embed_tokens.weight"]
-    kept = {n: x for n, x in tensors.items() if "lora_" in n}
-    for name, factor in factors.items():
-      place = "model.embed_tokens" if name == "embed" else "lm_head"
-      kept[f"base_model.model.{place}.weight"] = embed * np.float32(factor)
-    save_file(kept, source / _TENSORS)
-    return str(source), str(self.root / "tied" / "base")
+    def saved(names):
+      whole = {f"base_model.model.{n}": base[n] for n in names}
+      return lambda tensors: tensors | whole
+
+    out = self._convert("joined", saved([*norms, "lm_head.weight"]))
+    self.assertIn("head/kernel", peft_cases.tree_of(pathlib.Path(out)))
+    self._refused(f"1 missing: {norms[2]}", "joined", saved(norms[:2]))
+
+  @staticmethod
+  def _tied(**factors):
+    """The adapters, and the embedding and the head times these factors."""
+
+    def change(tensors):
+      embed = tensors["base_model.model.model.embed_tokens.weight"]
+      kept = {n: x for n, x in tensors.items() if "lora_" in n}
+      for name, factor in factors.items():
+        place = "model.embed_tokens" if name == "embed" else "lm_head"
+        kept[f"base_model.model.{place}.weight"] = embed * np.float32(factor)
+      return kept
+
+    return change
 
   @parameterized.parameters(
     (["embed_tokens", "lm_head"], {"embed": 1, "head": 1}),
-    (["embed_tokens", "model.embed_tokens"], {"embed": 1, "head": 1}),
-    (None, {"embed": 1, "head": 1}),
     (None, {"embed": 1}),  # PEFT loads it into the matrix of both
   )
   @pytest.mark.integration
   def test_tied_embeddings_come_in(self, saved, factors):
-    source, base = self._tied(saved, **factors)
-    out = self.create_tempdir().full_path
-    convert("peft", source, out, base=base)
-    ours, again = map(peft_cases.tree_of, (self.root / "tied" / "lora", out))
-    self.assertEqual(ours.keys(), again.keys())
-    for key, x in ours.items():
-      np.testing.assert_array_equal(x, again[key], key)
+    out = self._convert("tied", self._tied(**factors), modules_to_save=saved)
+    ours = peft_cases.tree_of(self.root / "tied" / "lora")
+    _assert_equal(self, ours, peft_cases.tree_of(pathlib.Path(out)))
 
   @parameterized.parameters(
-    (["embed_tokens"], {"embed": 1}),
     (["model.embed_tokens"], {"embed": 1}),
     (["lm_head"], {"head": 1}),
-    (None, {"head": 1}),
     (["embed_tokens", "lm_head"], {"embed": 1, "head": 1.001}),
   )
   def test_an_embedding_that_is_not_the_head_is_refused(self, saved, factors):
-    source, base = self._tied(saved, **factors)
     words = "model.embed_tokens.weight and lm_head.weight must be stored both"
-    with self.assertRaisesRegex(ValueError, words):
-      convert("peft", source, self.create_tempdir().full_path, base=base)
+    self._refused(words, "tied", self._tied(**factors), modules_to_save=saved)
 
   @pytest.mark.integration
   def test_layers_without_adapters_stay_without(self):
-    source, base = self._with_saved([])
-    folder, out = pathlib.Path(source), self.create_tempdir().full_path
-    kept = {
-      n: x for n, x in load_file(folder / _TENSORS).items() if "q_pr" in n
-    }
-    save_file(kept, folder / _TENSORS)
-    path = folder / "adapter_config.json"
-    stored = json.loads(path.read_text()) | {"target_modules": ["q_proj"]}
-    path.write_text(json.dumps(stored))
-    convert("peft", source, f"{out}/again", base=base)
-    export(f"{out}/again", f"{out}/peft", to="peft")
-    again = load_file(f"{out}/peft/{_TENSORS}")
-    self.assertEqual(kept.keys(), again.keys())
-    for name, x in kept.items():
-      np.testing.assert_array_equal(again[name], x)
+    kept = {}
+
+    def queries(tensors):
+      kept.update({n: x for n, x in tensors.items() if "q_pr" in n})
+      return kept
+
+    again = self._convert("joined", queries, target_modules=["q_proj"])
+    out = self._out()
+    export(again, f"{out}/peft", to="peft")
+    _assert_equal(self, kept, load_file(f"{out}/peft/{_TENSORS}"))
 
   @pytest.mark.integration
   def test_a_base_and_adapters_belong_together(self):
-    case, out = self.root / "moh", self.create_tempdir().full_path
+    case, out = self.root / "moh", self._out()
     with self.assertRaisesRegex(ValueError, "--base None: --from 'peft'"):
       convert("peft", str(case / "peft_lora"), out)
     with self.assertRaisesRegex(ValueError, "family='vit' has no form"):
@@ -251,10 +234,5 @@ class PeftTest(parameterized.TestCase):
     want = np.load(case / "trained.npy")
     np.testing.assert_allclose(logits, want, rtol=0, atol=2e-6)
     export(again, f"{out}/peft", to="peft")
-    theirs, ours = (
-      load_file(pathlib.Path(folder, _TENSORS))
-      for folder in (trained, f"{out}/peft")
-    )
-    self.assertEqual(theirs.keys(), ours.keys())
-    for key, x in theirs.items():
-      np.testing.assert_array_equal(x, ours[key], key)
+    ours = load_file(f"{out}/peft/{_TENSORS}")
+    _assert_equal(self, load_file(trained / _TENSORS), ours)

@@ -95,7 +95,6 @@ def write_folder(
   model: LLMConfig,
   dtype: str = "float32",
   shards: int = 1,
-  config: dict[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
   """Writes what transformers would; returns the tensors."""
   folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,5 @@ def write_folder(
     (folder / "model.safetensors.index.json").write_text(
       json.dumps({"metadata": {}, "weight_map": weight_map})
     )
-  config = llama_config.to_hf(model) if config is None else config
-  if config:
-    (folder / "config.json").write_text(json.dumps(config))
+  (folder / "config.json").write_text(json.dumps(llama_config.to_hf(model)))
   return stored

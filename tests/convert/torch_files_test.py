@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 
+import chex
 import ml_dtypes
 import numpy as np
 import pytest
@@ -59,24 +60,16 @@ class ReadTest(_Case):
   def test_values_and_views_of_a_storage(self, dtype):
     values = np.array([[0, 1, 2], [3, 4, 5]]).astype(_DTYPES[dtype])
     whole = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(getattr(torch, dtype))
-    read = self.read({
-      "whole": whole, "turned": whole.T, "some": whole[:, ::2],
-      "scalar": whole[1, 2], "none": whole[:0],
-    })  # fmt: skip
-    for name, want in {
-      "whole": values, "turned": values.T, "some": values[:, ::2],
-      "scalar": values[1, 2], "none": values[:0],
-    }.items():  # fmt: skip
-      self.assertEqual((read[name].dtype, read[name].shape),
-                       (values.dtype, want.shape))  # fmt: skip
-      np.testing.assert_array_equal(read[name], want)
+    views = (lambda x: x, lambda x: x.T, lambda x: x[:, ::2], lambda x: x[1, 2],
+             lambda x: x[:0])  # fmt: skip
+    read = self.read({str(i): view(whole) for i, view in enumerate(views)})
+    for i, view in enumerate(views):
+      np.testing.assert_array_equal(read[str(i)], view(values), strict=True)
 
   def test_folder_of_one_file_or_of_shards_with_an_index(self):
     one, two = torch.arange(3.0), torch.ones(2)
     torch.save({"model": {"a": one}, "epoch": 3}, self.path)
-    read = tensor_files.read_tensors(self.root)
-    np.testing.assert_array_equal(read.pop("a"), one.numpy())
-    self.assertEmpty(read)
+    self.assertEqual(list(tensor_files.read_tensors(self.root)), ["a"])
     self.path.unlink()
     files = {"a": "pytorch_model-1-of-2.bin", "b": "pytorch_model-2-of-2.bin"}
     for (name, file), tensor in zip(files.items(), (one, two)):
@@ -86,28 +79,21 @@ class ReadTest(_Case):
     index.write_text(json.dumps({"weight_map": files}))
     for path in (index, self.root):
       read = tensor_files.read_tensors(path)
-      self.assertLen(read, 2)
-      for name, tensor in (("a", one), ("b", two)):
-        np.testing.assert_array_equal(read[name], tensor.numpy())
+      chex.assert_trees_all_equal(read, {"a": one.numpy(), "b": two.numpy()})
 
   def test_weights_beside_whatever_a_training_saves(self):
     module = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.ones(3)).sum().backward()
-    optimizer.step()
     read = self.read({
       "model": module.state_dict(),  # an OrderedDict with attributes
-      "optimizer": optimizer.state_dict(),
+      "optimizer": torch.optim.AdamW(module.parameters()).state_dict(),
       "epoch": 3,
       "args": argparse.Namespace(lr=0.1, path=pathlib.PurePosixPath("a")),
       "best": np.float64(0.5),
-      "history": np.arange(3),
       "counts": collections.Counter("ab"),
-      "device": torch.device("cuda", 0),
     })  # fmt: skip
-    self.assertEqual(list(read), ["weight", "bias"])
     for name, want in module.state_dict().items():
-      np.testing.assert_array_equal(read[name], want.numpy())
+      np.testing.assert_array_equal(read.pop(name), want.numpy())
+    self.assertEmpty(read)
 
 
 class EntryTest(_Case):
@@ -116,7 +102,6 @@ class EntryTest(_Case):
   @parameterized.parameters(
     (("model", "ema", "state_dict"), None, "ema"),
     (("optimizer", "state_dict", "model"), None, "model"),
-    (("optimizer", "state_dict"), None, "state_dict"),
     (("ema", "model_ema"), "model_ema", "model_ema"),
   )
   def test_the_usual_ones_in_order_or_that_of_the_key(self, names, key, taken):
@@ -128,21 +113,11 @@ class EntryTest(_Case):
     # Broken averages are no reason to take other weights.
     (lambda w: {"ema": {"w": w, "decay": 0.9}, "model": {"w": w}}, None,
      "its entry 'ema' is no dict of tensors"),
-    (lambda w: {"net": {"a": 1}, "epoch": 3}, None, "'net', 'epoch'"),
     (lambda w: {"net": {"a": 1}, "epoch": 3}, "missing", "'net', 'epoch'"),
   )  # fmt: skip
   def test_what_holds_no_weights_is_named(self, tree, key, found):
     torch.save(tree(torch.ones(1)), self.path)
     self.assert_rejected(found, key)
-
-  @parameterized.parameters(
-    (("weight", "bias"), ["weight", "bias"]),
-    (("module.a.b", "module.c"), ["a.b", "c"]),
-    (("module.a", "c"), ["module.a", "c"]),
-  )
-  def test_top_level_and_the_prefix_that_all_names_share(self, names, want):
-    read = self.read({name: torch.ones(1) for name in names})
-    self.assertEqual(list(read), want)
 
 
 class CodeTest(_Case):

@@ -56,9 +56,11 @@ _PLAIN |= {"top_k": (0,) * 3}
 CASES = {
   "released_gates": {},
   "paper_gates": {"router": RouterConfig(gate_form="paper")},
-  "one_stage": {"router": RouterConfig(two_stage=False)},
-  "no_shared": {"shared_heads": (0,) * 3},
-  "one_shared": {"shared_heads": (1,) * 3, "tie_embeddings": True},
+  "one_shared": {
+    "shared_heads": (1,) * 3,
+    "tie_embeddings": True,
+    "router": RouterConfig(two_stage=False),
+  },
   "shared_only": {"shared_heads": (6, 2, 0), "top_k": (0, 2, 3)},
   "heads_by_layer": {
     "num_heads": (6, 9, 3),
@@ -103,9 +105,11 @@ CASES = {
     "tie_embeddings": True,
     "num_kv_heads": 6,
   },
-  "biases": {**_PLAIN, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
-  "wide_heads": {**_PLAIN, "head_dim": 10, "norm_eps": 1e-2},
-  "linear": {**_PLAIN, "rope": RotaryConfig(scaling="linear", factor=4.0)},
+  "linear": {
+    **_PLAIN,
+    **{"qkv_bias": True, "out_bias": True, "mlp_bias": True, "head_dim": 10},
+    "rope": RotaryConfig(scaling="linear", factor=4.0),
+  },
   "dynamic": {
     **_PLAIN,
     "rope": RotaryConfig(scaling="dynamic", factor=8.0, original_length=16),

@@ -97,20 +97,15 @@ class LoadTest(FolderTest):
     self.assertEqual(config.scaling, expected)
     chex.assert_type(jax.tree.leaves(params), np.float32)
 
-  @parameterized.parameters("", "absent.safetensors", "config.json")
+  @parameterized.parameters(VAE_FILES[0], "config.json")
   def test_missing_file_says_what_is_expected(self, name):
-    absent = name == "absent.safetensors"
-    if not absent:
-      (self.folder / (name or VAE_FILES[0])).unlink()
-    with self.assertRaises(FileNotFoundError) as caught:
-      vae.load_vae(self.folder / name if absent else self.folder)
-    for part in (str(self.folder / name), VAE_FILES[0], "config.json",
-                 "stabilityai/sd-vae-ft-mse", "--vae PATH"):  # fmt: skip
-      self.assertIn(part, str(caught.exception))
+    (self.folder / name).unlink()
+    hint = f"{self.folder}.*: .*{VAE_FILES[0]}.*sd-vae-ft-mse.*--vae PATH"
+    with self.assertRaisesRegex(FileNotFoundError, hint):
+      vae.load_vae(self.folder)
 
   @parameterized.parameters(
     ({"latents_mean": [1.0]}, "latents.mean=.* must have 2 values"),
-    ({"shift_factor": "0"}, ".*got `str` - at .*shift_factor"),
     ({"_class_name": "AsymmetricAutoencoderKL"}, "_class_name='Asymmetric"),
     ({"up_block_types": ["AttnUpDecoderBlock2D"] * 2}, "up_block_types="),
     ({"block_out_channels": "48"}, ".*got `str` - at .*block_out_channels"),

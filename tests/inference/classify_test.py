@@ -1,6 +1,5 @@
 import dataclasses
 import pathlib
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +99,6 @@ class ClassifyTest(FolderTest):
     good = self._write(Image.fromarray(_RGB))
     with self.assertRaisesRegex(FileNotFoundError, "nope.png"):
       broken.predict([good, str(self.root / "nope.png")])
-
-  def test_can_be_pickled_after_its_use(self):
-    restored = _restored()
-    (expected,) = restored.predict([_RGB])
-    copied = pickle.loads(pickle.dumps(restored))
-    self.assertEqual(copied.predict([_RGB]), [expected])
 
   @parameterized.parameters(
     ([_RGB, np.zeros((8, 8, 3), np.float32)], {},

@@ -162,20 +162,6 @@ class TokensTest(parameterized.TestCase):
       self.assertAlmostEqual(first, exact.log_probs[0], delta=1e-4)
       self.assertNotEqual(completion.log_probs[1], exact.log_probs[1])
 
-  @pytest.mark.integration
-  def test_batches_of_any_size_write_the_same(self):
-    rng = np.random.default_rng(0)
-    lengths = (3, 20, 11, 1, 25, 18, 7)
-    prompts = [rng.integers(1, 60, n).tolist() for n in lengths]
-    drawn = dataclasses.replace(_DRAWN, max_new_tokens=30)
-    alone, batched = (
-      _generator(tiny_writer.RANDOM, size=size).generate(prompts, drawn)
-      for size in (1, 3)
-    )
-    self.assertEqual(_tokens(alone), _tokens(batched))
-    reasons = {one.finish_reason for one in alone}
-    self.assertEqual(reasons, {"end", "length"})
-
   @parameterized.parameters(1, 2)
   def test_a_token_copies_no_cache(self, texts):
     slots, config = 4096, _config()
@@ -191,11 +177,6 @@ class TokensTest(parameterized.TestCase):
     values = jax.tree.leaves(state.cache)
     size = sum(x.size * x.dtype.itemsize for x in values)
     self.assertLess(program.memory_analysis().temp_size_in_bytes, size / 4)
-
-  def test_bfloat16_model_writes(self):
-    generator = _generator(_config(dtype="bfloat16"))
-    (completion,) = generator.generate([_PROMPTS[2]], _GREEDY)
-    self.assertLen(completion.tokens, 6)
 
 
 class TextTest(parameterized.TestCase):
@@ -417,22 +398,6 @@ _SAMPLES = 4000
 _PROBS = np.array([0.05, 0.5, 0.15, 0.3])  # token 1, then 3, 2, 0
 
 
-class SamplingTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ("max_new_tokens", 0, "be at least 1"),
-    ("temperature", float("nan"), "be at least 0"),
-    ("top_k", -1, "be at least 0"),
-    ("top_p", 0.0, "be in (0, 1]"),
-    ("seed", 2**32, "be in [0, 4294967295]"),
-    ("stop", ("a", ""), "not be empty"),
-  )
-  def test_message_names_field_and_what_is_allowed(self, field, value, allowed):
-    with self.assertRaises(ValueError) as caught:
-      Sampling(**{field: value})
-    self.assertStartsWith(str(caught.exception), f"{field}=")
-    self.assertEndsWith(str(caught.exception), f"must {allowed}")
-
-
 def _choose(logits, keys, **options):
   sampling = Sampling(**options)
   numbers = span_numbers(sampling, 1)
@@ -468,12 +433,10 @@ class ChooseTokensTest(parameterized.TestCase):
     # The probability is the model's own, at temperature 1 and without cuts.
     expected = jax.nn.log_softmax(self.logits)[np.arange(5), tokens]
     np.testing.assert_allclose(log_probs, expected, rtol=1e-6)
+    ties = jnp.array([[0.0, 2.0, 1.0, 2.0]])
+    self.assertEqual(int(_choose(ties, self.keys[:1])[0][0]), 1)
 
-  def test_ties_of_the_best_go_to_the_lowest_id(self):
-    logits = jnp.array([[0.0, 2.0, 1.0, 2.0]])
-    self.assertEqual(int(_choose(logits, self.keys[:1])[0][0]), 1)
-
-  @parameterized.parameters((0.5, 0), (1.0, 0), (2.0, 0), (1.0, 2))
+  @parameterized.parameters((0.5, 0), (2.0, 0), (1.0, 2))
   def test_samples_are_as_frequent_as_they_should(self, temperature, top_k):
     tokens = _sample(np.log(_PROBS), temperature=temperature, top_k=top_k)
     shares = np.bincount(tokens, minlength=4) / _SAMPLES
@@ -487,12 +450,9 @@ class ChooseTokensTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"top_k": 2}, (1, 3)),
-    ({"top_k": 3}, (1, 2, 3)),
     ({"top_k": 99}, (0, 1, 2, 3)),
-    ({"top_p": 0.4}, (1,)),
     ({"top_p": 0.79}, (1, 3)),
     ({"top_p": 0.81}, (1, 2, 3)),
-    ({"top_p": 0.96}, (0, 1, 2, 3)),
     # Of the two best, 0.625 and 0.375, the first reaches 0.6 alone.
     ({"top_k": 2, "top_p": 0.6}, (1,)),
     ({"top_k": 2, "top_p": 0.7}, (1, 3)),

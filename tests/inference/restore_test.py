@@ -86,25 +86,18 @@ class RestoreTest(parameterized.TestCase):
     self.assertEqual(restored.step, seed % 100)
     chex.assert_trees_all_equal(restored.params, _params(seed))
 
-  @parameterized.parameters((0.7, 2, 49), (0.7, 7, 0))
-  def test_averages_that_are_mostly_the_start_say_so(
-    self, decay, step, percent
-  ):
-    optim = dataclasses.replace(_CONFIG.optim, ema_decay=decay)
+  def test_averages_that_are_mostly_the_start_say_so(self):
     where = self.enterContext(tempfile.TemporaryDirectory())
-    config = dataclasses.replace(_CONFIG, optim=optim)
-    _save_steps(where, (step,), config)
-    if not percent:
-      with self.assertNoLogs("moh_jax", "WARNING"):
-        restore_lib.restore(where)
-      return
+    optim = dataclasses.replace(_CONFIG.optim, ema_decay=0.7)
+    _save_steps(where, (2, 7), dataclasses.replace(_CONFIG, optim=optim))
     with self.assertLogs("moh_jax", "WARNING") as logs:
-      restore_lib.restore(where)
+      restore_lib.restore(where, step=2)
     (line,) = logs.output
-    said = f"step {step}: averaged parameters are still {percent}% those of"
+    said = "step 2: averaged parameters are still 49% those of"
     self.assertIn(said, line)
     with self.assertNoLogs("moh_jax", "WARNING"):
-      restore_lib.restore(where, use_ema=False)
+      restore_lib.restore(where, step=2, use_ema=False)
+      restore_lib.restore(where, step=7)
 
   def test_overrides_change_config_and_model(self):
     restored = restore_lib.restore(
@@ -195,7 +188,6 @@ class RestackTest(FolderTest):
   @parameterized.parameters(
     ((1, 1, 2, 2), (1, 1, 1, 1)),  # two runs become one
     ((2, 2, 2, 2), (2, 1, 1, 3)),  # one becomes three
-    ((1, 2, 1, 2), (2, 2, 1, 1)),
   )
   @pytest.mark.integration
   def test_serves_other_shares_whatever_the_runs(self, trained, wanted):
@@ -244,17 +236,10 @@ class LoadTokenizerTest(FolderTest):
     ):
       restore_lib.load_checkpoint_tokenizer(str(self.root))
 
-  def _save(self, sha256):
+  @parameterized.parameters(BytesTokenizer.sha256, "")
+  def test_bytes_need_no_file_and_any_fits_where_none_is_known(self, sha256):
     shutil.rmtree(self.root / "checkpoints")
     tiny_writer.save_alphabet(self.root, tokenizer_sha256=sha256)
-
-  def test_bytes_need_no_file(self):
-    self._save(BytesTokenizer.sha256)
-    tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
-    self.assertIsInstance(tokenizer, BytesTokenizer)
-
-  def test_any_file_fits_a_checkpoint_that_knows_of_none(self):
-    self._save("")
     self.file.write_bytes(self.other.content)
     tokenizer = restore_lib.load_checkpoint_tokenizer(str(self.root))
-    self.assertEqual(tokenizer.sha256, self.other.sha256)
+    self.assertEqual(tokenizer.sha256, sha256 or self.other.sha256)

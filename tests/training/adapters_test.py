@@ -22,25 +22,16 @@ from moh_jax.config import (
 )
 from moh_jax.data import sequences
 from moh_jax.inference.restore import restore
-from moh_jax.models.adapters import Adapters, join
+from moh_jax.models.adapters import join
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.parameters import abstract_params
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.train import train
 from tests.training import tiny
 
 _LORA = LoraConfig(rank=2, alpha=4.0)
-_DENSE = dataclasses.replace(tiny.llm_config(), model=without_router(tiny.LLM))
-
-
-def _save(folder, config, names=()):
-  """Random parameters, as a checkpoint; returns its path."""
-  path = str(pathlib.Path(folder, "base"))
-  params = tiny.random_params(config)
-  checkpoint.save_params(path, params, Metadata(config, names))
-  return path
+_DENSE = tiny.llm_config(model=without_router(tiny.LLM))
 
 
 def _size(workdir):
@@ -49,13 +40,9 @@ def _size(workdir):
   return sum(file.stat().st_size for file in files)
 
 
-def _tuned(config, base, lora=_LORA, **sections):
-  sections.setdefault("train", {})["init_from"] = base
-  tuned = {
-    name: dataclasses.replace(getattr(config, name), **fields)
-    for name, fields in sections.items()
-  }
-  return dataclasses.replace(config, tune=TuneConfig(lora=lora), **tuned)
+def _tuned(config, base, lora=_LORA, **train):
+  tune = TuneConfig(lora=lora)
+  return tiny.changed(config, tune=tune, train={"init_from": base, **train})
 
 
 class AdaptersRunTest(parameterized.TestCase):
@@ -69,7 +56,7 @@ class AdaptersRunTest(parameterized.TestCase):
   @parameterized.parameters("float32", "int8")
   @pytest.mark.integration
   def test_a_dense_model_becomes_moh_by_adapters(self, dtype):
-    base = _save(self.root, _DENSE)
+    base = tiny.save(self.root, _DENSE)
     before = tiny.random_params(_DENSE)
     lora = dataclasses.replace(_LORA, base_dtype=dtype, dropout=0.2)
     config, run = _tuned(tiny.llm_config(), base, lora), self._folder("run")
@@ -99,7 +86,7 @@ class AdaptersRunTest(parameterized.TestCase):
 
   @pytest.mark.integration
   def test_another_or_no_base_is_refused(self):
-    base = _save(self.root, _DENSE)
+    base = tiny.save(self.root, _DENSE)
     config, run = _tuned(tiny.llm_config(), base), self._folder("run")
     tiny.train(config, run)
     moved = self._folder("moved")
@@ -109,7 +96,7 @@ class AdaptersRunTest(parameterized.TestCase):
     served = restore(run, changes=[f"train.init_from={moved}"])
     other = tiny.random_params(_DENSE, seed=1)
     checkpoint.save_params(base, other, Metadata(_DENSE))
-    longer = _tuned(tiny.llm_config(), base, train={"steps": 6})
+    longer = _tuned(tiny.llm_config(), base, steps=6)
     # Adapters on a run with adapters.
     twice = _tuned(tiny.llm_config(), run)
     for use in (
@@ -128,46 +115,40 @@ class AdaptersRunTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_new_classes_are_trained_whole(self):
     names = tuple("abcdefghij")
-    base = _save(self.root, tiny.config(), names)
-    config = _tuned(tiny.config(), base)
+    plain = tiny.config(model=tiny.ALIKE["vit"])
+    base = tiny.save(self.root, plain, names)
+    config = _tuned(plain, base)
     with self.assertRaisesRegex(
       ValueError, "lacks head/bias, head/kernel: tune"
     ):
       tiny.train(config, self._folder("run"))
     lora = dataclasses.replace(_LORA, whole=("*/router/*", "head/*"))
-    done = tiny.train(_tuned(tiny.config(), base, lora), self._folder("run"))
+    done = tiny.train(_tuned(plain, base, lora), self._folder("run"))
     self.assertIn("head", done.state.params)
 
-  @parameterized.parameters((1.0, 0), (2.0, 5))
   @pytest.mark.integration
-  def test_teacher_is_the_model_without_adapters(self, temperature, chunk):
-    model = {"router": RouterConfig("query_norm"), "loss_chunk": chunk}
-    config = tiny.llm_config(model=model)
-    distill = DistillConfig(0.5, temperature, every=3)
-    tune = TuneConfig(lora=_LORA, distill=distill)
-    config = dataclasses.replace(config, tune=tune)
-    net, inputs = make_model(config)
-    adapters = Adapters.of(abstract_params(net, inputs), _LORA)
+  def test_teacher_is_the_model_without_adapters(self):
+    temperature, model = 2.0, {"router": RouterConfig("query_norm")}
+    tune = TuneConfig(lora=_LORA, distill=DistillConfig(0.5, temperature, 3))
+    config = tiny.llm_config(model=model, tune=tune)
+    net, frozen, begun = tiny.adapted(config)
     params = tiny.random_params(config)
-    trained = jax.tree.map(
-      lambda x: x + 0.1, adapters.begin(jax.random.key(0), params)
-    )
-    joined = join(adapters.freeze(params), trained)
+    trained = jax.tree.map(lambda x: x + 0.1, begun)
+    joined = join(frozen, trained)
     data = sequences.Text(config.data, 60, "train").stream(0)
-    batch = jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
+    batch = tiny.stacked(data, 4)
 
     def loss(config, step, params=joined):
       loss_fn = make_loss(make_model(config)[0], config)
       return loss_fn(params, batch, jax.random.key(0), jnp.int32(step))
 
-    plain_config = dataclasses.replace(config, tune=TuneConfig(lora=_LORA))
+    plain_config = tiny.changed(config, tune=TuneConfig(lora=_LORA))
     plain, _ = loss(plain_config, 0)
     (taught, metrics), (off, other) = loss(config, 3), loss(config, 4)
     np.testing.assert_allclose(off, plain, rtol=1e-6)
     self.assertEqual(float(other["distill_loss"].weight), 0)
-    dense, _ = make_model(
-      dataclasses.replace(config, model=without_router(config.model))
-    )
+    plain_model = without_router(config.model)
+    dense, _ = make_model(tiny.changed(config, model=plain_model))
     places = {name: batch[name] for name in ("positions", "segments")}
     ours, theirs = (
       jax.nn.log_softmax(
@@ -192,8 +173,8 @@ class AdaptersRunTest(parameterized.TestCase):
   def test_teacher_must_not_change(self):
     lora = dataclasses.replace(_LORA, whole=("*/router/*", "norm/*"))
     tune = TuneConfig(lora=lora, distill=DistillConfig(1.0))
-    base = _save(self.root, _DENSE)
-    config = dataclasses.replace(_tuned(tiny.llm_config(), base), tune=tune)
+    base = tiny.save(self.root, _DENSE)
+    config = tiny.changed(_tuned(tiny.llm_config(), base), tune=tune)
     with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
       tiny.train(config, self._folder("run"))
 
@@ -214,11 +195,10 @@ def _compare_mesh(test, family):
   root = test.create_tempdir().full_path
   config = tiny.CONFIGS[family](optim={"lr": 1e-3})
   lora = dataclasses.replace(_LORA, dropout=0.25)
-  config = _tuned(config, _save(root, config), lora)
-  mesh = dataclasses.replace(config.mesh, **tiny.MESH)
+  config = _tuned(config, tiny.save(root, config), lora)
   one, many = (str(pathlib.Path(root, name)) for name in ("one", "many"))
   tiny.train(config, one)
-  train(dataclasses.replace(config, mesh=mesh), many)
+  train(tiny.changed(config, mesh=tiny.MESH), many)
   losses = [
     [row["loss"] for row in tiny.rows(folder, "train")]
     for folder in (one, many)

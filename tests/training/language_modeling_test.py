@@ -28,7 +28,7 @@ _CONFIG = tiny.llm_config(train={"balance_weight": 0.5})
 
 def _batch():
   data = sequences.Text(_CONFIG.data, 60, "train").stream(0)
-  return jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
+  return tiny.stacked(data, 4)
 
 
 @jax.jit
@@ -171,11 +171,10 @@ class TextTest(parameterized.TestCase):
     data = {"mix": ("code",), "ratios": (100.0,), "sequence_length": 25}
     config = apply_overrides(self.config, "data", **data)
     self.assertLen(sequences.Text(config.data, 60, "val"), 6)
-    whole, *parts = (
-      self._figures(config, examples)["bits_per_byte"]
-      for examples in (0, 1, 5, 6)
+    whole, part = (
+      self._figures(config, examples)["bits_per_byte"] for examples in (0, 5)
     )
-    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    np.testing.assert_allclose(part, whole, rtol=1e-5)
 
   def test_first_tokens_that_are_not_predicted_have_no_bytes(self):
     root = self.root / "no_begin"

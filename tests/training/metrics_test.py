@@ -1,7 +1,6 @@
 """What a run writes of its metrics, also into buckets; loads of heads."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import json
@@ -52,8 +51,13 @@ class LogTest(parameterized.TestCase):
     self.addCleanup(made.__exit__)
     return made
 
-  def _rows(self):
-    return [json.loads(line) for line in self.file.read_text().splitlines()]
+  def _rows(self, *splits):
+    rows = map(json.loads, self.file.read_text().splitlines())
+    return [row for row in rows if not splits or row["split"] in splits]
+
+  @staticmethod
+  def _step(log, step, **values):
+    log.step(step, {"loss": 1.0, "grad_norm": 1.0, **values})
 
   def test_a_row_is_on_disk_at_once_and_written_once(self):
     log = self._log()
@@ -92,7 +96,7 @@ class LogTest(parameterized.TestCase):
   def test_a_step_is_read_when_the_next_is_on_its_way(self):
     log = self._log(every=2)
     for step in (1, 2, 3):
-      log.step(step, {"loss": 0.5123, "grad_norm": 1.0, "accuracy": 0.5})
+      self._step(log, step, loss=0.5123, accuracy=0.5)
     (row,) = self._rows()
     self.assertEqual((row["step"], row["loss"]), (2, 0.5123))
     self.assertGreater(row["tokens_per_second"], 0)
@@ -105,19 +109,22 @@ class LogTest(parameterized.TestCase):
   @parameterized.parameters("loss", "grad_norm")
   def test_what_is_not_finite_ends_the_run(self, name):
     log = self._log()
-    log.step(3, {"loss": 1.0, "grad_norm": 1.0, name: np.nan})
+    self._step(log, 3, **{name: np.nan})
     with self.assertRaisesRegex(NonFiniteLossError, f"{name}=nan at step 3"):
       log.flush()
 
   def test_skipped_steps_are_no_end_up_to_their_limit(self):
     log = self._log(config=tiny.config(optim={"skip_nonfinite": 2}))
     for step, skipped in ((1, 1), (2, 2), (3, 3)):
-      log.step(step, {"loss": np.nan, "grad_norm": 1.0, "skipped": skipped})
+      self._step(log, step, loss=np.nan, skipped=skipped)
     with self.assertRaisesRegex(NonFiniteLossError, "at step 3"):
       log.flush()
 
   def test_tensorboard_and_png_hold_the_picture(self):
-    log = self._log(tensorboard=True)
+    summary = tensorboardX.SummaryWriter
+    with mock.patch.object(tensorboardX, "SummaryWriter", wraps=summary) as new:
+      log = self._log(1, tensorboard=True)
+    self.assertEqual(new.call_args[1]["purge_step"], 2)  # those come again
     log.write(2, "train", {"loss": 0.5})
     for step, (channels, mode) in enumerate(((1, "L"), (3, "RGB"))):
       shape = (6, 4, channels)
@@ -131,11 +138,6 @@ class LogTest(parameterized.TestCase):
     (events,) = (self.dir / "tensorboard").glob("*tfevents*")
     for text in (b"train/loss", b"samples", b"PNG"):
       self.assertIn(text, events.read_bytes())
-
-  def test_tensorboard_forgets_the_steps_that_come_again(self):
-    with mock.patch.object(tensorboardX, "SummaryWriter") as summary:
-      self._log(3, tensorboard=True)
-    self.assertEqual(summary.call_args[1]["purge_step"], 4)
 
   def test_wandb_gets_rows_offline(self):
     if importlib.util.find_spec("wandb") is None:
@@ -164,35 +166,29 @@ class LogTest(parameterized.TestCase):
     self.assertIn(b"train/loss", events.read_bytes())
 
   def test_loads_are_by_number_whatever_heads_are_shared(self):
-    model = dataclasses.replace(
-      tiny.LLM, shared_heads=(2, 2), top_k=(1, 1), num_kv_heads=4,
-      head_order=((3, 1, 2, 0), (0, 1, 2, 3)),
-    )  # fmt: skip
-    config = tiny.llm_config(
-      model=vars(model), log={"heads": 3, "every": 4}, train={"steps": 4}
-    )
+    model = {"shared_heads": (2, 2), "top_k": (1, 1), "num_kv_heads": 4}
+    model["head_order"] = ((3, 1, 2, 0), (0, 1, 2, 3))
+    config = tiny.llm_config(model=model, log={"heads": 3, "every": 4})
     loads = np.float32([[0.7, 1.0, 0.3, 1.0], [1.0, 1.0, 0.6, 0.4]])
     log = self._log(config=config)
     for step in range(1, 5):
-      log.step(step, {"loss": 1.0, "grad_norm": 1.0, HEAD_LOADS: (loads,)})
+      self._step(log, step, **{HEAD_LOADS: (loads,)})
     log.flush()
-    found = [row for row in self._rows() if row["split"] == "heads"]
     heads = {"blocks0.0": [0.7, 0.3], "blocks0.1": [0.6, 0.4]}
-    self.assertEqual(
-      found, [{"step": step, "split": "heads", **heads} for step in (3, 4)]
-    )
+    expected = [{"step": step, "split": "heads", **heads} for step in (3, 4)]
+    self.assertEqual(self._rows("heads"), expected)
 
   def test_a_collapsed_router_is_called_out_once(self):
     log = self._log(every=1)
     collapsed = [[[1.0, 1.0]], [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0]]]
     with self.assertLogs("moh_jax", "WARNING") as logs:
       for step, loads in ((1, collapsed), (2, collapsed), (3, _EVEN)):
-        log.step(step, {"loss": 1.0, "grad_norm": 1.0, HEAD_LOADS: loads})
+        self._step(log, step, **{HEAD_LOADS: loads})
       log.flush()
     self.assertLen(logs.records, 2)
     pattern = r"step 1: the router of layer stage2.0 has collapsed"
     self.assertRegex(logs.output[0], pattern)
-    rows = [row for row in self._rows() if row["split"] == "train"]
+    rows = self._rows("train")
     # The first stage has one routed head, so its tokens have no choice.
     self.assertEqual([row["load_entropy"] for row in rows[:2]], [0.0, 0.0])
     self.assertGreater(rows[2]["load_entropy"], 0.9)

@@ -12,7 +12,6 @@ from absl.testing import parameterized
 
 from moh_jax.config import (
   LoraConfig,
-  MeshConfig,
   RouterConfig,
   TextDataConfig,
   TuneConfig,
@@ -20,17 +19,14 @@ from moh_jax.config import (
 from moh_jax.config.tune import DistillConfig, DpoConfig
 from moh_jax.data.conversations import PreferenceSource
 from moh_jax.inference.restore import restore
-from moh_jax.models.adapters import Adapters, join, without_adapters
-from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint
-from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.parameters import abstract_params
+from moh_jax.models.adapters import join, without_adapters
 from moh_jax.training.language_modeling import make_objective
 from moh_jax.training.train import train
 from tests.data.tiny_chat import write_rows, write_tokenizer
 from tests.training import tiny
 
 _BETA = 0.5
+_FAST = {"lr": 2e-2, "warmup_steps": 0}
 _LORA = LoraConfig(rank=2, alpha=4.0, whole=())
 _ROWS = [
   {"prompt": f"one {i}?", "chosen": "two one", "rejected": "three " * (i + 1)}
@@ -59,27 +55,13 @@ def _config(folder, **data):
     batch_size=4,
     **data,
   )
-  return dataclasses.replace(
-    config, data=data, tune=TuneConfig(lora=_LORA, dpo=DpoConfig(_BETA))
-  )
+  tune = TuneConfig(lora=_LORA, dpo=DpoConfig(_BETA))
+  return tiny.changed(config, data=data, tune=tune)
 
 
-def _save(folder, config):
+def _base(folder, config):
   """The model before it is tuned; returns its path."""
-  base = str(folder / "base")
-  plain = tiny.llm_config()
-  plain = dataclasses.replace(plain, model=config.model)
-  checkpoint.save_params(base, tiny.random_params(plain), Metadata(plain))
-  return base
-
-
-def _adapted(config):
-  """The network, its frozen parameters, and adapters that add nothing yet."""
-  net, inputs = make_model(config)
-  adapters = Adapters.of(abstract_params(net, inputs), _LORA)
-  params = tiny.random_params(config)
-  begun = adapters.begin(jax.random.key(0), params)
-  return net, adapters.freeze(params), begun
+  return tiny.save(folder, tiny.llm_config(model=config.model))
 
 
 class PreferenceTest(parameterized.TestCase):
@@ -88,19 +70,15 @@ class PreferenceTest(parameterized.TestCase):
     root = self.enterContext(tempfile.TemporaryDirectory())
     self.root = pathlib.Path(root)
 
-  @parameterized.parameters(0, 8)
   @pytest.mark.integration
-  def test_loss_and_gradients_are_those_of_the_formula(self, chunk):
-    config = _config(self.root)
-    model = dataclasses.replace(config.model, loss_chunk=chunk)
-    config = dataclasses.replace(config, model=model)
-    net, frozen, begun = _adapted(config)
+  def test_loss_and_gradients_are_those_of_the_formula(self):
+    config = tiny.changed(_config(self.root), model={"loss_chunk": 8})
+    net, frozen, begun = tiny.adapted(config)
     trained = jax.tree.map(
       lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), begun
     )
     source = PreferenceSource(config.data, 320, "train")
-    rows = [source[i] for i in range(2)]
-    batch = jax.tree.map(lambda *x: np.stack(x), *rows)
+    rows, batch = [source[0], source[1]], tiny.stacked(source, 2)
 
     def answers(params, row):
       """Log-probabilities of both answers, each read by itself."""
@@ -147,18 +125,14 @@ class PreferenceTest(parameterized.TestCase):
     (begins, _) = ours(begun)
     np.testing.assert_allclose(begins, np.log(2), rtol=1e-6)
 
-  @parameterized.parameters(((3, 2),), ((1, 2),))
   @pytest.mark.integration
-  def test_the_reference_runs_with_the_scheduled_heads(self, values):
-    config = _config(self.root)
-    tune = dataclasses.replace(
-      config.tune, top_k_steps=(0, 2), top_k_values=values
-    )
-    config = dataclasses.replace(config, tune=tune)
-    _, frozen, begun = _adapted(config)
+  def test_the_reference_runs_with_the_scheduled_heads(self):
+    scheduled = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
+    config = tiny.changed(_config(self.root), tune=scheduled)
+    _, frozen, begun = tiny.adapted(config)
     joined = join(frozen, begun)
     source = PreferenceSource(config.data, 320, "train")
-    batch = jax.tree.map(lambda *x: np.stack(x), source[0], source[1])
+    batch = tiny.stacked(source, 2)
     loss_fn = jax.jit(make_objective(config).loss_fn)
     for step in (0, 2):  # adapters add nothing yet
       _, metrics = loss_fn(joined, batch, jax.random.key(0), jnp.int32(step))
@@ -171,11 +145,9 @@ class PreferenceTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_a_run_learns_what_is_preferred(self):
     config = _config(self.root)
-    base = _save(self.root, config)
-    config = dataclasses.replace(
-      config,
-      train=dataclasses.replace(config.train, steps=12, init_from=base),
-      optim=dataclasses.replace(config.optim, lr=2e-2, warmup_steps=0),
+    base = _base(self.root, config)
+    config = tiny.changed(
+      config, train={"steps": 12, "init_from": base}, optim=_FAST
     )
     done = tiny.train(config, str(self.root / "run"))
     self.assertIn("bits_per_byte", done.evaluation)
@@ -187,18 +159,15 @@ class PreferenceTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_devices_share_the_pairs(self):
     config = _config(self.root)
-    base = _save(self.root, config)
-    config = dataclasses.replace(
+    base = _base(self.root, config)
+    config = tiny.changed(
       config,
-      data=dataclasses.replace(config.data, batch_size=8),
-      train=dataclasses.replace(config.train, steps=2, init_from=base),
-      optim=dataclasses.replace(config.optim, lr=2e-2, warmup_steps=0),
+      data={"batch_size": 8},
+      train={"steps": 2, "init_from": base},
+      optim=_FAST,
     )
     tiny.train(config, str(self.root / "one"))
-    train(
-      dataclasses.replace(config, mesh=MeshConfig(**tiny.MESH)),
-      str(self.root / "mesh"),
-    )
+    train(tiny.changed(config, mesh=tiny.MESH), str(self.root / "mesh"))
     margins = [
       [row["margin"] for row in tiny.rows(self.root / name, "train")]
       for name in ("one", "mesh")
@@ -209,16 +178,12 @@ class PreferenceTest(parameterized.TestCase):
   def test_what_does_not_fit_is_named(self):
     config = _config(self.root)
     with self.assertRaisesRegex(ValueError, "lora.rank=0 must be above 0"):
-      tiny.train(dataclasses.replace(config, tune=TuneConfig()), str(self.root))
+      tiny.train(tiny.changed(config, tune=TuneConfig()), str(self.root))
     taught = TuneConfig(lora=_LORA, distill=DistillConfig(1.0))
     with self.assertRaisesRegex(ValueError, "distill.weight=1.0 must be 0"):
-      dataclasses.replace(config, tune=taught)
-    base = _save(self.root, config)
-    lora = dataclasses.replace(_LORA, whole=("norm/*",))
-    config = dataclasses.replace(
-      config,
-      train=dataclasses.replace(config.train, init_from=base),
-      tune=TuneConfig(lora=lora),
-    )
+      tiny.changed(config, tune=taught)
+    base = _base(self.root, config)
+    tune = TuneConfig(lora=dataclasses.replace(_LORA, whole=("norm/*",)))
+    config = tiny.changed(config, train={"init_from": base}, tune=tune)
     with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
       tiny.train(config, str(self.root / "run"))

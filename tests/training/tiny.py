@@ -13,7 +13,9 @@ import numpy as np
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
+from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import make_model
+from moh_jax.runtime import checkpoint
 from moh_jax.runtime.parameters import abstract_params, unbox
 from moh_jax.training.task import task_builder
 from moh_jax.training.train import Result
@@ -105,7 +107,7 @@ def config(**sections: dict[str, Any]) -> Config:
     classifier=config_lib.ClassifierConfig(mixup=0.2, cutmix=0.5),
     **_RUN,
   )
-  return _changed(base, sections)
+  return changed(base, **sections)
 
 
 def dit_config(**sections: dict[str, Any]) -> Config:
@@ -119,7 +121,7 @@ def dit_config(**sections: dict[str, Any]) -> Config:
     sample=config_lib.SampleConfig(num=5, steps="4", cfg_scale=2.0),
     **_RUN,
   )
-  return _changed(base, sections)
+  return changed(base, **sections)
 
 
 def llm_config(**sections: dict[str, Any]) -> Config:
@@ -138,7 +140,7 @@ def llm_config(**sections: dict[str, Any]) -> Config:
     tune=config_lib.TuneConfig(),
     **_RUN,
   )
-  return _changed(base, sections)
+  return changed(base, **sections)
 
 
 CONFIGS = {"vit": config, "dit": dit_config, "llm": llm_config}
@@ -187,12 +189,39 @@ def rows(
   ]
 
 
-def _changed(base: Config, sections: dict[str, dict[str, Any]]) -> Config:
-  changed = {
+def changed(base: Config, **sections: Any) -> Config:
+  """A run with other sections, or with other fields of some of them."""
+  new = {
     name: dataclasses.replace(getattr(base, name), **fields)
+    if isinstance(fields, dict)
+    else fields
     for name, fields in sections.items()
   }
-  return dataclasses.replace(base, **changed)
+  return dataclasses.replace(base, **new)
+
+
+def stacked(source: Any, count: int) -> Any:
+  """A batch of the first examples of a source."""
+  return jax.tree.map(
+    lambda *x: np.stack(x), *(source[i] for i in range(count))
+  )
+
+
+def save(folder: str | os.PathLike, config: Config, names: Any = ()) -> str:
+  """Writes random parameters as a checkpoint FOLDER/base; returns its path."""
+  base = os.path.join(folder, "base")
+  metadata = checkpoint.Metadata(config, names)
+  checkpoint.save_params(base, random_params(config), metadata)
+  return base
+
+
+def adapted(config: Config) -> tuple[Any, Any, Any]:
+  """The network, its frozen parameters, and adapters that add nothing yet."""
+  net, inputs = make_model(config)
+  adapters = Adapters.of(abstract_params(net, inputs), config.tune.lora)
+  params = random_params(config)
+  begun = adapters.begin(jax.random.key(0), params)
+  return net, adapters.freeze(params), begun
 
 
 def deterministic_config(**sections: dict[str, Any]) -> Config:

@@ -1,6 +1,5 @@
 """Variants of a run, and the runs of a comparison."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -22,20 +21,21 @@ _MODEL = config_lib.DiTConfig(
   shared_heads=(2, 3, 4),
   top_k=(4, 3, 0),  # the last layer routes nothing
 )
-_CONFIG = dataclasses.replace(tiny.dit_config(), model=_MODEL)
+_CONFIG = tiny.dit_config(model=_MODEL)
 _BOTH = ("mha", "config")
 
 
 def _grouped(structure):
-  model = dataclasses.replace(
-    tiny.LLM,
-    num_heads=(12, 12),
-    num_kv_heads=4,
-    shared_heads=(4, 4) if structure == "per_group" else (3, 3),
-    top_k=(4, 4) if structure == "per_group" else (3, 3),
-    router=config_lib.RouterConfig(structure=structure),
+  count = (4, 4) if structure == "per_group" else (3, 3)
+  return tiny.llm_config(
+    model={
+      "num_heads": (12, 12),
+      "num_kv_heads": 4,
+      "shared_heads": count,
+      "top_k": count,
+      "router": config_lib.RouterConfig(structure=structure),
+    }
   )
-  return dataclasses.replace(tiny.llm_config(), model=model)
 
 
 def _num_params(config):
@@ -45,9 +45,7 @@ def _num_params(config):
 
 
 def _with_model(**fields):
-  return dataclasses.replace(
-    _CONFIG, model=dataclasses.replace(_MODEL, **fields)
-  )
+  return tiny.changed(_CONFIG, model=fields)
 
 
 class VariantsTest(parameterized.TestCase):
@@ -56,7 +54,6 @@ class VariantsTest(parameterized.TestCase):
     ("moh75", (2, 3, 4), (4, 3, 0)),
     ("moh50", (1, 2, 4), (3, 2, 0)),  # a third of 4 is shared, and the half
     ("moh100", (3, 4, 4), (5, 4, 0)),
-    ("moh1", (0, 0, 4), (1, 1, 0)),
     ("moh50-shared0", (0, 0, 4), (4, 4, 0)),
     ("config-shared99", (5, 5, 4), (1, 1, 0)),  # one head stays routed
     ("moh75-onestage-shared50", (3, 3, 4), (3, 3, 0)),
@@ -67,23 +64,15 @@ class VariantsTest(parameterized.TestCase):
     self.assertEqual(model.router.two_stage, "onestage" not in name)
 
   def test_of_two_nearest_numbers_the_larger_one(self):
-    # Halves, for which floats are a little too small: 0.58 * 25 < 14.5.
-    for name, heads, count in (
-      *(("moh58", 25, 15), ("moh70", 45, 32), ("moh29", 50, 15)),
-      *(("moh57", 50, 29), ("moh34", 25, 9), ("moh100-shared58", 25, 15)),
-    ):
-      fields = {"num_heads": (heads,), "shared_heads": (1,)}
-      config = _with_model(top_k=(heads - 1,), **fields)
-      made = make_variant(config, name).model
-      routed = 0 if "shared" in name else made.top_k[0]
-      self.assertEqual(made.shared_heads[0] + routed, count)
+    # A half, for which floats are a little too small: 0.58 * 25 < 14.5.
+    config = _with_model(num_heads=(25,), shared_heads=(1,), top_k=(24,))
+    [budget] = make_variant(config, "moh58").model.budgets()
+    self.assertEqual(budget.active, 15)
 
   @parameterized.parameters(
     ("free", "moh50", (3, 3)),
     ("per_group", "moh50", (4, 4)),
-    ("per_group", "moh100", (8, 4)),
     ("whole_group", "moh50", (3, 3)),
-    ("whole_group", "moh100", (6, 6)),
     ("per_group", "gate", (12, 0)),
   )
   def test_budgets_of_structures(self, structure, name, split):
@@ -91,23 +80,16 @@ class VariantsTest(parameterized.TestCase):
     [budget] = set(make_variant(config, name).model.budgets())
     self.assertEqual((budget.shared, budget.top_k), split)
 
-  def test_schedule_of_structures(self):
-    config = _grouped("per_group")
+  def test_schedules_follow_the_layers_that_choose(self):
     tune = config_lib.TuneConfig((0, 1), (8, 4))
-    config = dataclasses.replace(config, tune=tune)
+    config = tiny.changed(_grouped("per_group"), tune=tune)
     made = make_variant(config, "moh100")
     self.assertEqual(made.tune.top_k_values, (4, 4))
     with self.assertRaisesRegex(ValueError, "must be multiples of 4 for model"):
-      dataclasses.replace(config, tune=config_lib.TuneConfig((0, 1), (6, 4)))
-
-  def test_layers_without_a_choice_bind_no_schedule(self):
-    config = _grouped("whole_group")
-    heads, shared, top_k = (12, 8), (3, 8), (3, 0)
-    model = dataclasses.replace(
-      config.model, num_heads=heads, shared_heads=shared, top_k=top_k
-    )
+      tiny.changed(config, tune={"top_k_values": (6, 4)})
+    heads = {"num_heads": (12, 8), "shared_heads": (3, 8), "top_k": (3, 0)}
     tune = config_lib.TuneConfig((0, 1), (9, 3))
-    made = dataclasses.replace(config, model=model, tune=tune)
+    made = tiny.changed(_grouped("whole_group"), model=heads, tune=tune)
     self.assertEqual(make_variant(made, "config").tune, tune)
 
   @parameterized.parameters(
@@ -134,19 +116,14 @@ class VariantsTest(parameterized.TestCase):
     ("config", (4, 3, 2)),
     ("mha", ()),
     ("moh50", (5, 3, 1)),  # the shared ones become 3, the others 5
-    ("moh100", (3, 3, 3)),
-    ("moh50-shared0", (8, 6, 4)),
     ("config-shared99", (3, 2, 1)),
     ("gate", ()),
   )
   def test_schedule_goes_from_all_heads_to_the_budget(self, name, values):
-    model = dataclasses.replace(
-      tiny.LLM, num_heads=(8, 8), num_kv_heads=4, shared_heads=(4, 4),
-      top_k=(2, 2),
-    )  # fmt: skip
+    heads = {"num_heads": (8, 8), "num_kv_heads": 4}
+    model = {**heads, "shared_heads": (4, 4), "top_k": (2, 2)}
     tune = config_lib.TuneConfig((0, 1, 2), (4, 3, 2))
-    config = dataclasses.replace(tiny.llm_config(), model=model, tune=tune)
-    made = make_variant(config, name)
+    made = make_variant(tiny.llm_config(model=model, tune=tune), name)
     self.assertEqual(made.tune.top_k_values, values)
     self.assertLen(made.tune.top_k_steps, len(values))
 
@@ -180,13 +157,6 @@ class ComparedRunsTest(parameterized.TestCase):
       is_mha = run.config.model.router.kind == "none"
       self.assertEqual(variant == "mha", is_mha)
     self.assertLen({repr(run.config) for run in runs}, len(runs))
-
-  def test_swept_sizes_keep_the_share_of_a_variant(self):
-    sweep = "model.num_heads=(8,8,4),(16,12,4)"
-    for run in compared_runs(_CONFIG, ["moh50"], sweep, 1):
-      active = [b.active for b in run.config.model.budgets()][:2]
-      heads = run.config.model.num_heads[:2]
-      self.assertEqual([2 * count for count in active], list(heads))
 
   def test_names_are_those_of_files(self):
     sweep = "train.init_from=/a/b,../x,a b,\u00e9"

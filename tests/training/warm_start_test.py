@@ -1,6 +1,5 @@
 """Starting a run from another model: parameters, classes, tokenizer, tuning."""
 
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 from flax.traverse_util import flatten_dict
 
 from moh_jax.config import (
@@ -20,7 +19,6 @@ from moh_jax.config import (
   apply_overrides,
   without_router,
 )
-from moh_jax.convert.checkpoints import export
 from moh_jax.data import sequences
 from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
 from moh_jax.inference.restore import load_checkpoint_tokenizer
@@ -33,15 +31,11 @@ from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
 from moh_jax.training.warm_start import warm_start
 from tests import folders
-from tests.cli import tiny_checkpoint
-from tests.convert import tiny_llm
 from tests.data import tiny_text
 from tests.training import tiny
 
 _TEN = tuple("0123456789")
-_PLAIN = dataclasses.replace(
-  tiny.llm_config(), model=without_router(tiny.LLM)
-)  # the multi-head baseline
+_PLAIN = tiny.llm_config(model=without_router(tiny.LLM))  # the baseline
 _NORMS = RouterConfig("query_norm")
 _OTHER_ORDER = ((1, 2, 3, 0),) * 2
 # What a run stores, and makes a model that cannot start from it.
@@ -145,7 +139,7 @@ class WarmStartTest(parameterized.TestCase):
     config = tiny.llm_config(model={"router": _NORMS, "top_k": (3, 3)})
     stored, _, started = self._start(config, _PLAIN)
     data = sequences.Text(config.data, 60, "train").stream(0)
-    batch = jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
+    batch = tiny.stacked(data, 4)
 
     def loss(config, params):
       loss_fn = make_loss(make_model(config)[0], config)
@@ -185,30 +179,24 @@ class WarmStartTest(parameterized.TestCase):
       self._start(larger, config, tokenizers=tokenizers)
 
   @parameterized.parameters(
-    (("7", "new", "2"), _TEN), (tuple("abcdefghij"), _TEN),
-    (("7", "new", "2"), ()),
-  )  # fmt: skip
+    (("7", "new", "2"), _TEN, {"num_classes": 3}),
+    (tuple("abcdefghij"), _TEN, {}),
+    (("7", "new", "2"), (), {"num_classes": 3}),
+    # The same classes, or as many that nobody has named.
+    (_TEN, (), {}),
+    (_TEN, _TEN, {"image_size": (16, 16), "pretrain_image_size": 8}),
+  )
   @pytest.mark.integration
-  def test_other_classes_get_a_new_head(self, ours, theirs):
-    config = tiny.config(model={"num_classes": len(ours)})
-    trees = self._start(config, tiny.config(), (ours, theirs))
+  def test_other_classes_get_a_new_head(self, ours, theirs, model):
+    is_new = ours != _TEN
+    config, stored = tiny.config(model=model), tiny.config()
+    trees = self._start(config, stored, (ours, theirs))
     stored, initial, started = map(flatten_dict, trees)
     for path, leaf in started.items():
-      expected = initial if path[0] == "head" else stored
+      expected = initial if is_new and path[0] == "head" else stored
       np.testing.assert_array_equal(leaf, expected[path], path)
-    self.assertEndsWith(self.said, "; initialised head/bias, head/kernel")
-
-  @parameterized.parameters(
-    ((), _TEN, {}), (_TEN, (), {}),
-    (_TEN, _TEN, {"image_size": (16, 16), "pretrain_image_size": 8}),
-  )  # fmt: skip
-  @pytest.mark.integration
-  def test_same_classes_keep_the_head_also_at_another_size(
-    self, ours, theirs, size
-  ):
-    config = tiny.config(model=size)
-    stored, _, started = self._start(config, tiny.config(), (ours, theirs))
-    chex.assert_trees_all_equal(started, stored)
+    said = "; initialised head/bias, head/kernel"
+    self.assertEqual(self.said.endswith(said), is_new)
 
 
 class RunTest(folders.FolderTest):
@@ -228,58 +216,41 @@ class RunTest(folders.FolderTest):
       chex.assert_trees_all_close(state.ema, stored, rtol=1e-6)
 
 
-_TOKENIZERS = pathlib.Path(__file__).parents[1] / "data/recorded/tokenizers"
+_TOKENIZER = (
+  pathlib.Path(__file__).parents[1] / "data/recorded/tokenizers/qwen2"
+)
 _TEMPLATE = "chat_template.jinja"
-_MODEL = dataclasses.replace(tiny_llm.MHA, vocab_size=352)
 
 
-class SurvivalTest(absltest.TestCase):
-  """A Qwen2-like folder: no begin of text, two stops, a template."""
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-    cls.root, cls.source, cls.ours = root, root / "hf", root / "ours"
-    tiny_llm.write_folder(cls.source, _MODEL)
-    copy_tokenizer_files(_TOKENIZERS / "qwen2", cls.source)
-    (cls.source / _TEMPLATE).write_text("{{ messages[0].content }}")
-    config = cls.source / "config.json"
-    stops = {"eos_token_id": [340, 342]}
-    config.write_text(json.dumps(json.loads(config.read_text()) | stops))
-    tiny_checkpoint.done(
-      *("convert", "--from", "llama", "--source", cls.source),
-      *("--out", cls.ours),
-    )
-
-  def _train(self, name, tokenizer, **options):
-    """A run on two splits of a set made with the tokenizer."""
-    tokens = self.root / f"{name}_tokens"
-    for split in ("train", "val"):
-      tiny_text.write(tokens / split, [[[5, 6] * 90]], tokenizer)
-    config = tiny.llm_config(
-      model=vars(_MODEL),
-      data={"source": "tokens", "path": str(tokens)},
-      train={"steps": 2, **options},
-    )
-    tiny.train(config, self.root / name)
-    return load_checkpoint_tokenizer(str(self.root / name))
+class TokenizerTest(folders.FolderTest):
+  """A model like Qwen2: no begin of text, two stops, a template."""
 
   @pytest.mark.integration
   def test_run_that_starts_from_the_model_keeps_its_files(self):
-    # The tokenizer's own file alone, without what lies beside it.
-    plain, options = self.root / "plain", {"init_from": str(self.ours)}
-    plain.mkdir()
-    shutil.copy(self.source / "tokenizer.json", plain)
-    kept = self._train("tuned", load_tokenizer(plain), **options)
-    self.assertEqual(kept.stop_ids, (340, 342))
-    self.assertFalse(kept.add_bos)
-    export(str(self.root / "tuned"), str(self.root / "exported"))
-    exported = load_tokenizer(self.root / "exported")
-    self.assertEqual(exported.stop_ids, kept.stop_ids)
-    self.assertIn(_TEMPLATE, exported.files)
-    # A run that is started again needs the model no more.
-    mine = self.root / "tuned" / _TEMPLATE
-    mine.write_text("mine")
-    self._train("tuned", load_tokenizer(plain), **options)
-    self.assertEqual(mine.read_text(), "mine")
+    ours, run = self.root / "ours", self.root / "run"
+    # The text is of the tokenizer's own file, without what lies beside it.
+    (plain := self.root / "plain").mkdir()
+    shutil.copy(_TOKENIZER / "tokenizer.json", plain)
+    used = load_tokenizer(plain)
+    for split in ("train", "val"):
+      tiny_text.write(self.root / "text" / split, [[[5, 6] * 90]], used)
+    config = tiny.llm_config(model={"vocab_size": 352})
+    copy_tokenizer_files(_TOKENIZER, ours)
+    (ours / _TEMPLATE).write_text("{{ messages[0].content }}")
+    stops = json.dumps({"eos_token_id": [340, 342]})
+    (ours / "generation_config.json").write_text(stops)
+    metadata = Metadata(config, tokenizer_sha256=used.sha256)
+    checkpoint.save_params(ours, tiny.random_params(config), metadata)
+    config = tiny.changed(
+      config,
+      data={"source": "tokens", "path": str(self.root / "text")},
+      train={"steps": 2, "init_from": str(ours)},
+    )
+    tiny.train(config, run)
+    kept = load_checkpoint_tokenizer(str(run))
+    self.assertEqual((kept.stop_ids, kept.add_bos), ((340, 342), False))
+    self.assertIn(_TEMPLATE, kept.files)
+    # A run that goes on keeps what it has.
+    (run / _TEMPLATE).write_text("mine")
+    tiny.train(config, run)
+    self.assertEqual((run / _TEMPLATE).read_text(), "mine")
