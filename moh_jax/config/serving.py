@@ -8,10 +8,7 @@ from moh_jax.config.run import Config
 
 
 def serving_config(
-  config: Config,
-  changes: Sequence[str],
-  model: Mapping[str, Any],
-  sample: Mapping[str, Any],
+  config: Config, changes: Sequence[str], model: Mapping[str, Any]
 ) -> Config:
   """The config of a run with other keys for serving.
 
@@ -19,7 +16,6 @@ def serving_config(
     config: of the run.
     changes: keys, as on command lines: "sample.steps=50".
     model: fields of the section `model`, which come after them.
-    sample: fields of the section `sample`.
 
   Raises:
     ValueError: a field is unknown, or a value does not fit the model.
@@ -36,12 +32,7 @@ def serving_config(
     config = apply_overrides(config, "model", **others)
   if "top_k" in model:
     config = with_top_k(config, model["top_k"])
-  if sample and "sample" not in config.sections:
-    raise ValueError(
-      f"model.family={config.model.family!r} has no section 'sample' to "
-      f"change {sorted(sample)} of"
-    )
-  return apply_overrides(config, "sample", **sample) if sample else config
+  return config
 
 
 def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -97,7 +97,6 @@ def restore(
   step: int | None = None,
   use_ema: bool = True,
   mesh: Mesh | None = None,
-  sample: Mapping[str, Any] | None = None,
   changes: Sequence[str] = (),
   **model_overrides: Any,
 ) -> Restored:
@@ -108,7 +107,6 @@ def restore(
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
-    sample: fields of the section `sample` to change, for diffusion models.
     changes: keys of the config to change, as on command lines:
       "sample.steps=50"; `model_overrides` come after them.
     **model_overrides: model fields to change, for instance `top_k` to serve
@@ -126,7 +124,7 @@ def restore(
   """
   stored, step = checkpoint.read_metadata(directory, step)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  config = serving_config(stored.config, changes, overrides, sample or {})
+  config = serving_config(stored.config, changes, overrides)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(stored.config)

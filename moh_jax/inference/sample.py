@@ -37,7 +37,6 @@ class Sampler:
     seed: int = 0,
     mesh: Mesh | None = None,
     decode: Decode | None = None,
-    noise: np.ndarray | None = None,
   ):
     """Prepares the program; it is compiled by the first batch.
 
@@ -48,22 +47,15 @@ class Sampler:
       seed: of all noise.
       mesh: the devices that share each batch; None is the first one.
       decode: latents to images; required by models of latents.
-      noise: [n, X, Y, channels] standard normal, what the images begin with in
-        turn; None draws it from the seed.
 
     Raises:
-      ValueError: not a diffusion model, a label or the seed out of range, noise
-        of another shape, or the decoder is missing.
+      ValueError: not a diffusion model, a label or the seed out of range, or
+        the decoder is missing.
     """
     config = restored.config
     mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
     check_request(config, labels, seed)
     classes = config.model.num_classes
-    if noise is not None:
-      noise, shape = np.asarray(noise, np.float32), config.model.input_shape
-      if noise.ndim != 4 or noise.shape[1:] != shape:
-        raise ValueError(f"noise of shape {noise.shape} must be (n, *{shape})")
-    self._noise = noise
     self._paint = make_image_sampler(restored.model, config, decode)
     known = [classes if label is None else label for label in labels]
     self.labels = np.asarray(known or range(classes), np.int32)
@@ -75,23 +67,11 @@ class Sampler:
     self._mesh, self._seed, self._params = mesh, seed, restored.params
 
   def batch(self, start: int, size: int) -> np.ndarray:
-    """Images [size, X, Y, channels] uint8, from index `start` on.
-
-    Raises:
-      ValueError: `start` is below 0, `size` below 1, or their sum above 2^31.
-    """
-    if start < 0 or size < 1 or start + size > 2**31:
-      raise ValueError(
-        f"start={start} must be at least 0, size={size} at least 1, and their "
-        "sum at most 2^31"
-      )
+    """Images [size, X, Y, channels] uint8, from index `start` on."""
     index = np.arange(start, start + size, dtype=np.int32)
     index = pad_to_shards(index, self._mesh)
     labels = self.label(index)
     parts = [put_batch(part, self._mesh) for part in (index, labels)]
-    if self._noise is not None:
-      noise = self._noise[index % len(self._noise)]
-      parts.append(put_batch(noise, self._mesh))
     images = self._paint(self._params, self._seed, *parts)
     return gather(images)[:size]
 

@@ -22,8 +22,7 @@ from moh_jax.runtime.parameters import check_finite
 
 _GAP = 2  # white pixels between the images of a grid
 
-# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels]. The
-# noise to begin with may follow.
+# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels].
 SampleFn = Callable[..., jax.Array]
 # Latents [B, x, y, channels], unscaled, to images [B, X, Y, 3] in [-1, 1].
 Decode = Callable[[jax.Array], jax.Array]
@@ -40,19 +39,14 @@ def make_sampler(model: nn.Module, config: Config) -> SampleFn:
     config: config of a diffusion model.
 
   Returns:
-    (params, seed, index, labels, noise=None) -> [B, X, Y, channels] float32,
-    not yet jitted. `noise` [B, X, Y, channels] is standard normal and takes the
-    place of the seed's.
+    (params, seed, index, labels) -> [B, X, Y, channels] float32, not yet
+    jitted.
   """
   options, diffusion = config.sample, config.diffusion
   process = _sampling_process(config)
 
   def run(
-    params: Any,
-    seed: jax.Array,
-    index: jax.Array,
-    labels: jax.Array,
-    noise: jax.Array | None = None,
+    params: Any, seed: jax.Array, index: jax.Array, labels: jax.Array
   ) -> jax.Array:
     shape = config.model.input_shape
     fold = jax.random.fold_in
@@ -72,10 +66,9 @@ def make_sampler(model: nn.Module, config: Config) -> SampleFn:
       scale=options.cfg_scale,
       channels=options.cfg_channels,
     )
-    x = draw(0) if noise is None else noise
     return sample(
       predict,
-      x,
+      draw(0),
       process,
       method=options.method,
       prediction=diffusion.prediction,
@@ -111,7 +104,7 @@ def make_image_sampler(
     decode: decoder of latents; models of pixels need none.
 
   Returns:
-    (params, seed, index, labels, noise=None) -> [B, X, Y, channels] uint8, see
+    (params, seed, index, labels) -> [B, X, Y, channels] uint8, see
     `make_sampler`; raises FloatingPointError where they are not finite.
 
   Raises:

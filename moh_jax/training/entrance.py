@@ -181,10 +181,8 @@ def check_same_run(
       f"{config.train.steps}"
     )
   data = steps.read_json_item(directory, step, "data")
-  here, there = (
-    _fixed(ours, random_settings()),
-    _fixed(metadata, data["random"]),
-  )
+  here = _fixed(ours, random_settings())
+  there = _fixed(metadata, data["random"])
   fields = [
     f"{name}: {here.get(name)!r} here, {there.get(name)!r} there"
     for name in {**here, **there}

@@ -383,23 +383,20 @@ def _state_shardings(
   def moments(path: tuple, leaf: Any) -> NamedSharding:
     ends = (path[start:] for start in range(len(path)))
     param = next((paths[end] for end in ends if end in paths), None)
-    return whole if param is None else _like(leaf.shape, param) or whole
+    if param is None:
+      return whole
+    shape, spec = param.shape, tuple(param.sharding.spec)
+    if leaf.shape == shape:
+      return param.sharding
+    spec += (None,) * (len(shape) - len(spec))
+    # Of dimensions of one size, the last is the one that Adafactor averages.
+    for axis in reversed(range(len(shape))):
+      if leaf.shape == shape[:axis] + shape[axis + 1 :]:
+        rest = spec[:axis] + spec[axis + 1 :]
+        return NamedSharding(param.sharding.mesh, PartitionSpec(*rest))
+    return whole
 
   opt_state = jax.tree_util.tree_map_with_path(moments, opt_state)
   params = jax.tree.map(lambda x: x.sharding, params)
   ema = params if config.optim.ema_decay else None
   return TrainState(whole, params, opt_state, ema, whole)
-
-
-def _like(shape: tuple[int, ...], param: Any) -> NamedSharding | None:
-  """The sharding of an array that follows a parameter, None if none fits."""
-  if shape == param.shape:
-    return param.sharding
-  mesh, spec = param.sharding.mesh, tuple(param.sharding.spec)
-  spec += (None,) * (len(param.shape) - len(spec))
-  # Of dimensions of one size, the last is the one that Adafactor averages over.
-  for axis in reversed(range(len(param.shape))):
-    if shape == param.shape[:axis] + param.shape[axis + 1 :]:
-      rest = spec[:axis] + spec[axis + 1 :]
-      return NamedSharding(mesh, PartitionSpec(*rest))
-  return None

@@ -120,10 +120,7 @@ class RestoreTest(parameterized.TestCase):
     ({"top_k": (4,)}, r"top_k=4 must be in \[0, 3\]"),
     ({"top_k": (1, 1)}, r"model\.top_k=\(1, 1\) must have one value"),
     ({"top_k": 1.5}, "model.top_k=1.5 must be a tuple"),
-    (
-      {"sample": {"steps": "2"}},
-      r"'vit' has no section 'sample' to change \['steps'\]",
-    ),
+    ({"changes": ["sample.steps=2"]}, "section 'sample'"),
   )
   def test_override_that_does_not_fit_is_named(self, override, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -144,7 +141,8 @@ class DiffusionRestoreTest(FolderTest):
     _save(self.root, config)
     sample = {"method": "dpm", "steps": "7"}
     model = {"top_k": (0, 2), "dtype": "bfloat16"}
-    restored = restore_lib.restore(str(self.root), sample=sample, **model)
+    changes = [f"sample.{name}={value}" for name, value in sample.items()]
+    restored = restore_lib.restore(str(self.root), changes=changes, **model)
     expected = dataclasses.replace(config.sample, **sample)
     self.assertEqual(restored.config.sample, expected)
     expected = dataclasses.replace(config.model, **model)

@@ -8,30 +8,14 @@ import pytest
 from absl.testing import absltest
 
 from moh_jax.runtime.devices import parse_topology
-from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import plan as plan_lib
 from moh_jax.training.plan import make_plan, used_bytes
-from moh_jax.training.step import make_program
-from moh_jax.training.task import task_builder
 from tests.training import tiny
 
 _MESH = {"data": -1}
 
 
 class PlanTest(absltest.TestCase):
-  @pytest.mark.integration
-  def test_state_is_that_of_the_compiled_step(self):
-    sections = {"data": {"batch_size": 64}, "optim": {"accumulation": 2}}
-    run = tiny.llm_config(mesh=tiny.MESH, **sections)
-    mesh = make_mesh(run.mesh)
-    program = make_program(run, task_builder(run).make_objective(run), mesh)
-    with use_mesh(mesh):
-      compiled = program.step.lower(program.state, program.batch).compile()
-    found = compiled.memory_analysis().argument_size_in_bytes
-    plan = make_plan(run, parse_topology("v5e-8"), False)
-    self.assertEqual(sum(plan.state.values()), found)
-    self.assertGreater(used_bytes(compiled), found)
-
   def test_without_a_compiler_the_state_decides(self):
     plan = make_plan(tiny.llm_config(mesh=_MESH), parse_topology("v5e-4"), True)
     self.assertTrue(plan.fits)
@@ -58,27 +42,35 @@ class PlanTest(absltest.TestCase):
   @pytest.mark.integration
   def test_the_compiler_decides(self):
     """That of this machine's devices stands for one of absent devices."""
-    run = tiny.llm_config(mesh={"data": -1})
+    sections = {"data": {"batch_size": 64}, "optim": {"accumulation": 2}}
+    run = tiny.llm_config(mesh=tiny.MESH, **sections)
     refused = jax.errors.JaxRuntimeError(
       "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G "
       "of 15.75G hbm."
     )
     broken = jax.errors.JaxRuntimeError("INTERNAL: Used 20.5G of 15.75G hbm.")
+    errors, arguments = iter((None, refused, broken)), []
+
+    def used(compiled):
+      memory = compiled.memory_analysis()
+      arguments.append(memory.argument_size_in_bytes)
+      if error := next(errors):
+        raise error
+      return used_bytes(compiled)
+
     with (
       mock.patch.object(plan_lib, "absent_devices", lambda *_: jax.devices()),
       mock.patch.object(
         plan_lib.importlib.metadata, "version", lambda _: "0.0"
       ),
+      mock.patch.object(plan_lib, "used_bytes", used),
     ):
-      fits = make_plan(run, parse_topology("v5e-8"), True)
-      with mock.patch.object(
-        plan_lib, "used_bytes", side_effect=[refused, broken]
-      ):
-        full, failed = (
-          make_plan(run, parse_topology("v5e-8"), True) for _ in range(2)
-        )
+      fits, full, failed = (
+        make_plan(run, parse_topology("v5e-8"), True) for _ in range(3)
+      )
     self.assertTrue(fits.fits)
-    self.assertGreater(fits.total, sum(fits.state.values()))
+    self.assertEqual(sum(fits.state.values()), arguments[0])
+    self.assertGreater(fits.total, arguments[0])
     self.assertEqual(fits.compiler, "libtpu 0.0")
     self.assertEqual((full.fits, full.total), (False, 20.5 * 2**30))
     self.assertTrue(failed.fits)  # its state does
