@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 import tempfile
 
 import chex
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from etils import epath
 from flax.traverse_util import flatten_dict
 
 from moh_jax.config import (
@@ -20,8 +20,11 @@ from moh_jax.config import (
   without_router,
 )
 from moh_jax.data import sequences
-from moh_jax.data.tokenizers import copy_tokenizer_files, load_tokenizer
-from moh_jax.inference.restore import load_checkpoint_tokenizer
+from moh_jax.data.tokenizers import (
+  JsonTokenizer,
+  copy_tokenizer_files,
+  load_tokenizer,
+)
 from moh_jax.models.registry import grow_vocabulary, make_model, restack
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
@@ -29,9 +32,8 @@ from moh_jax.runtime.mesh import make_mesh
 from moh_jax.runtime.parameters import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
-from moh_jax.training.warm_start import warm_start
+from moh_jax.training.warm_start import keep_tokenizer, warm_start
 from tests import folders
-from tests.data import tiny_text
 from tests.training import tiny
 
 _TEN = tuple("0123456789")
@@ -188,8 +190,8 @@ class WarmStartTest(parameterized.TestCase):
   )
   @pytest.mark.integration
   def test_other_classes_get_a_new_head(self, ours, theirs, model):
-    is_new = ours != _TEN
-    config, stored = tiny.config(model=model), tiny.config()
+    is_new, alike = ours != _TEN, tiny.ALIKE["vit"]
+    config, stored = (tiny.config(model=m) for m in (alike | model, alike))
     trees = self._start(config, stored, (ours, theirs))
     stored, initial, started = map(flatten_dict, trees)
     for path, leaf in started.items():
@@ -225,32 +227,20 @@ _TEMPLATE = "chat_template.jinja"
 class TokenizerTest(folders.FolderTest):
   """A model like Qwen2: no begin of text, two stops, a template."""
 
-  @pytest.mark.integration
   def test_run_that_starts_from_the_model_keeps_its_files(self):
-    ours, run = self.root / "ours", self.root / "run"
-    # The text is of the tokenizer's own file, without what lies beside it.
-    (plain := self.root / "plain").mkdir()
-    shutil.copy(_TOKENIZER / "tokenizer.json", plain)
-    used = load_tokenizer(plain)
-    for split in ("train", "val"):
-      tiny_text.write(self.root / "text" / split, [[[5, 6] * 90]], used)
-    config = tiny.llm_config(model={"vocab_size": 352})
+    ours, run = self.root / "ours", epath.Path(self.root / "run")
     copy_tokenizer_files(_TOKENIZER, ours)
     (ours / _TEMPLATE).write_text("{{ messages[0].content }}")
     stops = json.dumps({"eos_token_id": [340, 342]})
     (ours / "generation_config.json").write_text(stops)
-    metadata = Metadata(config, tokenizer_sha256=used.sha256)
-    checkpoint.save_params(ours, tiny.random_params(config), metadata)
-    config = tiny.changed(
-      config,
-      data={"source": "tokens", "path": str(self.root / "text")},
-      train={"steps": 2, "init_from": str(ours)},
-    )
-    tiny.train(config, run)
-    kept = load_checkpoint_tokenizer(str(run))
+    # The text is of the tokenizer's own file, without what lies beside it.
+    used = JsonTokenizer((_TOKENIZER / "tokenizer.json").read_bytes())
+    metadata = Metadata(tiny.llm_config(train={"init_from": str(ours)}))
+    keep_tokenizer(run, metadata, used)
+    kept = load_tokenizer(run)
     self.assertEqual((kept.stop_ids, kept.add_bos), ((340, 342), False))
     self.assertIn(_TEMPLATE, kept.files)
     # A run that goes on keeps what it has.
     (run / _TEMPLATE).write_text("mine")
-    tiny.train(config, run)
+    keep_tokenizer(run, metadata, kept, is_new=False)
     self.assertEqual((run / _TEMPLATE).read_text(), "mine")
