@@ -88,19 +88,6 @@ class CheckpointTest(parameterized.TestCase):
     restored = restore(out)
     self.assertEqual((restored.config, restored.step), (_RUNS[kind], 0))
 
-  @pytest.mark.transformers
-  def test_averages_of_a_file_of_torch_save(self):
-    torch = pytest.importorskip("torch")
-    source, tensors, ours, _ = _made("moh-vit")
-    entries = {
-      entry: {n: torch.tensor(x + add) for n, x in tensors.items()}
-      for add, entry in enumerate(("ema", "model"))
-    }
-    torch.save(entries, source.with_name("public.pth"))
-    out = self.target()
-    convert("moh-vit", str(source.with_name("public.pth")), out, config=_VIT)
-    chex.assert_trees_all_equal(restore(out).params, restore(ours).params)
-
   @parameterized.parameters(
     ("vit", {}, "'vit' .*moh-vit.*transnext"),
     ("moh-vit", {"model": "moh-vit-s81"}, "'moh-vit-s81' .*moh-vit-s80"),

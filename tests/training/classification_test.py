@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import ClassifierConfig
-from moh_jax.training.classification import class_targets, mix_images
+from moh_jax.training.classification import mix_images
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -42,17 +42,6 @@ def _is_constant(images):
   """Per draw, whether each image has one value."""
   spread = np.ptp(images, axis=(-3, -2, -1))
   return (spread < 1e-5).all(-1)
-
-
-class TargetsTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (0.0, [[0, 0, 1, 0], [1, 0, 0, 0]]),
-    (0.2, [[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]]),
-    (1.0, [[0.25] * 4] * 2),
-  )
-  def test_smoothing_is_spread_over_all_classes(self, smoothing, expected):
-    found = class_targets(jnp.array([2, 0]), 4, smoothing)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 class MixImagesTest(parameterized.TestCase):
