@@ -136,7 +136,10 @@ class _Run:
       evaluation = self._show(step, state)
     with contextlib.ExitStack() as stack:
       if step < last:
-        batches = stack.enter_context(contextlib.closing(self._batches(step)))
+        source = self.task.batches(self.mesh)
+        source.seek(step)
+        stack.enter_context(contextlib.closing(source))
+        batches = stack.enter_context(contextlib.closing(self._ahead(source)))
         step_function = self._compiled()
         stops = stack.enter_context(_stops())
         trace = stack.enter_context(contextlib.ExitStack())
@@ -190,20 +193,14 @@ class _Run:
     _LOG.info("compiled in %.1f s", time.monotonic() - began)
     return compiled
 
-  def _batches(self, position: int) -> Iterator[Any]:
-    """Training batches on the devices, some of them before they are asked for.
-
-    Args:
-      position: number of the first one.
-    """
-    batches = self.task.batches(self.mesh)
-    batches.seek(position)
+  def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches on the devices, some of them before they are asked for."""
     ahead: collections.deque[Future] = collections.deque()
 
     def load() -> Any:
       return shard_batch(next(batches), self.mesh)
 
-    with contextlib.closing(batches), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
       try:
         while True:
           while len(ahead) <= self.config.data.device_prefetch:
