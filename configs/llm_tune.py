@@ -18,14 +18,14 @@ import pathlib
 import ml_collections
 
 
-def get_config(arg: str) -> ml_collections.ConfigDict:
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
   first, _, rest = arg.partition(":")
   is_lora = first == "lora"
   order = rest if is_lora else arg
   model, lora, distill = {}, {}, {}
   if is_lora:
     lora = {"rank": 16, "alpha": 16.0, "base_dtype": "bfloat16"}
-  if order not in ("", "dense"):
+  if order != "dense" and arg != "lora":
     file = pathlib.Path(order)
     if not file.is_file():
       raise ValueError(

@@ -21,7 +21,6 @@ from moh_jax._version import __version__
 from moh_jax.cli import command, flags
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
-from moh_jax.config.base import MistakesError
 from moh_jax.runtime import compilation_cache, processes, steps
 
 # By what one does. Each is a module of this folder, see `command`.
@@ -236,9 +235,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     if show_traceback:
       traceback.print_exc()
     else:
-      several = isinstance(error, MistakesError)
-      for line in text.splitlines() if several else [text]:
-        _print_error(" ".join(line.split()) or type(error).__name__)
+      _print_error(" ".join(text.split()) or type(error).__name__)
     return 1 if isinstance(error, FloatingPointError) else 2
 
 

@@ -16,22 +16,16 @@ import ast
 import dataclasses
 import difflib
 import functools
-import math
 import numbers
-import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 # Largest values of fields that have no limit of their own: what an int32 holds,
 # and what float32 computes with.
 MOST_COUNT = 2**31 - 1
 MOST_NUMBER = 1e9
-# Larger sizes are mistakes: they would be built until memory ends.
-MOST_LAYERS = 1024
-MOST_HEADS = 4096
-MOST_WIDTH = 1 << 20  # columns of a layer
 
 
 class Range(NamedTuple):
@@ -41,48 +35,37 @@ class Range(NamedTuple):
     low: smallest.
     high: largest; None is `MOST_COUNT` for integers and `MOST_NUMBER` for
       others.
-    ends: which limits are allowed themselves, where a message names both: "[]",
-      "[)", "(]", or "(" for a low end alone that is not.
+    ends: which limits are allowed themselves: "[]", "[)", "(]" or "()".
   """
 
   low: float
   high: float | None = None
-  ends: str = ""
+  ends: str = "[]"
 
   def refusal(self, value: float) -> str:
     """What a value must be, or "" where it is allowed."""
     most = MOST_COUNT if isinstance(value, int) else MOST_NUMBER
     high = most if self.high is None else self.high
-    is_low = value > self.low if self.ends[:1] == "(" else value >= self.low
-    is_high = value < high if self.ends[1:] == ")" else value <= high
-    if is_low and is_high:
+    first, last = self.ends
+    if (self.low < value or (first == "[" and value == self.low)) and (
+      value < high or (last == "]" and value == high)
+    ):
       return ""
-    if self.ends == "(":
-      return f"above {self.low}, at most {high}"
-    if self.ends:
-      return f"in {self.ends[0]}{self.low}, {high}{self.ends[1]}"
-    if not is_low:
-      return f"at least {self.low}"
-    return "finite" if value == math.inf else f"at most {high}"
+    if self.high is not None:
+      return f"in {first}{self.low}, {high}{last}"
+    least = "at least" if first == "[" else "above"
+    return f"{least} {self.low}, at most {high}"
 
 
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 Amount = Annotated[float, Range(0)]
-Positive = Annotated[float, Range(0, ends="(")]
-Number = Annotated[float, Range(-MOST_NUMBER, MOST_NUMBER, "[]")]
-Share = Annotated[float, Range(0, 1, "[]")]
+Positive = Annotated[float, Range(0, ends="(]")]
+Number = Annotated[float, Range(-MOST_NUMBER, MOST_NUMBER)]
+Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, "()")]
 Decay = Annotated[float, Range(0, 1, "[)")]
-Layers = Annotated[int, Range(1, MOST_LAYERS)]
-Heads = Annotated[int, Range(0, MOST_HEADS)]
-Width = Annotated[int, Range(1, MOST_WIDTH)]
-Side = Annotated[int, Range(1, 1 << 14)]  # rows or columns of an image
-Tokens = Annotated[int, Range(1, 1 << 24)]  # of a vocabulary or of a text
-Batch = Annotated[int, Range(1, 1 << 20)]
-Ahead = Annotated[int, Range(1, 1024)]  # threads, and batches made ahead
 Dtype = Literal["float32", "bfloat16"]
-DTYPES = typing.get_args(Dtype)
 
 
 class Section:
@@ -112,29 +95,6 @@ class Section:
     """Raises the ValueError of a field: its name, value and what is allowed."""
     path, value = _path(self.NAME, name), getattr(self, name)
     raise ValueError(f"{path}={value!r} {allowed}")
-
-
-class MistakesError(ValueError):
-  """Several mistakes; the text has a line for each."""
-
-
-def all_of(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-  """The results of calls.
-
-  Raises:
-    ValueError: some of them fail; where several do, it is a `MistakesError`.
-  """
-  done, wrong = [], []
-  for call in calls:
-    try:
-      done.append(call())
-    except ValueError as error:
-      wrong.append(error)
-  if len(wrong) == 1:
-    raise wrong[0]
-  if wrong:
-    raise MistakesError("\n".join(map(str, wrong)))
-  return done
 
 
 class GivenText(str):
@@ -173,15 +133,6 @@ def plain(hint: Any) -> Any:
   return str if typing.get_origin(hint) is Literal else hint
 
 
-# Keys that are looked for where they never were, and other names of some.
-_ELSEWHERE = {
-  "model.router.top_k": "model.top_k",
-  "model.router.topk": "model.top_k",
-  "model.router.shared_heads": "model.shared_heads",
-  "optim.learning_rate": "optim.lr",
-}
-
-
 def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
   """Builds a section; arguments and errors as for `read_fields`."""
   if not isinstance(values, Mapping) or values.keys() - hints(cls):
@@ -191,8 +142,7 @@ def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
   except ValueError as error:
     # A nested section names its fields from itself on: "router.kind=...".
     parent = name.rpartition(".")[0]
-    lines = (_path(parent, line) for line in str(error).splitlines())
-    raise type(error)("\n".join(lines)) from error
+    raise ValueError(_path(parent, str(error))) from error
 
 
 def read_fields(
@@ -209,27 +159,21 @@ def read_fields(
   Raises:
     ValueError: an unknown key, a wrong type or a value out of range.
   """
+  known, found = hints(cls), {}
   if not isinstance(values, Mapping):
-    raise ValueError(f"config section {name}={values!r} must have fields")
-
-  def read(key: str) -> Any:
-    if key not in (known := hints(cls)):
-      raise ValueError(_unknown_key(f"{name}.{key}", known))
-    return converted(_path(name, key), values[key], known[key])
-
-  found = all_of(functools.partial(read, key) for key in values)
-  return dict(zip(values, found))
+    raise ValueError(
+      f"{name}={values!r} must be a section with the fields {[*known]}"
+    )
+  for key, value in values.items():
+    if key not in known:
+      hint = f"{near(key, known)}; known: {sorted(known)}"
+      raise ValueError(f"unknown config key {name}.{key}{hint}")
+    found[key] = converted(_path(name, key), value, known[key])
+  return found
 
 
 def _path(parent: str, name: str) -> str:
   return f"{parent}.{name}" if parent else name
-
-
-def _unknown_key(path: str, known: Iterable[str]) -> str:
-  if place := _ELSEWHERE.get(path):
-    return f"unknown config key {path}; it is {place}"
-  hint = near(path.rpartition(".")[2], known)
-  return f"unknown config key {path}{hint}; known: {sorted(known)}"
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -255,7 +199,7 @@ def converted(path: str, value: Any, hint: Any) -> Any:
   if isinstance(value, GivenText):
     value = _read(value, plain(hint))
   if dataclasses.is_dataclass(hint):
-    return _nested(path, value, hint)
+    return value if isinstance(value, hint) else make_section(path, hint, value)
   kind, *parts = typing.get_args(hint) or (hint,)
   origin, allowed = typing.get_origin(hint), ""
   if origin is tuple:
@@ -284,30 +228,10 @@ def _tuple(path: str, value: Any, item: Any, length: int | None) -> tuple:
   if not isinstance(value, list | tuple):
     raise ValueError(f"{path}={value!r} must be a tuple of values")
   if length not in (None, len(value)):
-    told = f"{path}={value!r} must have {length} values"
-    same = ",".join(map(str, value * length))
-    raise ValueError(f"{told}, as in {same}" if len(value) == 1 else told)
+    raise ValueError(f"{path}={value!r} must have {length} values")
   return tuple(
     converted(f"{path}[{i}]", part, item) for i, part in enumerate(value)
   )
-
-
-def _nested(path: str, value: Any, cls: type) -> Any:
-  """A section inside of a section."""
-  if isinstance(value, cls):
-    return value
-  if isinstance(value, Mapping):
-    return make_section(path, cls, value)
-  raise ValueError(
-    f"{path}={value!r} must be a section with the fields {[*hints(cls)]}"
-  )
-
-
-_BOOLS = {"true": True, "false": False}
-# "(1,2)" and "[[0,1],[1,0]]", whose first bracket closes at the end.
-_LISTED = r"\((?:[^()]|\([^()]*\))*\)|\[(?:[^][]|\[[^][]*\])*\]"
-_QUOTED = r"'[^']*'|\"[^\"]*\""
-_ITEM = re.compile(rf"((?:{_QUOTED}|{_LISTED}|[^,])*)(?:,|$)")
 
 
 def _read(text: str, hint: Any) -> Any:
@@ -315,18 +239,18 @@ def _read(text: str, hint: Any) -> Any:
   if hint is str:
     return str(text)
   if typing.get_origin(hint) is tuple:
-    text = text.strip()
-    listed = text[1:-1] if re.fullmatch(_LISTED, text) else text
-    return [GivenText(item) for item in split_items(listed)]
+    return split_items(text)
   try:
-    value = _BOOLS.get(text.lower())
-    return ast.literal_eval(text) if value is None else value
+    return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
   except (ValueError, SyntaxError):
     return str(text)
 
 
-def split_items(text: str) -> list[str]:
-  """The items of "1,2", "(1, 2),(3,)" or "*bias,'a,b'", each as text."""
-  *items, _ = (item.strip() for item in _ITEM.findall(text))
-  is_quoted = re.compile(_QUOTED).fullmatch
-  return [item[1:-1] if is_quoted(item) else item for item in items]
+def split_items(text: str) -> Sequence[Any]:
+  """The items of "1,2" and "(1, 2),(3,)" as values, of "*bias,b" as text."""
+  try:
+    found = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    found = text.removesuffix(",").split(",") if text else ()
+    return [GivenText(item.strip()) for item in found]
+  return found if isinstance(found, tuple | list) else (found,)

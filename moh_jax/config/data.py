@@ -33,11 +33,11 @@ class ExamplesConfig(base.Section):
 
   source: str = "fake"
   path: str = ""
-  batch_size: base.Batch = 128
-  num_threads: base.Ahead = 4
-  prefetch: base.Ahead = 4
-  workers: Annotated[int, base.Range(0, 1024)] | None = None
-  device_prefetch: base.Ahead = 2
+  batch_size: base.Count = 128
+  num_threads: base.Count = 4
+  prefetch: base.Count = 4
+  workers: base.Natural | None = None
+  device_prefetch: base.Count = 2
   fake_examples: base.Count = 1024
 
   def check(self) -> None:
@@ -104,13 +104,13 @@ class DataConfig(ExamplesConfig):
   augment: Literal["none", "shift", "crop_flip", "center_flip"] = "none"
   auto_augment: str = ""
   random_erasing: base.Share = 0.0
-  repeats: base.Ahead = 1
+  repeats: base.Count = 1
   val_share: base.Share = 0.0
   class_list: str = ""
   label_column: str = ""
   bad_images: Literal["raise", "skip", "check"] = "raise"
-  eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
-  mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
+  eval_resize: base.Natural | None = 0
+  mean: tuple[Annotated[float, base.Range(-1e6, 1e6)], ...] | None = None
   std: tuple[Annotated[float, base.Range(0, 1e6, "(]")], ...] | None = None
 
   def check(self) -> None:
@@ -188,10 +188,10 @@ class TextDataConfig(ExamplesConfig):
   reads = "text"
 
   source: Annotated[str, SOURCES["text"]] = "fake"
-  batch_size: base.Batch = 8
+  batch_size: base.Count = 8
   mix: tuple[str, ...] = ()
   ratios: tuple[base.Positive, ...] = ()
-  sequence_length: base.Tokens = 2048
+  sequence_length: base.Count = 2048
   separate_documents: bool = True
   tokenizer: Literal["bpe", "bytes"] = "bpe"
   tokenizer_path: str = ""
@@ -234,11 +234,11 @@ class RandAugmentPolicy(base.Section):
 
   NAME = "data.auto_augment"
 
-  magnitude: Annotated[int, base.Range(0, 30, "[]")] = 10
-  layers: Annotated[int, base.Range(1, 15, "[]")] = 2
+  magnitude: Annotated[int, base.Range(0, 30)] = 10
+  layers: Annotated[int, base.Range(1, 15)] = 2
   probability: base.Share = 0.5
-  spread: Annotated[float, base.Range(0, 100, "[]")] = 0.0
-  limit: Annotated[int, base.Range(1, 30, "[]")] = 10
+  spread: Annotated[float, base.Range(0, 100)] = 0.0
+  limit: Annotated[int, base.Range(1, 30)] = 10
 
 
 def parse_policy(text: str) -> RandAugmentPolicy | None:

@@ -76,12 +76,12 @@ class VAEConfig(base.Section):
 
   NAME = "vae"
 
-  block_out_channels: tuple[base.Width, ...] = (128, 256, 512, 512)
-  layers_per_block: Annotated[int, base.Range(1, 64)] = 2
-  image_channels: base.Width = 3
-  latent_channels: base.Width = 4
-  norm_groups: base.Width = 32
-  norm_eps: Annotated[float, base.Range(1e-12, 1, "[]")] = 1e-6
+  block_out_channels: tuple[base.Count, ...] = (128, 256, 512, 512)
+  layers_per_block: base.Count = 2
+  image_channels: base.Count = 3
+  latent_channels: base.Count = 4
+  norm_groups: base.Count = 32
+  norm_eps: Annotated[float, base.Range(1e-12, 1)] = 1e-6
   use_quant_conv: bool = True
   use_post_quant_conv: bool = True
   mid_attention: bool = True
@@ -166,7 +166,7 @@ class DiffusionConfig(base.Section):
   latent_std: tuple[base.Positive, ...] = ()
   schedule: Literal["linear", "cosine", "flow"] = "linear"
   # The linear betas scale with 1000 / steps and must stay below 1.
-  steps: Annotated[int, base.Range(21, MOST_TIMESTEPS, "[]")] = 1000
+  steps: Annotated[int, base.Range(21, MOST_TIMESTEPS)] = 1000
   prediction: Literal["epsilon", "x0", "v", "velocity"] = "epsilon"
   vb_weight: base.Amount = 1.0
 
@@ -220,7 +220,7 @@ class SampleConfig(base.Section):
   every: base.Natural | None = 0
   num: base.Count = 16
   labels: tuple[Annotated[int, base.Range(-1)], ...] = ()
-  zoom: Annotated[int, base.Range(0, 64, "[]")] = 0
+  zoom: Annotated[int, base.Range(0, 64)] = 0
   method: Literal["ddpm", "ddim", "dpm", "euler", "heun"] = "ddpm"
   steps: str = "250"
   eta: base.Share = 0.0
@@ -262,17 +262,17 @@ class DiTConfig(LayerStack, ImageModel):
   """
 
   family: Literal["dit"] = "dit"
-  input_size: tuple[base.Side, base.Side] = (32, 32)
-  channels: base.Width | None = None
-  num_classes: base.Tokens | None = None
-  patch_size: base.Side = 2
-  width: base.Width = 384
-  num_heads: tuple[base.Heads, ...] = (6,) * 12
-  head_dim: base.Width = 64
-  shared_heads: tuple[base.Heads, ...] = (3,) * 8 + (6,) * 4
-  top_k: tuple[base.Heads, ...] = (2,) * 8 + (0,) * 4
-  mlp_ratio: Annotated[float, base.Range(0, 1024)] = 4.0
-  label_dropout: Annotated[float, base.Range(0, 0.999, "[]")] = 0.1
+  input_size: tuple[base.Count, base.Count] = (32, 32)
+  channels: base.Count | None = None
+  num_classes: base.Count | None = None
+  patch_size: base.Count = 2
+  width: base.Count = 384
+  num_heads: tuple[base.Natural, ...] = (6,) * 12
+  head_dim: base.Count = 64
+  shared_heads: tuple[base.Natural, ...] = (3,) * 8 + (6,) * 4
+  top_k: tuple[base.Natural, ...] = (2,) * 8 + (0,) * 4
+  mlp_ratio: base.Amount = 4.0
+  label_dropout: Annotated[float, base.Range(0, 0.999)] = 0.1
   learn_sigma: bool = True
 
   SECTIONS = {"diffusion": DiffusionConfig, "sample": SampleConfig}

@@ -91,10 +91,10 @@ class HeadBudget(base.Section):
 
   NAME = ""
 
-  num_heads: Annotated[int, base.Range(1, base.MOST_HEADS)]
-  shared: base.Heads
-  top_k: base.Heads
-  head_dim: base.Width
+  num_heads: base.Count
+  shared: base.Natural
+  top_k: base.Natural
+  head_dim: base.Count
 
   def check(self) -> None:
     """The counts fit into one another, and some head is active."""

@@ -1,19 +1,12 @@
 """What model sections have in common: layers, their heads, and their runs."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from moh_jax.config.base import (
-  MOST_LAYERS,
-  Dtype,
-  Positive,
-  Section,
-  all_of,
-)
+from moh_jax.config.base import Dtype, Positive, Section
 from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.registry import get_source
@@ -141,17 +134,6 @@ class RoutedLayers(Section):
 
   def check_run(self, run: Config) -> None:
     """Raises ValueError where the sections of a run do not fit together."""
-
-  def in_run(self, run: Config) -> Config:
-    """A run of this model with other budgets of heads, or no router.
-
-    Args:
-      run: with this model as it was before.
-
-    Raises:
-      ValueError: another section of the run does not fit this model.
-    """
-    return dataclasses.replace(run, model=self)
 
   def inherited(self, trained: Config, stated: Mapping[str, Any]) -> Fields:
     """What a run takes from this model, which it starts from, unless stated.
@@ -282,8 +264,6 @@ class LayerStack(RoutedLayers):
     """
     if not self.num_heads:
       self.fail("num_heads", "must have at least one layer")
-    if self.depth > MOST_LAYERS:
-      self.fail("num_heads", f"must have at most {MOST_LAYERS} layers")
     self.fill_parts("shared_heads", "top_k")
     self.budgets()
 
@@ -294,16 +274,13 @@ class LayerStack(RoutedLayers):
       ValueError: a field has neither.
     """
     like = getattr(self, self.COUNTED_BY)
-
-    def check(name: str) -> None:
+    for name in names:
       values = getattr(self, name)
       if len(values) == 1 and not isinstance(values[0], tuple):
         object.__setattr__(self, name, values * len(like))
       elif len(values) != len(like):
         parts = f"as model.{self.COUNTED_BY}={like!r} has ({len(like)})"
         self.fail(name, f"must have one value per {self.PART}, or one, {parts}")
-
-    all_of(functools.partial(check, name) for name in names)
 
   def head_dims(self) -> tuple[int, ...]:
     """The width of a head in every part."""

@@ -88,7 +88,7 @@ class Sampling(base.Section):
   top_k: base.Natural = 0
   top_p: Annotated[float, base.Range(0, 1, "(]")] = 1.0
   stop: tuple[str, ...] = ()
-  seed: Annotated[int, base.Range(0, 2**32 - 1, "[]")] = 0
+  seed: Annotated[int, base.Range(0, 2**32 - 1)] = 0
 
   def check(self) -> None:
     """Texts that end something have characters."""
@@ -144,24 +144,24 @@ class LLMConfig(LayerStack):
   """
 
   family: Literal["llm"] = "llm"
-  vocab_size: base.Tokens | None = None
-  max_length: base.Tokens = 2048
-  width: base.Width = 768
-  mlp_dim: base.Width = 2048
-  num_heads: tuple[base.Heads, ...] = (12,) * 12
-  num_kv_heads: Annotated[int, base.Range(1, base.MOST_HEADS)] = 12
-  head_dim: base.Width = 64
-  shared_heads: tuple[base.Heads, ...] = (4,) * 12
-  top_k: tuple[base.Heads, ...] = (5,) * 12
+  vocab_size: base.Count | None = None
+  max_length: base.Count = 2048
+  width: base.Count = 768
+  mlp_dim: base.Count = 2048
+  num_heads: tuple[base.Natural, ...] = (12,) * 12
+  num_kv_heads: base.Count = 12
+  head_dim: base.Count = 64
+  shared_heads: tuple[base.Natural, ...] = (4,) * 12
+  top_k: tuple[base.Natural, ...] = (5,) * 12
   head_order: tuple[tuple[int, ...], ...] = ()
-  norm_eps: Annotated[float, base.Range(1e-12, 1.0, "[]")] = 1e-5
+  norm_eps: Annotated[float, base.Range(1e-12, 1.0)] = 1e-5
   rope: RotaryConfig = RotaryConfig()
   tie_embeddings: bool = False
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
   qk_norm: bool = False
-  loss_chunk: Annotated[int, base.Range(0, 1 << 24)] = 512
+  loss_chunk: base.Natural = 512
 
   DATA = TextDataConfig
   RUNTIME_FIELDS = (*LayerStack.RUNTIME_FIELDS, "loss_chunk")
@@ -208,53 +208,30 @@ class LLMConfig(LayerStack):
     return dataclasses.replace(self, mlp_dim=dim)
 
   def check_run(self, run: Config) -> None:
-    """Sequences fit the positions; a schedule of top_k ends as the model is."""
+    """Sequences fit the positions; a schedule of top_k ends as the model is.
+
+    Without routed heads it has no effect, as `top_k` itself.
+    """
     if run.data.sequence_length > self.max_length:
       most = f"model.max_length={self.max_length}"
       run.data.fail("sequence_length", f"must be at most {most}")
     tune = run.tune
-    if not tune.top_k_values:
+    if not tune.top_k_values or not self.router.selects:
       return
-    routed = [b for b in self.budgets() if b.top_k]
-    if {b.top_k for b in routed} != {tune.top_k_values[-1]}:
-      ends = tuple(sorted({b.top_k for b in routed}))
+    routed = [group for group in self.layer_groups() if group.budget.top_k]
+    ends = tuple(sorted({group.budget.top_k for group in routed}))
+    if ends != tune.top_k_values[-1:]:
       tune.fail(
         "top_k_values", f"must end with the routing layers' top_k {ends}"
       )
     if tune.top_k_steps and tune.top_k_steps[-1] >= run.train.steps:
       tune.fail("top_k_steps", f"must end before train.steps={run.train.steps}")
-    if max(tune.top_k_values) > (least := _least_routed(self)):
+    least = min(group.budget.routed for group in routed)
+    if max(tune.top_k_values) > least:
       tune.fail(
         "top_k_values", f"must be at most {least}, a layer's routed heads"
       )
-    step = self._step
+    step = math.lcm(*(group.units(self.router).step for group in routed))
     if any(value % step for value in tune.top_k_values):
       structure = f"model.router.structure={self.router.structure!r}"
       tune.fail("top_k_values", f"must be multiples of {step} for {structure}")
-
-  @property
-  def _step(self) -> int:
-    """Heads that budgets of all layers that route count together."""
-    groups = (group for group in self.layer_groups() if group.budget.top_k)
-    return math.lcm(*(group.units(self.router).step for group in groups))
-
-  def in_run(self, run: Config) -> Config:
-    """A schedule of top_k keeps its steps and ends as this model is."""
-    tune = run.tune
-    if not self.router.selects:
-      tune = dataclasses.replace(tune, top_k_steps=(), top_k_values=())
-    elif values := tune.top_k_values:
-      # They lie between the last one and all routed heads as before.
-      last, new_last = values[-1], max(self.top_k)
-      room = max(1, _least_routed(run.model) - last)
-      scale = (_least_routed(self) - new_last) / room
-      step = self._step
-      moved = (round((value - last) * scale / step) * step for value in values)
-      values = tuple(max(step, new_last + value) for value in moved)
-      tune = dataclasses.replace(tune, top_k_values=values)
-    return dataclasses.replace(run, model=self, tune=tune)
-
-
-def _least_routed(model: LLMConfig) -> int:
-  """Routed heads of the layer that has the fewest, of those that route."""
-  return min(b.routed for b in model.budgets() if b.top_k)

@@ -2,17 +2,15 @@
 
 import copy
 import dataclasses
-import functools
-import inspect
 import json
 import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.config.base import GivenText, all_of, make_section, near
+from moh_jax.config.base import GivenText, make_section, near
 from moh_jax.config.run import Config, section_types
 
 
@@ -37,13 +35,9 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   if not isinstance(cfg["model"], Mapping):
     raise ValueError(f"config section model={cfg['model']!r} must have fields")
   family = cfg["model"].get("family")
-  section_types(family)  # raises where there is no such family
-
-  def make(name: str) -> Any:
-    return make_section(name, section_types(family, [name])[name], cfg[name])
-
-  made = all_of(functools.partial(make, name) for name in cfg)
-  return Config(**dict(zip(cfg, made)))
+  types = section_types(family, cfg)
+  made = {name: make_section(name, types[name], cfg[name]) for name in cfg}
+  return Config(**made)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -172,38 +166,23 @@ def run_file(spec: str) -> dict[str, Any]:
   path = pathlib.Path(name)
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such config file")
-  if path.suffix != ".py":
-    raise ValueError(f"{path}: a config file is Python and ends in .py")
   # A module of the user's own may lie beside it.
   folder = str(path.parent.resolve())
   sys.path.insert(0, folder)
   try:
     content = runpy.run_path(str(path))
-    if not callable(get_config := content.get("get_config")):
-      raise ValueError("has no function get_config")
-    known = tuple(content.get("ARGUMENTS", ()))
-    if not argument and _needs_argument(get_config):
-      raise ValueError(f"needs an argument, FILE:ARG with one of {known}")
+    known = content.get("ARGUMENTS", ())
     if known and argument and argument.partition(":")[0] not in known:
-      raise ValueError(
-        f"{argument!r} must be one of {known}{near(argument, known)}"
-      )
-    cfg = get_config(*[argument] * bool(argument))
-    cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
-    if not isinstance(cfg, dict):
-      raise ValueError(
-        f"get_config returned {type(cfg).__name__}, not a ConfigDict or dict"
-      )
+      hint = near(argument, known)
+      raise ValueError(f"{argument!r} must be one of {known}{hint}")
+    cfg = content["get_config"](*[argument] * bool(argument))
+    return copy.deepcopy(
+      cfg.to_dict() if hasattr(cfg, "to_dict") else dict(cfg)
+    )
   except Exception as error:  # the user's code may raise anything
     raise ValueError(f"{spec.rstrip(':')}{_said(error, path)}") from error
   finally:
     sys.path.remove(folder)
-  return cfg
-
-
-def _needs_argument(get_config: Callable[..., Any]) -> bool:
-  needed = inspect.signature(get_config).parameters.values()
-  return any(one.default is one.empty for one in needed)
 
 
 def _said(error: BaseException, path: pathlib.Path) -> str:

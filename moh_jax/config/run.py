@@ -9,7 +9,7 @@ from moh_jax.config.registry import get_family, get_source, imported
 from moh_jax.config.tune import TuneConfig
 
 Fields = dict[str, dict[str, Any]]  # by section
-_Axis = Annotated[int, base.Range(-1, 1 << 20)]
+_Axis = Annotated[int, base.Range(-1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class OptimConfig(base.Section):
   ema_decay: base.Decay = 0.0
   layer_decay: Annotated[float, base.Range(0, 1, "(]")] = 1.0
   skip_nonfinite: base.Natural = 0
-  accumulation: base.Batch = 1
+  accumulation: base.Count = 1
 
   def warmup(self, steps: int) -> int:
     """Steps of the warm-up in a run of so many steps."""
@@ -115,7 +115,7 @@ class TrainConfig(base.Section):
 
   steps: base.Count = 1000
   epochs: base.Amount = 0.0
-  seed: Annotated[int, base.Range(0, 2**31 - 1, "[]")] = 0
+  seed: Annotated[int, base.Range(0, 2**31 - 1)] = 0
   init_from: str = ""
   balance_weight: base.Amount = 0.01
   compilation_cache: str = ""
@@ -209,7 +209,7 @@ class EvalConfig(base.Section):
   NAME = "eval"
 
   every: base.Natural | None = None
-  batch_size: base.Batch = 128
+  batch_size: base.Count = 128
   examples: base.Natural = 0
   use_ema: bool = True
 
@@ -351,31 +351,19 @@ class Config:
     return get_source(self.data).pairs
 
   def _check(self) -> None:
-    own = self._check_tune, self._check_batch, self._check_steps
-    base.all_of([lambda: self.model.check_run(self), *own])
-
-  def _check_tune(self) -> None:
-    distill = self.tune.distill
-    if not self.model.READS_TEXT:
-      family = f"model.family={self.model.family!r}"
-      if self.tune.top_k_values:
-        self.tune.fail("top_k_values", f"must be () for {family}")
-      if distill.weight:
-        raise ValueError(
-          f"tune.distill.weight={distill.weight} must be 0 for {family}"
-        )
-    if self.prefers and distill.weight:
+    self.model.check_run(self)
+    family = f"model.family={self.model.family!r}"
+    if self.tune.top_k_values and not self.model.READS_TEXT:
+      self.tune.fail("top_k_values", f"must be () for {family}")
+    weight = self.tune.distill.weight
+    if weight and (self.prefers or not self.model.READS_TEXT):
       raise ValueError(
-        f"tune.distill.weight={distill.weight} must be 0 where data.source="
-        "'preference'"
+        f"tune.distill.weight={weight} must be 0 for {family} with "
+        f"data.source={self.data.source!r}"
       )
-
-  def _check_batch(self) -> None:
     if self.data.batch_size % (parts := self.optim.accumulation):
       whole = f"a multiple of optim.accumulation={parts}"
       self.data.fail("batch_size", f"must be {whole}")
-
-  def _check_steps(self) -> None:
     optim = self.optim
     # The steps of a run of `epochs` are known once its examples are counted.
     steps = base.MOST_COUNT if self.train.epochs else self.train.steps

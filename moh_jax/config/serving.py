@@ -26,13 +26,10 @@ def serving_config(
         f"--config.{change}: tune.* is for training; adapters are a part of "
         "the weights that are served"
       )
-  config = changed(config.served(), changes)
   others = {k: v for k, v in model.items() if k != "top_k"}
-  if others:
-    config = apply_overrides(config, "model", **others)
-  if "top_k" in model:
-    config = with_top_k(config, model["top_k"])
-  return config
+  config = changed(config.served(), changes)
+  config = apply_overrides(config, "model", **others)
+  return with_top_k(config, model["top_k"]) if "top_k" in model else config
 
 
 def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
@@ -45,13 +42,13 @@ def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
   Raises:
     ValueError: the model has no such heads.
   """
-  values = (top_k,) if isinstance(top_k, int) else top_k
+  values = tuple(top_k) if isinstance(top_k, list | tuple) else (top_k,)
   router = config.model.router
   if values and not router.selects:
     raise ValueError(
       f"top_k={values}: the model has no routed heads, "
       f"model.router.kind={router.kind!r}"
     )
-  if isinstance(values, list | tuple) and len(values) == 1:
-    values = tuple(values) * len(config.model.top_k)
+  if len(values) == 1:
+    values *= len(config.model.top_k)
   return apply_overrides(config, "model", top_k=values)

@@ -9,8 +9,6 @@ from moh_jax.config import base
 from moh_jax.config.layers import ImageClassifier, LayerGroup, LayerStack
 from moh_jax.config.run import Config, Fields
 
-_Size = Annotated[int, base.Range(0, 1 << 14)]  # 0 stands for another one
-
 
 @dataclasses.dataclass(frozen=True)
 class StageShape:
@@ -72,23 +70,23 @@ class ViTConfig(LayerStack, ImageClassifier):
   """
 
   family: Literal["vit"] = "vit"
-  image_size: tuple[base.Side, base.Side] | None = (224, 224)
-  channels: base.Width | None = None
-  num_classes: base.Tokens | None = None
-  patch_stride: base.Side = 4
-  embed_dims: tuple[base.Width, ...] = (72, 144, 288, 576)
-  depths: tuple[base.Layers, ...] = (5, 5, 22, 5)
-  num_heads: tuple[Annotated[int, base.Range(1, 4096)], ...] = (3, 6, 12, 24)
-  shared_heads: tuple[base.Heads, ...] = (3, 6, 3, 8)
-  top_k: tuple[base.Heads, ...] = (0, 0, 6, 12)
-  mlp_ratios: tuple[Annotated[float, base.Range(0, 1024)], ...] = (8, 8, 4, 4)
-  sr_ratios: tuple[base.Side, ...] = (8, 4, 2, 1)
-  window: base.Side = 3
-  fixed_pool_size: _Size = 0
-  pretrain_image_size: _Size = 0
-  pretrain_columns: _Size = 0
+  image_size: tuple[base.Count, base.Count] | None = (224, 224)
+  channels: base.Count | None = None
+  num_classes: base.Count | None = None
+  patch_stride: base.Count = 4
+  embed_dims: tuple[base.Count, ...] = (72, 144, 288, 576)
+  depths: tuple[base.Count, ...] = (5, 5, 22, 5)
+  num_heads: tuple[base.Count, ...] = (3, 6, 12, 24)
+  shared_heads: tuple[base.Natural, ...] = (3, 6, 3, 8)
+  top_k: tuple[base.Natural, ...] = (0, 0, 6, 12)
+  mlp_ratios: tuple[base.Amount, ...] = (8, 8, 4, 4)
+  sr_ratios: tuple[base.Count, ...] = (8, 4, 2, 1)
+  window: base.Count = 3
+  fixed_pool_size: base.Natural = 0
+  pretrain_image_size: base.Natural = 0
+  pretrain_columns: base.Natural = 0
   qkv_bias: bool = True
-  drop_path: Annotated[float, base.Range(0, 0.999, "[]")] = 0.0
+  drop_path: Annotated[float, base.Range(0, 0.999)] = 0.0
   # The kernels add no position bias.
   attention_impl: Literal["auto", "dense", "packed", "cudnn"] = "auto"
 

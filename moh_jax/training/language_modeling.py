@@ -1,5 +1,6 @@
 """Next-token prediction and preferences: the task of MoH-LLM."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -168,7 +169,8 @@ def _make_prediction(config: Config) -> _TaskLoss:
   """
   distill, chunk = config.tune.distill, config.model.loss_chunk
   if distill.weight:
-    teacher, _ = make_model(without_router(config.model).in_run(config))
+    dense = without_router(config.model)
+    teacher, _ = make_model(dataclasses.replace(config, model=dense))
 
   def divergence(params: Any, batch: Any, x: Any, step: jax.Array) -> Mean:
     own = jax.lax.stop_gradient(without_adapters(params))

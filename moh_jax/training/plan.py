@@ -119,7 +119,7 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     "ema": state.ema,
     "batch": program.batch,
   }
-  baseline = without_router(config.model).in_run(config)
+  baseline = dataclasses.replace(config, model=without_router(config.model))
   plan = Plan(
     config=config,
     topology=topology,

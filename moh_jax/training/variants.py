@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from moh_jax.config import Config, without_router
-from moh_jax.config.base import split_items
 from moh_jax.config.heads import Units
 from moh_jax.config.parse import changed
 from moh_jax.models.generation import Decode
@@ -76,7 +75,7 @@ def make_variant(config: Config, name: str) -> Config:
       model = dataclasses.replace(model, router=router)
     if active or shared is not None:
       model = _with_budgets(model, active, shared)
-    return model.in_run(config)
+    return dataclasses.replace(config, model=model)
   except ValueError as error:
     raise ValueError(f"variant {name!r}: {error}") from error
 
@@ -207,7 +206,8 @@ def compared_runs(
     raise ValueError(f"--sweep {sweep!r} must be SECTION.FIELD=VALUE,VALUE,...")
   if key == "train.seed":
     raise ValueError(f"--sweep {sweep!r}: the seeds are those of --seeds")
-  settings = [f"{key}={value}" for value in split_items(values)] or [""]
+  each = re.findall(r"\([^()]*\)|[^,]+", values)
+  settings = [f"{key}={value.strip()}" for value in each] or [""]
   for option, given in (("variants", variants), ("sweep", settings)):
     if twice := [name for name in given if given.count(name) > 1]:
       raise ValueError(f"--{option}: {twice[0]!r} is named twice")

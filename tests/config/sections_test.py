@@ -38,56 +38,37 @@ _SECTIONS = {
   "eval": config_lib.EvalConfig(),
   "log": config_lib.LogConfig(),
 }
-# A value just outside of a range, what the message says, and the fields.
+# A value just outside of a range, what the message says, and some fields.
 _OUTSIDE = """
-  0 | must be at least 1 | vit.channels vit.num_classes vit.patch_stride
-    vit.window dit.channels dit.num_classes dit.patch_size dit.head_dim
-    dit.width llm.vocab_size llm.max_length llm.width llm.mlp_dim llm.head_dim
-    llm.num_kv_heads rope.original_length vae.layers_per_block
-    vae.image_channels vae.latent_channels vae.norm_groups data.repeats
-    data.batch_size data.prefetch data.device_prefetch data.fake_examples
-    data.num_threads text.sequence_length text.batch_size text.prefetch
-    text.num_threads text.fake_examples sample.num optim.accumulation
-    train.steps checkpoint.every
-    checkpoint.keep_last eval.batch_size log.every mesh.dcn_data
-  -1 | must be at least 0 | vit.fixed_pool_size vit.pretrain_image_size
-    vit.pretrain_columns llm.loss_chunk data.eval_resize data.workers
-    sample.every optim.warmup_steps optim.decay_steps optim.skip_nonfinite
-    checkpoint.keep_every eval.every eval.examples log.heads
-  -1e-09 | must be at least 0 | dit.mlp_ratio
-    classifier.mixup classifier.cutmix diffusion.vb_weight sample.cfg_scale
-    optim.lr optim.warmup_lr optim.final_lr optim.eps optim.weight_decay
-    optim.clip_norm train.balance_weight
-  1.1 | must be in [0, 1] | data.random_erasing data.val_share
-    classifier.cutmix_prob classifier.label_smoothing sample.eta
+  0 | must be at least 1, | vit.channels dit.width llm.num_kv_heads data.repeats
+    data.batch_size data.prefetch optim.accumulation train.steps mesh.dcn_data
+  -1 | must be at least 0, | vit.fixed_pool_size llm.loss_chunk data.eval_resize
+    data.workers sample.every optim.warmup_steps eval.examples log.heads
+  -1e-09 | must be at least 0, | dit.mlp_ratio classifier.mixup optim.lr
+  1.1 | must be in [0, 1] | data.val_share classifier.cutmix_prob sample.eta
   1.0 | must be in [0, 1) | optim.b1 optim.b2 optim.ema_decay
   1.0 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
-  -0.1 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
   0.0 | must be in (0, 1] | optim.layer_decay
-  0.0 | must be above 0 | rope.attention_factor latents.scale
-    diffusion.latent_scale
-  0.9 | must be at least 1 | rope.theta rope.factor
+  0.0 | must be above 0, | rope.attention_factor latents.scale
+  0.9 | must be at least 1, | rope.factor
+  0.9 | must be in [1, 1000000000000.0] | rope.theta
   0.0 | must be in [1e-12, 1 | llm.norm_eps vae.norm_eps
-  nan | must be | llm.norm_eps sample.cfg_scale optim.lr rope.theta
-  inf | must be finite | rope.theta diffusion.vb_weight
-  -2 | must be at least -1 | mesh.data mesh.fsdp mesh.tensor mesh.sequence
-  0 | -1 or at least 1 | mesh.data mesh.fsdp mesh.tensor mesh.sequence
-  -1 | must be in [0, 2147483647] | train.seed
+  nan | must be | llm.norm_eps sample.cfg_scale optim.lr
+  inf | at most 1000000000.0 | diffusion.vb_weight
+  -2 | must be at least -1, | mesh.data mesh.sequence
+  0 | -1 or at least 1 | mesh.data mesh.sequence
   2147483648 | must be in [0, 2147483647] | train.seed
-  1048577 | must be at most 1048576 | data.batch_size
   20 | must be in [21, 100000] | diffusion.steps
   100001 | must be in [21, 100000] | diffusion.steps
-  -1 | must be in [0, 64] | sample.zoom
-  '?' | must be one of ('float32', 'bfloat16') | vit.dtype dit.dtype llm.dtype
-    vae.dtype optim.moment_dtype
+  65 | must be in [0, 64] | sample.zoom
+  '?' | must be one of ('float32', 'bfloat16') | vit.dtype optim.moment_dtype
   '?' | ('auto', 'dense', 'packed', 'kernel' | llm.attention_impl
   '?' | ('two_stage', 'query_norm', 'gate', 'none' | router.kind
   '?' | 'array_record', 'parquet', 'latents', 'fake') | data.source
-  '?' | '', or 'rand' with sections | data.auto_augment
   '?' | 'chat', 'preference', 'fake') | text.source
-  '?' | ('ddpm', 'ddim', 'dpm', 'euler', 'heun') | sample.method
-  '?' | ('adamw', 'adafactor', 'lion', 'muon') | optim.name
 """
+_STAGES = "one value per stage, or one, as model.depths=(1, 2"
+_SOURCE = "path='' must name the directory of"
 # Section, field, a value, what the message says.
 _REFUSED = (
   *(
@@ -96,28 +77,11 @@ _REFUSED = (
     for value, words, fields in (re.split(r"\s\|\s+", row),)
     for field in fields.split()
   ),
-  *(
-    (model, *row)
-    for model in ("vit", "dit", "llm")
-    for row in (
-      ("family", "resnet", f"must be one of ('{model}',)"),
-      ("router", "none", "a section with the fields ['kind', "),
-      ("num_heads", 3, "must be a tuple"),
-      ("top_k", (1, 10**5), "at most 4096"),
-    )
-  ),
-  *(
-    (
-      "vit",
-      name,
-      (2,) * 3,
-      "one value per stage, or one, as model.depths=(1, 2",
-    )
-    for name in (
-      *("embed_dims", "num_heads", "shared_heads", "top_k"),
-      *("mlp_ratios", "sr_ratios"),
-    )
-  ),
+  *((model, "family", "resnet", f"('{model}',)") for model in ("vit", "llm")),
+  ("dit", "router", "none", "a section with the fields ['kind', "),
+  ("dit", "num_heads", 3, "must be a tuple"),
+  ("vit", "embed_dims", (2,) * 3, _STAGES),
+  ("vit", "sr_ratios", (2,) * 3, _STAGES),
   ("vit", "attention_impl", "kernel", "('auto', 'dense', 'packed', 'cudnn')"),
   ("vit", "router", config_lib.RouterConfig("query_norm"), "the norms"),
   ("vit", "fixed_pool_size", 5, "too small for a pooled grid (5, 5)"),
@@ -126,53 +90,33 @@ _REFUSED = (
   ("vit", "image_size", (16, 2), "for a pooled grid (4, 0) in stage 1"),
   ("vit", "window", 2, "odd"),
   ("vit", "depths", (), "at least one stage"),
-  ("vit", "depths", (1, 0), "depths[1]=0 must be at least 1"),
   ("vit", "embed_dims", (8, 10), "a multiple of model.num_heads[1]=4"),
-  ("vit", "num_heads", (2, 0), "at least 1"),
-  ("vit", "sr_ratios", (0, 1), "at least 1"),
   ("vit", "mlp_ratios", (2, 0), "leaves a stage no MLP column"),
   ("vit", "top_k", (1, 3), "model, stage 2: top_k=3 must be in [0, 2]"),
-  ("vit", "top_k", (-1, 1), "model.top_k[0]=-1 must be at least 0"),
   ("vit", "shared_heads", (3, 2), "stage 1: shared=3 must be in [0, 2]"),
   ("dit", "width", 6, "multiple of 4"),
   ("dit", "mlp_ratio", 0.1, "leaves no MLP column at width 8"),
   ("dit", "input_size", (4, 5), "multiples of model.patch_size=2"),
   ("dit", "num_heads", (), "at least one layer"),
-  ("dit", "num_heads", (4,) * 1025, "at most 1024 layers"),
   ("dit", "num_heads", (4, 0, 6), "layer 1: num_heads=0 must be at least 1"),
-  ("dit", "shared_heads", (2, 2), "num_heads=(4, 4, 6) has (3)"),
   ("dit", "top_k", (1, 1), "num_heads=(4, 4, 6) has (3)"),
-  ("dit", "top_k", (1, 3, 0), "layer 1: top_k=3 must be in [0, 2]"),
   ("llm", "num_kv_heads", 3, "num_heads=4 must be a multiple of 3 key"),
-  ("llm", "num_heads", (4, 5), "num_heads=5 must be a multiple of"),
   ("llm", "head_dim", 7, "even"),
-  ("llm", "rope", None, "a section with the fields ['theta', "),
   ("llm", "head_order", ((0, 1, 2, 3),), "one value per layer"),
-  (
-    "llm",
-    "shared_heads",
-    (1,) * 3,
-    "one value per layer, or one, as model.num",
-  ),
   ("llm", "head_order", ((0, 1, 2, 3), (0, 1, 2, 2)), "each of the 4 heads"),
-  ("llm", "head_order", ((1, 2, 3, 4),) * 2, "[0]=(1, 2, 3, 4) must hold"),
   ("rope", "low_freq_factor", 0.0, "above 0 and below"),
   ("rope", "low_freq_factor", 4.0, "below rope.high_freq_factor=4.0"),
   ("rope", "beta_slow", 0.0, "above 0 and at most"),
   ("rope", "beta_slow", 33.0, "at most rope.beta_fast=32.0"),
-  ("vae", "block_out_channels", (), "norm_groups=32, at least one"),
   ("vae", "block_out_channels", (64, 48), "multiples of vae.norm_groups=32"),
   ("vae", "scaling", LatentScaling(mean=(0.1,)), "must have 4 values"),
-  ("data", "source", "image_folder", "path='' must name the directory of"),
-  ("data", "class_list", "x.txt", "for ('image_folder', 'parquet')"),
+  ("data", "source", "image_folder", _SOURCE),
   ("data", "label_column", "y", "for ('parquet',)"),
   ("data", "mean", (), "must have one value per channel"),
-  ("text", "source", "stdlib", "path='' must name the directory of"),
-  ("text", "ratios", (100.0,), "must be () with data.source='fake'"),
+  ("text", "source", "stdlib", _SOURCE),
   ("mix", "source", "stdlib", "mix=('web', 'code') must be () with data."),
   ("mix", "mix", ("a", "a"), "must name each source once"),
   ("mix", "ratios", (100.0,), "must have one value for each of ('web'"),
-  ("mix", "ratios", (100.0, 0.0), "above 0"),
   ("mix", "ratios", (60.0, 39.0), "must sum to 100 (percent), not 99"),
   ("tune", "top_k_steps", (0,), "one value for each of (0,)"),
   ("diffusion", "schedule", "flow", "must be 'velocity' for 'flow'"),
@@ -183,24 +127,14 @@ _REFUSED = (
 )
 # Fields, and the last value inside of their ranges.
 _TAKEN = (
-  (1, "vit.patch_stride llm.num_kv_heads rope.original_length"),
-  (1, "data.batch_size train.steps checkpoint.every mesh.dcn_data"),
-  (0, "llm.loss_chunk sample.every checkpoint.keep_every eval.every"),
-  (0.0, "dit.label_dropout diffusion.vb_weight sample.cfg_scale optim.b1"),
-  (0.0, "optim.clip_norm optim.lr"),
-  (1.0, "rope.theta rope.factor llm.norm_eps optim.layer_decay"),
-  (1.0, "classifier.cutmix_prob classifier.label_smoothing"),
-  (0.999, "dit.label_dropout vit.drop_path optim.ema_decay"),
+  (1, "vit.patch_stride data.batch_size"),
+  (0.0, "dit.label_dropout optim.lr"),
+  (1.0, "rope.theta llm.norm_eps optim.layer_decay classifier.cutmix_prob"),
   (2**31 - 1, "train.seed train.steps"),
-  (4, "dit.width llm.num_kv_heads"),
-  (2, "llm.head_dim mesh.data"),
   (21, "diffusion.steps"),
   (100_000, "diffusion.steps"),
   ((0, 2), "vit.top_k"),
-  ((1, 1), "vit.top_k"),
-  (((3, 2, 1, 0), (0, 1, 2, 3)), "llm.head_order"),
   ((33.33, 66.67), "mix.ratios"),  # rounded
-  ((66.7, 33.34), "mix.ratios"),
 )
 
 
@@ -239,8 +173,6 @@ class SectionsTest(parameterized.TestCase):
         ((0, 5), (3,), "top_k_values=(3,) must have one value for each"),
         ((1, 5), (3, 2), "top_k_steps=(1, 5) must rise from 0"),
         ((0, 5, 5), (3, 2, 1), "top_k_steps=(0, 5, 5) must rise"),
-        ((0, 5, 4), (3, 2, 1), "top_k_steps=(0, 5, 4) must rise"),
-        ((0, 5), (3, 0), "top_k_values[1]=0 must be at least 1"),
       )
     ),
   )
@@ -259,9 +191,8 @@ class SectionsTest(parameterized.TestCase):
       {*cls.RUNTIME_FIELDS, *cls.NUMERIC_FIELDS}, fields
     )
 
-  @parameterized.parameters("top_k", "shared_heads", "mlp_ratios", "num_heads")
-  def test_one_value_stands_for_every_stage(self, field):
-    fields = {"num_heads": 4, "shared_heads": 1, "top_k": 1, field: 2}
+  def test_one_value_stands_for_every_stage(self):
+    fields = {"num_heads": 4, "shared_heads": 1, "top_k": 1, "mlp_ratios": 2}
     one, each = (
       dataclasses.replace(
         small.TALL_VIT, **{name: (value,) * n for name, value in fields.items()}
@@ -294,20 +225,10 @@ class PolicyTest(parameterized.TestCase):
   @parameterized.parameters(
     *(
       (text, f"{text}' must be '', or 'rand' with sections -KEYVALUE, each")
-      for text in (
-        "3a",
-        "rand-inc1-",
-        "rand-m-inc1",
-        "rand-tweights-inc1",
-        "rand-m9-m8-inc1",
-        "rand-m9",
-        "rand-m9-inc0",
-      )
+      for text in ("3a", "rand-tweights-inc1", "rand-m9-m8-inc1", "rand-m9")
     ),
     ("rand-m9.5-inc1", "magnitude=9.5 must be of type int"),
     ("rand-m31-inc1", "magnitude=31 must be in [0, 30]"),
-    ("rand-n0-inc1", "layers=0 must be in [1, 15]"),
-    ("rand-p1.5-inc1", "probability=1.5 must be in [0, 1]"),
   )
   def test_names_what_is_not_understood(self, text, words):
     with self.assertRaisesRegex(

@@ -119,7 +119,7 @@ class RestoreTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"top_k": (4,)}, r"top_k=4 must be in \[0, 3\]"),
     ({"top_k": (1, 1)}, r"model\.top_k=\(1, 1\) must have one value"),
-    ({"top_k": 1.5}, "model.top_k=1.5 must be a tuple"),
+    ({"top_k": 1.5}, r"model.top_k\[0\]=1.5 must be of type int"),
     ({"changes": ["sample.steps=2"]}, "section 'sample'"),
   )
   def test_override_that_does_not_fit_is_named(self, override, message):
@@ -140,8 +140,8 @@ class DiffusionRestoreTest(FolderTest):
     config = tiny.dit_config()
     _save(self.root, config)
     sample = {"method": "dpm", "steps": "7"}
+    changes = [f"sample.{key}={value}" for key, value in sample.items()]
     model = {"top_k": (0, 2), "dtype": "bfloat16"}
-    changes = [f"sample.{name}={value}" for name, value in sample.items()]
     restored = restore_lib.restore(str(self.root), changes=changes, **model)
     expected = dataclasses.replace(config.sample, **sample)
     self.assertEqual(restored.config.sample, expected)
