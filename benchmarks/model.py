@@ -29,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
       for found in bench.measure_model(run, given.rounds)
       for row in as_rows(run, found)
     ]
-    finish(given, rows, settings={**given.values(), "config": to_dict(run)})
+    finish(
+      given,
+      rows,
+      settings={**dataclasses.asdict(given), "config": to_dict(run)},
+    )
     return 0
 
   return report_errors(call, given.traceback)

@@ -17,8 +17,6 @@ from moh_jax.runtime.alive import alive
 if TYPE_CHECKING:
   from collections.abc import Callable, Iterator
 
-  from moh_jax.training.bench import Timing
-
   # Name, what one call of it does, and of how many things: tokens or images.
   _Calls = Iterator[tuple[str, Callable[[], Any], int]]
 
@@ -30,7 +28,7 @@ _EMA_DECAY = 0.9999  # of the released recipe of diffusion models
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(command.Stored, command.RunConfig, command.Output):
+class ModelOptions(command.RunConfig, command.Output):
   """Time a model and its multi-head baseline on random data, in turns.
 
   The passes: the training loss (forward), its gradients too
@@ -41,23 +39,19 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
   tokens, or the model's longest sequence).
 
   Attributes:
-    model: released name of the model, where neither of the next two is given.
+    model: released name of the model, where --config is not given.
     config: config file of the run, as FILE or FILE:ARG; its data need not
       exist.
-    checkpoint: workdir of `train` or output of `convert`.
     rounds: measured turns.
   """
 
   model: str = "moh-vit-s80"
   config: command.Place | None = None
-  checkpoint: command.Place | None = None
   rounds: Count = 7
 
   def check(self) -> None:
-    """The model is stated once."""
+    """The model is known."""
     super().check()
-    if self.config is not None and self.checkpoint is not None:
-      self.fail("config", "and --checkpoint exclude each other")
     config_lib.released_model(self.model)
 
   def changeable(self) -> bool:
@@ -76,8 +70,6 @@ class ModelOptions(command.Stored, command.RunConfig, command.Output):
     model = config_lib.released_model(self.model)
     if self.config is not None:
       model = resolve_without_data(self.loaded)[0].model
-    elif self.checkpoint is not None:
-      model = self.stored()[0].config.model
     return changed(resolve(bench_run(model, _BATCH)), self.changes)
 
 
@@ -110,13 +102,9 @@ def run_model(options: ModelOptions) -> int:
     for row in rows
   ]
   header = ("pass", "ms", "MHA ms", "time over MHA", "units/s", "MHA units/s")
-  options.give(
-    {"config": config_lib.to_dict(run), "rows": rows},
-    [
-      f"{run.model.activated_share:.1%} of the heads active",
-      command.table(cells, header),
-    ],
-  )
+  share = f"{run.model.activated_share:.1%} of the heads active"
+  values = {"config": config_lib.to_dict(run), "rows": rows}
+  options.give(values, [share, command.table(cells, header)])
   return 0
 
 
@@ -144,21 +132,20 @@ def measure_model(run: Config, rounds: int) -> list[dict[str, Any]]:
     pairs = zip(make(run, batch), make(mha, batch))
     for (mode, ours, units), (_, theirs, _) in pairs:
       times = interleaved({"moh": ours, "mha": theirs}, rounds)
-      rows.append(_row(mode, times["moh"], times["mha"], units))
+      ours, mha = times["moh"], times["mha"]
+      ratio, of_call = ours.over(mha), _SPAN if "decode" in mode else 1
+      rows.append(
+        {
+          "mode": mode,
+          "ms": ours.median / of_call * 1e3,
+          "mha_ms": mha.median / of_call * 1e3,
+          "ratio": ratio.median,
+          "spread": ratio.spread,
+          "units_per_second": units / ours.median,
+          "mha_per_second": units / mha.median,
+        }
+      )
   return rows
-
-
-def _row(mode: str, ours: Timing, mha: Timing, units: int) -> dict[str, Any]:
-  ratio, of_call = ours.over(mha), _SPAN if mode.startswith("decode") else 1
-  return {
-    "mode": mode,
-    "ms": ours.per(of_call).median * 1e3,
-    "mha_ms": mha.per(of_call).median * 1e3,
-    "ratio": ratio.median,
-    "spread": ratio.spread,
-    "units_per_second": units / ours.median,
-    "mha_per_second": units / mha.median,
-  }
 
 
 def random_params(run: Config) -> Any:
@@ -311,16 +298,10 @@ def run_input(options: InputOptions) -> int:
   size = config.data.batch_size
   rates = {"input": size / reading, "step": size / stepping}
   slower = min(rates, key=rates.get)
+  values = {"config": config_lib.to_dict(config), "bottleneck": slower}
+  lines = [f"{name}: {rate:,.0f} examples/s" for name, rate in rates.items()]
   options.give(
-    {
-      "config": config_lib.to_dict(config),
-      "examples_per_second": rates,
-      "bottleneck": slower,
-    },
-    [
-      *(f"{name}: {rate:,.0f} examples/s" for name, rate in rates.items()),
-      f"bottleneck: {slower}",
-    ],
+    values | {"examples_per_second": rates}, [*lines, f"bottleneck: {slower}"]
   )
   return 0
 

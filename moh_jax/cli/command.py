@@ -28,13 +28,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json as json_lib
-import logging
 import os
 import pathlib
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 from moh_jax.cli.flags import PREFIX, flag
 from moh_jax.config import Config, MeshConfig, base, check_command
@@ -57,23 +54,46 @@ _SERVED = (
 )
 
 
-class _Path:
-  """A type's mark of a path."""
+class _Path(NamedTuple):
+  """A type's mark of a path.
+
+  Attributes:
+    what: "" is any, which its reader checks; "in" exists; "out", "file" and
+      "folder" are local and can be written.
+  """
+
+  what: str = ""
 
   METAVAR = "PATH"
 
-  def refusal(self, value: str) -> str:
-    """What a value must be, or "" where it is allowed."""
-    # To most functions "" is the current folder.
-    return "" if value else "the name of a file or folder"
+  def refusal(self, path: str) -> str:
+    """What a path must be, or "" where it is allowed.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    if not path:  # to most functions the current folder
+      return "the name of a file or folder"
+    if self.what == "in":
+      is_there = "://" in path or os.path.exists(path)
+      return "" if is_there else "a file or folder that is there"
+    if not self.what or path == "-":
+      return ""
+    if "://" in path:
+      return "local"
+    if os.path.isdir(path) and self.what == "file":
+      return "a file, not a folder"
+    if os.path.isfile(path) and self.what == "folder":
+      return "a folder, not a file"
+    files.check_writable(path)
+    return ""
 
 
-_MARKS = _IN, _OUT, _OUT_FILE, _OUT_FOLDER = [_Path() for _ in range(4)]
-Place = Annotated[str, _Path()]  # a path or address that its reader checks
-InPath = Annotated[str, _IN]  # must exist
-OutPath = Annotated[str, _OUT]  # local
-OutFile = Annotated[str, _OUT_FILE]  # no folder
-OutFolder = Annotated[str, _OUT_FOLDER]  # no file
+Place = Annotated[str, _Path()]
+InPath = Annotated[str, _Path("in")]
+OutPath = Annotated[str, _Path("out")]
+OutFile = Annotated[str, _Path("file")]
+OutFolder = Annotated[str, _Path("folder")]
 
 
 def option(how: str = "", metavar: str = "", **field: Any) -> Any:
@@ -121,11 +141,6 @@ class BaseOptions(base.Section):
     sources = (getattr(self, name, None) for name in ("config", "checkpoint"))
     return any(source is not None for source in sources)
 
-  def values(self) -> dict[str, Any]:
-    """The options that results depend on, by name."""
-    every = dataclasses.asdict(self).items()
-    return {k: v for k, v in every if k not in SHARED}
-
   def need(self, name: str, fits: Any, needed: str) -> None:
     """Refuses an option that is not its default where it has no effect."""
     if not fits and getattr(self, name) != getattr(type(self), name):
@@ -136,35 +151,7 @@ class BaseOptions(base.Section):
     raise ValueError(f"{flag(name)}={getattr(self, name)!r} {allowed}")
 
   def prepare(self) -> None:
-    """Refuses what can be refused before JAX is imported.
-
-    Raises:
-      FileNotFoundError: an input does not exist.
-      OSError: an output cannot be written.
-      ValueError: an output is of another kind than what is there.
-    """
-    for name, path, mark in self._paths():
-      if mark is _IN:
-        if "://" not in path and not os.path.exists(path):
-          raise FileNotFoundError(f"{path}: no such file or folder")
-      elif path != "-":
-        if "://" in path:
-          self.fail(name, "must be local")
-        if mark is _OUT_FILE and os.path.isdir(path):
-          self.fail(name, "is a folder, must be a file")
-        if mark is _OUT_FOLDER and os.path.isfile(path):
-          self.fail(name, "is a file, must be a folder")
-        files.check_writable(path, flag(name))
-
-  def _paths(self) -> Iterator[tuple[str, str, _Path]]:
-    """Names, values and marks of inputs and outputs."""
-    for name, hint in base.hints(type(self)).items():
-      value, hint = getattr(self, name), base.without_none(hint)
-      if is_tuple := typing.get_origin(hint) is tuple:
-        hint = typing.get_args(hint)[0]
-      for mark in set(_MARKS).intersection(typing.get_args(hint)):
-        values = value if is_tuple else [value]
-        yield from ((name, path, mark) for path in values if path is not None)
+    """Reads what can be read before JAX is imported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,9 +181,8 @@ class Output(BaseOptions):
     for line in lines:
       print(line)
     if self.json:
-      path = pathlib.Path(self.json)
-      path.parent.mkdir(parents=True, exist_ok=True)
-      files.write_whole(path, f"{strict_json(values, indent=2)}\n".encode())
+      content = f"{strict_json(values, indent=2)}\n".encode()
+      files.write_whole(pathlib.Path(self.json), content)
 
   def is_first(self) -> bool:
     """Whether this process is the first of its run, which writes results."""
@@ -238,10 +224,11 @@ class Distributed(BaseOptions):
 
     Training compares its config later, complete with what its data tell.
     """
-    options = self.values()
-    if hasattr(self, "config"):
-      del options["config"], options["changes"]
-    values = {"options": json_lib.loads(json_lib.dumps(options))}
+    unlike = {*SHARED, *(("config", "changes") * hasattr(self, "config"))}
+    every = dataclasses.asdict(self).items()
+    values: dict[str, Any] = {
+      "options": {k: v for k, v in every if k not in unlike}
+    }
     if isinstance(self, Stored) and self.step_number is None:
       values["newest checkpoint"] = steps.list_steps(self.checkpoint)[-1:]
     return values
@@ -352,12 +339,6 @@ class Checkpoint(Stored):
 
   KEEPS_PROGRAMS = True
 
-  def check(self) -> None:
-    """The routed heads are stated once."""
-    super().check()
-    if self.top_k and self.change("model.top_k") is not None:
-      self.fail("top_k", f"is {PREFIX}model.top_k too; give one of them")
-
   def stored(self, command: str | None = None) -> tuple[Metadata, int]:
     """As `Stored.stored`; the config is that of the served model."""
     metadata, step = super().stored(command)
@@ -381,11 +362,6 @@ class Checkpoint(Stored):
       "top_k": self.top_k,
     }
     return restore(self.checkpoint, **(given | options))
-
-  def change(self, key: str) -> str | None:
-    """The text that a key of the config is changed to, None if it is not."""
-    given = dict(text.split("=", 1) for text in self.changes)
-    return given.get(key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -413,29 +389,6 @@ class Texts(BaseOptions):
       FileNotFoundError: there is no such file; before any is read.
     """
     return read_texts(list_files(self.data), self.field, skipped)
-
-
-class OneLine(logging.Formatter):
-  """The message of a record alone, as text that a terminal only shows."""
-
-  def format(self, record: logging.LogRecord) -> str:
-    """The line of a record."""
-    return record.getMessage()
-
-
-def out_file(path: str, *suffixes: str) -> pathlib.Path:
-  """The file that --out names, whose folder is there.
-
-  Raises:
-    ValueError: it ends in none of the suffixes, if there are some.
-    FileNotFoundError: its folder does not exist.
-  """
-  file = pathlib.Path(path)
-  if suffixes and file.suffix not in suffixes:
-    raise ValueError(f"--out {path!r} must end in {' or '.join(suffixes)}")
-  if not file.parent.is_dir():
-    raise FileNotFoundError(f"--out {path!r}: no directory {file.parent}")
-  return file
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _BATCH = "eval.batch_size"
 _TEXTS = 8  # scored at a time, where `_BATCH` is not given
-_WORST = 5  # classes that are printed
 
 _Score = Callable[["Restored"], dict[str, Any]]
 
@@ -51,8 +50,6 @@ class Options(
     include_path: folder of more tasks.
     no_bos: contexts of tasks do not begin with the begin of text, for models
       that were trained without.
-    per_class: write a CSV file with the scores of each class, and what it is
-      taken for most often; the worst classes are printed.
   """
 
   top_k: tuple[tuple[int, ...], ...] = command.option("repeated", default=())
@@ -60,9 +57,8 @@ class Options(
   tasks: str | None = None
   num_fewshot: Natural | None = None
   limit: Count | None = None
-  include_path: command.Place | None = None
+  include_path: command.InPath | None = None
   no_bos: bool = False
-  per_class: command.OutFile | None = None
 
   def check(self) -> None:
     """Options of one kind of score are not given with another."""
@@ -72,8 +68,6 @@ class Options(
     self.need("field", self.data, "needs --data")
     if len(set(self.top_k)) < len(self.top_k):
       self.fail("top_k", "must differ")
-    if self.per_class and len(self.top_k) > 1:
-      self.fail("per_class", f"takes one --top-k, not {self.top_k}")
 
   def is_text(self, config: Config) -> bool:
     """Whether text or tasks are scored, not examples of a data set.
@@ -84,15 +78,13 @@ class Options(
     from moh_jax.config.registry import SPLITS
     from moh_jax.data.shards import METADATA
 
-    for name, use in (("per_class", "classify"), ("tasks", "generate")):
-      if getattr(self, name):
-        where = f"--{name.replace('_', '-')}: {self.checkpoint}"
-        check_command(config.model, use, where)
     is_text = self.tasks is not None
-    if self.data and config.model.READS_TEXT:
+    if is_text:
+      check_command(config.model, "generate", f"--tasks: {self.checkpoint}")
+    elif self.data and config.model.READS_TEXT:
       parts = [pathlib.Path(self.data[0], n, METADATA) for n in SPLITS]
-      is_text |= not any(part.is_file() for part in parts)
-    if not is_text and len(self.data) > 1:
+      is_text = not any(part.is_file() for part in parts)
+    if len(self.data) > 1 and not is_text:
       self.fail("data", "must be one directory")
     return is_text
 
@@ -102,15 +94,13 @@ def run(options: Options) -> int:
   """Prints the metrics, a column for each --top-k."""
   options.join()
   from moh_jax.inference.restore import with_top_k
-  from moh_jax.runtime.files import write_csv
   from moh_jax.runtime.mesh import make_mesh, use_mesh
   from moh_jax.runtime.parameters import check_finite
 
   config = options.stored()[0].config
   for top_k in options.top_k:  # before anything large is read
     with_top_k(config.served(), top_k)
-  mesh = make_mesh(config.mesh)
-  is_text = options.is_text(config)
+  mesh, is_text = make_mesh(config.mesh), options.is_text(config)
   with use_mesh(mesh):
     score = (_text if is_text else _held_out)(options, config, mesh)
     restored = options.restore(mesh=mesh, top_k=None)
@@ -118,32 +108,17 @@ def run(options: Options) -> int:
     rows = [score(choice) for choice in choices]
   for row in rows:
     check_finite(row.get("loss", 0.0), "the model's losses")
-  if not options.is_first():
+  if not is_text and len(rows) == 1:
+    values = rows[0] | {"step": restored.step}
+    options.give(values, command.metric_lines(values))
     return 0
-  values: dict[str, Any] = {"step": restored.step}
   runs = [
     {"top_k": list(choice.config.model.top_k), **row}
     for choice, row in zip(choices, rows)
   ]
-  if is_text:
-    values["checkpoint"] = options.checkpoint
-    values["dtype"] = config.model.dtype
-    if config.model.router.kind == "two_stage":
-      values["gate_form"] = config.model.router.gate_form
-  if is_text or len(runs) > 1:
-    options.give(values | {"runs": runs}, [_columns(runs)])
-    return 0
-  classes = rows[0].pop("classes", [])
-  values = rows[0] | values
-  lines = command.metric_lines(values)
-  if classes:
-    header = list(classes[0])
-    write_csv(options.per_class, header, [row.values() for row in classes])
-    present = [row for row in classes if row["examples"]]
-    worst = sorted(present, key=lambda row: row["accuracy"])[:_WORST]
-    cells = [map(command.cell, row.values()) for row in worst]
-    lines.append(command.table([*map(tuple, cells)], header))
-  options.give(values, lines)
+  values = {"checkpoint": options.checkpoint, "step": restored.step}
+  values |= {"dtype": config.model.dtype, "runs": runs}
+  options.give(values, [_columns(runs)])
   return 0
 
 
@@ -160,26 +135,11 @@ def _held_out(options: Options, config: Config, mesh: Mesh) -> _Score:
     if options.data:
       data = data_at(config, options.data[0])
       config = apply_overrides(config, "data", **data)
-    if options.per_class:
-      return _by_class(restored, config, mesh)
     tasks = task_builder(config)
     evaluate = tasks.make_evaluate(restored.model, config, restored)
     return evaluate(restored.params, mesh)
 
   return score
-
-
-def _by_class(restored: Restored, config: Config, mesh: Mesh) -> dict[str, Any]:
-  """The metrics of a classifier, and "classes" with those of each."""
-  from moh_jax.evaluation import predictions
-  from moh_jax.training import classification
-
-  _, predict = classification.make_predict(restored.model, config, restored)
-  found = predict(restored.params, mesh)
-  numbers = tuple(map(str, range(config.model.num_classes)))
-  names = restored.class_names or numbers
-  metrics = predictions.scores(found)
-  return metrics | {"classes": predictions.by_class(found, names)}
 
 
 def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
@@ -195,8 +155,9 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
   tasks = None
   if options.tasks is not None:
     choices = harness.choose_tasks(options.tasks, options.num_fewshot)
-    tasks = harness.open_tasks(choices, options.include_path or "")
-  size = config.eval.batch_size if options.change(_BATCH) else _TEXTS
+    tasks = harness.open_tasks(choices, options.include_path)
+  is_given = any(text.startswith(_BATCH) for text in options.changes)
+  size = config.eval.batch_size if is_given else _TEXTS
   check_batch(_BATCH, size, mesh)
   batches = {"batch_size": size, "mesh": mesh}
   progress = sys.stderr.isatty()
@@ -208,9 +169,8 @@ def _text(options: Options, config: Config, mesh: Mesh) -> _Score:
     if tasks is not None:
       from moh_jax.evaluation.harness_model import HarnessModel  # has lm-eval
 
-      answer = _answers(restored, tokenizer, batches)
       adapter = HarnessModel(
-        *(tokenizer, scorer, answer),
+        *(tokenizer, scorer, _answers(restored, tokenizer, batches)),
         add_bos=not options.no_bos,
         progress=progress,
       )
@@ -229,17 +189,16 @@ def _answers(restored: Restored, tokenizer: Any, batches: dict) -> Callable:
   from moh_jax.config.llm import Sampling
   from moh_jax.inference.generate import Generator
 
-  @functools.cache
-  def generator() -> Generator:  # copies parameters, where a task needs it
-    return Generator(restored, tokenizer, **batches)
+  # It copies parameters, so that it is made where a task needs it.
+  make = functools.cache(lambda: Generator(restored, tokenizer, **batches))
 
   def answer(prompts: Sequence[list[int]], **sampling: Any) -> list[str]:
-    made = generator().generate(prompts, Sampling(**sampling))
-    # As the harness's own adapters do it, without the text before:
-    # SentencePiece leaves out a space at the begin.
-    stop = {"end": -1}  # without the token that ended it
+    # As the harness's own adapters do it, without the text before
+    # (SentencePiece leaves out a space at the begin), nor the token that ends.
+    last = {"end": -1}
     return [
-      tokenizer.decode(c.tokens[: stop.get(c.finish_reason)]) for c in made
+      tokenizer.decode(made.tokens[: last.get(made.finish_reason)])
+      for made in make().generate(prompts, Sampling(**sampling))
     ]
 
   return answer
@@ -250,9 +209,8 @@ def _columns(runs: Sequence[dict[str, Any]]) -> str:
   header, columns = ["metric"], [_cells(run) for run in runs]
   for run in runs:
     top_k = run["top_k"] if len({*run["top_k"]}) > 1 else run["top_k"][:1]
-    share = run.get("activated_share")
-    shown = "" if share is None else f" ({share:.1%})"
-    header.append(f"top_k={','.join(map(str, top_k))}{shown}")
+    share = f" ({run['activated_share']:.1%})"
+    header.append(f"top_k={','.join(map(str, top_k))}{share}")
   rows = [(name, *(c[name] for c in columns)) for name in columns[0]]
   return command.table(rows, header)
 
@@ -261,23 +219,25 @@ def _cells(run: dict[str, Any]) -> dict[str, str]:
   """What is printed of a run, by name; a star marks what the mean is of."""
   cells = {}
   for task, row in run.get("tasks", {}).items():
+    shots = "" if row["shots"] is None else f", {row['shots']} shots"
     for metric, found in row["metrics"].items():
-      text = "n/a" if found["value"] is None else _number(found["value"])
+      text = _number(found["value"])
       if found["stderr"] is not None:
         text += f" +- {_number(found['stderr'])}"
-      star = " *" if metric == row["main"] else ""
-      shots = "" if row["shots"] is None else f", {row['shots']} shots"
+      star = " *" * (metric == row["main"])
       cells[f"{task}{shots}: {metric}"] = text + star
-  if run.get("mean") is not None:
-    cells["mean of *"] = _number(run["mean"])
-  others = {"top_k", "activated_share", "tasks", "mean", "lm_eval", "text"}
-  metrics = {n: v for n, v in run.items() if n not in others}
-  metrics |= run.get("text", {})
-  return cells | {name: _number(value) for name, value in metrics.items()}
+  others = {**run, **run.get("text", {}), "mean of *": run.get("mean")}
+  for name, value in others.items():
+    if isinstance(value, int | float) and name not in _TOLD:
+      cells[name] = _number(value)
+  return cells
 
 
-def _number(value: float) -> str:
+_TOLD = {"activated_share", "mean"}  # in other places of the table
+
+
+def _number(value: float | None) -> str:
   """Four places; perplexities may have too many digits before them."""
-  if isinstance(value, int):
-    return f"{value:,}"
+  if value is None or isinstance(value, int):
+    return "n/a" if value is None else f"{value:,}"
   return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"

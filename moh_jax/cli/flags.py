@@ -83,32 +83,29 @@ def _add(
   is_tuple = typing.get_origin(hint) is tuple
   item = typing.get_args(hint)[0] if is_tuple else hint
   names = ",".join(map(str, base.choices(cls, field.name)))
-  settings: dict[str, Any] = {
-    "default": argparse.SUPPRESS,
-    "metavar": f"{{{names}}}" if names else _metavar(field, item),
-  }
-  if how == "positional":
-    settings["metavar"] = field.name.upper()
-    settings["nargs"] = "+" if is_tuple else None
-  else:
-    settings |= {"required": field.default is MISSING, "dest": field.name}
-  if how == "listed":
-    settings["nargs"] = "+"
-  elif how == "repeated":
-    settings["action"] = "append"
-  elif is_tuple and how != "positional":
-    settings["metavar"] += ",..."
-  if hint is bool:
-    settings["action"] = "store_true"
-    del settings["metavar"]
+  shown = f"{{{names}}}" if names else _metavar(field, item)
   text, default = text.removesuffix(".").replace("%", "%%"), field.default
   # No test of equality with False, which 0 is, too.
   if hint is not bool and default not in (None, "", (), MISSING):
-    if isinstance(default, tuple):
-      default = ",".join(map(str, default))
-    text += f" (default: {default})"
-  name = field.name if how == "positional" else flag(field.name)
-  group.add_argument(name, help=text, **settings)
+    values = default if isinstance(default, tuple) else [default]
+    text += f" (default: {','.join(map(str, values))})"
+  settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+  if how == "positional":
+    group.add_argument(
+      field.name, nargs="+", metavar=field.name.upper(), **settings
+    )
+    return
+  settings |= {"required": default is MISSING, "dest": field.name}
+  if hint is bool:
+    settings["action"] = "store_true"
+  else:
+    separated = ",..." if is_tuple and not how else ""
+    settings["metavar"] = shown + separated
+    settings |= _SEVERAL.get(how, {})
+  group.add_argument(flag(field.name), **settings)
+
+
+_SEVERAL = {"listed": {"nargs": "+"}, "repeated": {"action": "append"}}
 
 
 def _metavar(field: dataclasses.Field, hint: Any) -> str:
@@ -127,23 +124,17 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
     parser: of `make_parser`.
     cls: the same class.
     argv: arguments, with changes of config keys: "--config.optim.lr=3e-4".
-
-  Raises:
-    ValueError: a change of a key has no value.
   """
   argv, changes = split_changes(argv)
   args, unknown = parser.parse_known_args(argv)
   if unknown:
     name = unknown[0].partition("=")[0]
-    known = [flag(field.name) for field in dataclasses.fields(cls)]
-    hint = base.near(name, known)
+    hint = base.near(name, [flag(x.name) for x in dataclasses.fields(cls)])
     if name.startswith("--") and "." in name:
       hint = f"; a key of the config is changed by {PREFIX}KEY=VALUE"
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-  given = {
-    name: _value(value, base.hints(cls)[name])
-    for name, value in vars(args).items()
-  }
+  hints = base.hints(cls)
+  given = {name: _value(x, hints[name]) for name, x in vars(args).items()}
   try:
     return cls(**given, changes=changes)
   except ValueError as error:
@@ -152,35 +143,17 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
 
 def _value(given: Any, hint: Any) -> Any:
   """An argument, or several, for the type of its field to read."""
+  hint = base.without_none(hint)
   if isinstance(given, list):
-    item = typing.get_args(base.without_none(hint))[0]
-    return [_value(text, item) for text in given]
-  is_text = base.plain(base.without_none(hint)) is str
-  return given if is_text or isinstance(given, bool) else GivenText(given)
+    return [_value(text, typing.get_args(hint)[0]) for text in given]
+  is_read = isinstance(given, bool) or base.plain(hint) is str
+  return given if is_read else GivenText(given)
 
 
 def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Takes the changes of config keys out of a command's arguments.
-
-  Args:
-    argv: with changes "--config.a.b=v" or "--config.a.b", "v".
-
-  Returns:
-    The other arguments, and the changes as `load_config` takes them: "a.b=v".
-
-  Raises:
-    ValueError: a change has no value.
-  """
+  """The arguments of a command, and its changes of config keys: "a.b=v"."""
   others, changes = [], []
-  rest = iter(argv)
-  for arg in rest:
-    if not arg.startswith(PREFIX):
-      others.append(arg)
-      continue
-    key, equals, value = arg.removeprefix(PREFIX).partition("=")
-    if not equals:
-      value = next(rest, None)
-      if value is None or value.startswith("--"):
-        raise ValueError(f"{arg} needs a value: {arg}=VALUE")
-    changes.append(f"{key}={value}")
-  return others, changes
+  for text in argv:
+    is_change = text.startswith(PREFIX) and "=" in text
+    (changes if is_change else others).append(text)
+  return others, [text.removeprefix(PREFIX) for text in changes]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moh_jax.cli import command
 from moh_jax.config.base import Amount, Count, Range
-from moh_jax.config.llm import Sampling
 from moh_jax.runtime.files import read_json
 
 if TYPE_CHECKING:
+  from moh_jax.config.llm import Sampling
   from moh_jax.inference.generate import Generator, Prompt
 
 _SEEDS = 2**32
@@ -77,24 +77,12 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
       )
     if bool(self.prompt_file) != bool(self.out):
       raise ValueError("--prompt-file and --out must be given together")
-    is_asked = bool(self.prompt or self.messages)
-    self.need("json", is_asked, "needs --prompt or --messages")
-    self.need("distributed", is_asked or self.prompt_file, "needs prompts")
+    for name in ("json", "distributed"):
+      self.need(name, sources and not self.interactive, "needs prompts")
     self.need("system", self.chat and not self.messages, "needs --chat alone")
     is_chat = self.chat or self.messages
     self.need("tools", is_chat, "needs --chat or --messages")
     self.need("top_p", self.temperature, "needs --temperature above 0")
-
-  @property
-  def sampling(self) -> Sampling:
-    """How tokens are sampled."""
-    return Sampling(
-      max_new_tokens=self.max_new_tokens,
-      temperature=self.temperature,
-      top_p=self.top_p,
-      stop=self.stop,
-      seed=self.seed,
-    )
 
   def conversation(self, turns: Sequence[str]) -> list[dict[str, Any]]:
     """The messages of a conversation.
@@ -111,6 +99,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
 
 def run(options: Options) -> int:
   """Prints or writes the texts; a single one appears as it is written."""
+  from moh_jax.config.llm import Sampling
   from moh_jax.data.chat import chat_ids
   from moh_jax.data.files import read_prompts
   from moh_jax.inference.generate import Generator, complete_file
@@ -119,7 +108,11 @@ def run(options: Options) -> int:
   from moh_jax.runtime.mesh import make_mesh, use_mesh
 
   lines = read_prompts(options.prompt_file) if options.prompt_file else []
-  messages = options.messages and read_json(options.messages, list[dict])
+  asked: list[dict[str, Any]] = [{"prompt": text} for text in options.prompt]
+  if options.messages:
+    asked = [{"messages": read_json(options.messages, list[dict])}]
+  elif options.chat:
+    asked = [{"messages": options.conversation([t])} for t in options.prompt]
   tools = options.tools and (read_json(options.tools, list[dict]) or None)
   options.join()
   metadata, step = options.stored("generate")
@@ -130,15 +123,14 @@ def run(options: Options) -> int:
       return turns[-1]
     return chat_ids(tokenizer, options.conversation(turns), tools=tools)
 
-  prompts = [prompt_of([text]) for text in options.prompt]
-  asked: list[dict[str, Any]] = [{"prompt": text} for text in options.prompt]
-  if options.messages:
-    prompts = [chat_ids(tokenizer, messages, tools=tools)]
-    asked = [{"messages": messages}]
-  elif options.chat:
-    asked = [{"messages": options.conversation([t])} for t in options.prompt]
-  if tools:
-    asked = [one | {"tools": tools} for one in asked]
+  prompts = [
+    chat_ids(tokenizer, one["messages"], tools=tools)
+    if "messages" in one
+    else one["prompt"]
+    for one in asked
+  ]
+  names = "max_new_tokens", "temperature", "top_p", "stop", "seed"
+  sampling = Sampling(**{name: getattr(options, name) for name in names})
   mesh = make_mesh(metadata.config.mesh)
   with use_mesh(mesh):
     restored = options.restore(mesh=mesh)
@@ -148,38 +140,33 @@ def run(options: Options) -> int:
     settings = {
       "model": generator.fingerprint(),
       "tokenizer": tokenizer.sha256,
-      "chat": options.chat,
-      "system": options.system,
       "tools": tools,
+      **{name: getattr(options, name) for name in ("chat", "system")},
       **random_settings(),
     }
     before = complete_file(
-      generator,
-      lines,
-      options.out,
-      options.sampling,
+      *(generator, lines, options.out, sampling),
       settings=settings,
       prompt_of=prompt_of,
     )
     told = f"{len(lines):,} completions in {options.out}"
     options.give({}, [f"{told}; {before:,} were there"])
   elif not prompts:
-    _interact(generator, options.sampling, prompt_of)
+    _interact(generator, sampling, prompt_of)
   elif len(prompts) == 1 and not options.json:
-    pieces = generator.stream(prompts[0], options.sampling)
+    pieces = generator.stream(prompts[0], sampling)
     first = next(pieces, "")  # a bad prompt is an error before any output
     shown = asked[0].get("prompt", "")
     for piece in itertools.chain([shown, first], pieces, ["\n"]):
       if options.is_first():
         _print(piece)
   else:
-    completions = generator.generate(prompts, options.sampling)
+    made = list(zip(asked, generator.generate(prompts, sampling)))
+    more = {"tools": tools} if tools else {}
+    rows = [one | more | dataclasses.asdict(found) for one, found in made]
     told = [
-      f"{one.get('prompt', '')}{made.text}\n[{made.finish_reason}]\n"
-      for one, made in zip(asked, completions)
-    ]
-    rows = [
-      one | dataclasses.asdict(made) for one, made in zip(asked, completions)
+      f"{one.get('prompt', '')}{found.text}\n[{found.finish_reason}]\n"
+      for one, found in made
     ]
     options.give({"completions": rows, "step": step}, told)
   return 0
@@ -206,33 +193,30 @@ def _interact(
   """
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401  gives `input` editing and a history
-  if sys.stdin.isatty():
+  prompt = "> " * sys.stdin.isatty()
+  if prompt:
     print("A line is a prompt. Ctrl-C ends an answer, Ctrl-D all.")
   asked, turns = 0, []
   while True:
     try:
-      line = input("> " if sys.stdin.isatty() else "")
+      line = input(prompt)
+      if not line:
+        continue
+      seed = (sampling.seed + asked) % _SEEDS
+      asked, answer = asked + 1, ""
+      turns += [line, ""]
+      for piece in generator.stream(
+        prompt_of(turns[:-1]), dataclasses.replace(sampling, seed=seed)
+      ):
+        answer += piece
+        turns[-1] = answer
+        _print(piece)
     except EOFError:
       print()
       return
-    except KeyboardInterrupt:
-      print()
-      continue
-    if not line:
-      continue
-    seed = (sampling.seed + asked) % _SEEDS
-    asked += 1
-    seeded, answer = dataclasses.replace(sampling, seed=seed), ""
-    turns.append(line)
-    try:
-      for piece in generator.stream(prompt_of(turns), seeded):
-        answer += piece
-        _print(piece)
     except ValueError as error:  # such as a prompt that is too long
       print(f"error: {error}", end="")
       turns.clear()  # or a conversation that became too long could not end
     except KeyboardInterrupt:
       pass
     print()
-    if turns:
-      turns.append(answer)

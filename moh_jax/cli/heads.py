@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import command
+from moh_jax.config import apply_overrides
 from moh_jax.config.base import Count
 from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
   import numpy as np
+  from jax.sharding import Mesh
 
   from moh_jax.evaluation.head_stats import HeadStats
+  from moh_jax.inference.restore import Restored
+
+_TEXT_BATCHES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,43 +52,107 @@ def run(options: Options) -> int:
   important heads in place of the first.
   """
   options.join()
-  from moh_jax.cli.heads_data import open_examples
   from moh_jax.evaluation import report
   from moh_jax.evaluation.head_stats import head_stats
+  from moh_jax.evaluation.probe import make_probe
   from moh_jax.evaluation.similarity import head_similarity
+  from moh_jax.inference.restore import load_checkpoint_tokenizer
+  from moh_jax.models.registry import make_model
   from moh_jax.runtime.mesh import check_batch, make_mesh, use_mesh
 
-  mesh = make_mesh(options.stored()[0].config.mesh)
+  metadata, step = options.stored()
+  config = metadata.config
+  # A family without a probe says so before its parameters are read.
+  probe = make_probe(make_model(config)[0], config)
+  mesh = make_mesh(config.mesh)
   check_batch("--batch-size", options.batch_size, mesh)
+  importance = similarity = None
   with use_mesh(mesh):
-    opened = open_examples(options, mesh)
-    restored, probe = opened.restored, opened.probe
+    restored = options.restore(mesh=mesh)
     config, params = restored.config, restored.params
-    stats = head_stats(
-      probe, config, params, opened.batches(), opened.labels, mesh
-    )
-    importance = similarity = None
+    probe = make_probe(restored.model, config)
+    open_data = _training_text if config.model.READS_TEXT else _images
+    labels, batches, where = open_data(options, restored, mesh)
+    stats = head_stats(probe, config, params, batches(), labels, mesh)
     if probe.importance:
-      importance = probe.importance(params, opened.batches())
+      importance = probe.importance(params, batches())
     if options.out:
-      similarity = head_similarity(
-        probe, config, params, opened.batches(), mesh
-      )
+      similarity = head_similarity(probe, config, params, batches(), mesh)
   if not options.is_first():
     return 0
   verdict = report.verdict(config, stats, similarity)
   lines = [*verdict, "", *_lines(stats, importance)]
   if options.out:
+    tokenizer = None
+    if metadata.tokenizer_sha256:
+      tokenizer = load_checkpoint_tokenizer(options.checkpoint, step)
     folder = pathlib.Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    title = f"{options.checkpoint}, step {restored.step}, on {opened.where}"
-    report.write_report(
-      folder, title, config, stats, similarity, opened.tokenizer
-    )
+    title = f"{options.checkpoint}, step {step}, on {where}"
+    report.write_report(folder, title, config, stats, similarity, tokenizer)
     lines.append(f"report: {folder / 'report.html'}")
-  values = {"step": restored.step, **_values(stats, importance)}
-  options.give(values | {"verdict": verdict}, lines)
+  values = {"step": step, "verdict": verdict, **_values(stats, importance)}
+  options.give(values, lines)
   return 0
+
+
+# Names of the examples' labels; makes the global batches, on the devices, from
+# the first on; what the data are, for people.
+_Data = tuple[tuple[str, ...], Callable[[], Iterable[Any]], str]
+
+
+def _images(options: Options, restored: Restored, mesh: Mesh) -> _Data:
+  """Held-out images, or those of --data, by class."""
+  from moh_jax.data.infer import data_at
+  from moh_jax.data.pipeline import held_out_images
+  from moh_jax.data.sources import make_source
+  from moh_jax.training.task import held_out_batches
+
+  size = options.batch_size
+  examples = (options.batches or 0) * size
+  config = apply_overrides(
+    restored.config, "eval", batch_size=size, examples=examples
+  )
+  where = options.data or config.data.path or config.data.source
+  if options.data:
+    config = apply_overrides(config, "data", **data_at(config, where))
+  source = make_source(config, "val", restored.class_names)
+  ready = held_out_images(config, source)
+  batches = lambda: held_out_batches(config, ready, mesh)  # noqa: E731
+  return source.class_names, batches, where
+
+
+def _training_text(options: Options, restored: Restored, mesh: Mesh) -> _Data:
+  """The first sequences of the training text, or of --data, under one label."""
+  import numpy as np
+
+  from moh_jax.data import sequences
+  from moh_jax.data.infer import data_at
+  from moh_jax.runtime.batches import batch_rows, shard_batch
+  from moh_jax.training.task import stream
+
+  size = options.batch_size
+  # Nothing is accumulated here, so any batch will do.
+  config = apply_overrides(restored.config, "optim", accumulation=1)
+  if options.data:
+    config = apply_overrides(config, "data", **data_at(config, options.data))
+  config = apply_overrides(config, "data", batch_size=size)
+  # The seed of the run's order does not matter here: with a fixed one, runs of
+  # different seeds are compared on the same sequences.
+  text = sequences.Text(config.data, config.model.vocab_size, "train")
+
+  def batches() -> Iterable[Any]:
+    count = options.batches or _TEXT_BATCHES
+    taken = itertools.islice(stream(config, text.stream(0), mesh), count)
+    rows = batch_rows(mesh, size).astype(np.int32)
+    for number, batch in enumerate(taken):
+      labels = {
+        "label": np.zeros_like(rows),
+        "index": rows + number * size,
+        "mask": np.ones(len(rows), np.float32),
+      }
+      yield shard_batch({**batch, **labels}, mesh)
+
+  return ("training text",), batches, options.data or "the run's training text"
 
 
 def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
@@ -105,6 +175,7 @@ def _values(stats: HeadStats, importance: np.ndarray | None) -> dict[str, Any]:
   """The same for --json."""
   from moh_jax.evaluation.probe import order_by_importance
 
+  every = zip(stats.layers, stats.groups["all"].load, stats.entropy().tolist())
   values: dict[str, Any] = {
     "layers": [
       {
@@ -115,9 +186,7 @@ def _values(stats: HeadStats, importance: np.ndarray | None) -> dict[str, Any]:
         "load": load[0].tolist(),
         "entropy": entropy,  # null where it is NaN
       }
-      for layer, load, entropy in zip(
-        stats.layers, stats.groups["all"].load, stats.entropy().tolist()
-      )
+      for layer, load, entropy in every
     ],
     "load_by_group": {
       kind: dict(zip(groups.names, zip(*(x.tolist() for x in groups.load))))

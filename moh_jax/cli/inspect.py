@@ -31,9 +31,10 @@ class Options(command.Stored, command.RunConfig, command.Output):
     checkpoint: workdir of `train` or output of `convert`.
     config: config file, as FILE or FILE:ARG; --config.KEY=VALUE changes a key
       of it, and with --help its keys are listed.
-    batch: show a training step of --config as the model gets it: draw images
-      into this .png file and print their classes; of text '-' prints the
-      sequences, with what is trained in [[ ]], or green on a terminal.
+    batch: show the examples of a training step of --config: draw images, before
+      mixup and CutMix, into this .png file and print their classes; of text '-'
+      prints the sequences, with what is trained in [[ ]], or green on a
+      terminal.
     num: images or sequences of --batch at most.
     at_step: the step of the run whose batch it is.
   """
@@ -93,13 +94,10 @@ def layer_rows(config: Config) -> list[dict]:
   model, rows = config.model, []
   mesh = [max(1, getattr(config.mesh, axis)) for axis in ("tensor", "sequence")]
   for index, group in enumerate(model.layer_groups()):
-    row = {
-      "stage": index + 1,
-      "tokens": group.tokens,
-      **{name: getattr(group.budget, name) for name in _OF_A_BUDGET},
-    }
+    counts = {name: getattr(group.budget, name) for name in _OF_A_BUDGET}
     for order in group.order_of_each:
-      rows.append({"layer": len(rows), **row})
+      row = {"layer": len(rows), "stage": index + 1, "tokens": group.tokens}
+      rows.append(row | counts)
       if max(mesh) > 1:
         rows[-1] |= _on_devices(config, group, mesh, order)
   return rows
@@ -115,15 +113,14 @@ def _on_devices(
   from moh_jax.ops.placement import head_placement, works_equally
 
   placement, budget = head_placement(group, *mesh), group.budget
-  if placement is None:
-    return {"per_device": None, "imbalance": None}
-  if works_equally(config.model, group):
-    return {"per_device": group.attended / math.prod(mesh), "imbalance": 1.0}
-  most = max(placement.expected_active(budget, order))
-  return {
-    "per_device": round(most, 2),
-    "imbalance": round(most / placement.mean_active(budget), 3),
-  }
+  most = imbalance = None
+  if placement is not None and works_equally(config.model, group):
+    most, imbalance = group.attended / math.prod(mesh), 1.0
+  elif placement is not None:
+    most = max(placement.expected_active(budget, order))
+    imbalance = round(most / placement.mean_active(budget), 3)
+    most = round(most, 2)
+  return {"per_device": most, "imbalance": imbalance}
 
 
 def _by_module(params: dict) -> dict[str, int]:
@@ -145,9 +142,9 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
   rows = []
   equal = itertools.groupby(report["layers"], lambda row: {**row, "layer": 0})
   for values, group in equal:
-    numbers = [row["layer"] for row in group]
-    span = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
-    rows.append((span, len(numbers), *list(values.values())[1:]))
+    first, *others = [row["layer"] for row in group]
+    span = f"{first}-{others[-1]}" if others else str(first)
+    rows.append((span, 1 + len(others), *list(values.values())[1:]))
   yield command.table(rows, ("layers", "count", *list(values)[1:]))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
   yield f"\n{command.table(counts, ('module', 'parameters'))}\n"
@@ -162,23 +159,18 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
   yield f"activated share: {report['activated_share']:.4f}"
   yield f"parameters: {report['parameters']:,}"
   if names := report["class_names"]:
-    more = ", ..." if len(names) > _NAMES else ""
+    more = ", ..." * (len(names) > _NAMES)
     yield f"classes: {len(names)} ({', '.join(names[:_NAMES])}{more})"
 
 
 def _pictures(config: Config, options: Options) -> Iterator[str]:
-  """Draws images of a training batch; yields the classes of each row.
-
-  Mixup and CutMix are those of the run, with a sample of their own.
-  """
-  import jax
+  """Draws images of a training batch; yields the classes of each row."""
   import numpy as np
 
   from moh_jax.data.pipeline import TrainBatches, train_images
   from moh_jax.data.sources import is_latent, make_source
   from moh_jax.evaluation.pictures import tiles
   from moh_jax.inference.sample import write_grid
-  from moh_jax.training.classification import class_targets, mix_images
 
   if config.model.READS_TEXT or is_latent(config):
     raise ValueError(
@@ -186,36 +178,19 @@ def _pictures(config: Config, options: Options) -> Iterator[str]:
       f"{config.model.family!r}: --batch FILE.png shows pixels, not text or "
       "latents"
     )
-  source, size = make_source(config, "train"), config.data.batch_size
-  # Of both ends of the batch, whose images are mixed in pairs.
-  half = min(-(-options.num // 2), size // 2)
-  rows = [*range(half), *range(size - half, size)] if half else [0]
+  source = make_source(config, "train")
+  rows = range(min(options.num, config.data.batch_size))
   stream = TrainBatches(train_images(config, source), config.data, rows)
   stream.seek(options.at_step - 1)
   batch = next(stream)
   stream.close()
-  images = batch["image"].astype(np.float32)
-  targets = class_targets(batch["label"], config.model.num_classes)
-  if "classifier" in config.sections:
-    key = jax.random.key(config.train.seed)
-    images, targets = mix_images(key, images, targets, config.classifier)
-  images = np.asarray(images).round().astype(np.uint8)[: options.num]
-  names = [_classes(x, source.class_names) for x in np.asarray(targets)]
-  names = names[: options.num]
-  out = pathlib.Path(options.batch)
-  out.parent.mkdir(parents=True, exist_ok=True)
-  write_grid(out, tiles(images, names), min(len(images), _COLUMNS))
+  images = np.rint(batch["image"]).astype(np.uint8)
+  names = [source.class_names[label] for label in batch["label"]]
+  columns = min(len(images), _COLUMNS)
+  write_grid(pathlib.Path(options.batch), tiles(images, names), columns)
   for start in range(0, len(names), _COLUMNS):
     shown = names[start : start + _COLUMNS]
     yield f"row {start // _COLUMNS + 1}: {', '.join(shown)}"
-
-
-def _classes(target: np.ndarray, names: Sequence[str]) -> str:
-  """The class of an image, or both of a mixed one with their shares."""
-  first, *second = (-target).argsort(kind="stable")[:2]
-  if not second or target[second[0]] < 0.005:
-    return names[first]
-  return " + ".join(f"{names[i]} {target[i]:.0%}" for i in (first, *second))
 
 
 def _texts(config: Config, options: Options) -> Iterator[str]:
@@ -245,10 +220,8 @@ def _texts(config: Config, options: Options) -> Iterator[str]:
     )
     runs = np.split(tokens, np.flatnonzero(np.diff(trained)) + 1)
     shown = [_text_of(text.tokenizer, run) for run in runs]
-    yield "".join(
-      f"{marks[0]}{part}{marks[1]}" if number % 2 else part
-      for number, part in enumerate(shown)
-    )
+    shown[1::2] = [f"{marks[0]}{part}{marks[1]}" for part in shown[1::2]]
+    yield "".join(shown)
 
 
 def _text_of(tokenizer: Any, ids: np.ndarray) -> str:

@@ -8,17 +8,16 @@ import argparse
 import contextlib
 import importlib
 import inspect
-import logging
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from moh_jax._version import __version__
-from moh_jax.cli import command, flags
+from moh_jax.cli import command, flags, run_log
 from moh_jax.cli.flags import Parser
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache, processes, steps
@@ -115,7 +114,7 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
         "name as `import` does, in the current folder or installed"
       ) from error
   given, run = parsed(name, argv)
-  with _warnings_shown():
+  with run_log.shown():
     given.prepare()
     # Several processes would wait for one another's lock on a shared disk.
     if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
@@ -132,8 +131,19 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
     name: of the command.
     argv: what follows it.
   """
-  prog, cls, run, argv = _kind(name, argv)
-  parser = flags.make_parser(prog, cls, command.SHARED)
+  prog, every, kind = f"python -m moh_jax {name}", kinds(name), ""
+  if "" not in every:
+    described = {k: _first_line(v[0]) for k, v in every.items()}
+    parser = Parser(
+      prog=prog,
+      description=_sentence(name),
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+      epilog=_listed("kinds", described),
+    )
+    parser.add_argument("kind", choices=every, metavar="KIND")
+    kind, argv = parser.parse_args(argv[:1]).kind, argv[1:]
+  cls, run = every[kind]
+  parser = flags.make_parser(f"{prog} {kind}".rstrip(), cls, command.SHARED)
   if _HELP.intersection(argv):
     _help(parser, argv)
     sys.exit(0)
@@ -151,9 +161,11 @@ def _help(parser: Parser, argv: Sequence[str]) -> None:
     parser.print_help()
   if given.config:
     config = steps.load_config(given.config, changes)
-    sections = _listed("sections of the config", reference.sections(config))
-    section = given.section
-    print(reference.describe(config, section) if section else f"\n{sections}")
+    if given.section:
+      print(reference.describe(config, given.section))
+    else:
+      every = reference.sections(config)
+      print(f"\n{_listed('sections of the config', every)}")
 
 
 def kinds(name: str) -> dict[str, tuple[type[command.BaseOptions], Run]]:
@@ -162,24 +174,6 @@ def kinds(name: str) -> dict[str, tuple[type[command.BaseOptions], Run]]:
   if hasattr(module, "KINDS"):
     return module.KINDS
   return {"": (module.Options, module.run)}
-
-
-def _kind(
-  name: str, argv: Sequence[str]
-) -> tuple[str, type[command.BaseOptions], Run, Sequence[str]]:
-  """What messages call a command, its options, function and arguments."""
-  prog, every = f"python -m moh_jax {name}", kinds(name)
-  if "" in every:
-    return (prog, *every[""], argv)
-  parser = Parser(
-    prog=prog,
-    description=_sentence(name),
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog=_listed("kinds", {k: _first_line(v[0]) for k, v in every.items()}),
-  )
-  parser.add_argument("kind", choices=every, metavar="KIND")
-  kind = parser.parse_args(argv[:1]).kind
-  return (f"{prog} {kind}", *every[kind], argv[1:])
 
 
 def _listed(title: str, sentences: Mapping[str, str]) -> str:
@@ -198,36 +192,14 @@ def _first_line(described: Any) -> str:
   return inspect.getdoc(described).partition("\n")[0]
 
 
-@contextlib.contextmanager
-def _warnings_shown() -> Iterator[None]:
-  """Shows our warnings without prefix, whatever libraries add to the root.
-
-  Handlers that our logger has, as in programs that call `main`, stay.
-  """
-  logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it raises what it logs
-  ours = logging.getLogger("moh_jax")
-  before = ours.handlers, ours.propagate
-  if not ours.handlers:
-    terminal = logging.StreamHandler()
-    terminal.setFormatter(command.OneLine())
-    terminal.setLevel(logging.WARNING)
-    ours.handlers, ours.propagate = [terminal], False
-  try:
-    yield
-  finally:
-    ours.handlers, ours.propagate = before
-
-
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   """Runs a command, turning the user's mistakes into lines on stderr."""
   try:
     with processes.handled():
       return call()
   except processes.StoppedError as stopped:
-    _print_error(str(stopped))
+    print(f"error: {stopped}", file=sys.stderr)
     return stopped.status
-  except BrokenPipeError:  # the reader of stdout has seen enough
-    return 1
   except Exception as error:
     text = _explained(error)
     if text is None:
@@ -235,7 +207,8 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
     if show_traceback:
       traceback.print_exc()
     else:
-      _print_error(" ".join(text.split()) or type(error).__name__)
+      said = " ".join(text.split()) or type(error).__name__
+      print(f"error: {said}", file=sys.stderr)
     return 1 if isinstance(error, FloatingPointError) else 2
 
 
@@ -259,7 +232,3 @@ def _explained(error: Exception) -> str | None:
   if isinstance(error, _USER_ERRORS) or is_library:
     return text
   return text if any(x in text for x in _NO_DEVICE) else None
-
-
-def _print_error(text: str) -> None:
-  print(f"error: {text}", file=sys.stderr)

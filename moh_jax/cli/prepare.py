@@ -200,7 +200,8 @@ class TrainTokenizer(command.Texts):
   def check(self) -> None:
     """The file has the name by which tokenizers are found."""
     super().check()
-    command.out_file(self.out, ".json")
+    if not self.out.endswith(".json"):
+      self.fail("out", "must end in .json")
 
 
 def train_tokenizer(options: TrainTokenizer) -> int:
@@ -211,7 +212,7 @@ def train_tokenizer(options: TrainTokenizer) -> int:
   skipped: list[str] = []
   texts = options.texts(skipped if options.on_error == "skip" else None)
   content = train_bpe(texts, options.vocab_size)
-  write_whole(options.out, content)
+  write_whole(pathlib.Path(options.out), content)
   entries = JsonTokenizer(content).vocab_size
   told = f"; {len(skipped):,} skipped, first {skipped[0]}" if skipped else ""
   print(f"{options.out}: {entries:,} entries{told}")

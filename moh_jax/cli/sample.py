@@ -44,8 +44,8 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     """The output is of a known form."""
     super().check()
     out = pathlib.Path(self.out)
-    if out.is_file() or (out.suffix and not out.is_dir()):
-      command.out_file(self.out, ".png", ".npz")
+    if out.suffix not in ("", ".png", ".npz") and not out.is_dir():
+      self.fail("out", "must end in .png or .npz, or be a folder")
     self.need("columns", out.suffix == ".png", "needs --out FILE.png")
 
 

@@ -398,7 +398,6 @@ def write_tokenizer_files(
   """
   for name, content in files.items():
     path = epath.Path(folder) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content)
 
 

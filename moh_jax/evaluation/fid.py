@@ -295,7 +295,6 @@ def read_statistics(
 
 def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:
   """Writes a reference file that is complete or absent, never partial."""
-  pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
   arrays = (*statistics.pool3, *(statistics.spatial or ()))
   with replacing(path) as temporary, temporary.open("wb") as file:
     np.savez(file, **dict(zip(_KEYS, arrays)))

@@ -209,7 +209,7 @@ class OpenTask:
 
 
 def open_tasks(
-  choices: Sequence[TaskChoice], include_path: str = ""
+  choices: Sequence[TaskChoice], include_path: str | None = None
 ) -> list[OpenTask]:
   """Opens tasks and their data, which comes from the Hugging Face Hub.
 
@@ -218,16 +218,13 @@ def open_tasks(
     include_path: a folder of further tasks (YAML files).
 
   Raises:
-    FileNotFoundError: there is no such folder.
     ValueError: the library is missing, a task is unknown or its data cannot be
       loaded, or it asks for something that we do not have.
   """
   import_extra("lm_eval", "the evaluation harness")
   from lm_eval.tasks import TaskManager
 
-  if include_path and not os.path.isdir(include_path):
-    raise FileNotFoundError(f"include-path {include_path}: no such folder")
-  manager = TaskManager(include_path=include_path or None)
+  manager = TaskManager(include_path=include_path)
   for choice in choices:
     if choice.name not in manager.all_tasks:
       hint = near(choice.name, manager.all_tasks)

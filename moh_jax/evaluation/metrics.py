@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from moh_jax.config import DiffusionConfig, LLMConfig
 from moh_jax.layers.router import count_examples
@@ -104,6 +105,39 @@ def perplexity(nats: float, count: int) -> float:
     return math.exp(nats / count)
   except OverflowError:
     return math.inf
+
+
+def classification_step(model: nn.Module) -> EvalStep:
+  """Jitted sums over one batch of labelled images.
+
+  Args:
+    model: maps images to (logits, aux).
+
+  Returns:
+    (params, batch) -> sums of "accuracy", "loss", "activated_share" and, of
+    more than five classes, "top5_accuracy". Where logits are NaN nothing is
+    right.
+  """
+
+  @jax.jit
+  def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
+    labels = batch["label"]
+    with count_examples(batch["mask"]):
+      logits, aux = model.apply({"params": params}, batch["image"])
+    shown = 5 if logits.shape[-1] > 5 else 1
+    hits = jax.lax.top_k(logits, shown)[1] == labels[:, None]
+    hits &= ~jnp.isnan(logits).any(-1, keepdims=True)
+    top5 = {"top5_accuracy": hits.any(-1)} if shown > 1 else {}
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return batch_sums(
+      batch["mask"],
+      accuracy=hits[:, 0],
+      activated_share=aux.activated_share,
+      loss=loss,
+      **top5,
+    )
+
+  return eval_step
 
 
 def language_step(model: nn.Module, config: LLMConfig) -> EvalStep:

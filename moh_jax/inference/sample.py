@@ -188,7 +188,6 @@ def sample_files(
           f"{out} exists, and no {stated.name} beside it says what it was made "
           "with; choose another --out"
         )
-      stated.parent.mkdir(parents=True, exist_ok=True)
       write_whole(stated, json.dumps(settings, indent=2).encode())
     folder.mkdir(exist_ok=True)
     done = joined and out.exists()
@@ -200,7 +199,6 @@ def sample_files(
   for start, images in _batches(sampler, num, batch_size, missing):
     contents = zip(files[start // batch_size], [images] if joined else images)
     for file, content in contents if is_first else ():
-      file.parent.mkdir(exist_ok=True)
       if joined:
         with replacing(file) as fresh, fresh.open("wb") as stream:
           np.save(stream, content)

@@ -4,14 +4,12 @@ Importable without JAX.
 """
 
 import contextlib
-import csv
-import io
 import json
 import os
 import pathlib
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -41,12 +39,11 @@ def checksum(path: Any) -> tuple[str, int]:
   return state.hexdigest(), length
 
 
-def check_writable(path: str | os.PathLike, what: str) -> None:
+def check_writable(path: str | os.PathLike) -> None:
   """Checks that a file or folder can be written, before long work is lost.
 
   Args:
     path: local; its folder may not exist yet.
-    what: names the option, for the message.
 
   Raises:
     OSError: it cannot be written.
@@ -62,9 +59,7 @@ def check_writable(path: str | os.PathLike, what: str) -> None:
       place = place.parent
     tempfile.TemporaryFile(dir=place).close()
   except OSError as error:
-    raise OSError(
-      f"{what} {path}: {place} cannot be written: {error}"
-    ) from error
+    raise OSError(f"{path}: {place} cannot be written: {error}") from error
 
 
 def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:
@@ -96,11 +91,12 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   After an error `path` is what it was.
 
   Args:
-    path: file to write or replace; its directory must exist.
+    path: file to write or replace; its directory is made.
   """
   path = pathlib.Path(path)
   if path.is_dir():
     raise IsADirectoryError(f"{path}: is a folder, must be a file")
+  path.parent.mkdir(parents=True, exist_ok=True)
   temporary = temporary_beside(path)
   try:
     yield temporary
@@ -116,7 +112,7 @@ def write_whole(path: Any, content: bytes) -> None:
 
   Args:
     path: `pathlib` or `epath` path to write or replace, also in a bucket; its
-      directory must exist.
+      directory is made.
     content: of the file.
   """
   # Buckets write whole files anyway; /dev/stdout stays what it is.
@@ -125,17 +121,6 @@ def write_whole(path: Any, content: bytes) -> None:
     return
   with replacing(path) as temporary:
     temporary.write_bytes(content)
-
-
-def write_csv(
-  path: str | os.PathLike, header: Sequence[str], rows: Iterable[Iterable[Any]]
-) -> None:
-  """Writes a table as a CSV file, whole or not at all."""
-  text = io.StringIO()
-  csv.writer(text).writerows([header, *rows])
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  write_whole(path, text.getvalue().encode())
 
 
 def read_json(path: str | os.PathLike, kind: Any = dict) -> Any:

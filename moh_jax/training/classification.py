@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 
 from moh_jax.config import ClassifierConfig, Config
 from moh_jax.data.pipeline import held_out_images
-from moh_jax.data.sources import ImageSource, make_source
-from moh_jax.evaluation import predictions
-from moh_jax.evaluation.predictions import Predict
+from moh_jax.data.sources import make_source
+from moh_jax.evaluation.metrics import classification_step, mean_metrics
 from moh_jax.layers.partitioning import reverse_examples
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.checkpoint import Metadata
@@ -55,32 +54,16 @@ def make_evaluate(
     config: the run.
     trained: its class names must be those of the held-out split.
   """
-  _, predict = make_predict(model, config, trained)
-  return lambda params, mesh: predictions.scores(predict(params, mesh))
+  ready = held_out_images(
+    config, make_source(config, "val", trained.class_names)
+  )
+  eval_step = classification_step(model)
 
-
-def make_predict(
-  model: nn.Module, config: Config, trained: Metadata
-) -> tuple[ImageSource, Predict]:
-  """Opens the held-out split and prepares its predictions.
-
-  Args:
-    model: maps images to (logits, aux).
-    config: the run.
-    trained: its class names are the labels.
-
-  Returns:
-    The split, and what predicts it.
-  """
-  source = make_source(config, "val", trained.class_names)
-  step = predictions.predict_step(model)
-  ready = held_out_images(config, source)
-
-  def predict(params: Any, mesh: Mesh) -> predictions.Predictions:
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
     batches = held_out_batches(config, ready, mesh)
-    return predictions.predict_all(step, params, batches)
+    return mean_metrics(eval_step, params, batches)
 
-  return source, predict
+  return evaluate
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:

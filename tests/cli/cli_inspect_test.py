@@ -15,7 +15,6 @@ from tests.training import tiny
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 _RUN = "tests/faults/tiny_run.py"
-_PLAIN = "--config.classifier.mixup=0.", "--config.classifier.cutmix=0."
 
 
 class ModelsTest(tiny_checkpoint.CommandTest):
@@ -85,28 +84,11 @@ class BatchTest(tiny_checkpoint.CommandTest):
 
   @parameterized.parameters((1, ()), (3, ("--at-step=3",)))
   def test_tiles_are_the_images_of_the_step(self, step, argv):
-    sheet, names = self._drawn("--num=4", *argv, *_PLAIN)
+    sheet, names = self._drawn("--num=4", *argv)
     batch = self._batch(step)
-    size = len(batch["label"])
-    rows = (0, 1, size - 2, size - 1)
-    self.assertEqual(names, [str(batch["label"][i]) for i in rows])
-    for right, row in enumerate(rows):
-      image = batch["image"][row][..., 0]
+    self.assertEqual(names, [str(label) for label in batch["label"][:4]])
+    for right, image in enumerate(batch["image"][:4, ..., 0]):
       zoom = 112 // len(image)
       side = zoom * len(image)
       tile = sheet[:, right * (side + 2) :][:side, :side]
       np.testing.assert_array_equal(tile[::zoom, ::zoom], image)
-
-  def test_mixed_images_have_both_names_and_shares(self):
-    mixing = "--config.classifier.mixup=1.0", "--config.classifier.cutmix=0."
-    _, names = self._drawn(*mixing)
-    labels = self._batch(1)["label"]
-    mixed = 0
-    for name, label, other in zip(names, labels, labels[::-1], strict=True):
-      parts = [part.split(" ") for part in name.split(" + ")]
-      self.assertEqual({x[0] for x in parts}, {str(label), str(other)})
-      if label != other:
-        mixed += 1
-        shares = [int(share.removesuffix("%")) for _, share in parts]
-        self.assertEqual(sum(shares), 100)
-    self.assertGreater(mixed, 0)

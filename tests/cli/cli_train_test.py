@@ -4,11 +4,8 @@ from unittest import mock
 
 import chex
 import pytest
-from absl.testing import absltest
 
-from moh_jax import config as config_lib
 from moh_jax.runtime import checkpoint
-from moh_jax.runtime.steps import load_config
 from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
 from tests.inference import tiny_vae
@@ -69,17 +66,3 @@ class OwnImagesTest(tiny_checkpoint.CommandTest):
     out = tiny_checkpoint.done("classify", *argv)
     self.assertLen(out.splitlines(), 20)
     self.assertRegex(out, "(?m)0.png: (ant|cat) .*%, (ant|cat) ")
-
-
-class HelpTest(absltest.TestCase):
-  def test_lists_the_sections_and_the_keys_of_one(self):
-    spec = _ROOT / "configs" / "dit_digits.py"
-    argv = "train", "--config", spec, "--config.optim.lr=0.25", "--help"
-    out = tiny_checkpoint.done(*argv)
-    self.assertIn("--workdir PATH", out)
-    for section in config_lib.to_config_dict(load_config(str(spec))):
-      self.assertIn(f"\n  {section} ", out)
-      keys = tiny_checkpoint.done(*argv, section)
-      self.assertIn(f"\n  --config.{section}.", keys)
-      if section == "optim":
-        self.assertIn("\n  --config.optim.lr=0.25  (float)\n", keys)

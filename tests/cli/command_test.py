@@ -35,7 +35,7 @@ class _Options(command.Output):
     seed: of the draws.
   """
 
-  files: tuple[command.InPath, ...] = command.option("positional")
+  files: tuple[command.Place, ...] = command.option("positional")
   kind: Literal["x", "y"] = "x"
   sizes: tuple[Count, ...] = (1, 2)
   several: tuple[tuple[Count, ...], ...] = command.option(
@@ -81,8 +81,6 @@ class ParseTest(parameterized.TestCase):
     self.assertEqual(_parse("a", "--from="), _Options(files=("a",), from_=""))
 
   def test_hints(self):
-    said = _parse("--config=x.py", "--train.steps=5", cls=command.RunConfig)
-    self.assertIn("is changed by --config.KEY=VALUE", said)
     self.assertIn("did you mean '--quick'?", _parse("a", "--from=b", "--quik"))
 
   def test_help_is_that_of_the_docstring(self):
@@ -106,20 +104,14 @@ class ParseTest(parameterized.TestCase):
 
   def test_changes_are_taken_out_in_order(self):
     given = _parse(
-      *("--config=x.py", "--config.a.b=1", "--config.a.b", "-2"),
+      *("--config=x.py", "--config.a.b=1", "--config.a.b=-2"),
       *("--config.data.path=a=b", "--traceback"),
       cls=command.RunConfig,
     )
     self.assertEqual((given.config, given.traceback), ("x.py", True))
     self.assertEqual(given.changes, ("a.b=1", "a.b=-2", "data.path=a=b"))
-    with self.assertRaisesRegex(ValueError, "--config.optim.lr needs a value"):
-      _parse("--config.optim.lr", "--traceback", cls=command.RunConfig)
-
-  def test_the_last_change_of_a_key_holds(self):
-    changes = "model.top_k=1", "model.top_k=2"
-    given = command.Checkpoint(checkpoint="x", changes=changes)
-    self.assertEqual(given.change("model.top_k"), "2")
-    self.assertIsNone(given.change("model.dtype"))
+    said = _parse("--config=x.py", "--config.optim.lr", cls=command.RunConfig)
+    self.assertIn("is changed by --config.KEY=VALUE", said)
 
 
 class ProcessesTest(parameterized.TestCase):
@@ -132,7 +124,6 @@ class ProcessesTest(parameterized.TestCase):
     given = {"checkpoint": "run", "step": "3", "json": "a", "top_k": (2,)}
     told = [_Served(**x).compared() for x in (given, {**given, **changes})]
     self.assertEqual(told[0] == told[1], same)
-    self.assertEqual(json.loads(json.dumps(told)), told)
 
   def test_a_newer_checkpoint_matters_where_no_step_is_given(self):
     newest = iter([[100], [200]])
