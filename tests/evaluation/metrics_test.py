@@ -1,4 +1,4 @@
-"""Sums over held-out batches, and predictions for every image.
+"""Sums over held-out batches.
 
 Any batches, orders, padding and devices give the same.
 """
@@ -15,11 +15,10 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiffusionConfig, MeshConfig
 from moh_jax.data import sequences
-from moh_jax.evaluation import metrics, predictions
+from moh_jax.evaluation import metrics
 from moh_jax.evaluation.metrics import mean_metrics
 from moh_jax.models.diffusion import make_process
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import classification
@@ -236,26 +235,19 @@ class _Echo(nn.Module):
     return images, types.SimpleNamespace(activated_share=jnp.float32(0.5))
 
 
-def _predict(logits=_LOGITS, labels=_CLASSES, real=21):
-  count = len(labels)
+def _scores(logits=_LOGITS, labels=_CLASSES, real=21):
   batch = {
     "image": logits,
     "label": labels,
-    "index": np.arange(count, dtype=np.int32),
-    "mask": (np.arange(count) < real).astype(np.float32),
+    "mask": (np.arange(len(labels)) < real).astype(np.float32),
   }
-  mesh = make_mesh(MeshConfig(), jax.devices()[:1])
   parts = [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8, 16)]
-  step = predictions.predict_step(_Echo())
-  with use_mesh(mesh):
-    parts = [shard_batch(part, mesh) for part in parts]
-    return predictions.predict_all(step, {}, parts)
+  return mean_metrics(metrics.classification_step(_Echo()), {}, parts)
 
 
-class ScoresTest(parameterized.TestCase):
-  def test_equal_the_definition(self):
-    found = _predict()  # the last three of 24 are padding
-    logits, labels = _LOGITS[:21], _CLASSES[:21]
+class ClassificationTest(parameterized.TestCase):
+  def test_equals_the_definition(self):
+    logits, labels = _LOGITS[:21], _CLASSES[:21]  # the last 3 are padding
     hits = np.argsort(-logits, axis=-1) == labels[:, None]
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = {
@@ -265,53 +257,25 @@ class ScoresTest(parameterized.TestCase):
       "activated_share": 0.5,
       "examples": 21,
     }
-    ours = predictions.scores(found)
-    chex.assert_trees_all_close(ours, expected, atol=5e-6, rtol=0)
+    chex.assert_trees_all_close(_scores(), expected, atol=5e-6, rtol=0)
 
-  @parameterized.product(classes=(2, 4, 5, 8), place=(0, 1, slice(None)))
+  @parameterized.parameters((5, 0), (8, 1), (8, slice(None)))
   def test_model_that_gives_nan_scores_nothing(self, classes, place):
     logits = np.zeros((24, classes), np.float32)
     logits[:, place] = np.nan
-    found = _predict(logits, np.arange(24, dtype=np.int32) % classes)
-    ours = predictions.scores(found)
-    self.assertEqual(ours["accuracy"], 0)
-    self.assertEqual(ours.get("top5_accuracy"), 0 if classes > 5 else None)
-    rows = predictions.by_class(found, tuple(map(str, range(classes))))
-    self.assertEqual("top5_accuracy" in rows[0], classes > 5)
+    found = _scores(logits, np.arange(24, dtype=np.int32) % classes)
+    self.assertEqual(found["accuracy"], 0)
+    self.assertEqual(found.get("top5_accuracy"), 0 if classes > 5 else None)
 
-  def test_by_class(self):
-    found = predictions.Predictions(
-      index=np.arange(5),
-      label=np.array([0, 0, 0, 2, 2]),
-      top=np.array([[0, 1], [2, 0], [2, 1], [2, 0], [-1, -1]]),
-      loss=np.zeros(5),
-      activated_share=1.0,
-    )
-    rows = predictions.by_class(found, ("ant", "bee", "cat"))
-    self.assertEqual(
-      [tuple(row.values()) for row in rows],
-      [
-        ("ant", 3, 1 / 3, 2 / 3, "cat", 2),
-        ("bee", 0, None, None, "", 0),
-        ("cat", 2, 1 / 2, 1 / 2, "", 0),
-      ],
-    )
-
-
-class DevicesTest(parameterized.TestCase):
   def test_any_number_of_devices_counts_the_same_images(self):
     config = tiny.config(model=tiny.ALIKE["vit"], eval={"batch_size": 16})
     model, _ = make_model(config)
     params = tiny.random_params(config)
-    _, predict = classification.make_predict(model, config, Metadata(config))
-    found = {}
+    evaluate = classification.make_evaluate(model, config, Metadata(config))
+    found = []
     for count in (1, 8):
       mesh = make_mesh(MeshConfig(), jax.devices()[:count])
       with use_mesh(mesh):
-        found[count] = predict(params, mesh)
-    one, eight = found.values()
-    self.assertEqual(len(one.index) % 8, 7)  # the last batch is filled up
-    np.testing.assert_array_equal(np.sort(one.index), np.arange(len(one.index)))
-    for name in ("index", "label", "top"):
-      ours, theirs = getattr(one, name), getattr(eight, name)
-      np.testing.assert_array_equal(ours, theirs)
+        found.append(evaluate(params, mesh))
+    chex.assert_trees_all_close(*found, rtol=1e-5)
+    self.assertEqual(found[0]["examples"] % 8, 7)  # the last batch is filled
