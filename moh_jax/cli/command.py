@@ -54,7 +54,7 @@ _SERVED = (
 )
 
 
-class _Path(NamedTuple):
+class Path(NamedTuple):
   """A type's mark of a path.
 
   Attributes:
@@ -89,11 +89,11 @@ class _Path(NamedTuple):
     return ""
 
 
-Place = Annotated[str, _Path()]
-InPath = Annotated[str, _Path("in")]
-OutPath = Annotated[str, _Path("out")]
-OutFile = Annotated[str, _Path("file")]
-OutFolder = Annotated[str, _Path("folder")]
+Place = Annotated[str, Path()]
+InPath = Annotated[str, Path("in")]
+OutPath = Annotated[str, Path("out")]
+OutFile = Annotated[str, Path("file")]
+OutFolder = Annotated[str, Path("folder")]
 
 
 def option(how: str = "", metavar: str = "", **field: Any) -> Any:

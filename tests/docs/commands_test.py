@@ -17,11 +17,12 @@ import re
 import shlex
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import yaml
 
-from moh_jax.cli import flags, main
+from moh_jax.cli import command, flags, main
 from tests.cli import tiny_checkpoint
 from tests.docs import blocks, stand_ins
 
@@ -54,11 +55,11 @@ def small(tmp_path_factory):
 @pytest.mark.parametrize("block", CHECKED, ids=str)
 def test_options_and_configs_are_valid(block, small, monkeypatch):
   monkeypatch.chdir(small)
-  for command in blocks.commands(block.code):
-    if command.module == "moh_jax":
-      _check(*command.arguments)
-    elif command.module != "pytest":
-      _check_module(command, monkeypatch)
+  for one in blocks.commands(block.code):
+    if one.module == "moh_jax":
+      _check(*one.arguments)
+    elif one.module != "pytest":
+      _check_module(one, monkeypatch)
 
 
 @pytest.mark.integration
@@ -68,13 +69,13 @@ def test_runs_with_stand_ins(block, small, monkeypatch):
   if block.language == "python":
     _run_python(block)
     return
-  for command in blocks.commands(block.code):
-    for name, value in command.environment.items():
+  for one in blocks.commands(block.code):
+    for name, value in one.environment.items():
       monkeypatch.setenv(name, value)
-    assert command.module == "moh_jax", f"{block}: mark it as slow"
-    status, out, err = tiny_checkpoint.call(*command.arguments)
-    assert status == 0, f"{command}: {err}"
-    assert out.strip(), f"{command} printed nothing"
+    assert one.module == "moh_jax", f"{block}: mark it as slow"
+    status, out, err = tiny_checkpoint.call(*one.arguments)
+    assert status == 0, f"{one}: {err}"
+    assert out.strip(), f"{one} printed nothing"
 
 
 @pytest.mark.slow
@@ -97,9 +98,9 @@ def test_every_command_has_an_example():
   shown = {
     argument
     for block in CHECKED
-    for command in blocks.commands(block.code)
-    if command.module == "moh_jax"
-    for argument in command.arguments
+    for one in blocks.commands(block.code)
+    if one.module == "moh_jax"
+    for argument in one.arguments
   }
   assert shown >= set(main.COMMANDS)
 
@@ -109,7 +110,8 @@ def _check(name, *arguments):
   while name == "--import":
     module, name, *arguments = arguments
     importlib.import_module(module)
-  given, _ = main.parsed(name, arguments)
+  with mock.patch.object(command.Path, "refusal", lambda *_: ""):
+    given, _ = main.parsed(name, arguments)
   if getattr(given, "config", None):
     try:
       _ = given.loaded
@@ -117,7 +119,7 @@ def _check(name, *arguments):
       assert "holds no checkpoint" in str(error), error
 
 
-def _check_module(command, monkeypatch):
+def _check_module(one, monkeypatch):
   """Parses the options of a module that has a function main."""
 
   def stop_after(parse):
@@ -129,12 +131,12 @@ def _check_module(command, monkeypatch):
 
   parser = argparse.ArgumentParser
   with monkeypatch.context() as patch, pytest.raises(_ParsedError):
-    patch.setattr(sys, "argv", [command.module, *command.arguments])
+    patch.setattr(sys, "argv", [one.module, *one.arguments])
     patch.setattr(parser, "parse_args", stop_after(parser.parse_args))
     patch.setattr(flags, "parse", stop_after(flags.parse))
-    module = importlib.import_module(command.module)
+    module = importlib.import_module(one.module)
     if not hasattr(module, "main"):  # a package
-      module = importlib.import_module(f"{command.module}.__main__")
+      module = importlib.import_module(f"{one.module}.__main__")
     module.main()
 
 
