@@ -24,6 +24,7 @@ _LENGTH = 512  # tokens of the sequences that models are timed with
 _BATCH = 4  # images or sequences
 _TEXTS = (1, 8)  # that are generated at a time
 _SPAN = 32  # tokens that one call of the decoding program generates
+_BATCHES, _STEPS = 20, 10  # to time inputs and steps with
 _EMA_DECAY = 0.9999  # of the released recipe of diffusion models
 
 
@@ -255,15 +256,7 @@ def _writing(run: Config, texts: int) -> _Calls:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions(command.RunConfig, command.Output):
-  """Time a run's input beside its train step.
-
-  Attributes:
-    batches: to time the input with.
-    steps: to time the train step with.
-  """
-
-  batches: Count = 20
-  steps: Count = 10
+  """Time a run's input beside its train step."""
 
 
 @alive("measuring")
@@ -284,7 +277,7 @@ def run_input(options: InputOptions) -> int:
   with use_mesh(mesh):
     stream = task.batches(mesh)
     batch = shard_batch(next(stream), mesh)  # starts threads
-    reading = seconds(lambda: next(stream) and None, options.batches)
+    reading = seconds(lambda: next(stream) and None, _BATCHES)
     stream.close()
     program = make_program(config, task, mesh)
     state = [program.init()]
@@ -294,7 +287,7 @@ def run_input(options: InputOptions) -> int:
       return jax.device_get(metrics)
 
     take()  # compiles
-    stepping = seconds(take, options.steps)
+    stepping = seconds(take, _STEPS)
   size = config.data.batch_size
   rates = {"input": size / reading, "step": size / stepping}
   slower = min(rates, key=rates.get)

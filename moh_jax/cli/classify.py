@@ -14,12 +14,10 @@ class Options(command.Checkpoint, command.Output):
   Attributes:
     images: files, or folders: the images in them and all below.
     top: classes of an image.
-    batch_size: images at a time.
   """
 
   images: tuple[command.InPath, ...] = command.option("positional")
   top: Count = 5
-  batch_size: Count = 32
 
 
 @alive("classifying")
@@ -32,9 +30,7 @@ def run(options: Options) -> int:
   files = find_images(options.images)
   for file in files:  # before the parameters, which take a while
     read_image(file, metadata.config.model.channels)
-  found = options.restore().predict(
-    files, top=options.top, batch_size=options.batch_size
-  )
+  found = options.restore().predict(files, top=options.top)
   rows = [
     {"image": file, "predictions": [dataclasses.asdict(p) for p in best]}
     for file, best in zip(files, found)

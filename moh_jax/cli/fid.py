@@ -17,6 +17,9 @@ if TYPE_CHECKING:
   from moh_jax.evaluation.fid import Summary
 
 
+_BATCH = 32  # images of a device
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(command.Output):
   """Score images: FID, sFID, Inception Score, precision, recall.
@@ -33,7 +36,6 @@ class Options(command.Output):
     resize: to 299 pixels: as ADM and DiT's numbers, or as pytorch-fid.
     image_size: crop the images of folders to so many rows and columns, as in
       training of diffusion models (default: all must have one size).
-    batch_size: images per batch.
     save_stats: write the statistics of the samples as a reference file.
   """
 
@@ -43,7 +45,6 @@ class Options(command.Output):
   metrics: tuple[Literal["fid", "sfid", "is", "pr"], ...] = ()
   resize: Literal["tf1", "ptfid"] = "tf1"
   image_size: Count | None = None
-  batch_size: Count = 64
   save_stats: command.OutFile | None = None
 
   def check(self) -> None:
@@ -58,10 +59,7 @@ def run(options: Options) -> int:
   """Prints the metrics of the samples."""
   from moh_jax.evaluation import fid
   from moh_jax.models import inception
-  from moh_jax.runtime.mesh import check_batch, make_mesh
 
-  mesh = make_mesh(MeshConfig())
-  check_batch("--batch-size", options.batch_size, mesh)
   names, stated = options.metrics or ("is",), None
   if options.reference:
     names = options.metrics or ("fid", "sfid", "is", "pr")
@@ -99,6 +97,7 @@ def run(options: Options) -> int:
 
 def _summarized(options: Options, path: str, keep: bool) -> Summary:
   """The features of a set of images; warns where it is small."""
+  import jax
   import tqdm
 
   from moh_jax.evaluation import fid
@@ -114,7 +113,7 @@ def _summarized(options: Options, path: str, keep: bool) -> Summary:
     )
   with tqdm.tqdm(total=images.count, unit="image", disable=None) as bar:
     return fid.summarize(
-      *(extract, images, options.batch_size),
+      *(extract, images, _BATCH * jax.device_count()),
       keep=keep,
       progress=bar.update,
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   import numpy as np
 
 _NAMES = 10  # of the classes that are listed
-_COLUMNS = 8  # of a grid
+_SHOWN, _COLUMNS = 32, 8  # examples of a batch at most, and of a row
 _OF_A_BUDGET = "num_heads", "head_dim", "shared", "routed", "top_k", "active"
 
 
@@ -35,14 +35,12 @@ class Options(command.Stored, command.RunConfig, command.Output):
       mixup and CutMix, into this .png file and print their classes; of text '-'
       prints the sequences, with what is trained in [[ ]], or green on a
       terminal.
-    num: images or sequences of --batch at most.
     at_step: the step of the run whose batch it is.
   """
 
   checkpoint: command.Place | None = None
   config: command.Place | None = None
   batch: command.OutFile | None = None
-  num: Count = 32
   at_step: Count = 1
 
   def check(self) -> None:
@@ -179,7 +177,7 @@ def _pictures(config: Config, options: Options) -> Iterator[str]:
       "latents"
     )
   source = make_source(config, "train")
-  rows = range(min(options.num, config.data.batch_size))
+  rows = range(min(_SHOWN, config.data.batch_size))
   stream = TrainBatches(train_images(config, source), config.data, rows)
   stream.seek(options.at_step - 1)
   batch = next(stream)
@@ -208,7 +206,7 @@ def _texts(config: Config, options: Options) -> Iterator[str]:
   marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
   text = Text(data, config.model.vocab_size, "train")
   stream, size = text.stream(config.train.seed), data.batch_size
-  for index in range(min(options.num, size)):
+  for index in range(min(_SHOWN, size)):
     sequence = stream[(options.at_step - 1) * size + index]
     segments = sequence["segments"]
     count = np.count_nonzero(segments)

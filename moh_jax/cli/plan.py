@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from moh_jax import config as config_lib
@@ -58,39 +57,31 @@ def run(options: Options) -> int:
   return 0 if plan.fits else 1
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: Plan) -> list[str]:
   """The plan for people."""
-  config, topology, chip = plan.config, plan.topology, plan.topology.chip
-  yield f"{_verdict(plan)}\n"
-  rank = config.tune.lora.rank
-  tuned = f" (adapters of rank {rank} are trained)" if rank else ""
-  yield (
-    f"model: {config.model.family}, {plan.parameters:,} parameters{tuned}, "
-    f"{config.model.activated_share:.1%} of the heads active"
-  )
-  for name, value in plan.assumed.items():
-    yield f"assumed, since the data are not here: model.{name}={value}"
-  slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
-  yield (
-    f"topology: {slices}{topology.name}, {topology.devices} x {chip.kind} on "
-    f"{topology.hosts} host(s), {_gb(chip.memory)} each"
-  )
+  config, topology = plan.config, plan.topology
   parts, batch = config.optim.accumulation, config.data.batch_size
-  yield (
-    f"mesh: {', '.join(f'{axis}={n}' for axis, n in plan.mesh.items())}; "
-    f"{batch} examples a step in {parts} microbatch(es) of {batch // parts}"
-  )
-  yield (
-    f"FLOPs of a step: {plan.flops:.4g} for the active heads, "
-    f"{plan.baseline_flops:.4g} with every head (multi-head attention)\n"
-  )
-  rows = [(name, _gb(size)) for name, size in plan.state.items() if size]
-  state = sum(plan.state.values())
-  rows.append(("state", _gb(state)))
+  state, examples = sum(plan.state.values()), f"{batch} examples"
+  chips = f"{topology.devices} x {topology.chip.kind}, {topology.hosts} host(s)"
+  sizes = {**plan.state, "state": state}
   if plan.total is not None:
-    rows.append(("gradients, activations", _gb(plan.total - state)))
-    rows.append(("the compiled step", _gb(plan.total)))
-  yield command.table(rows, ("memory of a device", ""))
+    sizes["gradients, activations"] = plan.total - state
+    sizes["the compiled step"] = plan.total
+  rows = [
+    ("model", f"{config.model.family}, {plan.parameters:,} parameters"),
+    *((f"model.{k}, assumed without data", v) for k, v in plan.assumed.items()),
+    ("topology", f"{topology.slices} x {topology.name}: {chips}"),
+    ("mesh", ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())),
+    ("step", f"{examples} in {parts} microbatch(es) of {batch // parts}"),
+    ("FLOPs of a step", f"{plan.flops:.4g}"),
+    ("FLOPs with every head", f"{plan.baseline_flops:.4g}"),
+    *(
+      (f"memory of a device: {name}", _gb(size))
+      for name, size in sizes.items()
+      if size
+    ),
+  ]
+  return [f"{_verdict(plan)}\n", command.table(rows, ("", ""))]
 
 
 def _verdict(plan: Plan) -> str:

@@ -9,7 +9,6 @@ from typing import Literal
 
 from moh_jax.cli import command
 from moh_jax.config.base import Count, Dtype, Natural, Part, Share
-from moh_jax.config.dit import EncodeOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,6 @@ class Images(command.BaseOptions):
       data.val_share of a run.
     label_column: column of the labels of Parquet or Arrow files (default:
       found).
-    shard_size: images of a shard.
     bad_images: end at a file that is no image or cannot be made smaller, or
       leave it out. Of files that are copied only the header is read: a
       truncated one is left to data.bad_images of the run.
@@ -36,7 +34,6 @@ class Images(command.BaseOptions):
   split: Literal["train", "val"] | None = None
   val_share: Share = 0.0
   label_column: str = ""
-  shard_size: Count = 1024
   bad_images: Literal["raise", "skip"] = "raise"
 
   def sources(self, *channels: int, class_names=()) -> dict:
@@ -75,7 +72,6 @@ def pack_images(options: PackImages) -> int:
       source,
       folder,
       packed_from=options.data,
-      shard_size=options.shard_size,
       shorter_side=options.shorter_side,
       bad_images=options.bad_images,
     )
@@ -88,15 +84,19 @@ def pack_images(options: PackImages) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncodeLatents(Images, EncodeOptions):
+class EncodeLatents(Images):
   """Turn images into latents to train a diffusion model on.
 
   Attributes:
     vae: weights of the autoencoder.
+    image_size: rows and columns of ADM's centre crop.
+    batch_size: images that this process's devices encode at a time.
     dtype: of the computation.
   """
 
   vae: command.Place
+  image_size: Count = 256
+  batch_size: Count = 32
   dtype: Dtype = "float32"
 
 
@@ -111,7 +111,11 @@ def encode_latents(options: EncodeLatents) -> int:
   for split, source in options.sources(config.image_channels).items():
     folder = pathlib.Path(options.out) / split
     metadata = encode.encode_latents(
-      *(source, folder, config, params, options), notes=notes
+      *(source, folder, config, params),
+      image_size=options.image_size,
+      batch_size=options.batch_size,
+      bad_images=options.bad_images,
+      notes=notes,
     )
     shape = " x ".join(str(side) for side in metadata["latent_shape"])
     print(

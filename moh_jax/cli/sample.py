@@ -11,6 +11,8 @@ from moh_jax.cli import command
 from moh_jax.config.base import Count
 from moh_jax.runtime.alive import alive
 
+_COLUMNS = 10  # of a grid
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(command.Checkpoint, command.Distributed, command.Output):
@@ -29,7 +31,6 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     seed: of all noise.
     vae: weights of the autoencoder of latents.
     batch_size: images at a time.
-    columns: of the grid.
   """
 
   out: command.OutPath
@@ -38,7 +39,6 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   seed: int = 0
   vae: command.Place | None = None
   batch_size: Count = 64
-  columns: Count | None = None
 
   def check(self) -> None:
     """The output is of a known form."""
@@ -46,7 +46,6 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
     out = pathlib.Path(self.out)
     if out.suffix not in ("", ".png", ".npz") and not out.is_dir():
       self.fail("out", "must end in .png or .npz, or be a folder")
-    self.need("columns", out.suffix == ".png", "needs --out FILE.png")
 
 
 @alive("sampling")
@@ -91,7 +90,7 @@ def run(options: Options) -> int:
       if options.is_first():
         names = [*map(sampler.name, sampler.label(np.arange(num)))]
         images = tiles(images, names, config.sample.zoom)
-        sample.write_grid(out, images, min(options.columns or 10, num))
+        sample.write_grid(out, images, min(_COLUMNS, num))
     else:
       settings = {
         "model": fingerprint(restored.config.model, restored.params),

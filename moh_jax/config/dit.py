@@ -109,30 +109,6 @@ MOST_TIMESTEPS = 100_000  # of the training process
 
 
 @dataclasses.dataclass(frozen=True)
-class EncodeOptions(base.Section):
-  """How images become latents.
-
-  Attributes:
-    image_size: rows and columns of ADM's centre crop.
-    latent_scale: noted for training; the stored moments are not scaled
-      (default: the autoencoder's).
-    batch_size: images that this process's devices encode at a time.
-    shard_size: images of a shard.
-    bad_images: "raise", or "skip": leave out what cannot be read.
-    threads: that read and crop.
-  """
-
-  NAME = "encode"
-
-  image_size: base.Count = 256
-  latent_scale: base.Positive | None = None
-  batch_size: base.Count = 32
-  shard_size: base.Count = 1024
-  bad_images: Literal["raise", "skip"] = "raise"
-  threads: base.Count = 8
-
-
-@dataclasses.dataclass(frozen=True)
 class DiffusionConfig(base.Section):
   """The diffusion process and its training objective.
 

@@ -109,12 +109,12 @@ def summarize(
   """
   decides = metrics[0]
   sign = 1 if decides in _HIGHER else -1
+
+  def is_finite(one: Mapping[str, float]) -> bool:
+    return bool(one) and all(math.isfinite(one[name]) for name in metrics)
+
   finite = {
-    key: {
-      seed: one
-      for seed, one in seeds.items()
-      if one and all(math.isfinite(one[name]) for name in metrics)
-    }
+    key: {seed: one for seed, one in seeds.items() if is_finite(one)}
     for key, seeds in results.items()
   }
 

@@ -337,26 +337,20 @@ def open_images(
   """
   if pathlib.Path(path).is_dir():
     return _open_folder(str(path), image_size)
-  with _member(path) as (_, (shape, _, dtype)):
-    if dtype != np.uint8 or len(shape) != 4 or shape[-1] not in (1, 3):
+  with _member(path) as (_, (shape, by_columns, dtype)):
+    is_image = len(shape) == 4 and shape[-1] in (1, 3)
+    if dtype != np.uint8 or not is_image or by_columns:
       raise ValueError(
         f"arr_0 has dtype {dtype} and shape {shape}; images must be uint8 of "
-        "shape (images, X, Y, 3 or 1)"
+        "shape (images, X, Y, 3 or 1), in C order"
       )
 
   def batches(size: int) -> Iterator[np.ndarray]:
-    with _member(path) as (stream, (shape, fortran, _)):
-      images = None
-      if fortran:  # the first image ends with the file
-        with np.load(path) as arrays:
-          images = arrays["arr_0"]
+    with _member(path) as (stream, _):
       for start in range(0, shape[0], size):
         wanted = (min(size, shape[0] - start), *shape[1:])
-        if images is None:  # never all of them in memory
-          data = stream.read(int(np.prod(wanted)))
-          part = np.frombuffer(data, np.uint8).reshape(wanted)
-        else:
-          part = images[start : start + size]
+        data = stream.read(int(np.prod(wanted)))  # never all of them in memory
+        part = np.frombuffer(data, np.uint8).reshape(wanted)
         yield np.broadcast_to(part, (*wanted[:3], 3))
 
   return ImageSet(str(path), shape[0], batches)

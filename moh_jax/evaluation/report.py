@@ -5,9 +5,9 @@ The page holds its pictures and needs no network and no server.
 
 import base64
 import collections
-import html
 import pathlib
 from collections.abc import Iterator, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,17 @@ from moh_jax.evaluation.similarity import HeadSimilarity, mean_similarity
 from moh_jax.ops.routing import COLLAPSED
 from moh_jax.runtime.files import write_whole
 
-_WORDS = {
-  "load": "share of tokens that use a head; even is top_k, which a token "
-  "selects, over the number of routed heads; shared heads have a load of 1",
-  "entropy": "how even the load is: 1 where routed heads are selected equally "
-  "often, 0 where all tokens select the same ones",
-  "weight of shared": "part of shared heads in the output; 0.5 if not learned",
-  "similarity": "mean cosine between different heads, near 1 if they do the "
-  "same: of attention weights (patterns), of what they add (features)",
-  "best head": "of those that a token selected the one with the highest score",
+# What the sections of the page show.
+_SHOWN = {
+  "Layers": "Entropy says how even the load is: 1 where routed heads are "
+  "selected equally often, 0 where all tokens select the same ones. Weight of "
+  "shared: part of shared heads in the output; 0.5 if not learned.",
+  "Load of heads": "Share of tokens that use a head; even is top_k, which a "
+  "token selects, over the number of routed heads; that of shared heads is 1.",
+  "Which head each token chose": "Of those that it selected the one with the "
+  "highest score.",
+  "Similarity of heads": "Mean cosine between different heads, near 1 if they "
+  "do the same: of attention weights (patterns), of what they add (features).",
 }
 # What may stand out, and what to do about it.
 _REMEDIES = {
@@ -126,7 +128,7 @@ def write_report(
   """Writes report.html and its pictures as PNG files to a folder.
 
   Args:
-    folder: is there.
+    folder: made if needed.
     title: the checkpoint, and what its heads were measured on.
     config: of the model.
     stats: of its heads.
@@ -139,37 +141,33 @@ def write_report(
     write_whole(folder / f"{name}.png", content)
     data = base64.b64encode(content).decode()
     images[name] = f'<img alt="{name}" src="data:image/png;base64,{data}">'
-  said = map(_escaped, verdict(config, stats, similarity))
-  maps = images.get("routing_maps", "")
-  if stats.layers and not maps:
-    maps = _texts(stats, tokenizer)
-  sections = {
+  said = map(escape, verdict(config, stats, similarity))
+  cosines = [
+    (name, *(f"{mean_similarity(x[name]):.3f}" for x in similarity))
+    for name in similarity.features
+  ]
+  of_cosines = _table(("layer", "patterns", "features"), cosines)
+  loads = [x for name, x in images.items() if name.startswith("load_by_")]
+  bodies = {
     "In short": f"<p>{'<br>'.join(said)}</p>",
-    "Layers": _table(*layer_table(stats))
-    + _meaning("entropy")
-    + _meaning("weight of shared"),
-    "Load of heads": "".join(
-      image for name, image in images.items() if name.startswith("load_by_")
-    )
-    + _meaning("load"),
-    "Which head each token chose": maps and maps + _meaning("best head"),
-    "Similarity of heads": images["similarity"]
-    + _table(*_similarity_table(similarity))
-    + _meaning("similarity"),
+    "Layers": _table(*layer_table(stats)),
+    "Load of heads": "".join(loads),
+    "Which head each token chose": images.get("routing_maps")
+    or _texts(stats, tokenizer),
+    "Similarity of heads": images["similarity"] + of_cosines,
   }
-  if not stats.layers:
-    sections = {n: sections[n] for n in ("In short", "Similarity of heads")}
-  parts = "\n".join(
-    f"<section><h2>{heading}</h2>\n{body}</section>"
-    for heading, body in sections.items()
+  sections = "\n".join(
+    f"<section><h2>{heading}</h2>\n{body}<p>{_SHOWN.get(heading, '')}</p>"
+    "</section>"
+    for heading, body in bodies.items()
     if body
   )
   page = (
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
     f"<title>How heads are used</title>\n<style>{_STYLE}</style></head>\n"
-    f"<body><h1>How heads are used</h1>\n<p>{_escaped(title)}: "
+    f"<body><h1>How heads are used</h1>\n<p>{escape(title)}: "
     f"{config.model.activated_share:.1%} of all heads are active</p>\n"
-    f"{parts}\n</body></html>\n"
+    f"{sections}\n</body></html>\n"
   )
   # Names of classes and files may hold bytes that are not UTF-8.
   write_whole(folder / "report.html", page.encode(errors="replace"))
@@ -188,17 +186,6 @@ def _figures(
     yield "routing_maps", pictures.routing_maps(stats, shown)
 
 
-def _similarity_table(
-  similarity: HeadSimilarity,
-) -> tuple[tuple[str, ...], list[tuple]]:
-  """A header, and a row for each layer: means over pairs of heads."""
-  rows = [
-    (name, *(f"{mean_similarity(x[name]):.3f}" for x in similarity))
-    for name in similarity.features
-  ]
-  return ("layer", "patterns", "features"), rows
-
-
 def _pixels(config: Config, inputs: np.ndarray) -> np.ndarray | None:
   """Images [M, X, Y, channels] uint8 from what the network read.
 
@@ -214,39 +201,31 @@ def _pixels(config: Config, inputs: np.ndarray) -> np.ndarray | None:
 def _texts(stats: HeadStats, tokenizer: Tokenizer | None) -> str:
   """The beginnings of texts, for each layer coloured by the tokens' heads."""
   inputs, parts = stats.maps.inputs, []
+  if not stats.layers or stats.layers[0].grid is not None:
+    return ""
   is_real = np.broadcast_to(stats.maps.counted, inputs.shape)
   for layer, best in zip(stats.layers, stats.maps.best):
     colors = pictures.head_colors(layer.budget.num_heads)
-    parts.append(f"<details><summary>{_escaped(layer.name)}</summary>")
+    parts.append(f"<details><summary>{escape(layer.name)}</summary>")
     for label, *of_text in zip(stats.labels, inputs, best, is_real):
       tokens, heads, real = of_text
       spans = []
-      for token, head in zip(
-        tokens[real][:_TOKENS].tolist(), heads[real].tolist()
-      ):
-        text = _escaped(tokenizer.decode([token]) if tokenizer else f"{token} ")
+      shown = zip(tokens[real][:_TOKENS].tolist(), heads[real].tolist())
+      for token, head in shown:
+        text = escape(tokenizer.decode([token]) if tokenizer else f"{token} ")
         style = f' style="background:{colors[head]}99"' * (head >= 0)
         spans.append(f'<span title="head {head}"{style}>{text}</span>')
-      parts.append(f'<p class="text">{_escaped(label)}: {"".join(spans)}</p>')
+      parts.append(f'<p class="text">{escape(label)}: {"".join(spans)}</p>')
     parts.append("</details>")
   return "\n".join(parts)
 
 
-def _meaning(name: str) -> str:
-  return f"<p><b>{name}</b>: {_WORDS[name]}</p>"
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-  """A table of plain text and numbers."""
+  """A table of plain text and numbers; "" without rows."""
 
   def line(cells: Sequence[Any], tag: str) -> str:
-    inner = "".join(f"<{tag}>{_escaped(str(x))}</{tag}>" for x in cells)
+    inner = "".join(f"<{tag}>{escape(str(x))}</{tag}>" for x in cells)
     return f"<tr>{inner}</tr>"
 
   body = "\n".join(line(row, "td") for row in rows)
-  return f"<table>{line(header, 'th')}{body}</table>"
-
-
-def _escaped(text: str) -> str:
-  """Text as HTML shows it; names in files may hold control characters."""
-  return html.escape(text)
+  return f"<table>{line(header, 'th')}{body}</table>" * bool(rows)

@@ -13,7 +13,7 @@ import numpy as np
 import tqdm
 
 from moh_jax.config import MeshConfig
-from moh_jax.config.dit import EncodeOptions, VAEConfig
+from moh_jax.config.dit import VAEConfig
 from moh_jax.data.packed import (
   LATENTS,
   encode_moments,
@@ -33,8 +33,11 @@ def encode_latents(
   out: str | os.PathLike,
   config: VAEConfig,
   params: Any,
-  options: EncodeOptions,
   *,
+  image_size: int = 256,
+  batch_size: int = 32,
+  shard_size: int = 1024,
+  bad_images: str = "raise",
   notes: dict[str, str],
   devices: list | None = None,
 ) -> dict[str, Any]:
@@ -45,7 +48,11 @@ def encode_latents(
     out: folder of the set, local or mounted.
     config: the autoencoder.
     params: its parameters, which are hashed.
-    options: sizes.
+    image_size: rows and columns of ADM's centre crop.
+    batch_size: images that this process's devices encode at a time.
+    shard_size: images of a shard.
+    bad_images: "raise", or "skip": leave out what cannot be read or is smaller
+      than `image_size`.
     notes: "vae" and "encoded_from", for the reader of metadata.json.
     devices: None takes all of this process.
 
@@ -57,26 +64,23 @@ def encode_latents(
     ValueError: an image cannot be read, with bad_images="raise", sizes do not
       fit, or `out` holds latents of other settings.
   """
-  side, step = options.image_size, config.downscale
+  side, step = image_size, config.downscale
   if side % step:
     raise ValueError(f"image_size={side} must be a multiple of {step}")
   mesh = make_mesh(MeshConfig(), devices or jax.local_devices())
-  check_batch("batch_size", options.batch_size, mesh)
-  scaling = config.scaling
-  if options.latent_scale is not None:
-    scaling = dataclasses.replace(scaling, scale=options.latent_scale)
+  check_batch("batch_size", batch_size, mesh)
   settings = {
     "image_size": side,
     "latent_shape": (side // step, side // step, config.latent_channels),
-    "scaling": dataclasses.asdict(scaling),
+    "scaling": dataclasses.asdict(config.scaling),
     "vae_sha256": weights_sha256(config, params),
     "encoder_sha256": encoder_sha256(config, params),
     "compute_dtype": config.dtype,
     "images": source.fingerprint,
     "class_names": source.class_names,
-    "shard_size": options.shard_size,
+    "shard_size": shard_size,
   }
-  items = shard_items(len(source), options.shard_size)
+  items = shard_items(len(source), shard_size)
   writer = ShardWriter(out, LATENTS, len(items), settings)
   params = jax.device_put(params, replicated(mesh))
 
@@ -87,13 +91,13 @@ def encode_latents(
 
   def encode(images: list[_Image]) -> jax.Array:
     pixels = np.stack([pixels for *_, pixels in images])
-    padding = [(0, options.batch_size - len(images)), *((0, 0),) * 3]
+    padding = [(0, batch_size - len(images)), *((0, 0),) * 3]
     pixels = np.pad(pixels, padding)  # one size, one compilation
     return _moments(VAE(config), params, shard_batch(pixels, mesh))
 
   places = [place for shard in writer.todo() for place in items[shard]]
   images = read_ahead(
-    read, places, options.threads, 2 * options.batch_size, options.bad_images
+    read, places, _THREADS, 2 * batch_size, bad_images
   )
   bar = tqdm.tqdm(total=len(places), unit="image", disable=None)
   with bar, use_mesh(mesh):
@@ -101,7 +105,7 @@ def encode_latents(
       of_shard = itertools.islice(images, len(items[shard]))
       with writer.open(shard) as target:
         previous: tuple = ((), ())  # added while the devices encode the next
-        while batch := list(itertools.islice(of_shard, options.batch_size)):
+        while batch := list(itertools.islice(of_shard, batch_size)):
           good = [image for image in batch if not isinstance(image, str)]
           for problem in batch:
             if isinstance(problem, str):
@@ -114,6 +118,7 @@ def encode_latents(
   return writer.finish(**notes)
 
 
+_THREADS = 8  # that read and crop
 _Image = tuple[str, int, np.ndarray]  # name, label and pixels
 
 

@@ -45,7 +45,7 @@ class InputTest(tiny_checkpoint.CommandTest):
 
   @pytest.mark.integration
   def test_the_slower_of_input_and_step_is_named(self):
-    measured = self.report("--batches=2", "--steps=3")
+    measured = self.report()
     rates = measured["examples_per_second"]
     self.assertGreater(min(rates.values()), 0)
     self.assertEqual(measured["bottleneck"], min(rates, key=rates.get))

@@ -17,12 +17,12 @@ class ClassifyTest(tiny_checkpoint.CommandTest):
       path = self.root / name
       path.parent.mkdir(exist_ok=True)
       Image.fromarray(pixels).save(path, format="PNG")
-    argv = (self.root, self.root / "b/2.PNG", "--top=2", "--batch-size=2")
+    argv = (self.root, self.root / "b/2.PNG", "--top=2")
     with mock.patch.object(
       Restored, "predict", autospec=True, side_effect=Restored.predict
     ) as predict:
       rows = self.report(*argv)
-    self.assertEqual(predict.call_args.kwargs, {"top": 2, "batch_size": 2})
+    self.assertEqual(predict.call_args.kwargs, {"top": 2})
     files = [str(self.root / n) for n in ("a.png", "b/2.PNG", "b/2.PNG")]
     self.assertEqual([row["image"] for row in rows], files)
     (best,) = restore(tiny_checkpoint.stored("vit")).predict([pixels], top=2)

@@ -21,7 +21,7 @@ _REFERENCE = _RNG.randint(0, 200, (6, 9, 9, 3), np.uint8)
 
 
 class FidTest(tiny_checkpoint.CommandTest):
-  COMMAND = "fid --batch-size=8"
+  COMMAND = "fid"
 
   @classmethod
   def setUpClass(cls):
@@ -47,7 +47,7 @@ class FidTest(tiny_checkpoint.CommandTest):
     # One run through everything; tests look at what it left.
     _, out, cls.warned = tiny_checkpoint.call(
       *("fid", "--samples", cls.samples, "--reference", cls.folder),
-      *("--save-stats", cls.stats, "--json=-", "--batch-size=8", *cls.network),
+      *("--save-stats", cls.stats, "--json=-", *cls.network),
     )
     cls.metrics = json.loads(out)  # nothing else on stdout
 

@@ -32,7 +32,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
     argv = "--topology=h100:8", "--config.optim.accumulation=2"
     out = self.done(*argv)
     self.assertRegex(out, "^may fit: state of .* of 80.655 GB, .*not asked for")
-    self.assertIn("64 examples a step in 2 microbatch(es) of 32\n", out)
+    self.assertIn("64 examples in 2 microbatch(es) of 32\n", out)
     file = self.root / "x.json"
     argv = "--topology=v5e-8", f"--json={file}"
     status, out, _ = self.call(*argv, "--config.model.width=262144")

@@ -33,7 +33,7 @@ class PackImagesTest(tiny_checkpoint.CommandTest):
     self.images.joinpath("val/cat/4.png").write_text("no image")
     names = self.root / "names.txt"
     names.write_text("cat\nant\n")
-    argv = ("--shard-size=3", "--bad-images=skip", "--class-list", names)
+    argv = ("--bad-images=skip", "--class-list", names)
     argv += ("--shorter-side=9",)
     skipped = f"; 1 skipped, see {self.out / 'val'}/skipped.txt"
     told = "".join(
@@ -46,7 +46,6 @@ class PackImagesTest(tiny_checkpoint.CommandTest):
       packed = self._packed(split)
       self.assertLen(packed, count)
       self.assertEqual(packed.class_names, ("cat", "ant"))
-    self.assert_refused("shard_size: 1024 here, 3 there", *argv[1:])
     self.assert_refused("shorter_side: 0 here, 9 there", *argv[:-1])
 
   def test_share_becomes_val_as_in_a_run(self):
@@ -59,9 +58,7 @@ class PackImagesTest(tiny_checkpoint.CommandTest):
 
 
 class EncodeLatentsTest(tiny_checkpoint.CommandTest):
-  COMMAND = (
-    "prepare encode-latents --image-size=8 --batch-size=8 --shard-size=4"
-  )
+  COMMAND = "prepare encode-latents --image-size=8 --batch-size=8"
 
   def test_images_to_training_batches(self):
     images, out, again = (self.root / x for x in ("images", "out", "again"))
@@ -69,7 +66,6 @@ class EncodeLatentsTest(tiny_checkpoint.CommandTest):
     tiny_vae.save(self.root / "vae")
     for seed, split in enumerate(SPLITS):
       tiny_vae.save_images(images / split, seed=seed)
-    argv += ("--latent-scale", 0.5)
     told = "10 images as latents of 4 x 4 x 2\n"
     self.assertEqual(
       self.done(*argv, "--data", images, "--out", out),

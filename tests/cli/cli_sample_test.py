@@ -47,15 +47,14 @@ class SampleTest(tiny_checkpoint.CommandTest):
       self.assertLess(names[-1].min(), 100)  # there is text on white
       self.assertGreater(np.mean(names[-1] == 255), 0.5)
     self.assertLen({name.tobytes() for name in names}, 10)
-    argv = ("--labels=3,3,7", "--num=5", "--columns=2", f"{_KEY}zoom=2")
-    told = {"images": 5, "out": str(self.root / "x.png"), "step": 0}
+    argv = ("--labels=3,3,7", "--num=12", f"{_KEY}zoom=2")
+    told = {"images": 12, "out": str(self.root / "x.png"), "step": 0}
     self.assertEqual(self.report(*argv), told)
     grid = self._grid()
-    self.assertEqual(grid.shape[1], 2 * 16 + 2)
-    self.assertGreater(len(grid), 3 * 16 + 2 * 2)
-    last = grid[-(len(grid) // 3) :]
-    self.assertLess(last[:, :16].min(), 255)
-    np.testing.assert_array_equal(last[:, 18:], 255)  # no sixth image
+    self.assertEqual(grid.shape[1], 10 * 16 + 9 * 2)
+    last = grid[-(len(grid) // 2) :]
+    self.assertLess(last[:, 18:34].min(), 255)
+    np.testing.assert_array_equal(last[:, 36:], 255)  # no 13th image
 
   @pytest.mark.integration
   def test_classes_may_be_named(self):

@@ -42,28 +42,6 @@ class MomentsTest(parameterized.TestCase):
     )
     np.testing.assert_array_equal(streamed.covariance, streamed.covariance.T)
 
-  def test_score_of_certain_classes_is_their_number(self):
-    for size in (1e3, 1e30):  # and a class that no sample has
-      score = fid.block_score(size * np.eye(6, 7, dtype=np.float32))
-      self.assertAlmostEqual(score, 6, places=12)
-
-
-class PrecisionRecallTest(parameterized.TestCase):
-  def test_a_copy_of_the_neighbour_lies_on_the_surface(self):
-    features = np.random.default_rng(0).normal(size=(4, 2048)) + 100
-    radii = fid.knn_radii(features, 3)
-    for i in range(4):
-      distances = ((features - features[i]) ** 2).sum(-1)
-      self.assertAlmostEqual(radii[i], distances.max(), places=6)
-      farthest = features[[distances.argmax()]]
-      for radius, inside in ((radii[i], True), (radii[i] * (1 - 1e-6), False)):
-        found = fid.in_manifold(farthest, features[[i]], np.array([radius]))
-        self.assertEqual(found[0], inside)
-    copies = np.repeat(features[:1], 50, axis=0)
-    self.assertTrue(
-      fid.in_manifold(copies, copies, fid.knn_radii(copies)).all()
-    )
-
 
 class StatisticsTest(folders.FolderTest):
   def setUp(self):
@@ -111,12 +89,9 @@ class ImagesTest(folders.FolderTest):
     Image.fromarray(image).save(file, lossless=True)
 
   def test_npz_files_of_any_kind(self):
-    grey = _IMAGES[..., :1]
     for save, images in (
       (np.savez, _IMAGES),
-      (np.savez_compressed, _IMAGES),
-      (np.savez, grey),
-      (np.savez, np.asfortranarray(grey)),
+      (np.savez_compressed, _IMAGES[..., :1]),  # grey
     ):
       save(self.file, images, np.arange(53))  # arr_1: labels
       found = open_images(self.file)
@@ -127,7 +102,7 @@ class ImagesTest(folders.FolderTest):
   @parameterized.parameters(
     (_IMAGES.astype(np.float32) / 255, "dtype float32"),
     (_IMAGES.transpose(0, 3, 1, 2), r"shape \(53, 3, 6, 5\)"),
-    (_IMAGES[..., 0], r"shape \(53, 6, 5\)"),
+    (np.asfortranarray(_IMAGES), "in C order"),
   )
   def test_other_content_is_refused(self, array, pattern):
     np.savez(self.file, array)
@@ -167,15 +142,13 @@ class ImagesTest(folders.FolderTest):
     # 4 rows x 5 columns need no other size: the centre begins at column 0.
     for expected in (_IMAGES[1, :4, :4], pixels[..., :1]):
       self.assertEqual((pixels == expected).all((1, 2, 3)).sum(), 1)
-    with self.assertRaisesRegex(ValueError, "1.png has 4 rows.*--image-size"):
-      _read(open_images(folder, image_size=5))
 
   def _extract(self, images):
     x = images.astype(np.float32) / 255
     pool3 = x.reshape(len(x), -1)[:, :10]
     return Features(pool3, x[:, :2, :2] ** 2, 3 * pool3[:, :5])
 
-  @parameterized.product(batch_size=(8, 64), block=(15, 5000))
+  @parameterized.parameters((8, 15), (64, 5000))
   def test_any_batch_size_equals_one_pass(self, batch_size, block):
     np.savez(self.file, _IMAGES)
     done, images = [], open_images(self.file)

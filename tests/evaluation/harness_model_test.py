@@ -84,19 +84,19 @@ class HarnessModelTest(parameterized.TestCase):
 
   def test_answers_that_merge_with_their_context_keep_a_token(self):
     tokenizer = _bpe()
-    the = tokenizer.encode("the")
-    self.assertLen(the, 1)
+    the, begin = tokenizer.encode("the"), [tokenizer.bos_id]
     for add_bos in (True, False):
-      options = {"tokenizer": tokenizer, "add_bos": add_bos}
+      pairs = self._pairs(
+        *(("th", "e"), ("the th", "e"), ("the the", ""), (" ", "the")),
+        tokenizer=tokenizer,
+        add_bos=add_bos,
+      )
       # All of the text is one token: what stands before is the begin.
-      pairs = self._pairs(("th", "e"), ("t", "he"), **options)
-      self.assertEqual(pairs, [([tokenizer.bos_id], the)] * 2)
-      pairs = self._pairs(("the th", "e"), ("the the", ""), **options)
-      before = [tokenizer.bos_id] * add_bos
-      self.assertEqual(pairs[0], (before + the, tokenizer.encode(" the")))
-      self.assertEqual(pairs[1][1], [])  # nothing was asked
-      (pair,) = self._pairs((" ", "the"), **options)
-      self.assertEqual(pair, ([tokenizer.bos_id], tokenizer.encode(" the")))
+      self.assertEqual(pairs[0], (begin, the))
+      merged = begin * add_bos + the, tokenizer.encode(" the")
+      self.assertEqual(pairs[1], merged)
+      self.assertEqual(pairs[2][1], [])  # nothing was asked
+      self.assertEqual(pairs[3], (begin, tokenizer.encode(" the")))
 
   def test_what_a_task_asks_in_vain_is_named(self):
     made = hf.Tokenizer(hf.models.BPE({"a": 0}, []))  # knows nothing else
@@ -161,13 +161,14 @@ class GenerationOptionsTest(parameterized.TestCase):
     ({"temperature": 0.7}, {"temperature": 0.7}),
     ({"do_sample": False, "temperature": 0.7}, {}),
     ({"do_sample": True}, {"temperature": 1.0}),
-    ({"do_sample": True, "temperature": 0.3}, {"temperature": 0.3}),
     (
       {"until": ["a", ""], "max_tokens": 9},
       {"stop": ("a",), "max_new_tokens": 9},
     ),
-    ({"until": "ab", "top_k": 5}, {"stop": ("ab",), "top_k": 5}),
-    ({"max_gen_toks": 3, "top_p": 0.5}, {"max_new_tokens": 3, "top_p": 0.5}),
+    (
+      {"until": "ab", "top_k": 5, "max_gen_toks": 3, "top_p": 0.5},
+      {"stop": ("ab",), "top_k": 5, "max_new_tokens": 3, "top_p": 0.5},
+    ),
   )
   def test_options_have_our_names(self, given, expected):
     plain = {"stop": (), "max_new_tokens": 256, "temperature": 0.0}

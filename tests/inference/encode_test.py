@@ -13,9 +13,7 @@ from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from tests.folders import FolderTest
 from tests.inference import tiny_vae
 
-_OPTIONS = encode.EncodeOptions(
-  image_size=8, latent_scale=0.5, batch_size=2, shard_size=4, threads=2
-)
+_OPTIONS = {"image_size": 8, "batch_size": 2, "shard_size": 4}
 
 
 _params = functools.cache(tiny_vae.params)
@@ -33,9 +31,9 @@ class EncodeTest(FolderTest):
   def _encode(self, name="out", source=None, devices=1, **kw):
     config = kw.pop("config", tiny_vae.CONFIG)
     params = _params(kw.pop("seed", 0))
-    options = dataclasses.replace(_OPTIONS, **kw)
     return encode.encode_latents(
-      *(source or self._source(), self.root / name, config, params, options),
+      *(source or self._source(), self.root / name, config, params),
+      **{**_OPTIONS, **kw},
       notes={"vae": "tiny", "encoded_from": "here"},
       devices=jax.devices()[:devices],
     )
@@ -56,7 +54,7 @@ class EncodeTest(FolderTest):
       "class_names": ["ant", "cat"],
       "image_size": 8,
       "latent_shape": [4, 4, 2],
-      "scaling": {"scale": 0.5, "shift": 0.0, "mean": [], "std": []},
+      "scaling": {"scale": 0.18215, "shift": 0.0, "mean": [], "std": []},
       "vae_sha256": weights_sha256(tiny_vae.CONFIG, _params()),
       "vae": "tiny",
       "encoded_from": "here",
@@ -117,11 +115,6 @@ class EncodeTest(FolderTest):
     self.assertEqual(labels, [0] * 4 + [1] * 5)
 
   @parameterized.parameters(
-    (
-      {"latent_scale": 1.0},
-      {},
-      "scaling: {'scale': 1.0,.* here, {'sc",
-    ),
     ({"image_size": 9}, {}, "image_size=9 must be a multiple"),
     ({"batch_size": 6}, {"devices": 8}, "batch_size=6 must be a multiple"),
     ({}, {"seed": 1}, "vae_sha256: '.*' here, '.*' there"),
@@ -145,7 +138,7 @@ class EncodeTest(FolderTest):
   def test_scaling_of_the_autoencoder_is_noted(self):
     scaling = LatentScaling(0.25, shift=0.5, mean=(1.0, 2.0), std=(3.0, 4.0))
     config = dataclasses.replace(tiny_vae.CONFIG, scaling=scaling)
-    self._encode("scaled", latent_scale=None, config=config)
+    self._encode("scaled", config=config)
     source = LatentSource(str(self.root), "scaled")
     self.assertEqual(source.scaling, scaling)
     self.assertEqual(source.encoder_sha256, encoder_sha256(config, _params()))
