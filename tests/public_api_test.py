@@ -98,9 +98,6 @@ class PublicApiTest(absltest.TestCase):
     ):
       self.assertEqual(takes(python, jax=jax, flax=flax), fits, (jax, flax))
 
-  def test_is_typed(self):
-    self.assertTrue((_ROOT / "moh_jax" / "py.typed").is_file())
-
   def test_list_models_says_what_each_is(self):
     models = moh_jax.list_models()
     self.assertEqual(

@@ -3,8 +3,8 @@
 import dataclasses
 
 from moh_jax.cli import command
-from moh_jax.config import export_forms
 from moh_jax.config.base import Dtype
+from moh_jax.config.registry import export_forms
 from moh_jax.runtime.alive import alive
 
 _KEYS = "eval.use_ema", "train.init_from"

@@ -7,7 +7,6 @@ takes seconds to import, so help and what can be refused without it come first.
 import argparse
 import contextlib
 import importlib
-import inspect
 import os
 import re
 import sys
@@ -133,7 +132,7 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[command.BaseOptions, Run]:
   """
   prog, every, kind = f"python -m moh_jax {name}", kinds(name), ""
   if "" not in every:
-    described = {k: _first_line(v[0]) for k, v in every.items()}
+    described = {k: reference.first_sentence(v[0]) for k, v in every.items()}
     parser = Parser(
       prog=prog,
       description=_sentence(name),
@@ -185,11 +184,7 @@ def _listed(title: str, sentences: Mapping[str, str]) -> str:
 def _sentence(name: str) -> str:
   """What a command does: the first line of its options or its module."""
   module = importlib.import_module(f"moh_jax.cli.{name}")
-  return _first_line(getattr(module, "Options", module))
-
-
-def _first_line(described: Any) -> str:
-  return inspect.getdoc(described).partition("\n")[0]
+  return reference.first_sentence(getattr(module, "Options", module))
 
 
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:

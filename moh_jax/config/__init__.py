@@ -3,14 +3,12 @@
 Each name is imported as itself, which marks it as offered to other modules.
 """
 
-from moh_jax.config.base import make_section as make_section
 from moh_jax.config.data import ClassifierConfig as ClassifierConfig
 from moh_jax.config.data import DataConfig as DataConfig
 from moh_jax.config.data import TextDataConfig as TextDataConfig
 from moh_jax.config.dit import DiffusionConfig as DiffusionConfig
 from moh_jax.config.dit import DiTConfig as DiTConfig
 from moh_jax.config.dit import SampleConfig as SampleConfig
-from moh_jax.config.dit import VAEConfig as VAEConfig
 from moh_jax.config.heads import HeadBudget as HeadBudget
 from moh_jax.config.heads import RouterConfig as RouterConfig
 from moh_jax.config.layers import ImageClassifier as ImageClassifier
@@ -28,8 +26,6 @@ from moh_jax.config.parse import to_config_dict as to_config_dict
 from moh_jax.config.parse import to_dict as to_dict
 from moh_jax.config.parse import to_json as to_json
 from moh_jax.config.registry import check_command as check_command
-from moh_jax.config.registry import export_forms as export_forms
-from moh_jax.config.registry import family_of_format as family_of_format
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import imported as imported
 from moh_jax.config.registry import public_formats as public_formats
@@ -43,8 +39,6 @@ from moh_jax.config.run import MeshConfig as MeshConfig
 from moh_jax.config.run import OptimConfig as OptimConfig
 from moh_jax.config.run import TrainConfig as TrainConfig
 from moh_jax.config.tune import DistillConfig as DistillConfig
-from moh_jax.config.tune import DpoConfig as DpoConfig
 from moh_jax.config.tune import LoraConfig as LoraConfig
 from moh_jax.config.tune import TuneConfig as TuneConfig
-from moh_jax.config.vit import StageShape as StageShape
 from moh_jax.config.vit import ViTConfig as ViTConfig

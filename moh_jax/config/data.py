@@ -5,7 +5,7 @@ import re
 from typing import Annotated, Literal
 
 from moh_jax.config import base
-from moh_jax.config.registry import SOURCES, get_source, sources_with
+from moh_jax.config.registry import SOURCES, get_source
 
 _SUM_TOLERANCE = 0.05  # percent: published mixes are rounded
 
@@ -45,8 +45,9 @@ class ExamplesConfig(base.Section):
     source = f"data.source={self.source!r}"
     if get_source(self).has_path and not self.path:
       self.fail("path", f"must name the directory of {source}")
+    kinds = SOURCES[self.reads].records()
     for field in dataclasses.fields(self):
-      readers = sources_with(self, field.name)
+      readers = tuple(k.name for k in kinds if field.name in k.options)
       is_read = not readers or self.source in readers
       if not is_read and getattr(self, field.name) != field.default:
         usual = f"must be {field.default!r} with {source}"

@@ -344,9 +344,3 @@ def register_source(
 def get_source(data: Any) -> SourceKind:
   """The record of the source of a section `data`."""
   return SOURCES[data.reads].get(data.source)
-
-
-def sources_with(data: Any, option: str) -> tuple[str, ...]:
-  """Names of the sources that alone read a field of the section `data`."""
-  kinds = SOURCES[data.reads].records()
-  return tuple(kind.name for kind in kinds if option in kind.options)

@@ -222,7 +222,7 @@ class LogConfig(base.Section):
     every: steps between records of metrics; None is a 25th of `train.steps`,
       from 1 to 50.
     tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
-    profile: "A:B" traces steps A to B - 1 into WORKDIR/profile, for XProf; ""
+    profile: (A, B) traces steps A to B - 1 into WORKDIR/profile, for XProf; ()
       traces none.
     wandb: project of Weights & Biases that gets the metrics too (the extra
       `wandb`); "" is none.
@@ -235,24 +235,15 @@ class LogConfig(base.Section):
 
   every: base.Count | None = None
   tensorboard: bool = True
-  profile: str = ""
+  profile: tuple[base.Natural, ...] = ()
   wandb: str = ""
   heads: base.Natural | None = None
 
   def check(self) -> None:
-    """The steps of `profile` can be read."""
-    _ = self.profiled_steps
-
-  @property
-  def profiled_steps(self) -> tuple[int, int] | None:
-    """The first step that is traced and the one after the last."""
-    if not self.profile:
-      return None
-    first, _, end = self.profile.partition(":")
-    numbers = [x for x in (first, end) if x.isdecimal() and len(x) <= 10]
-    if len(numbers) < 2 or not 1 <= int(first) < int(end):
-      self.fail("profile", "must be '' or 'A:B' with steps 1 <= A < B")
-    return int(first), int(end)
+    """There are steps to trace."""
+    steps = self.profile
+    if steps and not (len(steps) == 2 and 0 < steps[0] < steps[1]):
+      self.fail("profile", "must be () or (A, B) with steps 1 <= A < B")
 
 
 def section_types(family: str, names: Iterable[str] = ()) -> dict[str, type]:

@@ -21,12 +21,12 @@ from moh_jax.config import (
   Config,
   DistillConfig,
   LoraConfig,
-  family_of_format,
   get_family,
   imported,
   public_formats,
   released_model,
 )
+from moh_jax.config.registry import family_of_format
 from moh_jax.convert import peft, rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, converter_of
 from moh_jax.data import tokenizers

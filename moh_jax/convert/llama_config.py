@@ -29,7 +29,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig, make_section
+from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig
+from moh_jax.config.base import make_section
 from moh_jax.config.llm import ROPE_SCALINGS
 from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import read_json

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config import StageShape, ViTConfig
 from moh_jax.config.heads import HeadBudget
+from moh_jax.config.vit import StageShape, ViTConfig
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.linear import Linear
 from moh_jax.layers.mlp import (

@@ -219,7 +219,7 @@ class _Run:
       before: the state, whose arrays are waited for.
       trace: what ends the trace that is under way.
     """
-    first, end = self.config.log.profiled_steps or (0, 0)
+    first, end = self.config.log.profile or (0, 0)
     if step in (first, end):
       jax.block_until_ready(before)
       trace.close()

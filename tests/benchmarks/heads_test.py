@@ -14,7 +14,7 @@ from benchmarks.decode import DecodeOptions
 from benchmarks.layer import LayerOptions
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
-from moh_jax.ops.attention import Form, cached_attention
+from moh_jax.ops.attention import cached_attention
 from tests.cli.tiny_checkpoint import call
 
 _TINY = dict(lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,))
@@ -105,20 +105,6 @@ class CommandTest(parameterized.TestCase):
     self.assertRegex(err, r"see python -m benchmarks\.\S+ --help")
 
 
-class LayerTest(parameterized.TestCase):
-  def test_wrong_form_is_found(self):
-    right = ops.attend
-
-    def wrong(call, implementation):
-      out = right(call, "dense")
-      return out * (1.01 if implementation == "packed" else 1)
-
-    options = _LAYER(modes=("forward_backward",), implementations=("packed",))
-    with mock.patch.object(ops, "attend", wrong):
-      rows = _layer_rows(options)
-    self.assertEqual([row.fault is None for row in rows], [True, False])
-
-
 class DecodeTest(parameterized.TestCase):
   @parameterized.parameters("float32", "bfloat16")
   def test_every_cache_is_exact_and_a_wrong_form_is_found(self, dtype):
@@ -133,47 +119,12 @@ class DecodeTest(parameterized.TestCase):
       faults = [row.fault is None for row in _decode_rows(options)]
     self.assertEqual(faults, [True, False])
 
-  @parameterized.parameters("float32", "bfloat16")
-  @pytest.mark.integration
-  def test_kernel_is_exact(self, dtype):
-    options = _DECODE(
-      implementations=("kernel",), kv_heads=2, batch=2, cache_dtype=dtype
-    )
-    # A CPU interprets it, for which nobody may ask.
-
-    def choose(_, options, mode, length, share, name):
-      return Form(name, packs=share < 1)
-
-    with mock.patch.object(attention, "_choose", choose):
-      kernel = _decode_rows(options)[-1]
-    self.assertEqual((kernel.computed_share, kernel.fault), (0.5, None))
-
 
 class ExactTest(absltest.TestCase):
-  def _checks(self, case, attend=ops.attention, forms=("packed",)):
-    with mock.patch.object(exact, "attention", attend):
-      return exact.measure(case, 32, "float32", 8, forms)
-
   @pytest.mark.integration
   def test_forms_are_exact_in_every_case(self):
     for case in exact.CASES:
-      (check,) = self._checks(case, forms=("packed", "kernel", "cudnn"))
+      forms = "packed", "kernel", "cudnn"
+      (check,) = exact.measure(case, 32, "float32", 8, forms)
       self.assertEqual((check["form"], check["fault"]), ("packed", None))
       self.assertLess(check["max_error"], 1e-5)
-
-  @pytest.mark.integration
-  def test_what_fails_or_is_wrong_is_a_fault_and_the_status(self):
-    def wrong(q, k, v, *, segments, implementation, **options):
-      if segments is not None:
-        raise RuntimeError("no documents")
-      out = ops.attention(q, k, v, implementation=implementation, **options)
-      return out * 1.01
-
-    (check,) = self._checks("causal", wrong)
-    self.assertIn("relative error of the outputs 1.0e-02", check["fault"])
-    (check,) = self._checks("segments", wrong)
-    self.assertEqual(check["fault"], "does not run: RuntimeError: no documents")
-    with mock.patch.object(exact, "measure", lambda *_: [check]):
-      status, _, err = call(main=exact.main)
-    self.assertEqual(status, 1)
-    self.assertIn("error: packed, segments: does not run", err)

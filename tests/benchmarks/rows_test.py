@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-from unittest import mock
 
 import jax.numpy as jnp
 from absl.testing import parameterized
 
 from benchmarks import rows
-from moh_jax.training import bench
 
 _ROW = rows.Row(
   device="cpu",
@@ -39,12 +37,6 @@ class TableTest(parameterized.TestCase):
     told = "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 12.3 1.3"
     self.assertEqual(" ".join(map(str, cells)), f"{told} 1.5e-07")
     self.assertLen(header, len(cells))
-    row = rows.Row("cpu", "model", "forward", None, 0.625, "packed")
-    timed = dataclasses.replace(row, units_per_second=1e5, ratio_to_mha=0.7)
-    cells, header = rows.table_cells([timed, row])
-    self.assertEqual(header[3:], ["to MHA", "units/s"])
-    last = [cell[3:] for cell in cells]
-    self.assertEqual(last, [("0.70", "100,000.00"), ("", "")])
     # A ratio has the decimals that its spread allows.
     for spread, expected in ((0.002, "0.6789 ± 0.0007"), (0.6, "0.7 ± 0.2")):
       row = dataclasses.replace(_ROW, ratio_spread=spread)
@@ -80,28 +72,3 @@ class ExactTest(parameterized.TestCase):
     ):
       error, _ = rows.check_exact(found, expected, "float32")
       self.assertAlmostEqual(error, largest)
-
-
-class TimedTest(parameterized.TestCase):
-  def test_rows_are_compared_with_the_fastest_multi_head_attention(self):
-    lasts = dict(zip("abc", (4.0, 2.0, 1.0)))
-    programs = [rows.Program(name, loops=2, bytes=7) for name in lasts]
-    failed = rows.Row("cpu", "attention", "forward", 1, 1.0, "x", fault="no")
-
-    def interleaved(calls, *_):
-      times = {i: lasts[name] for i, name in calls.items()}
-      return {i: bench.Timing(t, 0.0, (t,)) for i, t in times.items()}
-
-    with mock.patch.object(rows, "interleaved", interleaved):
-      found = rows.time_rows(
-        *([_ROW] * 3 + [failed], [*programs, None]),
-        mha=(0, 1, 3),
-        units=32,
-        rounds=3,
-      )
-    self.assertEqual(
-      [(x.implementation, x.ms, x.ratio_to_mha) for x in found[:3]],
-      [("packed", 2e3, 2.0), ("mha", 1e3, 1.0), ("packed", 500, 0.5)],
-    )
-    self.assertEqual([x.units_per_second for x in found[:3]], [16, 32, 64])
-    self.assertEqual(found[3], failed)  # it was not compiled

@@ -11,9 +11,9 @@ from moh_jax.config import (
   LayerGroup,
   RouterConfig,
   SampleConfig,
-  StageShape,
   without_router,
 )
+from moh_jax.config.vit import StageShape
 from tests.models import small
 
 

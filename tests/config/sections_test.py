@@ -10,7 +10,7 @@ from docs import write_reference
 from moh_jax import config as config_lib
 from moh_jax.config import HeadBudget, reference
 from moh_jax.config.data import RandAugmentPolicy, parse_policy
-from moh_jax.config.dit import LatentScaling
+from moh_jax.config.dit import LatentScaling, VAEConfig
 from tests.models import small
 
 _SECTIONS = {
@@ -19,7 +19,7 @@ _SECTIONS = {
   "llm": small.LLM,
   "router": config_lib.RouterConfig(),
   "rope": config_lib.RotaryConfig(),
-  "vae": config_lib.VAEConfig(),
+  "vae": VAEConfig(),
   "latents": LatentScaling(),
   "data": config_lib.DataConfig(),
   "text": config_lib.TextDataConfig(),
@@ -123,7 +123,7 @@ _REFUSED = (
   ("sample", "labels", (3, -2), "labels[1]=-2 must be at least -1"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
   ("checkpoint", "keep_every", 1500, "must be 0 where checkpoint.every=None"),
-  ("log", "profile", "5:2", "'A:B' with steps 1 <= A < B"),
+  ("log", "profile", (5, 2), "(A, B) with steps 1 <= A < B"),
 )
 # Fields, and the last value inside of their ranges.
 _TAKEN = (

@@ -35,7 +35,6 @@ _COPIED = re.compile(
   rf"^<!-- test: none: the code of (\S+), which is tested -->\n{_CODE}",
   re.DOTALL | re.MULTILINE,
 )
-_COUNTED = re.compile(rf"^## .* in (\d+) lines\n.*?{_CODE}", re.DOTALL | re.M)
 
 
 def _rows(page, heading):
@@ -196,16 +195,6 @@ def test_code_of_a_file_is_that_of_the_file():
       assert code in source if file.endswith(".md") else code == source, file
       copied.append(file)
   assert copied == ["docs/examples/my_router.py"]
-
-
-def test_headings_count_lines():
-  headings = 0
-  for page in blocks.pages():
-    text = (blocks.ROOT / page).read_text()
-    for count, code in _COUNTED.findall(text):
-      assert sum(map(bool, code.split("\n"))) == int(count), page
-      headings += 1
-  assert headings == 1
 
 
 def test_tables_are_those_of_the_results_which_name_their_commit():

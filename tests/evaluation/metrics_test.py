@@ -46,7 +46,7 @@ def _value_batches(size, values=_VALUES, filler=0.0):
 
 
 class MeanMetricsTest(parameterized.TestCase):
-  @parameterized.product(size=(1, 3, 7, 16), filler=(0.0, 1e6))
+  @parameterized.parameters((1, 0.0), (3, 1e6), (7, 0.0), (16, 1e6))
   def test_are_means_over_the_examples_in_any_batches(self, size, filler):
     batches = _value_batches(size, filler=filler)
     found = mean_metrics(_step, 2.0, batches)
