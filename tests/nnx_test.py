@@ -73,22 +73,3 @@ class MoHAttentionTest(absltest.TestCase):
     after = model(x, context)[0]
     chex.assert_trees_all_equal(after, model(x, context)[0])
     self.assertLess(float(jnp.sum((after - 1) ** 2)), before)
-
-  @pytest.mark.integration
-  def test_is_stacked_and_scanned(self):
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs):
-      return MoHAttention(8, small.BUDGET, rngs=rngs)
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    def run(layer, x):
-      return x + layer(x)[0]
-
-    stack, x = make(nnx.Rngs(0)), small.tokens()
-    params = nnx.to_pure_dict(nnx.state(stack))
-    y, linen = x, moh_jax.MoHAttention(small.BUDGET)
-    for i in range(3):
-      each = jax.tree.map(lambda p, i=i: p[i], params)
-      y = y + linen.apply({"params": each}, y)[0]
-    chex.assert_trees_all_close(run(stack, x), y, rtol=1e-6)

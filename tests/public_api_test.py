@@ -13,21 +13,11 @@ from packaging import requirements
 import moh_jax
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_PROMISED = (
-  *("MoHAttention", "HeadRouter", "HeadMix", "HeadBudget", "RouterConfig"),
-  *(
-    "attention",
-    "collect_aux",
-    "ViT",
-    "DiT",
-    "LLM",
-    "get_model",
-    "list_models",
-  ),
-  "restore",
-  *("Generator", "load_config", "train", "register_family", "Family"),
-  *("register_router", "Router", "Routing"),
-)
+_PROMISED = """
+  MoHAttention HeadRouter HeadMix HeadBudget RouterConfig attention collect_aux
+  ViT DiT LLM get_model list_models restore Generator load_config train
+  register_family Family register_router Router Routing
+""".split()
 _HEAVY = ("jax", "flax", "chex", "numpy", "orbax", "grain", "ml_collections")
 
 
@@ -88,13 +78,10 @@ class PublicApiTest(absltest.TestCase):
       )
 
     for python, jax, flax, fits in (
-      ("3.11", "0.10.1", "0.12.8", True),
       ("3.11", "0.10.2", "0.12.8", True),
       ("3.12", "0.11.1", "0.12.8", False),
       ("3.12", "0.11.1", "0.12.10", True),
-      ("3.13", "0.11.2", "0.12.9", False),
       ("3.13", "0.12.0.1", "0.12.8", False),
-      ("3.13", "0.12.0.1", "0.12.12", True),
     ):
       self.assertEqual(takes(python, jax=jax, flax=flax), fits, (jax, flax))
 

@@ -49,11 +49,8 @@ def run(options: Options) -> int:
   metrics = {**result.evaluation, "step": int(result.state.step)}
   lines = []
   if result.finished:
-    shown = ", ".join(
-      f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-      for name, value in metrics.items()
-    )
-    lines += [f"held-out: {shown}"] if result.evaluation else []
+    shown = (f"{k} {command.cell(value)}" for k, value in metrics.items())
+    lines += [f"held-out: {', '.join(shown)}"] if result.evaluation else []
     lines += [f"checkpoint: {options.workdir}"]
   options.give(metrics, lines)
   return 0

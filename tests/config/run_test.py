@@ -142,7 +142,6 @@ class ScheduleTest(parameterized.TestCase):
   """What a run leaves to its number of steps."""
 
   @parameterized.parameters(
-    (1, 0, 20, 20, 1, 1, (0,), (2,)),
     (2, 0, 20, 20, 1, 1, (0,), (2,)),
     (30, 3, 20, 20, 1, 3, (0, 10), (3, 2)),
     (500, 50, 50, 100, 20, 50, (0, 166), (3, 2)),
