@@ -160,7 +160,8 @@ def run_heads(
   def call() -> int:
     rows = compare_forms(given, op, *how)
     stored = [dataclasses.asdict(row) for row in rows]
-    result = {"machine": machine(), "settings": given.values(), "rows": stored}
+    settings = dataclasses.asdict(given)
+    result = {"machine": machine(), "settings": settings, "rows": stored}
     given.give(result, [command.table(*table_cells(rows))])
     for row in rows:
       if row.fault:

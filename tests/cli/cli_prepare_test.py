@@ -2,6 +2,7 @@ import json
 
 import chex
 
+from moh_jax.config import apply_overrides
 from moh_jax.config.registry import SPLITS
 from moh_jax.data import sources
 from moh_jax.data.packed import PackedImages
@@ -71,7 +72,9 @@ class EncodeLatentsTest(tiny_checkpoint.CommandTest):
       self.done(*argv, "--data", images, "--out", out),
       "".join(f"{out / split}: {told}" for split in SPLITS),
     )
-    config = tiny_sets.dit_config(path=out)
+    config = apply_overrides(
+      tiny_sets.dit_config(path=out), "diffusion", latent_scale=None
+    )
     source = sources.make_source(config, "train")
     batch = next(tiny_sets.train_stream(config, source))
     self.assertEqual(batch["image"].shape, (4, 4, 4, 2))

@@ -176,7 +176,7 @@ class HeadStatsTest(parameterized.TestCase):
   def test_entropy_is_between_one_choice_and_all(self):
     loads = [[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0], [0.0] * 4]
     found = load_entropy(loads)
-    np.testing.assert_allclose(found, [0, 1, 0.75, np.nan], atol=1e-12)
+    np.testing.assert_allclose(found, [0, 1, 0.5, np.nan], atol=1e-12)
     self.assertEqual(load_entropy([1.0, 1.0]), 1.0)  # nothing to choose
 
 
