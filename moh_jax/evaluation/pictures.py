@@ -40,7 +40,6 @@ def write_plot(path: str, figure: Any) -> None:
 
 def encode(figure: Any, form: str) -> bytes:
   """A figure as the content of a file, "png" or "svg"."""
-  from matplotlib import rc_context
   from matplotlib.text import Text
 
   # Names of classes and texts may hold "$", which would begin a formula.
@@ -48,10 +47,7 @@ def encode(figure: Any, form: str) -> bytes:
     part.set_parse_math(False)
     part.set_text(part.get_text())
   stream = io.BytesIO()
-  # The same figure is the same file: an SVG has a date and random names else.
-  metadata = {"Date": None} if form == "svg" else None
-  with rc_context({"svg.hashsalt": "moh_jax"}):
-    figure.savefig(stream, format=form, dpi=_DPI, metadata=metadata)
+  figure.savefig(stream, format=form, dpi=_DPI)
   return stream.getvalue()
 
 

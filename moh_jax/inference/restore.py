@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -12,8 +12,8 @@ import xxhash
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from moh_jax.config import Config, check_command
-from moh_jax.config.serving import serving_config, with_top_k
+from moh_jax.config import Config, apply_overrides, check_command
+from moh_jax.config.parse import changed
 from moh_jax.data import tokenizers
 from moh_jax.inference.classify import ImageLike, Prediction, classify
 from moh_jax.models.registry import fit_params, make_model, serving_dtypes
@@ -124,7 +124,7 @@ def restore(
   """
   stored, step = checkpoint.read_metadata(directory, step)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  config = serving_config(stored.config, changes, overrides)
+  config = _served_config(stored.config, changes, overrides)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(stored.config)
@@ -151,6 +151,53 @@ def restore(
   )
   names, sha256 = stored.class_names, stored.tokenizer_sha256
   return Restored(config, model, fit(params), step, names, sha256)
+
+
+def _served_config(
+  config: Config, changes: Sequence[str], model: Mapping[str, Any]
+) -> Config:
+  """The config of a run with other keys for serving.
+
+  Args:
+    config: of the run.
+    changes: keys, as on command lines: "sample.steps=50".
+    model: fields of the section `model`, which come after them.
+
+  Raises:
+    ValueError: a field is unknown, or a value does not fit the model.
+  """
+  for change in changes:
+    if change.startswith("tune."):
+      raise ValueError(
+        f"--config.{change}: tune.* is for training; adapters are a part of "
+        "the weights that are served"
+      )
+  others = {k: v for k, v in model.items() if k != "top_k"}
+  config = changed(config.served(), changes)
+  config = apply_overrides(config, "model", **others)
+  return with_top_k(config, model["top_k"]) if "top_k" in model else config
+
+
+def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
+  """A config with other numbers of routed heads.
+
+  Args:
+    config: of a model to serve.
+    top_k: one for each layer (ViT: stage), or one for all.
+
+  Raises:
+    ValueError: the model has no such heads.
+  """
+  values = tuple(top_k) if isinstance(top_k, list | tuple) else (top_k,)
+  router = config.model.router
+  if values and not router.selects:
+    raise ValueError(
+      f"top_k={values}: the model has no routed heads, "
+      f"model.router.kind={router.kind!r}"
+    )
+  if len(values) == 1:
+    values *= len(config.model.top_k)
+  return apply_overrides(config, "model", top_k=values)
 
 
 def _network(

@@ -167,12 +167,6 @@ class ChatTest(_GenerateTest):
       self.assertEqual(found, "bBcCdD\n")
     argv = *where, "--chat", "--tools", tools
     self.assertEqual(self._interact("xX", argv=argv), "bBcCdD\n\n")
-    (self.root / "in.jsonl").write_text(_TWO)
-    out = self.root / "out.jsonl"
-    file = "--prompt-file", self.root / "in.jsonl", "--out", out
-    self.done(*argv, *file)
-    self.assertEqual(out.read_text().count('"bBcCdD"'), 2)
-    self.assert_refused("tools: None here, [{", *where, "--chat", *file)
     (self.root / "chat_template.jinja").write_text(_TEMPLATE)
     argv = "--messages", talk, "--tools", tools, *where
     self.assert_refused("chat_template.jinja: does not know 'tools'", *argv)

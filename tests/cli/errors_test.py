@@ -156,8 +156,6 @@ class ErrorsTest(tiny_checkpoint.CommandTest):
 class NanTest(tiny_checkpoint.CommandTest):
   @parameterized.parameters(
     ("vit", np.nan, "classify {image} --checkpoint"),
-    ("vit", np.nan, "export --out {here}/x --checkpoint"),
-    ("vit", 1e30, "classify {image} --checkpoint"),
     ("vit", 1e30, "evaluate --checkpoint"),
     ("vit", 1e30, "heads --json - --checkpoint"),
     ("dit", 1e30, "sample --out {here}/x.png --checkpoint"),
