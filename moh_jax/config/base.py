@@ -235,6 +235,9 @@ def _tuple(path: str, value: Any, item: Any, length: int | None) -> tuple:
   )
 
 
+_BOOLS = {"true": "True", "false": "False"}
+
+
 def _read(text: str, hint: Any) -> Any:
   """An override's text as a value; whether the type allows it is checked."""
   if hint is str:
@@ -242,7 +245,7 @@ def _read(text: str, hint: Any) -> Any:
   if typing.get_origin(hint) is tuple:
     return split_items(text)
   try:
-    return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    return ast.literal_eval(_BOOLS.get(text.lower(), text))
   except (ValueError, SyntaxError):
     return str(text)
 
@@ -252,6 +255,8 @@ def split_items(text: str) -> Sequence[Any]:
   try:
     found = ast.literal_eval(text)
   except (ValueError, SyntaxError):
+    text = text.strip()
+    text = text[1:-1] if text[:1] + text[-1:] == "()" else text
     found = text.removesuffix(",").split(",") if text else ()
     return [GivenText(item.strip()) for item in found]
-  return found if isinstance(found, tuple | list) else (found,)
+  return found if isinstance(found, tuple | list) else [GivenText(text)]
