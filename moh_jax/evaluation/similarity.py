@@ -9,6 +9,7 @@ Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, C width.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from moh_jax.config import Config
 from moh_jax.evaluation.probe import Batch, Probe, on_host, recorded_layers
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.heads import HeadMix
-from moh_jax.ops.call import Visible
+from moh_jax.ops.call import Call, Visible
 from moh_jax.runtime.mesh import replicated
 
 _BATCHES = 8  # batches that are measured at most
@@ -110,10 +111,9 @@ def _capture(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
   if isinstance(layer, HeadMix) and context.method_name == "__call__":
     layer.sow("intermediates", "features", _features(layer, args[0]))
   elif context.method_name == "attend":
-    patterns = _patterns(layer, *args, **kwargs)
-    layer.sow("intermediates", "patterns", patterns)
-    if "active" in kwargs:
-      kwargs = kwargs | {"active": None}  # every head, whatever tokens chose
+    layer.sow("intermediates", "patterns", _patterns(layer, args[0]))
+    if isinstance(args[0], Call):  # every head, whatever tokens chose
+      args = dataclasses.replace(args[0], active=None), *args[1:]
   return call(*args, **kwargs)
 
 
@@ -127,17 +127,18 @@ def _features(layer: HeadMix, heads: jax.Array) -> jax.Array:
   return feature_cosines(heads, kernel)
 
 
-def _patterns(layer: nn.Module, *args: Any, **kwargs: Any) -> jax.Array:
+def _patterns(layer: nn.Module, given: Any) -> jax.Array:
   """Cosines of a layer's attention weights, in the order of the layer."""
   if isinstance(layer, AggregatedAttention):
-    near, pooled, total = args[0]
+    near, pooled, total = given
     pooled = pooled.swapaxes(1, 2) / total[..., None]
     return cosines(jnp.concatenate([near, pooled], axis=-1))
-  q, k, _, given = args
+  found = pattern_cosines(
+    given.q, given.k, visible=given.visible, scale=given.scale, bias=given.bias
+  )
   if isinstance(layer, FullAttention):
-    return pattern_cosines(q, k, visible=Visible(), scale=1.0, bias=given)
-  visible, layout = kwargs["visible"], given
-  found = pattern_cosines(q, k, visible=visible, scale=layout.dim**-0.5)
+    return found
+  layout = layer.layout(cached=False)
   for _ in range(2):  # rows, then columns
     found = layout.undealt(found).swapaxes(2, 3)
   return found

@@ -25,7 +25,6 @@ from moh_jax.layers.partitioning import constrain, declare
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops.basics import gelu
 from moh_jax.ops.call import Call, Visible
-from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
 from moh_jax.ops.window import (
@@ -60,10 +59,8 @@ class QueryScale(nn.Module):
     heads, dim = q.shape[2:]
     start = nn.initializers.constant(_TEMPERATURE_INIT)
     temperature = declare(self, "temperature", start, (heads,), ("heads",))
-    axes = ("heads", "head_dim")
-    embedding = declare(
-      self, "query_embedding", LINEAR_INIT, (heads, dim), axes
-    )
+    shape, axes = (heads, dim), ("heads", "head_dim")
+    embedding = declare(self, "query_embedding", LINEAR_INIT, shape, axes)
     length = jnp.asarray(np.log(num_keys), jnp.float32)  # [N] or []
     # [N, H], or [1, H] where one count serves all queries.
     scale = length.reshape(-1, 1) * jax.nn.softplus(temperature)[None]
@@ -121,14 +118,9 @@ class CosineAttention(nn.Module):
 
   def project(self, parts: int, name: str) -> HeadProjection:
     """Makes a projection of tokens to `parts` arrays [B, N, H, D]."""
-    return HeadProjection(
-      parts,
-      self.budget.num_heads,
-      self.budget.head_dim,
-      use_bias=self.qkv_bias,
-      name=name,
-      dtype=self.dtype,
-    )
+    sizes = parts, self.budget.num_heads, self.budget.head_dim
+    kinds = {"use_bias": self.qkv_bias, "dtype": self.dtype, "name": name}
+    return HeadProjection(*sizes, **kinds)
 
   def mix(self, features: int) -> HeadMix:
     """Makes the projection of heads [B, N, H, D] to [B, N, features]."""
@@ -163,20 +155,11 @@ class FullAttention(CosineAttention):
     q, k = (part.astype(self.dtype) for part in (q, l2_normalize(k)))
     bias = PositionBias(self.budget.num_heads, name="cpb")(coordinates)
     active = active_heads(gates, self.budget, self.router)
-    heads = self.attend(q, k, v, bias, active=active)
+    heads = self.attend(Call(q, k, v, Visible(), 1.0, bias, active))
     return self.mix(x.shape[-1])(heads, gates), aux
 
-  def attend(
-    self,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    bias: jax.Array,
-    *,
-    active: ActiveHeads | None,
-  ) -> jax.Array:
+  def attend(self, call: Call) -> jax.Array:
     """Outputs of the heads, [B, N, H, D]."""
-    call = Call(q, k, v, Visible(), 1.0, bias, active)
     return attend_on_mesh(call, implementation_of(self))
 
 

@@ -38,7 +38,6 @@ from moh_jax.ops.basics import check_array
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.lanes import HeadLayout
-from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
@@ -160,7 +159,7 @@ class MoHAttention(nn.Module):
     whole, (places, choice) = x, (places or Places(), choice or HeadChoice())
     given = split_batch_alone((x, context, token_mask, context_mask))
     x, context, token_mask, context_mask = given
-    layout = self._layout(cached=memory is not None)
+    layout = self.layout(cached=memory is not None)
     q, k, v = self.project(x, layout, context)
     counted = token_mask if places.counted is None else places.counted
     gates, aux = self.route(x, q, layout, counted, choice)
@@ -172,9 +171,9 @@ class MoHAttention(nn.Module):
     visible = Visible(key_mask, places.segments, self.causal)
     kinds = self.budget, self.router, choice, layout.placement
     active = active_heads(gates, *kinds, self.num_kv_heads)
-    heads = self.attend(
-      q, k, v, layout, active=active, visible=visible, memory=memory
-    )
+    scale = layout.dim**-0.5
+    call = Call(q, k, v, visible, scale, active=active)
+    heads = self.attend(call, memory)
     bias = self.use_bias if self.out_bias is None else self.out_bias
     kinds = self._kinds(bias, layout)
     kinds["kernel_init"] = self.out_init or self.kernel_init
@@ -273,21 +272,12 @@ class MoHAttention(nn.Module):
     return parts
 
   def attend(
-    self,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layout: HeadLayout,
-    *,
-    active: ActiveHeads | None,
-    visible: Visible,
-    memory: tuple[LayerCache, Slots] | None = None,
+    self, call: Call, memory: tuple[LayerCache, Slots] | None = None
   ) -> jax.Array:
     """Outputs of the heads, [B, N, H, the layout's width]."""
-    form, scale = implementation_of(self), layout.dim**-0.5
+    form = implementation_of(self)
     if memory is not None and memory[1].first is not None:
-      return attend_to_cache(q, *memory, active, form)
-    call = Call(q, k, v, visible, scale, active=active)
+      return attend_to_cache(call.q, *memory, call.active, form)
     return attend_on_mesh(call, form)
 
   @nn.nowrap
@@ -313,7 +303,7 @@ class MoHAttention(nn.Module):
     check_array("context_mask", context_mask, bool, keys, _PADDING)
 
   @nn.nowrap
-  def _layout(self, *, cached: bool) -> HeadLayout:
+  def layout(self, *, cached: bool) -> HeadLayout:
     """Where the heads lie.
 
     With a cache they stay where their parameters are, in their own width: to

@@ -155,19 +155,20 @@ def attend(call: Call, implementation: str) -> jax.Array:
   call = vary_alike(call)
   if not (call.q.size and call.k.size):
     return jnp.zeros(call.q.shape, call.v.dtype)
+  if call.bias is not None:
+    bias = jax.lax.broadcast_to_rank(call.bias, 4)
+    call = dataclasses.replace(call, bias=bias)
   mesh = jax.typeof(call.q).sharding.mesh
   axes = zip(mesh.axis_names, mesh.axis_types)
   if axes := {name for name, kind in axes if kind == AxisType.Explicit}:
     return _attend_on(axes, call, implementation)
   form, device = choose_form(implementation, _case_of(call)), target()
   active, factor = call.active.bounded() if form.packs else (None, 1.0)
-  visible, bias = call.visible, call.bias
+  visible = call.visible
   if visible.segments is not None:
     segments = visible.segments.astype(jnp.int32)
     visible = dataclasses.replace(visible, segments=segments)
-  if bias is not None:
-    bias = jax.lax.broadcast_to_rank(bias, 4)
-  call = dataclasses.replace(call, visible=visible, bias=bias, active=active)
+  call = dataclasses.replace(call, visible=visible, active=active)
   if form.name in _WITHOUT_BLOCKS:
     return _WITHOUT_BLOCKS[form.name](call)
   group = call.q.shape[2] // call.k.shape[2]
@@ -198,9 +199,8 @@ def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
   lead = (batch, None, heads)
   specs = jax.tree.map(lambda x: PartitionSpec(*lead[: x.ndim]), call)
   if call.bias is not None:
-    bias = jax.lax.broadcast_to_rank(call.bias, 4)
-    lead = (a if n > 1 else None for a, n in zip((batch, heads), bias.shape))
-    call = dataclasses.replace(call, bias=bias)
+    sizes = zip((batch, heads), call.bias.shape)
+    lead = (axis if size > 1 else None for axis, size in sizes)
     specs = dataclasses.replace(specs, bias=PartitionSpec(*lead))
   run = jax.shard_map(
     lambda call: attend(call, implementation),
