@@ -163,7 +163,7 @@ class MoHAttention(nn.Module):
     q, k, v = self.project(x, layout, context)
     counted = token_mask if places.counted is None else places.counted
     gates, aux = self.route(x, q, layout, counted, choice)
-    q, k = self.rotate(q, k, places.rotation, layout)
+    q, k = self.rotate([q, k], places.rotation, layout)
     if memory is not None:
       cache, slots = memory
       memory = write_cache(cache, k, v, slots.start), slots
@@ -171,8 +171,7 @@ class MoHAttention(nn.Module):
     visible = Visible(key_mask, places.segments, self.causal)
     kinds = self.budget, self.router, choice, layout.placement
     active = active_heads(gates, *kinds, self.num_kv_heads)
-    scale = layout.dim**-0.5
-    call = Call(q, k, v, visible, scale, active=active)
+    call = Call(q, k, v, visible, layout.dim**-0.5, active=active)
     heads = self.attend(call, memory)
     bias = self.use_bias if self.out_bias is None else self.out_bias
     kinds = self._kinds(bias, layout)
@@ -254,14 +253,9 @@ class MoHAttention(nn.Module):
     return gates, aux
 
   def rotate(
-    self,
-    q: jax.Array,
-    k: jax.Array,
-    angles: Rotation | None,
-    layout: HeadLayout,
+    self, parts: list[jax.Array], angles: Rotation | None, layout: HeadLayout
   ) -> list[jax.Array]:
     """Norms and rotates queries and keys, as far as the layer does."""
-    parts = [q, k]
     if self.qk_norm is not None:
       parts = [
         nn.RMSNorm(self.qk_norm, self.dtype, self.param_dtype, name=name)(x)
