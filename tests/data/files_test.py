@@ -219,13 +219,3 @@ class PlacesTest(_FilesTest):
       self.assertRaisesRegex(error, rf"{file}.*moh_jax\[llm\]"),
     ):
       self._read(file)
-
-  def test_a_broken_connection_is_one_line(self):
-    fail = mock.Mock(side_effect=RuntimeError("too slow"))
-    with (
-      mock.patch.object(
-        fsspec.implementations.memory.MemoryFile, "readinto", fail
-      ),
-      self.assertRaisesRegex(ValueError, "a.jsonl: .*cannot be read: too slow"),
-    ):
-      self._read("memory://texts/a.jsonl")
