@@ -7,7 +7,6 @@ or only with a warning, is left to Pillow, so errors are Pillow's too.
 
 import io
 import os
-from typing import IO, Any
 
 import numpy as np
 from etils import epath
@@ -40,27 +39,21 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
   return decode_image(content, channels, os.fspath(file))
 
 
-def open_image(file: Any, name: str) -> Image.Image:
-  """Opens a file, or a stream, as Pillow's image; its pixels are not read yet.
-
-  Raises:
-    ValueError: it is not an image of a known format.
-  """
+def _opened(content: bytes, name: str) -> Image.Image:
+  """Pillow's image of a file; its pixels are not read yet."""
   try:
-    return Image.open(file, formats=_FORMATS)
+    return Image.open(io.BytesIO(content), formats=_FORMATS)
   except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(f"{name}: not an image: {error}") from error
 
 
-def describe_image(
-  file: bytes | str | IO[bytes], name: str
-) -> tuple[tuple[int, int], bool]:
+def describe_image(content: bytes, name: str) -> tuple[tuple[int, int], bool]:
   """What the header of an image file says; its pixels are not decoded.
 
   Of a PNG file that is to be turned, rows and columns are those before.
 
   Args:
-    file: its path, or its content.
+    content: of the file.
     name: name of the image, for error messages.
 
   Returns:
@@ -69,8 +62,7 @@ def describe_image(
   Raises:
     ValueError: it is not an image.
   """
-  file = io.BytesIO(file) if isinstance(file, bytes) else file
-  with open_image(file, name) as image:
+  with _opened(content, name) as image:
     rows, columns = image.size[::-1]
     # Pillow has turned TIFF files; a PNG file may note it behind the pixels.
     known = image.format not in ("PNG", "TIFF")
@@ -100,7 +92,7 @@ def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
   pixels = _decode_jpeg(content, channels)
   if pixels is not None:
     return pixels
-  with open_image(io.BytesIO(content), name) as image:
+  with _opened(content, name) as image:
     try:
       return to_pixels(image, channels)
     except Exception as error:  # a damaged image raises nearly anything

@@ -13,7 +13,6 @@ and the entry of each shard in metadata.json.
 import bisect
 import contextlib
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -104,14 +103,14 @@ class Shards:
       ValueError: it is of another kind, or a shard is missing or truncated.
     """
     self.metadata = read_metadata(folder, kind)
-    self._paths = [
-      pathlib.Path(folder, shard["file"]) for shard in self.metadata["shards"]
-    ]
-    for path, shard in zip(self._paths, self.metadata["shards"]):
+    self._paths, self._starts, start = [], [], 0
+    for shard in self.metadata["shards"]:
+      path = pathlib.Path(folder, shard["file"])
       if not path.is_file() or path.stat().st_size != shard["bytes"]:
         raise ValueError(f"{path}: missing, truncated or of another set")
-    counts = (shard["examples"] for shard in self.metadata["shards"])
-    self._ends = list(itertools.accumulate(counts))
+      self._paths.append(str(path))
+      self._starts.append(start)
+      start += shard["examples"]
 
   def __len__(self) -> int:
     return self.metadata["examples"]
@@ -128,27 +127,18 @@ class Shards:
       IndexError: the set has no such record.
       ValueError: the record is damaged; the message names it.
     """
-    shard, position = self._find(index)
+    if not 0 <= index < len(self):
+      raise IndexError(f"index={index} of {len(self)} records")
+    shard = bisect.bisect_right(self._starts, index) - 1
+    path, position = self._paths[shard], index - self._starts[shard]
     try:
-      return _reader(str(self._paths[shard])).read([position])[0]
+      return _reader(path).read([position])[0]
     except (RuntimeError, IndexError) as error:
-      raise ValueError(f"{self.locate(index)}: damaged: {error}") from error
-
-  def locate(self, index: int) -> str:
-    """Names a record for messages: "PATH/00000-of-00002.array_record[7]"."""
-    shard, position = self._find(index)
-    return f"{self._paths[shard]}[{position}]"
+      raise ValueError(f"{path}[{position}]: damaged: {error}") from error
 
   def identity(self) -> Identity:
     """Identifies the shards, their order and the settings they depend on."""
     return {"examples": len(self), "fingerprint": self.metadata["fingerprint"]}
-
-  def _find(self, index: int) -> tuple[int, int]:
-    """The shard that holds a record, and the record's position in it."""
-    if not 0 <= index < len(self):
-      raise IndexError(f"index={index} of {len(self)} records")
-    shard = bisect.bisect_right(self._ends, index)
-    return shard, index - (self._ends[shard - 1] if shard else 0)
 
 
 @functools.lru_cache(_MOST_OPEN)

@@ -279,7 +279,7 @@ class SetsTest(FolderTest):
     for mix, split, message in (
       (("a", "nope"), "train", "nope/train: no such dir"),
       ((), "train", "train: no such directory"),
-      (("a", "b"), "train", "b/train: made with .* 'tokenizer_json' .*a/train"),
+      (("a", "b"), "train", "b/train: made with .*'tokenizer_json', .*a/train"),
       (("a", "b"), "val", "b/val: made with .*a/val"),
     ):
       data = self._data(mix=mix, ratios=(50.0, 50.0)[: len(mix)])
