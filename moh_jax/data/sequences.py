@@ -24,7 +24,7 @@ import itertools
 import logging
 import pathlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import grain
@@ -185,22 +185,57 @@ class PackedSource:
     self._examples = (targets + keep_rest * (length - 1)) // length
 
   @classmethod
+  def folders(
+    cls, data: TextDataConfig, vocab_size: int
+  ) -> dict[str, pathlib.Path]:
+    """Folders with train/ and val/, by the name of the source."""
+    del vocab_size
+    root = pathlib.Path(data.path)
+    return {name: root / name for name in data.mix} or {data.source: root}
+
+  @classmethod
   def open(
     cls, data: TextDataConfig, vocab_size: int, split: str
   ) -> dict[str, "PackedSource"]:
-    """Opens the sets of `data.mix`, or the only one; see `Text`."""
-    root = pathlib.Path(data.path)
-    folders = {name: root / name for name in data.mix} or {data.source: root}
-    return open_sets(folders, data, vocab_size, split)
+    """Opens the sets of `folders`; see `Text`."""
+    folders = cls.folders(data, vocab_size)
+    found = {
+      folder / part: read_metadata(folder / part, KIND)
+      for part in (split, *SPLITS)
+      for folder in folders.values()
+      if part == split or (folder / part / METADATA).is_file()
+    }
+    (first, ours), *others = ((k, x["tokenizer"]) for k, x in found.items())
+    for place, theirs in others:
+      if theirs["sha256"] != ours["sha256"]:
+        raise ValueError(
+          f"{place}: made with a tokenizer {theirs['kind']!r}, {first} with "
+          f"another, {ours['kind']!r}; their ids mean different text"
+        )
+    sources: dict[str, PackedSource] = {}
+    for name, folder in folders.items():
+      token_set = TokenSet(place := folder / split)
+      if (entries := token_set.metadata["vocab_size"]) > vocab_size:
+        raise ValueError(
+          f"{place}: its tokenizer has {entries} ids, more than "
+          f"model.vocab_size={vocab_size}"
+        )
+      length, separate = data.sequence_length, data.separate_documents
+      sources[name] = PackedSource(token_set, length, separate, split == "val")
+      if not len(sources[name]):
+        raise ValueError(
+          f"{place}: {token_set.num_tokens} tokens are fewer than "
+          f"data.sequence_length={length} and one"
+        )
+    return sources
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The largest vocabulary of the sets; opens no shard."""
     del names
-    root, mix = pathlib.Path(config.data.path), config.data.mix
-    folders = [root / name / "train" for name in mix] or [root / "train"]
-    found = [read_metadata(folder, KIND)["vocab_size"] for folder in folders]
-    return {"vocab_size": max(found)}
+    folders = cls.folders(config.data, 0).values()
+    found = [read_metadata(folder / "train", KIND) for folder in folders]
+    return {"vocab_size": max(one["vocab_size"] for one in found)}
 
   def tokenizer(self) -> Tokenizer:
     """The tokenizer that made the set."""
@@ -242,51 +277,6 @@ class PackedSource:
       targets += np.searchsorted(ends, starts, "right")
       tokens = total - metadata["documents"] * self._has_ends
     return metadata["text_bytes"] * (targets.sum() / max(tokens, 1))
-
-
-def open_sets(
-  folders: Mapping[str, pathlib.Path],
-  data: TextDataConfig,
-  vocab_size: int,
-  split: str,
-) -> dict[str, PackedSource]:
-  """Opens sets of tokens that one run reads; see `Text`.
-
-  Args:
-    folders: that hold train/ and val/, by the name of the source.
-    data: section `data` of the config.
-    vocab_size: number of token ids of the model.
-    split: "train" or "val".
-  """
-  found = {
-    folder / part: read_metadata(folder / part, KIND)
-    for part in (split, *SPLITS)
-    for folder in folders.values()
-    if part == split or (folder / part / METADATA).is_file()
-  }
-  (first, ours), *others = ((k, x["tokenizer"]) for k, x in found.items())
-  for place, theirs in others:
-    if theirs["sha256"] != ours["sha256"]:
-      raise ValueError(
-        f"{place}: made with a tokenizer {theirs['kind']!r}, {first} with "
-        f"another, {ours['kind']!r}; their ids mean different text"
-      )
-  sources: dict[str, PackedSource] = {}
-  for name, folder in folders.items():
-    token_set = TokenSet(place := folder / split)
-    if (entries := token_set.metadata["vocab_size"]) > vocab_size:
-      raise ValueError(
-        f"{place}: its tokenizer has {entries} ids, more than model.vocab_size="
-        f"{vocab_size}"
-      )
-    length, separate = data.sequence_length, data.separate_documents
-    sources[name] = PackedSource(token_set, length, separate, split == "val")
-    if not len(sources[name]):
-      raise ValueError(
-        f"{place}: {token_set.num_tokens} tokens are fewer than "
-        f"data.sequence_length={length} and one"
-      )
-  return sources
 
 
 class FakeSequences:

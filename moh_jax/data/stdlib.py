@@ -14,7 +14,7 @@ from typing import Any
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS
-from moh_jax.data.sequences import PackedSource, open_sets
+from moh_jax.data.sequences import PackedSource
 from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer, train_bpe
 from moh_jax.data.tokens import tokenize
 
@@ -32,12 +32,11 @@ class StdlibSource(PackedSource):
   """The standard library, tokenized on first use."""
 
   @classmethod
-  def open(
-    cls, data: TextDataConfig, vocab_size: int, split: str
-  ) -> dict[str, PackedSource]:
-    """Opens a split of what `prepare` makes."""
-    folder = prepare(data.path, data.tokenizer, vocab_size)
-    return open_sets({data.source: folder}, data, vocab_size, split)
+  def folders(
+    cls, data: TextDataConfig, vocab_size: int
+  ) -> dict[str, pathlib.Path]:
+    """The folder that `prepare` makes."""
+    return {data.source: prepare(data.path, data.tokenizer, vocab_size)}
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
