@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -186,8 +187,8 @@ def _open_torch(path: pathlib.Path, key: str | None) -> dict[str, np.ndarray]:
       tree = torch.load(path, "cpu", weights_only=True, mmap=True)
   except Exception as error:  # a damaged file raises nearly anything
     # The rest of torch's message advises to run the file's code.
-    why = str(error).partition("WeightsUnpickler error: ")
-    why = (why[2] or why[0]).strip().partition("\n")[0]
+    advice = r"(?s).*(WeightsUnpickler error: |trusted source\.)"
+    why = re.sub(advice, "", str(error)).strip().partition("\n")[0]
     raise ValueError(
       f"{path}: torch does not read it as data, or it is damaged: {why}"
     ) from error

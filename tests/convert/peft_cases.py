@@ -79,9 +79,8 @@ def write(
     logits, _ = model.apply({"params": join(frozen, trained)}, tokens)
     return jax.nn.log_softmax(logits)[..., 3].sum(), logits
 
-  (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(
-    jax.tree.map(jnp.asarray, trained)
-  )
+  both = jax.jit(jax.value_and_grad(loss, has_aux=True))
+  (_, logits), grads = both(jax.tree.map(jnp.asarray, trained))
   for what, tree in (("lora", trained), ("grads", jax.device_get(grads))):
     checkpoint.save_params(folder / what, tree, metadata)
     export(str(folder / what), str(folder / f"peft_{what}"), to="peft")

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import tempfile
 
+import jax
 import numpy as np
 import pytest
 from absl.testing import parameterized
@@ -78,10 +79,10 @@ class FolderTest(parameterized.TestCase):
     _assert_equal(self, load_file(case / "peft_lora" / _TENSORS), theirs)
     _assert_equal(self, *map(peft_cases.tree_of, (case / "lora", again)))
     tokens, want = (np.load(case / "io.npz")[n] for n in ("tokens", "logits"))
-    logits = [
-      one.model.apply({"params": one.params}, tokens)[0]
-      for one in map(restore, (str(case / "lora"), again))
-    ]
+    ours, theirs = map(restore, (str(case / "lora"), again))
+    self.assertEqual(ours.model, theirs.model)
+    apply = jax.jit(ours.model.apply)
+    logits = [apply({"params": x.params}, tokens)[0] for x in (ours, theirs)]
     np.testing.assert_array_equal(*logits)
     np.testing.assert_allclose(logits[0], want, rtol=0, atol=1e-5)
 
