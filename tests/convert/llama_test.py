@@ -124,9 +124,11 @@ class ThereAndBackTest(_Case):
     tokens = np.arange(24).reshape(2, 12)
     params = tiny_llm.random_params(model)
     want, plain = (
-      LLM(one).apply({"params": params}, tokens)[0] for one in (scaled, model)
+      jax.jit(LLM(one).apply)({"params": params}, tokens)[0]
+      for one in (scaled, model)
     )
-    logits = again.model.apply({"params": again.params}, tokens)[0]
+    apply = jax.jit(again.model.apply)
+    logits = apply({"params": again.params}, tokens)[0]
     np.testing.assert_allclose(logits, want, atol=2e-5)
     self.assertGreater(np.abs(plain - want).max(), 0.1)
 

@@ -231,7 +231,7 @@ class PeftTest(parameterized.TestCase):
     convert("peft", str(trained), again, base=base)
     served = restore(again)
     tokens = np.load(case / "io.npz")["tokens"]
-    logits, _ = served.model.apply({"params": served.params}, tokens)
+    logits, _ = jax.jit(served.model.apply)({"params": served.params}, tokens)
     want = np.load(case / "trained.npy")
     np.testing.assert_allclose(logits, want, rtol=0, atol=2e-6)
     export(again, f"{out}/peft", to="peft")

@@ -1,5 +1,6 @@
 """Tiny language models as public checkpoints, for several tests."""
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -34,6 +35,7 @@ MHA = without_router(MOH, shared_heads=(6,) * 3, top_k=(0,) * 3)
 QUERY_NORM = llama_config.moh_llama3(MHA)
 
 
+@functools.cache
 def abstract(model: LLMConfig) -> Any:
   """Our parameter tree as ShapeDtypeStructs."""
   return unbox(abstract_params(*make_model(released_run(model, {}))))

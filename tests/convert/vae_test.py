@@ -161,7 +161,8 @@ class AutoencoderTest(FolderTest):
     images = np.random.default_rng(0).uniform(-1, 1, (2, 16, 16, 3))
     images = images.astype(np.float32)
     network, params = VAE(_CONFIG), {"params": tiny_vae.params()}
-    mean, _ = network.apply(params, images, method="encode")
-    decoded = network.apply(params, mean, method="decode")
+    apply = jax.jit(network.apply, static_argnames="method")
+    mean, _ = apply(params, images, method="encode")
+    decoded = apply(params, mean, method="decode")
     first = loaded.decode(jax.device_put(np.asarray(mean), target))
     np.testing.assert_allclose(first, decoded, rtol=1e-4, atol=1e-5)

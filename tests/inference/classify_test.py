@@ -41,7 +41,7 @@ class ClassifyTest(FolderTest):
     (best,) = restored.predict([path], top=6)
     data = restored.config.data
     pixels = (_RGB / 255 - np.array(data.mean)) / np.array(data.std)
-    logits, _ = restored.model.apply(
+    logits, _ = jax.jit(restored.model.apply)(
       {"params": restored.params}, jnp.float32(pixels[None])
     )
     ours = {p.label: p.probability for p in best}

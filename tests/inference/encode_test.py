@@ -65,10 +65,9 @@ class EncodeTest(FolderTest):
       [center_crop(source[i]["image"], (8, 8)) for i in range(10)]
     )
     pixels = np.float32(crops) / 127.5 - 1
+    apply = jax.jit(VAE(tiny_vae.CONFIG).apply, static_argnames="method")
     for view, images in enumerate((pixels, pixels[:, :, ::-1])):
-      moments = VAE(tiny_vae.CONFIG).apply(
-        {"params": _params()}, images, method="encode"
-      )
+      moments = apply({"params": _params()}, images, method="encode")
       for part, expected in enumerate(moments):
         stored = np.stack([example["image"][view, part] for example in read])
         np.testing.assert_allclose(stored, expected, rtol=2e-3, atol=2e-3)

@@ -75,8 +75,8 @@ class AdaptersRunTest(parameterized.TestCase):
       quantized = dtype == "int8" and path[-1] in ("kernel", "embedding")
       self.assertEqual(same, not (adapted or quantized), path)
     # What is served computes as the run did.
-    model, tokens = served.model, np.arange(12)[None] % 9
-    out, _ = model.apply({"params": served.params}, tokens)
+    tokens = np.arange(12)[None] % 9
+    out, _ = jax.jit(served.model.apply)({"params": served.params}, tokens)
     self.assertTrue(np.isfinite(out).all())
     # A killed run goes on exactly.
     shutil.rmtree(steps.step_folder(run, 4))

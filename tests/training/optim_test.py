@@ -177,7 +177,7 @@ class LayerDecayTest(parameterized.TestCase):
     params, plain = tiny.random_params(config), optax.sgd(0.1)
     scaled = optim.decay_by_layer(plain, 0.5, config.model)
     grads = jax.tree.map(jnp.ones_like, params)
-    updates, state = scaled.update(grads, scaled.init(params), params)
+    updates, state = jax.jit(scaled.update)(grads, scaled.init(params), params)
     chex.assert_trees_all_equal_structs(state, plain.init(params))
     updates = traverse_util.flatten_dict(updates, sep="/")
     for name, factors in expected.items():

@@ -1,6 +1,7 @@
 """A run small enough for tests, in every form they need."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -150,9 +151,13 @@ def random_params(config: Config, seed: int = 0) -> Any:
   """Parameters that leave no output zero, unlike those of a new DiT."""
   rng = np.random.RandomState(seed)
   return jax.tree.map(
-    lambda leaf: np.float32(rng.normal(0, 0.2, leaf.shape)),
-    unbox(abstract_params(*make_model(config))),
+    lambda leaf: np.float32(rng.normal(0, 0.2, leaf.shape)), _abstract(config)
   )
+
+
+@functools.cache  # tracing a network takes seconds
+def _abstract(config: Config) -> Any:
+  return unbox(abstract_params(*make_model(config)))
 
 
 def make_task(config: Config, decode: Any = None) -> Any:
