@@ -133,17 +133,17 @@ def measure_model(run: Config, rounds: int) -> list[dict[str, Any]]:
     pairs = zip(make(run, batch), make(mha, batch))
     for (mode, ours, units), (_, theirs, _) in pairs:
       times = interleaved({"moh": ours, "mha": theirs}, rounds)
-      ours, mha = times["moh"], times["mha"]
-      ratio, of_call = ours.over(mha), _SPAN if "decode" in mode else 1
+      moh, dense = times["moh"], times["mha"]
+      ratio, of_call = moh.over(dense), _SPAN if "decode" in mode else 1
       rows.append(
         {
           "mode": mode,
-          "ms": ours.median / of_call * 1e3,
-          "mha_ms": mha.median / of_call * 1e3,
+          "ms": moh.median / of_call * 1e3,
+          "mha_ms": dense.median / of_call * 1e3,
           "ratio": ratio.median,
           "spread": ratio.spread,
-          "units_per_second": units / ours.median,
-          "mha_per_second": units / mha.median,
+          "units_per_second": units / moh.median,
+          "mha_per_second": units / dense.median,
         }
       )
   return rows
