@@ -111,9 +111,11 @@ def _summarized(options: Options, path: str, keep: bool) -> Summary:
       f"more than {inception.POOL_DIM} do not, published numbers use 50000",
       file=sys.stderr,
     )
+  devices = jax.device_count()
+  size = devices * min(_BATCH, -(-images.count // devices))
   with tqdm.tqdm(total=images.count, unit="image", disable=None) as bar:
     return fid.summarize(
-      *(extract, images, _BATCH * jax.device_count()),
+      *(extract, images, size),
       keep=keep,
       progress=bar.update,
     )
