@@ -214,6 +214,8 @@ def _explained(error: Exception) -> str | None:
     # jax, flax and few others are always installed.
     is_ours = (error.name or "moh_jax").partition(".")[0] == "moh_jax"
     return None if is_ours else f"{text}; pip install 'moh_jax[train]'"
+  if isinstance(error, OSError):
+    return text
   if _NO_SPACE in text and _FULL in text and (place := _PLACE.search(text)):
     return f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
   if _FULL in text:

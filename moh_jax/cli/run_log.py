@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import pathlib
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from moh_jax.runtime.steps import absolute
 
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 _OURS = logging.getLogger("moh_jax")
+_HOOKS = logging.getLogger("moh_jax.hooks")
 
 
 @contextlib.contextmanager
@@ -19,7 +22,8 @@ def shown() -> Iterator[None]:
 
   Handlers that our logger has, as in programs that call `main`, stay.
   """
-  logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it raises what it logs
+  for library in ("PIL", "absl"):  # they, as Orbax, raise what they log
+    logging.getLogger(library).setLevel(logging.CRITICAL)
   terminal = logging.StreamHandler()
   terminal.setLevel(logging.WARNING)
   _OURS.addHandler(terminal)
@@ -33,7 +37,9 @@ def shown() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept(options: Any) -> Iterator[None]:
-  """Shows our own messages, and keeps all in WORKDIR/run.log, with tracebacks.
+  """Shows our own messages, and keeps all in WORKDIR/run.log.
+
+  Tracebacks, of other threads and of C++ code too, are in the file alone.
 
   Args:
     options: of a command that trains: its `workdir`; in a bucket no file is
@@ -43,21 +49,44 @@ def kept(options: Any) -> Iterator[None]:
   if "://" not in os.fspath(folder):
     with contextlib.suppress(OSError):  # which the run tells by itself
       pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-      file = logging.FileHandler(pathlib.Path(folder) / "run.log")
+      file = _File(pathlib.Path(folder) / "run.log")
       file.setFormatter(logging.Formatter(_FORMAT))
   for terminal in _OURS.handlers * options.is_first():
     terminal.setLevel(logging.INFO)
-  level, loggers = _OURS.level, (_OURS, logging.getLogger())
-  _OURS.setLevel(logging.DEBUG)
-  for logger in loggers:
-    logger.addHandler(file)
-  try:
-    yield
-  except Exception:
-    _OURS.debug("the run ended with an error", exc_info=True)
-    raise
-  finally:
-    for logger in loggers:
-      logger.removeHandler(file)
-    _OURS.setLevel(level)
-    file.close()
+  root, level = logging.getLogger(), _OURS.level
+  with contextlib.ExitStack() as before:
+    before.callback(file.close)
+    before.callback(_OURS.setLevel, level)
+    for owner, name, value in (
+      (_OURS, "handlers", [*_OURS.handlers, file]),
+      (_HOOKS, "propagate", False),
+      (_HOOKS, "handlers", [file]),
+      (root, "handlers", [*root.handlers, file]),
+      (threading, "excepthook", _log_error),
+      (sys, "unraisablehook", _log_error),
+      (sys, "excepthook", lambda *error: _log_error(error)),  # of C++ code
+    ):
+      before.callback(setattr, owner, name, getattr(owner, name))
+      setattr(owner, name, value)
+    _OURS.setLevel(logging.DEBUG)
+    try:
+      yield
+    except Exception:
+      _OURS.debug("the run ended with an error", exc_info=True)
+      raise
+
+
+class _File(logging.FileHandler):
+  """A log file; of a full disk its run tells, not the file's own errors."""
+
+  def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    del record
+
+  def close(self) -> None:
+    with contextlib.suppress(OSError):
+      super().close()
+
+
+def _log_error(error: Any) -> None:
+  """Logs what a hook gets: type, value and traceback, first of all."""
+  _HOOKS.error("error in a library", exc_info=tuple(error)[:3])

@@ -97,7 +97,9 @@ def _named(what: str) -> Iterator[None]:
   try:
     yield
   except Exception as error:  # they raise many kinds
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    if len(text) > 300:  # the system's error is at its end
+      text = f"{text[:100]} ... {text[-200:]}"
     raise OSError(f"{what} cannot be written: {text}") from error
 
 
