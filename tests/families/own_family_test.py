@@ -40,8 +40,8 @@ class OwnFamilyTest(parameterized.TestCase):
     super().setUpClass()
     folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
     cls.workdir, module = folder / "run", "docs.examples.patch_family"
-    file = tiny_checkpoint.write_config(folder, _config(), module)
-    train = ("train", f"--config={file}", f"--workdir={cls.workdir}")
+    cls.file = tiny_checkpoint.write_config(folder, _config(), module)
+    train = ("train", f"--config={cls.file}", f"--workdir={cls.workdir}")
     done(*train, "--config.train.steps=30")
     done(*train, "--json", folder / "metrics.json")
     cls.metrics = json.loads((folder / "metrics.json").read_text())
@@ -63,10 +63,12 @@ class OwnFamilyTest(parameterized.TestCase):
       ("inspect", "activated share: 0.75"),
       ("heads --batches 1", "blocks0.1"),
       (f"classify {digit}", "3.png: "),
-      ("bench model --config.data.batch_size=2 --rounds 1", modes),
     ):
       out = done(*command.split(), "--checkpoint", self.workdir)
       self.assertRegex(out, said)
+    changes = "--config.data.batch_size=2", "--rounds", "1"
+    out = done("bench", "model", "--config", self.file, *changes)
+    self.assertRegex(out, modes)
 
   @parameterized.parameters(
     ((4, 8), (2, 4)), ((8, 4), (4, 2)), ((6, 10), (3, 5)), ((8, 8), (4, 4))

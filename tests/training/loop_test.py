@@ -284,7 +284,7 @@ class LoopTest(parameterized.TestCase):
       mock.patch.object(flops, "published_peak", return_value=1e12),
       mock.patch.object(compilation_cache, "keep_in") as keep_in,
     ):
-      log = {"every": 2, "profile": "2:4", "tensorboard": False}
+      log = {"every": 2, "profile": (2, 4), "tensorboard": False}
       run(workdir, log=log, train={"compilation_cache": "/kept"})
     keep_in.assert_called_once_with("/kept")
     lines = pathlib.Path(workdir, "metrics.jsonl").read_text().splitlines()
