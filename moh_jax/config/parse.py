@@ -175,10 +175,13 @@ def run_file(spec: str) -> dict[str, Any]:
     if known and argument and argument.partition(":")[0] not in known:
       hint = near(argument, known)
       raise ValueError(f"{argument!r} must be one of {known}{hint}")
+    if "get_config" not in content:
+      raise ValueError("has no function get_config")
     cfg = content["get_config"](*[argument] * bool(argument))
-    return copy.deepcopy(
-      cfg.to_dict() if hasattr(cfg, "to_dict") else dict(cfg)
-    )
+    cfg = cfg.to_dict() if hasattr(cfg, "to_dict") else cfg
+    if not isinstance(cfg, dict):
+      raise ValueError(f"get_config returned {cfg!r}, must be a dict")
+    return copy.deepcopy(cfg)
   except Exception as error:  # the user's code may raise anything
     raise ValueError(f"{spec.rstrip(':')}{_said(error, path)}") from error
   finally:

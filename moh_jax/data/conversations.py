@@ -245,6 +245,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
   bins: list[list[int]] = []
   # Space of each bin, latest changes first where it is equal, and its number.
   spaces: list[tuple[int, int, int]] = []
+  least = sizes.min(initial=capacity)  # fuller bins are done
   for change, index in enumerate(np.argsort(-sizes, kind="stable").tolist()):
     size = int(sizes[index])
     place = bisect.bisect_left(spaces, (size,))
@@ -254,7 +255,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
       space, number = capacity, len(bins)
       bins.append([])
     bins[number].append(index)
-    bisect.insort(spaces, (space - size, -change, number))
+    if space - size >= least:
+      bisect.insort(spaces, (space - size, -change, number))
   return bins
 
 

@@ -131,7 +131,7 @@ class TrainBatches:
       dataset: the endless stream of training examples.
       data: section `data` of the config.
       rows: which rows of every global batch to read, see
-        `sharding.batch_rows`.
+        `batches.batch_rows`.
     """
     self.examples = _BatchRows(dataset, rows, data.batch_size)
     self._local_batch, self._data = len(rows), data

@@ -260,7 +260,7 @@ def tokenize(
   """Makes sets OUT/SPLIT, reading the input once; continues killed runs.
 
   Args:
-    inputs: files or patterns, see `input_files.list_files`.
+    inputs: files or patterns, see `files.list_files`.
     tokenizer: tokenizer that makes the tokens.
     out: folder of the splits, local or mounted.
     split: name of the set that all documents go to.

@@ -51,8 +51,7 @@ def encode_latents(
     image_size: rows and columns of ADM's centre crop.
     batch_size: images that this process's devices encode at a time.
     shard_size: images of a shard.
-    bad_images: "raise", or "skip": leave out what cannot be read or is smaller
-      than `image_size`.
+    bad_images: "raise", or "skip": leave out what cannot be read.
     notes: "vae" and "encoded_from", for the reader of metadata.json.
     devices: None takes all of this process.
 

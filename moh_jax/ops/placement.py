@@ -221,9 +221,9 @@ def check_heads(model: RoutedLayers, mesh: Mesh | AbstractMesh) -> None:
       continue
     kv_heads = group.kv_heads or group.budget.num_heads
     raise ValueError(
-      f"mesh.tensor={tensor}: the {index}. group of equal layers has "
-      f"{group.attended} heads on {kv_heads} key/value heads, must be "
-      f"multiples of it; with mesh.sequence={sequence} both are shared evenly"
+      f"mesh.tensor={tensor} must divide the {kv_heads} key/value heads of the "
+      f"{index}. group of equal layers, and with mesh.sequence={sequence} its "
+      f"{group.attended} heads evenly"
     )
 
 

@@ -141,7 +141,7 @@ def train_step(
   schedule: optax.Schedule,
   accumulation: int = 1,
   ema_decay: float = 0.0,
-  exchange: Callable[[Callable], Callable] = lambda gradients: gradients,
+  exchange: Callable[[Callable], Callable] | None = None,
 ) -> tuple[TrainState, Metrics]:
   """Updates the state with one global batch.
 
@@ -159,7 +159,8 @@ def train_step(
       of means over tokens, is then computed for each microbatch and averaged.
     ema_decay: decay per step of the averaged parameters; 0 leaves them
       unchanged.
-    exchange: wraps the gradients' function, see `training.exchange`.
+    exchange: wraps the gradients' function, see `training.exchange`; None
+      leaves it to the compiler, which exchanges them in every microbatch.
 
   Returns:
     The state after the step, and metrics as float32 scalars, the loads of heads
@@ -170,7 +171,9 @@ def train_step(
     # Before microbatches and devices get their parts: none knows the whole sum.
     mean = batch["weights"].sum() / len(batch["weights"])
     batch = {**batch, TARGETS: jnp.broadcast_to(mean, len(batch["weights"]))}
-  gradients = exchange(functools.partial(_gradients, loss_fn, accumulation))
+  gradients = functools.partial(_gradients, loss_fn, accumulation)
+  if exchange is not None:
+    gradients = exchange(gradients)
   grads, metrics = gradients(state.params, batch, rng, state.step, frozen)
   metrics = metric_values(metrics)
   metrics["grad_norm"] = optax.tree.norm(grads)
@@ -313,9 +316,9 @@ def make_program(
     objective.example,
   )
 
-  exchange = {}  # by the compiler, in every microbatch
+  exchange = None
   if objective.by_device:
-    exchange["exchange"] = functools.partial(
+    exchange = functools.partial(
       exchange_once,
       params=params,
       boxed=boxed,
@@ -335,7 +338,7 @@ def make_program(
     schedule=schedule,
     accumulation=section.accumulation,
     ema_decay=section.ema_decay,
-    **exchange,
+    exchange=exchange,
   )
 
   def random() -> Any:

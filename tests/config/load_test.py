@@ -87,6 +87,8 @@ class LoadConfigTest(parameterized.TestCase):
     ("def get_config():\n  x = 1\n  return x / 0\n", "line 3: ZeroDivision"),
     ("def get_config():\n  return get_config()\n", "line 2: RecursionError"),
     ("get_config = 3\n", "mine.py: TypeError: 'int' object is not callable"),
+    ("config = {}\n", "mine.py: has no function get_config"),
+    ("def get_config():\n  {}\n", "returned None, must be a dict"),
     (
       "from moh_jax.config import LLMConfig\n\n"
       "def get_config(): return {'model': LLMConfig(num_heads=4)}\n",
