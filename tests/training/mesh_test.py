@@ -70,7 +70,11 @@ class RunTest(absltest.TestCase):
 class ChecksTest(parameterized.TestCase):
   @parameterized.parameters(
     ("moh-llama3-8b", 8, ""),
-    ("moh-llm-s-75", 8, r"mesh.tensor=8 must divide the 12 key/value heads of the 1\. "),
+    (
+      "moh-llm-s-75",
+      8,
+      r"mesh.tensor=8 must divide the 12 key/value heads of the 1\. ",
+    ),
     ("moh-vit-b50", 4, ""),
     ("moh-vit-s80", 2, "3 key/value heads"),
   )
