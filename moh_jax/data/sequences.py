@@ -276,7 +276,8 @@ class PackedSource:
       targets -= np.searchsorted(ends, stops, "left")
       targets += np.searchsorted(ends, starts, "right")
       tokens = total - metadata["documents"] * self._has_ends
-    return metadata["text_bytes"] * (targets.sum() / max(tokens, 1))
+    share = float(targets.sum()) / max(tokens, 1)
+    return metadata["text_bytes"] * share
 
 
 class FakeSequences:

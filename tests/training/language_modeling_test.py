@@ -165,6 +165,8 @@ class TextTest(parameterized.TestCase):
     }
     figures = self._figures(self.config)  # of a float32 sum of many nats
     chex.assert_trees_all_close(figures, expected, rtol=5e-5, atol=0)
+    # What compare counts with must be written as JSON.
+    self.assertContainsSubset(set(map(type, figures.values())), {int, float})
 
   def test_parts_of_a_source_need_the_same_bits_per_byte(self):
     # The last sequence, of which most is padding, is no whole one's text.
