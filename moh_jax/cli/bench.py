@@ -262,32 +262,20 @@ class InputOptions(command.RunConfig, command.Output):
 @alive("measuring")
 def run_input(options: InputOptions) -> int:
   """Prints examples per second of the input and of the step."""
-  import jax
-
   from moh_jax.data.infer import resolve
-  from moh_jax.runtime.batches import shard_batch
-  from moh_jax.runtime.mesh import make_mesh, use_mesh
-  from moh_jax.training.bench import seconds
-  from moh_jax.training.step import make_program
+  from moh_jax.runtime.mesh import make_mesh
+  from moh_jax.training.bench import seconds, step_of
   from moh_jax.training.task import task_builder
 
   config = resolve(options.loaded)
   task = task_builder(config).make_task(config)
-  mesh = make_mesh(config.mesh)
-  with use_mesh(mesh):
-    stream = task.batches(mesh)
-    batch = shard_batch(next(stream), mesh)  # starts threads
-    reading = seconds(lambda: next(stream) and None, _BATCHES)
-    stream.close()
-    program = make_program(config, task, mesh)
-    state = [program.init()]
-
-    def take() -> Any:
-      state[0], metrics = program.step(state[0], batch)
-      return jax.device_get(metrics)
-
-    take()  # compiles
-    stepping = seconds(take, _STEPS)
+  stream = task.batches(make_mesh(config.mesh))
+  next(stream)  # starts threads
+  reading = seconds(lambda: next(stream) and None, _BATCHES)
+  stream.close()
+  step = step_of(config)
+  step()  # compiles
+  stepping = seconds(step, _STEPS)
   size = config.data.batch_size
   rates = {"input": size / reading, "step": size / stepping}
   slower = min(rates, key=rates.get)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import command
-from moh_jax.config import Config, LayerGroup
+from moh_jax.config import Config
 from moh_jax.config.base import Count
 
 if TYPE_CHECKING:
@@ -89,36 +88,13 @@ def run(options: Options) -> int:
 
 def layer_rows(config: Config) -> list[dict]:
   """One row per layer."""
-  model, rows = config.model, []
-  mesh = [max(1, getattr(config.mesh, axis)) for axis in ("tensor", "sequence")]
-  for index, group in enumerate(model.layer_groups()):
+  rows = []
+  for stage, group in enumerate(config.model.layer_groups(), start=1):
     counts = {name: getattr(group.budget, name) for name in _OF_A_BUDGET}
-    for order in group.order_of_each:
-      row = {"layer": len(rows), "stage": index + 1, "tokens": group.tokens}
+    for _ in range(group.depth):
+      row = {"layer": len(rows), "stage": stage, "tokens": group.tokens}
       rows.append(row | counts)
-      if max(mesh) > 1:
-        rows[-1] |= _on_devices(config, group, mesh, order)
   return rows
-
-
-def _on_devices(
-  config: Config, group: LayerGroup, mesh: Sequence[int], order: Sequence[int]
-) -> dict[str, float | None]:
-  """Expected active heads of a token on the busiest device, and over the mean.
-
-  None where the axes tensor and sequence cannot split the heads.
-  """
-  from moh_jax.ops.placement import head_placement, works_equally
-
-  placement, budget = head_placement(group, *mesh), group.budget
-  most = imbalance = None
-  if placement is not None and works_equally(config.model, group):
-    most, imbalance = group.attended / math.prod(mesh), 1.0
-  elif placement is not None:
-    most = max(placement.expected_active(budget, order))
-    imbalance = round(most / placement.mean_active(budget), 3)
-    most = round(most, 2)
-  return {"per_device": most, "imbalance": imbalance}
 
 
 def _by_module(params: dict) -> dict[str, int]:

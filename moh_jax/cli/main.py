@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import importlib
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -37,7 +36,6 @@ _USER_ERRORS = (
   FloatingPointError,  # NaN
 )
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
-_NO_SPACE, _PLACE = "No space left on device", re.compile(r'"(/[^"]+)"')
 _NO_DEVICE = ("Unable to initialize backend", "Unknown backend")
 _LESS = (
   "; a smaller batch needs less (of a run: data.batch_size, or "
@@ -216,10 +214,8 @@ def _explained(error: Exception) -> str | None:
     return None if is_ours else f"{text}; pip install 'moh_jax[train]'"
   if isinstance(error, OSError):
     return text
-  if _NO_SPACE in text and _FULL in text and (place := _PLACE.search(text)):
-    return f"{place[1]}: {_NO_SPACE}"  # of the libraries' many lines
-  if _FULL in text:
-    return text + _LESS
+  if _FULL in text:  # disks may be full too
+    return text if "No space left" in text else text + _LESS
   if isinstance(error, AssertionError):
     last = traceback.extract_tb(error.__traceback__)[-1]
     if last.filename.endswith("xla_bridge.py"):  # JAX asserts a backend

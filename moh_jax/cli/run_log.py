@@ -13,7 +13,6 @@ from moh_jax.runtime.steps import absolute
 
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 _OURS = logging.getLogger("moh_jax")
-_HOOKS = logging.getLogger("moh_jax.hooks")
 
 
 @contextlib.contextmanager
@@ -59,8 +58,6 @@ def kept(options: Any) -> Iterator[None]:
     before.callback(_OURS.setLevel, level)
     for owner, name, value in (
       (_OURS, "handlers", [*_OURS.handlers, file]),
-      (_HOOKS, "propagate", False),
-      (_HOOKS, "handlers", [file]),
       (root, "handlers", [*root.handlers, file]),
       (threading, "excepthook", _log_error),
       (sys, "unraisablehook", _log_error),
@@ -89,4 +86,4 @@ class _File(logging.FileHandler):
 
 def _log_error(error: Any) -> None:
   """Logs what a hook gets: type, value and traceback, first of all."""
-  _HOOKS.error("error in a library", exc_info=tuple(error)[:3])
+  _OURS.debug("error in a library", exc_info=tuple(error)[:3])

@@ -157,7 +157,7 @@ def _example_axes() -> tuple[str, ...]:
 def sum_examples(tree: Any) -> Any:
   """Adds up sums over the examples of a batch, of which devices have parts.
 
-  In a training step a device sees only its own examples (`training.exchange`);
+  In a training step a device sees only its own examples (`training.step`);
   everywhere else arrays are those of all, and this is the identity. The
   gradient is that of a mean over devices, each of which differentiates the
   same value.

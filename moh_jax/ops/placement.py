@@ -250,16 +250,6 @@ def check_tokens(
       )
 
 
-def works_equally(model: RoutedLayers, group: LayerGroup) -> bool:
-  """Whether devices work equally, whatever heads tokens choose."""
-  return (
-    model.POSITION_BIAS
-    or group.sees == "window"
-    or group.parts > 1  # as many heads of every key/value head
-    or model.router.needs_all_heads
-  )
-
-
 def head_placement(
   group: LayerGroup, tensor: int, sequence: int = 1
 ) -> HeadPlacement | None:

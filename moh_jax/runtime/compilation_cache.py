@@ -43,23 +43,6 @@ def enable() -> None:
       jax.config.update(name, value)
 
 
-def keep_in(path: str) -> None:
-  """Makes JAX keep compiled programs in a folder or bucket, unless it is "".
-
-  Its size has no limit, so that processes which share it need no lock; the
-  first of them writes. It takes the place of one that JAX has in use.
-  """
-  import jax
-  from jax.experimental.compilation_cache import compilation_cache
-
-  if path in ("", jax.config.jax_compilation_cache_dir):
-    return
-  if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
-    jax.config.update("jax_compilation_cache_max_size", -1)
-  jax.config.update("jax_compilation_cache_dir", path)
-  compilation_cache.reset_cache()  # JAX asks for the folder once
-
-
 def folder() -> pathlib.Path:
   """The folder of this machine's programs, given or in the user's cache."""
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -40,7 +40,6 @@ MANIFEST = "manifest.txt"
 _LOG = logging.getLogger(__name__)
 _HEADER = "moh_jax manifest 1, XXH3-128 of the following lines: "
 _THREADS = 4
-_MOST_NAMED = 3  # damaged files in a message
 _COMMITTED = "commit_success.txt"  # Orbax's mark of a whole folder in a bucket
 _SET_ASIDE = "damaged"
 
@@ -164,17 +163,11 @@ def find_damage(
 
 def describe(step: int, damage: Mapping[str, str]) -> str:
   """One line that says what `find_damage` returned for a step."""
-  if not damage:
-    return f"step {step}: whole"
-  named = []
-  for name, what in itertools.islice(damage.items(), _MOST_NAMED):
-    item, inside, file = name.partition("/")
-    named.append(
-      f"item {item}, file {file}: {what}" if inside else f"file {name}: {what}"
-    )
-  more = len(damage) - _MOST_NAMED
-  rest = f"; and {more} more files" if more > 0 else ""
-  return f"step {step}: damaged, {'; '.join(named)}{rest}"
+  (name, what), *others = damage.items()
+  item, inside, file = name.partition("/")
+  where = f"item {item}, file {file}" if inside else f"file {name}"
+  more = f"; and {len(others)} more files" if others else ""
+  return f"step {step}: damaged, {where}: {what}{more}"
 
 
 def check_whole(
@@ -189,19 +182,14 @@ def check_whole(
 
   Raises:
     DamagedCheckpointError: it is not; the message names the item and the file,
-      and the newest checkpoint before it that is whole.
+      and the other checkpoints.
   """
-  damage = find_damage(directory, step, items)
-  if not damage:
-    return
-  hint = "no checkpoint before it is whole"
-  for before in reversed(list_steps(directory)):
-    if before < step and not find_damage(directory, before, items):
-      hint = f"the newest whole one before it is step {before}"
-      break
-  raise DamagedCheckpointError(
-    f"{directory}, checkpoint of {describe(step, damage)}; {hint}"
-  )
+  if damage := find_damage(directory, step, items):
+    others = [other for other in list_steps(directory) if other != step]
+    raise DamagedCheckpointError(
+      f"{directory}, checkpoint of {describe(step, damage)}; other steps: "
+      f"{others}"
+    )
 
 
 def newest_whole_step(directory: str | epath.Path) -> int:

@@ -112,7 +112,8 @@ def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
     Times by name, of which the ratio to the first is that in the same turns:
     the first one's median times the median ratio to it, and the ratio's spread.
   """
-  times = interleaved({name: _step(run) for name, run in runs.items()}, rounds)
+  steps = {name: step_of(run) for name, run in runs.items()}
+  times = interleaved(steps, rounds)
   first = next(iter(times.values()))
   ratios = {name: time.over(first) for name, time in times.items()}
   return {
@@ -121,8 +122,11 @@ def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
   }
 
 
-def _step(run: Config) -> Callable[[], Any]:
-  """A call that takes a step; the program is the one that the run compiled."""
+def step_of(run: Config) -> Callable[[], Any]:
+  """A call that takes a step of a run on its first batch.
+
+  Its program is the one that the run compiles.
+  """
   mesh = make_mesh(run.mesh)
   task = task_builder(run).make_task(run)
   with use_mesh(mesh):

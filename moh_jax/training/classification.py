@@ -7,12 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from moh_jax.config import ClassifierConfig, Config
-from moh_jax.data.pipeline import held_out_images
-from moh_jax.data.sources import make_source
-from moh_jax.evaluation.metrics import classification_step, mean_metrics
+from moh_jax.evaluation.metrics import classification_step
 from moh_jax.layers.partitioning import reverse_examples
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.checkpoint import Metadata
@@ -21,7 +18,7 @@ from moh_jax.training.task import (
   Evaluate,
   Objective,
   Task,
-  held_out_batches,
+  image_evaluation,
   image_objective,
   image_task,
 )
@@ -54,16 +51,7 @@ def make_evaluate(
     config: the run.
     trained: its class names must be those of the held-out split.
   """
-  ready = held_out_images(
-    config, make_source(config, "val", trained.class_names)
-  )
-  eval_step = classification_step(model)
-
-  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    batches = held_out_batches(config, ready, mesh)
-    return mean_metrics(eval_step, params, batches)
-
-  return evaluate
+  return image_evaluation(config, trained, classification_step(model))
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:
@@ -84,9 +72,8 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     del step
     mix_rng, dropout_rng = jax.random.split(rng)
     labels = batch["label"]
-    targets = class_targets(
-      labels, config.model.num_classes, classifier.label_smoothing
-    )
+    targets = jax.nn.one_hot(labels, config.model.num_classes)
+    targets = optax.smooth_labels(targets, classifier.label_smoothing)
     images, targets = mix_images(mix_rng, batch["image"], targets, classifier)
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
@@ -99,22 +86,6 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     )
 
   return loss_fn
-
-
-def class_targets(
-  labels: jax.Array, num_classes: int, smoothing: float = 0.0
-) -> jax.Array:
-  """Target distributions with label smoothing (arXiv:1512.00567).
-
-  Args:
-    labels: [B] int class indices.
-    num_classes: number of classes, K.
-    smoothing: probability that is spread evenly over all classes.
-
-  Returns:
-    [B, K] float32, rows sum to 1.
-  """
-  return optax.smooth_labels(jax.nn.one_hot(labels, num_classes), smoothing)
 
 
 def mix_images(

@@ -11,13 +11,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.pipeline import held_out_images
-from moh_jax.data.sources import make_source
-from moh_jax.evaluation.metrics import (
-  denoising_losses,
-  denoising_step,
-  mean_metrics,
-)
+from moh_jax.evaluation.metrics import denoising_losses, denoising_step
 from moh_jax.evaluation.pictures import tiles
 from moh_jax.layers.partitioning import draw_examples
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
@@ -30,7 +24,7 @@ from moh_jax.training.task import (
   Objective,
   Preview,
   Task,
-  held_out_batches,
+  image_evaluation,
   image_objective,
   image_task,
 )
@@ -79,16 +73,8 @@ def make_evaluate(
   Raises:
     FileNotFoundError: there is no held-out split.
   """
-  ready = held_out_images(
-    config, make_source(config, "val", trained.class_names)
-  )
   eval_step = denoising_step(model, config.diffusion)
-
-  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    batches = held_out_batches(config, ready, mesh)
-    return mean_metrics(eval_step, params, batches)
-
-  return evaluate
+  return image_evaluation(config, trained, eval_step)
 
 
 def _evaluate_if_held_out(

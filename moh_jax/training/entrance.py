@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import filelock
-import jax
 from etils import epath
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
@@ -28,7 +27,7 @@ from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.devices import random_settings
 from moh_jax.runtime.files import differences
-from moh_jax.runtime.mesh import axes_of_entry, check_batch
+from moh_jax.runtime.mesh import check_batch
 from moh_jax.runtime.processes import agree, ask_first_process
 from moh_jax.training.step import Program
 
@@ -90,14 +89,6 @@ def check_run(
   check_heads(config.model, mesh)
   length = getattr(config.data, "sequence_length", None)
   check_tokens(config.model, mesh, length)
-  leaves = jax.tree.leaves((program.state.params, program.frozen))
-  specs = [leaf.sharding.spec for leaf in leaves]
-  used = {a for spec in specs for entry in spec for a in axes_of_entry(entry)}
-  for axis in ("fsdp", "tensor"):
-    if mesh.shape[axis] > 1 and axis not in used:
-      raise ValueError(
-        f"mesh.{axis}={mesh.shape[axis]} divides no dimension of any parameter"
-      )
 
 
 def _check_reference(config: Config, program: Program) -> None:

@@ -143,11 +143,9 @@ class Log(contextlib.AbstractContextManager):
       left = tqdm.tqdm.format_interval(seconds * (config.train.steps - step))
       self.write(step, "train", values, f", ETA {left}")
     if loads and is_load:
-      rounded = {
-        name: [round(float(share), 3) for share in load]
-        for name, load in loads.items()
-      }
-      self._record(step, LOAD_SPLIT, rounded)
+      rounded = {n: np.round(np.float64(x), 3) for n, x in loads.items()}
+      rows = {name: load.tolist() for name, load in rounded.items()}
+      self._record(step, LOAD_SPLIT, rows)
 
   def _check(self, step: int, values: Mapping[str, float]) -> None:
     """Refuses what is not finite, but for steps that the optimizer skips."""
@@ -170,9 +168,8 @@ class Log(contextlib.AbstractContextManager):
     """
     # A mean of nothing (no example in some group) has no value to record.
     values = {n: v for n, v in values.items() if math.isfinite(v)}
-    if not self._is_first or not values or self.has(step, split):
-      return  # the last: a finished run that was started again
-    self._record(step, split, values)
+    if not values or not self._record(step, split, values):
+      return
     named = {f"{split}/{name}": value for name, value in values.items()}
     for viewer in self._viewers:
       viewer.write(step, named)
@@ -182,13 +179,15 @@ class Log(contextlib.AbstractContextManager):
     steps = self._config.train.steps
     print(f"step {step}/{steps} {split}: {line}{end}", file=sys.stderr)
 
-  def _record(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+  def _record(self, step: int, split: str, values: Mapping[str, Any]) -> bool:
+    """Writes a row, unless a run that is started again has it already."""
     if not self._is_first or self.has(step, split):
-      return
+      return False
     self._written.add((step, split))
     row = {"step": step, "split": split, **values}
     with self._rows.open("a") as stream:
       stream.write(f"{strict_json(row)}\n")
+    return True
 
   def picture(self, step: int, name: str, picture: np.ndarray) -> None:
     """Writes a picture to WORKDIR/NAME/STEP.png, tensorboard and W&B.
@@ -201,7 +200,6 @@ class Log(contextlib.AbstractContextManager):
     if not self._is_first:
       return
     file = self.directory / name / f"{step:08d}.png"
-    file.parent.mkdir(parents=True, exist_ok=True)
     stream = io.BytesIO()
     to_picture(picture).save(stream, "png")
     write_whole(file, stream.getvalue())

@@ -17,11 +17,13 @@ from moh_jax.data.pipeline import (
   Source,
   TrainBatches,
   eval_batches,
+  held_out_images,
   train_images,
 )
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.transforms import normalizer
+from moh_jax.evaluation.metrics import EvalStep, mean_metrics
 from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.batches import batch_rows, shard_batch
@@ -169,6 +171,26 @@ def image_task(
     encoder_sha256=getattr(train, "encoder_sha256", ""),
     **fields,
   )
+
+
+def image_evaluation(
+  config: Config, trained: Metadata, eval_step: EvalStep
+) -> Evaluate:
+  """Opens the held-out images or latents, to take the means of metrics.
+
+  Args:
+    config: of the run.
+    trained: its class names must be those of the held-out split.
+    eval_step: sums of the metrics over a batch.
+  """
+  source = make_source(config, "val", trained.class_names)
+  ready = held_out_images(config, source)
+
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+    batches = held_out_batches(config, ready, mesh)
+    return mean_metrics(eval_step, params, batches)
+
+  return evaluate
 
 
 def stream(

@@ -1,6 +1,5 @@
 """The run: from a config and a directory to a trained checkpoint."""
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -8,10 +7,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from orbax.checkpoint import multihost
 
@@ -19,7 +19,7 @@ from moh_jax.config import Config
 from moh_jax.data.infer import resolve
 from moh_jax.models.adapters import count, join
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import compilation_cache, processes
+from moh_jax.runtime import processes
 from moh_jax.runtime.alive import alive
 from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.mesh import make_mesh, use_mesh
@@ -81,7 +81,7 @@ def train(
   """
   config = resolve(config)
   entrance.check_processes(config, workdir)
-  compilation_cache.keep_in(config.train.compilation_cache)
+  _keep_programs(config)
   mesh = make_mesh(config.mesh, devices)
   task = task_builder(config).make_task(config, decode)
   program = make_program(config, task, mesh)
@@ -112,6 +112,21 @@ def train(
       _LOG.info("resumed from step %d in %s%s", start, directory, end)
     run = _Run(config, task, mesh, program, frozen, saver, log)
     return run.take_steps(state, start or 0)
+
+
+def _keep_programs(config: Config) -> None:
+  """Makes JAX keep compiled programs where the config says so.
+
+  The folder takes the place of one that JAX has in use. Its size has no limit,
+  so that processes which share it need no lock; the first of them writes.
+  """
+  path = config.train.compilation_cache
+  if path in ("", jax.config.jax_compilation_cache_dir):
+    return
+  if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+    jax.config.update("jax_compilation_cache_max_size", -1)
+  jax.config.update("jax_compilation_cache_dir", path)
+  compilation_cache.reset_cache()  # JAX asks for the folder once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,17 +210,17 @@ class _Run:
 
   def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
     """Batches on the devices, some of them before they are asked for."""
-    ahead: collections.deque[Future] = collections.deque()
 
     def load() -> Any:
       return shard_batch(next(batches), self.mesh)
 
     with ThreadPoolExecutor(1) as pool:
+      count = self.config.data.device_prefetch
+      ahead = [pool.submit(load) for _ in range(count)]
       try:
         while True:
-          while len(ahead) <= self.config.data.device_prefetch:
-            ahead.append(pool.submit(load))
-          yield ahead.popleft().result()
+          ahead.append(pool.submit(load))
+          yield ahead.pop(0).result()
       finally:
         pool.shutdown(cancel_futures=True)
 
@@ -242,9 +257,9 @@ def _stops() -> Iterator[Callable[[], bool]]:
 def _say(config: Config, mesh: Mesh, program: Program) -> None:
   """Logs what is trained, and on what."""
   axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-  kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
   _LOG.info(
-    f"devices: {mesh.size} x {kind}, processes: {processes}, mesh: {axes}"
+    "devices: %d x %s, processes: %d, mesh: %s",
+    *(mesh.size, mesh.devices.flat[0].device_kind, jax.process_count(), axes),
   )
   groups = config.model.layer_groups()
   widths = ", ".join(dict.fromkeys(str(group.width) for group in groups))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -37,8 +37,7 @@ _NUMERIC_FIELDS = (
 _ROUTING_FIELDS = (
   *("model.router.gate_form", "model.router.structure", "model.head_order"),
 )
-
-
+_Shapes = dict[str, tuple[int, ...]]  # by path
 # (the run's initial parameters, of which those that its source lacks are
 # enough) -> the parameters to start from.
 Read = Callable[[Any], Any]
@@ -158,18 +157,18 @@ def warm_start(
   fit = functools.partial(
     fit_params, trained=trained.model, wanted=wanted.model
   )
-  needed, given = _flat(abstract), _flat(jax.eval_shape(fit, theirs))
+  needed, given = _shapes(abstract), _shapes(jax.eval_shape(fit, theirs))
   names = ours.class_names, metadata.class_names
   free = {"/".join(path) for path in wanted.model.CLASS_AXES}
   if not all(names) or names[0] == names[1]:
-    free = {x for x in free if _shape(needed, x) != _shape(given, x)}
+    free = {name for name in free if needed.get(name) != given.get(name)}
   lacking = (needed.keys() - given.keys()) | (free & needed.keys())
   _check_fit(source, needed, given, free)
 
   def combine(params: Any, initial: Any) -> Any:
     params, initial = _flat(fit(params)), _flat(initial)
-    found = {n: (initial if n in lacking else params)[n] for n in needed}
-    return unflatten_dict(found, sep="/")
+    kept = {n: (initial if n in lacking else params)[n] for n in needed}
+    return unflatten_dict(kept, sep="/")
 
   def read(initial: Any) -> Any:
     params = stored.read_params(metadata, source, step, theirs, mesh)
@@ -258,18 +257,18 @@ def _check_tokenizer(source: str, ours: Metadata, theirs: Metadata) -> None:
 
 
 def _check_fit(
-  source: str, needed: Mapping[str, Any], given: Mapping[str, Any], free: set
+  source: str, needed: _Shapes, given: _Shapes, free: Collection[str]
 ) -> None:
   """No parameters but routers and those of classes lack, or differ in shape."""
   wrong = []
   for name in sorted((needed.keys() | given.keys()) - free):
-    here, there = _shape(needed, name), _shape(given, name)
-    if here is None or there is None:
-      if "/router/" not in name:
-        what = "not used" if here is None else f"missing, {here} needed"
-        wrong.append(f"{name} {what}")
-    elif here != there:
-      wrong.append(f"{name} {there}, {here} needed")
+    here, there = needed.get(name), given.get(name)
+    if here == there or (None in (here, there) and "/router/" in name):
+      continue
+    found = there or "missing"
+    wrong.append(
+      f"{name} {found}, {here} needed" if here else f"{name} not used"
+    )
   if wrong:
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     raise ValueError(
@@ -278,8 +277,8 @@ def _check_fit(
     )
 
 
-def _shape(tree: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-  return tree[name].shape if name in tree else None
+def _shapes(tree: Any) -> _Shapes:
+  return {name: leaf.shape for name, leaf in _flat(tree).items()}
 
 
 def _flat(tree: Any) -> dict[str, Any]:

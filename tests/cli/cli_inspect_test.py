@@ -44,17 +44,6 @@ class ModelsTest(tiny_checkpoint.CommandTest):
     self.assertRegex(out, r"(?m)^classes: 6 \(ant, bee, cat, dog, eel, fox\)$")
     self.assertRegex(out, r"(?m)^activated share: 0\.5000$")
 
-  @parameterized.parameters(
-    ("llama3_moh.py", 2, 12.0, 1.0),
-    ("llama3_moh.py", 8, 4.0, 1.333),
-    ("llama3_moh.py", 16, None, None),  # 8 key/value heads
-    ("vit.py:b75", 4, 1.0, 1.0),  # its form computes every head
-  )
-  def test_heads_on_the_devices_of_a_tensor_axis(self, name, devices, *heads):
-    mesh = f"--config.mesh.tensor={devices}"
-    layer = self.report("--config", _CONFIGS / name, mesh)["layers"][0]
-    self.assertEqual([layer["per_device"], layer["imbalance"]], [*heads])
-
   def test_describes_a_config(self):
     config = "--config", _CONFIGS / "llm_stdlib.py:moh"
     report = self.report(*config, "--config.model.attention_impl=cudnn")

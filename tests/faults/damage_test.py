@@ -52,7 +52,7 @@ class DamageTest(parameterized.TestCase):
         # What restores the model need not be asked of each flipped bit.
         if item in read and what != "other bits":
           with self.assertRaisesRegex(
-            DamagedCheckpointError, "step 4: damaged, .*step 2$"
+            DamagedCheckpointError, r"step 4: damaged, .*steps: \[2\]$"
           ) as caught:
             restore(workdir)
           self.assertIn(name.removeprefix(f"{item}/"), str(caught.exception))

@@ -8,13 +8,9 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
-from moh_jax.models.registry import make_model
 from moh_jax.runtime import mesh as mesh_lib
 from moh_jax.runtime.batches import batch_rows, local_rows, shard_batch
 from moh_jax.runtime.mesh import AXES, batch_shards, make_mesh
-from moh_jax.runtime.parameters import abstract_on
-from moh_jax.training import entrance
-from tests.training import tiny
 
 _AXES = AXES
 # Process of each device in the order that JAX gives for mesh.data=-1.
@@ -115,21 +111,3 @@ class SlicesTest(parameterized.TestCase):
     ):
       make_mesh(MeshConfig(**axes))
     self.assertNotIn("\n", str(caught.exception))
-
-
-class AxesTest(parameterized.TestCase):
-  @parameterized.parameters("fsdp", "tensor")
-  def test_an_axis_that_splits_nothing_is_refused(self, axis):
-    run = tiny.llm_config(mesh={"data": 1, axis: 7}, data={"batch_size": 7})
-    sizes = {**dict.fromkeys(AXES, 1), axis: 7}
-    mesh = jax.sharding.AbstractMesh((*sizes.values(),), (*sizes,))
-    program = types.SimpleNamespace(
-      state=types.SimpleNamespace(params=abstract_on(*make_model(run), mesh)),
-      frozen=None,
-    )
-    with (
-      mock.patch.object(entrance, "check_heads"),
-      mock.patch.object(entrance, "check_batch"),
-      self.assertRaisesRegex(ValueError, f"mesh.{axis}=7 divides no dimension"),
-    ):
-      entrance.check_run(run, mesh, program)

@@ -62,8 +62,8 @@ class ManifestTest(parameterized.TestCase):
     (self.folder / "_CHECKPOINT_METADATA").write_bytes(b"[]")  # of the step
     self.assertEqual([*self._found({"config"})], ["_CHECKPOINT_METADATA"])
 
-  def test_message_names_step_item_file_and_the_whole_step(self):
-    for count, rest in ((3, "missing$"), (4, "; and 1 more files$")):
+  def test_message_names_step_item_file_and_the_other_steps(self):
+    for count, rest in ((1, "missing$"), (4, "; and 3 more files$")):
       damage = dict.fromkeys(map(str, range(count)), "missing")
       self.assertRegex(steps.describe(2, damage), rest)
     for step in ("4", "6"):
@@ -71,7 +71,7 @@ class ManifestTest(parameterized.TestCase):
     (self.workdir / "checkpoints/4/params/d/0").write_bytes(b"")
     pattern = (
       "checkpoint of step 4: damaged, item params, file d/0: 0 bytes, 2304000 "
-      "were written; the newest whole one before it is step 2$"
+      r"were written; other steps: \[2, 6\]$"
     )
     with self.assertRaisesRegex(steps.DamagedCheckpointError, pattern):
       steps.check_whole(self.workdir, 4)

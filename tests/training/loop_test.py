@@ -21,9 +21,10 @@ import jax
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from jax.experimental.compilation_cache import compilation_cache
 
 from moh_jax.data import pipeline
-from moh_jax.runtime import compilation_cache, steps
+from moh_jax.runtime import steps
 from moh_jax.runtime.mesh import make_mesh
 from moh_jax.training import entrance, flops
 from moh_jax.training.metrics import Log
@@ -280,13 +281,17 @@ class LoopTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_run_writes_mfu_and_a_trace_and_keeps_its_programs(self):
     workdir = self._dir()
-    with (
-      mock.patch.object(flops, "published_peak", return_value=1e12),
-      mock.patch.object(compilation_cache, "keep_in") as keep_in,
-    ):
+    kept = os.path.join(workdir, "kept")
+    for name in ("dir", "max_size"):
+      name = f"jax_compilation_cache_{name}"
+      self.addCleanup(jax.config.update, name, getattr(jax.config, name))
+    self.addCleanup(compilation_cache.reset_cache)
+    with mock.patch.object(flops, "published_peak", return_value=1e12):
       log = {"every": 2, "profile": (2, 4), "tensorboard": False}
-      run(workdir, log=log, train={"compilation_cache": "/kept"})
-    keep_in.assert_called_once_with("/kept")
+      run(workdir, log=log, train={"compilation_cache": kept})
+    # Without a limit, so that processes need no lock.
+    self.assertEqual(jax.config.jax_compilation_cache_max_size, -1)
+    self.assertNotEmpty(list(pathlib.Path(kept).glob("*-cache")))
     lines = pathlib.Path(workdir, "metrics.jsonl").read_text().splitlines()
     rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
     self.assertEqual([row["step"] for row in rows], [2, 4])
