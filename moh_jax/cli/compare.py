@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
 from moh_jax.cli import command
@@ -78,9 +77,7 @@ def run(options: Options) -> int:
   decode = read_decoder(options.vae, runs[0].config)
   with run_log.kept(options):
     found = compare(runs, options.workdir, decode)
-  if found is None:
-    if options.is_first():
-      print("stopped; run the command again to go on", file=sys.stderr)
+  if found is None:  # a run was stopped, and said so
     return 0
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}

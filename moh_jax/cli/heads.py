@@ -130,9 +130,7 @@ def _training_text(options: Options, restored: Restored, mesh: Mesh) -> _Data:
   from moh_jax.runtime.batches import batch_rows, shard_batch
   from moh_jax.training.task import stream
 
-  size = options.batch_size
-  # Nothing is accumulated here, so any batch will do.
-  config = apply_overrides(restored.config, "optim", accumulation=1)
+  config, size = restored.config, options.batch_size
   if options.data:
     config = apply_overrides(config, "data", **data_at(config, options.data))
   config = apply_overrides(config, "data", batch_size=size)

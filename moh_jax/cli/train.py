@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
 from moh_jax.cli import command
@@ -26,26 +25,16 @@ class Options(command.Workdir, command.Distributed, command.Output):
 
 
 def run(options: Options) -> int:
-  """Trains and prints the final metrics.
-
-  Returns:
-    0 when all steps are done or a stop was asked for, 1 when the loss became
-    NaN or infinite.
-  """
+  """Trains and prints the final metrics."""
   options.join()
   from moh_jax.cli import run_log
   from moh_jax.data.infer import resolve
-  from moh_jax.training.saving import NonFiniteLossError
   from moh_jax.training.train import train
 
   config = resolve(options.loaded)
   decode = read_decoder(options.vae, config)
-  try:
-    with run_log.kept(options):
-      result = train(config, options.workdir, decode=decode)
-  except NonFiniteLossError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
+  with run_log.kept(options):
+    result = train(config, options.workdir, decode=decode)
   metrics = {**result.evaluation, "step": int(result.state.step)}
   lines = []
   if result.finished:

@@ -183,6 +183,15 @@ def near(name: str, known: Iterable[str]) -> str:
   return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+  """Lines "NAME: OURS here, THEIRS there" of the entries that differ."""
+  return [
+    f"{name}: {ours.get(name)!r} here, {theirs.get(name)!r} there"
+    for name in sorted({**ours, **theirs})
+    if ours.get(name) != theirs.get(name)
+  ]
+
+
 def converted(path: str, value: Any, hint: Any) -> Any:
   """A value as its type wants it.
 

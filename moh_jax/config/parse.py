@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.config.base import GivenText, make_section, near
+from moh_jax.config.base import GivenText, differing, make_section, near
 from moh_jax.config.run import Config, section_types
 
 
@@ -77,12 +77,17 @@ def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
   Returns:
     Lines "section.field: OURS here, THEIRS there".
   """
-  here = leaves(section, dataclasses.asdict(ours))
-  there = leaves(section, dataclasses.asdict(theirs))
+  both = (leaves(section, dataclasses.asdict(x)) for x in (ours, theirs))
+  return differing(*both)
+
+
+def differing_keys(ours: Config, theirs: Config) -> list[str]:
+  """The same of all sections of two runs of a family."""
+  there = theirs.by_name()
   return [
-    f"{path}: {here.get(path)!r} here, {there.get(path)!r} there"
-    for path in sorted({*here, *there})
-    if here.get(path) != there.get(path)
+    line
+    for name, section in ours.by_name().items()
+    for line in differing_fields(section, there[name], name)
   ]
 
 

@@ -167,11 +167,9 @@ def check_command(model: Any, command: str, where: str) -> Family:
   family = get_family(model.family)
   if command not in family.commands:
     able = [f.name for f in FAMILIES.records() if command in f.commands]
-    has = ", ".join(f"`{name}`" for name in sorted(family.commands))
     raise ValueError(
       f"{where} holds a model of family {family.name!r}; `{command}` needs "
       f"{' or '.join(map(repr, able))}"
-      + (f", and this one has {has}" if has else "")
     )
   return family
 

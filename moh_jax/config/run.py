@@ -222,8 +222,8 @@ class LogConfig(base.Section):
     every: steps between records of metrics; None is a 25th of `train.steps`,
       from 1 to 50.
     tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
-    profile: (A, B) traces steps A to B - 1 into WORKDIR/profile, for XProf; ()
-      traces none.
+    profile: (A, B) traces steps A to B - 1 into WORKDIR/profile, for XProf;
+      None traces none.
     wandb: project of Weights & Biases that gets the metrics too (the extra
       `wandb`); "" is none.
     heads: steps between records of the load of every head: a row of the split
@@ -235,15 +235,9 @@ class LogConfig(base.Section):
 
   every: base.Count | None = None
   tensorboard: bool = True
-  profile: tuple[base.Natural, ...] = ()
+  profile: tuple[base.Count, base.Count] | None = None
   wandb: str = ""
   heads: base.Natural | None = None
-
-  def check(self) -> None:
-    """There are steps to trace."""
-    steps = self.profile
-    if steps and not (len(steps) == 2 and 0 < steps[0] < steps[1]):
-      self.fail("profile", "must be () or (A, B) with steps 1 <= A < B")
 
 
 def section_types(family: str, names: Iterable[str] = ()) -> dict[str, type]:
@@ -352,9 +346,6 @@ class Config:
         f"tune.distill.weight={weight} must be 0 for {family} with "
         f"data.source={self.data.source!r}"
       )
-    if self.data.batch_size % (parts := self.optim.accumulation):
-      whole = f"a multiple of optim.accumulation={parts}"
-      self.data.fail("batch_size", f"must be {whole}")
     optim = self.optim
     # The steps of a run of `epochs` are known once its examples are counted.
     steps = base.MOST_COUNT if self.train.epochs else self.train.steps

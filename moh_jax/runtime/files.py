@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
+from moh_jax.config.base import differing
+
 # Numbers and texts that schemas share.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=1)]  # of an array's axis
@@ -115,7 +117,7 @@ def write_whole(path: Any, content: bytes) -> None:
       directory is made.
     content: of the file.
   """
-  # Buckets write whole files anyway; /dev/stdout stays what it is.
+  # Buckets write whole files anyway; /dev/null stays what it is.
   if "://" in os.fspath(path) or os.fspath(path).startswith("/dev/"):
     path.write_bytes(content)
     return
@@ -179,12 +181,7 @@ def differences(wanted: dict[str, Any], stored: dict[str, Any]) -> str:
     wanted: settings of this call.
     stored: those of an earlier call, parsed from JSON.
   """
-  wanted = json.loads(json.dumps(wanted))
-  return "; ".join(
-    f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
-    for name in sorted({**wanted, **stored})
-    if wanted.get(name) != stored.get(name)
-  )
+  return "; ".join(differing(json.loads(json.dumps(wanted)), stored))
 
 
 def same_settings(

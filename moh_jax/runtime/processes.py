@@ -21,7 +21,6 @@ VARIABLES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 JOIN_SECONDS = 300  # that all processes have to come in
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 _LOG = logging.getLogger(__name__)
-_asked = threading.Event()
 
 
 def join(seconds: int = JOIN_SECONDS) -> None:
@@ -143,11 +142,6 @@ class StoppedError(BaseException):
     self.status = 128 + number
 
 
-def stop_was_asked() -> bool:
-  """Whether a signal came in the block of `deferred` that is under way."""
-  return _asked.is_set()
-
-
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
   """A block in which SIGTERM and SIGINT raise; a second one ends the process.
@@ -185,24 +179,22 @@ def handled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-  """A block that looks by itself whether a first signal came."""
+def deferred() -> Iterator[Callable[[], bool]]:
+  """A block that gets a function which says whether a first signal came."""
+  asked = threading.Event()
   if threading.current_thread() is not threading.main_thread():
-    yield
+    yield asked.is_set
     return
 
   def ask(number: int, frame: Any) -> None:
-    if _asked.is_set():
+    if asked.is_set():
       _raise(number, frame)
-    _asked.set()
+    asked.set()
     name = signal.Signals(number).name
     _LOG.warning("%s: saving after this step, then stopping", name)
 
-  try:
-    with _handler(ask):
-      yield
-  finally:
-    _asked.clear()
+  with _handler(ask):
+    yield asked.is_set
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from moh_jax.config.parse import (
   override,
   run_file,
 )
-from moh_jax.config.run import section_types
 from moh_jax.runtime.alive import alive
 from moh_jax.runtime.files import checksum, parse_json, write_whole
 
@@ -343,12 +342,5 @@ def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
   except (KeyError, ValueError) as error:
     raise ValueError(f"train.init_from={source!r}: {error}") from error
   model = trained.model
-  try:
-    section_types(model.family, cfg)
-  except ValueError as error:
-    raise ValueError(
-      f"{spec} does not fit train.init_from={source!r}, a model of family "
-      f"{model.family!r}: {error}"
-    ) from error
   stated = read_fields("model", type(model), cfg["model"])
   return merged(model.inherited(trained, stated), cfg)

@@ -130,11 +130,6 @@ def _make_preview(
   """Makes the preview: a grid of samples with fixed noise and labels."""
   if not config.sample.every:
     return None
-  if config.diffusion.space == "latent" and decode is None:
-    raise ValueError(
-      f"sample.every={config.sample.every} must be 0, or --vae must name the "
-      "autoencoder that shows latents"
-    )
   paint = make_image_sampler(model, config, decode)
   num, zoom = config.sample.num, config.sample.zoom
   classes, seed = config.model.num_classes, config.train.seed

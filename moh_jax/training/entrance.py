@@ -18,8 +18,9 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 
-from moh_jax import config as config_lib
-from moh_jax.config import Config
+from moh_jax.config import Config, to_dict
+from moh_jax.config.base import differing
+from moh_jax.config.parse import differing_keys
 from moh_jax.data.files import Identity
 from moh_jax.layers.linear import LORA_A, LORA_B
 from moh_jax.ops.placement import check_heads, check_tokens
@@ -57,7 +58,7 @@ def check_processes(config: Config, workdir: str) -> None:
       wandb is missing that the config asks for.
   """
   newest = steps.list_steps(workdir)[-1:]
-  agree({"config": config_lib.to_dict(config), "newest checkpoint": newest})
+  agree({"config": to_dict(config), "newest checkpoint": newest})
   if config.train.init_from and not newest:
     steps.find_step(config.train.init_from, None)
   if config.log.wandb and importlib.util.find_spec("wandb") is None:
@@ -165,7 +166,7 @@ def check_same_run(
   if step is None:
     return
   metadata, _ = read_metadata(directory, step)
-  config, stored = ours.config, metadata.config
+  config = ours.config
   if step > config.train.steps:
     raise ValueError(
       f"workdir {directory} is at step {step}, beyond train.steps="
@@ -173,12 +174,7 @@ def check_same_run(
     )
   data = steps.read_json_item(directory, step, "data")
   here = _fixed(ours, random_settings())
-  there = _fixed(metadata, data["random"])
-  fields = [
-    f"{name}: {here.get(name)!r} here, {there.get(name)!r} there"
-    for name in {**here, **there}
-    if here.get(name) != there.get(name)
-  ]
+  fields = differing(here, _fixed(metadata, data["random"]))
   # The same config, so that the data should be the same too.
   for name in () if fields else sorted({**stream, **data["stream"]}):
     both = (of.get(name, {}) for of in (stream, data["stream"]))
@@ -190,14 +186,7 @@ def check_same_run(
       f"{'; '.join(fields)}. Choose another workdir, or the same config, data "
       "and settings of JAX"
     )
-  changed = [
-    line
-    for name, section in config.by_name().items()
-    for line in config_lib.differing_fields(
-      section, stored.by_name()[name], name
-    )
-  ]
-  if changed:
+  if changed := differing_keys(config, metadata.config):
     _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))
 
 

@@ -16,7 +16,7 @@ from moh_jax.runtime.processes import ask_first_process
 from moh_jax.training.step import TrainState
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(FloatingPointError):
   """The loss or the gradient norm is NaN or infinite."""
 
 

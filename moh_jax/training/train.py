@@ -107,9 +107,8 @@ def train(
       state = first_state()
     else:
       state = saving.restore(directory, start, program.state)
-      is_done = start >= config.train.steps
-      end = f"; train.steps={config.train.steps} are done" if is_done else ""
-      _LOG.info("resumed from step %d in %s%s", start, directory, end)
+      total = config.train.steps
+      _LOG.info("resumed from step %d of %d in %s", start, total, directory)
     run = _Run(config, task, mesh, program, frozen, saver, log)
     return run.take_steps(state, start or 0)
 
@@ -249,9 +248,9 @@ def _stops() -> Iterator[Callable[[], bool]]:
   """What tells, after each step, whether a signal asked the run to stop."""
   if jax.process_count() > 1:  # JAX tells all of them of a SIGTERM of one
     yield lambda: multihost.reached_preemption(next(_TICKS))
-    return
-  with processes.deferred():
-    yield processes.stop_was_asked
+  else:
+    with processes.deferred() as was_asked:
+      yield was_asked
 
 
 def _say(config: Config, mesh: Mesh, program: Program) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from moh_jax.config import Config, without_router
+from moh_jax.config import Config, apply_overrides, without_router
 from moh_jax.config.heads import Units
 from moh_jax.config.parse import changed
 from moh_jax.models.generation import Decode
@@ -215,8 +215,7 @@ def compared_runs(
   for seed in range(config.train.seed, config.train.seed + seeds):
     for variant, setting in itertools.product(variants, settings):
       run = make_variant(changed(config, [setting] * bool(key)), variant)
-      seeded = dataclasses.replace(run.train, seed=seed)
-      run = dataclasses.replace(run, train=seeded)
+      run = apply_overrides(run, "train", seed=seed)
       runs.append(ComparedRun(variant, setting, seed, run))
   return runs
 

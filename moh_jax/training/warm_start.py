@@ -13,8 +13,8 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from moh_jax import config as config_lib
-from moh_jax.config import Config
+from moh_jax.config import Config, apply_overrides
+from moh_jax.config.parse import differing_keys
 from moh_jax.data.tokenizers import (
   Tokenizer,
   read_files_beside,
@@ -112,8 +112,7 @@ def prepare(
   split = jax.jit(split, out_shardings=shardings, donate_argnums=0)
   first, frozen = split(read(jax.jit(initial)()))
   place = os.fspath(steps.absolute(config.train.init_from))
-  train = dataclasses.replace(config.train, init_from=place)
-  config = dataclasses.replace(config, train=train)
+  config = apply_overrides(config, "train", init_from=place)
   mark = steps.mark(place, steps.find_step(place, None))
   ours = dataclasses.replace(ours, config=config, base_mark=mark)
   return lambda: program.init(first), ours, frozen
@@ -225,17 +224,11 @@ def _check_numbers(source: str, ours: Config, theirs: Config) -> None:
   for name, section in ours.sections.items():
     own = getattr(section, "NUMERIC_FIELDS", ())
     numeric += tuple(f"{name}.{field}:" for field in own)
-  there = theirs.by_name()
-  differing = [
-    line
-    for name, section in ours.by_name().items()
-    for line in config_lib.differing_fields(section, there[name], name)
-    if line.startswith(numeric)
-  ]
-  if differing:
+  lines = differing_keys(ours, theirs)
+  if found := [line for line in lines if line.startswith(numeric)]:
     raise ValueError(
       f"train.init_from={source!r} holds parameters that were trained with "
-      f"other numbers: {'; '.join(differing)}"
+      f"other numbers: {'; '.join(found)}"
     )
 
 

@@ -48,20 +48,6 @@ class ClassifierTest(tiny_checkpoint.CommandTest):
         self.assertEqual(found["examples"], 12)
 
 
-class DiffusionTest(tiny_checkpoint.CommandTest):
-  COMMAND, STORED = "evaluate", "dit"
-
-  @pytest.mark.integration
-  def test_prints_the_losses_on_the_held_out_split(self):
-    out = self.done("--top-k", "0,2")
-    metrics = dict(line.split(": ") for line in out.splitlines())
-    names = {"loss", "mse", "vb", "activated_share", "examples", "step"}
-    self.assertEqual(metrics.keys(), names)
-    self.assertEqual(metrics["examples"], "359")
-    share = float(metrics["activated_share"])
-    self.assertAlmostEqual(share, (1 + 4) / (2 + 4), delta=1e-4)
-
-
 class TextTest(tiny_checkpoint.CommandTest):
   COMMAND, STORED = "evaluate", "text"
 

@@ -10,7 +10,6 @@ import sys
 from unittest import mock
 
 from absl.testing import parameterized
-from PIL import Image
 
 import moh_jax
 from moh_jax.cli import classify, main
@@ -52,15 +51,12 @@ class MainTest(tiny_checkpoint.CommandTest):
     ("paint", "invalid choice: 'paint' (choose from 'classify'"),
     ("evalute", "); did you mean 'evaluate'?; see"),
     ("prepare tokenise", "did you mean 'tokenize'?; see python -m moh_jax pre"),
-    ("classify --checkpoint x", "IMAGES"),
     ("inspect --config x b.csv", "arguments: b.csv; see"),
-    ("train --config x", "--workdir"),
     ("train --workdir x", "--config"),
     ("heads --checkpoint x --step -1", "--step='-1' must be"),
     ("convert --from onnx --source x --out y", "--from='on"),
     ("heads --checkpoint x --top-k 8,,9", "--top-k[1]='' must be of type int"),
     ("heads --checkpoint x --batches 0", "--batches=0 must be at least 1"),
-    ("heads --checkpoint x --batches 1.5", "=1.5 must be of type int"),
     ("heads --checkpoint x --out=", "--out='' must be the name of a file or"),
     ("inspect --nope", "unrecognized arguments: --nope"),
     ("inspect --check x", "unrecognized arguments: --check"),  # not shortened
@@ -71,21 +67,6 @@ class MainTest(tiny_checkpoint.CommandTest):
     self.assertRegex(
       self.call(*argv.split())[2], "; see python -m moh_jax .*--help\n$"
     )
-
-  def test_a_device_that_is_not_here_is_one_line(self):
-    err, jax_asserts = (
-      io.StringIO(),
-      compile("assert 0", "xla_bridge.py", "exec"),
-    )
-    with (
-      mock.patch.dict(os.environ, JAX_PLATFORMS="cuda"),
-      contextlib.redirect_stderr(err),
-    ):
-      self.assertEqual(main.report_errors(lambda: exec(jax_asserts), False), 2)
-      with self.assertRaises(AssertionError):  # of another cause
-        main.report_errors(lambda: exec("assert 0"), False)
-    said = "error: JAX_PLATFORMS='cuda': JAX finds no such device\n"
-    self.assertEqual(err.getvalue(), said)
 
   def test_tells_its_version(self):
     out = io.StringIO()
@@ -110,19 +91,13 @@ class MainTest(tiny_checkpoint.CommandTest):
     self.assertIn("FileNotFoundError", long)
 
   def test_names_that_the_terminal_cannot_show_end_no_command(self):
-    names = ("\u0436\u0443\u043a", "\udcff", "\U0001f41d", *"abc")
-    run, image = self.root / "run", str(self.root / "\u0436.png")
+    run, names = self.root / "run", ("\u0436\u0443\u043a", *"abcde")
     tiny_checkpoint.save_random(run, tiny_checkpoint.CONFIG, names)
-    Image.new("RGB", (8, 8)).save(image)
-    argv = ("--checkpoint", str(run), "--json", str(self.root / "x.json"))
-    for command in (["inspect"], ["classify", image]):
-      for encoding in ("ascii", "latin-1", "utf-8"):
-        out = io.TextIOWrapper(io.BytesIO(), encoding)
-        with contextlib.redirect_stdout(out):
-          self.assertEqual(main.main([*command, *argv]), 0)
-          out.flush()
-        self.assertIn(b"udcff", out.buffer.getvalue())
-        self.assertIn("\\udcff", (self.root / "x.json").read_text())
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with contextlib.redirect_stdout(out):
+      self.assertEqual(main.main(["inspect", "--checkpoint", str(run)]), 0)
+      out.flush()
+    self.assertIn(rb"\u0436", out.buffer.getvalue())
 
   def test_warnings_are_their_text_alone(self):
     def run(options):
@@ -181,6 +156,13 @@ train {_DIGITS} --workdir=x --config.optim.lr
 
 
 class ProcessTest(parameterized.TestCase):
+  def test_a_device_that_is_not_here_is_one_line(self):
+    argv = "-m", "moh_jax", "evaluate", "--checkpoint"
+    stored = str(tiny_checkpoint.stored("vit"))
+    status, _, err = _python(*argv, stored, JAX_PLATFORMS="cuda")
+    said = "error: JAX_PLATFORMS='cuda': JAX finds no such device\n"
+    self.assertEqual((status, err), (2, said))
+
   @parameterized.parameters(
     (r"\d{2,}", ["", "bench", f"train {_DIGITS}", *map(" ".join, COMMANDS)]),
     ("1", _EARLY.strip().splitlines()),

@@ -60,7 +60,6 @@ _REFUSED = (
   ("vit", "data.source=latents data.path=x", "must hold images"),
   ("vit", "model.channels=1 data.mean=0,0,0 data.std=1,1,1",
    "data.mean=(0.0, 0.0, 0.0) must have model.channels=1 values"),
-  ("vit", "optim.accumulation=5", "data.batch_size=12 must be a multiple of"),
   ("vit", "optim.warmup_steps=1001", "must be at most train.steps=1000"),
   ("vit", "optim.schedule=wsd optim.decay_steps=990",
    "optim.decay_steps=990 must be at most train.steps=1000 less the 50 steps"),

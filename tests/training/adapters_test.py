@@ -53,12 +53,11 @@ class AdaptersRunTest(parameterized.TestCase):
   def _folder(self, name):
     return str(pathlib.Path(self.root, name))
 
-  @parameterized.parameters("float32", "int8")
   @pytest.mark.integration
-  def test_a_dense_model_becomes_moh_by_adapters(self, dtype):
+  def test_a_dense_model_becomes_moh_by_adapters(self):
     base = tiny.save(self.root, _DENSE)
     before = tiny.random_params(_DENSE)
-    lora = dataclasses.replace(_LORA, base_dtype=dtype, dropout=0.2)
+    lora = dataclasses.replace(_LORA, base_dtype="int8", dropout=0.2)
     config, run = _tuned(tiny.llm_config(), base, lora), self._folder("run")
     done = tiny.train(config, run)
     names = {path[-1] for path in flatten_dict(done.state.params)}
@@ -67,13 +66,9 @@ class AdaptersRunTest(parameterized.TestCase):
     served = restore(run)
     self.assertEqual(served.config.tune.lora.rank, 0)
     flat, old = map(flatten_dict, (served.params, before))
-    for path, leaf in flat.items():
-      if "router" in path:
-        continue
-      adapted = {"attn", "mlp"} & set(path) and path[-1] == "kernel"
-      same = np.allclose(leaf, old[path], rtol=0, atol=1e-7)
-      quantized = dtype == "int8" and path[-1] in ("kernel", "embedding")
-      self.assertEqual(same, not (adapted or quantized), path)
+    for path in old:  # norms alone are held as they were
+      same = np.allclose(flat[path], old[path], rtol=0, atol=1e-7)
+      self.assertEqual(same, path[-1] == "scale", path)
     # What is served computes as the run did.
     tokens = np.arange(12)[None] % 9
     out, _ = jax.jit(served.model.apply)({"params": served.params}, tokens)

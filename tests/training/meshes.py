@@ -98,13 +98,13 @@ def mesh_of(config):
     return make_mesh(config.mesh, devices)
 
 
-def losses(config):
-  """Those of the first three steps."""
+def losses(config, steps=3):
+  """Those of the first steps."""
   mesh, task, found = mesh_of(config), tiny.make_task(config), []
   program = make_program(config, task, mesh)
   with use_mesh(mesh):
     state, batches = program.init(), task.batches(mesh)
-    for _ in range(3):
+    for _ in range(steps):
       batch = shard_batch(next(batches), mesh)
       state, metrics = program.step(state, batch)
       found.append(float(metrics["loss"]))

@@ -61,22 +61,12 @@ class ScheduleTest(parameterized.TestCase):
     ({"lr": 0.5, "schedule": "constant", "warmup_steps": 2}, 10,
      {0: 0, 1: 0.25, 2: 0.5, 9: 0.5, 99: 0.5}),
     (_WSD, 100, {5: 0.5, 10: 1.0, 80: 1.0, 90: 0.6, 100: 0.2, 500: 0.2}),
+    ({"lr": 0.0}, 10, {0: 0, 5: 0}),
   )  # fmt: skip
   def test_rates_of_steps(self, fields, steps, expected):
     schedule = optim.make_schedule(OptimConfig(**fields), steps)
     found = [float(schedule(step)) for step in expected]
     np.testing.assert_allclose(found, list(expected.values()), rtol=1e-5)
-
-  @parameterized.parameters(
-    {"lr": 0.0},
-    {"lr": 0.1, "warmup_steps": 10},
-    {"lr": 0.0, "schedule": "wsd"},
-    {"lr": 0.1, "final_lr": 0.2},
-  )
-  def test_unusual_ones_stay_finite(self, **fields):
-    schedule = optim.make_schedule(OptimConfig(**fields), 10)
-    values = [float(schedule(step)) for step in range(12)]
-    self.assertTrue(np.isfinite(values).all())
 
 
 class DecayMaskTest(parameterized.TestCase):
@@ -147,16 +137,6 @@ _FACTORS = (
       "stage2/blocks/norm1/scale": [1 / 2],
       "stage2/norm/scale": [1 / 2],
       "head/kernel": [1],
-    },
-  ),
-  (
-    tiny.dit_config(),  # two layers, a stack each
-    {
-      "patch/kernel": [1 / 8],
-      "embed/label/embedding": [1 / 8],
-      "blocks0/mlp/up/kernel": [1 / 4],
-      "blocks1/mlp/up/kernel": [1 / 2],
-      "final/kernel": [1],
     },
   ),
   (

@@ -18,12 +18,8 @@ _MESH = {"data": -1}
 class PlanTest(absltest.TestCase):
   def test_without_a_compiler_the_state_decides(self):
     plan = make_plan(tiny.llm_config(mesh=_MESH), parse_topology("v5e-4"), True)
-    self.assertTrue(plan.fits)
-    self.assertIsNone(plan.total)
+    self.assertEqual((plan.fits, plan.total), (True, None))
     self.assertIn("needs the package libtpu", plan.compiler)
-    chip = dataclasses.replace(plan.topology.chip, memory=1000)
-    topology = dataclasses.replace(plan.topology, chip=chip)
-    self.assertFalse(dataclasses.replace(plan, topology=topology).fits)
 
   def test_a_plan_has_as_many_slices_as_the_config(self):
     run = tiny.llm_config(mesh={**_MESH, "dcn_data": 2, "fsdp": 2})

@@ -34,7 +34,7 @@ _ROWS = [
 ]
 
 
-def _config(folder, **data):
+def _config(folder):
   """A run of pairs, whose files it writes."""
   write_tokenizer(folder)
   for split in ("train", "val"):
@@ -52,8 +52,6 @@ def _config(folder, **data):
     path=str(folder),
     tokenizer_path=str(folder),
     sequence_length=64,
-    batch_size=4,
-    **data,
   )
   tune = TuneConfig(lora=_LORA, dpo=DpoConfig(_BETA))
   return tiny.changed(config, data=data, tune=tune)
@@ -122,58 +120,32 @@ class PreferenceTest(parameterized.TestCase):
     )
     mean = metrics["preferred"]
     self.assertIn(mean.total / mean.weight, (0, 0.5, 1))
-    (begins, _) = ours(begun)
-    np.testing.assert_allclose(begins, np.log(2), rtol=1e-6)
-
-  @pytest.mark.integration
-  def test_the_reference_runs_with_the_scheduled_heads(self):
+    # Adapters add nothing yet; the reference has the scheduled heads too.
     scheduled = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
-    config = tiny.changed(_config(self.root), tune=scheduled)
-    _, frozen, begun = tiny.adapted(config)
-    joined = join(frozen, begun)
-    source = PreferenceSource(config.data, 320, "train")
-    batch = tiny.stacked(source, 2)
-    loss_fn = jax.jit(make_objective(config).loss_fn)
-    for step in (0, 2):  # adapters add nothing yet
-      _, metrics = loss_fn(joined, batch, jax.random.key(0), jnp.int32(step))
-      margin, loss = (
-        metrics[name].total / 2 for name in ("margin", "task_loss")
-      )
-      np.testing.assert_allclose(margin, 0, atol=1e-6)
-      np.testing.assert_allclose(loss, np.log(2), rtol=1e-6)
+    loss_fn = make_objective(tiny.changed(config, tune=scheduled)).loss_fn
+    args = batch, jax.random.key(0), jnp.int32(0)
+    _, metrics = jax.jit(loss_fn)(join(frozen, begun), *args)
+    for name, value in (("margin", 0), ("task_loss", np.log(2))):
+      np.testing.assert_allclose(metrics[name].total / 2, value, atol=1e-6)
 
   @pytest.mark.integration
-  def test_a_run_learns_what_is_preferred(self):
+  def test_a_run_learns_what_is_preferred_on_any_devices(self):
     config = _config(self.root)
-    base = _base(self.root, config)
-    config = tiny.changed(
-      config, train={"steps": 12, "init_from": base}, optim=_FAST
-    )
-    done = tiny.train(config, str(self.root / "run"))
+    start = {"steps": 12, "init_from": _base(self.root, config)}
+    config = tiny.changed(config, train=start, optim=_FAST)
+    done = tiny.train(config, str(self.root / "one"))
     self.assertIn("bits_per_byte", done.evaluation)
-    shares = [row["preferred"] for row in tiny.rows(self.root / "run", "train")]
-    self.assertEqual(shares[-1], 1)
-    served = restore(str(self.root / "run"))  # without adapters in its config
-    self.assertEqual(served.config.data.source, "preference")
-
-  @pytest.mark.integration
-  def test_devices_share_the_pairs(self):
-    config = _config(self.root)
-    base = _base(self.root, config)
-    config = tiny.changed(
-      config,
-      data={"batch_size": 8},
-      train={"steps": 2, "init_from": base},
-      optim=_FAST,
+    short = tiny.changed(config, train={"steps": 2}, mesh=tiny.MESH)
+    train(short, str(self.root / "mesh"))
+    one, mesh = (
+      tiny.rows(self.root / name, "train") for name in ("one", "mesh")
     )
-    tiny.train(config, str(self.root / "one"))
-    train(tiny.changed(config, mesh=tiny.MESH), str(self.root / "mesh"))
-    margins = [
-      [row["margin"] for row in tiny.rows(self.root / name, "train")]
-      for name in ("one", "mesh")
-    ]
+    self.assertEqual(one[-1]["preferred"], 1)
+    margins = [[row["margin"] for row in rows[:2]] for rows in (one, mesh)]
     np.testing.assert_allclose(*margins, rtol=1e-3, atol=1e-6)
     self.assertGreater(margins[0][-1], 0)
+    served = restore(str(self.root / "one"))  # without adapters in its config
+    self.assertEqual(served.config.data.source, "preference")
 
   def test_what_does_not_fit_is_named(self):
     config = _config(self.root)

@@ -51,7 +51,10 @@ def _trained_batch():
 
 @functools.cache
 def _chat_step(axes, accumulation):
-  """Loss of a step, that of an evaluation, and the gradients' moments."""
+  """Loss of a step, that of an evaluation, and the first moments.
+
+  These are the gradients of the step, times a constant.
+  """
   config = meshes.config_of(
     "llm",
     mesh=dict(axes),
@@ -101,24 +104,6 @@ class StepTest(parameterized.TestCase):
     _, second = program.step(state, batch)
     self.assertNotEqual(float(first["loss"]), float(second["loss"]))
 
-  def test_unequal_targets_and_empty_microbatches_weigh_as_in_the_batch(self):
-    config = tiny.llm_config(
-      train={"balance_weight": 0.0}, optim={"lr": 1e-3, "warmup_steps": 0}
-    )
-    program, step, batch = _setup(config)
-    # Example i is in microbatch i % 4: the first has no target, the next few.
-    weights = np.ones_like(batch["weights"])
-    weights[0::4], weights[1::4, 3:], weights[2, 7:] = 0, 0, 0
-    batch, state = {**batch, "weights": weights}, program.init()
-    whole, metrics = jax.jit(step)(state, batch)
-    parts_step = functools.partial(step, accumulation=4)
-    parts, parts_metrics = jax.jit(parts_step)(state, batch)
-    parts_metrics.pop("balance_loss"), metrics.pop("balance_loss")
-    chex.assert_trees_all_close(parts_metrics, metrics, rtol=2e-6)
-    # AdamW's moments are the gradients of this first step and their squares.
-    moments = (s.opt_state[1][0].mu for s in (parts, whole))
-    chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
-
   @parameterized.parameters(
     ({}, 4), ({"data": 8}, 1), ({"fsdp": 4}, 2),
   )  # fmt: skip
@@ -156,7 +141,6 @@ class StepTest(parameterized.TestCase):
         "loss": total,
         "some": Mean(value.sum(), (value > 0).sum()),
         "none": Mean(jnp.zeros(()), jnp.zeros(())),
-        "largest": value.max(),
         "noise": noise,
         "squared": jnp.square(noise),
       }
@@ -167,6 +151,5 @@ class StepTest(parameterized.TestCase):
     _, metrics = jax.jit(step)(program.init(), batch)
     self.assertEqual(float(metrics["some"]), 8.0)
     self.assertTrue(np.isnan(metrics["none"]))
-    self.assertEqual(float(metrics["largest"]), 7.5)  # of 0 and 15
     variance = metrics["squared"] - jnp.square(metrics["noise"])
     self.assertGreater(float(variance), 1e-4)  # each has a key of its own
