@@ -69,9 +69,9 @@ def active_heads(
   if placement is None:
     return make(budget.active, parts=units.parts)
   if choice.order is not None:  # any heads may be shared, also all of a device
-    return make(budget.active, placement.mean_active(budget))
-  expected = max(placement.expected_active(budget))
-  return make(placement.most_active(budget), expected)
+    return make(budget.active, budget.active / placement.total)
+  expected, most = placement.active(budget)
+  return make(most, expected)
 
 
 def attend_on_mesh(call: Call, implementation: str) -> jax.Array:

@@ -8,14 +8,12 @@ The contract that every family follows: it makes per-head outputs
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config.base import make_section
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.attend import (
   active_heads,
@@ -81,7 +79,7 @@ class MoHAttention(nn.Module):
 
   Attributes:
     budget: the layer's head split; H * D need not equal the width.
-    router: the kind and form of the router, also as a dict of its fields.
+    router: the kind and form of the router.
     num_kv_heads: key/value heads; None is one per query head.
     causal: whether a token sees only itself and the tokens before it.
     use_bias: biases of the query, key and value projections.
@@ -115,11 +113,6 @@ class MoHAttention(nn.Module):
   dropout_rate: float = 0.0
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
-
-  def __post_init__(self):
-    if isinstance(self.router, Mapping):
-      self.router = make_section("router", RouterConfig, self.router)
-    super().__post_init__()
 
   @nn.compact
   def __call__(
@@ -159,25 +152,27 @@ class MoHAttention(nn.Module):
     whole, (places, choice) = x, (places or Places(), choice or HeadChoice())
     given = split_batch_alone((x, context, token_mask, context_mask))
     x, context, token_mask, context_mask = given
-    layout = self.layout(cached=memory is not None)
-    q, k, v = self.project(x, layout, context)
     counted = token_mask if places.counted is None else places.counted
+    key_mask = token_mask if context is None else context_mask
+    visible = Visible(key_mask, places.segments, self.causal)
+    layout = self.layout(cached=memory is not None)
+
+    q, k, v = self.project(x, layout, context)
     gates, aux = self.route(x, q, layout, counted, choice)
     q, k = self.rotate([q, k], places.rotation, layout)
     if memory is not None:
       cache, slots = memory
       memory = write_cache(cache, k, v, slots.start), slots
-    key_mask = token_mask if context is None else context_mask
-    visible = Visible(key_mask, places.segments, self.causal)
     kinds = self.budget, self.router, choice, layout.placement
     active = active_heads(gates, *kinds, self.num_kv_heads)
     call = Call(q, k, v, visible, layout.dim**-0.5, active=active)
     heads = self.attend(call, memory)
     bias = self.use_bias if self.out_bias is None else self.out_bias
-    kinds = self._kinds(bias, layout)
-    kinds["kernel_init"] = self.out_init or self.kernel_init
+    init = self.out_init or self.kernel_init
+    kinds = self._kinds(layout, use_bias=bias, kernel_init=init)
     mix = HeadMix(x.shape[-1], self.out_multiplier, name="out", **kinds)
     out = mix(heads, gates)
+
     if deterministic is None:
       deterministic = not self.has_rng("dropout")
     if self.dropout_rate and not deterministic:
@@ -220,7 +215,7 @@ class MoHAttention(nn.Module):
   ) -> list[jax.Array]:
     """Queries, keys and values, [B, N, H or K, the layout's width]."""
     heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = self._kinds(self.use_bias, layout)
+    kinds = self._kinds(layout)
     if context is None and self.num_kv_heads in (None, heads):
       return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
     query = HeadProjection(1, heads, dim, name="q", **kinds)
@@ -321,12 +316,8 @@ class MoHAttention(nn.Module):
       self.budget.head_dim, heads, kv_heads, pads=pads, placement=placement
     )
 
-  def _kinds(self, use_bias: bool, layout: HeadLayout) -> dict[str, Any]:
-    return {
-      "use_bias": use_bias,
-      "kernel_init": self.kernel_init,
-      "output_major": self.output_major,
-      "dtype": self.dtype,
-      "param_dtype": self.param_dtype,
-      "layout": layout,
-    }
+  def _kinds(self, layout: HeadLayout, **others: Any) -> dict[str, Any]:
+    """What the projections and the mix are, but for `others`."""
+    fields = "use_bias", "kernel_init", "output_major", "dtype", "param_dtype"
+    own = {name: getattr(self, name) for name in fields}
+    return {"layout": layout, **own, **others}

@@ -82,10 +82,10 @@ class Process:
     left = (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
     return left * np.sqrt(1.0 - self.betas)
 
-  @functools.cached_property
-  def snr(self) -> np.ndarray:
-    """Signal-to-noise ratio a / (1 - a), [S]."""
-    return self.alphas_cumprod / (1.0 - self.alphas_cumprod)
+  @property
+  def log_snr(self) -> np.ndarray:
+    """Logarithm of the signal-to-noise ratio a / (1 - a), [S], descending."""
+    return np.log(self.alphas_cumprod / (1.0 - self.alphas_cumprod))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,7 +166,7 @@ def even_log_snr(process: Process, steps: int) -> Process:
     steps: number of steps, from the noisiest level of the process, but not
       below a log-SNR of -10.2, to the cleanest.
   """
-  log_snr = np.log(process.snr)  # descending
+  log_snr = process.log_snr
   lowest = max(log_snr[-1], _LOWEST_LOG_SNR)
   levels = np.linspace(lowest, log_snr[0], steps)[::-1]
   times = np.interp(-levels, -log_snr, process.timesteps)

@@ -87,7 +87,7 @@ def attention(
       segment (a document of several packed into one sequence).
     causal: query n sees the keys up to n + M - N, so fewer queries than keys
       are the last ones of the sequence.
-    scale: factor of the logits; None is D ** -0.5.
+    scale: factor of the logits, above 0; None is D ** -0.5.
     active: [B, N, H] bool, the heads that each token uses; None is every head.
       The output of an inactive head is unspecified, either 0 or its attention:
       multiply it by a gate of 0.
@@ -142,8 +142,8 @@ def _check(call: Call) -> None:
     ("active", active and active.mask, bool, (batch, queries, heads)),
   ):
     check_array(name, array, kind, shape)
-  if active is not None and active.max_per_token < 1:
-    raise ValueError(f"max_active={active.max_per_token} must be at least 1")
+  if call.scale <= 0:
+    raise ValueError(f"scale={call.scale} must be above 0")
   if bias is not None:
     sizes = zip(bias.shape[::-1], logits[::-1])
     fits = bias.ndim <= 4 and all(size in (1, full) for size, full in sizes)

@@ -106,7 +106,7 @@ class Call:
     k: [B, M, K, D] keys; query head h reads key/value head h // (H / K).
     v: [B, M, K, D] values.
     visible: which keys a query sees.
-    scale: factor of the logits.
+    scale: factor of the logits, above 0.
     bias: broadcastable to [B, H, N, M], or None.
     active: the active heads; None is every head.
   """

@@ -121,7 +121,8 @@ def head_blocks(active: ActiveHeads, rows: int, group: int = 1) -> HeadBlocks:
   rank, place = _ranks(active.mask, group)
   used = -(-rank[:, -1].reshape(-1) // rows)
   first = _settled(jnp.cumsum(jnp.pad(used, (1, 0)), dtype=jnp.int32))
-  place = place + _each(first[:-1].reshape(batch, 1, kv_heads) * rows, group)
+  start = first[:-1].reshape(batch, 1, kv_heads) * rows
+  place = place + jnp.repeat(start, group, axis=-1)
   row = jnp.where(active.mask, place, blocks * rows)
   pair = jnp.full(blocks * rows, -1, jnp.int32)
   pairs = jnp.arange(row.size, dtype=jnp.int32)
@@ -167,7 +168,8 @@ def blocks_of(
   pair = pair[:, None] + (token * heads + place % group)[None]
   pair = jnp.where(inside[None], pair, -1)
   position = jnp.arange(tokens, dtype=jnp.int32)[None, :, None]
-  row = _each(head.reshape(batch, 1, kv_heads) * (each * rows), group)
+  start = head.reshape(batch, 1, kv_heads) * (each * rows)
+  row = jnp.repeat(start, group, axis=-1)
   own = jnp.arange(heads, dtype=jnp.int32) % group
   row = row + position * group + own[None, None]
   token = jnp.where(inside, token, tokens).reshape(each, rows)
@@ -200,12 +202,7 @@ def _ranks(active: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
   # What comes after a pair of the same token, instead of before: 0 if G = 1.
   up_to = jnp.cumsum(each, axis=3, dtype=jnp.int32)
   later = (up_to[..., -1:] - up_to).reshape(active.shape)
-  return rank, _each(rank, group) - 1 - later
-
-
-def _each(x: jax.Array, group: int) -> jax.Array:
-  """Repeats numbers of groups [..., H / G] for each of their heads."""
-  return jnp.repeat(x, group, axis=-1)
+  return rank, jnp.repeat(rank, group, axis=-1) - 1 - later
 
 
 def _settled(sums: jax.Array) -> jax.Array:

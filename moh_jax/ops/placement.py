@@ -53,6 +53,11 @@ class HeadPlacement:
   devices: int
   sequence: int = 1
 
+  @property
+  def total(self) -> int:
+    """Devices that heads are dealt to."""
+    return self.devices * self.sequence
+
   def order(self, heads: int) -> tuple[int, ...]:
     """Index of the head at each position, in the order of the devices.
 
@@ -60,60 +65,35 @@ class HeadPlacement:
       heads: H or K.
     """
     group = heads // self.kv_heads
-    repeats = kv_repeats(self.kv_heads, self._total)
+    repeats = kv_repeats(self.kv_heads, self.total)
     if repeats > 1:  # key/value heads stay where they are
       if group == 1:
         return tuple(range(heads))
       queries = np.arange(heads).reshape(self.kv_heads, -1, repeats)
       return tuple(queries.swapaxes(1, 2).reshape(-1).tolist())
-    dealt = np.arange(self.kv_heads).reshape(-1, self._total).T.reshape(-1, 1)
+    dealt = np.arange(self.kv_heads).reshape(-1, self.total).T.reshape(-1, 1)
     return tuple((dealt * group + np.arange(group)).reshape(-1).tolist())
 
-  def expected_active(
+  def active(
     self, budget: HeadBudget, order: Sequence[int] = ()
-  ) -> tuple[float, ...]:
-    """Active heads of a token on each device, if routed heads are used evenly.
+  ) -> tuple[float, int]:
+    """Active heads of one token on the device that has most of them.
 
     Args:
       budget: the layer's head split.
       order: the heads in the order in which the first are shared; () is their
         own.
+
+    Returns:
+      Those expected where routed heads are used evenly, and the most possible.
     """
-    chance = budget.top_k / budget.routed if budget.routed else 0.0
-    shared = self._shared(budget, order)
-    routed = self.heads // self._total - shared
-    return tuple((shared + chance * routed).tolist())
-
-  def mean_active(self, budget: HeadBudget) -> float:
-    """Mean over the devices of the active heads of a token.
-
-    Args:
-      budget: the layer's head split.
-    """
-    return budget.active / self._total
-
-  def most_active(self, budget: HeadBudget) -> int:
-    """Active heads that one token can have on one device.
-
-    Args:
-      budget: the layer's head split, whose first heads are shared.
-    """
-    shared = self._shared(budget)
-    routed = self.heads // self._total - shared
-    return int((shared + np.minimum(routed, budget.top_k)).max())
-
-  @property
-  def _total(self) -> int:
-    """Devices that heads are dealt to."""
-    return self.devices * self.sequence
-
-  def _shared(
-    self, budget: HeadBudget, order: Sequence[int] = ()
-  ) -> np.ndarray:
-    """Number of shared heads on each device."""
-    heads = np.asarray(self.order(self.heads)).reshape(self._total, -1)
+    heads = np.asarray(self.order(self.heads)).reshape(self.total, -1)
     first = (order or range(self.heads))[: budget.shared]
-    return np.isin(heads, first).sum(1)
+    shared = np.isin(heads, first).sum(1)
+    routed = heads.shape[1] - shared
+    chance = budget.top_k / budget.routed if budget.routed else 0.0
+    most = shared + np.minimum(routed, budget.top_k)
+    return float((shared + chance * routed).max()), int(most.max())
 
   def deal(self, x: jax.Array, dim: int) -> jax.Array:
     """Moves heads to the devices that compute them.
@@ -160,22 +140,19 @@ def _routes(
     takes [devices, heads / devices], indices of the slots that are received.
   """
   each = len(order) // devices
-  wanted = np.asarray(order).reshape(devices, each)
-  lists = [
-    [[h % each for h in row if h // each == sender] for row in wanted]
-    for sender in range(devices)
-  ]
-  slots = max(len(part) for row in lists for part in row)
-  # Slots that hold nothing repeat a head that nobody takes.
-  sends = [[(part + [0] * slots)[:slots] for part in row] for row in lists]
-  takes = [
-    [
-      (h // each) * slots + lists[h // each][receiver].index(h % each)
-      for h in row
-    ]
-    for receiver, row in enumerate(wanted)
-  ]
-  return np.asarray(sends).reshape(devices, -1), np.asarray(takes)
+  senders, heads = np.divmod(np.reshape(order, (devices, each)), each)
+  slots = max(np.bincount(row).max() for row in senders)
+  # Slots that hold nothing send a head that nobody takes.
+  sends = np.zeros((devices, devices, slots), int)
+  takes = np.zeros((devices, each), int)
+  used = np.zeros((devices, devices), int)
+  for receiver, place in np.ndindex(devices, each):
+    sender = senders[receiver, place]
+    slot = used[sender, receiver]
+    sends[sender, receiver, slot] = heads[receiver, place]
+    takes[receiver, place] = sender * slots + slot
+    used[sender, receiver] += 1
+  return sends.reshape(devices, -1), takes
 
 
 def kv_repeats(kv_heads: int, devices: int) -> int:

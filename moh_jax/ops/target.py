@@ -13,8 +13,6 @@ from jax.sharding import ManualAxisType
 
 _HOPPER = re.compile(r"\b(GH200|H100|H200|H20|H800)\b")
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-
-
 _Shape = jax.ShapeDtypeStruct
 
 
@@ -68,7 +66,9 @@ def target() -> Target:
   """
   named = jax.sharding.get_abstract_mesh().abstract_device
   if named is None:
-    device = _default_device()
+    device = jax.config.jax_default_device
+    if not isinstance(device, jax.Device):
+      device = jax.devices(device)[0]
     cores = getattr(device, "core_count", None)
   else:
     alike = (x for x in jax.devices() if x.device_kind == named.device_kind)
@@ -92,11 +92,6 @@ def cuda_version() -> int | None:
       versions = importlib.import_module(f"{name}._versions")
       return versions.cuda_runtime_get_version()
   return None
-
-
-def _default_device() -> jax.Device:
-  device = jax.config.jax_default_device
-  return device if isinstance(device, jax.Device) else jax.devices(device)[0]
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

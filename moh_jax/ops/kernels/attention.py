@@ -147,17 +147,8 @@ class Problem:
 
   @property
   def log2_scale(self) -> float:
-    """Factor that turns q k^T into logits of a softmax in base 2."""
+    """Factor, above 0, that turns q k^T into logits of a softmax in base 2."""
     return self.scale * LOG2_E
-
-  @property
-  def exponent_scale(self) -> float:
-    """Factor of logits that turns them into exponents of 2.
-
-    It is positive, so that the largest logit is the largest before it too: a
-    scale of at most 0 is applied to the logits themselves.
-    """
-    return self.log2_scale if self.scale > 0 else 1.0
 
   @property
   def together(self) -> int:
@@ -181,10 +172,6 @@ class Problem:
       jax.ShapeDtypeStruct((count, self.head_dim), self.dtype),
       jax.ShapeDtypeStruct((count,), jnp.float32),
     )
-
-  def scaled(self, products: jax.Array) -> jax.Array:
-    """Products that are base-2 logits once times `exponent_scale`."""
-    return products if self.scale > 0 else products * self.log2_scale
 
   def ranges(self, batch: jax.Array, token: jax.Array) -> Ranges:
     """The keys that some tokens see, in the shape of `token`."""
@@ -325,10 +312,6 @@ class Kernels:
       head_dim: D.
     """
 
-  def product_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of products, where the widest of the arrays is another one."""
-    return dtype
-
   def arranged(self, x: jax.Array) -> jax.Array:
     """Keys or values [B, M, K, D] as the kernels read them."""
     return x
@@ -403,12 +386,12 @@ def kernel_attention(
 ) -> jax.Array:
   """Softmax attention of the (token, head) pairs in a table, as one kernel.
 
-  Products are in the widest dtype of queries, keys and values (float32 for
-  float16 on a TPU), sums in float32. Products of float32 inputs have the
-  precision of `jax.default_matmul_precision`, as anywhere in JAX.
+  Products are in the widest dtype of queries, keys and values, sums in float32.
+  Products of float32 inputs have the precision of
+  `jax.default_matmul_precision`, as anywhere in JAX.
 
   Args:
-    call: arrays, bfloat16, float16 or float32, without a bias.
+    call: arrays, without a bias.
     blocks: the active pairs, in blocks of the key/value heads. The rows of a
       block, R, are 64 or 128 on Hopper and a multiple of 8 on a TPU.
     kernels: of a back end.
@@ -421,7 +404,7 @@ def kernel_attention(
     see no key.
   """
   q, k, v = call.q, call.k, call.v
-  dtype = kernels.product_dtype(jnp.result_type(q, k, v))
+  dtype = jnp.result_type(q, k, v)
   if sizes is None:
     sizes = block_sizes(kernels, q.shape[-1], dtype)
   sizes = sizes.with_rows(blocks.token.shape[1])

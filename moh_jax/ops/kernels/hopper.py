@@ -152,13 +152,13 @@ def _forward_kernel(
   def step(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
     acc, highest, total = carry
     [k] = keys.take(turn)
-    logits = launch.problem.scaled(launch.across(q, k, part.switch))
+    logits = launch.across(q, k, part.switch)
     keys.release(turn)
     logits = hide(logits)
     new = jnp.maximum(highest, logits.max(1))
     # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
-    shift = jnp.where(new == -jnp.inf, 0.0, new) * launch.problem.exponent_scale
-    decay = jnp.exp2(highest * launch.problem.exponent_scale - shift)
+    shift = jnp.where(new == -jnp.inf, 0.0, new) * launch.problem.log2_scale
+    decay = jnp.exp2(highest * launch.problem.log2_scale - shift)
     weights = launch.weights(logits, row(shift, logits.shape))
     total = total * decay + weights.sum(1)
     acc = acc * row(decay, acc.shape)
@@ -183,7 +183,7 @@ def _forward_kernel(
     sees_keys = total > 0
     norm = jnp.where(sees_keys, total, 1.0)
     _store(acc * row(1 / norm, acc.shape), q, out_ref.at[span])
-    shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.exponent_scale
+    shift = jnp.where(sees_keys, highest, 0.0) * launch.problem.log2_scale
     sum_ref[span] = shift + jnp.log(norm) * LOG2_E
     _wait_until_read()
 
@@ -206,7 +206,7 @@ def _query_gradient_kernel(
     [k], [v] = keys.take(turn), values.take(turn)
 
     def weigh(products: jax.Array) -> jax.Array:
-      logits = hide(launch.problem.scaled(products))
+      logits = hide(products)
       return launch.weights(logits, row(log_sums, logits.shape))
 
     weights, dweights = launch.across_both((q, k), weigh, (grad, v))
@@ -297,7 +297,7 @@ def _key_gradients_kernel(
   # products, as registers can be. One product follows the other: there are not
   # enough registers for two.
   def weigh(hide: Callable, q: Any, sums_ref: Any) -> jax.Array:
-    logits = hide(launch.problem.scaled(launch.across(k, q)))
+    logits = hide(launch.across(k, q))
     log_sums = column(launch.load(sums_ref, PER_COLUMN), logits.shape)
     return launch.weights(logits, log_sums)
 

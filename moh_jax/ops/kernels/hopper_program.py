@@ -220,8 +220,8 @@ class Launch:
     return pl.cdiv(self.problem.keys, self.keys)
 
   def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
-    """exp2(logits * exponent_scale - shift)."""
-    return jnp.exp2(logits * self.problem.exponent_scale - shift)
+    """exp2(logits * log2_scale - shift)."""
+    return jnp.exp2(logits * self.problem.log2_scale - shift)
 
   def across(self, a: Any, b: Any, meanwhile: Callable = lambda: None) -> Any:
     """Multiplies [X, D] with [Y, D] in shared memory to [X, Y] float32.

@@ -47,12 +47,9 @@ class Tpu(Kernels):
 
   def unable(self, device: Target, dtype: str, head_dim: int) -> str:
     """See `Kernels.unable`."""
-    able = device.platform in ("cpu", "tpu")
-    return "" if able else f"a TPU, this is a {device.platform} ({device.kind})"
-
-  def product_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-    """See `Kernels.product_dtype`: TPUs have no float16."""
-    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+    if device.platform not in ("cpu", "tpu"):
+      return f"a TPU, this is a {device.platform} ({device.kind})"
+    return "bfloat16 or float32, not float16" if dtype == "float16" else ""
 
   def arranged(self, x: jax.Array) -> jax.Array:
     """Arranges keys or values [B, M, K, D] as [B, M, K / m, W].
