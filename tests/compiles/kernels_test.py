@@ -75,14 +75,11 @@ def _core(
   )  # fmt: skip
 
 
-def _layer(target, heads, dim, *, active, batch=2, tokens=2048, width=1024):
-  """Compiles a layer with rotations, half of the heads active or all."""
-  budget = HeadBudget(heads, heads // 4, heads // 4, dim)
-  if not active:
-    budget = HeadBudget(heads, heads, 0, dim)
+def _layer(target, heads, dim, *, batch=2, tokens=2048, width=1024):
+  """Compiles a layer with rotations, half of the heads active."""
   layer = MoHAttention(
-    budget, causal=True, use_bias=False, dtype=jnp.bfloat16,
-    implementation="kernel" if active else "auto",
+    HeadBudget(heads, heads // 4, heads // 4, dim), causal=True, use_bias=False,
+    dtype=jnp.bfloat16, implementation="kernel",
   )  # fmt: skip
   positions = jnp.arange(tokens)[None]
 
@@ -130,23 +127,13 @@ class TpuTest(parameterized.TestCase):
   def test_no_copy_of_queries_or_outputs_around_the_kernels(
     self, target, sizes
   ):
-    compiled = _layer(target, *sizes, active=True)
+    compiled = _layer(target, *sizes)
     self.assertEqual(compiled.as_text().count(_TPU_KERNEL), 3)
     for line, shapes in programs(compiled):
       copied = any(f" {x}(" in line for x in ("copy", "transpose", "reshape"))
       for shape in shapes if copied else ():
         if 2048 in shape:  # not the kernels
           self.assertLess(math.prod(shape), 2048 * math.prod(sizes), line)
-
-  @parameterized.parameters((12, 128), (24, 64))
-  def test_no_more_memory_than_splash_with_all_heads(self, heads, dim):
-    ours, splash = (
-      _layer("v5e:2x2", heads, dim, active=active, batch=16)
-      .memory_analysis()
-      .temp_size_in_bytes
-      for active in (True, False)
-    )
-    self.assertLess(ours, 1.2 * splash)
 
 
 class HopperTest(parameterized.TestCase):

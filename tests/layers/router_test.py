@@ -28,12 +28,13 @@ class HeadRouterTest(parameterized.TestCase):
     chex.assert_type(jax.tree.leaves((params, found)), jnp.float32)
 
   @parameterized.parameters(
-    ([3, 0], None, np.s_[:1, :3]), (None, [1.0, 0.0], np.s_[:1])
-  )
+    ([3, 0], None, 1, np.s_[:1, :3]), (None, [1.0, 0.0], 1, np.s_[:1]),
+    (None, [1.0, 0.0], 2, np.s_[:2]),  # two sequences an example
+  )  # fmt: skip
   def test_what_does_not_count_leaves_gates_and_narrows_the_statistics(
-    self, lengths, weights, counted
+    self, lengths, weights, each, counted
   ):
-    module, x = HeadRouter(small.BUDGET), small.tokens()
+    module, x = HeadRouter(small.BUDGET), jnp.tile(small.tokens(), (each, 1, 1))
     params, mask, of_batch = small.params(module, x), None, nullcontext()
     if lengths:
       mask = jnp.arange(small.N)[None] < jnp.array(lengths)[:, None]
@@ -54,9 +55,8 @@ class HeadRouterTest(parameterized.TestCase):
       ):  # fmt: skip
         _, aux = module.apply(params, *args, **named)
         self.assertEqual(float(aux.tokens), small.N)
-
-
-_QUERY_NORM = RouterConfig("query_norm")
+      with self.assertRaisesRegex(ValueError, "has 1 sequences for 2 examples"):
+        module.apply(params, x[:1])
 
 
 def _norms() -> jax.Array:

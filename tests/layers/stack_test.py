@@ -139,31 +139,20 @@ class DropPathTest(parameterized.TestCase):
 def _side(losses, load, *, routed=True) -> RouterAux:
   """Side values of a scanned stack with the given losses and one load."""
   load = jnp.tile(jnp.asarray(load, jnp.float32), (len(losses), 1))
-  losses = jnp.asarray(losses, jnp.float32)[:, None]
-  ones = jnp.ones_like(load)
-  scores = ones * losses / load.sum(-1, keepdims=True)
-  return RouterAux(ones[:, 0], load, scores, scores, routed=routed)
-
-
-def _layers(stack: RouterAux) -> list[RouterAux]:
-  """The layers of a stack, one by one."""
-  return [
-    jax.tree.map(lambda x: x[layer], stack)  # noqa: B023
-    for layer in range(len(stack.load))
-  ]
-
-
-_DENSE = _side([0.0, 0.0], [1, 1], routed=False)
-_ROUTED = _side([1.0, 2.0, 6.0], [1, 0.5, 0.5, 0])
+  scores = jnp.float32(losses)[:, None] / load.sum(-1, keepdims=True)
+  scores = jnp.broadcast_to(scores, load.shape)
+  return RouterAux(jnp.ones(len(losses)), load, scores, scores, routed=routed)
 
 
 class CollectAuxTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ({"dense": _DENSE, "routed": _ROUTED},),
-    ((*_layers(_DENSE), *_layers(_ROUTED)),),
-    ([_DENSE, *_layers(_ROUTED)],),
-  )
-  def test_mean_over_routed_layers_and_share_over_all_heads(self, layers):
+  @parameterized.parameters("stacks by name", "layers in order")
+  def test_mean_over_routed_layers_and_share_over_all_heads(self, given):
+    dense = _side([0.0, 0.0], [1, 1], routed=False)
+    routed = _side([1.0, 2.0, 6.0], [1, 0.5, 0.5, 0])
+    layers = {"dense": dense, "routed": routed}
+    if given == "layers in order":
+      one = lambda layer: jax.tree.map(lambda x: x[layer], routed)  # noqa: E731
+      layers = [dense, *map(one, range(3))]
     aux = collect_aux(layers)
     chex.assert_shape([aux.balance_loss, aux.activated_share], ())
     chex.assert_type([aux.balance_loss, aux.activated_share], jnp.float32)

@@ -107,13 +107,13 @@ class LLMTest(parameterized.TestCase):
     unmoved, _ = small.forward(plain, variables=variables)
     self.assertGreater(float(jnp.abs(ordered - unmoved).max()), 1e-2)
 
-  def test_top_k_as_an_input_is_that_of_the_config(self):
-    top_k = jnp.array(small.UNEQUAL.top_k, jnp.int32)
-    logits, aux = small.forward(top_k=top_k)
-    params = small.random_variables(small.CONFIG)["params"]
-    params = restack(params, small.CONFIG, small.UNEQUAL)
-    variables = {"params": params}
-    expected, expected_aux = small.forward(small.UNEQUAL, variables=variables)
+  @parameterized.parameters("two_stage", "query_norm")
+  def test_top_k_as_an_input_is_that_of_the_config(self, router):
+    plain, wanted = small.changed(router), small.changed(router, top_k=(1, 3))
+    logits, aux = small.forward(plain, top_k=jnp.array(wanted.top_k, jnp.int32))
+    params = small.random_variables(plain)["params"]
+    variables = {"params": restack(params, plain, wanted)}
+    expected, expected_aux = small.forward(wanted, variables=variables)
     np.testing.assert_allclose(logits, expected, atol=2e-5)
     for name in ("activated_share", "balance_loss"):
       np.testing.assert_allclose(

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from moh_jax.config import DiTConfig, ViTConfig, without_router
 from moh_jax.evaluation.probe import recorded_layers
-from moh_jax.models.dit import DiT, patchify, unpatchify
+from moh_jax.models.dit import DiT
 from moh_jax.models.vit import ViT, drop_path_rates
 from tests.models import small
 
@@ -163,13 +163,6 @@ class DiTTest(parameterized.TestCase):
     # Half of them tells the column, the other half the row.
     np.testing.assert_array_equal(tokens[0, :, :4], tokens[1, :, :4])
     np.testing.assert_array_equal(tokens[:, 0, 4:], tokens[:, 2, 4:])
-
-  def test_tokens_go_row_by_row_and_within_rows_columns_channels(self):
-    x = np.arange(4 * 6 * 3.0).reshape(1, 4, 6, 3)
-    tokens = np.asarray(patchify(jnp.asarray(x), 2))
-    np.testing.assert_array_equal(tokens[0, 5], x[0, 2:4, 4:6].ravel())
-    back = unpatchify(jnp.asarray(tokens), (2, 3), 2)
-    np.testing.assert_array_equal(back, x)
 
 
 class DiTInitializationTest(parameterized.TestCase):

@@ -1,6 +1,5 @@
 """Released models: names, and every parameter's public name and shape."""
 
-import dataclasses
 import functools
 import gzip
 import json
@@ -46,10 +45,6 @@ _LLAMA = {
   "llama3-8b-expanded": "MoH-LLaMA3-8B",
   "llama3-8b": "LLaMA3-8B",
 }
-# Sizes that only differ from a recorded one in their patches.
-_OTHER_PATCHES = tuple(
-  f"dit-{size}{patch}" for size in ("s", "b", "l", "xl") for patch in (4, 8)
-)
 # Of each kind; the others are under the marker `integration`.
 _SMALL = (
   "moh-vit-s80",
@@ -114,14 +109,6 @@ class RegistryTest(parameterized.TestCase):
     total = sum(leaf.size for leaf in tensors.values())
     self.assertEqual(total, public["total"])
     chex.assert_type(list(tensors.values()), jnp.float32)
-
-  @parameterized.parameters(*_OTHER_PATCHES)
-  def test_sizes_of_one_name_differ_in_their_patches_alone(self, name):
-    base = released_model(f"{name[:-1]}2")
-    expected = dataclasses.replace(base, patch_size=int(name[-1]))
-    self.assertEqual(released_model(name), expected)
-    leaves = jax.tree.leaves(_params(name))
-    self.assertTrue(all(leaf.dtype == jnp.float32 for leaf in leaves))
 
   @parameterized.parameters(
     *((name, 1.0) for name in ("transnext-base", "dit-xl2", "llm-b")),

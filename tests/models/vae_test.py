@@ -1,12 +1,7 @@
-"""The autoencoder, whole and in tiles, and Inception's size.
-
-Their numbers are in tests/parity.
-"""
+"""The autoencoder; its numbers are in tests/parity."""
 
 import dataclasses
 import functools
-import json
-import pathlib
 
 import chex
 import jax
@@ -17,7 +12,6 @@ from absl.testing import parameterized
 
 from moh_jax.config.dit import VAEConfig
 from moh_jax.convert.vae import abstract_vae
-from moh_jax.models.inception import prepare
 from moh_jax.models.vae import VAE
 
 _CONFIG = VAEConfig(
@@ -115,21 +109,3 @@ class VAETest(parameterized.TestCase):
     encode = _apply(_CONFIG, "encode")
     _, logvar = encode({"params": params}, _images())
     np.testing.assert_array_equal(logvar, np.full(logvar.shape, expected))
-
-
-_CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
-
-
-class PrepareTest(parameterized.TestCase):
-  # As `fid` runs it; tests/parity runs one operation after the other.
-  @parameterized.product(letter=("a", "b", "c"), resize=("tf1", "ptfid"))
-  def test_compiled_equals_the_record(self, letter, resize):
-    tolerances = json.loads((_CASE / "meta.json").read_text())["tolerance"]
-    name = f"{letter}_{resize}_input_grid"
-    with np.load(_CASE / "io.npz") as stored:
-      images, want = stored[f"images_{letter}"], stored[name]
-      grid = stored["input_grid_index"]
-    compiled = jax.jit(functools.partial(prepare, resize=resize))
-    got = np.asarray(compiled(images))[:, grid][:, :, grid]
-    atol = tolerances["outputs_atol"][name]
-    np.testing.assert_allclose(got, want, rtol=0, atol=atol)

@@ -28,17 +28,15 @@ from moh_jax.ops.pairs import ActiveHeads, head_blocks
 from tests.ops import cases, devices
 from tests.ops.cases import CASES, LANES, Case
 
-
-def _tiles(rows: int = 16, keys: int = 16, part: int = 16) -> BlockSizes:
-  """Several blocks of keys, and of rows, in the smallest arrays."""
-  return BlockSizes.of((rows, keys), (part, keys), (part, keys))
+# Several tiles of keys, and blocks of rows, in the smallest arrays.
+_SIZES = BlockSizes.of(*[(16, 16)] * 3)
 
 
-def _run(case, arrays=None, blocks=None, tiles=None):
+def _run(case, arrays=None, blocks=None):
   """Output and gradients of the TPU kernels with blocks of 16 rows."""
   arrays = case.arrays() if arrays is None else arrays
   blocks = case.blocks() if blocks is None else blocks
-  return cases.results("mosaic_tpu", case, arrays, blocks, tiles or _tiles())
+  return cases.results("mosaic_tpu", case, arrays, blocks, _SIZES)
 
 
 class InterpretedTest(parameterized.TestCase):
@@ -54,12 +52,6 @@ class InterpretedTest(parameterized.TestCase):
     results = _run(case, arrays := case.arrays("bfloat16"))
     chex.assert_type(results, "bfloat16")
     cases.check(results, cases.reference(case, arrays), 2e-2, 2e-2)
-
-  @pytest.mark.integration
-  def test_any_tile_gives_the_same(self):
-    case, tiles = CASES["all_masks"], _tiles(32, 32, 32)
-    results = _run(case, blocks=case.blocks(32), tiles=tiles)
-    cases.check(results, cases.reference(case))
 
   @pytest.mark.integration
   def test_keys_after_the_last_token_are_not_read(self):
@@ -86,13 +78,12 @@ class InterpretedTest(parameterized.TestCase):
 class LoweringTest(parameterized.TestCase):
   """What a machine without the device can check: that kernels lower."""
 
-  @parameterized.product(
-    options=((72, "float32", ""), (64, "bfloat16", "causal"),
-             (128, "float32", "causal key_mask segments"),
-             (128, "bfloat16", "causal key_mask segments")),
+  @parameterized.parameters(
+    (72, "float32", ""), (64, "bfloat16", "causal"),
+    (128, "float32", "causal key_mask segments"),
+    (128, "bfloat16", "causal key_mask segments"),
   )  # fmt: skip
-  def test_lowers_without_a_warning(self, options):
-    dim, dtype, masks = options
+  def test_lowers_without_a_warning(self, dim, dtype, masks):
     masks = dict.fromkeys(masks.split(), True)
     case = Case(2, 200, 200, heads=8, kv_heads=4, head_dim=dim, **masks)
     rows = block_sizes(TPU, dim, dtype).forward.rows
@@ -134,10 +125,6 @@ class TablesTest(parameterized.TestCase):
       )
       self.assertEqual((end - begin).sum(), some)
       self.assertEqual((inner[1] - inner[0]).sum(), whole)
-
-
-_ROWS = 16
-_SIZES = BlockSizes.of(*[(_ROWS, 16)] * 3)
 
 
 def _tpu_case(**options) -> Case:

@@ -68,13 +68,6 @@ class TableTest(parameterized.TestCase):
       mask[b, n, rng.permutation(heads)[:count]] = True
     _check_table(self, mask, most, rows, group)
 
-  def test_pairs_that_read_the_same_keys_fill_blocks_together(self):
-    mask = np.random.default_rng(0).random((1, 64, 8)) < 0.5
-    for group, empty in (1, 8), (4, 2):
-      active = ActiveHeads(jnp.asarray(mask), 8)
-      used = int(head_blocks(active, 16, group).first[-1])
-      self.assertLess(used * 16 - mask.sum(), empty * 16)
-
 
 class BoundTest(parameterized.TestCase):
   def test_no_token_keeps_more_heads_than_tables_have_room_for(self):

@@ -29,8 +29,7 @@ class PlacementTest(parameterized.TestCase):
     placement = HeadPlacement(8, 8, 2)
     budget = HeadBudget(8, shared=4, top_k=1, head_dim=4)
     order = (0, 2, 4, 6, 1, 3, 5, 7)  # the first device holds 0, 2, 4, 6
-    self.assertEqual(placement.expected_active(budget, order), (4.0, 1.0))
-    self.assertEqual(placement.mean_active(budget), 2.5)
+    self.assertEqual(placement.active(budget, order), (4.0, 4))
 
   def test_no_token_has_more_active_heads_on_a_device(self):
     budget, rng = HeadBudget(12, 5, 3, 8), np.random.default_rng(0)
@@ -40,7 +39,6 @@ class PlacementTest(parameterized.TestCase):
       scores = rng.normal(size=(4000, budget.routed))
       mask[:, 5:] = scores >= np.sort(scores)[:, -3:-2]
       own = mask[:, placement.order(12)].reshape(4000, count, -1).sum(-1)
-      self.assertEqual(own.max(), placement.most_active(budget))
-      np.testing.assert_allclose(
-        own.mean(0), placement.expected_active(budget), atol=0.05
-      )
+      expected, most = placement.active(budget)
+      self.assertEqual(own.max(), most)
+      self.assertAlmostEqual(own.mean(0).max(), expected, delta=0.05)

@@ -13,7 +13,6 @@ from moh_jax.config.llm import ROPE_SCALINGS, RotaryConfig
 from moh_jax.ops.position import (
   pooling_bins,
   relative_coordinates,
-  rotate,
   rotation,
 )
 
@@ -73,13 +72,8 @@ def _frequencies(config: RotaryConfig, length: int) -> np.ndarray:
     ratio = config.factor * length / config.original_length
     grown = ratio - (config.factor - 1)
     theta *= grown ** (_DIM / (_DIM - 2))
-  frequencies = []
-  for i in range(_DIM // 2):
-    frequency = theta ** (-2 * i / _DIM)
-    if config.scaling == "linear":
-      frequency /= config.factor
-    frequencies.append(frequency)
-  return np.array(frequencies)
+  frequencies = theta ** (-np.arange(0, _DIM, 2) / _DIM)
+  return frequencies / (config.factor if config.scaling == "linear" else 1)
 
 
 class RotationTest(parameterized.TestCase):
@@ -109,19 +103,3 @@ class RotationTest(parameterized.TestCase):
       expected = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[0], *alone)
       first = jax.tree.map(lambda x: x[0], packed)
       chex.assert_trees_all_close(first, expected, atol=1e-6)
-
-
-class RotateTest(parameterized.TestCase):
-  def test_turns_pairs_of_both_halves(self):
-    x = np.random.default_rng(0).normal(size=(2, 5, 3, 16))
-    positions = np.array([[0, 1, 2, 3, 4], [7, 0, 1, 0, 1]])
-    config = _ROPE["none"]
-    turned = rotate(
-      jnp.asarray(x, jnp.float32),
-      rotation(jnp.asarray(positions), config, _DIM),
-    )
-    pairs = x[..., :8] + 1j * x[..., 8:]
-    angles = positions[..., None] * _frequencies(config, 1)
-    pairs = pairs * np.exp(1j * angles)[:, :, None]
-    expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
-    np.testing.assert_allclose(turned, expected, atol=1e-5)

@@ -116,11 +116,6 @@ class TwoStageGatesTest(parameterized.TestCase):
     want = np.broadcast_to(want, (*_BATCH, 5))
     np.testing.assert_array_equal(decided.selected, want)
 
-  def test_missing_shared_logits_weigh_shared_heads_alike(self):
-    budget = _budget("all_shared")
-    gates = _route(budget, {}, "paper").gates
-    np.testing.assert_allclose(gates, 1 / 6, rtol=1e-6)
-
 
 class MasksTest(parameterized.TestCase):
   @parameterized.product(k=(0, 1, 3, 6), dtype=(jnp.float32, jnp.bfloat16))
@@ -138,25 +133,7 @@ class MasksTest(parameterized.TestCase):
 
 
 class AtRunTimeTest(parameterized.TestCase):
-  """`top_k` as an array routes as a budget of that `top_k`."""
-
-  @parameterized.product(shared=(0, 2), form=(*GATE_FORMS, "query_norm"))
-  def test_gates_are_those_of_the_budget(self, shared, form):
-    def budget(k):
-      return HeadBudget(4 + shared, shared, k, head_dim=4)
-
-    def route(k, **options):
-      if form != "query_norm":
-        return _route(budget(k), _logits(budget(k)), form, **options)
-      rng = np.random.default_rng(0)
-      norms = jnp.asarray(rng.random((*_BATCH, 4 + shared)), jnp.float32)
-      return routing.query_norm_gates(norms, budget(k), **options)
-
-    for k, options in (
-      (1, {"top_k": jnp.int32(1)}), (4, {"top_k": jnp.int32(4)}),
-    ):  # fmt: skip
-      chex.assert_trees_all_close(route(3, **options), route(k), rtol=1e-6)
-
+  # Other layers are those of layers/structures_test and models/llm_test.
   @parameterized.parameters("all_shared", "none_selected")
   def test_layer_that_routes_nothing_ignores_it(self, corner):
     budget, one = _budget(corner), jnp.int32(1)
@@ -178,13 +155,6 @@ class AuxTest(parameterized.TestCase):
 
     grads = jax.grad(statistics)(logits)
     chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
-
-  def test_all_heads_aux(self):
-    aux = routing.all_heads_aux(3)
-    values = aux.balance_loss, aux.load, aux.mean_score
-    expected = jnp.zeros(()), jnp.ones(3), jnp.full(3, 1 / 3)
-    chex.assert_trees_all_equal(values, expected)
-    self.assertFalse(aux.routed)
 
 
 class BalanceLossTest(parameterized.TestCase):

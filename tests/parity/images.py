@@ -3,12 +3,10 @@
 import functools
 import hashlib
 import itertools
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.convert.inception import convert_inception
@@ -63,43 +61,30 @@ def metrics(case: Case) -> dict[str, Any]:
     results[f"mu_{name}"] = gaussian.mean
     results[f"sigma_{name}"] = gaussian.covariance
   references = gaussians["real"], gaussians["real_s"]
-  if "adm_reference.npz" in case.meta["files"]:
-    references = _read_adm(case.directory, references)
-  for prefix, a, b in (
+  if "adm_reference.npz" in case.meta["files"]:  # as `fid` reads them
+    samples = open_images(case.directory / "adm_samples.npz")
+    assert samples.count == sum(map(len, samples.batches(2)))
+    dims = [gaussian.mean.size for gaussian in references]
+    read = read_statistics(case.directory / "adm_reference.npz", *dims)
+    references = read.pool3, read.spatial
+  constant = [
+    _gaussian(np.repeat(arrays[f"{name}_features"][:1], count, axis=0))
+    for name, count in (("real", 6), ("gen", 9))
+  ]
+  for name, a, b in (
     ("fid", gaussians["gen"], references[0]),
     ("sfid", gaussians["gen_s"], references[1]),
     ("deg_fid", _gaussian(arrays["deg_gen"]), _gaussian(arrays["deg_real"])),
-  ):
-    parts = np.array(fid.frechet_terms(a, b))
-    results |= {prefix: fid.frechet_distance(a, b), f"{prefix}_parts": parts}
-  for name, a, b in (
     ("fid_self", gaussians["real"], gaussians["real"]),
-    (
-      "const_fid",
-      _gaussian(np.repeat(arrays["real_features"][:1], 6, axis=0)),
-      _gaussian(np.repeat(arrays["gen_features"][:1], 9, axis=0)),
-    ),
+    ("const_fid", *constant),
   ):
     results[name] = fid.frechet_distance(a, b)
+    results[f"{name}_parts"] = np.array(fid.frechet_terms(a, b))
   return results | _scores(case) | _manifolds(case)
 
 
 def _gaussian(features: np.ndarray) -> Gaussian:
   return moments(features).gaussian()
-
-
-def _read_adm(
-  directory: pathlib.Path, ours: tuple[Gaussian, Gaussian]
-) -> tuple[Gaussian, Gaussian]:
-  """Reads the case's two files as the `fid` command does."""
-  for name in ("adm_samples.npz", "adm_reference.npz"):
-    images = open_images(directory / name)
-    count = sum(len(batch) for batch in images.batches(2))
-    if count != images.count:
-      raise ValueError(f"{name}: {count} images read of {images.count}")
-  dims = [g.mean.size for g in ours]
-  read = read_statistics(directory / "adm_reference.npz", *dims)
-  return read.pool3, read.spatial
 
 
 def _scores(case: Case) -> dict[str, Any]:
@@ -168,8 +153,8 @@ def inception(case: Case) -> dict[str, Any]:
     if not name.startswith("images_"):
       continue
     for resize in ("tf1", "ptfid"):
-      # Eager: one small program an operation, whatever the sizes.
-      x = np.asarray(prepare(jnp.asarray(images), resize, hyper["input_size"]))
+      resized = jax.jit(prepare, static_argnums=(1, 2))
+      x = np.asarray(resized(images, resize, hyper["input_size"]))
       prefix = f"{name.removeprefix('images_')}_{resize}"
       results[f"{prefix}_input_stats"] = _input_stats(x)
       results[f"{prefix}_input_grid"] = x[:, grid][:, :, grid]

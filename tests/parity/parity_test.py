@@ -1,5 +1,6 @@
 """Recorded cases of the public releases: all pass, and damage is noticed."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,9 +12,8 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from moh_jax.convert.tensor_files import read_tensors
-from tests.convert.stored import save_tensors
 from tests.parity import __main__ as command
+from tests.parity.case import read_case
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _CASES = sorted(path.parent.name for path in _GOLDENS.glob("*/meta.json"))
@@ -72,26 +72,18 @@ class RecordedCasesTest(parameterized.TestCase):
 
 
 class DamagedCaseTest(parameterized.TestCase):
-  """A copy of a small case with one number wrong."""
-
-  def _failed(self, file, name, index, amount):
-    """The rows that fail where a number of a file is another one."""
-    case = pathlib.Path(self.create_tempdir().full_path)
-    for path in (_GOLDENS / _SMALL).iterdir():
-      (case / path.name).write_bytes(path.read_bytes())
-    is_npz = file.endswith(".npz")
-    values = dict(np.load(case / file) if is_npz else read_tensors(case / file))
+  def _failed(self, field, name, index, amount):
+    """The arrays that fail where a number of a case is another one."""
+    case = read_case(_GOLDENS / _SMALL)
+    values = dict(getattr(case, field))
     values[name] = values[name].copy()
     values[name][index] += amount
-    if is_npz:
-      np.savez(case / file, **values)
-    else:
-      save_tensors(case / file, values)
-    return {row.array for row in command.run_case(case) if not row.ok}
+    damaged = dataclasses.replace(case, **{field: values})
+    with mock.patch.object(command, "read_case", return_value=damaged):
+      return {row.array for row in command.run_case("") if not row.ok}
 
   def test_perturbed_weight_fails(self):
-    change = "proj.weight", (3, 5), 1e-2
-    failed = self._failed("weights.safetensors", *change)
+    failed = self._failed("weights", "proj.weight", (3, 5), 1e-2)
     self.assertContainsSubset({"y", "grad_x"}, failed)
     self.assertNotIn("gates", failed)
 
@@ -101,7 +93,7 @@ class DamagedCaseTest(parameterized.TestCase):
     ("y", (0, 0, 0), np.nan),
   )
   def test_perturbed_record_fails_alone(self, *change):
-    self.assertEqual(self._failed("io.npz", *change), {change[0]})
+    self.assertEqual(self._failed("arrays", *change), {change[0]})
 
   def test_output_that_is_not_compared_fails(self):
     with mock.patch.dict(command.KINDS, {_meta(_SMALL)["kind"]: lambda _: {}}):

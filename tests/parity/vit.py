@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from moh_jax.config import ViTConfig
@@ -100,12 +99,9 @@ def _forward_backward(
     outputs |= {"cross_entropy": cross_entropy, "total_loss": total}
     return {"grads": cross_entropy, "grad_total": total}, (outputs, recorded)
 
-  values, pull, (outputs, recorded) = jax.vjp(losses, params, has_aux=True)
-  rows = {  # of the Jacobian, one per loss
-    name: {other: jnp.float32(other == name) for other in values}
-    for name in values
-  }
-  grads = {name: pull(row)[0] for name, row in rows.items()}
+  if labels is None:
+    return (*losses(params)[1], {})
+  grads, (outputs, recorded) = jax.jacrev(losses, has_aux=True)(params)
   return outputs, recorded, grads
 
 
