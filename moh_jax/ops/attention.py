@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops.basics import HALF, check_array
@@ -153,15 +153,11 @@ def _check(call: Call) -> None:
 def attend(call: Call, implementation: str) -> jax.Array:
   """`attention` of a `Call`, whose active heads have no parts."""
   call = vary_alike(call)
-  if not (call.q.size and call.k.size):
-    return jnp.zeros(call.q.shape, call.v.dtype)
   if call.bias is not None:
     bias = jax.lax.broadcast_to_rank(call.bias, 4)
     call = dataclasses.replace(call, bias=bias)
-  mesh = jax.typeof(call.q).sharding.mesh
-  axes = zip(mesh.axis_names, mesh.axis_types)
-  if axes := {name for name, kind in axes if kind == AxisType.Explicit}:
-    return _attend_on(axes, call, implementation)
+  if jax.typeof(call.q).sharding.mesh.explicit_axes:
+    return _attend_explicitly(call, implementation)
   form, device = choose_form(implementation, _case_of(call)), target()
   active, factor = call.active.bounded() if form.packs else (None, 1.0)
   visible = call.visible
@@ -188,26 +184,21 @@ _WITHOUT_BLOCKS = {
 }
 
 
-def _attend_on(axes: set[str], call: Call, implementation: str) -> jax.Array:
-  """Runs `attend` on each device's own part of the batch and the heads.
+def _attend_explicitly(call: Call, implementation: str) -> jax.Array:
+  """Runs `attend` on each device's own part of the batch.
 
   Along Explicit axes of a mesh the types of arrays say how they are split, and
-  few operations take every split. Tokens are gathered.
+  few operations take every split. Tokens and heads are gathered.
   """
-  own = jax.typeof(call.q).sharding
-  batch, heads = own.spec[0], jax.typeof(call.k).sharding.spec[2]
-  lead = (batch, None, heads)
-  specs = jax.tree.map(lambda x: PartitionSpec(*lead[: x.ndim]), call)
-  if call.bias is not None:
-    sizes = zip((batch, heads), call.bias.shape)
-    lead = (axis if size > 1 else None for axis, size in sizes)
-    specs = dataclasses.replace(specs, bias=PartitionSpec(*lead))
+  own, batch = jax.typeof(call.q).sharding, len(call.q)
+  each, whole = PartitionSpec(own.spec[0]), PartitionSpec()
+  specs = jax.tree.map(lambda x: each if len(x) == batch else whole, call)
   run = jax.shard_map(
     lambda call: attend(call, implementation),
     mesh=own.mesh,
     in_specs=(specs,),
-    out_specs=specs.q,
-    axis_names=axes,
+    out_specs=each,
+    axis_names=set(own.mesh.explicit_axes),
     check_vma=False,  # not all forms' kernels are typed
   )
   shardings = jax.tree.map(lambda x: NamedSharding(own.mesh, x), specs)

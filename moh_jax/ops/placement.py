@@ -25,14 +25,13 @@ Shapes: H heads, K key/value heads.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from moh_jax.config import LayerGroup, RoutedLayers
+from moh_jax.config import RoutedLayers
 from moh_jax.config.heads import HeadBudget
 
 
@@ -74,22 +73,17 @@ class HeadPlacement:
     dealt = np.arange(self.kv_heads).reshape(-1, self.total).T.reshape(-1, 1)
     return tuple((dealt * group + np.arange(group)).reshape(-1).tolist())
 
-  def active(
-    self, budget: HeadBudget, order: Sequence[int] = ()
-  ) -> tuple[float, int]:
+  def active(self, budget: HeadBudget) -> tuple[float, int]:
     """Active heads of one token on the device that has most of them.
 
     Args:
-      budget: the layer's head split.
-      order: the heads in the order in which the first are shared; () is their
-        own.
+      budget: the layer's head split, whose first heads are shared.
 
     Returns:
       Those expected where routed heads are used evenly, and the most possible.
     """
-    heads = np.asarray(self.order(self.heads)).reshape(self.total, -1)
-    first = (order or range(self.heads))[: budget.shared]
-    shared = np.isin(heads, first).sum(1)
+    heads = np.reshape(self.order(self.heads), (self.total, -1))
+    shared = (heads < budget.shared).sum(1)
     routed = heads.shape[1] - shared
     chance = budget.top_k / budget.routed if budget.routed else 0.0
     most = shared + np.minimum(routed, budget.top_k)
@@ -194,9 +188,9 @@ def check_heads(model: RoutedLayers, mesh: Mesh | AbstractMesh) -> None:
   """
   tensor, sequence = mesh.shape["tensor"], mesh.shape["sequence"]
   for index, group in enumerate(model.layer_groups(), 1):
-    if head_placement(group, tensor, sequence) is not None:
-      continue
     kv_heads = group.kv_heads or group.budget.num_heads
+    if place_heads(group.attended, kv_heads, tensor, sequence) is not None:
+      continue
     raise ValueError(
       f"mesh.tensor={tensor} must divide the {kv_heads} key/value heads of the "
       f"{index}. group of equal layers, and with mesh.sequence={sequence} its "
@@ -225,11 +219,3 @@ def check_tokens(
         f"mesh.sequence={devices}: the {index}. group of equal layers has "
         f"{tokens} tokens, must be a multiple of it"
       )
-
-
-def head_placement(
-  group: LayerGroup, tensor: int, sequence: int = 1
-) -> HeadPlacement | None:
-  """How a mesh holds a layer's heads; None if it cannot split them."""
-  kv_heads = group.kv_heads or group.budget.num_heads
-  return place_heads(group.attended, kv_heads, tensor, sequence)

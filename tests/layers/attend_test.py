@@ -123,13 +123,12 @@ class MeshTest(parameterized.TestCase):
 class LayerTest(parameterized.TestCase):
   @parameterized.parameters(
     ("two_stage:8", "packed", _CUBE), ("query_norm:4", "kernel", _CUBE),
-    ("query_norm:4", "dense", _CUBE), ("none:1", "packed", _CUBE),
+    ("none:1", "packed", _CUBE),
     ("two_stage:2:per_group", "packed", _CUBE),
     ("two_stage:4:whole_group", "packed", _CUBE),
     ("query_norm:2", "packed", {"sequence": 2, "tensor": 2}),  # repeated
     # Orders of the heads: the shared ones lie on one device, or anywhere.
     ("two_stage:4", "packed", {"sequence": 2}, "crowded"),
-    ("two_stage:4", "kernel", {"tensor": 4}, "random"),
     ("two_stage:2", "packed", {"sequence": 4, "tensor": 2}, "random"),
   )  # fmt: skip
   @pytest.mark.integration
@@ -231,7 +230,6 @@ class TpuOrderTest(parameterized.TestCase):
     {"head_dim": 48, "use_bias": False},  # padded to 64
     {"head_dim": 96, "router": RouterConfig("query_norm")},  # to 128
     {"head_dim": 96, "qk_norm": 1e-6},
-    {"head_dim": 72},  # would be padded too far
     {"head_dim": 64, "dtype": jnp.bfloat16},
     {"head_dim": 64, "output_major": True},
   )
@@ -242,7 +240,7 @@ class TpuOrderTest(parameterized.TestCase):
     exact = layer.dtype == jnp.float32
     self._check(layer, 1e-5 if exact else 3e-2)
 
-  @parameterized.product(heads=(4, 8), head_dim=(64, 96))  # one a device, two
+  @parameterized.parameters((4, 64), (8, 96))  # one a device, two
   @pytest.mark.integration
   def test_equals_it_where_a_mesh_splits_the_heads(self, heads, head_dim):
     layer = MoHAttention(

@@ -138,7 +138,7 @@ class StructuresTest(parameterized.TestCase):
     segments = np.repeat([[0] * 7 + [1] * 13], 2, axis=0)
     places = Places(segments=jnp.asarray(segments)) if causal else None
     segments = segments if causal else None
-    out, aux = layer.apply(params, x, places=places)
+    out, aux = jax.jit(layer.apply)(params, x, places=places)
     expected, gates, loss = _brute_force(layer, params, x, segments)
     np.testing.assert_allclose(out, expected, atol=2e-6 * abs(expected).max())
     np.testing.assert_allclose(aux.balance_loss, loss, rtol=1e-5)
@@ -186,7 +186,8 @@ class StructuresTest(parameterized.TestCase):
     order = (2, 5, 7, 10, 0, 1, 3, 4, 6, 8, 9, 11)
     layer = _layer("per_group", RouterConfig("query_norm"))
     x, params = _inputs(layer)
-    _, aux = layer.apply(params, x, choice=HeadChoice(order=jnp.array(order)))
+    choice = HeadChoice(order=jnp.array(order))
+    _, aux = jax.jit(layer.apply)(params, x, choice=choice)
     load = np.asarray(aux.load).reshape(_GROUPS, _SIZE)
     np.testing.assert_array_equal(load.reshape(-1)[list(order[:4])], 1)
     np.testing.assert_allclose(load.sum(-1), 2, rtol=1e-6)

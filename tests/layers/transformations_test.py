@@ -41,14 +41,10 @@ def _apply(layer):
   return lambda params, x: layer.apply(params, x)[0].astype(jnp.float32)
 
 
-def _loss(apply):
-  return lambda params, x: jnp.sum(apply(params, x) ** 2) / 100
-
-
 def _results(apply):
   """Outputs and gradients of parameters and tokens."""
-  gradients = jax.grad(_loss(apply), argnums=(0, 1))
-  return lambda *args: (apply(*args), gradients(*args))
+  loss = lambda *args: jnp.sum(apply(*args) ** 2) / 100  # noqa: E731
+  return lambda *args: (apply(*args), jax.grad(loss, (0, 1))(*args))
 
 
 def _mesh(kind):

@@ -25,12 +25,6 @@ class PlacementTest(parameterized.TestCase):
   def test_heads_that_devices_cannot_share_evenly(self, *shape):
     self.assertIsNone(place_heads(*shape))
 
-  def test_an_order_may_share_all_heads_of_a_device(self):
-    placement = HeadPlacement(8, 8, 2)
-    budget = HeadBudget(8, shared=4, top_k=1, head_dim=4)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)  # the first device holds 0, 2, 4, 6
-    self.assertEqual(placement.active(budget, order), (4.0, 4))
-
   def test_no_token_has_more_active_heads_on_a_device(self):
     budget, rng = HeadBudget(12, 5, 3, 8), np.random.default_rng(0)
     for count in (2, 3, 4):

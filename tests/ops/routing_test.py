@@ -52,33 +52,21 @@ def _route(budget, logits, form="released", **options) -> routing.Routing:
   return routing.two_stage_gates(logits, budget, _BATCH, form=form, **options)
 
 
-def _token_gates(budget, routed, shared, group, form) -> np.ndarray:
-  """One token's gates from the formulas, head by head, float64."""
-  s, k, released = budget.shared, budget.top_k, form == "released"
-  a, b = (0.5, 0.5) if group is None else special.softmax(group)
-  gates = np.zeros(budget.num_heads)
-  scores = [1.0] if shared is None else special.softmax(shared)
-  for head in range(s):
-    gate = scores[head] * (s if released else 1)
-    gates[head] = gate * (2 * a if released else a) if k else gate
-  if k:
-    p = special.softmax(routed)
-    chosen = sorted(range(budget.routed), key=lambda head: -p[head])[:k]
-    for head in chosen:
-      gate = k * p[head] / p[chosen].sum() if released else p[head]
-      gates[s + head] = gate * (2 * b if released else b) if s else gate
-  return gates
-
-
 def _reference(budget: HeadBudget, logits: dict, form: str) -> np.ndarray:
-  gates = np.zeros((*_BATCH, budget.num_heads))
-  for token in np.ndindex(*_BATCH):
-    routed, shared, group = (
-      np.asarray(logits[name][token], np.float64) if name in logits else None
-      for name in ("routed", "shared", "group")
-    )
-    gates[token] = _token_gates(budget, routed, shared, group, form)
-  return gates
+  """Gates by the formulas, in float64."""
+  shared, k, released = budget.shared, budget.top_k, form == "released"
+  scores = {x: special.softmax(np.float64(logits[x]), -1) for x in logits}
+  first = scores.get("shared", np.ones((*_BATCH, shared)))
+  first = first * (shared if released else 1)
+  rest = scores.get("routed", np.zeros((*_BATCH, budget.routed)))
+  if k:
+    rest = np.where(rest >= np.sort(rest)[..., -k, None], rest, 0)
+    rest = rest * k / rest.sum(-1, keepdims=True) if released else rest
+  if k and shared:
+    weights = scores.get("group", np.full((*_BATCH, 2), 0.5))
+    weights = weights * (2 if released else 1)
+    first, rest = first * weights[..., :1], rest * weights[..., 1:]
+  return np.concatenate([first, rest], -1)
 
 
 class TwoStageGatesTest(parameterized.TestCase):
