@@ -110,7 +110,7 @@ CASES = {
   "key_mask": Case(key_mask=True, kv_heads=2),
   "segments": Case(segments=True),
   "all_masks": Case(segments=True, causal=True, key_mask=True, kv_heads=2),
-  "one_head": Case(one_head=True, causal=True, scale=-0.3),
+  "one_head": Case(one_head=True, causal=True, scale=0.3),
   "no_head": Case(share=0.0, batch=1),
   "every_head": Case(share=1.0, causal=True, kv_heads=2),
   "one_token": Case(queries=1, keys=1, batch=1, kv_heads=1),

@@ -193,7 +193,7 @@ _HOPPER_CASES = {
       causal=True, segments=True, key_mask=True, batch=2, dtype="float16"
     ), _FORWARD, _KEYS,
   ),
-  "one_consumer": (_hopper(128, segments=True, scale=-0.3), (64, 64), _KEYS),
+  "one_consumer": (_hopper(128, segments=True, scale=0.3), (64, 64), _KEYS),
   "large_head": (_hopper(head_dim=256, causal=True), _FORWARD, (64, 64)),
   "head_dim_96": (_hopper(64, head_dim=96, kv_heads=4), _FORWARD, _KEYS),
 }  # fmt: skip
