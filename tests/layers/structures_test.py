@@ -1,12 +1,14 @@
 """Structures of head choice against a mask by brute force, in float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from scipy import special
 
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.attend import attend_on_mesh
@@ -20,18 +22,8 @@ from tests.layers import small
 
 _GROUPS, _SIZE = 4, 3
 _HEADS, _DIM, _TOKENS = _GROUPS * _SIZE, 8, 20
-_BUDGETS = {
-  "free": (4, 4),
-  "per_group": (4, 4),
-  "whole_group": (3, 3),
-}
-
-
-def _softmax(x):
-  x = np.exp(x - x.max(-1, keepdims=True))
-  return x / x.sum(-1, keepdims=True)
-
-
+_BUDGETS = {"free": (4, 4), "per_group": (4, 4), "whole_group": (3, 3)}
+_softmax = functools.partial(special.softmax, axis=-1)
 # Shapes of all heads: parts, units of a part, heads of a unit.
 _UNITS = {
   "free": (1, _HEADS, 1),
