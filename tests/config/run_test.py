@@ -1,6 +1,5 @@
 """Whole runs: how their sections fit, and their forms as dicts and JSON."""
 
-import copy
 import dataclasses
 import functools
 import json
@@ -28,67 +27,43 @@ _DIT = Config(
   diffusion=config_lib.DiffusionConfig(steps=500, prediction="v"),
   sample=config_lib.SampleConfig(steps="ddim50"),
 )
-_PIXEL = dataclasses.replace(
+_PIXEL = parse.changed(
   _DIT,
-  model=dataclasses.replace(_DIT.model, channels=1, input_size=(8, 8)),
-  data=config_lib.DataConfig(source="digits", mean=(0.5,), std=(0.5,)),
-  diffusion=config_lib.DiffusionConfig(space="pixel"),
+  "model.channels=1 model.input_size=8,8 data.source=digits data.path= "
+  "data.mean=0.5, data.std=0.5, diffusion.space=pixel".split(),
 )
-_FLOW = dataclasses.replace(
+_FLOW = parse.changed(
   _PIXEL,
-  model=dataclasses.replace(_PIXEL.model, learn_sigma=False),
-  diffusion=config_lib.DiffusionConfig(
-    space="pixel", schedule="flow", prediction="velocity"
-  ),
-  sample=config_lib.SampleConfig(method="heun", steps="20"),
+  "model.learn_sigma=false diffusion.schedule=flow sample.method=heun "
+  "diffusion.prediction=velocity sample.steps=20".split(),
 )
+_MIX = {"mix": ("web", "code"), "ratios": (66.7, 33.3)}
 _LLM = tiny.llm_config(
   model={"head_order": ((3, 2, 1, 0), (0, 1, 2, 3))},
-  data={
-    "source": "tokens",
-    "path": "somewhere",
-    "mix": ("web", "code"),
-    "ratios": (66.7, 33.3),
-  },
+  data={"source": "tokens", "path": "somewhere", **_MIX},
   tune={"top_k_steps": (0, 3), "top_k_values": (3, 2)},
 )
 _RUNS = {"vit": _VIT, "dit": _DIT, "pixel": _PIXEL, "flow": _FLOW, "llm": _LLM}
 _SCHEDULE = "tune.top_k_steps=0,2 tune.top_k_values=3,2"
-_PIXELS = "must be 0.5 for diffusion.space='pixel'"
 # Run, changed keys, what the message says.
 _REFUSED = (
-  ("vit", "data.source=latents data.path=x", "must hold images"),
   ("vit", "model.channels=1 data.mean=0,0,0 data.std=1,1,1",
    "data.mean=(0.0, 0.0, 0.0) must have model.channels=1 values"),
   ("vit", "optim.warmup_steps=1001", "must be at most train.steps=1000"),
   ("vit", "optim.schedule=wsd optim.decay_steps=990",
    "optim.decay_steps=990 must be at most train.steps=1000 less the 50 steps"),
   ("dit", "data.augment=shift", "'shift' must be 'none' for latents"),
-  ("dit", "data.eval_resize=9", "data.eval_resize=9 must be 0 for latents"),
   ("pixel", "diffusion.space=latent", "data.source='digits' must hold"),
-  ("pixel", "diffusion.space=latent data.source=image_folder data.path=x",
-   "data.source='image_folder' must hold"),
-  ("pixel", "data.mean=0.3,", f"data.mean=(0.3,) {_PIXELS}"),
-  ("pixel", "data.std=0.37,", f"data.std=(0.37,) {_PIXELS}"),
+  ("pixel", "data.mean=0.3,",
+   "data.mean=(0.3,) must be 0.5 for diffusion.space='pixel'"),
   ("dit", "sample.steps=250,251", "'250,251' asks for 251 of the 250"),
-  ("dit", "sample.steps=many", "'many' must be N, 'ddimN' or 'N,M,...'"),
   ("dit", "model.label_dropout=0", "sample.cfg_scale=1.5 must be 1"),
-  ("dit", "model.label_dropout=0 sample.labels=-1,",
-   "labels=(-1,) must be at least 0"),
-  ("dit", "sample.labels=3,10", "(3, 10) must be in [-1, 9]"),
-  ("dit", "sample.method=heun", "'heun' must be one of ('ddpm'"),
   ("flow", "model.learn_sigma=true", "learn_sigma=True must be False"),
-  ("flow", "sample.method=ddim", "must be one of ('euler', 'heun')"),
   ("flow", "sample.steps=ddim50", "'ddim50' must be a number in"),
-  ("flow", "sample.eta=0.5", "eta=0.5 must be 0 for sample.method='h"),
   ("flow", "diffusion.prediction=v", "must be 'velocity' for 'flow'"),
-  ("flow", "diffusion.schedule=linear", "'x0' or 'v' for 'linear'"),
   ("llm", "data.sequence_length=33", "must be at most model.max_length=32"),
   ("llm", "tune.top_k_steps=0,2 tune.top_k_values=3,1",
    "must end with the routing layers' top_k (2,)"),
-  ("llm", "tune.top_k_steps=0,2 tune.top_k_values=4,2",
-   "tune.top_k_values=(4, 2) must be at most 3, a layer's routed"),
-  ("llm", "tune.top_k_steps=0,531441", "must end before train.steps="),
   ("llm", f"{_SCHEDULE} model.top_k=2,3", "the routing layers' top_k (2, 3)"),
 )  # fmt: skip
 
@@ -106,15 +81,12 @@ class ChecksTest(parameterized.TestCase):
       parse.changed(_RUNS[run], keys.split())
 
   @parameterized.parameters(
-    ("pixel", "data.source=fake"),
     ("pixel", "data.source=fake diffusion.space=latent"),
     # Latents are not normalized by the data.
     ("dit", "data.mean=1,2,3,4,5 data.std=1,2,3,4,5"),
-    ("dit", "model.label_dropout=0 sample.cfg_scale=1"),
     # A schedule ignores layers that route nothing.
     ("llm", f"{_SCHEDULE} model.shared_heads=4,1 model.top_k=0,2"),
     ("llm", f"{_SCHEDULE} model.router.kind=none"),
-    ("llm", "data.sequence_length=32"),
   )
   def test_sections_that_fit_are_taken(self, run, keys):
     self.assertNotEqual(parse.changed(_RUNS[run], keys.split()), _RUNS[run])
@@ -123,7 +95,6 @@ class ChecksTest(parameterized.TestCase):
     ("dit", "diffusion", None, "'diffusion' must be a DiffusionConfig for"),
     ("llm", "data", config_lib.DataConfig(), "'llm', not a DataConfig"),
     ("vit", "tune", config_lib.TuneConfig((0,), (1,)), r"must be \(\) for mod"),
-    ("vit", "sample", config_lib.SampleConfig(), "section 'sample' for model."),
     ("dit", "classifier", config_lib.ClassifierConfig(), "unknown config sec"),
   )
   def test_sections_are_those_of_the_family(self, run, name, section, words):
@@ -131,10 +102,8 @@ class ChecksTest(parameterized.TestCase):
       dataclasses.replace(_RUNS[run], **{name: section})
 
   def test_served_run_has_no_schedule(self):
-    served = _LLM.served()
-    self.assertEqual(served.tune, config_lib.TuneConfig())
-    self.assertEqual(served, dataclasses.replace(_LLM, tune=served.tune))
-    self.assertEqual(_DIT.served(), _DIT)
+    served = dataclasses.replace(_LLM, tune=config_lib.TuneConfig())
+    self.assertEqual(_LLM.served(), served)
 
 
 class ScheduleTest(parameterized.TestCase):
@@ -142,20 +111,18 @@ class ScheduleTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (2, 0, 20, 20, 1, 1, (0,), (2,)),
-    (30, 3, 20, 20, 1, 3, (0, 10), (3, 2)),
     (500, 50, 50, 100, 20, 50, (0, 166), (3, 2)),
     (10**6, 2000, 1000, 1000, 50, 100, (0, 333333), (3, 2)),
   )
   def test_follows_its_length(
     self, steps, warmup, save, evaluate, log, heads, begins, values
   ):
+    unset = {name: {"every": None} for name in ("checkpoint", "eval", "log")}
     run = tiny.llm_config(
       train={"steps": steps},
       optim={"warmup_steps": None, "warmup_share": 0.1},
       tune={"top_k_values": (3, 2)},
-      checkpoint={"every": None},
-      eval={"every": None},
-      log={"every": None},
+      **unset,
     )
     found = run.scheduled()
     self.assertEqual(found.optim.warmup_steps, warmup)
@@ -167,12 +134,8 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(found.scheduled(), found)
 
   def test_what_is_stated_stays(self):
-    stated = dataclasses.replace(
-      _LLM,
-      optim=config_lib.OptimConfig(warmup_steps=3),
-      eval=config_lib.EvalConfig(every=0),
-      log=config_lib.LogConfig(every=7, heads=0),
-    )
+    keys = "optim.warmup_steps=3 eval.every=0 log.every=7 log.heads=0"
+    stated = parse.changed(_LLM, keys.split())
     self.assertEqual(stated.scheduled(), stated)
     self.assertEqual(_DIT.scheduled().sample.every, 0)
 
@@ -186,18 +149,13 @@ class ConfigTest(absltest.TestCase):
     self.assertFalse(hasattr(_DIT, "classifier"))
 
   def test_what_is_left_out_takes_its_defaults(self):
-    for model in (config_lib.DiTConfig(), config_lib.LLMConfig()):
-      run = Config(model)
-      for section in run.by_name().values():
-        self.assertEqual(section, type(section)())
-      cfg = {"model": dataclasses.asdict(model)}
-      self.assertEqual(config_lib.from_config_dict(cfg), run)
+    model = config_lib.LLMConfig()
+    cfg = {"model": dataclasses.asdict(model)}
+    self.assertEqual(config_lib.from_config_dict(cfg), Config(model))
 
   def test_copies_are_equal(self):
-    for other in (copy.deepcopy(_DIT), pickle.loads(pickle.dumps(_DIT))):
-      self.assertEqual(other, _DIT)
-      self.assertEqual(hash(other), hash(_DIT))
-      self.assertEqual(other.diffusion.steps, 500)
+    other = pickle.loads(pickle.dumps(_DIT))
+    self.assertEqual((other, hash(other)), (_DIT, hash(_DIT)))
 
 
 class FormsTest(parameterized.TestCase):
@@ -217,11 +175,8 @@ class FormsTest(parameterized.TestCase):
     ({"data": {}}, "no section 'model'"),
     ({**_changed("model"), "optimizer": {}}, "'optimizer' for .*; known: .*'o"),
     ({**_changed("model"), "sample": {}}, "unknown config section 'sample'"),
-    ({**_changed("model"), "model": 3}, "model"),
     ({**_changed("model"), "log": 3}, "log"),
     (_changed("model", family="resnet"), r"family=.*\('vit', 'dit', 'llm'"),
-    (_changed("model", family=None), r"model\.family=None .*\('vit', 'dit', "),
-    (_changed("model", family=["vit"]), r"model\.family=\['vit'\]"),
   )
   def test_sections_that_are_none_are_refused(self, cfg, words):
     with self.assertRaisesRegex(ValueError, words):
@@ -229,30 +184,20 @@ class FormsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("vit", "data", "batch_size", 8.0, "must be of type int"),
-    ("vit", "data", "path", 7, "must be of type str"),
-    ("vit", "data", "mean", (0.1, "x", 0.3), "data.mean[1]='x' must be of"),
     ("vit", "optim", "lr", "1e-3", "must be of type float"),
-    ("vit", "optim", "lr", None, "must be of type float"),
     ("vit", "optim", "no_decay", "*/bias", "must be a tuple"),
     ("vit", "eval", "use_ema", 1, "must be of type bool"),
     ("vit", "model", "image_size", (8,), "must have 2 values"),
     ("vit", "model", "router", {"kinds": "none"},
      "unknown config key model.router.kinds; did you mean 'kind'?; known:"),
-    ("vit", "model", "router", {"two_stage": "yes"},
-     "model.router.two_stage='yes' must be of type bool"),
-    ("vit", "model", "router", {"kind": "one"},
-     "model.router.kind='one' must be one of ('two_stage', "),
     ("vit", "model", "router", 3,
      "model.router=3 must be a section with the fields ['kind', "),
-    ("dit", "sample", "steps", 250, "must be of type str"),
     ("llm", "model", "head_order", ((0, "1"),), "head_order[0][1]='1' must"),
-    ("llm", "data", "augment", "none", "unknown config key data.augment"),
     ("llm", "model", "rope", {"low_freq_factor": 9.0},
      "model.rope.low_freq_factor=9.0 must be above 0 and below"),
     *(
-      (run, section, "xyz", 1, f"unknown config key {section}.xyz; known: [")
-      for run in ("vit", "dit", "llm")
-      for section in _RUNS[run].by_name()
+      ("llm", section, "xyz", 1, f"unknown config key {section}.xyz; known: [")
+      for section in _LLM.by_name()
     ),
   )  # fmt: skip
   def test_keys_and_types_are_named(self, run, section, key, value, words):
@@ -265,14 +210,11 @@ class OverridesTest(absltest.TestCase):
   def test_only_the_named_field_changes_and_is_checked(self):
     change = functools.partial(config_lib.apply_overrides, section="model")
     changed = change(_VIT, top_k=(2,), router={"two_stage": False})
-    self.assertEqual(changed.model.top_k, (2,))
     changed = change(changed, router={"gate_form": "paper"})
     router = config_lib.RouterConfig(gate_form="paper", two_stage=False)
     self.assertEqual(changed.model.router, router)
-    back = change(
-      changed, top_k=(1,), router=dataclasses.asdict(config_lib.RouterConfig())
-    )
-    self.assertEqual(back, _VIT)
+    usual = dataclasses.asdict(config_lib.RouterConfig())
+    self.assertEqual(change(changed, top_k=(1,), router=usual), _VIT)
     with self.assertRaisesRegex(ValueError, "top_k=4"):
       change(_VIT, top_k=(4,))
 
@@ -282,13 +224,10 @@ class OverridesTest(absltest.TestCase):
     theirs = dataclasses.replace(
       _VIT.model, top_k=(3,), num_classes=5, router=router
     )
-    self.assertEqual(
-      config_lib.differing_fields(ours, theirs, "model"),
-      [
-        "model.num_classes: 1000 here, 5 there",
-        "model.router.kind: 'two_stage' here, 'none' there",
-        "model.top_k: (1,) here, (3,) there",
-      ],
+    found = config_lib.differing_fields(ours, theirs, "model")
+    expected = (
+      "model.num_classes: 1000 here, 5 there",
+      "model.router.kind: 'two_stage' here, 'none' there",
+      "model.top_k: (1,) here, (3,) there",
     )
-    same = dataclasses.replace(ours)
-    self.assertEmpty(config_lib.differing_fields(ours, same, "model"))
+    self.assertEqual(tuple(found), expected)

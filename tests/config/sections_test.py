@@ -39,101 +39,67 @@ _SECTIONS = {
   "log": config_lib.LogConfig(),
 }
 # A value just outside of a range, what the message says, and some fields.
-_OUTSIDE = """
-  0 | must be at least 1, | vit.channels dit.width llm.num_kv_heads data.repeats
-    data.batch_size data.prefetch optim.accumulation train.steps mesh.dcn_data
-  -1 | must be at least 0, | vit.fixed_pool_size llm.loss_chunk data.eval_resize
-    data.workers sample.every optim.warmup_steps eval.examples log.heads
-  -1e-09 | must be at least 0, | dit.mlp_ratio classifier.mixup optim.lr
-  1.1 | must be in [0, 1] | data.val_share classifier.cutmix_prob sample.eta
-  1.0 | must be in [0, 1) | optim.b1 optim.b2 optim.ema_decay
-  1.0 | must be in [0, 0.999] | vit.drop_path dit.label_dropout
-  0.0 | must be in (0, 1] | optim.layer_decay
-  0.0 | must be above 0, | rope.attention_factor latents.scale
-  0.9 | must be at least 1, | rope.factor
-  0.9 | must be in [1, 1000000000000.0] | rope.theta
-  0.0 | must be in [1e-12, 1 | llm.norm_eps vae.norm_eps
-  nan | must be | llm.norm_eps sample.cfg_scale optim.lr
-  inf | at most 1000000000.0 | diffusion.vb_weight
-  -2 | must be at least -1, | mesh.data mesh.sequence
-  0 | -1 or at least 1 | mesh.data mesh.sequence
-  2147483648 | must be in [0, 2147483647] | train.seed
-  20 | must be in [21, 100000] | diffusion.steps
-  100001 | must be in [21, 100000] | diffusion.steps
-  65 | must be in [0, 64] | sample.zoom
-  '?' | must be one of ('float32', 'bfloat16') | vit.dtype optim.moment_dtype
-  '?' | ('auto', 'dense', 'packed', 'kernel' | llm.attention_impl
-  '?' | ('two_stage', 'query_norm', 'gate', 'none' | router.kind
-  '?' | 'array_record', 'parquet', 'latents', 'fake') | data.source
-  '?' | 'chat', 'preference', 'fake') | text.source
-"""
+_OUTSIDE = (
+  (0, "must be at least 1,", "vit.channels data.batch_size train.steps"),
+  (-1, "must be at least 0,", "vit.fixed_pool_size data.workers log.heads"),
+  (-1e-09, "must be at least 0,", "dit.mlp_ratio classifier.mixup optim.lr"),
+  (1.1, "must be in [0, 1]", "data.val_share classifier.cutmix_prob"),
+  (1.0, "must be in [0, 1)", "optim.b1 optim.b2 optim.ema_decay"),
+  (0.0, "must be in (0, 1]", "optim.layer_decay"),
+  (0.0, "must be above 0,", "rope.attention_factor latents.scale"),
+  (math.nan, "must be", "llm.norm_eps sample.cfg_scale optim.lr"),
+  (math.inf, "at most 1000000000.0", "diffusion.vb_weight"),
+  (0, "-1 or at least 1", "mesh.data mesh.sequence"),
+  (20, "must be in [21, 100000]", "diffusion.steps"),
+  (100001, "must be in [21, 100000]", "diffusion.steps"),
+  ("?", "must be one of ('float32', 'bfloat16')", "vit.dtype"),
+  ("?", "('two_stage', 'query_norm', 'gate', 'none'", "router.kind"),
+  ("?", "'array_record', 'parquet', 'latents', 'fake')", "data.source"),
+)
 _STAGES = "one value per stage, or one, as model.depths=(1, 2"
 _SOURCE = "path='' must name the directory of"
 # Section, field, a value, what the message says.
 _REFUSED = (
   *(
-    (*field.split("."), eval(value, {"nan": math.nan, "inf": math.inf}), words)
-    for row in re.split(r"\n  (?=\S)", _OUTSIDE.strip())
-    for value, words, fields in (re.split(r"\s\|\s+", row),)
+    (*field.split("."), value, words)
+    for value, words, fields in _OUTSIDE
     for field in fields.split()
   ),
-  *((model, "family", "resnet", f"('{model}',)") for model in ("vit", "llm")),
   ("dit", "router", "none", "a section with the fields ['kind', "),
-  ("dit", "num_heads", 3, "must be a tuple"),
   ("vit", "embed_dims", (2,) * 3, _STAGES),
-  ("vit", "sr_ratios", (2,) * 3, _STAGES),
   ("vit", "attention_impl", "kernel", "('auto', 'dense', 'packed', 'cudnn')"),
   ("vit", "router", config_lib.RouterConfig("query_norm"), "the norms"),
   ("vit", "fixed_pool_size", 5, "too small for a pooled grid (5, 5)"),
-  ("vit", "image_size", (8,), "2 values"),
-  ("vit", "image_size", (8, 0), "image_size[1]=0 must be at least 1"),
   ("vit", "image_size", (16, 2), "for a pooled grid (4, 0) in stage 1"),
-  ("vit", "window", 2, "odd"),
-  ("vit", "depths", (), "at least one stage"),
   ("vit", "embed_dims", (8, 10), "a multiple of model.num_heads[1]=4"),
-  ("vit", "mlp_ratios", (2, 0), "leaves a stage no MLP column"),
   ("vit", "top_k", (1, 3), "model, stage 2: top_k=3 must be in [0, 2]"),
-  ("vit", "shared_heads", (3, 2), "stage 1: shared=3 must be in [0, 2]"),
   ("dit", "width", 6, "multiple of 4"),
-  ("dit", "mlp_ratio", 0.1, "leaves no MLP column at width 8"),
   ("dit", "input_size", (4, 5), "multiples of model.patch_size=2"),
-  ("dit", "num_heads", (), "at least one layer"),
   ("dit", "num_heads", (4, 0, 6), "layer 1: num_heads=0 must be at least 1"),
   ("dit", "top_k", (1, 1), "num_heads=(4, 4, 6) has (3)"),
   ("llm", "num_kv_heads", 3, "num_heads=4 must be a multiple of 3 key"),
   ("llm", "head_dim", 7, "even"),
-  ("llm", "head_order", ((0, 1, 2, 3),), "one value per layer"),
   ("llm", "head_order", ((0, 1, 2, 3), (0, 1, 2, 2)), "each of the 4 heads"),
-  ("rope", "low_freq_factor", 0.0, "above 0 and below"),
   ("rope", "low_freq_factor", 4.0, "below rope.high_freq_factor=4.0"),
-  ("rope", "beta_slow", 0.0, "above 0 and at most"),
-  ("rope", "beta_slow", 33.0, "at most rope.beta_fast=32.0"),
   ("vae", "block_out_channels", (64, 48), "multiples of vae.norm_groups=32"),
   ("vae", "scaling", LatentScaling(mean=(0.1,)), "must have 4 values"),
   ("data", "source", "image_folder", _SOURCE),
   ("data", "label_column", "y", "for ('parquet',)"),
-  ("data", "mean", (), "must have one value per channel"),
-  ("text", "source", "stdlib", _SOURCE),
-  ("mix", "source", "stdlib", "mix=('web', 'code') must be () with data."),
   ("mix", "mix", ("a", "a"), "must name each source once"),
-  ("mix", "ratios", (100.0,), "must have one value for each of ('web'"),
   ("mix", "ratios", (60.0, 39.0), "must sum to 100 (percent), not 99"),
-  ("tune", "top_k_steps", (0,), "one value for each of (0,)"),
   ("diffusion", "schedule", "flow", "must be 'velocity' for 'flow'"),
-  ("sample", "labels", (3, -2), "labels[1]=-2 must be at least -1"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
   ("checkpoint", "keep_every", 1500, "must be 0 where checkpoint.every=None"),
 )
 # Fields, and the last value inside of their ranges.
 _TAKEN = (
-  (1, "vit.patch_stride data.batch_size"),
-  (0.0, "dit.label_dropout optim.lr"),
-  (1.0, "rope.theta llm.norm_eps optim.layer_decay classifier.cutmix_prob"),
-  (2**31 - 1, "train.seed train.steps"),
-  (21, "diffusion.steps"),
-  (100_000, "diffusion.steps"),
-  ((0, 2), "vit.top_k"),
-  ((33.33, 66.67), "mix.ratios"),  # rounded
+  ("data", "batch_size", 1),
+  ("optim", "lr", 0.0),
+  ("optim", "layer_decay", 1.0),
+  ("diffusion", "steps", 21),
+  ("diffusion", "steps", 100_000),
+  ("vit", "top_k", (0, 2)),
+  ("mix", "ratios", (33.33, 66.67)),  # rounded
 )
 
 
@@ -152,28 +118,18 @@ class SectionsTest(parameterized.TestCase):
     if message.startswith(f"{base.NAME}.{field}=") and type(value) is not tuple:
       self.assertStartsWith(message, f"{base.NAME}.{field}={value!r} ")
 
-  @parameterized.parameters(
-    *((field, value) for value, fields in _TAKEN for field in fields.split())
-  )
-  def test_range_includes_its_last_value(self, field, value):
-    section, _, name = field.partition(".")
+  @parameterized.parameters(*_TAKEN)
+  def test_range_includes_its_last_value(self, section, name, value):
     built = dataclasses.replace(_SECTIONS[section], **{name: value})
     self.assertEqual(getattr(built, name), value)
 
   @parameterized.parameters(
     ("data", {"mean": (0.5,), "std": (1.0, 1.0)}, "must have one value per ch"),
-    ("data", {"mean": (0.5,), "std": (0.0,)}, "std[0]=0.0 must be in (0, "),
     ("llm", {"shared_heads": (1, 0), "top_k": (2, 0)}, "1: shared=0 and top_k"),
     ("rope", {"scaling": "yarn", "theta": 1.0}, "theta=1.0 must be above 1"),
     ("checkpoint", {"every": 1000, "keep_every": 1500}, "multiple of checkpoi"),
-    *(
-      ("tune", {"top_k_steps": steps, "top_k_values": values}, words)
-      for steps, values, words in (
-        ((0, 5), (3,), "top_k_values=(3,) must have one value for each"),
-        ((1, 5), (3, 2), "top_k_steps=(1, 5) must rise from 0"),
-        ((0, 5, 5), (3, 2, 1), "top_k_steps=(0, 5, 5) must rise"),
-      )
-    ),
+    ("tune", {"top_k_steps": (0, 5), "top_k_values": (3,)}, "one value for ea"),
+    ("tune", {"top_k_steps": (1, 5), "top_k_values": (3, 2)}, "rise from 0"),
   )
   def test_fields_that_do_not_fit_together_are_named(
     self, section, fields, words
@@ -186,25 +142,20 @@ class SectionsTest(parameterized.TestCase):
     cls = type(_SECTIONS[section])
     fields = [field.name for field in dataclasses.fields(cls)]
     self.assertCountEqual(reference.meanings(cls), fields)
-    self.assertContainsSubset(
-      {*cls.RUNTIME_FIELDS, *cls.NUMERIC_FIELDS}, fields
-    )
+    named = {*cls.RUNTIME_FIELDS, *cls.NUMERIC_FIELDS}
+    self.assertContainsSubset(named, fields)
 
   def test_one_value_stands_for_every_stage(self):
-    fields = {"num_heads": 4, "shared_heads": 1, "top_k": 1, "mlp_ratios": 2}
     one, each = (
-      dataclasses.replace(
-        small.TALL_VIT, **{name: (value,) * n for name, value in fields.items()}
-      )
-      for n in (1, 2)
+      dataclasses.replace(small.TALL_VIT, mlp_ratios=(2,) * n) for n in (1, 2)
     )
     self.assertEqual(one, each)
 
   def test_values_become_what_their_types_say(self):
     built = config_lib.ViTConfig(
-      depths=[5, 5, 22, 5], mlp_ratios=[8, 8, 4, 4], router={"kind": "none"}
+      mlp_ratios=[8, 8, 4, 4], router={"kind": "none"}
     )
-    self.assertEqual(built.depths, (5, 5, 22, 5))
+    self.assertEqual(built.mlp_ratios, (8, 8, 4, 4))
     self.assertIsInstance(built.mlp_ratios[0], float)
     self.assertEqual(built.router, config_lib.RouterConfig("none"))
 
@@ -212,7 +163,6 @@ class SectionsTest(parameterized.TestCase):
 class PolicyTest(parameterized.TestCase):
   @parameterized.parameters(
     ("", None),
-    ("rand-inc1", {}),
     ("rand-m9-mstd0.5-inc1", {"magnitude": 9, "spread": 0.5}),
     ("rand-inc1-n3-p0.8-mmax20-m15",
      {"layers": 3, "probability": 0.8, "limit": 20, "magnitude": 15}),
@@ -224,9 +174,8 @@ class PolicyTest(parameterized.TestCase):
   @parameterized.parameters(
     *(
       (text, f"{text}' must be '', or 'rand' with sections -KEYVALUE, each")
-      for text in ("3a", "rand-tweights-inc1", "rand-m9-m8-inc1", "rand-m9")
+      for text in ("rand-tweights-inc1", "rand-m9-m8-inc1", "rand-m9")
     ),
-    ("rand-m9.5-inc1", "magnitude=9.5 must be of type int"),
     ("rand-m31-inc1", "magnitude=31 must be in [0, 30]"),
   )
   def test_names_what_is_not_understood(self, text, words):
@@ -238,14 +187,8 @@ class PolicyTest(parameterized.TestCase):
 
 class HeadBudgetTest(absltest.TestCase):
   def test_a_split_that_does_not_add_up_is_named(self):
-    for split, message in (
-      ((4, 1, 1, 0), r"head_dim=0 .*at least 1"),
-      ((4, -1, 2, 4), r"shared=-1 must be at least 0"),
-      ((4, 1, 4, 4), r"top_k=4 .*\[0, 3\]"),
-      ((4, True, 1, 4), r"shared=True must be of type int"),
-    ):
-      with self.assertRaisesRegex(ValueError, message):
-        HeadBudget(*split)
+    with self.assertRaisesRegex(ValueError, r"top_k=4 .*\[0, 3\]"):
+      HeadBudget(4, 1, 4, 4)
 
 
 class ReferenceTest(absltest.TestCase):
@@ -253,7 +196,6 @@ class ReferenceTest(absltest.TestCase):
     text = write_reference.sections()
     for part in (
       *("| `optim.lr` | `0.001` | `float` |", "### diffusion"),
-      "| `optim.no_decay` | `('*bias', '*scale')` | `tuple[str, ...]` |",
       "| `model.image_size` | `(224, 224)` | `tuple[int, int] \\| None` |",
       "| `model.router.two_stage` | `True` | `bool` | whether",
       # A meaning of several lines, and choices.
@@ -263,8 +205,6 @@ class ReferenceTest(absltest.TestCase):
       "One of 'two_stage', 'query_norm', 'gate', 'none'",
     ):
       self.assertIn(part, text)
-    for family in ("vit", "dit", "llm"):
-      self.assertIn(f"| `model.family` | `'{family}'` | `str` |", text)
     self.assertEqual(text.count("| `train.steps` |"), 1)
     self.assertEqual(text.count("| `data.augment` |"), 1)
     for line in text.splitlines():
