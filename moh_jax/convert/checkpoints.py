@@ -108,7 +108,8 @@ def convert(
   tensors = _without_ignored(config.model, tensors)
   reads_text, folder = config.model.READS_TEXT, _folder(path)
   if reads_text and (found := _tokenizer(folder)):
-    tokenizers.check_vocabulary(found, config.model.vocab_size, path)
+    ids = found.vocab_size
+    tokenizers.check_vocabulary(ids, config.model.vocab_size, path)
     template_names(found)  # refuses what cannot be read before all is written
   table, abstract = model_rules(config.model, kind), _abstract(config)
   params = stream.source_params(table, tensors, abstract, source=path)

@@ -5,7 +5,6 @@ sandbox, with its filters and tags, which lets it change nothing and read
 nothing but the messages and the names of the special tokens.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -23,7 +22,10 @@ from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime.files import check_json
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
+Messages = Sequence[Message]
+Options = Mapping[str, Any]  # what a template gets beside the messages
 Span = tuple[int, int]
+_Answers = tuple[str, list[Span]]  # a conversation, and where they are in it
 ASSISTANT = "assistant"
 _DEFAULT = "default"
 # Fields of rows or messages that change what is read or trained, and that few
@@ -52,26 +54,20 @@ class Template:
     file: that holds it, for messages.
   """
 
-  def __init__(self, tokenizer: Tokenizer, name: str | None = None):
+  def __init__(self, tokenizer: Tokenizer, name: str = ""):
     """Finds the template.
 
     Args:
       tokenizer: with the files beside it, which hold the template.
-      name: of the template where there are several; None is "default".
+      name: of the template where there are several; "" is "default".
 
     Raises:
       ValueError: there is no such template, or a file is damaged.
     """
     found, wanted = _sources(tokenizer.files), name or _DEFAULT
-    if not found:
-      raise ValueError(
-        "the model has no chat template: there is no "
-        f"{tokenizers.TEMPLATE} beside its tokenizer and no 'chat_template' in "
-        f"{tokenizers.TOKENIZER_CONFIG}"
-      )
     if wanted not in found:
       raise ValueError(
-        f"chat template {wanted!r} must be one of {tuple(found)}"
+        f"no chat template {wanted!r} beside the tokenizer, only {tuple(found)}"
       )
     self._source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
@@ -79,12 +75,11 @@ class Template:
     tokens = own | tokenizers.named_tokens(tokenizer.files)
     self._tokens = {key: token for key, token in tokens.items() if token}
     # Texts of the tokens that end a generated text.
-    self._stops = [
-      *filter(None, map(tokenizer.id_to_token, tokenizer.stop_ids))
-    ]
+    stops = map(tokenizer.id_to_token, tokenizer.stop_ids)
+    self._stops = [stop for stop in stops if stop]
 
   def render(
-    self, messages: Sequence[Message], *, prompt: bool = True, **options: Any
+    self, messages: Messages, *, prompt: bool = True, **options: Any
   ) -> str:
     """Writes a conversation as the text that the model reads.
 
@@ -99,11 +94,9 @@ class Template:
         knows no tools or fails; or a library is missing.
     """
     self._check_fields(messages, options)
-    return self._write(messages, prompt=prompt, options=options)
+    return self._write(messages, options, prompt=prompt)
 
-  def answers(
-    self, messages: Sequence[Message], **options: Any
-  ) -> tuple[str, list[Span]]:
+  def answers(self, messages: Messages, **options: Any) -> _Answers:
     """Writes a conversation, and finds in it what the assistant wrote.
 
     A template may mark that itself ({% generation %}). Else an answer begins
@@ -142,13 +135,12 @@ class Template:
 
   def _write(
     self,
-    messages: Sequence[Message],
+    messages: Messages,
+    options: Options,
     *,
-    options: Mapping[str, Any],
     prompt: bool = False,
-    source: str | None = None,
+    source: str = "",
   ) -> str:
-    import_extra("jinja2", "a chat template")
     # Else transformers says that PyTorch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     name = "transformers.utils.chat_template_utils"
@@ -167,9 +159,7 @@ class Template:
       raise ValueError(f"{self.file}{line}: {text}") from error
     return text
 
-  def _check_fields(
-    self, messages: Sequence[Message], options: Mapping[str, Any]
-  ) -> None:
+  def _check_fields(self, messages: Messages, options: Options) -> None:
     """Refuses fields that say something and that the template never reads."""
     pairs = [pair for x in (options, *messages) for pair in x.items()]
     for names in _RARE:
@@ -178,23 +168,22 @@ class Template:
         raise self._refusal(f"does not know {said[0]!r}")
 
   def _check_contents(
-    self, messages: Sequence[Message], text: str, spans: Sequence[Span]
+    self, messages: Messages, text: str, spans: Sequence[Span]
   ) -> None:
     """Refuses contents that are no text and stand as Python writes them."""
     answers = [i for i, x in enumerate(messages) if x["role"] == ASSISTANT]
     own = dict(zip(answers, spans)) if len(answers) == len(spans) else {}
     for index, message in enumerate(messages):
-      if isinstance(content := message.get("content", ""), str):
-        continue
-      python, answer = str(content), text[slice(*own.get(index, (0, 0)))]
-      begins = answer.lstrip().startswith(python)
-      if begins or (content and python in text):
+      content = message.get("content", "")
+      answer = text[slice(*own.get(index, (0, 0)))].lstrip()
+      # A text may say "None", so it is looked for where this answer begins.
+      place = text if content else answer[: len("None")]
+      if not isinstance(content, str) and str(content) in place:
         raise self._refusal(
-          f"writes the content of message {index}, which is no text, as Python "
-          f"does: {python[:40]}"
+          f"writes the content of message {index} as Python does: {content}"
         )
 
-  def _check_calls(self, messages: Sequence[Message], write: _Write) -> None:
+  def _check_calls(self, messages: Messages, write: _Write) -> None:
     """Refuses calls of tools whose names are not written."""
     # OpenAI's form of a call has the other one within it.
     renamed, forms = json.loads(json.dumps(messages)), {"function", "arguments"}
@@ -206,9 +195,7 @@ class Template:
     if any(one["name"] not in text for one in called):
       raise self._refusal("does not write all 'tool_calls'")
 
-  def _unmarked(
-    self, messages: Sequence[Message], write: _Write
-  ) -> tuple[str, list[Span]]:
+  def _unmarked(self, messages: Messages, write: _Write) -> _Answers:
     """A conversation, and the answers in it, by what others would change.
 
     The span of an answer without a question is empty: some templates cannot
@@ -218,32 +205,36 @@ class Template:
     for index, message in enumerate(messages):
       if message["role"] != ASSISTANT:
         continue
-      spans.append((0, 0))
-      before, asked = None, any(x["role"] == "user" for x in messages[:index])
-      with contextlib.suppress(*() if asked else (ValueError,)):
-        before = write(messages[:index], prompt=True) if index else None
+      before = self._before(messages[:index], write)
       if before is None:
+        spans.append((0, 0))
         continue
       start = len(before)
       stop = self._stop(text, messages, index, start, write)
-      answer = text[start:stop]
-      is_whole = _holds(answer, message.get("content") or "", self._stops)
+      answer, content = text[start:stop], message.get("content") or ""
+      end = next(filter(answer.endswith, self._stops), "")
+      is_whole = isinstance(content, str) and (
+        content.strip().removesuffix(end) in answer.removesuffix(end)
+      )
       if not text.startswith(before) or not answer or not is_whole:
         raise self._refusal(
-          f"does not write message {index} as an answer to those before it, so "
-          "what to train is unknown: it needs the marks {% generation %} and "
-          "{% endgeneration %} around answers"
+          f"does not write message {index} as an answer to those before it: it "
+          "needs {% generation %} and {% endgeneration %} around answers"
         )
-      spans[-1] = start, stop
+      spans.append((start, stop))
     return text, spans
 
+  def _before(self, messages: Messages, write: _Write) -> str | None:
+    """What a model reads before it answers; None if that cannot be written."""
+    try:
+      return write(messages, prompt=True) if messages else None
+    except ValueError:
+      if any(message["role"] == "user" for message in messages):
+        raise
+      return None
+
   def _stop(
-    self,
-    text: str,
-    messages: Sequence[Message],
-    index: int,
-    start: int,
-    write: _Write,
+    self, text: str, messages: Messages, index: int, start: int, write: _Write
   ) -> int:
     """Where the answer `index` ends that begins at `start`; 0 is unknown."""
     found = [(text.find(stop, start), stop) for stop in self._stops]
@@ -258,7 +249,7 @@ class Template:
     # later message if other text stands between, or if a change of the next
     # message changes text before it.
     following = messages[index + 1]
-    longer = {**following, "content": _longer(following.get("content"))}
+    longer = {**following, "content": f"x{following.get('content') or ''}x"}
     other = write([*messages[: index + 1], longer, *messages[index + 2 :]])
     is_shown = other != text  # else the change says nothing
     is_next = not (is_alike and text[len(ended) : at].strip())
@@ -266,37 +257,30 @@ class Template:
       return end
     return len(ended) if is_alike else 0
 
-  def _marked(
-    self, messages: Sequence[Message], write: _Write
-  ) -> tuple[str, list[Span]]:
+  def _marked(self, messages: Messages, write: _Write) -> _Answers:
     """A conversation, and what the template marks in it.
 
     transformers counts characters as they are written, which misplaces marks
     in macros, filters and set blocks; characters in the text move with it.
     """
-    for _ in range(2):  # a template may tell the time
-      text = write(messages)
-      begin, end = [x for x in _CHARACTERS if x not in text + self._source][:2]
-      source = _BEGIN.sub(_OURS[0] % begin, self._source)
-      source = _END.sub(_OURS[1] % end, source)
-      # Text, mark, text, ...
-      parts = re.split(f"([{begin}{end}])", write(messages, source=source))
-      marks = "".join(parts[1::2])
-      if "".join(parts[::2]) == text and not marks.replace(begin + end, ""):
-        ends = list(itertools.accumulate(map(len, parts[::2])))
-        return text, list(zip(ends[::2], ends[1::2]))
-    raise self._refusal(
-      "writes otherwise with a character at each {% generation %} and {% "
-      "endgeneration %}, so what to train is unknown: these tags may not be "
-      "nested, nor quoted, nor what they enclose be cut or counted"
-    )
+    text = write(messages)
+    begin, end = [x for x in _CHARACTERS if x not in text + self._source][:2]
+    source = _BEGIN.sub(_OURS[0] % begin, self._source)
+    source = _END.sub(_OURS[1] % end, source)
+    # Text, mark, text, ...
+    parts = re.split(f"([{begin}{end}])", write(messages, source=source))
+    marks = "".join(parts[1::2])
+    if "".join(parts[::2]) != text or marks.replace(begin + end, ""):
+      raise self._refusal(
+        "writes otherwise with a character at each {% generation %}, which may "
+        "not be nested nor quoted, nor what it encloses be cut or counted"
+      )
+    ends = list(itertools.accumulate(map(len, parts[::2])))
+    return text, list(zip(ends[::2], ends[1::2]))
 
 
 def chat_ids(
-  tokenizer: Tokenizer,
-  messages: Sequence[Message],
-  template: str | None = None,
-  **options: Any,
+  tokenizer: Tokenizer, messages: Messages, template: str = "", **options: Any
 ) -> list[int]:
   """Returns the ids of a conversation, up to where the answer begins.
 
@@ -356,29 +340,3 @@ def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
   elif isinstance(stored, list):
     stored = {entry["name"]: entry["template"] for entry in stored}
   return {name: (text, file) for name, text in stored.items()}
-
-
-def _part(part: Any) -> str:
-  """The text of a part of a content, "" of an image and the like."""
-  text = part.get("text") if isinstance(part, Mapping) else None
-  return text if isinstance(text, str) else ""
-
-
-def _holds(answer: str, content: Any, stops: Sequence[str]) -> bool:
-  """Whether an answer has all texts of a content, in order, before its stop."""
-  stop = next(filter(answer.endswith, stops), "")
-  place, end = 0, len(answer) - len(stop)
-  for part in [content] if isinstance(content, str) else map(_part, content):
-    part = part.strip().removesuffix(stop)
-    if (found := answer.find(part, place, end)) < 0:
-      return False
-    place = found + len(part)
-  return True
-
-
-def _longer(content: Any) -> Any:
-  """A content with a word more on both sides."""
-  if isinstance(content, list):
-    word = {"type": "text", "text": "x"}
-    return [word, *content, word]
-  return f"x{content or ''}x"

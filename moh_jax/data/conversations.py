@@ -19,26 +19,19 @@ import itertools
 import logging
 import os
 import pathlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data import files, tokenizers
-from moh_jax.data.chat import (
-  ASSISTANT,
-  FIELDS,
-  Message,
-  Span,
-  Template,
-  check_messages,
-)
+from moh_jax.data import chat, files, sequences, tokenizers
+from moh_jax.data.chat import ASSISTANT, Message, Span
 from moh_jax.data.files import Identity
-from moh_jax.data.sequences import Sequence, pack
 from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.runtime.files import check_json, parse_json
 
@@ -68,27 +61,25 @@ class ChatSource:
         no template or tells no places of tokens; or nothing is left to train.
     """
     self._tokenizer, self._length = _load(data), data.sequence_length
-    tokenizers.check_vocabulary(
-      self._tokenizer, vocab_size, data.tokenizer_path
-    )
+    ids = self._tokenizer.vocab_size
+    tokenizers.check_vocabulary(ids, vocab_size, data.tokenizer_path)
     self._split = split
     self._bad: list[ValueError] = []  # rows that are left out
-    found = list(self._tokenized(data))
     capacity = self._length + 1
-    fits = [_size(row) <= capacity for row in found]
-    if data.too_long == "skip":
-      rows = list(itertools.compress(found, fits))
-    else:
-      rows = [
-        row if fit else [one.cut(capacity // len(row)) for one in row]
-        for row, fit in zip(found, fits)
-      ]
-    kept = [row for row in rows if all(one.trained[1:].any() for one in row)]
+    found, too_long, kept = 0, 0, []
+    for row in self._tokenized(data):
+      found += 1
+      if _size(row) > capacity:
+        too_long += 1
+        most = capacity // len(row) if data.too_long == "cut" else 0
+        row = [one.cut(most) for one in row]
+      if all(one.trained[1:].any() for one in row):
+        kept.append(row)
     bad = "".join(f"; {len(self._bad)} bad rows: {x}" for x in self._bad[:1])
     if not kept:
       raise ValueError(
-        f"{data.path}, {split}: none of {len(found)} conversations has an "
-        f"answer in its first data.sequence_length={self._length} tokens" + bad
+        f"{data.path}, {split}: none of {found} conversations has an answer in "
+        f"its first data.sequence_length={self._length} tokens{bad}"
       )
     packed = self._pack(kept)
     self._firsts = np.cumsum([0, *map(len, packed)])  # of each sequence
@@ -101,16 +92,15 @@ class ChatSource:
     _LOG.info(
       "data: %s, %s: %d conversations; %.1f %% of %d tokens are trained; "
       "longer than a sequence: %d (data.too_long=%s), left out: %d%s",
-      *(data.path, split, len(found), 100 * self._trained.mean()),
-      *(len(self._tokens), fits.count(False), data.too_long),
-      *(len(found) - len(kept), bad),
+      *(data.path, split, found, 100 * self._trained.mean()),
+      *(len(self._tokens), too_long, data.too_long, found - len(kept), bad),
     )
 
   def _read(self, row: Mapping[str, Any]) -> list[list[Message]]:
     """The conversations of a row."""
     return [read_messages(row)]
 
-  def _tokenized(self, data: TextDataConfig) -> Iterator["_Row"]:
+  def _tokenized(self, data: TextDataConfig) -> Iterator["_Tokenized"]:
     """The conversations of each row of a split, in the order of the files."""
     written = self._written(data)
     while rows := list(itertools.islice(written, _AT_ONCE)):
@@ -125,13 +115,12 @@ class ChatSource:
 
   def _written(self, data: TextDataConfig) -> Iterator[list[tuple]]:
     """Of each row's conversations the texts, and the spans of the answers."""
-    template = Template(self._tokenizer, data.template)
+    template = chat.Template(self._tokenizer, data.template)
     root, split = pathlib.Path(data.path), self._split
     names = files.files_by_split(root, files.ROW_SUFFIXES)[split]
     if not names:
       raise MissingSplitError(
-        f"{root} holds no conversations to {split}: no file such as "
-        f"{split}.jsonl, {split}-0.parquet or {split}/0.parquet"
+        f"{root} holds no conversations to {split}, such as {split}.jsonl"
       )
     rows = [files.read_rows(os.fspath(root / name)) for name in names]
     for place, row in itertools.chain(*rows):
@@ -146,7 +135,7 @@ class ChatSource:
           raise named from error
         self._bad.append(named)
 
-  def _pack(self, rows: list["_Row"]) -> list["_Row"]:
+  def _pack(self, rows: list["_Tokenized"]) -> list["_Tokenized"]:
     """The conversations of every sequence."""
     packed = best_fit(np.array(list(map(_size, rows))), self._length + 1)
     return [[one for i in some for one in rows[i]] for some in packed]
@@ -161,7 +150,6 @@ class ChatSource:
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The vocabulary of the tokenizer; reads no conversation."""
-    del names
     return {"vocab_size": _load(config.data).vocab_size}
 
   def tokenizer(self) -> JsonTokenizer:
@@ -183,11 +171,11 @@ class ChatSource:
   def __len__(self) -> int:
     return len(self._firsts) - 1
 
-  def __getitem__(self, index: int) -> Sequence:
+  def __getitem__(self, index: int) -> sequences.Sequence:
     ends = self._ends[self._firsts[index] : self._firsts[index + 1] + 1]
     place = slice(ends[0], ends[-1])
     starts = ends[1:-1] - ends[0]
-    sequence = pack(self._tokens[place], starts, self._length)
+    sequence = sequences.pack(self._tokens[place], starts, self._length)
     trained = self._trained[place][1:]
     sequence["weights"][: len(trained)] *= trained
     return sequence
@@ -210,7 +198,7 @@ class PreferenceSource(ChatSource):
     pair = read_pair(row)
     return pair if self._split == "train" else pair[:1]
 
-  def _pack(self, rows: list["_Row"]) -> list["_Row"]:
+  def _pack(self, rows: list["_Tokenized"]) -> list["_Tokenized"]:
     return rows if self._split == "train" else super()._pack(rows)
 
 
@@ -225,10 +213,10 @@ class _Conversation(NamedTuple):
     return _Conversation(self.tokens[:most], self.trained[:most])
 
 
-_Row = list[_Conversation]
+_Tokenized = list[_Conversation]
 
 
-def _size(row: _Row) -> int:
+def _size(row: _Tokenized) -> int:
   return sum(len(one.tokens) for one in row)
 
 
@@ -260,6 +248,22 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
   return bins
 
 
+class _Row(msgspec.Struct):
+  """Fields of a row that are read here, beside "messages"."""
+
+  conversations: list[dict] | None = None
+  instruction: str | None = None
+  input: str | None = None
+  system: str | None = None
+  history: list[tuple[str, str]] | None = None
+
+
+class _Pair(_Row, kw_only=True):
+  chosen: str | list[dict]
+  rejected: str | list[dict]
+  prompt: str | list[dict] | None = None
+
+
 def read_messages(row: Mapping[str, Any]) -> list[Message]:
   """Reads the conversation of a row, in any of the three forms.
 
@@ -267,14 +271,12 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
     ValueError: it is in none of them, a role is unknown, there is no answer, or
       a question is given twice.
   """
+  check_json(row, _Row)
   row = {name: value for name, value in row.items() if value is not None}
-  for name in ("system", "instruction", "input"):
-    if not isinstance(row.get(name, ""), str):
-      raise ValueError(f"{name}={row[name]!r} must be a text")
   if "messages" in row:
     messages = row["messages"]
-  elif isinstance(turns := row.get("conversations"), list):
-    messages = list(itertools.starmap(_said, enumerate(turns)))
+  elif "conversations" in row:
+    messages = [_said(i, turn) for i, turn in enumerate(row["conversations"])]
   elif {"instruction", "output"} <= row.keys():
     asked = filter(None, [row["instruction"], row.get("input")])
     messages = _asked("\n\n".join(asked), row.pop("history", []))
@@ -283,17 +285,17 @@ def read_messages(row: Mapping[str, Any]) -> list[Message]:
     raise ValueError(f"a row must have {_FORMS}, found {sorted(row)}")
   if row.get("history"):
     raise ValueError("'history' must be beside a question that is a text")
-  check_messages(messages)
+  chat.check_messages(messages)
   messages = files.without_nulls(messages)
   if row.get("system"):
     if messages[0]["role"] in _ROLES[:2]:
       raise ValueError("'system' is given twice, the second time as a message")
     messages.insert(0, {"role": "system", "content": row["system"]})
   roles = [message["role"] for message in messages]
-  for i, role in enumerate(roles):
-    if role not in _ROLES:
+  for i, message in enumerate(messages):
+    if (role := message["role"]) not in _ROLES:
       raise ValueError(f"message {i}: role {role!r} must be one of {_ROLES}")
-    if not messages[i].keys() & {"content", "tool_calls"}:
+    if not message.keys() & {"content", "tool_calls"}:
       raise ValueError(f"message {i}: 'content' or 'value' is missing")
   if ASSISTANT not in roles:
     raise ValueError(f"no message of {ASSISTANT!r} in roles {roles}")
@@ -306,7 +308,7 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     ValueError: it is no list of objects, or no object, nor the JSON of one.
   """
-  found = {name: row[name] for name in FIELDS if row.get(name)}
+  found = {name: row[name] for name in chat.FIELDS if row.get(name)}
   for name, kind in (("tools", list[dict]), ("chat_template_kwargs", dict)):
     value = row.get(name) or kind()
     reads = parse_json if isinstance(value, str) else check_json
@@ -315,18 +317,17 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
   return found
 
 
-def _said(index: int, turn: Any) -> Message:
+def _said(index: int, turn: Mapping[str, Any]) -> Message:
   """A turn of ShareGPT as a message."""
-  turn = dict(check_json(turn, dict, f"message {index}"))
-  said, known = turn.pop("from", None), tuple(_SPEAKERS)
+  said, known = turn.get("from"), tuple(_SPEAKERS)
   if said not in known:
     raise ValueError(f"message {index}: from={said!r} must be one of {known}")
-  return {"role": _SPEAKERS[said], "content": turn.pop("value", None), **turn}
+  others = {k: x for k, x in turn.items() if k not in ("from", "value")}
+  return {"role": _SPEAKERS[said], "content": turn.get("value"), **others}
 
 
-def _asked(question: str, history: Any) -> list[Message]:
+def _asked(question: str, history: Iterable[Sequence[str]]) -> list[Message]:
   """A question after what was asked and answered before."""
-  check_json(history, list[tuple[str, str]], "history")
   texts = [*itertools.chain(*history), question]
   roles = itertools.cycle(("user", ASSISTANT))
   return [{"role": role, "content": text} for role, text in zip(roles, texts)]
@@ -339,9 +340,8 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
     ValueError: one is missing, both are equal, they answer different questions,
       or one is no conversation.
   """
+  check_json(row, _Pair)
   row = {name: value for name, value in row.items() if value is not None}
-  if not {"chosen", "rejected"} <= row.keys():
-    raise ValueError(f"a row must have 'chosen' and 'rejected', found {[*row]}")
   asked = row.get("prompt", [])
   if isinstance(asked, str):
     asked = _asked(asked, row.pop("history", []))
@@ -350,8 +350,6 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
     said = row[name]
     if isinstance(said, str):
       said = [{"role": ASSISTANT, "content": said}]
-    if not (isinstance(asked, list) and isinstance(said, list)):
-      raise ValueError(f"'prompt' and {name!r} must be texts or messages")
     asked, said = map(files.without_nulls, (asked, said))
     # A whole conversation has the question that may stand beside it.
     starts = range(len(said) - len(asked) + 1)
@@ -380,8 +378,7 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
   where = f"data.tokenizer_path={data.tokenizer_path!r}"
   if not data.tokenizer_path:
     raise ValueError(
-      f"{where} must name a folder with a {JsonTokenizer.file_name} and a chat "
-      "template, or train.init_from a checkpoint that has them"
+      f"{where} must name a folder with a chat template, or train.init_from"
     )
   if not os.path.isdir(data.path):
     raise FileNotFoundError(
@@ -390,10 +387,8 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
     )
   tokenizer = tokenizers.load_tokenizer(data.tokenizer_path)
   if not isinstance(tokenizer, JsonTokenizer):
-    raise ValueError(
-      f"{where} must hold a {JsonTokenizer.file_name}: a tokenizer of the kind "
-      f"{tokenizer.kind!r} does not tell which text a token is"
-    )
+    # Others do not tell which text a token is.
+    raise ValueError(f"{where} must have a tokenizer.json")
   return tokenizer
 
 

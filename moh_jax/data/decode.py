@@ -96,9 +96,7 @@ def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
     try:
       return to_pixels(image, channels)
     except Exception as error:  # a damaged image raises nearly anything
-      raise ValueError(
-        f"{name}: damaged or truncated image: {error}"
-      ) from error
+      raise ValueError(f"{name}: damaged image: {error}") from error
 
 
 def _decode_jpeg(content: bytes, channels: int) -> np.ndarray | None:

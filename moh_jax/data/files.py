@@ -33,8 +33,8 @@ from moh_jax.runtime.alive import alive
 # What identifies data, so that a change is noticed: two streams with the same
 # identity, config and seed have the same examples in the same order.
 Identity = dict[str, int | str]
+StrPath = str | os.PathLike
 _THREADS, _FILES_AT_ONCE = 16, 4096  # that look at the sizes of files
-PROMPT = "prompt"  # field of a file of prompts
 _JSON, _LINES = (
   tuple(suffix + packing for suffix in kinds for packing in ("", ".gz", ".zst"))
   for kinds in ((".json",), (".jsonl", ".ndjson"))
@@ -74,9 +74,9 @@ def import_extra(library: str, purpose: str, extra: str = "llm") -> Any:
   try:
     return importlib.import_module(library)
   except ModuleNotFoundError as error:
+    name = library.partition(".")[0]
     raise MissingLibraryError(
-      f"{purpose} needs the library {library.partition('.')[0]!r}: pip install "
-      f"'moh_jax[{extra}]'"
+      f"{purpose} needs the library {name!r}: pip install 'moh_jax[{extra}]'"
     ) from error
 
 
@@ -99,14 +99,9 @@ def list_files(patterns: Sequence[str]) -> list[str]:
     try:
       found = _find(pattern)
     except Exception as error:  # each file system has errors of its own
-      text = f"{pattern}: cannot be read: {error}"
-      if isinstance(error, ImportError):
-        text += "; hf:// needs pip install 'moh_jax[llm]'"
-      raise OSError(text) from error
+      raise OSError(f"{pattern}: cannot be read: {error}") from error
     if not found:
-      raise FileNotFoundError(
-        f"{pattern}: no such file; of a folder give DIR/**/*"
-      )
+      raise FileNotFoundError(f"{pattern}: no such file (or give DIR/**/*)")
     files.update(found)
   return sorted(files)
 
@@ -117,16 +112,13 @@ def _find(pattern: str) -> list[str]:
     found = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     return [file for file in found if os.path.isfile(file)]
   system, path = fsspec.url_to_fs(pattern)
-  found = system.glob(path, detail=True).items()
-  return [
-    system.unstrip_protocol(name)
-    for name, info in found
-    if info["type"] == "file"
-  ]
+  found = system.glob(path, detail=True)
+  files = [name for name, info in found.items() if info["type"] == "file"]
+  return [system.unstrip_protocol(name) for name in files]
 
 
 def files_by_split(
-  root: str | os.PathLike, suffixes: tuple[str, ...]
+  root: StrPath, suffixes: tuple[str, ...]
 ) -> collections.defaultdict[str, list[str]]:
   """The files in a local folder and below by the split that their names tell.
 
@@ -157,9 +149,7 @@ def file_size(file: str) -> int:
 
 
 @alive("reading the sizes of the images")
-def of_files(
-  root: str | os.PathLike, names: Sequence[str], facts: bytes
-) -> str:
+def of_files(root: StrPath, names: Sequence[str], facts: bytes) -> str:
   """Identifies files by names and sizes, in order, and further facts.
 
   A file of equal name and length counts as the same.
@@ -182,19 +172,29 @@ def of_files(
 def _opened(file: str) -> Iterator[io.BufferedReader]:
   """Opens a file for reading its content, which .gz and .zst files unpack to.
 
-  A file that is cut off, or damaged, raises an error when that place is read.
+  Raises:
+    ValueError: the file cannot be read, or what is read of it inside of the
+      context is cut off or damaged; or an optional library is missing.
   """
   opens: Any = fsspec.open if "://" in file else open
-  with opens(file, "rb") as stream:
-    if file.lower().endswith(".gz"):
-      stream = gzip.GzipFile(fileobj=stream)
-    elif file.lower().endswith(".zst"):
-      stream = _Unpacked(_unpack(stream, import_extra("zstandard", file)))
-    yield io.BufferedReader(stream)
+  try:
+    with opens(file, "rb") as stream:
+      if file.lower().endswith(".gz"):
+        stream = gzip.GzipFile(fileobj=stream)
+      elif file.lower().endswith(".zst"):
+        stream = _Unpacked(_unpack(stream, import_extra("zstandard", file)))
+      yield io.BufferedReader(stream)
+  except (BadTextError, MissingLibraryError):
+    raise
+  except Exception as error:  # of file systems, of unpacking, of tables
+    raise ValueError(f"{file}: damaged or cannot be read: {error}") from error
 
 
 def _unpack(stream: IO[bytes], library: Any) -> Iterator[bytes]:
-  """Parts of what the Zstandard frames of a stream hold."""
+  """Parts of what the Zstandard frames of a stream hold.
+
+  The library's own reader takes a frame that is cut off for a whole one.
+  """
   # The largest window is that of `zstd --long=31`, as archives have it.
   unpacker = library.ZstdDecompressor(max_window_size=1 << 31)
   packed, frame = b"", None
@@ -241,26 +241,21 @@ def read_rows(
       an optional library is.
   """
   is_table = file.lower().endswith(TABLES)
-  try:
-    with _opened(file) as stream:
-      rows = _table(file, stream, columns) if is_table else _json(file, stream)
-      for number, row in rows:
-        yield (place := f"{file}:{number}"), _object(row, place)
-  except (BadTextError, MissingLibraryError):
-    raise
-  except Exception as error:  # of file systems, of unpacking, of tables
-    raise ValueError(f"{file}: damaged or cannot be read: {error}") from error
+  with _opened(file) as stream:
+    rows = _table(file, stream, columns) if is_table else _json(file, stream)
+    for number, row in rows:
+      yield (place := f"{file}:{number}"), _object(row, place)
 
 
 def _json(file: str, stream: Any) -> Iterator[tuple[int, Any]]:
   """Numbers and lines, or entries of the list that the file is."""
-  head = stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
-  if file.lower().endswith(_JSON) and head.startswith(b"["):
-    yield from enumerate(json.loads(stream.read().decode("utf-8-sig")), 1)
+  if stream.peek(1).startswith(codecs.BOM_UTF8):  # some programs add it
+    stream.read(len(codecs.BOM_UTF8))
+  is_list = stream.peek(1).lstrip().startswith(b"[")
+  if is_list and file.lower().endswith(_JSON):
+    yield from enumerate(json.load(stream), 1)
     return
   for number, line in enumerate(stream, 1):
-    if number == 1:
-      line = line.removeprefix(codecs.BOM_UTF8)  # some programs add it
     if not line.isspace():
       yield number, line
 
@@ -282,19 +277,15 @@ def _table(
   number = 0
   for batch in batches:
     for row in (batch.select(columns) if columns else batch).to_pylist():
-      yield (
-        (number := number + 1),
-        {name: without_nulls(value, deep=True) for name, value in row.items()},
-      )
+      number += 1
+      yield number, {k: without_nulls(x, deep=True) for k, x in row.items()}
 
 
 def _object(row: Any, place: str) -> Any:
   """An object, also of its line of JSON, or the error that it is."""
   try:
     row = json.loads(row) if isinstance(row, bytes) else row
-  except UnicodeDecodeError as error:
-    return BadTextError(f"{place}: not UTF-8: {error}")
-  except (ValueError, RecursionError) as error:  # "[[[[..." is the latter
+  except ValueError as error:  # of JSON, or of UTF-8
     return BadTextError(f"{place}: not JSON: {error}")
   if isinstance(row, dict):
     return row
@@ -324,15 +315,12 @@ def read_documents(
     for place, row in read_rows(file, columns):
       yield place, _text(row, field, place)
     return
+  with _opened(file) as stream:
+    content = stream.read()
   try:
-    with _opened(file) as stream:
-      text = stream.read().decode("utf-8-sig")
+    yield file, content.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     yield file, BadTextError(f"{file}: not UTF-8: {error}")
-  except Exception as error:
-    raise ValueError(f"{file}: damaged or cannot be read: {error}") from error
-  else:
-    yield file, text
 
 
 def _text(
@@ -344,11 +332,10 @@ def _text(
   if field not in row:
     return BadTextError(f"{place}: no field {field!r}, found {sorted(row)}")
   text = "" if row[field] is None else row[field]
-  if not isinstance(text, str):
-    what = f"{field!r} is {type(text).__name__}, expected text"
-    return BadTextError(f"{place}: {what}")
   try:
     text.encode()
+  except AttributeError:
+    return BadTextError(f"{place}: {field!r} is {type(text).__name__}, no text")
   except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not text
     return BadTextError(f"{place}: half a surrogate pair: {error}")
   return text
@@ -385,11 +372,8 @@ def read_prompts(file: str) -> list[str]:
   """
   files = list_files([file])
   if plain := [x for x in files if not x.lower().endswith(ROW_SUFFIXES)]:
-    raise ValueError(
-      f"{plain[0]}: plain text is not taken as prompts; write a file .jsonl "
-      'with one JSON object a line, such as {"prompt": "TEXT"}'
-    )
-  prompts = list(read_texts(files, PROMPT))
+    raise ValueError(f'{plain[0]}: must be .jsonl, {{"prompt": "..."}} a line')
+  prompts = list(read_texts(files, "prompt"))
   if not prompts:
     raise ValueError(f"{file}: holds no prompt")
   return prompts

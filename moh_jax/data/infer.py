@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from moh_jax.config import Config, imported
+from moh_jax.config import Config, apply_overrides, imported
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SOURCES, get_source
 from moh_jax.data.sequences import COUNTED
@@ -34,12 +34,10 @@ def resolve(config: Config) -> Config:
     FileNotFoundError: data that tell an unset value are missing.
     ValueError: they are damaged, or do not fit what the config states.
   """
-  if "tokenizer_path" in get_source(config.data).options:
-    path, start = config.data.tokenizer_path, config.train.init_from
-    if start and not path:
-      path = os.fspath(workdir(start))
-    data = dataclasses.replace(config.data, tokenizer_path=path)
-    config = dataclasses.replace(config, data=data)
+  start, options = config.train.init_from, get_source(config.data).options
+  if start and "tokenizer_path" in options and not config.data.tokenizer_path:
+    folder = os.fspath(workdir(start))
+    config = apply_overrides(config, "data", tokenizer_path=folder)
   wanted = [n for n in _FIELDS if getattr(config.model, n, 0) is None]
   normalizes = getattr(config.data, "mean", ()) is None
   normalizes = normalizes and not is_latent(config)
@@ -52,31 +50,29 @@ def resolve(config: Config) -> Config:
       f"{config.data.source!r} does not tell it"
     )
   found = {name: told[name] for name in wanted}
-  model, data = dataclasses.replace(config.model, **found), config.data
+  config = apply_overrides(config, "model", **found)
   if normalizes:
-    mean = std = (0.5,) * model.channels  # pixels in [-1, 1]
+    mean = std = (0.5,) * config.model.channels  # pixels in [-1, 1]
     if "diffusion" not in config.sections:
       if "mean" in told:
         mean, std = told["mean"], told["std"]
-      elif model.channels == 3:
+      elif config.model.channels == 3:
         mean, std = _IMAGENET
-    data = dataclasses.replace(data, mean=mean, std=std)
-  if getattr(data, "eval_resize", 0) is None:
-    data = dataclasses.replace(data, eval_resize=min(model.input_shape[:2]))
-  resolved = dataclasses.replace(config, model=model, data=data)
-  resolved = _counted(resolved).scheduled()
+    config = apply_overrides(config, "data", mean=mean, std=std)
+  if getattr(config.data, "eval_resize", 0) is None:
+    side = min(config.model.input_shape[:2])
+    config = apply_overrides(config, "data", eval_resize=side)
+  config = _counted(config).scheduled()
   diffusion = config.sections.get("diffusion")
   if diffusion is None or diffusion.latent_scale is not None:
-    return resolved
+    return config
   scaling = LatentScaling()
   # Checkpoints are converted with configs of runs whose data are elsewhere.
   with contextlib.suppress(FileNotFoundError):
     scaling = source.tell(config, ["scaling"]).get("scaling", scaling)
-  values = dataclasses.asdict(scaling)
-  stated = {f"latent_{name}": value for name, value in values.items()}
-  diffusion = dataclasses.replace(diffusion, **stated)
-  sections = {**config.sections, "diffusion": diffusion}
-  return dataclasses.replace(resolved, sections=sections)
+  values = dataclasses.asdict(scaling).items()
+  stated = {f"latent_{name}": value for name, value in values}
+  return apply_overrides(config, "diffusion", **stated)
 
 
 def _counted(config: Config) -> Config:
@@ -92,8 +88,7 @@ def _counted(config: Config) -> Config:
   else:
     examples = len(opens(config, "train"))
   steps = max(math.ceil(epochs * examples / data.batch_size), 1)
-  train = dataclasses.replace(config.train, steps=steps, epochs=0.0)
-  return dataclasses.replace(config, train=train)
+  return apply_overrides(config, "train", steps=steps, epochs=0.0)
 
 
 def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:

@@ -18,7 +18,7 @@ import io
 import os
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import grain
 import numpy as np
@@ -27,26 +27,19 @@ import tqdm
 from moh_jax.config import Config, differing_fields, imported
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SOURCES, SPLITS, MissingSplitError
-from moh_jax.data import decode
-from moh_jax.data.files import Identity
+from moh_jax.data import decode, sources
+from moh_jax.data.files import Identity, StrPath
 from moh_jax.data.shards import METADATA, Shards, ShardWriter
-from moh_jax.data.sources import (
-  ALL,
-  EncodedSource,
-  Example,
-  ImageSource,
-  Record,
-  Selection,
-)
+from moh_jax.data.sources import ALL, EncodedSource, Names, Selection
 from moh_jax.data.tables import find_tables
 
 IMAGES, LATENTS = "images", "latents"  # kinds of sets
 _DTYPE = np.dtype("<f2")  # of latents
-_THREADS = 8  # threads that read image files
+_THREADS = 8  # that read image files
 _QUALITY = 95  # of JPEG files that are written in place of larger images
 
 
-class _PackedSource(ImageSource):
+class _PackedSource(sources.ImageSource):
   """Examples in PATH/SPLIT/*.array_record."""
 
   kind: str  # of the set
@@ -66,7 +59,6 @@ class _PackedSource(ImageSource):
       FileNotFoundError: there is no metadata.json.
       ValueError: the set is of another kind, or a shard is truncated.
     """
-    del selection
     self._folder = pathlib.Path(path) / split
     self._shards = Shards(self._folder, self.kind)
     self.metadata, self.channels = self._shards.metadata, channels
@@ -94,11 +86,11 @@ class PackedImages(_PackedSource, EncodedSource):
     """Identifies the images that were packed, and as what."""
     return self.metadata["fingerprint"]
 
-  def read(self, index: int) -> Record:
+  def read(self, index: int) -> sources.Record:
     """The file of an image, not decoded."""
     header, content = self._shards[index]
     place = f"{header['name']} in {self._folder}"
-    return Record(header["label"], place, content)
+    return sources.Record(header["label"], place, content)
 
 
 class LatentSource(_PackedSource):
@@ -120,35 +112,28 @@ class LatentSource(_PackedSource):
     self.encoder_sha256 = self.metadata["encoder_sha256"]
 
   @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "LatentSource":
+  def open(cls, config: Config, split: str, class_names: Names = ()) -> Self:
     """Opens a split.
 
     Raises:
       ValueError: the configured model does not take these latents.
     """
-    del class_names
     source, model = cls(config.data.path, split), config.model
+    where = f"data.path={config.data.path!r}"
     if source.latent_shape != model.input_shape:
       raise ValueError(
-        f"data.path={config.data.path!r} holds latents of shape "
-        f"{source.latent_shape} (images of {source.metadata['image_size']} "
-        f"pixels), the model takes {model.input_shape}: model.input_size and "
-        "model.channels"
+        f"{where} holds latents of shape {source.latent_shape}, the model "
+        f"takes {model.input_shape}: model.input_size and model.channels"
       )
     ours = config.diffusion.scaling
     if differing := differing_fields(ours, source.scaling, "latent"):
-      raise ValueError(
-        f"data.path={config.data.path!r}: the latents are of another scale: "
-        f"{'; '.join(differing).replace('latent.', 'diffusion.latent_')}"
-      )
+      named = "; ".join(differing).replace("latent.", "diffusion.latent_")
+      raise ValueError(f"{where}: latents of another scale: {named}")
     return source
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """Classes and channels; also "scaling" and "encoder_sha256"."""
-    del names
     source = cls(config.data.path, "train")
     return {
       "channels": source.channels,
@@ -157,7 +142,7 @@ class LatentSource(_PackedSource):
       "encoder_sha256": source.encoder_sha256,
     }
 
-  def __getitem__(self, index: int) -> Example:
+  def __getitem__(self, index: int) -> sources.Example:
     header, payload = self._shards[index]
     moments = np.frombuffer(payload, _DTYPE).reshape(2, 2, *self.latent_shape)
     return {"image": moments, "label": np.int32(header["label"])}
@@ -179,7 +164,7 @@ def encode_moments(moments: np.ndarray) -> bytes:
   return stored.tobytes()
 
 
-def source_at(path: str | os.PathLike) -> str:
+def source_at(path: StrPath) -> str:
   """What a folder of images holds: the name of its source."""
   if any(pathlib.Path(path, split, METADATA).is_file() for split in SPLITS):
     return "array_record"
@@ -187,10 +172,7 @@ def source_at(path: str | os.PathLike) -> str:
 
 
 def open_splits(
-  path: str,
-  split: str | None,
-  channels: int = 3,
-  selection: Selection = ALL,
+  path: str, split: str | None, channels: int = 3, selection: Selection = ALL
 ) -> dict[str, EncodedSource]:
   """Opens images of any kind on disk, whichever it is.
 
@@ -227,11 +209,7 @@ def shard_items(items: int, shard_size: int) -> list[range]:
 
 
 def read_ahead(
-  read: Callable[[int], Any],
-  places: Iterable[int],
-  threads: int,
-  ahead: int,
-  bad_images: str,
+  read: Callable[[int], Any], places: Iterable[int], ahead: int, bad_images: str
 ) -> Iterator[Any]:
   """Reads examples on threads, at most `ahead` of them before their turn.
 
@@ -245,20 +223,18 @@ def read_ahead(
     except (ValueError, OSError) as error:
       if bad_images == "skip":
         return str(error)
-      raise ValueError(
-        f"{error}; --bad-images skip leaves out what cannot be used"
-      ) from error
+      raise ValueError(f"{error} (--bad-images skip leaves it out)") from error
 
-  options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+  options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=ahead)
   dataset = grain.MapDataset.source(list(places)).map(checked)
   return iter(dataset.to_iter_dataset(options))
 
 
 def pack_images(
   source: EncodedSource,
-  out: str | os.PathLike,
+  out: StrPath,
   *,
-  packed_from: str | os.PathLike,
+  packed_from: StrPath,
   shard_size: int = 1024,
   shorter_side: int = 0,
   bad_images: str = "raise",
@@ -292,10 +268,11 @@ def pack_images(
   settings |= {"shorter_side": shorter_side}
   writer = ShardWriter(out, IMAGES, len(items), settings)
   places = [item for shard in writer.todo() for item in items[shard]]
-  found = read_ahead(
-    lambda item: _fitted(source.read(item), shorter_side),
-    *(places, _THREADS, 2 * _THREADS, bad_images),
-  )
+
+  def read(item: int) -> sources.Record:
+    return _fitted(source.read(item), shorter_side)
+
+  found = read_ahead(read, places, 2 * _THREADS, bad_images)
   # None disables it where stderr is no terminal.
   with tqdm.tqdm(total=len(places), unit="image", disable=None) as bar:
     for shard in writer.todo():
@@ -312,7 +289,7 @@ def pack_images(
   )
 
 
-def _fitted(record: Record, shorter: int) -> Record:
+def _fitted(record: sources.Record, shorter: int) -> sources.Record:
   """The image with a shorter side of at most `shorter` pixels; 0 is any.
 
   Raises:

@@ -19,7 +19,8 @@ import grain
 import jax.tree
 import numpy as np
 
-from moh_jax.config import Config, DataConfig, TextDataConfig
+from moh_jax.config import Config
+from moh_jax.config.data import ExamplesConfig
 from moh_jax.config.registry import get_source
 from moh_jax.data import transforms
 from moh_jax.data.sources import CheckedSource, is_latent
@@ -78,7 +79,7 @@ def _of_latents(config: Config, kind: type, name: str) -> list:
   """The transform of stored posteriors; random latents need none."""
   function, scaling = getattr(transforms, name), config.diffusion.scaling
   stored = "images" not in get_source(config.data).holds
-  return [kind(functools.partial(function, scaling=scaling))] * stored
+  return [kind(functools.partial(function, scaling=scaling))] if stored else []
 
 
 class RepeatedImages(grain.MapDataset):
@@ -120,10 +121,7 @@ class TrainBatches:
   """
 
   def __init__(
-    self,
-    dataset: grain.MapDataset,
-    data: DataConfig | TextDataConfig,
-    rows: Sequence[int],
+    self, dataset: grain.MapDataset, data: ExamplesConfig, rows: Sequence[int]
   ):
     """Starts at the first batch.
 
@@ -202,14 +200,11 @@ def eval_batches(
   chosen = eval_indices(config, len(source))
   examples = len(chosen)
   padded = -(-examples // size) * size
-
-  @functools.cache
-  def padding() -> dict[str, Any]:
-    return jax.tree.map(np.zeros_like, source[0])
+  padding = jax.tree.map(np.zeros_like, source[0]) if examples < padded else {}
 
   def load(position: int) -> dict[str, Any]:
     if position >= examples:
-      return {**padding(), "index": np.int32(0), "mask": np.float32(0)}
+      return {**padding, "index": np.int32(0), "mask": np.float32(0)}
     index = int(chosen[position])
     return {**source[index], "index": np.int32(index), "mask": np.float32(1)}
 
@@ -225,9 +220,7 @@ def eval_indices(config: Config, size: int) -> np.ndarray:
   return np.arange(examples) * size // max(examples, 1)
 
 
-def worker_count(
-  data: DataConfig | TextDataConfig, examples: Any, local_batch: int
-) -> int:
+def worker_count(data: ExamplesConfig, examples: Any, local_batch: int) -> int:
   """Processes to make batches; 0 leaves it to threads of this process.
 
   Args:
@@ -262,9 +255,7 @@ class _BatchRows(grain.MapDataset):
     return self._parent[step * self._batch + self._rows[row]]
 
 
-def _read_options(
-  data: DataConfig | TextDataConfig, local_batch: int
-) -> grain.ReadOptions:
+def _read_options(data: ExamplesConfig, local_batch: int) -> grain.ReadOptions:
   buffer = data.prefetch * local_batch
   # More threads than examples ahead would wait; grain warns of them.
   return grain.ReadOptions(

@@ -35,7 +35,7 @@ from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS, get_source, imported
 from moh_jax.data.files import Identity
 from moh_jax.data.shards import METADATA, read_metadata
-from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
 from moh_jax.data.tokens import KIND, TokenSet
 
 Sequence = dict[str, np.ndarray]
@@ -189,7 +189,6 @@ class PackedSource:
     cls, data: TextDataConfig, vocab_size: int
   ) -> dict[str, pathlib.Path]:
     """Folders with train/ and val/, by the name of the source."""
-    del vocab_size
     root = pathlib.Path(data.path)
     return {name: root / name for name in data.mix} or {data.source: root}
 
@@ -208,31 +207,23 @@ class PackedSource:
     (first, ours), *others = ((k, x["tokenizer"]) for k, x in found.items())
     for place, theirs in others:
       if theirs["sha256"] != ours["sha256"]:
-        raise ValueError(
-          f"{place}: made with a tokenizer {theirs['kind']!r}, {first} with "
-          f"another, {ours['kind']!r}; their ids mean different text"
-        )
+        raise ValueError(f"{place}: made with another tokenizer than {first}")
     sources: dict[str, PackedSource] = {}
+    length, separate = data.sequence_length, data.separate_documents
     for name, folder in folders.items():
       token_set = TokenSet(place := folder / split)
-      if (entries := token_set.metadata["vocab_size"]) > vocab_size:
-        raise ValueError(
-          f"{place}: its tokenizer has {entries} ids, more than "
-          f"model.vocab_size={vocab_size}"
-        )
-      length, separate = data.sequence_length, data.separate_documents
+      check_vocabulary(token_set.metadata["vocab_size"], vocab_size, place)
       sources[name] = PackedSource(token_set, length, separate, split == "val")
       if not len(sources[name]):
         raise ValueError(
-          f"{place}: {token_set.num_tokens} tokens are fewer than "
-          f"data.sequence_length={length} and one"
+          f"{place}: {token_set.num_tokens} tokens, must be above "
+          f"data.sequence_length={length}"
         )
     return sources
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The largest vocabulary of the sets; opens no shard."""
-    del names
     folders = cls.folders(config.data, 0).values()
     found = [read_metadata(folder / "train", KIND) for folder in folders]
     return {"vocab_size": max(one["vocab_size"] for one in found)}
@@ -302,7 +293,6 @@ class FakeSequences:
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """A usual vocabulary."""
-    del config, names
     return {"vocab_size": _FAKE_TOKENS}
 
   def tokenizer(self) -> None:

@@ -14,7 +14,6 @@ import bisect
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import resource
 from collections.abc import Callable, Iterator
@@ -25,13 +24,9 @@ import xxhash
 from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.files import Identity
-from moh_jax.runtime.files import (
-  read_json,
-  replacing,
-  same_settings,
-  write_whole,
-)
+from moh_jax.data.files import Identity, StrPath
+from moh_jax.runtime import files
+from moh_jax.runtime.files import read_json, write_whole
 
 METADATA, SKIPPED = "metadata.json", "skipped.txt"
 VERSION = 2
@@ -52,7 +47,7 @@ class _Metadata(msgspec.Struct):
   shards: list[dict[str, Any]]  # "file", "examples", "bytes", and the writer's
 
 
-def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
+def read_metadata(folder: StrPath, kind: str) -> dict[str, Any]:
   """Reads the metadata.json of a set.
 
   Args:
@@ -66,21 +61,15 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
   """
   path = pathlib.Path(folder) / METADATA
   if not path.parent.is_dir():
-    raise MissingSplitError(
-      f"{path.parent}: no such directory; `prepare` makes it"
-    )
+    raise MissingSplitError(f"{path.parent}: no such directory")
   if not path.is_file():
     raise FileNotFoundError(
-      f"{path}: no such file; it is written last: run the command that makes "
-      "the set again"
+      f"{path}: no such file; it is written last, so prepare the set again"
     )
   metadata = read_json(path, _Metadata)
-  found = metadata["format"], metadata["version"]
-  if found != (kind, VERSION):
-    raise ValueError(
-      f"{path}: holds {found[0]!r} of version {found[1]}, expected {kind!r} of "
-      f"version {VERSION}"
-    )
+  found, expected = (metadata["format"], metadata["version"]), (kind, VERSION)
+  if found != expected:
+    raise ValueError(f"{path}: holds {found}, expected {expected}")
   return metadata
 
 
@@ -91,7 +80,7 @@ class Shards:
     metadata: content of metadata.json.
   """
 
-  def __init__(self, folder: str | os.PathLike, kind: str):
+  def __init__(self, folder: StrPath, kind: str):
     """Opens a set.
 
     Args:
@@ -155,8 +144,7 @@ def _disk_errors() -> Iterator[None]:
     yield
   except (RuntimeError, OSError) as error:  # array_record raises RuntimeError
     raise OSError(
-      f"a shard cannot be written: {error}; the finished ones are whole: make "
-      "space and run the same command again"
+      f"a shard cannot be written: {error}; finished ones are whole: run again"
     ) from error
 
 
@@ -212,7 +200,7 @@ class ShardWriter:
 
   def __init__(
     self,
-    folder: str | os.PathLike,
+    folder: StrPath,
     kind: str,
     num_shards: int,
     settings: dict[str, Any],
@@ -237,7 +225,7 @@ class ShardWriter:
     self._parts = self._folder / "parts"
     self._parts.mkdir(parents=True, exist_ok=True)
     stated = self._parts / "settings.json"
-    same_settings(stated, self._settings, f"{self._folder} holds {kind}")
+    files.same_settings(stated, self._settings, f"{self._folder} holds {kind}")
     write_whole(stated, _json(self._settings))
 
   def todo(self) -> list[int]:
@@ -254,7 +242,7 @@ class ShardWriter:
         full.
     """
     path = self._path(shard)
-    with replacing(path) as growing:
+    with files.replacing(path) as growing:
       target = self._shard(growing)
       try:
         yield target
@@ -286,10 +274,7 @@ class ShardWriter:
     counts = [name for name in entries[0] if name not in ("file", "bytes")]
     sums = {name: sum(entry[name] for entry in entries) for name in counts}
     if not sums.get("documents", sums["examples"]):
-      raise ValueError(
-        f"{self._folder}: the input has nothing for it ({len(skipped)} left "
-        "out, see skipped.txt)"
-      )
+      raise ValueError(f"{self._folder}: the input has nothing for it")
     metadata = {"format": self._kind, "version": VERSION, **self._settings}
     metadata |= {**notes, **sums, "skipped": len(skipped)}
     # What tells sets apart: settings, and names and sizes of the shards.

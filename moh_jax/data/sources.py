@@ -15,7 +15,7 @@ import os
 import pathlib
 import statistics
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from moh_jax.data.files import SPLIT_WORDS, Identity, of_files
 from moh_jax.runtime.alive import alive
 
 Example = dict[str, Any]
+Names = tuple[str, ...]  # of classes
 FLAT_CLASS = "images"  # the one class of a folder without class folders
 _MOST_NAMED = 10  # bad images, or classes, in one message
 # Images whose headers tell the size and the channels of all: a look at each
@@ -52,14 +53,12 @@ class ImageSource(abc.ABC):
     encoder_sha256: of the autoencoder that made latents; "" where none did.
   """
 
-  class_names: tuple[str, ...]
+  class_names: Names
   channels: int
   encoder_sha256 = ""
 
   @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "ImageSource":
+  def open(cls, config: Config, split: str, class_names: Names = ()) -> Self:
     """Opens one split of a run's images; by default the class is called so.
 
     Args:
@@ -134,7 +133,7 @@ class Selection(NamedTuple):
   """
 
   val_share: float = 0.0
-  class_names: tuple[str, ...] = ()
+  class_names: Names = ()
   label_column: str = ""
 
 
@@ -149,9 +148,7 @@ class EncodedSource(ImageSource):
   """
 
   @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "EncodedSource":
+  def open(cls, config: Config, split: str, class_names: Names = ()) -> Self:
     """Opens a split as the section `data` says."""
     data = config.data
     names = class_names or listed_classes(data.class_list)
@@ -191,10 +188,7 @@ class EncodedSource(ImageSource):
         record = source.read(i)
         found.append(decode.describe_image(record.content, record.place))
     if not found:
-      raise ValueError(
-        f"data.path={config.data.path!r}: none of the images that were looked "
-        "at can be read"
-      )
+      raise ValueError(f"data.path={config.data.path!r}: no image can be read")
     sizes, greys = zip(*found)
     side = statistics.median_low(map(min, sizes)) // _SIDE_STEP * _SIDE_STEP
     side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
@@ -237,18 +231,14 @@ class ImageFolderSource(EncodedSource):
     """
     root, share = pathlib.Path(path), selection.val_share
     if not root.is_dir():
-      raise FileNotFoundError(
-        f"data.path={path!r}: no such directory; --config.data.path=DIR names "
-        "yours"
-      )
+      raise FileNotFoundError(f"data.path={path!r}: no such directory")
     found = [name for name in SPLITS if (root / name).is_dir()]
     divided = "val" not in found and share > 0
     name = "train" if divided else split
     if name not in (found or SPLITS[:1]):
-      hint = "" if "val" in found else ", or data.val_share above 0"
       raise MissingSplitError(
-        f"data.path={path!r} has no directory {split!r}; expected "
-        f"{path}/{split}/CLASS/*.jpg{hint}"
+        f"data.path={path!r} has no directory {split!r}; expected {path}/"
+        f"{split}/CLASS/*.jpg, or data.val_share above 0"
       )
     self._root, self.channels = root / name if found else root, channels
     self.class_names, self._files = list_images(self._root)
@@ -256,10 +246,9 @@ class ImageFolderSource(EncodedSource):
       names, labels = zip(*self._files)
       chosen = hold_out(names, labels, split, share, self._root)
       self._files = [self._files[i] for i in chosen]
-    if selection.class_names:
-      self.class_names, labels = match_classes(
-        self.class_names, selection.class_names, str(self._root)
-      )
+    if wanted := selection.class_names:
+      where = str(self._root)
+      self.class_names, labels = match_classes(self.class_names, wanted, where)
       self._files = [(name, labels[label]) for name, label in self._files]
 
   @property
@@ -284,9 +273,7 @@ class ImageFolderSource(EncodedSource):
 
 
 @alive("listing the images")
-def list_images(
-  root: pathlib.Path,
-) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
+def list_images(root: pathlib.Path) -> tuple[Names, list[tuple[str, int]]]:
   """Lists the images ROOT/CLASS/*, classes by number, then by name.
 
   A flat folder, of images and no other folders, is one class. What is hidden
@@ -302,18 +289,14 @@ def list_images(
   classes = [x.name for x in root.iterdir() if x.is_dir() and x.name[0] != "."]
   classes.sort(key=lambda n: (int(n) if n.isdecimal() else math.inf, n))
   if len(classes) > 1 and {n.lower() for n in classes} <= SPLIT_WORDS.keys():
-    raise ValueError(
-      f"{root}: {', '.join(classes)} are splits, no classes; they must be "
-      "called train and val"
-    )
+    raise ValueError(f"{root}: {classes} are splits: call them train and val")
   files = []
   for label, name in enumerate(classes or [""]):
     listed = sorted(x for x in os.listdir(root / name) if x[0] != ".")
     found = [x for x in listed if x.lower().endswith(_SUFFIXES)]
     if not found:
       raise FileNotFoundError(
-        f"{root / name} holds no image with a suffix in {_SUFFIXES}; expected "
-        f"{root}/CLASS/* (of shards and tables set data.source)"
+        f"{root / name} holds no image {_SUFFIXES}; for others set data.source"
       )
     files += [(f"{name}/{file}".lstrip("/"), label) for file in found]
   return tuple(classes) or (FLAT_CLASS,), files
@@ -330,9 +313,7 @@ def find_images(paths: Iterable[str]) -> list[str]:
     below = glob.glob(f"{glob.escape(path)}/**", recursive=True)  # no hidden
     found = sorted(x for x in below if x.lower().endswith(_SUFFIXES))
     if os.path.isdir(path) and not found:
-      raise FileNotFoundError(
-        f"{path} holds no image file with a suffix in {_SUFFIXES}"
-      )
+      raise FileNotFoundError(f"{path} holds no image: {_SUFFIXES}")
     files += found or [path]
   return files
 
@@ -368,24 +349,19 @@ def hold_out(
   chosen = [i for i, name in enumerate(names) if is_held_out(name) == of_val]
   if not chosen or not (of_val or {*labels} == {labels[i] for i in chosen}):
     what = "no image" if of_val else "every image of a class"
-    raise ValueError(
-      f"{where}: data.val_share={share} holds out {what}; add images, change "
-      "it, or make train/ and val/"
-    )
+    raise ValueError(f"{where}: data.val_share={share} holds out {what}")
   return chosen
 
 
-def listed_classes(file: str | None) -> tuple[str, ...]:
+def listed_classes(file: str | None) -> Names:
   """Reads a list of classes, one a line; () where no file is named."""
-  if not file:
-    return ()
-  lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
+  lines = pathlib.Path(file).read_text("utf-8").splitlines() if file else []
   return tuple(line.strip() for line in lines if line.strip())
 
 
 def match_classes(
-  found: tuple[str, ...], wanted: tuple[str, ...], where: str
-) -> tuple[tuple[str, ...], list[int]]:
+  found: Names, wanted: Names, where: str
+) -> tuple[Names, list[int]]:
   """Finds the labels of class folders among a model's classes, by name.
 
   Folders that are named by numbers, where no class is, are labels themselves.
@@ -402,25 +378,22 @@ def match_classes(
   Raises:
     ValueError: a folder is none of the classes.
   """
-  if found == wanted:
+  if found == wanted:  # of which ImageNet's have two "crane"
     return wanted, [*range(len(found))]
   names = wanted
   if not {*found} <= {*wanted} and all(map(str.isdecimal, found)):
     names = tuple(map(str, range(len(wanted))))  # labels, as of ImageNet-V2
   elif not {*found} <= {*wanted}:
     names = wanted = tuple(line.split()[0] for line in wanted)
-  labels = dict(zip(names, range(len(names))))
+  labels = {name: label for label, name in enumerate(names)}
   if len(labels) < len(wanted):
     raise ValueError(f"{where}: one of {_few(wanted)} is there twice")
   if unknown := [name for name in found if name not in labels]:
-    raise ValueError(
-      f"{where}: class folder {unknown[0]!r} is none of {_few(wanted)}, those "
-      "of the model or of data.class_list"
-    )
+    raise ValueError(f"{where}: class {unknown[0]!r} is none of {_few(wanted)}")
   return wanted, [labels[name] for name in found]
 
 
-def _few(names: tuple[str, ...]) -> str:
+def _few(names: Names) -> str:
   """How many classes there are, and the names of the first ones."""
   more = ", ..." * (len(names) > _MOST_NAMED)
   return f"{len(names)} classes ({', '.join(names[:_MOST_NAMED])}{more})"
@@ -432,7 +405,7 @@ def is_latent(config: Config) -> bool:
 
 
 def make_source(
-  config: Config, split: str, class_names: tuple[str, ...] = ()
+  config: Config, split: str, class_names: Names = ()
 ) -> "CheckedSource":
   """Opens one split of the configured source.
 
@@ -461,22 +434,17 @@ def make_source(
       f"model.num_classes={model.num_classes}, model.channels={model.channels}"
     )
   if len(names) < 2 and "classifier" in config.sections:
-    raise ValueError(
-      f"{where}: one class, {names[0]!r}; a classifier needs at least 2, each "
-      "in a folder of its own"
-    )
+    raise ValueError(f"{where}: {_few(names)}, a classifier needs at least 2")
   if class_names and class_names != names:
-    raise ValueError(
-      f"{where}: {_few(names)}, the model has {_few(class_names)}"
-    )
-  _LOG.info(
-    "data: %s: %d examples of %d classes", where, len(source), len(names)
-  )
-  skip = data.bad_images == "skip" and split == "train"
-  checked = CheckedSource(source, skip=skip)
+    theirs = _few(class_names)
+    raise ValueError(f"{where}: {_few(names)}, the model has {theirs}")
+  counts = len(source), len(names)
+  _LOG.info("data: %s: %d examples of %d classes", where, *counts)
+  skips = data.bad_images == "skip"
+  checked = CheckedSource(source, skip=skips and split == "train")
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
-  if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
+  if data.bad_images == "check" or (skips and split == "val"):
     checked.read_all(data.num_threads, where)
   return checked
 
@@ -542,18 +510,15 @@ class CheckedSource:
       bad = list(filter(None, pool.map(error, range(len(self)))))
     if bad:
       raise ValueError(
-        f"{where}: {len(bad)} of {len(self)} images cannot be used; remove "
-        "them, or leave out those of training with data.bad_images='skip': "
-        f"{'; '.join(bad[:_MOST_NAMED])}"
+        f"{where}: {len(bad)} of {len(self)} images cannot be used; data."
+        f"bad_images='skip' trains without: {'; '.join(bad[:_MOST_NAMED])}"
       )
 
   def _checked(self, index: int) -> Example:
     """An example, whose label is one of the classes."""
-    example, classes = self._source[index], len(self._source.class_names)
+    example, last = self._source[index], len(self._source.class_names) - 1
     label = np.int32(example["label"])
-    if not 0 <= label < classes:
-      raise ValueError(
-        f"{self._source.name(index)}: label={label} must be in [0, "
-        f"{classes - 1}]"
-      )
+    if not 0 <= label <= last:
+      name = self._source.name(index)
+      raise ValueError(f"{name}: label={label} must be in [0, {last}]")
     return {**example, "label": label}

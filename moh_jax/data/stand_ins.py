@@ -8,7 +8,7 @@ import numpy as np
 
 from moh_jax.config import Config
 from moh_jax.config.registry import SPLITS
-from moh_jax.data.sources import Example, ImageSource, is_latent
+from moh_jax.data.sources import Example, ImageSource, Names, is_latent
 
 _DIGITS_SIDE = 32  # of inputs, which every stage can halve
 _FAKE_CLASSES, _FAKE_SIDE = 1000, 224  # the usual ones
@@ -23,11 +23,8 @@ class DigitsSource(ImageSource):
   class_names = tuple(str(digit) for digit in range(10))
   channels = 1
 
-  def __init__(
-    self, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ):
+  def __init__(self, config: Config, split: str, class_names: Names = ()):
     """Opens a split, the same for all configs; see `open`."""
-    del config, class_names
     images, labels = _load_digits()
     order = np.random.RandomState(0).permutation(len(labels))
     held_out = round(len(labels) / 5)
@@ -37,7 +34,6 @@ class DigitsSource(ImageSource):
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """All fields; mean and standard deviation are the training scans'."""
-    del config, names
     told = {"channels": 1, "num_classes": 10, "image_size": (_DIGITS_SIDE,) * 2}
     return {**told, "mean": (0.3,), "std": (0.37,)}
 
@@ -63,9 +59,7 @@ class FakeSource(ImageSource):
   Pixels are uniform, latents are standard normal.
   """
 
-  def __init__(
-    self, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ):
+  def __init__(self, config: Config, split: str, class_names: Names = ()):
     """Prepares a split, of what the model reads; see `open`."""
     model = config.model
     self.class_names = class_names or tuple(map(str, range(model.num_classes)))
@@ -76,7 +70,6 @@ class FakeSource(ImageSource):
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The shapes of the usual images or latents."""
-    del names
     return {
       "channels": 4 if is_latent(config) else 3,
       "num_classes": _FAKE_CLASSES,

@@ -5,7 +5,6 @@ text. The sources differ between versions of Python, so metrics can be compared
 within one version only.
 """
 
-import os
 import pathlib
 import sysconfig
 from collections.abc import Collection, Iterable
@@ -14,6 +13,7 @@ from typing import Any
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS
+from moh_jax.data.files import StrPath
 from moh_jax.data.sequences import PackedSource
 from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer, train_bpe
 from moh_jax.data.tokens import tokenize
@@ -41,14 +41,11 @@ class StdlibSource(PackedSource):
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The vocabulary of the tokenizer that `prepare` makes."""
-    del names
     is_bytes = config.data.tokenizer == "bytes"
     return {"vocab_size": 257 if is_bytes else BPE_TOKENS}
 
 
-def prepare(
-  path: str | os.PathLike, tokenizer: str, vocab_size: int
-) -> pathlib.Path:
+def prepare(path: StrPath, tokenizer: str, vocab_size: int) -> pathlib.Path:
   """Tokenizes the standard library, unless an earlier call did.
 
   Args:
@@ -62,16 +59,14 @@ def prepare(
   Raises:
     FileNotFoundError: this Python is installed without its sources.
   """
-  name = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
-  folder = pathlib.Path(path) / name
+  is_bpe = tokenizer == "bpe"
+  folder = pathlib.Path(path, f"bpe{vocab_size}" if is_bpe else tokenizer)
   if not (folder / "val" / "metadata.json").is_file():  # written last
     parts = list_sources()
-    is_bpe = tokenizer == "bpe"
     used = train_tokenizer(parts[0], vocab_size) if is_bpe else BytesTokenizer()
     for split, files in zip(SPLITS, parts):
-      tokenize(
-        list(map(str, files)), used, folder, split, shard_bytes=_SHARD_BYTES
-      )
+      names = list(map(str, files))
+      tokenize(names, used, folder, split, shard_bytes=_SHARD_BYTES)
   return folder
 
 
@@ -97,10 +92,7 @@ def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
     if _EXCLUDED.isdisjoint(folders) and _is_text(file.read_bytes()):
       (held_out if {*folders[:1]} & {*HELD_OUT} else train).append(file)
   if not train or not held_out:
-    raise FileNotFoundError(
-      f"{root} lacks the sources of the standard library (.py files, among "
-      f"them the packages {HELD_OUT})"
-    )
+    raise FileNotFoundError(f"{root} lacks the standard library's .py files")
   return train, held_out
 
 

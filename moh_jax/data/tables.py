@@ -11,9 +11,8 @@ of them. Arrow files are mapped into memory.
 
 import bisect
 import functools
+import itertools
 import json
-import operator
-import os
 import pathlib
 import re
 from typing import Any
@@ -21,16 +20,9 @@ from typing import Any
 import numpy as np
 
 from moh_jax.config.registry import MissingSplitError
+from moh_jax.data import sources
 from moh_jax.data.files import TABLES, files_by_split, import_extra, of_files
-from moh_jax.data.sources import (
-  ALL,
-  FLAT_CLASS,
-  EncodedSource,
-  Record,
-  Selection,
-  hold_out,
-  match_classes,
-)
+from moh_jax.data.sources import ALL, EncodedSource, Record, Selection
 
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
 _IMAGE = re.compile("(large_)?binary|struct<bytes: ")  # a column's type
@@ -62,37 +54,32 @@ class TableSource(EncodedSource):
     names = found.get("train" if divided else split, [])
     if not names:
       raise MissingSplitError(
-        f"data.path={path!r} holds no Parquet or Arrow file of {split!r}; "
-        f"expected such as {path}/{split}-0.parquet or {path}/{split}/0.parquet"
+        f"data.path={path!r} holds no Parquet or Arrow file of {split!r}, such "
+        f"as {split}-0.parquet"
       )
     self._root, self.channels, self._names = pathlib.Path(path), channels, names
     files = [str(self._root / name) for name in names]
     heads = [_read_head(file) for file in files]
+    # The first row of each file, and in each file that of each row group.
+    self._groups = [[0, *itertools.accumulate(counts)] for _, counts in heads]
+    self._starts = [0, *itertools.accumulate(x[-1] for x in self._groups)]
     self._image, label, self.class_names = _find_columns(
       heads[0][0], files[0], selection.label_column
     )
-    # Of each row group its first row, its file's name and first row, and its
-    # number in the file.
-    self._groups: list[tuple[int, str, int, int]] = []
-    row = 0
-    for name, (_, counts) in zip(names, heads):
-      start = row
-      for group, count in enumerate(counts):
-        self._groups.append((row, name, start, group))
-        row += count
-    self._labels = np.zeros(row, np.int32)
+    self._labels = np.zeros(self._starts[-1], np.int32)
     if label:
-      parts = [_read_column(file, label) for file in files]
-      where = f"{path}: column {label!r}"
-      found = _to_labels(parts, self.class_names, where)
-      self._labels, self.class_names = found
+      columns = [_read_column(file, label) for file in files]
+      self._labels, self.class_names = _to_labels(
+        columns, self.class_names, f"{path}: column {label!r}"
+      )
     self._rows = np.arange(len(self._labels))
     if divided:
       rows = [self._row_name(row) for row in self._rows]
-      known = split, selection.val_share, path
-      self._rows = np.array(hold_out(rows, self._labels.tolist(), *known))
+      labels, share = self._labels.tolist(), selection.val_share
+      chosen = sources.hold_out(rows, labels, split, share, path)
+      self._rows = np.array(chosen)
     if selection.class_names:
-      self.class_names, mapped = match_classes(
+      self.class_names, mapped = sources.match_classes(
         self.class_names, selection.class_names, path
       )
       self._labels = np.array(mapped, np.int32)[self._labels]
@@ -110,12 +97,12 @@ class TableSource(EncodedSource):
   def read(self, index: int) -> Record:
     """The file of an image, not decoded."""
     row = int(self._rows[index])
-    first, name, _, group = self._group(row)
+    name, in_file, group, in_group = self._place(row)
     column = _read_column(str(self._root / name), self._image, group)
-    content = column[row - first].as_py()
+    content = column[in_group].as_py()
     if isinstance(content, dict):
       content = content["bytes"]
-    place = f"{self._root}/{self._row_name(row)}"
+    place = f"{self._root}/{name}:{in_file + 1}"
     if content is None:
       raise ValueError(f"{place}: the row has no bytes of an image")
     return Record(int(self._labels[row]), place, content)
@@ -125,15 +112,19 @@ class TableSource(EncodedSource):
     return self._row_name(int(self._rows[index]))
 
   def _row_name(self, row: int) -> str:
-    _, name, start, _ = self._group(row)
-    return f"{name}:{row - start + 1}"
+    name, in_file, *_ = self._place(row)
+    return f"{name}:{in_file + 1}"
 
-  def _group(self, row: int) -> tuple[int, str, int, int]:
-    place = bisect.bisect_right(self._groups, row, key=operator.itemgetter(0))
-    return self._groups[place - 1]
+  def _place(self, row: int) -> tuple[str, int, int, int]:
+    """The file of a row, its place there, its row group, its place in that."""
+    file = bisect.bisect_right(self._starts, row) - 1
+    row -= self._starts[file]
+    groups = self._groups[file]
+    group = bisect.bisect_right(groups, row) - 1
+    return self._names[file], row, group, row - groups[group]
 
 
-def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
+def find_tables(root: str | pathlib.Path) -> dict[str, list[str]]:
   """Finds the tables in a folder and all below it, by split.
 
   The name of a file, else of the folder nearest to it, tells the split, as in
@@ -153,17 +144,14 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
   """
   found = files_by_split(root, TABLES)
   if found[""] and len(found) > 1:
-    raise ValueError(
-      f"{root}: {found[''][0]!r} names no split, others do; name them all like "
-      "train-0.parquet or train/0.parquet"
-    )
+    raise ValueError(f"{root}: {found[''][0]!r} names no split, others do")
   splits = {"train": found["train"] or found[""], "val": found["val"]}
   return {split: names for split, names in splits.items() if names}
 
 
 def _find_columns(
   schema: Any, file: str, label: str
-) -> tuple[str, str, tuple[str, ...]]:
+) -> tuple[str, str, sources.Names]:
   """Finds the columns of images and labels.
 
   Args:
@@ -194,19 +182,18 @@ def _find_columns(
   labels = [label] if label else labels
   if len(images) != 1 or len(labels) > 1 or {*labels} - {*schema.names}:
     raise ValueError(
-      f"{file}: one column of images and one of labels needed, found {images} "
-      f"and {labels} among {schema.names}; data.label_column or --label-column "
-      "chooses"
+      f"{file}: must have one column of images and one of labels (or "
+      f"data.label_column), found {images} and {labels} among {schema.names}"
     )
   if not labels:
-    return images[0], "", (FLAT_CLASS,)
+    return images[0], "", (sources.FLAT_CLASS,)
   names = features.get(labels[0], {}).get("names") or ()
   return images[0], labels[0], tuple(names)
 
 
 def _to_labels(
-  columns: list[Any], names: tuple[str, ...], where: str
-) -> tuple[np.ndarray, tuple[str, ...]]:
+  columns: list[Any], names: sources.Names, where: str
+) -> tuple[np.ndarray, sources.Names]:
   """The label of every row, and the names of the classes.
 
   Raises:
@@ -218,11 +205,9 @@ def _to_labels(
     classes, values = np.unique(values.astype(str), return_inverse=True)
     names = tuple(map(str, classes))
   most = len(names) or np.inf
-  is_number = values.dtype.kind in "iu"
-  if not (is_number and 0 <= values.min() <= values.max() < most):
+  if values.dtype.kind not in "iu" or values.min() < 0 or values.max() >= most:
     raise ValueError(
-      f"{where} must hold text, or numbers from 0 to below {most}, in every "
-      f"row (a test split has none, perhaps), has {values}"
+      f"{where} must be text, or from 0 to below {most}, in every row: {values}"
     )
   names = names or tuple(map(str, range(values.max() + 1)))
   return values.astype(np.int32), names

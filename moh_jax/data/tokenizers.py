@@ -23,7 +23,7 @@ from typing import Any
 import tokenizers as hf
 from etils import epath
 
-from moh_jax.data.files import import_extra
+from moh_jax.data.files import StrPath, import_extra
 from moh_jax.runtime.files import parse_json, write_whole
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
@@ -115,22 +115,20 @@ class Tokenizer:
       own: begin and end of text that the tokenizer's own file says. Where
         tokenizer_config.json does not say it, texts begin with its begin.
     """
-    ends, named = dict(zip(("bos_token", "eos_token"), own)), False
-    for key, token in named_tokens(self.files).items():
-      if key in ends:
-        ends[key], named = token_to_id(token) if token else None, True
-        if token and ends[key] is None:
-          raise ValueError(f"{key}={token!r} is no token of the tokenizer")
+    ends = dict(zip(("bos_token", "eos_token"), own))
+    named = {k: x for k, x in named_tokens(self.files).items() if k in ends}
+    for key, token in named.items():
+      ends[key] = token_to_id(token) if token else None
+      if token and ends[key] is None:
+        raise ValueError(f"{key}={token!r} is no token of the tokenizer")
     begin, end = ends.values()
     if not named:
       pairs = (tuple(map(token_to_id, pair)) for pair in _BEGIN_END)
       usual = next((p for p in pairs if p != (None, None)), (None, None))
       begin, end = (b if a is None else a for a, b in zip(own, usual))
       # A token without its counterpart is both.
-      begin, end = (
-        end if begin is None else begin,
-        begin if end is None else end,
-      )
+      begin = end if begin is None else begin
+      end = begin if end is None else end
     add_bos = read_json(self.files, TOKENIZER_CONFIG).get("add_bos_token")
     if add_bos is None:
       described = {TOKENIZER_CONFIG, SPECIAL_TOKENS} & self.files.keys()
@@ -167,8 +165,6 @@ class JsonTokenizer(Tokenizer):
     tokenizer.encode_special_tokens = special_as_text
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if getattr(tokenizer.model, "dropout", None):
-      tokenizer.model.dropout = None  # of its training: equal texts, equal ids
     return tokenizer
 
   @functools.cached_property
@@ -216,11 +212,9 @@ class SentencePieceTokenizer(Tokenizer):
       raise ValueError(f"not a SentencePiece model: {error}") from error
     self.vocab_size = model.vocab_size()
     ids = {model.id_to_piece(i): i for i in range(self.vocab_size)}
-    self._special = {
-      piece: i
-      for piece, i in ids.items()
-      if model.is_control(i) or model.is_unknown(i)
-    }
+    special = [i for i in ids.values() if model.is_control(i)]
+    special.append(model.unk_id())
+    self._special = {model.id_to_piece(i): i for i in special}
     self._check_files()
     own = [i if i >= 0 else None for i in (model.bos_id(), model.eos_id())]
     self._set_special(ids.get, own)
@@ -232,17 +226,12 @@ class SentencePieceTokenizer(Tokenizer):
     names = {one["content"] for one in added}
     names.update(read_json(self.files, ADDED_TOKENS))
     stripped = any(x.get("lstrip") or x.get("rstrip") for x in added)
-    if stripped or not names <= self._special.keys():
-      what = f"{TOKENIZER_CONFIG} or {ADDED_TOKENS} adds tokens to it"
-    elif config.get("legacy") is False:
-      what = f"{TOKENIZER_CONFIG}: 'legacy' is false"
-    else:
-      return
-    raise ValueError(
-      f"{what}, which needs a {TOKENIZER_FILES[0]} beside it: "
-      "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained("
-      "FOLDER) writes one"
-    )
+    is_changed = stripped or not names <= self._special.keys()
+    if is_changed or config.get("legacy") is False:
+      raise ValueError(
+        f"{TOKENIZER_CONFIG} or {ADDED_TOKENS} adds tokens, or has 'legacy' "
+        "false; a tokenizer.json is needed, as AutoTokenizer writes it"
+      )
 
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id."""
@@ -286,37 +275,30 @@ class BytesTokenizer(Tokenizer):
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
-    del parse_special  # no text names the special token
-    return list(text.encode())
+    return list(text.encode())  # no text names the special token
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
     return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
-def check_vocabulary(
-  tokenizer: Tokenizer, vocab_size: int, source: str = ""
-) -> None:
+def check_vocabulary(ids: int, vocab_size: int, where: Any) -> None:
   """Checks that a model has all ids of a tokenizer.
 
   Args:
-    tokenizer: of the model.
+    ids: of the tokenizer, how many.
     vocab_size: number of token ids of the model.
-    source: where the tokenizer is from, for the message.
+    where: where the tokenizer is from, for the message.
 
   Raises:
     ValueError: it does not; the message says which.
   """
-  if tokenizer.vocab_size > vocab_size:
-    where = f"{source}: " if source else ""
-    raise ValueError(
-      f"{where}the tokenizer has {tokenizer.vocab_size} ids, more than "
-      f"model.vocab_size={vocab_size}"
-    )
+  if ids > vocab_size:
+    raise ValueError(f"{where}: {ids} ids, more than model.{vocab_size=}")
 
 
 def load_tokenizer(
-  path: str | os.PathLike, sha256: str = "", owner: str = ""
+  path: StrPath, sha256: str = "", owner: str = ""
 ) -> Tokenizer:
   """Loads a tokenizer from a file, and the files that lie beside it.
 
@@ -336,9 +318,7 @@ def load_tokenizer(
   file = epath.Path(path)
   if file.is_dir():
     found = [f for name in TOKENIZER_FILES if (f := file / name).is_file()]
-    if not found:
-      raise FileNotFoundError(f"{file} holds no {' or '.join(TOKENIZER_FILES)}")
-    file = found[0]
+    file = found[0] if found else file / TOKENIZER_FILES[0]
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
   is_model = file.suffix == ".model"
@@ -348,14 +328,11 @@ def load_tokenizer(
   except ValueError as error:
     raise ValueError(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
-    raise ValueError(
-      f"{file} has sha256 {tokenizer.sha256[:16]}, {owner} was made with a "
-      f"tokenizer of {sha256[:16]}"
-    )
+    raise ValueError(f"{file}: {owner} was made with another tokenizer")
   return tokenizer
 
 
-def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
+def read_files_beside(folder: StrPath) -> dict[str, bytes]:
   """Reads the files that lie beside a tokenizer.
 
   A folder of transformers may name the ends of generated texts in config.json
@@ -370,14 +347,10 @@ def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
   """
   folder = epath.Path(folder)
   paths = [folder / name for name in (*FILES_BESIDE, "config.json")]
-  templates = folder / TEMPLATE_FOLDER
-  if templates.is_dir():
+  if (templates := folder / TEMPLATE_FOLDER).is_dir():
     paths += sorted(templates.glob("*.jinja"))
-  files = {
-    os.fspath(path.relative_to(folder)): path.read_bytes()
-    for path in paths
-    if path.is_file()
-  }
+  found = [path for path in paths if path.is_file()]
+  files = {os.fspath(x.relative_to(folder)): x.read_bytes() for x in found}
   stops = read_json(files, "config.json").get(_STOPS)
   generation = read_json(files, GENERATION_CONFIG)
   if stops is not None and generation.get(_STOPS) is None:
@@ -387,9 +360,7 @@ def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
   return files
 
 
-def write_tokenizer_files(
-  folder: str | os.PathLike, files: Mapping[str, bytes]
-) -> None:
+def write_tokenizer_files(folder: StrPath, files: Mapping[str, bytes]) -> None:
   """Writes files, each whole or not at all.
 
   Args:
@@ -397,13 +368,10 @@ def write_tokenizer_files(
     files: contents by name, relative to the folder.
   """
   for name, content in files.items():
-    path = epath.Path(folder) / name
-    write_whole(path, content)
+    write_whole(epath.Path(folder) / name, content)
 
 
-def copy_tokenizer_files(
-  source: str | os.PathLike, target: str | os.PathLike
-) -> str:
+def copy_tokenizer_files(source: StrPath, target: StrPath) -> str:
   """Copies a tokenizer with all files that belong to it.
 
   Args:
@@ -460,12 +428,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
   Raises:
     ValueError: `vocab_size` is below 258.
   """
-  smallest = 256 + 2
-  if vocab_size < smallest:
-    raise ValueError(
-      f"vocab_size={vocab_size} must be at least {smallest}: the 256 bytes, "
-      f"{BEGIN} and {END}"
-    )
+  if vocab_size < 258:
+    raise ValueError(f"{vocab_size=} must be at least 258")
   tokenizer: Any = hf.Tokenizer(hf.models.BPE())
   tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = hf.decoders.ByteLevel()

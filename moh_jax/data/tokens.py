@@ -25,14 +25,10 @@ import numpy as np
 import tqdm
 
 from moh_jax.config.registry import SPLITS
-from moh_jax.data.files import Identity, file_size, list_files, read_documents
+from moh_jax.data import files, tokenizers
+from moh_jax.data.files import Identity, StrPath
 from moh_jax.data.shards import OpenShard, Shards, ShardWriter
-from moh_jax.data.tokenizers import (
-  Tokenizer,
-  load_tokenizer,
-  write_tokenizer_files,
-)
-from moh_jax.runtime.files import inside
+from moh_jax.data.tokenizers import Tokenizer
 
 KIND = "tokens"
 BLOCK = 8192
@@ -59,7 +55,7 @@ class TokenSet:
       document.
   """
 
-  def __init__(self, folder: str | os.PathLike):
+  def __init__(self, folder: StrPath):
     """Opens a set.
 
     Args:
@@ -91,9 +87,8 @@ class TokenSet:
   def tokenizer(self) -> Tokenizer:
     """The tokenizer that made the set."""
     entry = self.metadata["tokenizer"]
-    return load_tokenizer(
-      self.folder / entry["file"], entry["sha256"], "the set"
-    )
+    file, sha256 = self.folder / entry["file"], entry["sha256"]
+    return tokenizers.load_tokenizer(file, sha256, "the set")
 
   def identity(self) -> Identity:
     """Identifies the tokens and their division into documents."""
@@ -125,7 +120,7 @@ class TokenShard(OpenShard):
   def __init__(self, path: pathlib.Path, tokenizer: Tokenizer):
     super().__init__(path)
     self._dtype = token_dtype(tokenizer.vocab_size)
-    self._after = [i for i in (tokenizer.eos_id,) if i is not None]
+    self._after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     # A document needs a token before its text, so that the model predicts the
     # first token of the text too: without a begin, the end token stands in.
     self._before = [tokenizer.bos_id] if tokenizer.add_bos else self._after
@@ -155,16 +150,13 @@ class TokenShard(OpenShard):
       self.add_record(bytes(self._pending))
     lengths = np.array(self._lengths, _LENGTHS_DTYPE)
     self.add_record(lengths.tobytes())
-    self.counts = {
-      "documents": len(lengths),
-      "tokens": int(lengths.sum()),
-      "text_bytes": self._text_bytes,
-    }
+    self.counts = {"documents": len(lengths), "tokens": int(lengths.sum())}
+    self.counts["text_bytes"] = self._text_bytes
     super().close()
 
 
 def token_writer(
-  folder: str | os.PathLike,
+  folder: StrPath,
   tokenizer: Tokenizer,
   num_shards: int,
   settings: dict[str, Any],
@@ -192,8 +184,8 @@ def token_writer(
   shard = functools.partial(TokenShard, tokenizer=tokenizer)
   writer = ShardWriter(folder, KIND, num_shards, settings, shard)
   if name := tokenizer.file_name:
-    files = {name: tokenizer.content, **tokenizer.files}
-    write_tokenizer_files(folder, files)
+    own = {name: tokenizer.content, **tokenizer.files}
+    tokenizers.write_tokenizer_files(folder, own)
   return writer
 
 
@@ -234,8 +226,8 @@ def group_files(
   groups: list[list[str]] = []
   known: list[list[tuple[str, int]]] = []
   total = most + 1
-  for file in list_files(inputs):
-    total += (size := file_size(file))
+  for file in files.list_files(inputs):
+    total += (size := files.file_size(file))
     if total > most:
       groups.append([])
       known.append([])
@@ -249,7 +241,7 @@ def group_files(
 def tokenize(
   inputs: Sequence[str],
   tokenizer: Tokenizer,
-  out: str | os.PathLike,
+  out: StrPath,
   split: str = "train",
   *,
   held_out: float | None = None,
@@ -283,29 +275,28 @@ def tokenize(
       a split gets no document, or `out` holds sets with other settings.
   """
   groups, known = group_files(inputs, shard_bytes)
-  inside(out := pathlib.Path(out), split, "split")
   settings = {"inputs": known, "field": field, "held_out": held_out}
-  writers = {
-    part: token_writer(out / part, tokenizer, len(groups), settings)
-    for part in ((split,) if held_out is None else SPLITS)
-  }
+  writers = {}
+  for part in (split,) if held_out is None else SPLITS:
+    folder = pathlib.Path(out, part)
+    writers[part] = token_writer(folder, tokenizer, len(groups), settings)
 
   def documents(group: int, shards: dict[str, TokenShard]) -> Iterator[tuple]:
     """The shards that documents go to, their places, and their texts."""
-    first, *others = shards.values()
-    for file in groups[group]:
-      for place, text in read_documents(file, field):
-        if isinstance(text, ValueError):
-          if on_error == "stop":
-            raise text
-          first.skip(str(text))
-        elif not others:
-          yield first, place, text
-        elif groups == [[place]]:  # the only document
-          parts = cut_tail(text, held_out)
-          yield from zip(shards.values(), (place, place), parts)
-        else:
-          yield shards[split_of(text, held_out)], place, text
+    first = next(iter(shards.values()))
+    of_files = (files.read_documents(file, field) for file in groups[group])
+    for place, text in itertools.chain.from_iterable(of_files):
+      if isinstance(text, ValueError):
+        if on_error == "stop":
+          raise text
+        first.skip(str(text))
+      elif held_out is None:
+        yield first, place, text
+      elif groups == [[place]]:  # the only document
+        for shard, part in zip(shards.values(), cut_tail(text, held_out)):
+          yield shard, place, part
+      else:
+        yield shards[split_of(text, held_out)], place, text
 
   todo = sorted({i for writer in writers.values() for i in writer.todo()})
   for group in tqdm.tqdm(todo, ", ".join(writers), disable=None):

@@ -97,10 +97,9 @@ def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
   while all(s >= 2 * wanted for s, wanted in zip(image.shape, size)):
     halves = (image.shape[0] // 2, image.shape[1] // 2)
     image = resize(image, halves, resample=Image.Resampling.BOX)
-  scale = max(wanted / s for s, wanted in zip(image.shape, size))
-  scaled = tuple(
-    max(round(s * scale), wanted) for s, wanted in zip(image.shape, size)
-  )
+  sides = [*zip(image.shape, size)]
+  scale = max(wanted / s for s, wanted in sides)
+  scaled = tuple(max(round(s * scale), wanted) for s, wanted in sides)
   image = resize(image, scaled)
   top, left = ((s - wanted) // 2 for s, wanted in zip(scaled, size))
   return image[top : top + size[0], left : left + size[1]]
@@ -246,30 +245,15 @@ class Operation:
   signed: bool = False
 
 
-def _slide(picture: Picture, matrix: tuple[float, ...], fill: Any) -> Picture:
-  return picture.transform(
-    picture.size,
-    Image.Transform.AFFINE,
-    matrix,
-    resample=Image.Resampling.BICUBIC,
-    fillcolor=fill,
-  )
+def _affine(matrix: Callable[[float, Picture], tuple[float, ...]]) -> Operation:
+  """A shift or shear by what `matrix` makes of a level and an image."""
 
+  def apply(picture: Picture, level: float, fill: Any) -> Picture:
+    how = {"resample": Image.Resampling.BICUBIC, "fillcolor": fill}
+    affine, values = Image.Transform.AFFINE, matrix(level, picture)
+    return picture.transform(picture.size, affine, values, **how)
 
-def _shear_x(picture: Picture, level: float, fill: Any) -> Picture:
-  return _slide(picture, (1, level * 0.3, 0, 0, 1, 0), fill)
-
-
-def _shear_y(picture: Picture, level: float, fill: Any) -> Picture:
-  return _slide(picture, (1, 0, 0, level * 0.3, 1, 0), fill)
-
-
-def _move_x(picture: Picture, level: float, fill: Any) -> Picture:
-  return _slide(picture, (1, 0, level * 0.45 * picture.width, 0, 1, 0), fill)
-
-
-def _move_y(picture: Picture, level: float, fill: Any) -> Picture:
-  return _slide(picture, (1, 0, 0, 0, 1, level * 0.45 * picture.height), fill)
+  return Operation(apply, signed=True)
 
 
 def _rotate(picture: Picture, level: float, fill: Any) -> Picture:
@@ -319,10 +303,10 @@ OPERATIONS = {
   "Invert": Operation(lambda picture, *_: ImageOps.invert(picture)),
   "Rotate": Operation(_rotate, signed=True),
   "SolarizeAdd": Operation(_solarize_add),
-  "ShearX": Operation(_shear_x, signed=True),
-  "ShearY": Operation(_shear_y, signed=True),
-  "TranslateXRel": Operation(_move_x, signed=True),
-  "TranslateYRel": Operation(_move_y, signed=True),
+  "ShearX": _affine(lambda x, _: (1, x * 0.3, 0, 0, 1, 0)),
+  "ShearY": _affine(lambda x, _: (1, 0, 0, x * 0.3, 1, 0)),
+  "TranslateXRel": _affine(lambda x, p: (1, 0, x * 0.45 * p.width, 0, 1, 0)),
+  "TranslateYRel": _affine(lambda x, p: (1, 0, 0, 0, 1, x * 0.45 * p.height)),
   "PosterizeIncreasing": Operation(_posterize),
   "SolarizeIncreasing": Operation(_solarize),
   "ColorIncreasing": _enhanced("Color"),
@@ -411,10 +395,9 @@ def train_transforms(data: DataConfig, model: ImageModel) -> list:
     fill = tuple(min(255, round(255 * value)) for value in data.mean or ())
     change = functools.partial(rand_augment, policy=policy, fill=fill)
     recipe.append(RandomChange(change))
-  if data.random_erasing:
-    how = {"probability": data.random_erasing, "mean": data.mean}
-    change = functools.partial(random_erasing, **how, std=data.std)
-    recipe.append(RandomChange(change))
+  if share := data.random_erasing:
+    how = {"probability": share, "mean": data.mean, "std": data.std}
+    recipe.append(RandomChange(functools.partial(random_erasing, **how)))
   return recipe
 
 
@@ -425,7 +408,6 @@ def eval_fit(
   size = model.input_shape[:2]
   if data.augment == "center_flip":
     return functools.partial(center_crop, size=size)
-  if data.eval_resize:
-    how = {"shorter": data.eval_resize, "size": size}
-    return functools.partial(resize_center_crop, **how)
+  if shorter := data.eval_resize:
+    return functools.partial(resize_center_crop, shorter=shorter, size=size)
   return functools.partial(resize, size=size)

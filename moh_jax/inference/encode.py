@@ -95,7 +95,7 @@ def encode_latents(
     return _moments(VAE(config), params, shard_batch(pixels, mesh))
 
   places = [place for shard in writer.todo() for place in items[shard]]
-  images = read_ahead(read, places, _THREADS, 2 * batch_size, bad_images)
+  images = read_ahead(read, places, 2 * batch_size, bad_images)
   bar = tqdm.tqdm(total=len(places), unit="image", disable=None)
   with bar, use_mesh(mesh):
     for shard in writer.todo():
@@ -115,7 +115,6 @@ def encode_latents(
   return writer.finish(**notes)
 
 
-_THREADS = 8  # that read and crop
 _Image = tuple[str, int, np.ndarray]  # name, label and pixels
 
 

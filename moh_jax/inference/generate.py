@@ -79,7 +79,7 @@ class Generator:
     check_command(restored.config.model, "generate", "the checkpoint")
     if batch_size < 1:
       raise ValueError(f"batch_size={batch_size} must be at least 1")
-    check_vocabulary(tokenizer, config.vocab_size)
+    check_vocabulary(tokenizer.vocab_size, config.vocab_size, "tokenizer")
     self.config, self.tokenizer = config, tokenizer
     self.batch_size = batch_size
     mesh = mesh or make_mesh(MeshConfig(), jax.local_devices()[:1])

@@ -32,19 +32,15 @@ def _zstd(content, frames=1):
 
 
 class _FilesTest(FolderTest):
-  def _read(self, *names, field="text", bad=None):
-    """Places and documents; what holds no text goes to `bad`."""
+  def _read(self, *names, field="text"):
+    """Places and documents; raises what holds no text."""
     found = []
     patterns = [n if "://" in n else str(self.root / n) for n in names]
     for file in list_files(patterns):
       for place, text in read_documents(file, field):
-        place = place.removeprefix(f"{self.root}/")
-        if isinstance(text, str):
-          found.append((place, text))
-        elif bad is None:
+        if not isinstance(text, str):
           raise text
-        else:
-          bad.append(place)
+        found.append((place.removeprefix(f"{self.root}/"), text))
     return found
 
   def _write(self, name, content):
@@ -53,19 +49,14 @@ class _FilesTest(FolderTest):
     path.write_bytes(content)
     return str(path)
 
-  def _table(self, texts, column="text", rows=2):
-    table = pyarrow.table({"id": list(range(len(texts))), column: texts})
-    parquet.write_table(table, self.root / "a.parquet", row_group_size=rows)
-
 
 class LinesTest(_FilesTest):
   @parameterized.parameters(
-    ("a.jsonl", bytes),
     ("a.jsonl", lambda x: x[:-1]),
     ("a.ndjson", lambda x: b"\n\n" + x.replace(b"\n", b"\n\n")),
     ("a.jsonl.gz", gzip.compress),
     ("A.JSONL.ZST", _zstd),
-    *(("a.jsonl.zst", functools.partial(_zstd, frames=n)) for n in (2, 9)),
+    ("a.jsonl.zst", functools.partial(_zstd, frames=9)),
   )
   def test_are_documents(self, name, pack):
     self._write(name, pack(_lines(_DOCUMENTS)))
@@ -76,11 +67,10 @@ class LinesTest(_FilesTest):
 
   @parameterized.parameters(
     (b'{"text": "b"', "not JSON"),
-    (b"[" * 3000, "not JSON"),
     (b"[1]", "no JSON object, found list"),
     (b'{"body": "b"}', r"no field 'text', found \['body'\]"),
-    (b'{"text": 1}', "'text' is int, expected text"),
-    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": 1}', "'text' is int, no text"),
+    (b'{"text": "\xff"}', "not JSON: 'utf-8'"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),
   )
   def test_bad_line_is_named_or_left_out(self, line, message):
@@ -95,37 +85,29 @@ class LinesTest(_FilesTest):
     self.assertRegex("".join(skipped), f"a.jsonl:3: {message}")
 
   @parameterized.parameters(
-    ("a.jsonl.zst", _zstd, -5),
-    ("a.jsonl.zst", lambda x: _zstd(x)[:-999] + bytes(999), None),
-    ("a.jsonl.zst", lambda x: b"no zstd", None),
-    ("a.json.zst", _zstd, -9),
-    ("a.jsonl.gz", gzip.compress, -9),
-    ("a.txt.gz", gzip.compress, -9),
-    ("a.json", lambda x: b"[" + x, None),
-    ("a.parquet", lambda x: x, None),
-    ("a.arrow", lambda x: x, None),
+    ("a.jsonl.zst", lambda x: _zstd(x)[:-5]),
+    ("a.jsonl.zst", lambda x: _zstd(x)[:-999] + bytes(999)),
+    ("a.jsonl.gz", lambda x: gzip.compress(x)[:-9]),
+    ("a.txt.gz", lambda x: gzip.compress(x)[:-9]),
+    ("a.json", lambda x: b"[" + x),
+    ("a.parquet", lambda x: x),
+    ("a.arrow", lambda x: x),
   )
-  def test_a_damaged_file_is_no_skipped_line(self, name, pack, end):
+  def test_a_damaged_file_is_no_skipped_line(self, name, damaged):
     lines = _lines([f"{i * i} {i}" for i in range(2000)])
-    file, skipped = self._write(name, pack(lines)[:end]), []
+    file, skipped = self._write(name, damaged(lines)), []
     with self.assertRaisesRegex(ValueError, f"{name}: damaged or cannot be"):
       list(read_texts([file], "text", skipped))
     self.assertEmpty(skipped)
 
-  @parameterized.product(window=(27, 31), cut=(0, 5))
-  def test_archives_of_zstandard_look_back_far(self, window, cut):
-    options = zstandard.ZstdCompressionParameters(window_log=window)
+  def test_archives_of_zstandard_look_back_far(self):
+    options = zstandard.ZstdCompressionParameters(window_log=31)
     packer = zstandard.ZstdCompressor(compression_params=options).compressobj()
-    lines = _lines([f"{i * i} {i}" for i in range(2000)])
-    content = packer.compress(lines) + packer.flush()
+    content = packer.compress(_lines(_TEXTS)) + packer.flush()
     size = zstandard.get_frame_parameters(content).window_size
-    self.assertEqual(size, 1 << window)
-    self._write("a.jsonl.zst", content[: len(content) - cut] * (2 - bool(cut)))
-    if cut:
-      with self.assertRaisesRegex(ValueError, "damaged or cannot be read"):
-        self._read("a.jsonl.zst")
-    else:
-      self.assertLen(self._read("a.jsonl.zst"), 4000)
+    self.assertEqual(size, 1 << 31)
+    self._write("a.jsonl.zst", content * 2)
+    self.assertLen(self._read("a.jsonl.zst"), 2 * len(_TEXTS))
 
   def test_marks_at_the_start_of_files_are_dropped(self):
     rows = _lines("abc")
@@ -155,25 +137,23 @@ class TablesTest(_FilesTest):
     expected = [(f"{name}:{i + 1}", t or "") for i, t in enumerate(texts)]
     self.assertEqual(self._read(name), expected)
 
-  @parameterized.parameters(
-    ("text", r"no column 'text', found \['id', 'body'\]"),
-    ("id", "a.parquet:1: 'id' is int, expected"),
-  )
-  def test_other_columns_and_types_are_named(self, field, message):
-    self._table(["a"], "body")
-    with self.assertRaisesRegex(ValueError, message):
-      self._read("a.parquet", field=field)
+  def test_other_columns_are_named(self):
+    table = pyarrow.table({"id": [0], "body": ["a"]})
+    parquet.write_table(table, self.root / "a.parquet")
+    with self.assertRaisesRegex(ValueError, r"no column 'text', .*'body'\]"):
+      self._read("a.parquet")
 
   def test_damage_inside_ends_the_file(self):
-    self._table([f"{i * i} {i}" * 50 for i in range(400)], rows=100)
+    table = pyarrow.table({"text": [f"{i * i} {i}" * 50 for i in range(400)]})
     path = self.root / "a.parquet"
+    parquet.write_table(table, path, row_group_size=100)
     content = bytearray(path.read_bytes())
-    start = parquet.ParquetFile(path).metadata.row_group(1).column(1)
+    start = parquet.ParquetFile(path).metadata.row_group(1).column(0)
     place = start.data_page_offset + 500
     content[place : place + 500] = bytes(500)
     path.write_bytes(content)
     with self.assertRaisesRegex(ValueError, "a.parquet: damaged or cannot be"):
-      self._read("a.parquet", bad=[])
+      list(read_texts([str(path)], "text", []))
 
 
 class PlacesTest(_FilesTest):
@@ -197,7 +177,6 @@ class PlacesTest(_FilesTest):
 
   @parameterized.parameters(
     ("memory://texts/no", FileNotFoundError, "memory://texts/no: no such"),
-    ("memory://texts/", FileNotFoundError, "memory://texts/: no such"),
     ("nothing://a", OSError, "nothing://a: cannot be read: Protocol not known"),
     ("no.txt", FileNotFoundError, "no.txt: no such file"),
     ("folder", FileNotFoundError, r"folder: .*DIR/\*\*/\*"),
@@ -207,15 +186,10 @@ class PlacesTest(_FilesTest):
     with self.assertRaisesRegex(error, message):
       self._read(pattern)
 
-  @parameterized.parameters(
-    ("huggingface_hub", "hf://datasets/a/b.jsonl", OSError),
-    ("zstandard", "memory:///texts/a.jsonl.zst", ValueError),
-  )
-  def test_missing_library_says_how_to_install_it(self, library, file, error):
-    self.memory.pipe("/texts/a.jsonl.zst", b"")
-    names = [n for n in sys.modules if n.partition(".")[0] == library]
+  def test_missing_library_says_how_to_install_it(self):
+    self._write("a.jsonl.zst", b"")
     with (
-      mock.patch.dict(sys.modules, dict.fromkeys([library, *names])),
-      self.assertRaisesRegex(error, rf"{file}.*moh_jax\[llm\]"),
+      mock.patch.dict(sys.modules, zstandard=None),
+      self.assertRaisesRegex(ValueError, r"a.jsonl.zst.*moh_jax\[llm\]"),
     ):
-      self._read(file)
+      self._read("a.jsonl.zst")

@@ -13,10 +13,11 @@ import tempfile
 from unittest import mock
 
 import numpy as np
+import pyarrow
 from absl.testing import absltest
 from PIL import Image
 
-from moh_jax.config import Config, DataConfig, TextDataConfig
+from moh_jax.config import Config, DataConfig, EvalConfig, TextDataConfig
 from moh_jax.data import packed as packed_lib
 from moh_jax.data import pipeline, sequences, stdlib
 from moh_jax.data.sources import ImageFolderSource, Selection, make_source
@@ -73,17 +74,10 @@ def _images(config, *, written=False):
 
 
 def _config(model=_MODEL, **data):
-  usual = {
-    "batch_size": 4,
-    "mean": (0.5,) * 3,
-    "std": (0.25,) * 3,
-    "num_threads": 2,
-    "prefetch": 2,
-  }
-  config = Config(model=model, data=DataConfig(**{**usual, **data}))
-  return dataclasses.replace(
-    config, eval=dataclasses.replace(config.eval, batch_size=4)
-  )
+  usual = {"batch_size": 4, "mean": (0.5,) * 3, "std": (0.25,) * 3}
+  usual |= {"num_threads": 2, "prefetch": 2}
+  sections = {"data": DataConfig(**usual | data)}
+  return Config(model=model, eval=EvalConfig(batch_size=4), **sections)
 
 
 def _write_folders(root):
@@ -97,25 +91,17 @@ def _write_folders(root):
       Image.fromarray(noise).save(folder / f"{i}.bmp")
     kind = ("china", "flower")[label % 2]
     for i, size in enumerate(((251, 167), (90, 140))):
-      picture = tiny_images.photo(
-        size, ("RGB", "L")[i % 2 and label == 2], kind
-      )
+      mode = "L" if i == 1 and label == 2 else "RGB"
+      picture = tiny_images.photo(size, mode, kind)
       (folder / f"photo{i}.jpg").write_bytes(tiny_images.encode(picture))
 
 
 def _write_parquet(file, folder, column):
-  import pyarrow as pa
-  from pyarrow import parquet
-
   paths = sorted(folder.glob("*/*"))
-  rows = {
-    "image": [
-      {"bytes": path.read_bytes(), "path": path.name} for path in paths
-    ],
-    column: [_CLASSES.index(path.parent.name) for path in paths],
-  }
-  file.parent.mkdir(parents=True)
-  parquet.write_table(pa.table(rows), file, row_group_size=4)
+  images = [{"bytes": x.read_bytes(), "path": x.name} for x in paths]
+  labels = [_CLASSES.index(path.parent.name) for path in paths]
+  table = pyarrow.table({"image": images, column: labels})
+  tiny_images.write(file, table, 4)
 
 
 def _of_images(root):
@@ -206,17 +192,14 @@ def _of_text(root):
   yield "mixture", _text(mixed)
   yield "random tokens", _text(TextDataConfig(fake_examples=9, **short))
 
-  files = []
-  for i in range(6):
-    files.append(root / "texts" / f"{i}.py")
-    files[-1].parent.mkdir(exist_ok=True)
-    files[-1].write_text(f"text {i} of seven words and numbers\n" * (i + 1))
-  data = TextDataConfig(
-    source="stdlib", path=str(root / "stdlib"), tokenizer="bytes", **short
-  )
-  with mock.patch.object(
-    stdlib, "list_sources", return_value=(files[:4], files[4:])
-  ):
+  files = [root / f"texts/{i}.py" for i in range(6)]
+  files[0].parent.mkdir()
+  for i, file in enumerate(files):
+    file.write_text(f"text {i} of seven words and numbers\n" * (i + 1))
+  of_library = {"source": "stdlib", "path": str(root / "stdlib")}
+  data = TextDataConfig(**of_library, tokenizer="bytes", **short)
+  parts = files[:4], files[4:]
+  with mock.patch.object(stdlib, "list_sources", return_value=parts):
     yield "standard library", _text(data)
 
   lines = [json.dumps({"text": f"a text of number {i}"}) for i in range(40)]

@@ -10,9 +10,9 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.dit import LatentScaling
 from moh_jax.config.registry import SourceKind
-from moh_jax.data import infer, packed
+from moh_jax.data import infer
 from moh_jax.data.infer import resolve, resolve_without_data
-from moh_jax.data.sources import ImageFolderSource, ImageSource
+from moh_jax.data.sources import ImageSource
 from tests.data import tiny_sets, tiny_text
 from tests.data.tiny_images import put
 from tests.folders import FolderTest
@@ -46,30 +46,23 @@ class ImagesTest(FolderTest):
     for i, size in enumerate([stored, stored, (9, 9), (4000, 8)]):
       Image.new("RGB", size).save(folder / f"{i}.png")
     (folder / "4.png").write_text("no image, for data.bad_images to decide on")
-    source = ImageFolderSource(str(self.root), "train", 3)
-    packed.pack_images(
-      source, self.root / "out/train", packed_from="", bad_images="skip"
-    )
     model = dataclasses.replace(_VIT, image_size=None)
-    for kind, path in (("image_folder", ""), ("array_record", "out")):
-      data = DataConfig(source=kind, path=str(self.root / path))
-      config = _resolved(model, data)
-      self.assertEqual(config.model.image_size, (side, side))
-      self.assertEqual(config.model.num_classes, 2)
-      self.assertEqual(config.model.channels, 3)
-      self.assertEqual(config.data.mean, _IMAGENET)
+    data = DataConfig(source="image_folder", path=str(self.root))
+    config = _resolved(model, data)
+    self.assertEqual(config.model.image_size, (side, side))
+    self.assertEqual(config.model.num_classes, 2)
+    self.assertEqual(config.model.channels, 3)
+    self.assertEqual(config.data.mean, _IMAGENET)
 
   def test_latents_tell_their_scaling(self):
     tiny_sets.write_latents(
       self.root / "train", scaling={"scale": 0.5, "shift": 0.25}
     )
-    for source, scaling in (
-      ("latents", LatentScaling(0.5, 0.25)),
-      ("fake", LatentScaling(0.18215)),
-    ):
-      path = str(self.root) if source == "latents" else ""
-      config = _resolved(_DIT, DataConfig(source=source, path=path))
-      self.assertEqual(config.diffusion.scaling, scaling)
+    data = DataConfig(source="latents", path=str(self.root))
+    scaling = _resolved(_DIT, data).diffusion.scaling
+    self.assertEqual(scaling, LatentScaling(0.5, 0.25))
+    scaling = _resolved(_DIT, DataConfig()).diffusion.scaling  # random ones
+    self.assertEqual(scaling, LatentScaling(0.18215))
 
   @parameterized.parameters(("digits", 1), ("fake", 3))
   def test_pixels_of_diffusion_models_are_normalized_by_halves(
@@ -88,12 +81,8 @@ class ImagesTest(FolderTest):
     self.assertEqual((config.model, config.data), (model, data))
 
   def test_what_missing_data_would_tell_has_the_values_of_random_data(self):
-    data = DataConfig(
-      source="parquet",
-      path="nowhere",
-      class_list="classes.txt",
-      label_column="fine",
-    )
+    named = {"class_list": "classes.txt", "label_column": "fine"}
+    data = DataConfig(source="parquet", path="nowhere", **named)
     config, assumed = resolve_without_data(Config(_VIT, data=data))
     self.assertEqual(assumed, {"channels": 3, "num_classes": 1000})
     self.assertEqual(config.data.mean, _IMAGENET)
@@ -114,12 +103,6 @@ class ImagesTest(FolderTest):
 
 
 class TextTest(FolderTest):
-  def test_passes_over_the_sequences_become_steps(self):
-    data = TextDataConfig(sequence_length=16, batch_size=8, fake_examples=20)
-    train = config_lib.TrainConfig(epochs=2)
-    config = _resolved(config_lib.LLMConfig(), data, train=train)
-    self.assertEqual(config.train.steps, 5)
-
   def _vocab_size(self, **data):
     data = TextDataConfig(**data)
     return _resolved(config_lib.LLMConfig(), data).model.vocab_size
@@ -141,15 +124,6 @@ class TextTest(FolderTest):
 
 
 class RunTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (None, 100, 5), (None, 10, 0), (None, 10**6, 2000), (0, 100, 0), (7, 9, 7)
-  )
-  def test_warmup_is_a_twentieth_of_the_run(self, stated, steps, warmup):
-    optim = config_lib.OptimConfig(warmup_steps=stated)
-    train = config_lib.TrainConfig(steps=steps)
-    config = _resolved(_VIT, optim=optim, train=train)
-    self.assertEqual(config.optim.warmup_steps, warmup)
-
   def test_resolved_values_are_stored(self):
     config = _resolved(_VIT, DataConfig(source="digits"))
     text = config_lib.to_json(config)

@@ -30,8 +30,8 @@ def tokenizer(extra=(), spaced=False):
 
 
 @functools.cache
-def sentencepiece_model(rules: str = "") -> bytes:
-  """A SentencePiece model of English and Python, with a file's rules."""
+def sentencepiece_model() -> bytes:
+  """A SentencePiece model of English and Python."""
   import sentencepiece
 
   model = io.BytesIO()
@@ -43,6 +43,5 @@ def sentencepiece_model(rules: str = "") -> bytes:
     byte_fallback=True,
     hard_vocab_limit=False,
     minloglevel=2,
-    normalization_rule_tsv=rules,
   )
   return model.getvalue()

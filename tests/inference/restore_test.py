@@ -224,15 +224,10 @@ class LoadTokenizerTest(FolderTest):
       self.assertIsInstance(tokenizer, JsonTokenizer)
       self.assertEqual(tokenizer.sha256, tiny_writer.WORDS.sha256)
     self.file.write_bytes(self.other.content)
-    ours, theirs = self.other.sha256[:16], tiny_writer.WORDS.sha256[:16]
-    with self.assertRaisesRegex(
-      ValueError, rf"tokenizer\.json has sha256 {ours}, .* of {theirs}"
-    ):
+    with self.assertRaisesRegex(ValueError, "json: .* another tokenizer"):
       restore_lib.load_checkpoint_tokenizer(str(self.root))
     self.file.unlink()
-    with self.assertRaisesRegex(
-      FileNotFoundError, r"holds no tokenizer\.json or tokenizer\.model"
-    ):
+    with self.assertRaisesRegex(FileNotFoundError, "json: no such tokenizer"):
       restore_lib.load_checkpoint_tokenizer(str(self.root))
 
   @parameterized.parameters(BytesTokenizer.sha256, "")
