@@ -129,5 +129,5 @@ class RunTest(parameterized.TestCase):
     text = config_lib.to_json(config)
     # These follow from the host, and from the schedule that is asked for.
     unset = re.findall(r'"(\w+)": null', text)
-    self.assertCountEqual(unset, ["workers", "decay_steps"])
+    self.assertCountEqual(unset, ["workers", "decay_steps", "profile"])
     self.assertEqual(config_lib.from_config_dict(json.loads(text)), config)
