@@ -25,7 +25,7 @@ from array_record.python import array_record_module
 
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.files import Identity, StrPath
-from moh_jax.runtime import files
+from moh_jax.runtime import files as runtime_files
 from moh_jax.runtime.files import read_json, write_whole
 
 METADATA, SKIPPED = "metadata.json", "skipped.txt"
@@ -225,7 +225,8 @@ class ShardWriter:
     self._parts = self._folder / "parts"
     self._parts.mkdir(parents=True, exist_ok=True)
     stated = self._parts / "settings.json"
-    files.same_settings(stated, self._settings, f"{self._folder} holds {kind}")
+    what = f"{self._folder} holds {kind}"
+    runtime_files.same_settings(stated, self._settings, what)
     write_whole(stated, _json(self._settings))
 
   def todo(self) -> list[int]:
@@ -242,7 +243,7 @@ class ShardWriter:
         full.
     """
     path = self._path(shard)
-    with files.replacing(path) as growing:
+    with runtime_files.replacing(path) as growing:
       target = self._shard(growing)
       try:
         yield target
