@@ -183,10 +183,8 @@ def token_cross_entropy(
 
   def one(parts: tuple) -> tuple[jax.Array, jax.Array]:
     part, target = (columns.gather(part) for part in parts)
-    logits, picked, highest = _logits(part, kernel, target, columns)
-    _, sums = _exponentials(logits, highest)
-    nll = jnp.log(columns.sum(sums)) + highest - picked
-    return columns.own(nll), columns.own(picked >= highest)
+    *_, nats, is_best = _softmax(part, kernel, target, columns)
+    return columns.own(nats), columns.own(is_best)
 
   parts = _split(chunk, x, targets)
   joined = [_join(part) for part in jax.lax.map(one, parts)]
@@ -243,14 +241,11 @@ def _scan_chunks(
   def one(carry: tuple, parts: tuple) -> tuple:
     total, dkernel = carry
     part, target, weight = (columns.gather(part) for part in parts)
-    logits, picked, highest = _logits(part, rounded, target, columns)
-    exps, sums = _exponentials(logits, highest)
-    sums = columns.sum(sums)
-    nll = jnp.log(sums) + highest - picked
-    total = total + (nll * weight).sum()
+    exps, sums, nats, _ = _softmax(part, rounded, target, columns)
+    total = total + (nats * weight).sum()
     if not gradients:
       return (total, dkernel), None
-    size = logits.shape[-1]
+    size = exps.shape[-1]
     place = columns.place(target, size)
     is_target = jnp.arange(size)[None, None] == place[..., None]
     hit = jnp.where(is_target, weight[..., None], 0.0)
@@ -278,27 +273,30 @@ summed_cross_entropy.defvjp(
 )
 
 
-def _logits(
+def _softmax(
   x: jax.Array, kernel: jax.Array, targets: jax.Array, columns: Columns
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Logits [B, n, V] float32, those of the targets and the largest, [B, n]."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """The output layer's softmax and what it says of the targets.
+
+  Returns:
+    Its numerators [B, n, V] and their sums over the vocabulary, the targets'
+    cross-entropies, float32, and whether no logit is larger than theirs, [B, n]
+    each.
+  """
   logits = einsum_float32("bnc,cv->bnv", x, kernel)
   place = columns.place(targets, logits.shape[-1])
   picked = jnp.take_along_axis(logits, place[..., None], axis=-1)[..., 0]
   if columns.axes:
     picked = columns.sum(jnp.where(place >= 0, picked, 0))
-  return logits, picked, columns.max(logits.max(-1))
-
-
-def _exponentials(
-  logits: jax.Array, highest: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """The softmax's numerators [B, n, V] and their sums [B, n], float32."""
+  highest = columns.max(logits.max(-1))
   exps = jnp.exp(logits - highest[..., None])
   if target().platform == "cpu":
     # For a sum, XLA would recompute all exponentials, on a single core.
-    return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones_like(exps[0, 0]))
-  return exps, exps.sum(-1)
+    sums = jnp.einsum("bnv,v->bn", exps, jnp.ones_like(exps[0, 0]))
+  else:
+    sums = exps.sum(-1)
+  sums = columns.sum(sums)
+  return exps, sums, jnp.log(sums) + highest - picked, picked >= highest
 
 
 def _split(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

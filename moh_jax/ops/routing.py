@@ -229,8 +229,8 @@ def two_stage_gates(
   """Gates of the two-stage router (arXiv:2410.11842, eq. 5 and 6).
 
   Args:
-    logits: "routed" [B, N, R] W_r x, missing if the budget's top_k is 0;
-      "shared" [B, N, S] W_s x, missing for equal scores of shared heads; and
+    logits: float32. "routed" [B, N, R] W_r x, missing if the budget's top_k is
+      0; "shared" [B, N, S] W_s x, missing if one head is shared or none; and
       "group" [B, N, 2] W_h x (shared first), missing to fix a1 = a2 = 1/2 (the
       paper's ablation), ignored where one group is empty.
     budget: the layer's head split.
@@ -242,12 +242,10 @@ def two_stage_gates(
     The `Routing` of every token.
   """
   released = form == "released"
-  logits = {name: x.astype(jnp.float32) for name, x in logits.items()}
   if "shared" in logits:
     shared_scores = jax.nn.softmax(logits["shared"])
   else:
-    shape = *batch_shape, budget.shared
-    shared_scores = jnp.full(shape, 1 / max(budget.shared, 1), jnp.float32)
+    shared_scores = jnp.ones((*batch_shape, budget.shared), jnp.float32)
   if "routed" in logits:
     scores, probs = logits["routed"], jax.nn.softmax(logits["routed"])
   else:
