@@ -31,7 +31,6 @@ from moh_jax.convert import peft, rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, converter_of
 from moh_jax.data import tokenizers
 from moh_jax.data.chat import template_names
-from moh_jax.data.files import import_extra
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
@@ -105,7 +104,7 @@ def convert(
       f"--from {kind!r} makes a model of {family!r}; {name} is one of "
       f"{config.model.family!r}"
     )
-  tensors = _without_ignored(config.model, tensors)
+  tensors = converter_of(config.model).kept(config.model, tensors)
   reads_text, folder = config.model.READS_TEXT, _folder(path)
   if reads_text and (found := _tokenizer(folder)):
     ids = found.vocab_size
@@ -118,10 +117,7 @@ def convert(
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=sha256
   )
-  try:
-    stream.save_params(out, params, metadata)
-  except FloatingPointError as error:
-    raise FloatingPointError(f"{source}: {error}") from error
+  stream.save_params(out, params, metadata)
   return name, _count(abstract)
 
 
@@ -235,7 +231,8 @@ def _located(source: str) -> str:
   missing = f"{source}: no such file or folder"
   if not _REPOSITORY.fullmatch(source):
     raise FileNotFoundError(missing)
-  hub = import_extra("huggingface_hub", f"{missing}; a repository of the Hub")
+  import huggingface_hub as hub  # takes long
+
   try:
     return hub.snapshot_download(source, local_files_only=True)
   except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
@@ -329,7 +326,7 @@ def _find_model(kind: str, tensors: Mapping[str, Any], source: str) -> str:
   names = [name for name in models if name.startswith(family.formats[kind])]
   for name in names:
     config = released_run(models[name], tensors)
-    kept = _without_ignored(config.model, tensors)
+    kept = converter_of(config.model).kept(config.model, tensors)
     found = {n: tuple(tensor.shape) for n, tensor in kept.items()}
     expected = rules.expected_tensors(
       model_rules(config.model), _abstract(config)
@@ -345,11 +342,6 @@ def _find_model(kind: str, tensors: Mapping[str, Any], source: str) -> str:
 def released_run(model: Any, tensors: Mapping[str, Any]) -> Config:
   """The run that a released model stands for, see `Converter.released_run`."""
   return resolve(converter_of(model).released_run(model, tensors))
-
-
-def _without_ignored(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-  is_ignored = converter_of(model).is_ignored
-  return {n: x for n, x in tensors.items() if not is_ignored(model, tensors, n)}
 
 
 def _copy_tokenizer(source: Any, target: Any) -> str:

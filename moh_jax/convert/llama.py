@@ -101,8 +101,8 @@ def released_run(model: LLMConfig, tensors: Mapping[str, Any]) -> Config:
   return Config(model=model, data=TextDataConfig(sequence_length=length))
 
 
-def is_ignored(model: LLMConfig, tensors: Mapping[str, Any], name: str) -> bool:
-  """Whether a public tensor is redundant and so not converted.
+def kept(model: LLMConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+  """The public tensors without redundant ones, which are not converted.
 
   Old checkpoints store RoPE's frequencies, which follow from the config. With
   tied embeddings the output layer is the embedding, which some store twice.
@@ -110,17 +110,16 @@ def is_ignored(model: LLMConfig, tensors: Mapping[str, Any], name: str) -> bool:
   Raises:
     ValueError: the two differ: versions of transformers disagree which counts.
   """
-  if not model.tie_embeddings or name != _HEAD:
-    return name.endswith("rotary_emb.inv_freq")
-  if _EMBED not in tensors:  # which is told as missing
-    return True
-  head, embed = (np.asarray(tensors[key]) for key in (_HEAD, _EMBED))
-  if not np.array_equal(head, embed, equal_nan=True):  # NaN is told by name
-    raise ValueError(
-      f"tie_word_embeddings=True, but {_HEAD} differs from {_EMBED}: set it to "
-      "false, or remove the one that does not count"
-    )
-  return True
+  out = {n: x for n, x in tensors.items() if not n.endswith("inv_freq")}
+  if model.tie_embeddings and _HEAD in out:
+    head = np.asarray(out.pop(_HEAD))
+    embed = np.asarray(out.get(_EMBED, head))  # else it is told as missing
+    if not np.array_equal(head, embed, equal_nan=True):  # NaN is told by name
+      raise ValueError(
+        f"tie_word_embeddings=True, but {_HEAD} differs from {_EMBED}: set it "
+        "to false, or remove the one that does not count"
+      )
+  return out
 
 
 def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
@@ -225,6 +224,4 @@ def _tokenizer_files(
   return {tokenizers.TOKENIZER_CONFIG: _json(config), **files}
 
 
-CONVERTER = Converter(
-  model_rules, released_run, is_ignored, _described, folder_files
-)
+CONVERTER = Converter(model_rules, released_run, kept, _described, folder_files)

@@ -125,9 +125,9 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   # That torch is not there, whose models are not needed.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   library = import_extra("transformers", "config.json of a language model")
-  given = {n: x for n, x in stored.items() if n not in (*_OUR_KEYS, "auto_map")}
+  others = ("model_type", "auto_map", *_OUR_KEYS)
+  given = {n: x for n, x in stored.items() if n not in others}
   given = copy.deepcopy(given)  # transformers writes into it
-  del given["model_type"]
   try:
     if kind == _OURS:  # whose width need not be a multiple of its heads
       given["hidden_size"] = given["head_dim"] * given["num_attention_heads"]

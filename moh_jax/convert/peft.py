@@ -32,7 +32,12 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.files import read_json
-from moh_jax.runtime.parameters import abstract_boxed, abstract_params, unbox
+from moh_jax.runtime.parameters import (
+  abstract_boxed,
+  abstract_params,
+  check_finite,
+  unbox,
+)
 
 FORM = "peft"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,15 +48,15 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Fields that must have these values: others are not what we compute.
 _ONLY = {
   "peft_type": ("LORA",),
-  "bias": ("none",),
   # Others change the matrices that they are trained on.
   "init_lora_weights": (True, None, False, "gaussian", "eva", "orthogonal"),
 }
-# Fields that say what the tensors say, or matter only while adapters are made.
+# Fields that say what the tensors say (biases are not expected among them), or
+# matter only while adapters are made.
 # PEFT writes more with each version; others must be null, false or empty.
 _UNREAD = frozenset(
   """
-  target_modules exclude_modules layers_to_transform layers_pattern
+  target_modules exclude_modules layers_to_transform layers_pattern bias
   auto_mapping base_model_name_or_path corda_config ensure_weight_tying
   eva_config inference_mode loftq_config lora_ga_config megatron_config
   megatron_core peft_version qalora_group_size revision runtime_config task_type
@@ -233,23 +238,14 @@ def import_adapters(source: str, base: str, out: str) -> int:
       ins, outs = place.sides
       shapes |= {a: (found.r, ins), b: (outs, found.r)}
       places[a, b] = place
-    if a in tensors and f"{name}.weight" in tensors:
-      raise ValueError(f"{source}: {name} is stored whole and has an adapter")
   paths = {r.ours[0] for r in table if not tensors.keys().isdisjoint(r.theirs)}
   whole = [rule for rule in table if rule.ours[0] in paths]
   expected = expected_tensors(table, unbox(boxed))
   shapes |= {n: expected[n].shape for rule in whole for n in rule.theirs}
   rules.check_shapes(tensors, shapes, f"{source}, for {base}")
-  if not places:
-    raise ValueError(f"{source}: none of its tensors is an adapter of {base}")
 
   def read(name: str) -> np.ndarray:
-    array = np.asarray(tensors[name]).astype(np.float32)
-    if not np.isfinite(array).all():
-      raise FloatingPointError(
-        f"{source}: {name} holds NaN or infinite numbers"
-      )
-    return array
+    return np.asarray(tensors[name]).astype(np.float32)
 
   names = (p.matrix.names(p.layer)[p.part] for p in places.values())
   lora = LoraConfig(
@@ -277,13 +273,15 @@ def import_adapters(source: str, base: str, out: str) -> int:
   for rule in whole:
     values = rule.load([read(name) for name in rule.theirs])
     params[rule.ours[0]][rule.layer] = values[0]
+  tree = unflatten_dict(params)
+  check_finite(tree, f"{source}: its adapters")
   stored_metadata = Metadata(
     config,
     tokenizer_sha256=metadata.tokenizer_sha256,
     base_mark=steps.mark(base, step),
   )
   copy_tokenizer_files(steps.workdir(base), steps.absolute(out))
-  checkpoint.save_params(out, unflatten_dict(params), stored_metadata)
+  checkpoint.save_params(out, tree, stored_metadata)
   return sum(x.size for x in params.values())
 
 

@@ -32,12 +32,6 @@ WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _MAX_LISTED = 8
 # Router matrices in the releases of ViT and DiT.
 _ROUTER_NAMES = {"routed": "wg", "group": "wg_0", "shared": "wg_1"}
-# Router kinds of public checkpoints, with the matrices that a layer has.
-_MATRICES = {
-  "two_stage": TwoStageRouter.matrices,
-  "query_norm": lambda budget, router: (),
-  "none": lambda budget, router: (),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +65,9 @@ class Converter:
     rules: (model section) -> pairs of public tensors and our parameters.
     released_run: (model section, public tensors by name) -> the run that a
       released model stands for; the tensors may be an empty dict.
-    is_ignored: (model section, public tensors by name, name) -> whether that
-      tensor has no meaning for the model; raises ValueError where it should
-      have none, but differs from what it repeats.
+    kept: (model section, public tensors by name) -> those that mean something
+      for the model; raises ValueError where one that should only repeat another
+      differs from it.
     described: (format, path of a config.json, which need not exist) -> the
       model section that it describes, or None: the tensors' shapes must tell.
     folder_files: (config of the run, folder that holds the tokenizer's files
@@ -87,8 +81,8 @@ class Converter:
 
   rules: Callable[[Any], list[Rule]]
   released_run: Callable[[Any, Mapping[str, Any]], Config]
-  is_ignored: Callable[[Any, Mapping[str, Any], str], bool] = (
-    lambda model, tensors, name: False
+  kept: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = (
+    lambda model, tensors: tensors
   )
   described: Callable[[str, pathlib.Path], Any] = lambda kind, path: None
   folder_files: Callable[..., Mapping[str, str]] | None = None
@@ -279,14 +273,16 @@ def router_rules(
   Raises:
     ValueError: no public checkpoint has such a router.
   """
-  if router.kind not in _MATRICES:
+  matrices = {"query_norm": (), "none": ()}
+  matrices["two_stage"] = TwoStageRouter.matrices(budget, router)
+  if router.kind not in matrices:
     raise ValueError(
-      f"model.router.kind={router.kind!r} must be one of {tuple(_MATRICES)}: "
+      f"model.router.kind={router.kind!r} must be one of {tuple(matrices)}: "
       "public checkpoints have no other router"
     )
   return [
     one(f"{names[ours]}.weight", f"router/{ours}", TRANSPOSED)
-    for ours in _MATRICES[router.kind](budget, router)
+    for ours in matrices[router.kind]
   ]
 
 

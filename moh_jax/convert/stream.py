@@ -47,12 +47,14 @@ class SourceLeaf:
     rules: conversion rules that make it, one or one a layer, each with the
       index of the parameter among those of the rule.
     tensors: public tensors by name; `np.asarray` maps one into memory.
+    source: where the tensors come from, for messages.
     shape: shape of the parameter.
     dtype: dtype of the parameter.
   """
 
   rules: list[tuple[Rule, int]]
   tensors: Mapping[str, Any]
+  source: str
   shape: tuple[int, ...]
   dtype: np.dtype
 
@@ -73,7 +75,9 @@ class SourceLeaf:
         block = np.array(part[index], self.dtype, order="C")
         if not np.isfinite(block).all():
           names = ", ".join(rule.theirs)
-          raise FloatingPointError(f"{names}: holds NaN or infinity")
+          raise FloatingPointError(
+            f"{self.source}: {names}: holds NaN or infinity"
+          )
         yield (*stack, *index), block[None] if stack else block
       del arrays, part  # before the next are read
 
@@ -156,8 +160,8 @@ def source_params(
   """
   rules.check_tensors(table, tensors, abstract, source=source)
   leaves = {
-    path: SourceLeaf([], tensors, tuple(leaf.shape), np.dtype(leaf.dtype))
-    for path, leaf in traverse_util.flatten_dict(abstract).items()
+    path: SourceLeaf([], tensors, source, x.shape, np.dtype(x.dtype))
+    for path, x in traverse_util.flatten_dict(abstract).items()
   }
   for rule in table:
     for place, path in enumerate(rule.ours):

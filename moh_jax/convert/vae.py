@@ -161,12 +161,10 @@ def current_names(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   for name, tensor in tensors.items():
     module, found, rest = name.partition(_ATTENTION)
     if found:
-      if tensor.ndim == 4 and tensor.shape[2:] == (1, 1):
-        tensor = tensor[:, :, 0, 0]
+      if tensor.ndim == 4:
+        tensor = tensor.squeeze((2, 3))
       layer, _, leaf = rest.rpartition(".")
-      renamed = f"{module}{found}{_RENAMED.get(layer, layer)}.{leaf}"
-      # A file with both names keeps the old one, which is then unexpected.
-      name = name if renamed in tensors else renamed
+      name = f"{module}{found}{_RENAMED.get(layer, layer)}.{leaf}"
     out[name] = tensor
   return out
 

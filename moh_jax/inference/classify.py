@@ -69,13 +69,9 @@ def classify(
     FileNotFoundError: a file does not exist.
     FloatingPointError: the model gives NaN.
     ValueError: the model classifies no images, a file is no image or a damaged
-      one, an array is not uint8 or no such picture, or an argument is out of
-      range.
+      one, or an array is not uint8 or no such picture.
   """
   check_command(config.model, "classify", "the checkpoint")
-  for name, value in (("top", top), ("batch_size", batch_size)):
-    if value < 1:
-      raise ValueError(f"{name}={value} must be at least 1")
   if isinstance(images, ImageLike) and np.ndim(images) != 4:
     raise ValueError(
       f"images must be a list of images, not one {type(images).__name__}"

@@ -72,13 +72,11 @@ class Generator:
       batch_size: texts written at one time.
 
     Raises:
-      ValueError: the model is none of language, the tokenizer has ids that it
-        does not have, or the batch size is below 1.
+      ValueError: the model is none of language, or the tokenizer has ids that
+        it does not have.
     """
     config = restored.config.model
     check_command(restored.config.model, "generate", "the checkpoint")
-    if batch_size < 1:
-      raise ValueError(f"batch_size={batch_size} must be at least 1")
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, "tokenizer")
     self.config, self.tokenizer = config, tokenizer
     self.batch_size = batch_size

@@ -101,7 +101,7 @@ def check_request(config: Config, labels: Labels, seed: int) -> None:
         raise ValueError(
           "label none: a model with model.label_dropout=0 has no such label"
         )
-    elif label != int(label) or not 0 <= label < classes:
+    elif not 0 <= label < classes:
       raise ValueError(f"label {label} must be in [0, {classes - 1}], or none")
   if not 0 <= seed < 2**31:
     raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")

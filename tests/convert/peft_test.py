@@ -109,20 +109,14 @@ class FolderTest(parameterized.TestCase):
 
   def test_tensors_that_do_not_fit_are_named(self):
     key = "base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"
-    whole = "base_model.model.model.layers.0.self_attn.o_proj.weight"
     other = {"base_model.model.other.lora_A.weight": np.ones((3, 2))}
-    matrix = np.zeros((24, 24), np.float32)
     for change, words in (
       (lambda x: x | {key: x[key].astype(np.int8)},
        "1 dtype, .*lora_B.weight I8"),
-      (lambda x: x | {key: x[key] * np.nan}, "lora_B.* holds NaN"),
+      (lambda x: x | {key: x[key] * np.nan}, "NaN or infinite .*out/lora_b"),
       (lambda x: {n: v for n, v in x.items() if n != key},
        "1 missing: .*lora_B"),
       (lambda x: x | other, "1 not expected: other.lora_A"),
-      (lambda x: x | {whole: matrix},
-       "o_proj is stored whole and has an adapter"),
-      (lambda x: {n: v for n, v in x.items() if "lora_" not in n},
-       "none of its tensors is an adapter"),
     ):  # fmt: skip
       self._refused(words, "moh", change)
 

@@ -101,16 +101,14 @@ class ClassifyTest(FolderTest):
       broken.predict([good, str(self.root / "nope.png")])
 
   @parameterized.parameters(
-    ([_RGB, np.zeros((8, 8, 3), np.float32)], {},
+    ([_RGB, np.zeros((8, 8, 3), np.float32)],
      "image 1 of float32 .* must be uint8"),
-    ([_RGB, np.zeros((8, 8, 2), np.uint8)], {},
+    ([_RGB, np.zeros((8, 8, 2), np.uint8)],
      r"image 1 of uint8 and shape \(8, 8, 2\) must be uint8 \[X, Y, 3\]"),
-    ([np.zeros((0, 8, 3), np.uint8)], {}, r"image 0 .*\(0, 8, 3\) must be"),
-    *((image, {}, "must be a list of images")
+    ([np.zeros((0, 8, 3), np.uint8)], r"image 0 .*\(0, 8, 3\) must be"),
+    *((image, "must be a list of images")
       for image in ("3.png", _RGB, Image.fromarray(_RGB))),
-    *(([], {name: 0}, f"{name}=0 must be at least 1")
-      for name in ("top", "batch_size")),
   )  # fmt: skip
-  def test_other_images_and_options_are_refused(self, images, options, message):
+  def test_other_images_are_refused(self, images, message):
     with self.assertRaisesRegex(ValueError, message):
-      _restored().predict(images, **options)
+      _restored().predict(images)

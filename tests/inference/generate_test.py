@@ -288,13 +288,14 @@ class ErrorsTest(parameterized.TestCase):
     ([(1, 60)], 4, r"prompt 0: token 60 must be in \[0, 60\)"),
     ([(-1,)], 4, r"prompt 0: token -1 must be in \[0, 60\)"),
     ([(1,), (1,) * 30], 3, "prompt 1 has 30 tokens; with .*max_length=32"),
-    ({"batch_size": 0}, 4, "batch_size=0 must be at least 1"),
-    ({"tokenizer": tiny_writer.BYTES}, 4, "257 ids, more than .*vocab_size=60"),
   )
-  def test_bad_prompts_and_options_are_named(self, given, count, message):
-    options, prompts = (given, []) if isinstance(given, dict) else ({}, given)
+  def test_bad_prompts_are_named(self, prompts, count, message):
     with self.assertRaisesRegex(ValueError, message):
-      _alphabet(**options).generate(prompts, Sampling(max_new_tokens=count))
+      _alphabet().generate(prompts, Sampling(max_new_tokens=count))
+
+  def test_another_models_tokenizer_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "257 ids, more than .*_size=60"):
+      _alphabet(tiny_writer.BYTES)
 
 
 _TEXTS = [

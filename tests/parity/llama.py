@@ -22,11 +22,7 @@ def network(case: Case) -> dict[str, Any]:
   """Results of a whole network: logits, routing, loss, greedy generation."""
   arrays = case.arrays
   config = _model_config(case.hyper)
-  kept = {
-    name: weight
-    for name, weight in case.weights.items()
-    if not llama.is_ignored(config, case.weights, name)
-  }
+  kept = llama.kept(config, case.weights)
   params = dataclasses.replace(case, weights=kept).load(
     LLM(config),
     llama.model_rules(config),
