@@ -158,7 +158,7 @@ register_family(
       "moh-hf": ("moh-",),
       "peft": (),
     },
-    exports=("hf", "peft", "base"),
+    exports=("hf", "released", "peft", "base"),
   )
 )
 register_router("two_stage", "moh_jax.layers.router:TwoStageRouter")

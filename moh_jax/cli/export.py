@@ -21,9 +21,10 @@ class Options(command.Stored):
   Attributes:
     out: safetensors file to write; for a language model a folder, new or empty.
     to: form of a language model's folder: hf (default) is what transformers
-      loads, with our code where it has none for the model; peft has the
-      adapters of a run alone, as PEFT loads them, and base the model that they
-      are trained on, as the run computes with it.
+      loads, with our code where it has none for the model; released is what
+      the modeling file of the MoH-LLaMA3 release runs; peft has the adapters of
+      a run alone, as PEFT loads them, and base the model that they are trained
+      on, as the run computes with it.
     dtype: of the stored weights.
     license: licence that the model card states, such as apache-2.0.
   """

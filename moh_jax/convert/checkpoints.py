@@ -19,8 +19,7 @@ from flax import traverse_util
 
 from moh_jax.config import (
   Config,
-  DistillConfig,
-  LoraConfig,
+  apply_overrides,
   get_family,
   imported,
   public_formats,
@@ -114,9 +113,7 @@ def convert(
   params = stream.source_params(table, tensors, abstract, source=path)
   checkpoint.check_vacant(out)
   sha256 = _copy_tokenizer(folder, steps.absolute(out)) if reads_text else ""
-  metadata = dataclasses.replace(
-    metadata, config=config, tokenizer_sha256=sha256
-  )
+  metadata = dataclasses.replace(metadata, tokenizer_sha256=sha256)
   stream.save_params(out, params, metadata)
   return name, _count(abstract)
 
@@ -167,8 +164,7 @@ def export(
   metadata, step = checkpoint.read_metadata(directory, step)
   config, path = metadata.config, pathlib.Path(out)
   if base:
-    train = dataclasses.replace(config.train, init_from=base)
-    config = dataclasses.replace(config, train=train)
+    config = apply_overrides(config, "train", init_from=base)
     metadata = dataclasses.replace(metadata, config=config)
   family, adapted = config.model.family, config.tune.lora.rank > 0
   forms = get_family(family).exports
@@ -201,27 +197,20 @@ def export(
       yield from zip(rule.theirs, rule.dump(ours))
 
   if not form:
-    stored = checkpoint.metadata_to_json(_merged(metadata))
-    text[_ENTRY] = json.dumps(stored)
+    # Adapters have become a part of the weights.
+    stored = dataclasses.replace(metadata, config=config.served(), base_mark="")
+    text[_ENTRY] = json.dumps(checkpoint.metadata_to_json(stored))
     tensor_files.write_file(path, tensors(), dtype, text)
   else:
     files = converter_of(config.model).folder_files
     with tensor_files.new_folder(path) as folder:
       _copy_tokenizer(steps.workdir(directory), folder)
       tokenizer = _tokenizer(folder)
-      small = files(config, folder, tokenizer, dtype, license)
+      small = files(config, folder, tokenizer, dtype, license, form)
       for name, content in small.items():
         (folder / name).write_text(content)
       tensor_files.write_folder(folder, tensors(), dtype, text)
   return _count(abstract)
-
-
-def _merged(metadata: checkpoint.Metadata) -> checkpoint.Metadata:
-  """Metadata of a model whose adapters have become a part of its weights."""
-  plain = {"lora": LoraConfig(), "distill": DistillConfig()}
-  tune = dataclasses.replace(metadata.config.tune, **plain)
-  config = dataclasses.replace(metadata.config, tune=tune)
-  return dataclasses.replace(metadata, config=config, base_mark="")
 
 
 def _located(source: str) -> str:
@@ -296,21 +285,12 @@ def _metadata(
 
 
 def _exported(source: str) -> checkpoint.Metadata | None:
-  """What `export` said of a file; None where the source is none of its files.
-
-  Raises:
-    ValueError: this version does not know what it says.
-  """
+  """What `export` said of a file, None of what it did not write."""
   path = pathlib.Path(source)
   if path.is_dir():
     path = next(iter(sorted(path.glob("*.safetensors"))), path)
   text = tensor_files.read_text(path).get(_ENTRY)
-  if text is None:
-    return None
-  try:
-    return checkpoint.metadata_from_json(parse_json(text))
-  except ValueError as error:
-    raise ValueError(f"{source}: its metadata: {error}") from error
+  return text and checkpoint.metadata_from_json(parse_json(text))
 
 
 def _folder(source: str) -> pathlib.Path:

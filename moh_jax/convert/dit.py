@@ -46,8 +46,8 @@ def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
     tensors: public tensors by name.
   """
   tokens = tensors["pos_embed"].shape[1] if "pos_embed" in tensors else 0
-  side = math.isqrt(tokens) * model.patch_size
-  if side and math.isqrt(tokens) ** 2 == tokens:  # 256 or 512 pixels, or other
+  if tokens:  # 256 or 512 pixels, or other
+    side = math.isqrt(tokens) * model.patch_size
     model = dataclasses.replace(model, input_size=(side, side))
   return Config(model=model, data=_DATA)
 

@@ -43,8 +43,10 @@ pipeline_tag: text-generation
 
 Tokens use {share} of the heads (https://arxiv.org/abs/2410.11842): {heads}.
 
-`AutoModelForCausalLM.from_pretrained("FOLDER"{trust})` loads it.
+`AutoModelForCausalLM.from_pretrained("FOLDER"{trust})` loads it{plain}.
 """
+# Of the form of the release, whose own modeling file computes the routing.
+_PLAIN = " as a LLaMA,\nwhose heads the code of github.com/SkyworkAI/MoH routes"
 
 
 def model_rules(config: LLMConfig) -> list[Rule]:
@@ -143,13 +145,16 @@ def folder_files(
   tokenizer: Tokenizer | None,
   dtype: str,
   license: str,
+  form: str,
 ) -> dict[str, str]:
   """Makes the texts of the folder's small files, see `rules.Converter`.
 
   Raises:
     ValueError: the model cannot be written in this form.
   """
-  stored = llama_config.to_hf(config.model)
+  is_released = form == "released"
+  to_hf = llama_config.to_released if is_released else llama_config.to_hf
+  stored = to_hf(config.model)
   balance_weight = llama_config.BALANCE_WEIGHT
   if balance_weight in stored:
     stored[balance_weight] = config.train.balance_weight
@@ -178,6 +183,7 @@ def folder_files(
     share=f"{config.model.activated_share:.1%}",
     heads="; ".join(heads),
     trust=", trust_remote_code=True" * has_code,
+    plain=_PLAIN * is_released,
   )
   return files
 

@@ -31,7 +31,9 @@ from typing import Any
 
 from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig
 from moh_jax.config.base import make_section
+from moh_jax.config.layers import without_router
 from moh_jax.config.llm import ROPE_SCALINGS
+from moh_jax.config.parse import differing_fields
 from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import read_json
 
@@ -250,6 +252,26 @@ def to_hf(model: LLMConfig) -> dict[str, Any]:
       return {**stored, "moh_jax": ours} if ours else stored
   fields = ", ".join(f"model.{n}={getattr(model, n)!r}" for n in sorted(lost))
   raise ValueError(f"{fields}: transformers has no code for such a model")
+
+
+def to_released(model: LLMConfig) -> dict[str, Any]:
+  """Makes the config.json with which the MoH-LLaMA3 release runs a model.
+
+  It is that of the LLaMA of the same weights: the release's modeling file
+  computes the routing from the number of heads.
+
+  Raises:
+    ValueError: the release's code computes another model.
+  """
+  heads, none = model.num_heads, (0,) * model.depth
+  plain = without_router(model, shared_heads=heads, top_k=none, head_order=())
+  wrong = differing_fields(model, moh_llama3(plain), "model")
+  stored = to_hf(plain)
+  if stored["model_type"] != "llama" or stored["rope_scaling"] or heads[0] % 2:
+    wrong.append("it is no LLaMA of an even number of heads and unscaled RoPE")
+  if wrong:
+    raise ValueError(f"--to released: not the release's: {'; '.join(wrong)}")
+  return stored
 
 
 def _to_hf(model: LLMConfig, kind: str) -> dict[str, Any]:

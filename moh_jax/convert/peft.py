@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from moh_jax.config import LLMConfig, LoraConfig, TuneConfig
+from moh_jax.config import LLMConfig, LoraConfig, TuneConfig, apply_overrides
 from moh_jax.convert import rules, tensor_files
 from moh_jax.convert.rules import Path, Rule, converter_of, expected_tensors
 from moh_jax.data.tokenizers import copy_tokenizer_files
@@ -256,13 +256,9 @@ def import_adapters(source: str, base: str, out: str) -> int:
     tuple(sorted("/".join(path) for path in paths)),
     model.dtype,
   )
-  config = dataclasses.replace(
-    metadata.config,
-    tune=TuneConfig(lora=lora),
-    train=dataclasses.replace(
-      metadata.config.train, init_from=os.path.abspath(base)
-    ),
-  )
+  where = os.path.abspath(base)
+  config = apply_overrides(metadata.config, "train", init_from=where)
+  config = dataclasses.replace(config, tune=TuneConfig(lora=lora))
   adapters = Adapters.of(boxed, lora)
   abstract = flatten_dict(abstract_boxed(adapters.trained, None))
   params = {path: np.zeros(x.shape, np.float32) for path, x in abstract.items()}

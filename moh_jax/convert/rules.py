@@ -71,19 +71,17 @@ class Converter:
     described: (format, path of a config.json, which need not exist) -> the
       model section that it describes, or None: the tensors' shapes must tell.
     folder_files: (config of the run, folder that holds the tokenizer's files
-      already, tokenizer or None, dtype of the weights, licence or "") -> the
-      small files of an exported folder beside the tokenizer's, texts by name;
-      raises ValueError where the model has no such form. None where one file of
-      tensors is exported.
+      already, tokenizer or None, dtype of the weights, licence or "", form) ->
+      the small files of an exported folder beside the tokenizer's, texts by
+      name; raises ValueError where the model has no such form. None where one
+      file of tensors is exported.
     other_rules: functions as `rules` by format, of those that have other
       tensors.
   """
 
   rules: Callable[[Any], list[Rule]]
   released_run: Callable[[Any, Mapping[str, Any]], Config]
-  kept: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = (
-    lambda model, tensors: tensors
-  )
+  kept: Callable[..., Mapping[str, Any]] = lambda model, tensors: tensors
   described: Callable[[str, pathlib.Path], Any] = lambda kind, path: None
   folder_files: Callable[..., Mapping[str, str]] | None = None
   other_rules: Mapping[str, Callable[[Any], list[Rule]]] = dataclasses.field(
@@ -176,11 +174,6 @@ def norm(theirs: str, ours: str) -> list[Rule]:
     one(f"{theirs}.weight", f"{ours}/scale"),
     one(f"{theirs}.bias", f"{ours}/bias"),
   ]
-
-
-def conv(theirs: str, ours: str) -> list[Rule]:
-  """Rules of a torch Conv2d with bias to a Conv."""
-  return linear(theirs, ours, kernel_maps=CONV_MAPS)
 
 
 def projection_rules(

@@ -20,7 +20,6 @@ it; tests/convert/stream_test.py tests what it and the handler do.
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -92,18 +91,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     args: Sequence[ocp.SaveArgs] | None = None,
   ) -> Sequence[ocp.future.Future]:
     del args
-    return [
-      ocp.future.CommitFutureAwaitingContractedSignals(
-        self._write(values, infos), name="moh_jax_stream"
-      )
-    ]
-
-  async def _write(
-    self,
-    leaves: Sequence[SourceLeaf],
-    infos: Sequence[ocp.type_handlers.ParamInfo],
-  ) -> None:
-    for leaf, info in zip(leaves, infos):  # one at a time bounds the memory
+    for leaf, info in zip(values, infos):  # one at a time bounds the memory
       await info.await_path_creation()
       spec = ocp.type_handlers.get_json_tspec_write(
         info,
@@ -129,6 +117,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         waiting.append(written)
         size += block.nbytes
       await _commit(waiting)
+    return []  # all is written
 
 
 async def _commit(writes: Sequence[ts.WriteFutures]) -> None:
@@ -178,19 +167,13 @@ def save_params(
     FloatingPointError: a tensor holds NaN or infinity.
     ValueError: the directory already holds checkpoints.
   """
-  # Orbax's threads would print an error that is raised here, too.
-  log = logging.getLogger("absl")
-  before, log.disabled = log.disabled, True
-  try:
-    registry = ocp.type_handlers.create_type_handler_registry(
-      (SourceLeaf, _Handler()),
-      # Orbax asks the handler of jax.Array how it stores metadata.
-      (jax.Array, ocp.type_handlers.ArrayHandler()),
-    )
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    checkpoint.save_params(directory, params, metadata, handler=handler)
-  finally:
-    log.disabled = before
+  registry = ocp.type_handlers.create_type_handler_registry(
+    (SourceLeaf, _Handler()),
+    # Orbax asks the handler of jax.Array how it stores metadata.
+    (jax.Array, ocp.type_handlers.ArrayHandler()),
+  )
+  handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+  checkpoint.save_params(directory, params, metadata, handler=handler)
 
 
 def open_params(

@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import re
-import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,12 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from moh_jax.data.files import import_extra
-from moh_jax.runtime.files import (
-  read_json,
-  replacing,
-  temporary_beside,
-  write_whole,
-)
+from moh_jax.runtime.files import read_json, replacing, write_whole
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 # Bytes of a file at most, unless one tensor has more, as transformers splits.
@@ -141,7 +136,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
     )
   if not path.name.endswith(".index.json"):
     return [path]
-  listed = msgspec.convert(read_json(path, _Index), _Index).weight_map.values()
+  listed = read_json(path, _Index)["weight_map"].values()
   # A name alone, so that an index leads nowhere else.
   return [path.parent / pathlib.Path(name).name for name in sorted({*listed})]
 
@@ -232,7 +227,6 @@ def write_file(
     FloatingPointError: a tensor holds NaN or infinite numbers.
   """
   held = {name: _stored(name, array, dtype) for name, array in tensors}
-  path.parent.mkdir(parents=True, exist_ok=True)
   with replacing(path) as temporary:
     safetensors.numpy.save_file(held, temporary, dict(metadata))
 
@@ -310,10 +304,8 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
     raise ValueError(f"{path} is no new or empty folder; choose another --out")
   path.parent.mkdir(parents=True, exist_ok=True)
-  growing = temporary_beside(path)
-  growing.mkdir()
-  try:
+  with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
+    growing = pathlib.Path(temporary, path.name)
+    growing.mkdir()
     yield growing
     os.replace(growing, path)
-  finally:
-    shutil.rmtree(growing, ignore_errors=True)

@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,7 @@ _LOG = logging.getLogger(__name__)
 class _Public(msgspec.Struct):
   """What is read of diffusers' config.json, by the names of `VAEConfig`."""
 
-  block_out_channels: Annotated[
-    list[Size], msgspec.Meta(min_length=1, max_length=16)
-  ]
+  block_out_channels: list[Size]
   layers_per_block: Size = 1
   image_channels: Size = msgspec.field(name="in_channels", default=3)
   latent_channels: Size = 4

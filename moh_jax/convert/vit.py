@@ -89,7 +89,8 @@ def model_rules(config: ViTConfig) -> list[Rule]:
   table = rules.linear("head", "head")
   for index, budget in enumerate(config.budgets()):
     number, stage = index + 1, f"stage{index + 1}"
-    patch = [*rules.conv("proj", "proj"), *rules.norm("norm", "norm")]
+    patch = rules.linear("proj", "proj", kernel_maps=rules.CONV_MAPS)
+    patch += rules.norm("norm", "norm")
     attention = attention_rules(
       budget,
       config.router,

@@ -286,8 +286,6 @@ def read_statistics(
       raise ValueError(
         f"{path}: {key} of shape {array.shape} must be finite and of {shape}"
       )
-  if len(found) not in (2, 4):
-    raise ValueError(f"{path}: must hold {_KEYS}, or mu and sigma")
   found = [array.astype(np.float64) for array in found]
   spatial = Gaussian(*found[2:]) if found[2:] else None
   return Statistics(Gaussian(*found[:2]), spatial)

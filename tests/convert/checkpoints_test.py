@@ -6,7 +6,6 @@ import json
 import pathlib
 import sys
 import tempfile
-import unittest
 from typing import Any
 
 import chex
@@ -53,24 +52,20 @@ _DIT = resolve(
   )
 )  # fmt: skip
 _RUNS = {"moh-vit": _VIT, "moh-dit": _DIT}
+_FOLDER = tempfile.TemporaryDirectory()  # removed when the process ends
 
 
 @functools.cache
 def _made(kind: str):
   """A public file, its tensors, our checkpoint, and what `convert` said."""
-  folder = pathlib.Path(tempfile.mkdtemp(dir=_ROOT.name))
+  folder = pathlib.Path(_FOLDER.name, kind)
+  folder.mkdir()
   config, source = _RUNS[kind], folder / "public.safetensors"
   table = checkpoints.model_rules(config.model)
   tensors = rules.dump_params(table, tiny.random_params(config))
   save_tensors(source, tensors)
   out = str(folder / "ours")
   return source, tensors, out, convert(kind, str(source), out, config=config)
-
-
-def setUpModule():
-  global _ROOT
-  _ROOT = tempfile.TemporaryDirectory()
-  unittest.addModuleCleanup(_ROOT.cleanup)
 
 
 class CheckpointTest(parameterized.TestCase):
@@ -120,13 +115,6 @@ class CheckpointTest(parameterized.TestCase):
       restored = restore(out)
       self.assertEqual((restored.config, restored.class_names), (config, known))
       chex.assert_trees_all_equal(restored.params, params)
-    with self.assertRaisesRegex(ValueError, "--from 'dit' makes a.* of 'vit'"):
-      convert("dit", exported, self.target())
-
-    text = '{"config": {"model": {"family": "mlp"}}, "class_names": []}'
-    save_tensors(exported, _made("moh-vit")[1], {"moh_jax": text})
-    with self.assertRaisesRegex(ValueError, "metadata: model.family='mlp'"):
-      convert("moh-vit", exported, self.target())
 
   @pytest.mark.integration
   def test_exported_adapters_are_a_part_of_the_weights(self):
@@ -168,17 +156,6 @@ class ReleasedRunTest(parameterized.TestCase):
     self.assertEqual((run.model, run.data.source), (model, "latents"))
     self.assertEqual(run.diffusion, DiffusionConfig(latent_scale=0.18215))
     self.assertEqual(checkpoints._find_model(kind, tensors, "a.pt"), name)
-
-  @parameterized.parameters(
-    ("dit-s2", {}),
-    ("dit-s2", {"pos_embed": np.zeros((1, 250, 384))}),  # no square
-    ("moh-vit-s80", {}),
-  )
-  def test_otherwise_the_size_is_the_models(self, name, tensors):
-    run = checkpoints.released_run(released_model(name), tensors)
-    self.assertEqual(run.model, released_model(name))
-    if run.model.family == "vit":
-      self.assertEqual(run.data.eval_resize, 256)
 
 
 _GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "diffusers_dit.npz"

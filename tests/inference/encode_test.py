@@ -49,17 +49,20 @@ class EncodeTest(FolderTest):
     }
 
   def test_holds_the_posteriors_of_image_and_mirror_and_says_how(self):
-    metadata = self._encode()
+    scaling = LatentScaling(0.25, shift=0.5, mean=(1.0, 2.0), std=(3.0, 4.0))
+    config = dataclasses.replace(tiny_vae.CONFIG, scaling=scaling)
+    metadata = self._encode(config=config)
     expected = {
       "class_names": ["ant", "cat"],
       "image_size": 8,
       "latent_shape": [4, 4, 2],
-      "scaling": {"scale": 0.18215, "shift": 0.0, "mean": [], "std": []},
-      "vae_sha256": weights_sha256(tiny_vae.CONFIG, _params()),
+      "vae_sha256": weights_sha256(config, _params()),
+      "encoder_sha256": encoder_sha256(config, _params()),
       "vae": "tiny",
       "encoded_from": "here",
     }
     self.assertContainsSubset(expected, metadata)
+    self.assertEqual(LatentSource(str(self.root), "out").scaling, scaling)
     source, read = self._source(), self._read()
     crops = np.stack(
       [center_crop(source[i]["image"], (8, 8)) for i in range(10)]
@@ -133,11 +136,3 @@ class EncodeTest(FolderTest):
     for hashed, same in ((encoder_sha256, True), (weights_sha256, False)):
       found = {hashed(tiny_vae.CONFIG, x) for x in (_params(), mixed)}
       self.assertEqual(len(found) == 1, same)
-
-  def test_scaling_of_the_autoencoder_is_noted(self):
-    scaling = LatentScaling(0.25, shift=0.5, mean=(1.0, 2.0), std=(3.0, 4.0))
-    config = dataclasses.replace(tiny_vae.CONFIG, scaling=scaling)
-    self._encode("scaled", config=config)
-    source = LatentSource(str(self.root), "scaled")
-    self.assertEqual(source.scaling, scaling)
-    self.assertEqual(source.encoder_sha256, encoder_sha256(config, _params()))

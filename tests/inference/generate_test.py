@@ -18,7 +18,6 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
 from moh_jax.data.files import read_prompts
 from moh_jax.data.tokenizers import END, JsonTokenizer
-from moh_jax.inference import generate
 from moh_jax.inference.decoding import (
   choose_tokens,
   make_decode,
@@ -150,18 +149,6 @@ class TokensTest(parameterized.TestCase):
     tables = [call.args[3] is not None for call in reader.call_args_list]
     self.assertEqual(tables, [True, True])
 
-  def test_16_bit_cache_is_read_after_the_prompt(self):
-    restored = tiny_writer.restored(_config(), tiny_writer.random_params())
-    with mock.patch.object(
-      generate, "default_cache_dtype", return_value="bfloat16"
-    ):
-      generator = Generator(restored, tiny_writer.WORDS)
-    written = generator.generate(_PROMPTS, _GREEDY)
-    for completion, exact in zip(written, _written()):
-      first = completion.log_probs[0]  # of the prompt alone
-      self.assertAlmostEqual(first, exact.log_probs[0], delta=1e-4)
-      self.assertNotEqual(completion.log_probs[1], exact.log_probs[1])
-
   @parameterized.parameters(1, 2)
   def test_a_token_copies_no_cache(self, texts):
     slots, config = 4096, _config()
@@ -251,12 +238,10 @@ class SpecialTokensTest(parameterized.TestCase):
     file = json.dumps({"eos_token_id": stops}).encode()
     generator = self._generator({"generation_config.json": file})
     sampling = Sampling(max_new_tokens=9)
-    ended, at_the_end, _ = generator.generate(["aA", "yY", "zZ"], sampling)
+    ended, at_the_end = generator.generate(["aA", "yY"], sampling)
     self.assertEqual(ended.tokens, tuple(range(2, last + 1)))
     self.assertEqual(ended.finish_reason, "end")
     self.assertEqual(at_the_end.tokens, (26, 28))
-    pieces = list(generator.stream("aA", sampling))
-    self.assertEqual("".join(pieces), ended.text)
 
   def test_texts_begin_where_the_tokenizer_says_so(self):
     file = json.dumps({"bos_token": None, "eos_token": END}).encode()
@@ -315,13 +300,9 @@ class PromptFileTest(FolderTest):
     super().setUp()
     self.out = self.root / "out.jsonl"
 
-  def _complete(self, out=None, prompts=None, sampling=_WARM, **settings):
+  def _complete(self, prompts=_TEXTS, sampling=_WARM, **settings):
     return complete_file(
-      self.generator,
-      prompts or _TEXTS,
-      out or self.out,
-      sampling,
-      settings=settings,
+      self.generator, prompts, self.out, sampling, settings=settings
     )
 
   def test_lines_are_those_of_one_call(self):
@@ -361,7 +342,6 @@ class PromptFileTest(FolderTest):
       with self.assertRaisesRegex(OSError, "killed"):
         self._complete()
     self.assertLen(self.out.read_text().splitlines(), 16)
-    self.assertEqual(self._complete(), 16)
 
   def test_output_of_other_settings_is_refused(self):
     self._complete(checkpoint="a")

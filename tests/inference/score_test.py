@@ -161,17 +161,3 @@ class ScorerTest(parameterized.TestCase):
     pairs = _pairs([(5, 3), (9, 2), (2, 1), (4, 4), (20, 6)])
     scorer = _scorer(params=params, batch_size=4, mesh=mesh)
     self._assert_close(scorer.log_likelihoods(pairs), _plain(pairs))
-
-  @parameterized.parameters(0, 1, 48, 49, 96, 97, 200)
-  def test_every_token_is_scored_once_with_context(self, length):
-    tokens = list(range(1, length + 1))
-    pairs = self.scorer.rolling(tokens, prefix_id=0)
-    self.assertEqual([t for _, scored in pairs for t in scored], tokens)
-    text = [0, *tokens]
-    for context, scored in pairs:
-      window = [*context, *scored]
-      self.assertNotEmpty(context)
-      self.assertLessEqual(len(window), _LIMIT + 1)
-      self.assertEqual(window, text[window[0] : window[-1] + 1])
-    if length > _LIMIT:  # the last has as much context as fits
-      self.assertLen([*pairs[-1][0], *pairs[-1][1]], _LIMIT + 1)
