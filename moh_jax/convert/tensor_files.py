@@ -36,7 +36,6 @@ _FIRST = tuple(
   for suffix in ("", ".index.json")
 )
 _NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
-_MAX_LISTED = 20  # keys named in an error
 # Names in safetensors of the dtypes that weights have.
 _NAMES = dict(F64="float64", F32="float32", F16="float16", BF16="bfloat16")
 
@@ -197,7 +196,7 @@ def _open_torch(path: pathlib.Path, key: str | None) -> dict[str, np.ndarray]:
     where = "the top level" if name is None else f"its entry {name!r}"
     raise ValueError(
       f"{path}: {where} is no dict of tensors; --key must name one of "
-      f"{list(entries)[:_MAX_LISTED]}"
+      f"{list(entries)[:20]}"
     )
   return {n: _to_numpy(torch, x) for n, x in found.items()}
 
