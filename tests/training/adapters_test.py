@@ -3,14 +3,12 @@
 import dataclasses
 import pathlib
 import shutil
-import tempfile
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 from flax.traverse_util import flatten_dict
 
 from moh_jax.config import (
@@ -28,6 +26,7 @@ from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.train import train
+from tests import folders
 from tests.training import tiny
 
 _LORA, _NONE = LoraConfig(rank=2, alpha=4.0), DistillConfig()
@@ -45,13 +44,9 @@ def _tuned(config, base, lora=_LORA, **train):
   return tiny.changed(config, tune=tune, train={"init_from": base, **train})
 
 
-class AdaptersRunTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = self.enterContext(tempfile.TemporaryDirectory())
-
+class AdaptersRunTest(folders.FolderTest):
   def _folder(self, name):
-    return str(pathlib.Path(self.root, name))
+    return str(self.root / name)
 
   @pytest.mark.integration
   def test_a_dense_model_becomes_moh_by_adapters(self):
@@ -167,37 +162,13 @@ class AdaptersRunTest(parameterized.TestCase):
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), grads, before)
     self.assertGreater(min(jax.tree.leaves(moved)), 0)
 
-  def test_teacher_must_not_change(self):
-    lora = dataclasses.replace(_LORA, whole=("*/router/*", "norm/*"))
-    tune = TuneConfig(lora=lora, distill=DistillConfig(1.0))
-    base = tiny.save(self.root, _DENSE)
-    config = tiny.changed(_tuned(tiny.llm_config(), base), tune=tune)
-    with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
-      tiny.train(config, self._folder("run"))
-
   @pytest.mark.integration
   def test_mesh_equals_one_device(self):
-    _compare_mesh(self, "llm")
-
-
-@pytest.mark.slow
-class ImageMeshTest(parameterized.TestCase):
-  @parameterized.parameters("vit", "dit")
-  def test_mesh_equals_one_device(self, family):
-    _compare_mesh(self, family)
-
-
-def _compare_mesh(test, family):
-  """The losses of a run with adapters on one device and on eight."""
-  root = test.create_tempdir().full_path
-  config = tiny.CONFIGS[family](optim={"lr": 1e-3})
-  lora = dataclasses.replace(_LORA, dropout=0.25)
-  config = _tuned(config, tiny.save(root, config), lora)
-  one, many = (str(pathlib.Path(root, name)) for name in ("one", "many"))
-  tiny.train(config, one)
-  train(tiny.changed(config, mesh=tiny.MESH), many)
-  losses = [
-    [row["loss"] for row in tiny.rows(folder, "train")]
-    for folder in (one, many)
-  ]
-  np.testing.assert_allclose(*losses, rtol=2e-5)
+    config = tiny.llm_config(optim={"lr": 1e-3})
+    lora = dataclasses.replace(_LORA, dropout=0.25)
+    config = _tuned(config, tiny.save(self.root, config), lora)
+    one, many = self._folder("one"), self._folder("many")
+    tiny.train(config, one)
+    train(tiny.changed(config, mesh=tiny.MESH), many)
+    losses = map(tiny.losses, (one, many))
+    np.testing.assert_allclose(*losses, rtol=2e-5)

@@ -15,12 +15,12 @@ from PIL import Image
 
 from moh_jax.layers.stack import ModelAux
 from moh_jax.runtime.batches import shard_batch
-from moh_jax.runtime.mesh import make_mesh, replicated, use_mesh
+from moh_jax.runtime.mesh import replicated, use_mesh
 from moh_jax.training import denoising
 from moh_jax.training.step import make_program, metric_values
 from tests import folders
 from tests.data.tiny_images import put
-from tests.training import tiny
+from tests.training import meshes, tiny
 from tests.training.tiny import make_task
 
 _EXAMPLES = 4096
@@ -53,33 +53,27 @@ def _metrics(network, examples=_EXAMPLES, labels=0, seed=0, **sections):
   }
   loss, metrics = loss_fn({}, batch, jax.random.key(seed), 0)
   chex.assert_trees_all_equal(loss, metrics["loss"])
-  values = metric_values(metrics)
-  return {name: float(value) for name, value in values.items()}
+  return jax.tree.map(float, metric_values(metrics))
 
 
 class LossTest(absltest.TestCase):
   def test_the_network_is_told_times_and_labels_which_come_from_the_key(self):
+    network = _Echo(lambda t, labels: jnp.where(labels == _NO_LABEL, 1, 7))
     for rate in (0.0, 0.1, 0.5):
-      network = _Echo(lambda t, labels: jnp.where(labels == _NO_LABEL, 1, 7))
       sections = {
         "model": {"label_dropout": rate},
         "sample": {"cfg_scale": 1.0},
       }
-      mse, other = (
-        _metrics(network, labels=7, seed=seed, **sections)["mse"]
-        for seed in (0, 1)
-      )
+      mse = _metrics(network, labels=7, **sections)["mse"]
       share = (49 - mse) / (49 - 1)  # of labels that are dropped
       self.assertAlmostEqual(share, rate, delta=0.03 if rate else 0)
-      self.assertEqual(mse != other, rate > 0)
-    mse, again, other = (
-      _metrics(_Echo(lambda t, labels: t), seed=seed)["mse"]
-      for seed in (0, 0, 1)
+    metrics, again, other = (
+      _metrics(_Echo(lambda t, labels: t), seed=seed) for seed in (0, 0, 1)
     )
-    self.assertAlmostEqual(mse / np.square(np.arange(50)).mean(), 1, delta=0.05)
-    self.assertEqual(mse, again)
-    self.assertNotEqual(mse, other)
-    metrics = _metrics(_Echo())
+    mean = np.square(np.arange(50)).mean()
+    self.assertAlmostEqual(metrics["mse"] / mean, 1, delta=0.05)
+    self.assertEqual(metrics, again)
+    self.assertNotEqual(metrics, other)
     self.assertNotIn("vb", metrics)
     self.assertEqual(metrics["task_loss"], metrics["mse"])
 
@@ -101,8 +95,7 @@ class StepsTest(absltest.TestCase):
   @pytest.mark.integration
   def test_loss_decreases_on_a_batch_and_every_parameter_is_trained(self):
     config = tiny.dit_config(model=tiny.ALIKE["dit"])
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    task = make_task(config)
+    mesh, task = meshes.mesh_of(config), make_task(config)
     program = make_program(config, task, mesh)
     with use_mesh(mesh):
       batch = shard_batch(next(task.batches(mesh)), mesh)
@@ -137,14 +130,6 @@ class HeldOutTest(folders.FolderTest):
       make_task(config)
 
 
-def _on_mesh(make, config):
-  """What is made of random parameters on the devices of `mesh.data`."""
-  mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.data])
-  params = tiny.random_params(config)
-  with use_mesh(mesh):
-    return make(jax.device_put(params, replicated(mesh)), mesh)
-
-
 class PreviewTest(folders.FolderTest):
   @pytest.mark.integration
   def test_a_run_writes_pictures_beside_its_metrics(self):
@@ -156,36 +141,30 @@ class PreviewTest(folders.FolderTest):
     with Image.open(self.root / "samples" / files[0]) as picture:
       self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
 
-  def _preview(self, devices=1, **sample):
-    config = tiny.dit_config(
-      sample={**_PREVIEW, **sample}, mesh={"data": devices}
-    )
-    return _on_mesh(make_task(config).preview, config)
+  def _preview(self, devices=1, decode=None, **sections):
+    sample = {**_PREVIEW, **sections.pop("sample", {})}
+    mesh = {"data": devices}
+    config = tiny.dit_config(sample=sample, mesh=mesh, **sections)
+    mesh = meshes.mesh_of(config)
+    params = jax.device_put(tiny.random_params(config), replicated(mesh))
+    with use_mesh(mesh):
+      return make_task(config, decode).preview(params, mesh).astype(int)
 
   @pytest.mark.integration
-  def test_is_a_grid_of_wanted_labels_on_any_devices(self):
-    picture = self._preview()
-    # 3 rows of 2 images of 8 x 8 pixels, 2 pixels apart; the sixth is blank.
-    self.assertEqual(picture.shape, (28, 18, 1))
-    self.assertEqual(picture.dtype, np.uint8)
-    np.testing.assert_array_equal(picture[20:, 10:], 255)
-    self.assertLess(picture[20:, :8].min(), 255)
-    gap = np.abs(picture.astype(int) - self._preview(devices=8))
+  def test_is_of_wanted_labels_on_any_devices(self):
+    picture = self._preview()  # 3 rows of 2 images of 8 x 8, 2 pixels apart
+    gap = np.abs(picture - self._preview(devices=8))
     self.assertLessEqual(gap.max(), 1)  # where the rounding is a tie
-    labelled = self._preview(labels=(0, 1, -1), zoom=3)
+    labelled = self._preview(sample={"labels": (0, 1, -1), "zoom": 3})
     self.assertEqual(labelled.shape, (76, 50, 1))
     # The first two images have the classes' labels, the third one has none.
-    second = labelled[:24, 26:]
-    np.testing.assert_array_equal(second[1::3, 1::3], picture[:8, 10:])
-    third = labelled[26:50, :24]
-    np.testing.assert_array_equal(third[1::3].repeat(3, 0), third)
-    self.assertFalse(np.array_equal(third[1::3, 1::3], picture[10:18, :8]))
+    second, third = labelled[1:24:3, 27:50:3], labelled[27:50:3, 1:24:3]
+    np.testing.assert_array_equal(second, picture[:8, 10:])
+    self.assertFalse(np.array_equal(third, picture[10:18, :8]))
 
   def test_latents_are_shown_as_the_autoencoder_decodes_them(self):
     decode = mock.Mock(side_effect=lambda x: jnp.zeros((len(x), 16, 16, 3)))
-    config = tiny.dit_config(
-      sample=_PREVIEW, data={"source": "fake"}, diffusion={"space": "latent"}
-    )
-    picture = _on_mesh(make_task(config, decode).preview, config)
+    latent = {"data": {"source": "fake"}, "diffusion": {"space": "latent"}}
+    picture = self._preview(decode=decode, **latent)
     self.assertEqual(decode.call_args.args[0].shape, (5, 8, 8, 1))
     self.assertEqual(picture.shape, (52, 34, 3))

@@ -1,26 +1,25 @@
 """The language task: its loss, its schedule, its figures and its text."""
 
 import math
-import pathlib
-import tempfile
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 
 from moh_jax.config import TuneConfig, apply_overrides
 from moh_jax.data import sequences
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.mesh import make_mesh, use_mesh
+from moh_jax.runtime.mesh import use_mesh
 from moh_jax.training import language_modeling
 from moh_jax.training.language_modeling import make_loss, top_k_schedule
 from moh_jax.training.step import HEAD_LOADS, metric_values
+from tests import folders
 from tests.data import tiny_text, tiny_words
-from tests.training import tiny
+from tests.training import meshes, tiny
 
 _SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
 _CONFIG = tiny.llm_config(train={"balance_weight": 0.5})
@@ -41,7 +40,7 @@ def _loss(batch):
 
 
 def _metrics(batch):
-  return {name: float(value) for name, value in _loss(batch).items()}
+  return jax.tree.map(float, _loss(batch))
 
 
 class LossTest(absltest.TestCase):
@@ -57,15 +56,15 @@ class LossTest(absltest.TestCase):
     picked = np.take_along_axis(log_probs, batch["targets"][..., None], -1)
     weights = batch["weights"]
     self.assertLess(weights.sum(), weights.size)  # some documents begin
-    nats, balance = -(picked[..., 0] * weights).sum(), float(aux.balance_loss)
-    self.assertGreater(balance, 0.5)
-    metrics = _metrics(batch)
-    loss = nats / weights.sum() + 0.5 * balance
-    for name, expected in (
-      *(("task_loss", nats / weights.sum()), ("balance_loss", balance)),
-      *(("loss", loss), ("returned", loss), ("activated_share", 0.75)),
-    ):
-      self.assertAlmostEqual(metrics[name] / expected, 1, places=5, msg=name)
+    nats = -(picked[..., 0] * weights).sum() / weights.sum()
+    balance, metrics = float(aux.balance_loss), _metrics(batch)
+    loss = nats + 0.5 * balance
+    expected = {
+      **{"task_loss": nats, "balance_loss": balance, "activated_share": 0.75},
+      **{"loss": loss, "returned": loss},
+    }
+    found = {name: metrics[name] for name in expected}
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
   def test_targets_of_weight_zero_do_not_matter(self):
     batch = _batch()
@@ -102,23 +101,19 @@ def _word_config(root, **data):
   )
 
 
-class TextTest(parameterized.TestCase):
+class TextTest(folders.FolderTest):
   """A run on two token sets, and figures of a uniform prediction there."""
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.root = pathlib.Path(
-      cls.enterClassContext(tempfile.TemporaryDirectory())
-    )
-    cls.sets, cls.workdir = cls.root / "sets", cls.root / "run"
-    _write_sets(cls.sets)
-    cls.config = _word_config(cls.sets)
+  def setUp(self):
+    super().setUp()
+    _write_sets(self.root / "sets")
+    self.config = _word_config(self.root / "sets")
 
   @pytest.mark.integration
   def test_run_has_metrics_of_language_and_keeps_its_text(self):
-    result = tiny.train(self.config, self.workdir)
-    train, val = (tiny.rows(self.workdir, name) for name in ("train", "val"))
+    workdir = self.root / "run"
+    result = tiny.train(self.config, workdir)
+    train, val = (tiny.rows(workdir, name) for name in ("train", "val"))
     shares = [round(row["activated_share"], 5) for row in train]
     self.assertEqual(shares, [1.0, 1.0, 0.75, 0.75])
     wanted = {"bits_per_byte", "perplexity", "accuracy"}
@@ -130,8 +125,8 @@ class TextTest(parameterized.TestCase):
     with self.assertRaisesRegex(
       ValueError, r"another run's .*sha256 of the tokenizer"
     ):
-      tiny.train(config, self.workdir)
-    content = (self.workdir / "tokenizer.json").read_bytes()
+      tiny.train(config, workdir)
+    content = (workdir / "tokenizer.json").read_bytes()
     self.assertEqual(content, tiny_words.tokenizer().content)  # not touched
 
   def _figures(self, config, examples=0):
@@ -140,7 +135,7 @@ class TextTest(parameterized.TestCase):
       make_model(config)[0], config, Metadata(config)
     )
     params = jax.tree.map(jnp.zeros_like, tiny.random_params(config))
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    mesh = meshes.mesh_of(config)
     with use_mesh(mesh):
       return evaluate(params, mesh)
 
@@ -179,17 +174,13 @@ class TextTest(parameterized.TestCase):
     np.testing.assert_allclose(part, whole, rtol=1e-5)
 
   def test_first_tokens_that_are_not_predicted_have_no_bytes(self):
-    root = self.root / "no_begin"
-    _write_sets(root, tiny_text.tokenizer(29, None, None))
-    for separate, length in ((True, 16), (False, 16)):
-      data = {"sequence_length": length, "separate_documents": separate}
-      figures = self._figures(_word_config(root, **data))
+    root, used = self.root / "no_begin", tiny_text.tokenizer(29, None, None)
+    _write_sets(root, used)
+    for separate in (True, False):
+      config = _word_config(root, separate_documents=separate)
       # Each token of text has two bytes.
-      bits = figures["bits_per_byte"] / (math.log2(60) / 2)
+      bits = self._figures(config)["bits_per_byte"] / (math.log2(60) / 2)
       self.assertAlmostEqual(bits, 1, places=5 if separate else 1)
-
-  def test_text_of_which_nothing_is_predicted_is_refused(self):
-    used = tiny_text.tokenizer(29, None, None)
     for name in ("web", "code"):
       split = self.root / "nothing" / name / "val"
       tiny_text.write(split, [[[3], [4]], [[5]]], used)

@@ -30,13 +30,14 @@ from moh_jax.training.metrics import Log
 from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.task import stream
 from moh_jax.training.train import train
+from tests import folders
+from tests.data.tiny_images import put
 from tests.training import tiny
 
 # The average stays behind the parameters.
 _OPTIM = {"ema_decay": 0.999, "lr": 0.1, "accumulation": 2}
 _KILLED = """
 import os, pathlib, signal, sys, time
-from moh_jax.training import entrance, flops
 from moh_jax.training.metrics import Log
 from tests.training import loop_test, tiny
 
@@ -60,7 +61,7 @@ def run(workdir, **sections):
   return tiny.train(_config(**sections), workdir)
 
 
-class LoopTest(parameterized.TestCase):
+class LoopTest(folders.FolderTest):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
@@ -70,12 +71,9 @@ class LoopTest(parameterized.TestCase):
       cls.result = run(cls.whole)
     cls.said = [record.getMessage() for record in logs.records]
 
-  def _dir(self) -> str:
-    return self.create_tempdir().full_path
-
-  def _copy(self) -> str:
+  def _copy(self) -> pathlib.Path:
     """A directory of its own where the run of 4 steps has finished."""
-    return shutil.copytree(self.whole, os.path.join(self._dir(), "copy"))
+    return shutil.copytree(self.whole, self.root / "copy")
 
   def _check_goes_on(self, workdir):
     """Started again, the run ends as the one that nothing disturbed."""
@@ -116,25 +114,11 @@ class LoopTest(parameterized.TestCase):
 
   @pytest.mark.integration
   def test_keeps_last_and_every_and_another_seed_is_another_run(self):
-    workdir = self._dir()
     saves = {"every": 1, "keep_last": 1, "keep_every": 2}
-    run(workdir, train={"steps": 5, "seed": 1}, checkpoint=saves)
-    folders = os.listdir(os.path.join(workdir, "checkpoints"))
-    self.assertCountEqual(folders, ["2", "4", "5"])
-    ours, theirs = tiny.rows(workdir)[0], tiny.rows(self.whole)[0]
-    self.assertGreater(abs(ours["loss"] - theirs["loss"]), 1e-3)
-
-  @pytest.mark.integration
-  def test_nonfinite_loss_names_step_and_last_checkpoint(self):
-    workdir = self._dir()
-    pattern = r"=(nan|inf) at step 2; the last whole checkpoint .* is step 1$"
-    with self.assertRaisesRegex(NonFiniteLossError, pattern):
-      run(
-        workdir,
-        optim={"lr": 1e9, "warmup_steps": 0},
-        checkpoint={"every": 1},
-      )
-    self.assertEqual(steps.find_step(workdir, None), 1)
+    run(self.root, train={"steps": 5, "seed": 1}, checkpoint=saves)
+    self.assertEqual(steps.list_steps(self.root), [2, 4, 5])
+    ours, theirs = tiny.losses(self.root), tiny.losses(self.whole)
+    self.assertGreater(abs(ours[0] - theirs[0]), 1e-3)
 
   def test_evaluation_uses_the_averaged_parameters(self):
     raw = run(self._copy(), eval={"use_ema": False})
@@ -143,17 +127,16 @@ class LoopTest(parameterized.TestCase):
 
   @pytest.mark.integration
   def test_what_does_not_fit_is_refused(self):
-    file = self.create_tempfile().full_path
+    (self.root / "file").touch()
     mesh = {"mesh": {"data": 8}}
-    for error, message, config in (
-      (ValueError, "data.batch_size=8 .* 16", _config(**mesh)),
-      (ValueError, "10 classes .* model.num_classes=7",
+    for name, message, config in (
+      ("run", "data.batch_size=8 .* 16", _config(**mesh)),
+      ("run", "10 classes .* model.num_classes=7",
        tiny.config(**mesh, model={"num_classes": 7})),
-      (OSError, f"workdir {file}/run cannot", tiny.llm_config(**mesh)),
+      ("file/run", "workdir .*file/run cannot", tiny.llm_config(**mesh)),
     ):  # fmt: skip
-      workdir = f"{file}/run" if error is OSError else self._dir()
-      with self.assertRaisesRegex(error, message):
-        train(config, workdir)
+      with self.assertRaisesRegex((ValueError, OSError), message):
+        train(config, str(self.root / name))
 
   @parameterized.parameters(
     ({"model": {"top_k": (1, 2)}}, r"model\.top_k: \(1, 2\) here"),
@@ -162,17 +145,13 @@ class LoopTest(parameterized.TestCase):
     ({"optim": {"ema_decay": 0.0}}, "optim.ema_decay: False here, True there"),
     ({"data": {"fake_examples": 21}}, "'fake': examples: 21 here, 20 there"),
     ({"train": {"steps": 2}}, r"step 4, beyond train\.steps=2"),
+    ({}, "jax_threefry_partitionable: False here, None there"),
   )  # fmt: skip
   def test_another_run_cannot_continue(self, sections, message):
+    if not sections:
+      self.enterContext(jax.threefry_partitionable(False))
     with self.assertRaisesRegex(ValueError, message):
       run(self._copy(), **sections)
-
-  def test_other_random_numbers_cannot_continue(self):
-    name = "jax_threefry_partitionable"
-    self.addCleanup(jax.config.update, name, True)
-    jax.config.update(name, False)
-    with self.assertRaisesRegex(ValueError, f"{name}: False here, None there"):
-      run(self._copy())
 
   @pytest.mark.integration
   def test_what_may_change_in_a_continued_run_is_said(self):
@@ -186,33 +165,28 @@ class LoopTest(parameterized.TestCase):
     self.assertIn("resumed from step 4 of 5 in ", said)
 
   def test_finished_run_started_again_only_evaluates(self):
-    no_batch = mock.patch.object(Log, "step", side_effect=AssertionError)
-    with no_batch, self.assertLogs("moh_jax", "INFO") as logs:
+    with mock.patch.object(Log, "step", side_effect=AssertionError):
       self._check_goes_on(self._copy())
-    self.assertIn("resumed from step 4 of 4 in ", "\n".join(logs.output))
 
   @parameterized.parameters(2, 3)  # there is an evaluation after step 2
   @pytest.mark.integration
   def test_run_stopped_by_sigterm_resumes_bit_identically(self, last):
-    workdir = self._dir()
-
     def stop(log, step, metrics):
       if step == last:
         os.kill(os.getpid(), signal.SIGTERM)
 
     with tiny.before(Log, "step", stop):
-      self.assertFalse(run(workdir).finished)
-    self.assertEqual(steps.find_step(workdir, None), last)
-    self.assertLen(tiny.rows(workdir, "val"), last - 2)
-    self._check_goes_on(workdir)
+      self.assertFalse(run(self.root).finished)
+    self.assertEqual(steps.find_step(self.root, None), last)
+    self.assertLen(tiny.rows(self.root, "val"), last - 2)
+    self._check_goes_on(self.root)
 
   def test_run_killed_by_sigkill_resumes_bit_identically(self):
-    workdir = self._dir()
-    command = [sys.executable, "-c", _KILLED, workdir]
+    command = [sys.executable, "-c", _KILLED, str(self.root)]
     status = subprocess.run(command, check=False).returncode
     self.assertEqual(status, -signal.SIGKILL)
-    self.assertEqual(steps.find_step(workdir, None), 2)
-    self._check_goes_on(workdir)
+    self.assertEqual(steps.find_step(self.root, None), 2)
+    self._check_goes_on(self.root)
 
   @parameterized.parameters(
     ("vit", {}),
@@ -226,30 +200,28 @@ class LoopTest(parameterized.TestCase):
   ):
     optim = {"ema_decay": 0.9, "accumulation": 2, **optim}
     config = tiny.CONFIGS[family](model=tiny.ALIKE[family], optim=optim)
-    workdir = self._dir()
-    whole, rows = tiny.train(config, workdir), tiny.rows(workdir)
-    shutil.rmtree(os.path.join(workdir, "checkpoints", "4"))
-    again = tiny.train(config, workdir)
+    whole, rows = tiny.train(config, self.root), tiny.rows(self.root)
+    shutil.rmtree(self.root / "checkpoints/4")
+    again = tiny.train(config, self.root)
     chex.assert_trees_all_equal(again.state, whole.state)
-    self.assertEqual(tiny.rows(workdir), rows)
+    self.assertEqual(tiny.rows(self.root), rows)
 
   @pytest.mark.integration
   def test_damaged_step_is_stepped_over_and_kept(self):
     workdir = self._copy()
-    file = pathlib.Path(workdir, "checkpoints/4/data/metadata")
+    file = workdir / "checkpoints/4/data/metadata"
     first, *rest = file.read_bytes()
     file.write_bytes(bytes([first ^ 1, *rest]))
     with self.assertLogs("moh_jax", "WARNING") as logs:
       self._check_goes_on(workdir)
     self.assertIn("step 4: damaged, item data, file metadata", logs.output[0])
     self.assertIn("using the checkpoint of step 2 instead", logs.output[1])
-    aside = os.path.join(workdir, "checkpoints", "damaged", "4.1")
-    self.assertTrue(os.path.isdir(aside))
+    self.assertTrue((workdir / "checkpoints/damaged/4.1").is_dir())
 
   def test_run_without_a_whole_checkpoint_does_not_begin_anew(self):
     workdir = self._copy()
     for step in (2, 4):
-      pathlib.Path(workdir, f"checkpoints/{step}", steps.MANIFEST).unlink()
+      (workdir / f"checkpoints/{step}" / steps.MANIFEST).unlink()
     with self.assertRaisesRegex(
       steps.DamagedCheckpointError, "step 4: .*missing; step 2: .*missing"
     ):
@@ -257,48 +229,71 @@ class LoopTest(parameterized.TestCase):
     self.assertEqual(steps.list_steps(workdir), [2, 4])
 
   def test_second_run_is_refused(self):
-    workdir = self._copy()
-    lock = filelock.FileLock(os.path.join(workdir, "run.lock"))
-    with lock, self.assertRaisesRegex(OSError, f"{workdir} belongs to a run"):
-      run(workdir)
+    lock = filelock.FileLock(self.root / "run.lock")
+    with lock, self.assertRaisesRegex(OSError, f"{self.root} belongs to a run"):
+      run(self.root)
 
   @pytest.mark.integration
-  def test_failed_save_ends_the_run_in_one_line(self):
-    workdir = self._dir()
-
-    def fail(folder):
+  def test_what_fails_in_a_run_ends_it_in_one_line_with_the_last_step(self):
+    def full(folder):
       if folder.name.startswith("4"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "d/0")
 
+    workdir, last = self.root / "run", "; the last whole checkpoint in .* is st"
     with (
-      tiny.before(steps, "write_manifest", fail),
+      tiny.before(steps, "write_manifest", full),
       self.assertRaisesRegex(
         OSError,
         "^the checkpoint before cannot be written: .*No space left on device: "
-        "'d/0'; the last whole checkpoint in .* is step 2$",
+        f"'d/0'{last}ep 2$",
       ),
     ):
       run(workdir, train={"steps": 6})
+    shutil.rmtree(workdir)
+    always, high = {"every": 1}, {"lr": 1e9, "warmup_steps": 0}
+    with self.assertRaisesRegex(
+      NonFiniteLossError, rf"=(nan|inf) at step 2{last}ep 1$"
+    ):
+      run(workdir, optim=high, checkpoint=always)
+    self.assertEqual(steps.find_step(workdir, None), 1)
+
+  @pytest.mark.integration
+  def test_broken_image_ends_a_run_in_one_line_that_names_it(self):
+    for split in ("train", "val"):
+      names = (f"{split}/{label}/{i}.png" for label in "ab" for i in range(4))
+      *_, file = put(self.root, *names, size=(8, 8))
+    cut = self.root / "train/b/3.png"
+    cut.write_bytes(file.read_bytes()[:60])  # its header is whole
+    where = {"source": "image_folder", "path": str(self.root)}
+    config = tiny.config(
+      model={**tiny.ALIKE["vit"], "num_classes": 2},
+      data={**where, "batch_size": 2, "augment": "none"},
+      checkpoint={"every": 1},
+    )
+    with self.assertRaisesRegex(
+      ValueError, rf"^{cut}: damaged image.*; .* checkpoint[^\n]*$"
+    ):
+      tiny.train(config, self.root / "run")
 
   @pytest.mark.integration
   def test_run_writes_mfu_and_a_trace_and_keeps_its_programs(self):
-    workdir = self._dir()
-    kept = os.path.join(workdir, "kept")
-    for name in ("dir", "max_size"):
-      name = f"jax_compilation_cache_{name}"
-      self.addCleanup(jax.config.update, name, getattr(jax.config, name))
+    kept = str(self.root / "programs")
+    for name in ("cache_dir", "cache_max_size"):
+      name = f"jax_compilation_{name}"
+      before = getattr(jax.config, name)
+      self.addCleanup(jax.config.update, name, before)
     self.addCleanup(compilation_cache.reset_cache)
     with mock.patch.object(flops, "published_peak", return_value=1e12):
       log = {"every": 2, "profile": (2, 4), "tensorboard": False}
-      run(workdir, log=log, train={"compilation_cache": kept})
+      run(self.root, log=log, train={"compilation_cache": kept})
     # Without a limit, so that processes need no lock.
     self.assertEqual(jax.config.jax_compilation_cache_max_size, -1)
     self.assertNotEmpty(list(pathlib.Path(kept).glob("*-cache")))
-    lines = pathlib.Path(workdir, "metrics.jsonl").read_text().splitlines()
+    lines = (self.root / "metrics.jsonl").read_text().splitlines()
     rows = [r for r in map(json.loads, lines) if r["split"] == "train"]
     self.assertEqual([row["step"] for row in rows], [2, 4])
     self.assertGreater(min(row["mfu"] for row in rows), 0)
-    (trace,) = pathlib.Path(workdir, "profile").rglob("*.xplane.pb")
+    (trace,) = (self.root / "profile").rglob("*.xplane.pb")
     self.assertIn(b"step_num", trace.read_bytes())
 
   def test_missing_wandb_is_refused_before_the_run(self):

@@ -1,22 +1,23 @@
-"""Runs on meshes of fake devices: equal to one device; what does not fit.
+"""Runs on meshes of fake devices: equal to one device; what they exchange.
 
 Each mesh of `meshes.MESHES` for each family takes minutes: `pytest -m slow`.
 One of them is compiled in the ordinary suite.
 """
 
+import collections
 import functools
 import math
-import os
 import shutil
 
 import chex
 import jax
+import jax.extend.core
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 
-from moh_jax.config import MeshConfig, apply_overrides
+from moh_jax.config import MeshConfig
 from moh_jax.config.base import choices
 from moh_jax.config.run import OptimConfig
 from moh_jax.inference.restore import restore
@@ -25,43 +26,38 @@ from moh_jax.ops import placement
 from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training.step import make_program
 from moh_jax.training.train import train
+from tests import folders
+from tests.compiles.programs import read_collectives
 from tests.training import meshes, tiny
 from tests.training.tiny import make_task
 
+_MICROBATCHES = 4
+# Images are dropped and mixed, labels and noise are sampled.
+_RANDOM = {
+  "vit": {
+    "model": {**tiny.ALIKE["vit"], "drop_path": 0.3},
+    "classifier": {"mixup": 0.2, "cutmix": 0.5},
+  },
+  "dit": {"model": tiny.ALIKE["dit"]},
+}
 
-class RunTest(absltest.TestCase):
-  """A run on one device and the same over the mesh."""
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.one_dir, cls.mesh_dir = (
-      cls.create_tempdir(cls()).full_path for _ in range(2)
-    )
-    cls.one = tiny.train(tiny.llm_config(), cls.one_dir)
-    cls.on_mesh = train(tiny.llm_config(mesh=tiny.MESH), cls.mesh_dir)
-
+class RunTest(folders.FolderTest):
   @pytest.mark.integration
-  def test_figures_equal_the_single_device_ones(self):
-    losses = [
-      [row["loss"] for row in tiny.rows(folder, "train")]
-      for folder in (self.mesh_dir, self.one_dir)
-    ]
-    np.testing.assert_allclose(*losses, rtol=2e-5)
+  def test_figures_are_those_of_one_device_and_checkpoints_go_to_and_fro(self):
+    config, folder = tiny.llm_config(mesh=tiny.MESH), self.root / "mesh"
+    one = tiny.train(tiny.llm_config(), self.root / "one")
+    run = train(config, str(folder))
+    losses = [tiny.losses(self.root / name) for name in ("mesh", "one")]
     self.assertLen(losses[0], 4)
-    ours, theirs = self.on_mesh.evaluation, self.one.evaluation
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-4)
-
-  @pytest.mark.integration
-  def test_checkpoints_go_from_the_mesh_to_one_device_and_back(self):
-    restored = restore(self.mesh_dir)
-    for leaf in jax.tree.leaves(restored.params):
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+    chex.assert_trees_all_close(run.evaluation, one.evaluation, rtol=1e-4)
+    restored = restore(str(folder)).params
+    for leaf in jax.tree.leaves(restored):
       self.assertLen(leaf.sharding.device_set, 1)
-    state = self.on_mesh.state
-    chex.assert_trees_all_equal(*jax.device_get((restored.params, state.ema)))
-    config = tiny.llm_config(mesh=tiny.MESH, train={"steps": 5})
-    workdir = os.path.join(self.create_tempdir().full_path, "copy")
-    resumed = train(config, shutil.copytree(self.one_dir, workdir))
+    chex.assert_trees_all_equal(*jax.device_get((restored, run.state.ema)))
+    longer = tiny.changed(config, train={"steps": 5})
+    resumed = train(longer, shutil.copytree(self.root / "one", f"{folder}2"))
     self.assertEqual(int(resumed.state.step), 5)
     self.assertLen(resumed.state.step.sharding.device_set, 8)
 
@@ -76,23 +72,34 @@ class ChecksTest(absltest.TestCase):
         check(released_model(name), eight)
 
 
-def _config(name, mesh):
+def _config(name, mesh, **sections):
   optim = {"name": name, "lr": 3e-4, "warmup_steps": 1}
-  return meshes.config_of("llm", mesh=mesh, optim=optim)
+  return meshes.config_of("llm", mesh=mesh, optim=optim, **sections)
 
 
 class LossesTest(parameterized.TestCase):
   """The first steps are those of one device."""
 
-  def _check(self, one, *others):
-    losses = meshes.losses(one)
+  def _check(self, one, *others, steps=3, rtol=1e-5):
+    losses = meshes.losses(one, steps)
     self.assertLen(set(losses), len(losses))
     for other in others:
-      np.testing.assert_allclose(meshes.losses(other), losses, rtol=1e-5)
+      found = meshes.losses(other, steps)
+      np.testing.assert_allclose(found, losses, rtol=rtol)
 
   @pytest.mark.integration
   def test_of_an_optimizer(self):
     self._check(*(_config("muon", mesh) for mesh in ({}, tiny.MESH)))
+
+  @parameterized.parameters(
+    ("dit", {"data": 2, "fsdp": 2}),
+    ("vit", {"data": 2, "fsdp": 2, "gather": "step"}),
+  )
+  @pytest.mark.integration
+  def test_of_random_choices(self, family, mesh):
+    optim = {"accumulation": 2}
+    one = tiny.CONFIGS[family](optim=optim, **_RANDOM[family])
+    self._check(one, tiny.changed(one, mesh=mesh), steps=2, rtol=2e-6)
 
   @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
   @pytest.mark.slow
@@ -110,9 +117,8 @@ class StateShardingTest(parameterized.TestCase):
   @staticmethod
   @functools.cache
   def _abstract(name):
-    config = _config(name, tiny.MESH)
-    config = apply_overrides(config, "model", mlp_dim=meshes.WIDTH)
-    mesh = make_mesh(config.mesh)
+    config = _config(name, tiny.MESH, model={"mlp_dim": meshes.WIDTH})
+    mesh = meshes.mesh_of(config)
     with use_mesh(mesh):
       return make_program(config, make_task(config), mesh).state
 
@@ -195,3 +201,54 @@ class CompiledTest(parameterized.TestCase):
     }
     self.assertEmpty(whole)
     self.assertIn((width, vocab // 4), meshes.shapes(text))
+
+
+def _sums(jaxpr):
+  """Axes and values of the sums over devices."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name.startswith("psum"):
+      yield from ((eqn.params["axes"], x.aval) for x in eqn.invars)
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from _sums(inner)
+
+
+class ExchangeTest(parameterized.TestCase):
+  """Gradients are exchanged once a step, whatever the microbatches."""
+
+  @parameterized.parameters(
+    ({"data": 8}, {"all-reduce": 1}),
+    ({"fsdp": 8, "gather": "step"}, {"all-gather": 1, "reduce-scatter": 1}),
+  )
+  @pytest.mark.integration
+  def test_of_gradients_is_one(self, mesh, expected):
+    config = meshes.config_of(
+      "llm",
+      mesh=mesh,
+      data={"batch_size": 8 * _MICROBATCHES},
+      optim={"accumulation": _MICROBATCHES},
+    )
+    text, devices = meshes.compiled_step(config)
+    sizes, counts = collections.Counter(), collections.Counter()
+    for one in read_collectives(text, dict(devices.shape)):
+      sizes[one.kind] += one.bytes
+      counts[one.kind] += one.count
+    # One of the routers' sums for each microbatch, and the gradients' few.
+    self.assertLessEqual(counts["all-reduce"], _MICROBATCHES + 3)
+    params = sum(x.nbytes for x in jax.tree.leaves(tiny.random_params(config)))
+    self.assertEqual(sizes.keys(), {"all-reduce", *expected})
+    for kind, size in sizes.items():  # how often all parameters
+      self.assertAlmostEqual(size / params, expected.get(kind, 0), delta=0.05)
+
+  def test_has_the_dtype_of_the_config(self):
+    config = tiny.llm_config(
+      mesh={"data": 2, "fsdp": 2, "exchange": "bfloat16"}
+    )
+    mesh, task = meshes.mesh_of(config), make_task(config)
+    program = make_program(config, task, mesh)
+    with use_mesh(mesh):
+      jaxpr = jax.make_jaxpr(program.step)(program.state, program.batch)
+    sizes = {"float32": 0, "bfloat16": 0}
+    for axes, sent in _sums(jaxpr.jaxpr):
+      if math.prod(mesh.shape[axis] for axis in axes) > 1:
+        sizes[sent.dtype.name] += sent.size
+    self.assertGreater(sizes["bfloat16"], 10 * sizes["float32"])

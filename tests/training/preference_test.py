@@ -1,27 +1,21 @@
 """Direct preference optimization against its formula, term by term."""
 
 import dataclasses
-import pathlib
-import tempfile
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 
-from moh_jax.config import (
-  LoraConfig,
-  RouterConfig,
-  TextDataConfig,
-  TuneConfig,
-)
+from moh_jax.config import LoraConfig, RouterConfig, TuneConfig
 from moh_jax.config.tune import DistillConfig, DpoConfig
 from moh_jax.data.conversations import PreferenceSource
 from moh_jax.inference.restore import restore
 from moh_jax.models.adapters import join, without_adapters
 from moh_jax.training.language_modeling import make_objective
 from moh_jax.training.train import train
+from tests import folders
 from tests.data.tiny_chat import write_rows, write_tokenizer
 from tests.training import tiny
 
@@ -39,22 +33,16 @@ def _config(folder):
   write_tokenizer(folder)
   for split in ("train", "val"):
     write_rows(folder / f"{split}.jsonl", *_ROWS)
-  config = tiny.llm_config(
+  where = {"path": str(folder), "tokenizer_path": str(folder)}
+  return tiny.llm_config(
     model={
       "vocab_size": 320,
       "max_length": 128,
       "router": RouterConfig("query_norm"),
     },
-    data={"sequence_length": 64},
+    data={"source": "preference", "sequence_length": 64, **where},
+    tune={"lora": _LORA, "dpo": DpoConfig(_BETA)},
   )
-  data = TextDataConfig(
-    source="preference",
-    path=str(folder),
-    tokenizer_path=str(folder),
-    sequence_length=64,
-  )
-  tune = TuneConfig(lora=_LORA, dpo=DpoConfig(_BETA))
-  return tiny.changed(config, data=data, tune=tune)
 
 
 def _base(folder, config):
@@ -62,12 +50,7 @@ def _base(folder, config):
   return tiny.save(folder, tiny.llm_config(model=config.model))
 
 
-class PreferenceTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    root = self.enterContext(tempfile.TemporaryDirectory())
-    self.root = pathlib.Path(root)
-
+class PreferenceTest(folders.FolderTest):
   @pytest.mark.integration
   def test_loss_and_gradients_are_those_of_the_formula(self):
     config = tiny.changed(_config(self.root), model={"loss_chunk": 8})
@@ -78,26 +61,23 @@ class PreferenceTest(parameterized.TestCase):
     source = PreferenceSource(config.data, 320, "train")
     rows, batch = [source[0], source[1]], tiny.stacked(source, 2)
 
-    def answers(params, row):
-      """Log-probabilities of both answers, each read by itself."""
-      sums = []
-      for segment in (1, 2):
-        place = row["segments"] == segment
-        logits, _ = net.apply({"params": params}, row["inputs"][place][None])
-        log_probs = jax.nn.log_softmax(logits[0])
-        each = jnp.take_along_axis(log_probs, row["targets"][place][:, None], 1)
-        sums.append((each[:, 0] * row["weights"][place]).sum())
-      return sums
+    def answer(params, row, segment):
+      """Log-probability of one answer, read by itself."""
+      place = row["segments"] == segment
+      logits, _ = net.apply({"params": params}, row["inputs"][place][None])
+      log_probs = jax.nn.log_softmax(logits[0])
+      each = jnp.take_along_axis(log_probs, row["targets"][place][:, None], 1)
+      return (each[:, 0] * row["weights"][place]).sum()
 
     def formula(trained):
       joined, losses = join(frozen, trained), []
+      base = without_adapters(joined)
       for row in rows:
-        (better, worse), (ours, theirs) = (
-          answers(joined, row),
-          answers(without_adapters(joined), row),
+        better, worse = (
+          answer(joined, row, segment) - answer(base, row, segment)
+          for segment in (1, 2)
         )
-        margin = _BETA * ((better - ours) - (worse - theirs))
-        losses.append(-jax.nn.log_sigmoid(margin))
+        losses.append(-jax.nn.log_sigmoid(_BETA * (better - worse)))
       return jnp.mean(jnp.stack(losses))
 
     loss_fn = make_objective(config).loss_fn
@@ -113,11 +93,7 @@ class PreferenceTest(parameterized.TestCase):
     (got, metrics), found = both(trained)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     self.assertNotAlmostEqual(float(want), float(np.log(2)), places=2)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-3),
-      found,
-      slopes,
-    )
+    chex.assert_trees_all_close(found, slopes, atol=2e-5, rtol=1e-3)
     mean = metrics["preferred"]
     self.assertIn(mean.total / mean.weight, (0, 0.5, 1))
     # Adapters add nothing yet; the reference has the scheduled heads too.
@@ -154,8 +130,14 @@ class PreferenceTest(parameterized.TestCase):
     taught = TuneConfig(lora=_LORA, distill=DistillConfig(1.0))
     with self.assertRaisesRegex(ValueError, "distill.weight=1.0 must be 0"):
       tiny.changed(config, tune=taught)
-    base = _base(self.root, config)
-    tune = TuneConfig(lora=dataclasses.replace(_LORA, whole=("norm/*",)))
-    config = tiny.changed(config, train={"init_from": base}, tune=tune)
-    with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
-      tiny.train(config, str(self.root / "run"))
+    # Neither the reference nor a teacher may change.
+    start = {"init_from": _base(self.root, config)}
+    lora = dataclasses.replace(_LORA, whole=("norm/*",))
+    text = tiny.llm_config(model=config.model)
+    for run, tune in (
+      (config, TuneConfig(lora=lora, dpo=DpoConfig(_BETA))),
+      (text, TuneConfig(lora=lora, distill=DistillConfig(1.0))),
+    ):
+      run = tiny.changed(run, train=start, tune=tune)
+      with self.assertRaisesRegex(ValueError, "must not name norm/scale"):
+        tiny.train(run, str(self.root / "run"))

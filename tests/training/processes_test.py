@@ -54,10 +54,7 @@ class ProcessesTest(absltest.TestCase):
   @pytest.mark.integration
   def test_two_processes_train_and_one_continues(self):
     tiny.train(_config(), self.root / "alone")
-    losses = [
-      [row["loss"] for row in tiny.rows(self.root / run, "train")]
-      for run in ("run", "alone")
-    ]
+    losses = [tiny.losses(self.root / run) for run in ("run", "alone")]
     self.assertLen(losses[0], 2)
     np.testing.assert_allclose(*losses, rtol=2e-5)
     resumed = tiny.train(_config(train={"steps": 3}), self.root / "run")

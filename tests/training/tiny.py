@@ -194,6 +194,11 @@ def rows(
   ]
 
 
+def losses(workdir: str | os.PathLike) -> list[float]:
+  """The loss of every step of a run."""
+  return [row["loss"] for row in rows(workdir, "train")]
+
+
 def changed(base: Config, **sections: Any) -> Config:
   """A run with other sections, or with other fields of some of them."""
   new = {

@@ -28,13 +28,12 @@ from moh_jax.data.tokenizers import (
 from moh_jax.models.registry import grow_vocabulary, make_model, restack
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.mesh import make_mesh
 from moh_jax.runtime.parameters import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
 from moh_jax.training.warm_start import keep_tokenizer, warm_start
 from tests import folders
-from tests.training import tiny
+from tests.training import meshes, tiny
 
 _TEN = tuple("0123456789")
 _PLAIN = tiny.llm_config(model=without_router(tiny.LLM))  # the baseline
@@ -51,8 +50,6 @@ _REFUSED = (
     ({"router": RouterConfig(gate_form="paper")},
      r"router\.gate_form: 'paper' here, 'released' there"),
     ({"head_order": _OTHER_ORDER}, r"head_order: \(\(1, .* here, \(\) t"),
-    ({"mlp_dim": 20},
-     r"blocks0/mlp/gate/kernel \(2, 32, 24\), \(2, 32, 20\) needed"),
     ({"tie_embeddings": True}, "does not fit .*: head/kernel not used"),
     ({"num_kv_heads": 4}, r"blocks0/attn/qkv/kernel missing"),
     ({"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)},
@@ -61,41 +58,24 @@ _REFUSED = (
 )  # fmt: skip
 
 
-class WarmStartTest(parameterized.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.root = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.sources = {}
-
-  def _saved(self, config, names, sha256):
-    """Directory of random parameters of a run, and these."""
-    key = repr((config, names, sha256))
-    if key not in self.sources:
-      params = tiny.random_params(config)
-      path = str(pathlib.Path(self.root, str(len(self.sources))))
-      checkpoint.save_params(path, params, Metadata(config, names, sha256))
-      self.sources[key] = path, params
-    return self.sources[key]
-
-  def _start(
-    self, config, stored, names=((), ()), tokenizers=("", ""), mesh=None
-  ):
+class WarmStartTest(folders.FolderTest):
+  def _start(self, config, stored, names=((), ()), sha256=("", "")):
     """Stored parameters, initial ones, and those of a run that starts so.
 
     Args:
       config: of the run.
       stored: of the model.
       names: of the classes of both.
-      tokenizers: sums of both.
-      mesh: of the run, one device by default.
+      sha256: of the tokenizers of both.
     """
-    source, theirs = self._saved(stored, names[1], tokenizers[1])
+    source = tempfile.mkdtemp(dir=self.root)
+    theirs = tiny.random_params(stored)
+    metadata = Metadata(stored, names[1], sha256[1])
+    checkpoint.save_params(source, theirs, metadata)
     config = apply_overrides(config, "train", init_from=source)
-    mesh = mesh or make_mesh(_PLAIN.mesh, jax.devices()[:1])
+    mesh = meshes.mesh_of(config)
     abstract = abstract_on(*make_model(config), mesh)
-    ours = Metadata(config, names[0], tokenizers[0])
-    _, read = warm_start(ours, abstract, mesh)
+    _, read = warm_start(Metadata(config, names[0], sha256[0]), abstract, mesh)
     initial = tiny.random_params(config, seed=1)
     with self.assertLogs("moh_jax.training.warm_start", "INFO") as logs:
       started = read(initial)
@@ -104,8 +84,7 @@ class WarmStartTest(parameterized.TestCase):
 
   def test_stored_parameters_lie_on_the_runs_mesh(self):
     config = tiny.llm_config(mesh=tiny.MESH)
-    mesh = make_mesh(config.mesh)
-    stored, _, started = self._start(config, tiny.llm_config(), mesh=mesh)
+    stored, _, started = self._start(config, tiny.llm_config())
     spec = started["head"]["kernel"].sharding.spec
     self.assertEqual(tuple(spec), (None, ("tensor", "fsdp")))
     chex.assert_trees_all_equal(jax.device_get(started), stored)
@@ -162,23 +141,23 @@ class WarmStartTest(parameterized.TestCase):
       self._start(tiny.llm_config(), tiny.config())
     config = tiny.llm_config(train={"init_from": "/nowhere"})
     with self.assertRaisesRegex(FileNotFoundError, "/nowhere"):
-      tiny.train(config, self.create_tempdir().full_path)
+      tiny.train(config, self.root)
 
   @parameterized.parameters("query_norm", "two_stage")
   def test_what_the_parameters_do_not_depend_on_is_free(self, kind):
-    model = {"head_order": _OTHER_ORDER}
     router = RouterConfig(kind, two_stage=False)
-    self._start(tiny.llm_config(model={**model, "router": router}), _PLAIN)
+    model = {"head_order": _OTHER_ORDER, "router": router}
+    self._start(tiny.llm_config(model=model), _PLAIN)
     config = tiny.dit_config(diffusion={"vb_weight": 0.5})
     self._start(config, tiny.dit_config())
 
   def test_another_tokenizer_is_refused_unless_the_vocabulary_grows(self):
-    config, tokenizers = tiny.llm_config(), ("b" * 64, "a" * 64)
+    config, sha256 = tiny.llm_config(), ("b" * 64, "a" * 64)
     with self.assertRaisesRegex(ValueError, "sha256 a{16}, .* with b{16}"):
-      self._start(config, config, tokenizers=tokenizers)
+      self._start(config, config, sha256=sha256)
+    larger = tiny.llm_config(model={"vocab_size": 70})
     with self.assertLogs(level="WARNING"):
-      larger = tiny.llm_config(model={"vocab_size": 70})
-      self._start(larger, config, tokenizers=tokenizers)
+      self._start(larger, config, sha256=sha256)
 
   @parameterized.parameters(
     (("7", "new", "2"), _TEN, {"num_classes": 3}),
@@ -200,17 +179,13 @@ class WarmStartTest(parameterized.TestCase):
     said = "; initialised head/bias, head/kernel"
     self.assertEqual(self.said.endswith(said), is_new)
 
-
-class RunTest(folders.FolderTest):
   @pytest.mark.integration
   def test_a_run_starts_from_another_and_is_resumed_without_it(self):
+    source = tiny.save(self.root, tiny.llm_config())
     stored = tiny.random_params(tiny.llm_config())
-    checkpoint.save_params(
-      self.root / "source", stored, Metadata(tiny.llm_config())
-    )
-    for init_from, steps in ((self.root / "source", 2), ("/nowhere", 3)):
+    for init_from, steps in ((source, 2), ("/nowhere", 3)):
       config = tiny.llm_config(
-        train={"init_from": str(init_from), "steps": steps}, optim={"lr": 0.0}
+        train={"init_from": init_from, "steps": steps}, optim={"lr": 0.0}
       )
       state = jax.device_get(tiny.train(config, self.root / "run").state)
       self.assertEqual(state.step, steps)
