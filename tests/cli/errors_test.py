@@ -72,6 +72,8 @@ _REFUSED = {
     "{vit} --prompt=a": "`generate` needs 'llm'",
     "{llm}": "one of --prompt, --messages, --prompt-file, --interactive is",
     "{llm} --prompt-file {here}/one.txt": "must be given together",
+    "{llm} --out {here}/x --prompt-file {here}/one.txt": "must be .jsonl",
+    "{llm} --out {here}/x --prompt-file {here}/a.jsonl": "no field 'prompt'",
     "{llm} --interactive --json=-": "needs prompts",
     "{llm} --interactive --distributed": "needs prompts",
     "{llm} --messages {here}/one.txt": "Expecting value",

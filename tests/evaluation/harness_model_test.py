@@ -69,34 +69,20 @@ class HarnessModelTest(parameterized.TestCase):
 
     texts = ("the cat", "the cat ", "the c", "", "the mat\n\n", "th  ")
     arguments = [(a, b) for a in texts for b in (" sat", "at", " the cat", "e")]
+    # An answer that is a part of the only token; of the last one; none at all.
+    arguments += [("th", "e"), ("the th", "e"), ("the the", "")]
     requests = _requests("loglikelihood", *arguments)
     theirs = Theirs().loglikelihood(requests, disable_tqdm=True)
     ours = self._pairs(*arguments, tokenizer=tokenizer, add_bos=asked)
-    # Where theirs has no token to score, one is kept.
-    kept = [i for i, (_, scored) in enumerate(theirs) if not scored]
-    for i in kept:
-      whole = [tokenizer.bos_id] * add_bos
-      whole += tokenizer.encode("".join(arguments[i]))
-      self.assertEqual(ours[i], (whole[:-1], whole[-1:]))
-      theirs[i] = ours[i]
-    self.assertLen(kept, 1)
+    # Where theirs has no token to score of an answer, one is kept.
+    kept = 0
+    for i, (pair, (_, scored)) in enumerate(zip(arguments, theirs)):
+      if pair[1] and not scored:
+        whole, kept = tokenizer.encode("".join(pair)), kept + 1
+        before = [tokenizer.bos_id] * add_bos + whole[:-1]
+        theirs[i] = before or [tokenizer.bos_id], whole[-1:]
+    self.assertEqual(kept, 3)
     self.assertEqual(ours, theirs)
-
-  def test_answers_that_merge_with_their_context_keep_a_token(self):
-    tokenizer = _bpe()
-    the, begin = tokenizer.encode("the"), [tokenizer.bos_id]
-    for add_bos in (True, False):
-      pairs = self._pairs(
-        *(("th", "e"), ("the th", "e"), ("the the", ""), (" ", "the")),
-        tokenizer=tokenizer,
-        add_bos=add_bos,
-      )
-      # All of the text is one token: what stands before is the begin.
-      self.assertEqual(pairs[0], (begin, the))
-      merged = begin * add_bos + the, tokenizer.encode(" the")
-      self.assertEqual(pairs[1], merged)
-      self.assertEqual(pairs[2][1], [])  # nothing was asked
-      self.assertEqual(pairs[3], (begin, tokenizer.encode(" the")))
 
   def test_what_a_task_asks_in_vain_is_named(self):
     made = hf.Tokenizer(hf.models.BPE({"a": 0}, []))  # knows nothing else
@@ -150,8 +136,8 @@ class HarnessModelTest(parameterized.TestCase):
         for call in self.generate.call_args_list
       ],
       [
-        ([[ord("c")] * 10, [256, ord("a")]], 0.0, 7),
-        ([[ord("b")] * 10], 0.5, 8),
+        ([[*b"cccccccccc"], [256, *b"a"]], 0.0, 7),
+        ([[*b"bbbbbbbbbb"]], 0.5, 8),
       ],
     )
 
@@ -161,15 +147,11 @@ class GenerationOptionsTest(parameterized.TestCase):
     ({"temperature": 0.7}, {"temperature": 0.7}),
     ({"do_sample": False, "temperature": 0.7}, {}),
     ({"do_sample": True}, {"temperature": 1.0}),
-    (
-      {"until": ["a", ""], "max_tokens": 9},
-      {"stop": ("a",), "max_new_tokens": 9},
-    ),
-    (
-      {"until": "ab", "top_k": 5, "max_gen_toks": 3, "top_p": 0.5},
-      {"stop": ("ab",), "top_k": 5, "max_new_tokens": 3, "top_p": 0.5},
-    ),
-  )
+    ({"until": ["a", ""], "max_tokens": 9},
+     {"stop": ("a",), "max_new_tokens": 9}),
+    ({"until": "ab", "top_k": 5, "max_gen_toks": 3, "top_p": 0.5},
+     {"stop": ("ab",), "top_k": 5, "max_new_tokens": 3, "top_p": 0.5}),
+  )  # fmt: skip
   def test_options_have_our_names(self, given, expected):
     plain = {"stop": (), "max_new_tokens": 256, "temperature": 0.0}
     plain |= {"top_k": 0, "top_p": 1.0}

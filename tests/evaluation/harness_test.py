@@ -47,43 +47,34 @@ class HarnessTest(parameterized.TestCase):
     cls.model = HarnessModel(BytesTokenizer(), cls.scorer, generate)
 
   def _load(self, names, shots=None):
-    with self._only_our_tasks():
-      return harness.open_tasks(choose_tasks(names, shots), self.folder)
-
-  def _run(self, names, shots=None, **options):
-    return harness.run_tasks(self._load(names, shots), self.model, **options)
-
-  def _only_our_tasks(self):
-    """Leaves out the harness's own tasks, which take seconds to read."""
+    """Opens tasks; the harness's own ones would take seconds to read."""
     from lm_eval.tasks import manager
 
     files = sorted(pathlib.Path(self.folder).glob("*.yaml"))
-    return mock.patch.object(
+    with mock.patch.object(
       manager.TaskIndex, "_iter_yaml_files", lambda root: files
-    )
+    ):
+      return harness.open_tasks(choose_tasks(names, shots), self.folder)
 
   def test_choices_are_scored_by_their_probabilities(self):
     right, normalized = [], []
     for row in tiny_harness.CHOICES:
       # The task's delimiter, a space, stands before each choice.
-      question = row["question"].rstrip()
-      between = row["question"][len(question) :] + " "
-      context = [256, *question.encode()]
-      answers = [f"{between}{choice}".encode() for choice in row["choices"]]
-      found = self.scorer.log_likelihoods(
-        [(context, [*answer]) for answer in answers], progress=False
-      )
+      question, context = row["question"], row["question"].rstrip().encode()
+      texts = [f"{question} {choice}".encode() for choice in row["choices"]]
+      pairs = [([256, *context], [*text[len(context) :]]) for text in texts]
+      found = self.scorer.log_likelihoods(pairs)
       scores = [one.log_likelihood for one in found]
       per_byte = [x / len(c) for x, c in zip(scores, row["choices"])]
       right.append(np.argmax(scores) == row["answer"])
       normalized.append(np.argmax(per_byte) == row["answer"])
-    row = self._run("tiny_choice")["tasks"]["tiny_choice"]
+    report = harness.run_tasks(self._load("tiny_choice"), self.model)
+    row = report["tasks"]["tiny_choice"]
     metrics = row["metrics"]
     self.assertAlmostEqual(metrics["acc"]["value"], np.mean(right))
     self.assertAlmostEqual(metrics["acc_norm"]["value"], np.mean(normalized))
-    self.assertAlmostEqual(
-      metrics["acc"]["stderr"], np.std(right, ddof=1) / len(right) ** 0.5
-    )
+    stderr = np.std(right, ddof=1) / len(right) ** 0.5
+    self.assertAlmostEqual(metrics["acc"]["stderr"], stderr)
     self.assertEqual((row["main"], row["documents"]), ("acc_norm", 5))
 
   def test_written_answers_are_compared(self):

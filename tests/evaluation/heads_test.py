@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,15 +20,15 @@ from moh_jax.evaluation.probe import (
   make_probe,
   order_by_importance,
   recorded_layers,
-  text_probe,
 )
 from moh_jax.layers.vocabulary import summed_nats
-from moh_jax.models.llm import LLM, apply_packed, output_kernel
+from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.ops.call import Visible
 from moh_jax.ops.routing import load_entropy
 from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.mesh import make_mesh, use_mesh
+from moh_jax.runtime.parameters import abstract_params
 from tests.training import tiny
 
 _BATCH = 8
@@ -79,13 +78,11 @@ _NAMES = ("ant", "bee", "cat", "dog")  # no example is a dog
 
 def _config(family):
   if family == "llm":
-    router = config_lib.RouterConfig(kind="query_norm")
     order = ((2, 0, 1, 3), (0, 1, 2, 3))
+    router = RouterConfig("query_norm")
     return tiny.llm_config(model={"router": router, "head_order": order})
   if family == "mha":
-    return tiny.deterministic_config(
-      model={"router": config_lib.RouterConfig("none")}
-    )
+    return tiny.deterministic_config(model={"router": RouterConfig("none")})
   return {"vit": tiny.deterministic_config, "dit": tiny.dit_config}[family]()
 
 
@@ -177,36 +174,24 @@ class HeadStatsTest(parameterized.TestCase):
     self.assertEqual(load_entropy([1.0, 1.0]), 1.0)  # nothing to choose
 
 
-_HEADS = {  # axis of the heads, by a parameter's last names
-  **{f"{name}/kernel": -2 for name in ("qkv", "q", "kv")},
-  **{f"{name}/bias": -2 for name in ("qkv", "q", "kv")},
-  "out/kernel": 1,
-  **{"query_scale/temperature": -1, "query_scale/query_embedding": -2},
-  **{"fc2/kernel": -1, "fc2/bias": -1},  # of the position bias
-  **{"attn/relative_pos_bias_local": -2, "attn/learnable_bias": -2},
-  "attn/learnable_tokens": -3,
-}
-
-
 def _twins(config):
   """Parameters in which the first two heads of each layer are the same."""
-
-  def alike(path, x):
-    name = "/".join(path[-2:])
-    if name not in _HEADS or "mlp" in path:
-      return x
-    x = np.moveaxis(np.array(x), _HEADS[name], 0)
-    x[1] = x[0]
-    return np.moveaxis(x, 0, _HEADS[name])
-
   flat = traverse_util.flatten_dict(tiny.random_params(config))
-  return traverse_util.unflatten_dict({p: alike(p, x) for p, x in flat.items()})
+  boxed = traverse_util.flatten_dict(abstract_params(*make_model(config)))
+  for path, x in flat.items():
+    axes = [*getattr(boxed[path], "names", ())]
+    if "cpb" in path and "fc2" in path:  # the position bias of each head
+      axes = [None] * (x.ndim - 1) + ["heads"]
+    if "heads" in axes:
+      flat[path] = x = np.array(x)
+      heads = np.moveaxis(x, axes.index("heads"), 0)
+      heads[1] = heads[0]
+  return traverse_util.unflatten_dict(flat)
 
 
 @functools.cache
 def _similar(family="dit", router=True, data=1, tensor=1):
-  makers = {"dit": tiny.dit_config, "llm": tiny.llm_config}
-  config = makers.get(family, tiny.config)()
+  config = _config(family)
   params = _twins(config)
   if not router:
     model = config_lib.without_router(config.model)
@@ -230,21 +215,18 @@ class SimilarityTest(parameterized.TestCase):
         if len(values) > 2:  # heads 2 and 3 of the LLM read other keys
           self.assertLess(values[0, 2], 1 - 1e-4)
 
-  @pytest.mark.integration
-  def test_a_router_changes_nothing_in_its_own_layer(self):
-    # Heads that no token selects are compared too.
-    moh, mha = _similar(), _similar(router=False)
-    for name in ("patterns", "features"):
-      ours, theirs = (getattr(x, name)["blocks0.0"] for x in (moh, mha))
-      np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-  @pytest.mark.integration
-  def test_eight_devices_measure_the_same(self):
+  @parameterized.parameters(
+    # Heads that no token selects are compared too: in the first layer all are
+    # as without a router.
+    ({"router": False}, ["blocks0.0"]),
     # Devices that share heads compute them in another order.
-    one, eight = _similar(), _similar(data=4, tensor=2)
-    for name in ("patterns", "features"):
-      ours, theirs = getattr(one, name), getattr(eight, name)
-      chex.assert_trees_all_close(ours, theirs, atol=1e-5)
+    ({"data": 4, "tensor": 2}, ["blocks0.0", "blocks1.0"]),
+  )
+  @pytest.mark.integration
+  def test_routers_and_devices_change_nothing(self, how, layers):
+    for ours, theirs in zip(_similar(), _similar(**how)):
+      for layer in layers:
+        np.testing.assert_allclose(ours[layer], theirs[layer], atol=1e-5)
 
   def test_mean_is_over_pairs_of_different_heads(self):
     cosines = np.array([[1, 0.5, 0], [0.5, 1, 0.1], [0, 0.1, 1]])
@@ -321,7 +303,6 @@ class ImportanceTest(parameterized.TestCase):
     self.assertEqual(groups.order(*order), (4, 5, 0, 1, 2, 3))
 
   def test_layers_of_different_numbers_of_heads(self):
-    config = dataclasses.replace(tiny.LLM, num_heads=(4, 2), top_k=(2, 1))
-    run = dataclasses.replace(tiny.llm_config(), model=config)
-    probe = text_probe(LLM(config), run)
+    run = tiny.llm_config(model={"num_heads": (4, 2), "top_k": (2, 1)})
+    probe = make_probe(make_model(run)[0], run)
     self.assertIsNone(probe.importance)  # `heads` goes on without it

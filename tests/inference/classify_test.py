@@ -35,33 +35,24 @@ class ClassifyTest(FolderTest):
     picture.save(path)
     return str(path)
 
-  def test_probabilities_are_the_models_softmax(self):
-    restored = _restored()
-    path = self._write(Image.fromarray(_RGB))
-    (best,) = restored.predict([path], top=6)
+  @parameterized.parameters(((),), (_NAMES,))
+  def test_are_the_models_softmax_most_probable_first(self, names):
+    restored = _restored(names)
+    (every,) = restored.predict([self._write(Image.fromarray(_RGB))], top=50)
     data = restored.config.data
     pixels = (_RGB / 255 - np.array(data.mean)) / np.array(data.std)
     logits, _ = jax.jit(restored.model.apply)(
       {"params": restored.params}, jnp.float32(pixels[None])
     )
-    ours = {p.label: p.probability for p in best}
     expected = np.asarray(jax.nn.softmax(logits[0]))
-    np.testing.assert_allclose([ours[i] for i in range(6)], expected, rtol=1e-4)
-
-  @parameterized.parameters(
-    ((),), (("ant", "bee", "cat", "dog", "eel", "fox"),)
-  )
-  def test_most_probable_first_under_the_checkpoints_names(self, names):
-    restored = _restored(names)
-    (best,) = restored.predict([_RGB])
-    values = [p.probability for p in best]
-    self.assertLen(values, 5)
-    self.assertEqual(values, sorted(values, reverse=True))
-    for p in best:
+    order = np.argsort(-expected).tolist()
+    self.assertEqual([p.label for p in every], order)
+    values = [p.probability for p in every]
+    np.testing.assert_allclose(values, expected[order], rtol=1e-4)
+    for p in every:
       self.assertEqual(p.name, names[p.label] if names else str(p.label))
-    (every,) = restored.predict([_RGB], top=50)
-    self.assertEqual(every[:5], best)
-    self.assertAlmostEqual(sum(p.probability for p in every), 1, places=5)
+    (best,) = restored.predict([_RGB])
+    self.assertEqual(best, every[:5])
     self.assertEqual(restored.predict([]), [])
 
   def test_files_pictures_and_arrays_in_any_batches(self):
@@ -94,13 +85,8 @@ class ClassifyTest(FolderTest):
     path = self._write(Image.fromarray(wide), "wide.png")
     self.assertEqual(cropping.predict([path]), restored.predict([centre]))
 
-  def test_bad_file_is_found_before_the_model_runs(self):
-    broken = dataclasses.replace(_restored(), model=None, params=None)
-    good = self._write(Image.fromarray(_RGB))
-    with self.assertRaisesRegex(FileNotFoundError, "nope.png"):
-      broken.predict([good, str(self.root / "nope.png")])
-
   @parameterized.parameters(
+    ([_RGB, "nope.png"], "nope.png"),
     ([_RGB, np.zeros((8, 8, 3), np.float32)],
      "image 1 of float32 .* must be uint8"),
     ([_RGB, np.zeros((8, 8, 2), np.uint8)],
@@ -109,6 +95,7 @@ class ClassifyTest(FolderTest):
     *((image, "must be a list of images")
       for image in ("3.png", _RGB, Image.fromarray(_RGB))),
   )  # fmt: skip
-  def test_other_images_are_refused(self, images, message):
-    with self.assertRaisesRegex(ValueError, message):
-      _restored().predict(images)
+  def test_others_are_refused_before_the_model_runs(self, images, message):
+    broken = dataclasses.replace(_restored(), model=None, params=None)
+    with self.assertRaisesRegex((ValueError, FileNotFoundError), message):
+      broken.predict(images)

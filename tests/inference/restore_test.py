@@ -13,7 +13,6 @@ from etils import epath
 from flax import traverse_util
 
 from moh_jax import config as config_lib
-from moh_jax.config import RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.data.infer import resolve
@@ -71,12 +70,6 @@ class RestoreTest(parameterized.TestCase):
     _save(cls.released)
     _save_steps(cls.run_dir, (2, 4))
 
-  def test_needs_the_checkpoint_alone(self):
-    restored = restore_lib.restore(self.released)
-    self.assertEqual(restored.config, _CONFIG)
-    self.assertEqual(restored.class_names, _NAMES)
-    self.assertEqual(restored.step, 0)
-
   @parameterized.parameters(
     (None, False, 4), (2, False, 2), (None, True, 104), (2, True, 102)
   )
@@ -87,13 +80,12 @@ class RestoreTest(parameterized.TestCase):
 
   def test_averages_that_are_mostly_the_start_say_so(self):
     where = self.enterContext(tempfile.TemporaryDirectory())
-    optim = dataclasses.replace(_CONFIG.optim, ema_decay=0.7)
-    _save_steps(where, (2, 7), dataclasses.replace(_CONFIG, optim=optim))
+    config = config_lib.apply_overrides(_CONFIG, "optim", ema_decay=0.7)
+    _save_steps(where, (2, 7), config)
     with self.assertLogs("moh_jax", "WARNING") as logs:
       restore_lib.restore(where, step=2)
-    (line,) = logs.output
     said = "step 2: averaged parameters are still 49% those of"
-    self.assertIn(said, line)
+    self.assertIn(said, logs.output[0])
     with self.assertNoLogs("moh_jax", "WARNING"):
       restore_lib.restore(where, step=2, use_ema=False)
       restore_lib.restore(where, step=7)
@@ -115,9 +107,11 @@ class RestoreTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       restore_lib.restore(self.released, **override)
 
-  def test_mesh_shards_the_parameters(self):
+  def test_needs_the_checkpoint_alone_and_shards_it_over_a_mesh(self):
     mesh = make_mesh(config_lib.MeshConfig(data=2, fsdp=4))
     restored = restore_lib.restore(self.released, mesh=mesh)
+    self.assertEqual((restored.config, restored.step), (_CONFIG, 0))
+    self.assertEqual(restored.class_names, _NAMES)
     kernel = restored.params["stage1"]["blocks"]["mlp"]["gate"]["kernel"]
     self.assertLen(kernel.sharding.device_set, 8)
     self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
@@ -144,18 +138,15 @@ class DiffusionRestoreTest(FolderTest):
     chex.assert_trees_all_equal(restored.params, tiny.random_params(config))
 
 
-class ComputeDtypeTest(parameterized.TestCase):
+class ComputeDtypeTest(FolderTest):
   @parameterized.parameters((False, "two_stage"), (True, "query_norm"))
   def test_matrices_of_a_text_model_have_it_and_outputs_stay(self, tie, router):
-    model = dataclasses.replace(
-      tiny_text_model.CONFIG.model,
-      tie_embeddings=tie,
-      router=RouterConfig(router),
+    changes = {"tie_embeddings": tie, "router": {"kind": router}}
+    config = config_lib.apply_overrides(
+      tiny_text_model.CONFIG, "model", **changes
     )
-    config = dataclasses.replace(tiny_text_model.CONFIG, model=model)
-    with tempfile.TemporaryDirectory() as directory:
-      tiny_text_model.save(directory, config)
-      restored = restore_lib.restore(directory, dtype="bfloat16")
+    tiny_text_model.save(self.root, config)
+    restored = restore_lib.restore(self.root, dtype="bfloat16")
     flat = traverse_util.flatten_dict(restored.params)
     wide = {path for path, x in flat.items() if x.dtype == jnp.float32}
     self.assertNotEmpty(set(flat) - wide)

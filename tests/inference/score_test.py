@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -10,17 +9,10 @@ from moh_jax import config as config_lib
 from moh_jax.inference.score import Score, Scorer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.mesh import make_mesh
-from moh_jax.runtime.parameters import abstract_on
-from tests.inference import tiny_text_model
+from tests.inference import tiny_text_model, tiny_writer
 
 _CONFIG = tiny_text_model.CONFIG
-_MODEL = _CONFIG.model
-_LIMIT = _MODEL.max_length
-
-
-def _with(**changes):
-  model = dataclasses.replace(_MODEL, **changes)
-  return dataclasses.replace(_CONFIG, model=model)
+_LIMIT = _CONFIG.model.max_length
 
 
 def _scorer(config=_CONFIG, params=None, mesh=None, **options):
@@ -44,16 +36,19 @@ def _log_softmax(config):
   return log_softmax
 
 
+def _rows(tokens, config=_CONFIG):
+  """Log-probabilities [n, V] after each token, by one program for all n."""
+  padded = np.zeros(_LIMIT, np.int32)
+  padded[: len(tokens)] = tokens
+  return np.asarray(_log_softmax(config)(padded))[: len(tokens)]
+
+
 def _plain(pairs, config=_CONFIG):
   """Scores from the whole logits of each pair by itself."""
   scores = []
   for context, continuation in pairs:
-    ids = np.array([*context, *continuation])[-(_LIMIT + 1) :]
-    padded = np.zeros(_LIMIT, np.int32)  # one program for all
-    padded[: len(ids) - 1] = ids[:-1]
-    rows = np.asarray(_log_softmax(config)(padded))[
-      len(ids) - 1 - len(continuation) :
-    ]
+    ids = [*context, *continuation][-(_LIMIT + 1) :]
+    rows = _rows(ids[:-1], config)[-len(continuation) :]
     picked = [rows[i, token] for i, token in enumerate(continuation)]
     greedy = [rows[i].argmax() == t for i, t in enumerate(continuation)]
     scores.append(Score(sum(picked), all(greedy), len(continuation)))
@@ -96,17 +91,16 @@ class ScorerTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_batch_size_and_order_change_no_score(self):
     pairs = _pairs([(5, 3), (9, 1), (20, 9), (1, 16), (3, 4)])
-    for config in (_CONFIG, _with(tie_embeddings=True)):
+    tied = config_lib.apply_overrides(_CONFIG, "model", tie_embeddings=True)
+    for config in (_CONFIG, tied):
       scorer = _scorer(config, batch_size=1)
       ours = scorer.log_likelihoods(pairs[::-1])[::-1]
       self._assert_close(ours, _plain(pairs, config))
 
   @pytest.mark.integration
   def test_padding_changes_no_score_of_dynamic_scaling(self):
-    rope = config_lib.RotaryConfig(
-      scaling="dynamic", factor=4.0, original_length=4
-    )
-    config = _with(rope=rope)
+    rope = {"scaling": "dynamic", "factor": 4.0, "original_length": 4}
+    config = config_lib.apply_overrides(_CONFIG, "model", rope=rope)
     pairs = _pairs([(5, 3), (5, 3), (9, 8), (3, 40)], seed=1)
     scores = _scorer(config, batch_size=4).log_likelihoods(pairs)
     for (context, continuation), score in zip(pairs, scores):
@@ -119,10 +113,7 @@ class ScorerTest(parameterized.TestCase):
     context = _pairs([(6, 1)])[0][0]
     written = []
     for _ in range(3):
-      read = context + written
-      padded = np.array(read + [0] * (_LIMIT - len(read)), np.int32)
-      ranked = _log_softmax(_CONFIG)(padded)[len(read) - 1]
-      written.append(int(np.argmax(ranked)))
+      written.append(int(_rows(context + written)[-1].argmax()))
     other = [*written[:2], (written[2] + 1) % 264]
     wrong_start = [(written[0] + 1) % 264, *written[1:]]
     scores = self.scorer.log_likelihoods(
@@ -151,13 +142,7 @@ class ScorerTest(parameterized.TestCase):
 
   def test_mesh_shares_batch_and_parameters(self):
     mesh = make_mesh(config_lib.MeshConfig(data=2, fsdp=2, tensor=2))
-    model, inputs = make_model(_CONFIG)
-    places = abstract_on(model, inputs, mesh)
-    params = jax.tree.map(
-      lambda x, place: jax.device_put(x, place.sharding),
-      tiny_text_model.params(),
-      places,
-    )
+    split = tiny_writer.restored(_CONFIG, tiny_text_model.params(), mesh)
     pairs = _pairs([(5, 3), (9, 2), (2, 1), (4, 4), (20, 6)])
-    scorer = _scorer(params=params, batch_size=4, mesh=mesh)
+    scorer = _scorer(params=split.params, batch_size=4, mesh=mesh)
     self._assert_close(scorer.log_likelihoods(pairs), _plain(pairs))
