@@ -37,7 +37,7 @@ from moh_jax.config.base import Count, Dtype, Natural
 from moh_jax.config.heads import HeadBudget, RouterConfig, Structure, Units
 from moh_jax.config.layers import Implementation
 from moh_jax.layers.attend import attend_picked
-from moh_jax.ops.attention import AttentionCase, Form, attend, choose_form
+from moh_jax.ops.attention import Form, attend, choose_form
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.pairs import ActiveHeads
@@ -296,19 +296,16 @@ def chosen_form(
   heads = options.heads
   if options.structure == "per_group":  # attention to fewer heads, all active
     heads, share = round(share * heads), 1.0
-  case = AttentionCase(
-    target=target(),
-    batch=options.batch,
-    queries=length,
-    keys=length,
-    num_heads=heads,
-    group=heads // options.num_kv_heads,
-    head_dim=options.head_dim,
-    share=share,
-    causal="causal" in mode,
-    dtype=options.dtype,
+  q, k = (
+    jax.ShapeDtypeStruct(
+      (options.batch, length, count, options.head_dim), options.dtype
+    )
+    for count in (heads, options.num_kv_heads)
   )
-  return choose_form(name, case)
+  mask = jax.ShapeDtypeStruct(q.shape[:3], bool)
+  active = ActiveHeads(mask, heads, share * heads)
+  call = Call(q, k, k, Visible(causal="causal" in mode), 1.0, None, active)
+  return choose_form(name, call, target())
 
 
 def random_active(units: Units, batch: int, tokens: int) -> ActiveHeads:

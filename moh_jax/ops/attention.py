@@ -158,7 +158,8 @@ def attend(call: Call, implementation: str) -> jax.Array:
     call = dataclasses.replace(call, bias=bias)
   if jax.typeof(call.q).sharding.mesh.explicit_axes:
     return _attend_explicitly(call, implementation)
-  form, device = choose_form(implementation, _case_of(call)), target()
+  device = target()
+  form = choose_form(implementation, call, device)
   active, factor = call.active.bounded() if form.packs else (None, 1.0)
   visible = call.visible
   if visible.segments is not None:
@@ -167,8 +168,7 @@ def attend(call: Call, implementation: str) -> jax.Array:
   call = dataclasses.replace(call, visible=visible, active=active)
   if form.name in _WITHOUT_BLOCKS:
     return _WITHOUT_BLOCKS[form.name](call)
-  group = call.q.shape[2] // call.k.shape[2]
-  blocks = blocks_of(call.active, call.q.shape[:3], form.rows, group)
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows, call.group)
   if form.name == "kernel":
     on_cpu = device.platform == "cpu"
     out = kernel_attention(call, blocks, kernels_of(device), interpret=on_cpu)
@@ -206,58 +206,6 @@ def _attend_explicitly(call: Call, implementation: str) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionCase:
-  """The properties of a call that decide about its form.
-
-  Sizes are those of the part that one device computes.
-
-  Attributes:
-    target: the device that it runs on.
-    batch: B.
-    queries: N.
-    keys: M.
-    num_heads: H.
-    head_dim: D.
-    share: expected share of the heads that are active, 1 for all.
-    causal: whether later keys are hidden.
-    masked: whether cuDNN would read what is hidden as an array: segments, and
-      where attention is causal a key mask, or fewer or more queries than keys.
-    biased: whether a bias is added to the logits.
-    group: query heads that read one key/value head, H / K.
-    dtype: name of the widest dtype of queries, keys and values.
-    one_device: whether the arrays are one device's own. Else the compiler
-      splits them over a mesh, which it can do to plain XLA alone.
-    checked: whether `jax.shard_map` checks how values vary, `check_vma`.
-  """
-
-  target: Target
-  batch: int
-  queries: int
-  keys: int
-  num_heads: int
-  head_dim: int
-  share: float
-  causal: bool = False
-  masked: bool = False
-  biased: bool = False
-  group: int = 1
-  dtype: str = "float32"
-  one_device: bool = True
-  checked: bool = False
-
-  @property
-  def on_cpu(self) -> bool:
-    """Whether it runs on a CPU."""
-    return self.target.platform == "cpu"
-
-  @property
-  def is_small(self) -> bool:
-    """Whether all logits, float32, may be in memory at once."""
-    size = 4 * self.batch * self.num_heads * self.queries * self.keys
-    return size <= _MAX_LOGITS_BYTES.get(self.target.platform, 0)
-
-
-@dataclasses.dataclass(frozen=True)
 class Form:
   """A form of attention, with the sizes of its blocks.
 
@@ -278,35 +226,14 @@ class Form:
   blocks_per_step: int = 1
 
 
-def _case_of(call: Call) -> AttentionCase:
-  """What decides about the form of a call."""
-  (batch, queries, heads, dim), keys = call.q.shape, call.k.shape[1]
-  visible = call.visible
-  hides = visible.key_mask is not None or queries != keys
-  return AttentionCase(
-    target=target(),
-    batch=batch,
-    queries=queries,
-    keys=keys,
-    num_heads=heads,
-    head_dim=dim,
-    share=1.0 if call.active is None else call.active.share,
-    causal=visible.causal,
-    masked=visible.segments is not None or (visible.causal and hides),
-    biased=call.bias is not None,
-    group=heads // call.k.shape[2],
-    dtype=jnp.result_type(call.q, call.k, call.v).name,
-    one_device=on_one_device(),
-    checked=bool(varying_axes(call)),
-  )
-
-
-def choose_form(implementation: str, case: AttentionCase) -> Form:
+def choose_form(implementation: str, call: Call, device: Target) -> Form:
   """Chooses the form of a call.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
-    case: properties of the call.
+    call: arrays, or their shapes, of the part that one device computes. Where
+      the compiler splits them over a mesh, it gets plain XLA alone.
+    device: the device that it runs on.
 
   Returns:
     The form, with the sizes of its blocks.
@@ -315,87 +242,95 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     ValueError: the implementation is unknown or does not support the call.
   """
   _check_known(implementation)
-  packs = case.share < 1
+  packs = call.share < 1
   if implementation == "kernel":
-    _refuse(implementation, kernel_needs(case))
-    return _kernel_form(case, packs=packs)
+    _refuse(implementation, kernel_needs(call, device))
+    return _kernel_form(call, device, packs=packs)
   if implementation == "cudnn":
-    _refuse(implementation, _cudnn_needs(case))
+    _refuse(implementation, _cudnn_needs(call, device))
     return Form("cudnn")
   if implementation == "packed" and packs:
-    return _block_form(case, packs=True)
-  if implementation != "auto" or not case.one_device:
-    return Form("dense") if case.is_small else _large_blocks(case)
-  every = _form_of_every_head(case)
-  if not packs or (every.name == "dense" and not case.causal):
+    return _block_form(call, packs=True)
+  if implementation != "auto" or not on_one_device():
+    return Form("dense") if _is_small(call, device) else _large_blocks(call)
+  every = _form_of_every_head(call, device)
+  if not packs or (every.name == "dense" and not call.visible.causal):
     return every  # all logits of a sequence at once are fastest
-  if case.on_cpu:
-    fewer = _block_form(case, packs=True)
-  elif kernel_needs(case):
+  if device.platform == "cpu":
+    fewer = _block_form(call, packs=True)
+  elif kernel_needs(call, device):
     return every
   else:
-    fewer = _kernel_form(case, packs=True)
-  return fewer if case.share <= _largest_share(case) else every
+    fewer = _kernel_form(call, device, packs=True)
+  return fewer if call.share <= _largest_share(call, device) else every
 
 
-def _form_of_every_head(case: AttentionCase) -> Form:
+def _form_of_every_head(call: Call, device: Target) -> Form:
   """The fastest form of every head."""
-  if not case.masked and not _cudnn_needs(case):
+  if not call.masked and not _cudnn_needs(call, device):
     return Form("cudnn")
-  if not _splash_needs(case):
+  if not _splash_needs(call, device):
     return Form("splash")
-  if not (case.on_cpu or kernel_needs(case)):
-    return _kernel_form(case, packs=False)
+  on_cpu, causal = device.platform == "cpu", call.visible.causal
+  if not (on_cpu or kernel_needs(call, device)):
+    return _kernel_form(call, device, packs=False)
   fast = True
-  if case.on_cpu and case.causal:
-    fast = case.queries < _LONG_CAUSAL
-  elif case.on_cpu:
+  if on_cpu and causal:
+    fast = call.queries < _LONG_CAUSAL
+  elif on_cpu:
     # Blocks are computed in float32, which all logits need not be.
-    fast = case.queries < _SHORT or case.dtype != "float32"
-  if case.is_small and fast:
+    fast = call.queries < _SHORT or call.dtype != "float32"
+  if _is_small(call, device) and fast:
     return Form("dense")
-  if case.on_cpu and case.causal:
-    return _block_form(case, packs=False)
-  return _large_blocks(case)
+  if on_cpu and causal:
+    return _block_form(call, packs=False)
+  return _large_blocks(call)
 
 
-def _block_form(case: AttentionCase, *, packs: bool) -> Form:
+def _is_small(call: Call, device: Target) -> bool:
+  """Whether all logits, float32, may be in memory at once."""
+  size = 4 * call.batch * call.heads * call.queries * call.keys
+  return size <= _MAX_LOGITS_BYTES.get(device.platform, 0)
+
+
+def _block_form(call: Call, *, packs: bool) -> Form:
   """Some rows at a time, so many that their logits stay in a CPU's caches."""
-  rows, count = (128 if case.queries >= 2048 else 64), 4
-  if not case.causal:
+  rows, count = (128 if call.queries >= 2048 else 64), 4
+  if not call.visible.causal:
     # A step's logits of all keys take at most 4 MiB of the caches.
-    rows, count = 64, 8 if case.keys <= 2048 else 4
-  rows = 32 if case.queries < _SHORT else rows
+    rows, count = 64, 8 if call.keys <= 2048 else 4
+  rows = 32 if call.queries < _SHORT else rows
   return Form("packed" if packs else "blocked", packs, rows, count)
 
 
-def _large_blocks(case: AttentionCase) -> Form:
+def _large_blocks(call: Call) -> Form:
   """Every head, in blocks of many rows, each computed on its own."""
   # A causal block computes logits of all keys up to its last row: the larger
   # the block, the more of them are masked.
-  long = case.queries >= 2048 and not case.causal
-  return Form("blocked", rows=min(case.queries, 1024 if long else 512))
+  long = call.queries >= 2048 and not call.visible.causal
+  return Form("blocked", rows=min(call.queries, 1024 if long else 512))
 
 
-def _kernel_form(case: AttentionCase, *, packs: bool) -> Form:
+def _kernel_form(call: Call, device: Target, *, packs: bool) -> Form:
   """The kernel, with fewer rows of a block where a key/value head has few."""
-  per_head = case.queries * case.group
-  per_head = int(per_head * case.share) if packs else per_head
-  kernels = kernels_of(case.target)
-  sizes = block_sizes(kernels, case.head_dim, case.dtype, per_head)
+  per_head = call.queries * call.group
+  per_head = int(per_head * call.share) if packs else per_head
+  kernels = kernels_of(device)
+  sizes = block_sizes(kernels, call.head_dim, call.dtype, per_head)
   return Form("kernel", packs, sizes.forward.rows)
 
 
-def _largest_share(case: AttentionCase) -> float:
+def _largest_share(call: Call, device: Target) -> float:
   """The largest share of active heads at which packing pays."""
-  half, tokens = case.dtype in HALF, case.queries
-  if case.on_cpu:
+  half, tokens = call.dtype in HALF, call.queries
+  causal = call.visible.causal
+  if device.platform == "cpu":
     few = half and tokens < 512  # too few to make up for float32 blocks
-    if tokens < 256 or (few and not case.causal):
+    if tokens < 256 or (few and not causal):
       return 0.0
     return 0.5 if few else 0.8
-  is_measured = case.target.kind == "NVIDIA H100 80GB HBM3"
-  if is_measured and half and not case.causal and case.head_dim <= 64:
+  is_measured = device.kind == "NVIDIA H100 80GB HBM3"
+  if is_measured and half and not causal and call.head_dim <= 64:
     lengths, shares = zip(*_H100_64.items())
     return float(np.interp(math.log(tokens), np.log(lengths), shares, left=0))
   return 0.0 if tokens < 1024 else 0.5 if tokens < 4096 else 0.75
@@ -406,51 +341,50 @@ def kernels_of(device: Target) -> Kernels:
   return HOPPER if device.platform == "gpu" else TPU
 
 
-def kernel_needs(case: AttentionCase) -> str:
+def kernel_needs(call: Call, device: Target) -> str:
   """What the kernel would need that a call has not; empty if nothing."""
-  if case.biased:
+  if call.bias is not None:
     return "logits without a bias; 'packed' adds it"
-  if case.head_dim > MAX_HEAD_DIM:
-    return f"a head_dim of at most {MAX_HEAD_DIM}, not {case.head_dim}"
-  if case.dtype not in DTYPES:
-    return f"one of the dtypes {', '.join(DTYPES)}, not {case.dtype}"
-  if case.on_cpu and case.checked:
+  if call.head_dim > MAX_HEAD_DIM:
+    return f"a head_dim of at most {MAX_HEAD_DIM}, not {call.head_dim}"
+  if call.dtype not in DTYPES:
+    return f"one of the dtypes {', '.join(DTYPES)}, not {call.dtype}"
+  if device.platform == "cpu" and varying_axes(call):
     return f"{_UNCHECKED} in Pallas's interpreter, as on this CPU"
-  device = case.target
-  return kernels_of(device).unable(device, case.dtype, case.head_dim)
+  return kernels_of(device).unable(device, call.dtype, call.head_dim)
 
 
-def _cudnn_needs(case: AttentionCase) -> str:
+def _cudnn_needs(call: Call, device: Target) -> str:
   """What cuDNN would need that a call has not; empty if nothing."""
-  if problem := case.target.gpu_problem:
+  if problem := device.gpu_problem:
     return problem
   if not has_cudnn():
     return "JAX's plug-in for CUDA, which is not installed"
-  if case.dtype not in HALF:
-    return f"model.dtype bfloat16 or float16, not {case.dtype}"
-  if case.head_dim % 8 or case.head_dim > _MOST_OF_CUDNN:
+  if call.dtype not in HALF:
+    return f"model.dtype bfloat16 or float16, not {call.dtype}"
+  if call.head_dim % 8 or call.head_dim > _MOST_OF_CUDNN:
     most = f"a multiple of 8 and at most {_MOST_OF_CUDNN}"
-    return f"a head_dim that is {most}, not {case.head_dim}"
-  if case.checked:
+    return f"a head_dim that is {most}, not {call.head_dim}"
+  if varying_axes(call):
     return _UNCHECKED
-  if case.biased and (case.queries % 2 or case.keys % 2):
+  if call.bias is not None and (call.queries % 2 or call.keys % 2):
     # Its gradients exist for even numbers alone.
-    sizes = f"{case.queries} and {case.keys}"
+    sizes = f"{call.queries} and {call.keys}"
     return f"even numbers of queries and keys beside a bias, not {sizes}"
   return ""
 
 
-def _splash_needs(case: AttentionCase) -> bool:
+def _splash_needs(call: Call, device: Target) -> bool:
   """Whether splash attention lacks something that a call needs."""
-  sizes = case.queries, case.keys
+  sizes = call.queries, call.keys
   return (
-    case.target.platform != "tpu"
-    or case.checked
-    or case.biased
-    or case.dtype not in ("bfloat16", "float32")
-    or case.head_dim > MAX_HEAD_DIM
+    device.platform != "tpu"
+    or varying_axes(call)
+    or call.bias is not None
+    or call.dtype not in ("bfloat16", "float32")
+    or call.head_dim > MAX_HEAD_DIM
     or any(x % LANES for x in sizes)
-    or (case.causal and case.queries > case.keys)
+    or (call.visible.causal and call.queries > call.keys)
     or jax.config.jax_enable_x64  # its gradients mix int32 and int64
   )
 

@@ -118,3 +118,33 @@ class Call:
   scale: float = dataclasses.field(metadata={"static": True})
   bias: jax.Array | None = None
   active: ActiveHeads | None = None
+
+  # Sizes, by their letters above; each key/value head has `group` query heads.
+  batch = property(lambda self: self.q.shape[0])
+  queries = property(lambda self: self.q.shape[1])
+  heads = property(lambda self: self.q.shape[2])
+  head_dim = property(lambda self: self.q.shape[3])
+  keys = property(lambda self: self.k.shape[1])
+  kv_heads = property(lambda self: self.k.shape[2])
+  group = property(lambda self: self.heads // self.kv_heads)
+
+  @property
+  def dtype(self) -> str:
+    """Name of the widest dtype of queries, keys and values."""
+    return jnp.result_type(self.q, self.k, self.v).name
+
+  @property
+  def share(self) -> float:
+    """Expected share of the heads that are active."""
+    return 1.0 if self.active is None else self.active.share
+
+  @property
+  def masked(self) -> bool:
+    """Whether cuDNN would read what is hidden as an array.
+
+    These are segments, and where attention is causal a key mask, or fewer or
+    more queries than keys.
+    """
+    visible = self.visible
+    hides = visible.key_mask is not None or self.queries != self.keys
+    return visible.segments is not None or (visible.causal and hides)

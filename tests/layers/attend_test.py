@@ -6,7 +6,6 @@ import math
 from unittest import mock
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,23 +15,17 @@ from absl.testing import parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.llm import RotaryConfig
-from moh_jax.layers.attend import (
-  active_heads,
-  attend_on_mesh,
-  attend_to_cache,
-)
+from moh_jax.layers.attend import active_heads, attend_to_cache
 from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import lanes, placement
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import rotation
 from moh_jax.ops.target import Target
-from moh_jax.runtime.batches import shard_batch
-from moh_jax.runtime.mesh import RULES, make_mesh, use_mesh
+from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.parameters import unbox
 from tests.compiles.programs import read_collectives
 from tests.layers import small
@@ -78,46 +71,11 @@ class MeshTest(parameterized.TestCase):
       return out * mask[..., None]
 
     expected = run(q, k, v, "dense")
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    with use_mesh(mesh):
+    with use_mesh(make_mesh(MeshConfig(**_CUBE))):
       out = run(q, k, v, "kernel")
     heads = 2 if kv_heads > 1 else 4  # one key/value head is not split
     self.assertEqual(out.sharding.shard_shape(out.shape), (2, 1, heads, 8))
     np.testing.assert_allclose(out, expected, atol=2e-6)
-
-  def test_kernels_of_tpus_lower_over_a_mesh(self):
-    # Mosaic refuses kernels that the compiler might have to split.
-    q = jnp.zeros((8, 1, 4, 128), jnp.bfloat16)
-    active = ActiveHeads(jnp.ones((8, 1, 4), bool), 2)
-
-    def run(q):
-      call = Call(q, q, q, Visible(), 1.0, active=active)
-      return attend_on_mesh(call, "kernel")
-
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    tpu = jax.sharding.AbstractDevice(
-      device_kind="TPU v5", num_cores=1, platform="tpu"
-    )
-    mesh = mesh.abstract_mesh.update(abstract_device=tpu)
-    with (
-      jax.sharding.use_abstract_mesh(mesh),
-      nn.logical_axis_rules(RULES),
-    ):
-      lowered = jax.jit(run).trace(q).lower(lowering_platforms=("tpu",))
-    self.assertIn("tpu_custom_call", lowered.as_text())
-
-  def test_devices_pack_their_own_heads(self):
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    q = jnp.ones((8, 40, 4, 8))
-    active = ActiveHeads(jnp.ones((8, 40, 4), bool), 3)
-    with use_mesh(mesh):
-      q = shard_batch({"x": q}, mesh)["x"]
-      call = lambda q: Call(q, q, q, Visible(causal=True), 1.0, None, active)  # noqa: E731
-      run = jax.jit(lambda q: attend_on_mesh(call(q), "packed"))
-      text = run.lower(q).compile().as_text()
-    words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
-    for word in words:
-      self.assertNotIn(word, text)
 
 
 class LayerTest(parameterized.TestCase):

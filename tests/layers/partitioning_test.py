@@ -1,6 +1,5 @@
 """Logical axis names to mesh axes."""
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -54,26 +53,12 @@ class ResolveSpecTest(parameterized.TestCase):
 
 
 class ConstrainTest(absltest.TestCase):
-  def _mesh(self):
-    devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    return jax.sharding.Mesh(devices, ("data", "tensor"))
-
   def test_is_the_identity_without_a_mesh_or_rules(self):
     x = jnp.ones((4, 3))
     with nn.logical_axis_rules((("batch", "data"),)):
       self.assertIs(constrain(x, "batch", None), x)
-    with jax.set_mesh(self._mesh()):
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))):
       self.assertIs(constrain(x, "batch", None), x)
-
-  def test_shards_by_the_rules_under_a_mesh(self):
-    rules = (("batch", "data"), ("heads", "tensor"))
-    x = jnp.arange(24.0).reshape(4, 3, 2)
-    with jax.set_mesh(self._mesh()), nn.logical_axis_rules(rules):
-      out = jax.jit(lambda x: 2 * constrain(x, "batch", "heads", None))(x)
-    # Three heads do not divide over two devices.
-    expected = jax.sharding.NamedSharding(self._mesh(), PartitionSpec("data"))
-    self.assertTrue(out.sharding.is_equivalent_to(expected, out.ndim))
-    chex.assert_trees_all_equal(np.asarray(out), 2 * np.asarray(x))
 
 
 class ExamplesTest(absltest.TestCase):

@@ -19,6 +19,7 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.ops import attention as attention_lib
 from moh_jax.ops.attention import attention
+from tests.ops.devices import traced_for
 
 # Half of the heads: "auto" packs 1,024 tokens of float32.
 _BUDGET = HeadBudget(num_heads=8, shared=2, top_k=2, head_dim=8)
@@ -184,10 +185,7 @@ class TransformationsTest(parameterized.TestCase):
 
   @parameterized.parameters(("tpu", "TPU v5"), ("gpu", "NVIDIA H100"))
   def test_kernels_lower_where_shard_map_checks(self, platform, kind):
-    device = jax.sharding.AbstractDevice(
-      device_kind=kind, num_cores=1, platform=platform
-    )
-    mesh = _mesh(AxisType.Auto).abstract_mesh.update(abstract_device=device)
+    mesh = _mesh(AxisType.Auto).abstract_mesh
     q = jnp.ones((2, 256, 2, 128), jnp.bfloat16)
 
     def loss(q):
@@ -196,7 +194,7 @@ class TransformationsTest(parameterized.TestCase):
       )
       return attend(q).astype(jnp.float32).sum()
 
-    with jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(platform, kind, 1, mesh):
       traced = jax.jit(jax.grad(loss)).trace(q)
       name = {"gpu": "cuda"}.get(platform, platform)
       traced.lower(lowering_platforms=(name,))

@@ -146,17 +146,14 @@ class AdaptersTest(parameterized.TestCase):
 
     at = jax.jit(at, static_argnums=2)
     joined, plain = lib.join(frozen, trained), lib.join(frozen, first)
-    without = at(joined, 0, 0.0)
     np.testing.assert_array_equal(at(plain, 0, 0.5), at(plain, 0, 0.0))
-    np.testing.assert_allclose(without, apply(joined), rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(at(joined, 0, 0.5), at(joined, 0, 0.5))
     self.assertTrue((at(joined, 0, 0.5) != at(joined, 1, 0.5)).any())
-    # Their mean over many draws is what they are without.
+    # Their mean over draws is what they are without.
     few, many = (
-      np.abs(np.mean([at(joined, s, 0.1) for s in range(n)], 0) - without)
+      np.mean([at(joined, s, 0.1) for s in range(n)], 0) - apply(joined)
       for n in (1, 64)
     )
-    self.assertLess(many.mean(), few.mean() / 3)
+    self.assertLess(np.abs(many).mean(), np.abs(few).mean() / 3)
 
   @pytest.mark.integration
   def test_without_adapters_the_network_is_its_base(self):

@@ -26,7 +26,6 @@ from moh_jax.models.diffusion import (
   make_process,
   q_sample,
   respace,
-  reverse_step,
   training_target,
 )
 from tests.models import small
@@ -78,16 +77,6 @@ class ProcessTest(parameterized.TestCase):
     ahead, here = (q_sample(process, _X0, t + i, _NOISE) for i in (1, 0))
     target = training_target(process, "velocity", _X0, t, _NOISE)
     np.testing.assert_allclose(target, (ahead - here) * 1000, atol=2e-3)
-
-  def test_process_of_one_step_goes_straight_to_the_example(self):
-    process = respace(make_process("linear", 1000), "1")
-    self.assertEqual(process.timesteps.tolist(), [0])
-    np.testing.assert_allclose(process.posterior_log_variance, np.log(1e-4))
-    t = jnp.zeros(len(_STEPS), jnp.int32)
-    for out in (_X0, jnp.concatenate([_X0, _X0], axis=-1)):
-      reverse = reverse_step(process, "x0", out, _X, t)
-      chex.assert_tree_all_finite(reverse)
-      np.testing.assert_allclose(reverse.mean, _X0, atol=1e-6)
 
   @parameterized.parameters(
     *((text, "N, 'ddimN' or 'N,M") for text in ("0", "", "-5", "5,", "ddim0")),

@@ -191,8 +191,7 @@ class DiTInitializationTest(parameterized.TestCase):
       bound = np.sqrt(3 * variance)
       self.assertBetween(np.abs(kernel).max(), 0.95 * bound, 1.0001 * bound)
       if path.startswith("blocks0"):  # its layers start unalike
-        alike = np.corrcoef(*kernel.reshape(2, -1))[0, 1]
-        self.assertLess(abs(alike), 0.3)
+        self.assertGreater(np.abs(kernel[0] - kernel[1]).mean(), bound / 2)
     for path in ("time_in/kernel", "time_out/kernel", "label/embedding"):
       leaf = leaves[f"embed/{path}"]
       self.assertBetween(leaf.std(), 0.019, 0.021)

@@ -11,7 +11,6 @@ from moh_jax.ops.attention import HOPPER, TPU
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.kernels.attention import (
-  BlockSizes,
   Problem,
   kernel_attention,
 )
@@ -171,9 +170,8 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   if form == "packed":
     return packed_attention(call, blocks, 3)
   if form in KERNELS:
-    return kernel_attention(
-      call, blocks, KERNELS[form], interpret=True, **options
-    )
+    options = {"interpret": True} | options
+    return kernel_attention(call, blocks, KERNELS[form], **options)
   if form == "cudnn":
     out = cudnn_attention(call, "xla")
   elif form == "splash":
@@ -186,11 +184,8 @@ def attend(form: str, case: Case, blocks, q, k, v, bias=None, **options):
   return jnp.where(chosen[..., None], out, 0)
 
 
-def evaluate(
-  form: str, case: Case, arrays, blocks, sizes: BlockSizes | None = None
-) -> list[jax.Array]:
+def evaluate(form: str, case: Case, arrays, blocks, **options) -> list:
   """Output and gradients of a form, as `reference` orders them."""
-  options = {} if sizes is None else {"sizes": sizes}
   call = functools.partial(attend, form, case, blocks, **options)
   out, pull = jax.vjp(call, *arrays[:3], *arrays[4:])
   return [out, *pull(arrays[3].astype(out.dtype))]

@@ -1,7 +1,6 @@
 """Which form a call gets, and the sizes of the kernels' blocks and tiles."""
 
 import dataclasses
-import functools
 import types
 from unittest import mock
 
@@ -13,35 +12,47 @@ from moh_jax.ops import target as target_lib
 from moh_jax.ops.attention import (
   HOPPER,
   TPU,
-  AttentionCase,
   Form,
-  attention,
   choose_cached_form,
   choose_form,
 )
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.kernels import decode
 from moh_jax.ops.kernels.attention import block_sizes
+from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.target import Target
 from tests.ops import devices
 
-_CASE = AttentionCase(
-  target=Target("cpu", "cpu"), batch=1, queries=1024, keys=1024, num_heads=32,
-  head_dim=64, share=0.5,
-)  # fmt: skip
+_CPU = Target("cpu", "cpu")
 _TPU = Target("tpu", "TPU v5 lite")
 _A100 = Target("gpu", "NVIDIA A100-SXM4-80GB")
 _H100 = Target("gpu", "NVIDIA H100 80GB HBM3")
-_GPU_CASE = {"target": _H100, "dtype": "bfloat16", "share": 0.4}
-_TPU_CASE = _GPU_CASE | {"target": _TPU}
+_GPU_CASE = {"device": _H100, "dtype": "bfloat16", "share": 0.4}
+_TPU_CASE = _GPU_CASE | {"device": _TPU}
+_shape = jax.ShapeDtypeStruct
 
 
-def _form(implementation: str = "auto", tokens: int = 1024, **changes) -> Form:
-  if platform := changes.pop("platform", None):
-    changes["target"] = Target(platform, platform)
-  has_cudnn = changes.pop("has_cudnn", True)
-  changes = {"queries": tokens, "keys": tokens} | changes
-  with mock.patch("moh_jax.ops.attention.has_cudnn", lambda: has_cudnn):
-    return choose_form(implementation, dataclasses.replace(_CASE, **changes))
+def _form(
+  implementation: str = "auto", tokens: int = 1024, *, queries: int = 0,
+  keys: int = 0, batch: int = 1, heads: int = 32, head_dim: int = 64,
+  dtype: str = "float32", share: float = 0.5, causal: bool = False,
+  masked: bool = False, biased: bool = False, device: Target = _CPU,
+  one_device: bool = True, has_cudnn: bool = True,
+) -> Form:  # fmt: skip
+  queries, keys = queries or tokens, keys or tokens
+  q, k = (_shape((batch, n, heads, head_dim), dtype) for n in (queries, keys))
+  segments = _shape((batch, keys), int) if masked else None
+  bias = _shape((1, 1, queries, keys), dtype) if biased else None
+  active = ActiveHeads(_shape(q.shape[:3], bool), heads, share * heads)
+  call = Call(q, k, k, Visible(None, segments, causal), 1.0, bias, active)
+  here = {"has_cudnn": has_cudnn, "on_one_device": one_device}
+  here = {name: mock.Mock(return_value=value) for name, value in here.items()}
+  # Arrays of float64 exist there alone.
+  with (
+    jax.enable_x64(dtype == "float64"),
+    mock.patch.multiple("moh_jax.ops.attention", **here),
+  ):
+    return choose_form(implementation, call, device)
 
 
 def _told(form: Form) -> str:
@@ -65,8 +76,8 @@ class ChooseTest(parameterized.TestCase):
     ({"causal": True, "tokens": 128}, "dense"),
     ({"causal": True, "tokens": 128, "batch": 64}, "blocked 32x4"),
     # Blocks are faster than all logits, though these would fit.
-    ({"share": 1.0, "tokens": 512, "num_heads": 8}, "blocked 512"),
-    ({"tokens": 512, "num_heads": 8, "dtype": "bfloat16"}, "dense"),
+    ({"share": 1.0, "tokens": 512, "heads": 8}, "blocked 512"),
+    ({"tokens": 512, "heads": 8, "dtype": "bfloat16"}, "dense"),
     ({"one_device": False}, "blocked 512"),
   )  # fmt: skip
   def test_auto_on_a_cpu(self, changes, expected):
@@ -81,8 +92,8 @@ class ChooseTest(parameterized.TestCase):
     ({"causal": True, "tokens": 4096, "share": 0.75}, "kernel+"),
     ({"causal": True, "masked": True, "share": 0.75}, "kernel"),
     ({"masked": True}, "kernel+"), ({"biased": True}, "cudnn"),
-    ({"head_dim": 72}, "cudnn"), ({"target": _A100}, "cudnn"),
-    ({"target": _A100, "masked": True, "share": 1.0}, "dense"),
+    ({"head_dim": 72}, "cudnn"), ({"device": _A100}, "cudnn"),
+    ({"device": _A100, "masked": True, "share": 1.0}, "dense"),
     # The last stage of a ViT of 224 pixels: cuDNN has no gradients there.
     ({"biased": True, "tokens": 49}, "dense"),
     ({"biased": True, "dtype": "float32", "batch": 16}, "blocked"),
@@ -90,18 +101,18 @@ class ChooseTest(parameterized.TestCase):
     ({"head_dim": 512, "share": 1.0}, "dense"),
     ({"one_device": False}, "dense"), ({"has_cudnn": False}, "kernel+"),
     ({"dtype": "float64"}, "dense"),  # no kernel reads it
-    ({"target": _TPU}, "kernel+"), ({"target": _TPU, "share": 1.0}, "splash"),
-    ({"target": _TPU, "causal": True, "share": 0.9}, "splash"),
-    ({"target": _TPU, "share": 1.0, "queries": 1000}, "kernel"),
-    ({"target": _TPU, "biased": True}, "dense"),
-    ({"target": Target("neuron", "trn2"), "tokens": 8192}, "blocked"),
+    ({"device": _TPU}, "kernel+"), ({"device": _TPU, "share": 1.0}, "splash"),
+    ({"device": _TPU, "causal": True, "share": 0.9}, "splash"),
+    ({"device": _TPU, "share": 1.0, "queries": 1000}, "kernel"),
+    ({"device": _TPU, "biased": True}, "dense"),
+    ({"device": Target("neuron", "trn2"), "tokens": 8192}, "blocked"),
   )  # fmt: skip
   def test_auto_on_a_gpu_or_tpu(self, changes, expected):
     form, _, _ = _told(_form(**_GPU_CASE | changes)).partition(" ")
     self.assertEqual(form, expected)
 
   @parameterized.parameters(
-    ("packed", {"platform": "gpu"}, "packed+ 64x8"),
+    ("packed", {"device": Target("gpu", "gpu")}, "packed+ 64x8"),
     ("packed", {"tokens": 256}, "packed+ 32x8"),
     ("packed", {"share": 1.0}, "blocked 512"),
     ("dense", {"queries": 4096, "keys": 4096}, "blocked 1024"),
@@ -119,7 +130,7 @@ class ChooseTest(parameterized.TestCase):
   @parameterized.parameters(
     ("kernel", {"biased": True}, "'kernel' needs .* without a bias"),
     ("cudnn", _TPU_CASE, "an NVIDIA GPU, this is a tpu"),
-    ("cudnn", {"target": _H100}, "bfloat16 or float16, not float32"),
+    ("cudnn", {"device": _H100}, "bfloat16 or float16, not float32"),
     ("cudnn", _GPU_CASE | {"head_dim": 36}, "a multiple of 8 .*, not 36"),
     ("cudnn", _GPU_CASE | {"biased": True, "keys": 49},
      "beside a bias, not 1024 and 49"),
@@ -168,7 +179,7 @@ class DevicesTest(parameterized.TestCase):
   @parameterized.parameters(("7.5", "Tesla T4"), ("gfx942", "MI300X"))
   def test_devices_that_are_too_old_or_read_no_ptx(self, capability, kind):
     device = Target("gpu", kind, capability=capability)
-    case = {"target": device, "dtype": "bfloat16"}
+    case = {"device": device, "dtype": "bfloat16"}
     self.assertEqual(_form(tokens=8192, **case).name, "blocked")
     cached = choose_cached_form("auto", device, new=1, head_dim=64)
     self.assertEqual(cached, "dense")
@@ -181,13 +192,10 @@ class DevicesTest(parameterized.TestCase):
     (5, False, True, False), (13, False, False, False),
   )  # fmt: skip
   def test_what_cudnn_would_read_as_a_mask(self, keys, causal, hides, masked):
-    q, k = (jax.ShapeDtypeStruct((1, n, 2, 8), "bfloat16") for n in (5, keys))
-    key_mask = jax.ShapeDtypeStruct((1, keys), bool) if hides else None
-    chosen = mock.Mock(wraps=choose_form)
-    call = functools.partial(attention, causal=causal)
-    with mock.patch("moh_jax.ops.attention.choose_form", chosen):
-      jax.eval_shape(call, q, k, k, key_mask=key_mask)
-    self.assertEqual(chosen.call_args.args[1].masked, masked)
+    q, k = (_shape((1, n, 2, 8), "bfloat16") for n in (5, keys))
+    key_mask = _shape((1, keys), bool) if hides else None
+    call = Call(q, k, k, Visible(key_mask, causal=causal), 1.0)
+    self.assertEqual(call.masked, masked)
 
   @parameterized.product(name=IMPLEMENTATIONS, platform=("cpu", "gpu", "tpu"))
   def test_only_the_kernel_skips_heads_and_slots(self, name, platform):

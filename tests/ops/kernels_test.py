@@ -13,12 +13,11 @@ from absl.testing import parameterized
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.attention import TPU
-from moh_jax.ops.call import Call, Visible
+from moh_jax.ops.call import Visible
 from moh_jax.ops.kernels import hopper_program, tpu_plan
 from moh_jax.ops.kernels.attention import (
   BlockSizes,
   block_sizes,
-  kernel_attention,
   keys_of_rows,
   rows_of_keys,
 )
@@ -36,7 +35,7 @@ def _run(case, arrays=None, blocks=None):
   """Output and gradients of the TPU kernels with blocks of 16 rows."""
   arrays = case.arrays() if arrays is None else arrays
   blocks = case.blocks() if blocks is None else blocks
-  return cases.results("mosaic_tpu", case, arrays, blocks, _SIZES)
+  return cases.results("mosaic_tpu", case, arrays, blocks, sizes=_SIZES)
 
 
 class InterpretedTest(parameterized.TestCase):
@@ -88,17 +87,12 @@ class LoweringTest(parameterized.TestCase):
     case = Case(2, 200, 200, heads=8, kv_heads=4, head_dim=dim, **masks)
     rows = block_sizes(TPU, dim, dtype).forward.rows
 
-    def call(q, k, v, grad):
-      def attend(q, k, v):
-        return kernel_attention(
-          Call(q, k, v, case.visible(), 1.0), case.blocks(rows), TPU
-        )
-
-      out, pull = jax.vjp(attend, q, k, v)
-      return out, *pull(grad)
+    def call(*arrays):
+      given = "mosaic_tpu", case, arrays, case.blocks(rows)
+      return cases.evaluate(*given, interpret=False)
 
     arrays = jax.eval_shape(lambda: case.arrays(dtype))
-    self.assertEqual(devices.lowered_kernels("tpu", call, *arrays)[0], 3)
+    self.assertEqual(devices.lowered_kernels("tpu", call, *arrays), 3)
 
 
 class TablesTest(parameterized.TestCase):
@@ -197,8 +191,6 @@ _HOPPER_CASES = {
   "large_head": (_hopper(head_dim=256, causal=True), _FORWARD, (64, 64)),
   "head_dim_96": (_hopper(64, head_dim=96, kv_heads=4), _FORWARD, _KEYS),
 }  # fmt: skip
-# The interpreter takes 10 to 20 s for each: `pytest -m slow` runs the others.
-_ALWAYS = ("causal", "masks")
 
 
 def _check_hopper(name: str, **changes) -> None:
@@ -212,14 +204,10 @@ def _check_hopper(name: str, **changes) -> None:
 
 
 class HopperTest(parameterized.TestCase):
-  @parameterized.parameters(*_ALWAYS)
+  # The interpreter takes 10 to 20 s for each.
+  @parameterized.parameters("causal", "masks")
   @pytest.mark.integration
   def test_equals_float64(self, name):
-    _check_hopper(name)
-
-  @parameterized.parameters(*sorted(_HOPPER_CASES.keys() - _ALWAYS))
-  @pytest.mark.slow
-  def test_other_cases_equal_float64(self, name):
     _check_hopper(name)
 
   @parameterized.parameters(*sorted(_HOPPER_CASES))

@@ -8,10 +8,7 @@ from absl.testing import parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moh_jax.ops.pairs import (
-  ActiveHeads,
-  head_blocks,
-)
+from moh_jax.ops.pairs import ActiveHeads, head_blocks
 
 
 def _check_table(test, mask, most, rows, group=1):
@@ -67,12 +64,3 @@ class TableTest(parameterized.TestCase):
       count = rng.integers(0, most + 1)
       mask[b, n, rng.permutation(heads)[:count]] = True
     _check_table(self, mask, most, rows, group)
-
-
-class BoundTest(parameterized.TestCase):
-  def test_no_token_keeps_more_heads_than_tables_have_room_for(self):
-    mask = jnp.asarray([[[1, 1, 1, 1], [0, 1, 0, 1]], [[0] * 4] * 2], bool)
-    active, factor = ActiveHeads(mask, 2).bounded()
-    cut = [[[1, 1, 0, 0], [0, 1, 0, 1]], [[0] * 4] * 2]
-    np.testing.assert_array_equal(active.mask, np.asarray(cut, bool))
-    np.testing.assert_array_equal(factor[:, 0, 0, 0], [np.nan, 1])

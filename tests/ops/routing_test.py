@@ -17,13 +17,10 @@ _BATCH = (2, 5)
 _CORNERS = {
   "some_of_each": (6, 2, 2),
   "no_shared": (6, 0, 2),
-  "no_shared_one_selected": (6, 0, 1),
   "one_shared": (6, 1, 3),
   "all_routed_selected": (6, 2, 4),
-  "all_selected_no_shared": (6, 0, 6),
   "all_shared": (6, 6, 0),
   "none_selected": (6, 4, 0),
-  "one_shared_none_selected": (6, 1, 0),
   "single_head": (1, 1, 0),
 }
 
@@ -114,14 +111,19 @@ class MasksTest(parameterized.TestCase):
     order = np.argsort(-np.asarray(scores, np.float32), -1, kind="stable")
     expected = np.zeros((2, 5, 6), bool)
     np.put_along_axis(expected, order[..., :k], True, axis=-1)
-    for mask in (
-      routing.top_k_mask(scores, k), jax.jit(routing.top_k_mask)(scores, k)
-    ):  # fmt: skip
-      np.testing.assert_array_equal(mask, expected)
+    for given in (k, jnp.int32(k)):
+      np.testing.assert_array_equal(routing.top_k_mask(scores, given), expected)
 
 
 class AtRunTimeTest(parameterized.TestCase):
   # Other layers are those of layers/structures_test and models/llm_test.
+  @parameterized.parameters(*GATE_FORMS)
+  def test_gates_are_those_of_a_budget_of_that_top_k(self, form):
+    logits = _logits(_budget("some_of_each"))
+    routed = _route(_budget("some_of_each"), logits, form, top_k=jnp.int32(3))
+    expected = _reference(HeadBudget(6, 2, 3, head_dim=4), logits, form)
+    np.testing.assert_allclose(routed.gates, expected, atol=2e-6)
+
   @parameterized.parameters("all_shared", "none_selected")
   def test_layer_that_routes_nothing_ignores_it(self, corner):
     budget, one = _budget(corner), jnp.int32(1)
@@ -131,18 +133,6 @@ class AtRunTimeTest(parameterized.TestCase):
       (_route(budget, logits, top_k=one), gates(top_k=one)),
       (_route(budget, logits), gates()),
     )
-
-
-class AuxTest(parameterized.TestCase):
-  def test_statistics_have_no_gradients(self):
-    budget, logits = _budget("some_of_each"), _logits(_budget("some_of_each"))
-
-    def statistics(logits):
-      aux = routing.router_aux(_route(budget, logits), budget)
-      return jnp.sum(aux.load**2) + jnp.sum(aux.mean_score**2)
-
-    grads = jax.grad(statistics)(logits)
-    chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
 
 
 class BalanceLossTest(parameterized.TestCase):
@@ -170,26 +160,20 @@ class BalanceLossTest(parameterized.TestCase):
     self.assertEqual(float(loss_of(probs, np.zeros((2, 6), bool))), 0.0)
 
 
-@functools.partial(jax.jit, static_argnames=("shared", "top_k", "kind"))
-def _norm_call(norms, weights, shared, top_k, kind):
-  """Gradient of the weighted sum of gates [H], and the routing."""
+def _by_norm(norms, weights, shared=0, top_k=1, kind="selected"):
+  """Routes one token by the norms of its heads: its gradient and routing."""
+  norms, weights = np.float32(norms), np.float32(weights)
   budget = HeadBudget(len(norms), shared, top_k, head_dim=4)
 
+  @jax.jit
   def total(norms):
     routed = routing.query_norm_gates(
       norms[None, None], budget, straight_through=kind
     )
     return jnp.sum(routed.gates * weights[None, None]), routed
 
-  return jax.grad(total, has_aux=True)(norms)
-
-
-def _by_norm(norms, weights=None, shared=0, top_k=1, kind="selected"):
-  """Routes one token by the norms of its heads: its gradient and routing."""
-  norms = np.float32(norms)
-  weights = np.zeros_like(norms) if weights is None else np.float32(weights)
-  grads, routed = _norm_call(norms, weights, shared, top_k, kind)
-  return np.asarray(grads), jax.tree.map(lambda x: np.asarray(x)[0, 0], routed)
+  grads, routed = jax.grad(total, has_aux=True)(norms)
+  return grads, jax.tree.map(lambda x: x[0, 0], routed)
 
 
 class QueryNormGatesTest(parameterized.TestCase):
@@ -230,20 +214,10 @@ class QueryNormGatesTest(parameterized.TestCase):
     self.assertTrue(np.isfinite(grads).all())
 
   def test_norms_are_float32_and_their_gradients_finite(self):
-    budget = HeadBudget(4, 1, 2, head_dim=8)
     queries = jax.random.normal(jax.random.key(0), (2, 3, 4, 8), jnp.bfloat16)
     norms = routing.query_norms(queries)
     chex.assert_type(norms, jnp.float32)
     expected = np.linalg.norm(np.asarray(queries, np.float64), axis=-1)
     np.testing.assert_allclose(norms, expected, rtol=1e-6)
-
-    def total(queries):
-      gates = routing.query_norm_gates(
-        routing.query_norms(queries), budget, straight_through="all"
-      ).gates
-      return jnp.sum(gates * jnp.arange(4.0)[None, None])
-
-    grads = jax.jit(jax.grad(total))(queries.astype("float32").at[1].set(0.0))
-    chex.assert_tree_all_finite(grads)
-    np.testing.assert_array_equal(grads[1], 0.0)
-    self.assertGreater(float(jnp.abs(grads[0]).max()), 0.0)
+    grads = jax.grad(lambda q: routing.query_norms(q).sum())(0 * queries)
+    np.testing.assert_array_equal(grads, 0.0)
