@@ -99,7 +99,7 @@ def _table(name: str, section: Any) -> str:
     "|---|---|---|---|",
   ]
   for key in reference.keys(name, section):
-    cells = (f"`{key.name}`", f"`{key.value!r}`", f"`{key.type}`", key.text)
+    cells = (f"`{key.name}`", f"`{key.value!r}`", f"`{key.type}`", key.meaning)
     lines.append(
       f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
     )

@@ -90,8 +90,8 @@ class ConfigsTest(parameterized.TestCase):
   def test_every_leaf_can_be_stated_by_a_flag(self, name):
     spec = _spec(name, _ARGUMENTS[name][0])
     plain = load_config(spec)
-    leaves = parse.leaves("", config_lib.to_dict(plain))
-    stated = [f"{path[1:]}={value}" for path, value in leaves.items()]
+    leaves = parse.leaves(config_lib.to_dict(plain))
+    stated = [f"{path}={value}" for path, value in leaves.items()]
     self.assertEqual(load_config(spec, stated), plain)
 
 

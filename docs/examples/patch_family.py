@@ -46,11 +46,6 @@ class PatchConfig(LayerStack, ImageClassifier):
       self.fail("image_size", f"must be multiples of model.patch={self.patch}")
 
   @property
-  def input_shape(self) -> tuple[int, int, int]:
-    """Rows, columns and channels of an image."""
-    return (*self.image_size, self.channels)
-
-  @property
   def num_tokens(self) -> int:
     """N."""
     rows, columns = self.image_size

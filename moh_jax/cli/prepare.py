@@ -5,10 +5,10 @@ A second run of a command that was ended continues what the first one wrote.
 
 import dataclasses
 import pathlib
-from typing import Literal
+from typing import Annotated, Literal
 
 from moh_jax.cli import command
-from moh_jax.config.base import Count, Dtype, Natural, Part, Share
+from moh_jax.config.base import Count, Dtype, Natural, Part, Range, Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ class TrainTokenizer(command.Texts):
       lacks the field, which is then counted; a damaged file ends the command.
   """
 
-  vocab_size: Count
+  vocab_size: Annotated[int, Range(258)]
   out: command.OutFile
   on_error: Literal["stop", "skip"] = "stop"
 

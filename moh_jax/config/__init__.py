@@ -12,7 +12,6 @@ from moh_jax.config.dit import SampleConfig as SampleConfig
 from moh_jax.config.heads import HeadBudget as HeadBudget
 from moh_jax.config.heads import RouterConfig as RouterConfig
 from moh_jax.config.layers import ImageClassifier as ImageClassifier
-from moh_jax.config.layers import ImageModel as ImageModel
 from moh_jax.config.layers import LayerGroup as LayerGroup
 from moh_jax.config.layers import LayerStack as LayerStack
 from moh_jax.config.layers import RoutedLayers as RoutedLayers

@@ -16,16 +16,12 @@ import ast
 import dataclasses
 import difflib
 import functools
+import math
 import numbers
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
-
-# Largest values of fields that have no limit of their own: what an int32 holds,
-# and what float32 computes with.
-MOST_COUNT = 2**31 - 1
-MOST_NUMBER = 1e9
 
 
 class Range(NamedTuple):
@@ -33,35 +29,34 @@ class Range(NamedTuple):
 
   Attributes:
     low: smallest.
-    high: largest; None is `MOST_COUNT` for integers and `MOST_NUMBER` for
-      others.
+    high: largest.
     ends: which limits are allowed themselves: "[]", "[)", "(]" or "()".
   """
 
   low: float
-  high: float | None = None
+  high: float = math.inf
   ends: str = "[]"
 
   def refusal(self, value: float) -> str:
     """What a value must be, or "" where it is allowed."""
-    most = MOST_COUNT if isinstance(value, int) else MOST_NUMBER
-    high = most if self.high is None else self.high
+    if not math.isfinite(value):
+      return "finite"
     first, last = self.ends
-    if (self.low < value or (first == "[" and value == self.low)) and (
-      value < high or (last == "]" and value == high)
-    ):
+    is_above = self.low < value or (first == "[" and value == self.low)
+    is_below = value < self.high or (last == "]" and value == self.high)
+    if is_above and is_below:
       return ""
-    if self.high is not None:
-      return f"in {first}{self.low}, {high}{last}"
+    if self.high < math.inf:
+      return f"in {first}{self.low}, {self.high}{last}"
     least = "at least" if first == "[" else "above"
-    return f"{least} {self.low}, at most {high}"
+    return f"{least} {self.low}"
 
 
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
 Amount = Annotated[float, Range(0)]
 Positive = Annotated[float, Range(0, ends="(]")]
-Number = Annotated[float, Range(-MOST_NUMBER, MOST_NUMBER)]
+Number = Annotated[float, Range(-math.inf)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, "()")]
 Decay = Annotated[float, Range(0, 1, "[)")]

@@ -148,11 +148,6 @@ class ClassifierConfig(base.Section):
   cutmix: base.Amount = 0.0
   cutmix_prob: base.Share = 0.5
 
-  @property
-  def mixes(self) -> bool:
-    """Whether images are mixed."""
-    return bool(self.mixup or self.cutmix)
-
 
 @dataclasses.dataclass(frozen=True)
 class TextDataConfig(ExamplesConfig):

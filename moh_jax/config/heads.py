@@ -75,9 +75,6 @@ class RouterConfig(base.Section):
     return get_router(self.kind).varies
 
 
-GATE_FORMS = base.choices(RouterConfig, "gate_form")
-
-
 @dataclasses.dataclass(frozen=True)
 class HeadBudget(base.Section):
   """How the heads of one layer are split; all counts are heads.
@@ -153,9 +150,8 @@ class Units:
     groups = kv_heads or budget.num_heads
     size, rest = divmod(budget.num_heads, groups)
     if rest:
-      budget.fail(
-        "num_heads", f"must be a multiple of {groups} key/value heads"
-      )
+      several = f"must be a multiple of {groups} key/value heads"
+      budget.fail("num_heads", several)
     if not router.selects:
       return cls(dataclasses.replace(budget, shared=budget.num_heads, top_k=0))
     if router.structure == "free":
@@ -165,18 +161,14 @@ class Units:
     elif size > 1:
       divisor, what = groups, f"the {groups} key/value groups"
     else:
-      router.fail(
-        "structure", f"needs more query heads than the {groups} key/value heads"
-      )
+      more = f"needs more query heads than the {groups} key/value heads"
+      router.fail("structure", more)
     counts = {}
     for name in ("shared", "top_k"):
       counts[name], rest = divmod(getattr(budget, name), divisor)
       if rest:
-        budget.fail(
-          name,
-          f"must be a multiple of {what} for router.structure="
-          f"{router.structure!r}",
-        )
+        structure = f"router.structure={router.structure!r}"
+        budget.fail(name, f"must be a multiple of {what} for {structure}")
     if router.structure == "per_group":
       return cls(budget, parts=groups)
     return cls(HeadBudget(groups, **counts, head_dim=budget.head_dim), size)

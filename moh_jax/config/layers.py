@@ -86,12 +86,6 @@ class RoutedLayers(Section):
   DATA: ClassVar[type] = DataConfig
   # Further sections that only this family has, name to dataclass.
   SECTIONS: ClassVar[Mapping[str, type]] = {}
-  # Whether attention logits get a learned bias per head, which rules out some
-  # attention forms.
-  POSITION_BIAS: ClassVar[bool] = False
-  # Field of the longest sequence, or of the rows and columns of the input; ""
-  # where one number does not say it.
-  SIZE: ClassVar[str] = ""
   # Whether a tokenizer belongs to a checkpoint.
   READS_TEXT: ClassVar[bool] = False
   # Whether matrices can be stored in the compute dtype without changing any
@@ -181,9 +175,17 @@ def without_router(model: _Model, **changes: Any) -> _Model:
 class ImageModel(RoutedLayers):
   """What model sections of networks that read images, or latents, share.
 
-  They have the fields `channels` and `num_classes` and the property
-  `input_shape`: rows, columns and channels of an example.
+  They have the fields `channels` and `num_classes`, and the one that `SIZE`
+  names.
   """
+
+  # Field of the rows and columns of the input.
+  SIZE: ClassVar[str] = "image_size"
+
+  @property
+  def input_shape(self) -> tuple[int, int, int]:
+    """Rows, columns and channels of an example."""
+    return (*getattr(self, self.SIZE), self.channels)
 
   @property
   def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -246,6 +248,8 @@ class LayerStack(RoutedLayers):
   PART: ClassVar[str] = "layer"
   FIRST: ClassVar[int] = 0
   COUNTED_BY: ClassVar[str] = "num_heads"
+  # Fields that have as many values, or one for all parts.
+  COUNTED: ClassVar[tuple[str, ...]] = ("shared_heads", "top_k")
 
   sees = "all"
   num_kv_heads = 0
@@ -262,9 +266,9 @@ class LayerStack(RoutedLayers):
     Raises:
       ValueError: a tuple of another length, or a split that does not add up.
     """
-    if not self.num_heads:
-      self.fail("num_heads", "must have at least one layer")
-    self.fill_parts("shared_heads", "top_k")
+    if not getattr(self, self.COUNTED_BY):
+      self.fail(self.COUNTED_BY, f"must have at least one {self.PART}")
+    self.fill_parts(*self.COUNTED)
     self.budgets()
 
   def fill_parts(self, *names: str) -> None:

@@ -30,12 +30,10 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
       the message names the field, its value and what is allowed.
   """
   cfg = cfg if isinstance(cfg, Mapping) else cfg.to_dict()
-  if "model" not in cfg:
-    raise ValueError("the config has no section 'model'")
-  if not isinstance(cfg["model"], Mapping):
-    raise ValueError(f"config section model={cfg['model']!r} must have fields")
-  family = cfg["model"].get("family")
-  types = section_types(family, cfg)
+  model = cfg.get("model")
+  if not isinstance(model, Mapping):
+    raise ValueError(f"config section model={model!r} must have fields")
+  types = section_types(model.get("family"), cfg)
   made = {name: make_section(name, types[name], cfg[name]) for name in cfg}
   return Config(**made)
 
@@ -77,26 +75,21 @@ def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
   Returns:
     Lines "section.field: OURS here, THEIRS there".
   """
-  both = (leaves(section, dataclasses.asdict(x)) for x in (ours, theirs))
-  return differing(*both)
+  both = ({section: dataclasses.asdict(x)} for x in (ours, theirs))
+  return differing(*map(leaves, both))
 
 
 def differing_keys(ours: Config, theirs: Config) -> list[str]:
   """The same of all sections of two runs of a family."""
-  there = theirs.by_name()
-  return [
-    line
-    for name, section in ours.by_name().items()
-    for line in differing_fields(section, there[name], name)
-  ]
+  return differing(*(leaves(to_dict(run)) for run in (ours, theirs)))
 
 
-def leaves(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """Every path and value of nested dicts."""
   found = {}
   for name, value in values.items():
-    path, is_part = f"{prefix}.{name}", isinstance(value, Mapping)
-    found |= leaves(path, value) if is_part else {path: value}
+    path, is_part = f"{prefix}{name}", isinstance(value, Mapping)
+    found |= leaves(value, f"{path}.") if is_part else {path: value}
   return found
 
 
@@ -121,35 +114,30 @@ def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     The same dicts. New values are `GivenText`, which `from_config_dict` reads.
 
   Raises:
-    ValueError: an override does not fit; the message names the key.
+    ValueError: an override does not fit; the message names the key. Whether
+      there is such a field, `from_config_dict` checks with the rest.
   """
   for text in overrides:
     key, equals, value = text.partition("=")
     if not equals:
       raise ValueError(f"override {text!r} must be FIELD=VALUE")
-    _set(cfg, key, GivenText(value))
+    *path, name = key.split(".")
+    if not path:
+      raise ValueError(
+        f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
+      )
+    section = cfg
+    for part in path:
+      section = section.setdefault(part, {})
+      if not isinstance(section, dict):
+        raise ValueError(f"unknown config key {key}")
+    section[name] = GivenText(value)
   return cfg
 
 
 def changed(config: Config, overrides: Sequence[str]) -> Config:
   """A run with some keys changed; arguments and errors as of `override`."""
-  if not overrides:
-    return config
   return from_config_dict(override(to_dict(config), overrides))
-
-
-def _set(cfg: dict[str, Any], key: str, value: Any) -> None:
-  """Changes one leaf; whether there is such a key is checked with the rest."""
-  *path, name = key.split(".")
-  if not path:
-    raise ValueError(
-      f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
-    )
-  for part in path:
-    cfg = cfg.setdefault(part, {})
-    if not isinstance(cfg, dict):
-      raise ValueError(f"unknown config key {key}")
-  cfg[name] = value
 
 
 def run_file(spec: str) -> dict[str, Any]:

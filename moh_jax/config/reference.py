@@ -21,23 +21,14 @@ class Key(NamedTuple):
     name: "section.field", or "section.part.field" where sections nest.
     value: of the run that is described, or the default.
     type: as Python writes it.
-    meaning: what the section's docstring says of it.
-    choices: all allowed values, as Python writes them; empty where there is no
-      such list.
+    meaning: what the section's docstring says of it, and the choices where
+      there are several.
   """
 
   name: str
   value: Any
   type: str
   meaning: str
-  choices: tuple[str, ...]
-
-  @property
-  def text(self) -> str:
-    """The meaning, and the choices where there are several."""
-    if len(self.choices) < 2:
-      return self.meaning
-    return f"{self.meaning} One of {', '.join(self.choices)}.".strip()
 
 
 def keys(name: str, section: Any) -> Iterator[Key]:
@@ -54,9 +45,10 @@ def keys(name: str, section: Any) -> Iterator[Key]:
     if dataclasses.is_dataclass(value):
       yield from keys(path, value)
     else:
-      allowed = tuple(map(repr, base.choices(cls, field)))
-      meaning = described.get(field, "")
-      yield Key(path, value, _type_name(hint), meaning, allowed)
+      allowed, meaning = base.choices(cls, field), described.get(field, "")
+      if len(allowed) > 1:
+        meaning += f" One of {', '.join(map(repr, allowed))}."
+      yield Key(path, value, _type_name(hint), meaning)
 
 
 def sections(config: Config) -> dict[str, str]:
@@ -79,7 +71,7 @@ def describe(config: Config, name: str) -> str:
   for key in keys(name, every[name]):
     lines.append(f"  --config.{key.name}={key.value!r}  ({key.type})")
     indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-    lines += textwrap.wrap(key.text, _WIDTH, **indents)
+    lines += textwrap.wrap(key.meaning, _WIDTH, **indents)
   return "\n".join(lines)
 
 

@@ -272,7 +272,7 @@ def register_router(
     Its record. Registering a class of the same name again replaces it.
 
   Raises:
-    ValueError: the name is that of another router, or `module` is None.
+    ValueError: the name is that of another router.
   """
   return ROUTERS.add(RouterKind(name, module, **properties))
 

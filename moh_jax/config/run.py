@@ -184,11 +184,9 @@ class CheckpointConfig(base.Section):
 
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
-    if self.keep_every and not self.every:
-      self.fail("keep_every", "must be 0 where checkpoint.every=None")
-    if self.keep_every and self.keep_every % self.every:
-      whole = f"a multiple of checkpoint.every={self.every}"
-      self.fail("keep_every", f"must be {whole}")
+    if self.keep_every and (not self.every or self.keep_every % self.every):
+      whole = f"must be a multiple of checkpoint.every={self.every}"
+      self.fail("keep_every", whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,7 +346,7 @@ class Config:
       )
     optim = self.optim
     # The steps of a run of `epochs` are known once its examples are counted.
-    steps = base.MOST_COUNT if self.train.epochs else self.train.steps
+    steps = 2**31 if self.train.epochs else self.train.steps
     warmup, decay = optim.warmup(steps), optim.decay(steps)
     if warmup > steps:
       optim.fail("warmup_steps", f"must be at most train.steps={steps}")

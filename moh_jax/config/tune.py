@@ -1,7 +1,6 @@
 """Section `tune`: how a trained model is tuned, with adapters or in steps."""
 
 import dataclasses
-import itertools
 from typing import Literal
 
 from moh_jax.config import base
@@ -113,6 +112,5 @@ class TuneConfig(base.Section):
     steps = self.top_k_steps
     if steps and len(steps) != len(self.top_k_values):
       self.fail("top_k_values", f"must have one value for each of {steps}")
-    rising = all(a < b for a, b in itertools.pairwise(steps))
-    if steps and (steps[0] != 0 or not rising):
+    if steps and list(steps) != sorted({0, *steps}):
       self.fail("top_k_steps", "must rise from 0")

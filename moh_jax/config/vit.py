@@ -79,7 +79,7 @@ class ViTConfig(LayerStack, ImageClassifier):
   num_heads: tuple[base.Count, ...] = (3, 6, 12, 24)
   shared_heads: tuple[base.Natural, ...] = (3, 6, 3, 8)
   top_k: tuple[base.Natural, ...] = (0, 0, 6, 12)
-  mlp_ratios: tuple[base.Amount, ...] = (8, 8, 4, 4)
+  mlp_ratios: tuple[base.Positive, ...] = (8, 8, 4, 4)
   sr_ratios: tuple[base.Count, ...] = (8, 4, 2, 1)
   window: base.Count = 3
   fixed_pool_size: base.Natural = 0
@@ -91,11 +91,13 @@ class ViTConfig(LayerStack, ImageClassifier):
   attention_impl: Literal["auto", "dense", "packed", "cudnn"] = "auto"
 
   RUNTIME_FIELDS = (*ImageClassifier.RUNTIME_FIELDS, "drop_path")
-  SIZE = "image_size"
   PART = "stage"
   FIRST = 1
   COUNTED_BY = "depths"
-  POSITION_BIAS = True
+  COUNTED = (
+    *("embed_dims", "num_heads", "shared_heads", "top_k"),
+    *("mlp_ratios", "sr_ratios"),
+  )
   CLASS_AXES = {("head", "kernel"): 1, ("head", "bias"): 0}
 
   def check(self) -> None:
@@ -106,26 +108,15 @@ class ViTConfig(LayerStack, ImageClassifier):
       # Those of a ViT have unit length.
       kind = f"model.router.kind={self.router.kind!r}"
       raise ValueError(f"{kind} must not read the norms of queries")
-    if not self.depths:
-      self.fail("depths", "must have at least one stage")
-    names = "embed_dims", "num_heads", "shared_heads", "top_k"
-    self.fill_parts(*names, "mlp_ratios", "sr_ratios")
+    super().check()
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
       if dim % heads:
         raise ValueError(
           f"model.embed_dims[{stage}]={dim} must be a multiple of "
           f"model.num_heads[{stage}]={heads}"
         )
-    if 0 in self.mlp_dims:
-      self.fail("mlp_ratios", f"leaves a stage no MLP column: {self.mlp_dims}")
-    self.budgets()
     if self.image_size is not None:
       self.stage_shapes()
-
-  @property
-  def input_shape(self) -> tuple[int, int, int]:
-    """Rows, columns and channels of an example."""
-    return (*self.image_size, self.channels)
 
   @property
   def mlp_dims(self) -> tuple[int, ...]:
@@ -193,8 +184,6 @@ class ViTConfig(LayerStack, ImageClassifier):
         pool = tuple(self.fixed_pool_size or size // ratio for size in grid)
         if not all(1 <= p <= size for p, size in zip(pool, grid)):
           pooled = f"a pooled grid {pool} in stage {stage + 1}"
-          self.fail(
-            "image_size", f"is too small for {pooled}, of {grid} tokens"
-          )
+          self.fail("image_size", f"is too small for {pooled}")
       shapes.append(StageShape(grid, pool, pretrain))
     return tuple(shapes)

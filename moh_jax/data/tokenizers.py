@@ -419,17 +419,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 
   Args:
     texts: texts to train on.
-    vocab_size: number of ids, among them the 256 bytes, `BEGIN` and `END`; a
-      short text gives fewer.
+    vocab_size: number of ids, among them the 256 bytes, `BEGIN` and `END`, so
+      at least 258; a short text gives fewer.
 
   Returns:
     The content of a tokenizer.json.
-
-  Raises:
-    ValueError: `vocab_size` is below 258.
   """
-  if vocab_size < 258:
-    raise ValueError(f"{vocab_size=} must be at least 258")
   tokenizer: Any = hf.Tokenizer(hf.models.BPE())
   tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = hf.decoders.ByteLevel()

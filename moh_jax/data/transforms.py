@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from moh_jax.config import DataConfig, ImageModel
-from moh_jax.config.data import RandAugmentPolicy, parse_policy
+from moh_jax.config.data import DataConfig, RandAugmentPolicy, parse_policy
 from moh_jax.config.dit import LatentScaling
+from moh_jax.config.layers import ImageModel
 from moh_jax.data.decode import resize, to_array, to_picture
 from moh_jax.data.sources import Example
 

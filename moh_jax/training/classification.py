@@ -109,7 +109,7 @@ def mix_images(
   Returns:
     Mixed images and targets.
   """
-  if not config.mixes:
+  if not (config.mixup or config.cutmix):
     return images, targets
   choose, draw, place = jax.random.split(rng, 3)
   cut_prob = config.cutmix_prob if config.mixup else 1.0

@@ -109,7 +109,7 @@ _REFUSED = {
     "--tokenizer=bytes --held-out=0.1 --split=val": "not be given with",
   },
   "prepare train-tokenizer --data {here}/a.jsonl --out": {
-    "{here}/new.json --vocab-size=100": "vocab_size=100 must be at least 258",
+    "{here}/new.json --vocab-size=100": "--vocab-size=100 must be at least 258",
     "{here}/a.model --vocab-size=400": "must end in .json",
   },
   "sample --checkpoint {vit}": {"--out {here}/x.npz": "`sample` needs 'dit'"},

@@ -34,15 +34,11 @@ def _gives(value):
   return f"def get_config():\n  return {value}\n"
 
 
-class LoadConfigTest(parameterized.TestCase):
-  def _folder(self, **files):
-    folder = pathlib.Path(self.create_tempdir().full_path)
-    for name, content in files.items():
-      (folder / f"{name}.py").write_text(content)
-    return folder
-
-  def _file(self, content):
-    return str(self._folder(mine=content) / "mine.py")
+class LoadConfigTest(folders.FolderTest):
+  def _file(self, content, name="mine"):
+    path = self.root / f"{name}.py"
+    path.write_text(content)
+    return str(path)
 
   @parameterized.product(case=_BY_TYPE, states=(False, True))
   def test_override_is_read_by_the_type_of_its_field(self, case, states):
@@ -94,12 +90,10 @@ class LoadConfigTest(parameterized.TestCase):
 
   def test_modules_beside_a_config_are_found(self):
     before = list(sys.path)
-    folder = self._folder(
-      run="from parts_of_mine import get_config\n",
-      parts_of_mine=_gives({"model": {"family": "dit"}, "train": {"steps": 5}}),
-    )
-    config = load_config(str(folder / "run.py"))
-    self.assertEqual(config.train.steps, 5)
+    parts = _gives({"model": {"family": "dit"}, "train": {"steps": 5}})
+    self._file(parts, "parts_of_mine")
+    file = self._file("from parts_of_mine import get_config\n")
+    self.assertEqual(load_config(file).train.steps, 5)
     self.assertEqual(sys.path, before)
 
 

@@ -8,50 +8,40 @@ from absl.testing import absltest, parameterized
 
 from docs import write_reference
 from moh_jax import config as config_lib
-from moh_jax.config import HeadBudget, reference
+from moh_jax.config import reference
 from moh_jax.config.data import RandAugmentPolicy, parse_policy
 from moh_jax.config.dit import LatentScaling, VAEConfig
+from moh_jax.config.run import section_types
 from tests.models import small
 
+_CLASSES = (
+  *(*section_types("vit").values(), *section_types("dit").values()),
+  *(config_lib.RouterConfig, config_lib.RotaryConfig, config_lib.LoraConfig),
+  *(LatentScaling, VAEConfig),
+)
 _SECTIONS = {
+  **{cls.NAME: cls() for cls in _CLASSES},
   "vit": small.TALL_VIT,
   "dit": small.DIT,
   "llm": small.LLM,
-  "router": config_lib.RouterConfig(),
-  "rope": config_lib.RotaryConfig(),
-  "vae": VAEConfig(),
-  "latents": LatentScaling(),
-  "data": config_lib.DataConfig(),
   "text": config_lib.TextDataConfig(),
   "mix": config_lib.TextDataConfig(
     source="tokens", path="here", mix=("web", "code"), ratios=(60.0, 40.0)
   ),
-  "tune": config_lib.TuneConfig(),
-  "lora": config_lib.LoraConfig(),
-  "classifier": config_lib.ClassifierConfig(),
-  "diffusion": config_lib.DiffusionConfig(),
-  "sample": config_lib.SampleConfig(),
-  "optim": config_lib.OptimConfig(),
-  "train": config_lib.TrainConfig(),
-  "mesh": config_lib.MeshConfig(),
-  "checkpoint": config_lib.CheckpointConfig(),
-  "eval": config_lib.EvalConfig(),
-  "log": config_lib.LogConfig(),
 }
 # A value just outside of a range, what the message says, and some fields.
 _OUTSIDE = (
-  (0, "must be at least 1,", "vit.channels data.batch_size train.steps"),
-  (-1, "must be at least 0,", "vit.fixed_pool_size data.workers log.heads"),
-  (-1e-09, "must be at least 0,", "dit.mlp_ratio classifier.mixup optim.lr"),
+  (0, "must be at least 1", "vit.channels data.batch_size train.steps"),
+  (-1, "must be at least 0", "vit.fixed_pool_size data.workers log.heads"),
+  (-1e-09, "must be at least 0", "classifier.mixup optim.lr"),
   (1.1, "must be in [0, 1]", "data.val_share classifier.cutmix_prob"),
   (1.0, "must be in [0, 1)", "optim.b1 optim.b2 optim.ema_decay"),
   (0.0, "must be in (0, 1]", "optim.layer_decay"),
-  (0.0, "must be above 0,", "rope.attention_factor latents.scale"),
-  (math.nan, "must be", "llm.norm_eps sample.cfg_scale optim.lr"),
-  (math.inf, "at most 1000000000.0", "diffusion.vb_weight"),
+  (0.0, "must be above 0", "rope.attention_factor dit.mlp_ratio"),
+  (math.nan, "must be finite", "llm.norm_eps optim.lr"),
+  (math.inf, "must be finite", "diffusion.vb_weight"),
   (0, "-1 or at least 1", "mesh.data mesh.sequence"),
-  (20, "must be in [21, 100000]", "diffusion.steps"),
-  (100001, "must be in [21, 100000]", "diffusion.steps"),
+  (20, "must be at least 21", "diffusion.steps"),
   ("?", "must be one of ('float32', 'bfloat16')", "vit.dtype"),
   ("?", "('two_stage', 'query_norm', 'gate', 'none'", "router.kind"),
   ("?", "'array_record', 'parquet', 'latents', 'fake')", "data.source"),
@@ -69,7 +59,6 @@ _REFUSED = (
   ("vit", "embed_dims", (2,) * 3, _STAGES),
   ("vit", "attention_impl", "kernel", "('auto', 'dense', 'packed', 'cudnn')"),
   ("vit", "router", config_lib.RouterConfig("query_norm"), "the norms"),
-  ("vit", "fixed_pool_size", 5, "too small for a pooled grid (5, 5)"),
   ("vit", "image_size", (16, 2), "for a pooled grid (4, 0) in stage 1"),
   ("vit", "embed_dims", (8, 10), "a multiple of model.num_heads[1]=4"),
   ("vit", "top_k", (1, 3), "model, stage 2: top_k=3 must be in [0, 2]"),
@@ -80,6 +69,7 @@ _REFUSED = (
   ("llm", "num_kv_heads", 3, "num_heads=4 must be a multiple of 3 key"),
   ("llm", "head_dim", 7, "even"),
   ("llm", "head_order", ((0, 1, 2, 3), (0, 1, 2, 2)), "each of the 4 heads"),
+  ("rope", "theta", 1.0, "must be above 1"),
   ("rope", "low_freq_factor", 4.0, "below rope.high_freq_factor=4.0"),
   ("vae", "block_out_channels", (64, 48), "multiples of vae.norm_groups=32"),
   ("vae", "scaling", LatentScaling(mean=(0.1,)), "must have 4 values"),
@@ -89,7 +79,7 @@ _REFUSED = (
   ("mix", "ratios", (60.0, 39.0), "must sum to 100 (percent), not 99"),
   ("diffusion", "schedule", "flow", "must be 'velocity' for 'flow'"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
-  ("checkpoint", "keep_every", 1500, "must be 0 where checkpoint.every=None"),
+  ("checkpoint", "keep_every", 15, "a multiple of checkpoint.every=None"),
 )
 # Fields, and the last value inside of their ranges.
 _TAKEN = (
@@ -97,7 +87,6 @@ _TAKEN = (
   ("optim", "lr", 0.0),
   ("optim", "layer_decay", 1.0),
   ("diffusion", "steps", 21),
-  ("diffusion", "steps", 100_000),
   ("vit", "top_k", (0, 2)),
   ("mix", "ratios", (33.33, 66.67)),  # rounded
 )
@@ -126,7 +115,6 @@ class SectionsTest(parameterized.TestCase):
   @parameterized.parameters(
     ("data", {"mean": (0.5,), "std": (1.0, 1.0)}, "must have one value per ch"),
     ("llm", {"shared_heads": (1, 0), "top_k": (2, 0)}, "1: shared=0 and top_k"),
-    ("rope", {"scaling": "yarn", "theta": 1.0}, "theta=1.0 must be above 1"),
     ("checkpoint", {"every": 1000, "keep_every": 1500}, "multiple of checkpoi"),
     ("tune", {"top_k_steps": (0, 5), "top_k_values": (3,)}, "one value for ea"),
     ("tune", {"top_k_steps": (1, 5), "top_k_values": (3, 2)}, "rise from 0"),
@@ -183,12 +171,6 @@ class PolicyTest(parameterized.TestCase):
       ValueError, rf"data\.auto_augment.*{re.escape(words)}"
     ):
       parse_policy(text)
-
-
-class HeadBudgetTest(absltest.TestCase):
-  def test_a_split_that_does_not_add_up_is_named(self):
-    with self.assertRaisesRegex(ValueError, r"top_k=4 .*\[0, 3\]"):
-      HeadBudget(4, 1, 4, 4)
 
 
 class ReferenceTest(absltest.TestCase):

@@ -9,11 +9,12 @@ import numpy as np
 from absl.testing import parameterized
 from scipy import special
 
-from moh_jax.config.heads import GATE_FORMS, HeadBudget
+from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import routing
 
 _BATCH = (2, 5)
 # (num_heads, shared, top_k): every legal corner of a head split.
+GATE_FORMS = ("released", "paper")
 _CORNERS = {
   "some_of_each": (6, 2, 2),
   "no_shared": (6, 0, 2),
