@@ -8,6 +8,13 @@ import sys
 import tempfile
 
 
+def free_address() -> str:
+  """An address of this machine where nobody listens."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 def call(*argv: str, timeout: float = 300) -> list[str]:
   """Runs `python *argv` twice, as the processes of one run.
 
@@ -21,14 +28,11 @@ def call(*argv: str, timeout: float = 300) -> list[str]:
   Raises:
     AssertionError: one of them failed.
   """
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
   flags = os.environ.get("XLA_FLAGS", "")
   environment = {
     **os.environ,
     "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
-    "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+    "JAX_COORDINATOR_ADDRESS": free_address(),
     "JAX_NUM_PROCESSES": "2",
   }
   # Files: a pipe that nobody reads yet would stop a child that fills it.

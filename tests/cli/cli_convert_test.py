@@ -24,10 +24,7 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     out = self.root / "out"
     tiny_writer.save_alphabet(out)
     argv = "convert", "--from=llama", "--source", self.root, "--out", out
-    for told in (
-      "tokenizer.json, .*; chat templates: none",
-      "none",
-    ):
+    for told in ("tokenizer.json, .*; chat templates: none", "none"):
       with mock.patch.object(checkpoints, "convert", return_value=("it", 1)):
         self.assertRegex(self.done(*argv), rf"\ntokenizer: {told}")
       (out / "tokenizer.json").unlink(missing_ok=True)
@@ -56,6 +53,6 @@ class ConvertTest(tiny_checkpoint.CommandTest):
         "--config.eval.use_ema=false",
       )
     self.assertEqual(told, f"1,234 parameters written to {out}\n")
-    given = dict(to="hf", step=0, use_ema=False, base="", dtype="bfloat16")
-    given |= dict(license="mit")
+    given = {"to": "hf", "step": 0, "use_ema": False, "base": ""}
+    given |= {"dtype": "bfloat16", "license": "mit"}
     export.assert_called_once_with(str(checkpoint), out, **given)

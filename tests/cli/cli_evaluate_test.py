@@ -17,12 +17,6 @@ _BATCH, _EXAMPLES = "--config.eval.batch_size", "--config.eval.examples"
 class ClassifierTest(tiny_checkpoint.CommandTest):
   COMMAND, STORED = "evaluate", "vit"
 
-  def _folder(self):
-    """Twelve images, of the first four classes."""
-    root = self.root / "plain"
-    put(root, *(f"{n}/{n}{i}.png" for n in CLASS_NAMES[:4] for i in range(3)))
-    return root
-
   @pytest.mark.integration
   def test_several_top_k_are_columns(self):
     out = self.done("--top-k=0", "--top-k=3")
@@ -33,16 +27,16 @@ class ClassifierTest(tiny_checkpoint.CommandTest):
 
   @pytest.mark.integration
   def test_models_of_shards_and_of_folders_read_both(self):
-    shards, folder = self.root / "shards", self._folder()
+    shards, folder = self.root / "shards", self.root / "plain"
+    put(folder, *(f"{n}/{n}{i}.png" for n in CLASS_NAMES for i in range(2)))
     argv = ("--data", folder, "--out", shards, "--split", "val")
     argv += ("--val-share=1",)
     tiny_checkpoint.done("prepare", "pack-images", *argv)
     for source in ("array_record", "image_folder"):
-      stored = config_lib.apply_overrides(CONFIG, "model", num_classes=4)
       data = {"source": source, "path": str(shards)}
-      stored = config_lib.apply_overrides(stored, "data", **data)
+      stored = config_lib.apply_overrides(CONFIG, "data", **data)
       run = self.root / source
-      tiny_checkpoint.save_random(run, stored, CLASS_NAMES[:4])
+      tiny_checkpoint.save_random(run, stored, CLASS_NAMES)
       for data in (shards, folder):
         found = self.report("--data", data, "--checkpoint", run)
         self.assertEqual(found["examples"], 12)
@@ -59,16 +53,13 @@ class TextTest(tiny_checkpoint.CommandTest):
   @pytest.mark.integration
   def test_several_top_k_equal_runs_of_their_own(self):
     argv = "--data", self.root / "*.txt"
-    report = self.report(*argv, "--top-k=1", "--top-k=3")
-    self.assertEqual(report.keys(), {"checkpoint", "step", "dtype", "runs"})
-    one, every = report["runs"]
+    one, every = self.report(*argv, "--top-k=1", "--top-k=3")["runs"]
     self.assertEqual([one["top_k"], every["top_k"]], [[1, 1], [3, 3]])
     shares = one["activated_share"], every["activated_share"]
     self.assertEqual(shares, (0.5, 1.0))
     self.assertEqual(every["text"]["documents"], 2)
-    self.assertNotAlmostEqual(
-      one["text"]["nats"], every["text"]["nats"], places=1
-    )
+    nats = (run["text"]["nats"] for run in (one, every))
+    self.assertNotAlmostEqual(*nats, places=1)
     # Each is made of the same parameters, and whatever the batches.
     (alone,) = self.report(*argv, "--top-k=3", f"{_BATCH}=16")["runs"]
     chex.assert_trees_all_close(alone["text"], every["text"], rtol=1e-6)

@@ -4,6 +4,7 @@ import json
 from unittest import mock
 
 import pytest
+from absl.testing import parameterized
 
 from moh_jax import Generator, Sampling
 from tests import two_processes
@@ -18,16 +19,23 @@ _TWO = f'{_ONE}{{"prompt": "xX"}}\n'
 class _GenerateTest(tiny_checkpoint.CommandTest):
   COMMAND, STORED = "generate --max-new-tokens=3", "llm"
 
+  def _files(self, prompts):
+    """Options for a file of prompts and one of completions, and the latter."""
+    out = self.root / "out.jsonl"
+    (self.root / "in.jsonl").write_text(prompts)
+    return ("--prompt-file", self.root / "in.jsonl", "--out", out), out
+
+  def _texts(self, out):
+    return [json.loads(row)["text"] for row in out.read_text().splitlines()]
+
   def _interact(self, *lines, argv=()):
     with mock.patch("builtins.input", side_effect=[*lines, EOFError]):
       return self.done("--interactive", *argv)
 
 
 class PromptsTest(_GenerateTest):
-  def test_one_prompt_is_continued_on_stdout(self):
+  def test_one_prompt_is_continued_and_several_say_how_each_ended(self):
     self.assertEqual(self.done("--prompt=aA"), "aAbBcCdD\n")
-
-  def test_several_prompts_say_how_each_ended(self):
     out = self.done(
       *("--prompt=aA", "--prompt=xX", "--prompt=cC", "--max-new-tokens=4"),
       *("--stop=Ee", "--stop=Fg", "--stop=Gh"),
@@ -52,49 +60,35 @@ class PromptsTest(_GenerateTest):
     sampling = Sampling(3, temperature=50, top_p=0.001, stop=("!",), seed=3)
     self.assertEqual(generate.call_args.args[2], sampling)
 
-  def test_generator_opens_the_checkpoint_and_its_tokenizer(self):
-    generator = Generator.from_checkpoint(tiny_checkpoint.stored("llm"))
-    (completion,) = generator.generate(["aA"], Sampling(max_new_tokens=2))
-    self.assertEqual(completion.text, "bBcC")
-
 
 class FilesTest(_GenerateTest):
-  def setUp(self):
-    super().setUp()
-    self.out = self.root / "out.jsonl"
-    self.argv = "--prompt-file", self.root / "in.jsonl", "--out", self.out
-    (self.root / "in.jsonl").write_text(_TWO)
-
-  def _texts(self):
-    rows = map(json.loads, self.out.read_text().splitlines())
-    return [row["text"] for row in rows]
-
   def test_prompts_of_a_file_go_to_a_file(self):
-    told = f"2 completions in {self.out}"
-    self.assertEqual(self.done(*self.argv), f"{told}; 0 were there\n")
-    self.assertEqual(self._texts(), ["bBcCdD", "yYzZ"])
-    self.assertEqual(self.done(*self.argv), f"{told}; 2 were there\n")
-    self.assert_refused("seed: 1 here, 0 there", *self.argv, "--seed=1")
+    argv, out = self._files(_TWO)
+    told = f"2 completions in {out}"
+    self.assertEqual(self.done(*argv), f"{told}; 0 were there\n")
+    self.assertEqual(self._texts(out), ["bBcCdD", "yYzZ"])
+    self.assertEqual(self.done(*argv), f"{told}; 2 were there\n")
+    self.assert_refused("seed: 1 here, 0 there", *argv, "--seed=1")
 
   @pytest.mark.integration
   def test_a_file_is_of_one_model_and_its_heads_and_gates(self):
-    (self.root / "in.jsonl").write_text(_ONE)
-    argv = *self.argv, "--checkpoint", tiny_checkpoint.stored("text")
+    argv, _ = self._files(_ONE)
+    argv += "--checkpoint", tiny_checkpoint.stored("text")
     self.done(*argv, "--top-k=1")
     self.assert_refused("; model: ", *argv, "--top-k=3")
 
   @pytest.mark.integration
   def test_two_processes_share_parameters_and_prompts(self):
-    (self.root / "in.jsonl").write_text(_TWO * 3)
+    argv, out = self._files(_TWO * 3)
     first, second = two_processes.call(
       *("-m", "moh_jax", "generate", "--max-new-tokens=3"),
       f"--checkpoint={tiny_checkpoint.stored('llm')}",
-      *map(str, self.argv),
+      *map(str, argv),
       *("--distributed", "--config.mesh.fsdp=4"),  # each has half of them
     )
     self.assertIn("6 completions", first)
     self.assertNotIn("completions", second)
-    self.assertEqual(self._texts(), ["bBcCdD", "yYzZ"] * 3)
+    self.assertEqual(self._texts(out), ["bBcCdD", "yYzZ"] * 3)
 
 
 class InteractiveTest(_GenerateTest):
@@ -132,10 +126,9 @@ class ChatTest(_GenerateTest):
   def test_answers_are_printed_alone_or_go_to_a_file(self):
     argv = *self._with_template(f"{_TEMPLATE}aA"), "--chat"
     self.assertEqual(self.done(*argv, "--prompt=xX"), "bBcCdD\n")
-    (self.root / "in.jsonl").write_text(_TWO)
-    out = self.root / "out.jsonl"
-    self.done(*argv, "--prompt-file", self.root / "in.jsonl", "--out", out)
-    self.assertEqual(out.read_text().count('"bBcCdD"'), 2)
+    files, out = self._files(_TWO)
+    self.done(*argv, *files)
+    self.assertEqual(self._texts(out), ["bBcCdD"] * 2)
 
   def test_a_conversation_goes_on_line_by_line(self):
     argv = *self._with_template("{{ messages[0].content }}"), "--chat"
@@ -162,18 +155,17 @@ class ChatTest(_GenerateTest):
     tools.write_text(json.dumps([{"name": "aA"}]))
     talk.write_text(json.dumps([{"role": "user", "content": "xX"}]))
     for argv in (("--chat", "--prompt=xX"), ("--messages", talk)):
-      self.assertEqual(self.done(*argv, *where), "yYzZ\n")
       found = self.done(*argv, "--tools", tools, *where)
       self.assertEqual(found, "bBcCdD\n")
     argv = *where, "--chat", "--tools", tools
     self.assertEqual(self._interact("xX", argv=argv), "bBcCdD\n\n")
-    (self.root / "chat_template.jinja").write_text(_TEMPLATE)
-    argv = "--messages", talk, "--tools", tools, *where
-    self.assert_refused("chat_template.jinja: does not know 'tools'", *argv)
 
-  def test_refusals_of_templates_are_told(self):
-    where = self._with_template("")
-    refusing = "{{ raise_exception('no users') }}"
-    (self.root / "chat_template.jinja").write_text(refusing)
-    message = "chat_template.jinja: TemplateError: no users"
-    self.assert_refused(message, "--chat", "--prompt=a", *where)
+  @parameterized.parameters(
+    (_TEMPLATE, "does not know 'tools'"),
+    ("{{ raise_exception('no ' ~ tools[0].name) }}", "TemplateError: no aA"),
+  )
+  def test_refusals_of_templates_are_told(self, template, message):
+    where, tools = self._with_template(template), self.root / "tools.json"
+    tools.write_text(json.dumps([{"name": "aA"}]))
+    argv = "--chat", "--prompt=a", "--tools", tools
+    self.assert_refused(f"chat_template.jinja: {message}", *argv, *where)

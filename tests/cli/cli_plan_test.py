@@ -24,7 +24,6 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertTrue(plan["fits"])
     self.assertEqual(plan["assumed"], {"vocab_size": 65536})
     self.assertEqual(plan["topology"]["name"], "v5e:4x4")
-    self.assertEqual(plan["topology"]["devices"], 16)
     self.assertGreater(plan["state"]["parameters"], 65536 * 256 * 4 / 4)
     self.assertLess(plan["flops"], plan["baseline_flops"])
 

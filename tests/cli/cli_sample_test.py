@@ -38,51 +38,44 @@ class SampleTest(tiny_checkpoint.CommandTest):
     np.testing.assert_array_equal(labels, np.arange(10))
     grid = self._grid()
     self.assertEqual(grid.shape[1], 10 * 112 + 9 * 2)
-    names = []
+    names = set()
     for i, image in enumerate(images[..., 0]):
       tile = grid[:, i * 114 :][:, :112]
       shown = image.repeat(14, 0).repeat(14, 1)  # 8 pixels are hard to see
       np.testing.assert_array_equal(tile[:112], shown)
-      names.append(tile[112:])
-      self.assertLess(names[-1].min(), 100)  # there is text on white
-      self.assertGreater(np.mean(names[-1] == 255), 0.5)
-    self.assertLen({name.tobytes() for name in names}, 10)
+      names.add(tile[112:].tobytes())
+    self.assertLen(names, 10)
     argv = ("--labels=3,3,7", "--num=12", f"{_KEY}zoom=2")
     told = {"images": 12, "out": str(self.root / "x.png"), "step": 0}
     self.assertEqual(self.report(*argv), told)
-    grid = self._grid()
-    self.assertEqual(grid.shape[1], 10 * 16 + 9 * 2)
-    last = grid[-(len(grid) // 2) :]
-    self.assertLess(last[:, 18:34].min(), 255)
-    np.testing.assert_array_equal(last[:, 36:], 255)  # no 13th image
+    self.assertEqual(self._grid().shape[1], 10 * 16 + 9 * 2)
+
+  def _named(self, *names):
+    """Options for labels of a model whose classes have these names."""
+    run = self.root / "named"
+    tiny_checkpoint.save_random(run, tiny_checkpoint.DIT_CONFIG, names)
+    return "--checkpoint", run, "--labels"
+
+  def _folders(self, *argv):
+    """Names of the folders of two images."""
+    self.done(*argv, "--num=2", "--out", self.root / "folder")
+    return {file.parent.name for file in self.root.rglob("*.png")}
 
   @pytest.mark.integration
   def test_classes_may_be_named(self):
-    names = ("cat", "big dog", "tench, Tinca tinca", "cup/mug", *"456789")
-    run = self.root / "named"
-    tiny_checkpoint.save_random(run, tiny_checkpoint.DIT_CONFIG, names)
-    argv = "--checkpoint", run, "--labels"
+    argv = self._named("cat", "big dog", "tench, Tinca", "cup/mug", *"456789")
     _, labels = self._images(*argv, "big dog, none,cat,3,cup/mug")
     np.testing.assert_array_equal(labels, [1, 10, 0, 3, 3])
-    self.done(*argv, "cup/mug,2", "--num=2", "--out", self.root / "folder")
-    files = {str(f.relative_to(self.root)) for f in self.root.rglob("*.png")}
-    self.assertEqual(
-      files,
-      {"folder/cup%2Fmug/000000.png", "folder/tench, Tinca tinca/000001.png"},
-    )
+    found = self._folders(*argv, "cup/mug,2")
+    self.assertEqual(found, {"cup%2Fmug", "tench, Tinca"})
 
   @pytest.mark.integration
   def test_names_and_numbers_that_may_be_several_classes_are_refused(self):
-    names = ("9", "cat", "none", "cat", *"345678")
-    run = self.root / "named"
-    tiny_checkpoint.save_random(run, tiny_checkpoint.DIT_CONFIG, names)
-    argv = "--checkpoint", run, "--labels"
+    argv = self._named("9", "cat", "none", "cat", *"345678")
     for label in ("9", "cat", "none", "3"):
       message = f"--labels: '{label}' may be any of the labels"
-      self.assert_refused(message, *argv, f"0,{label}", "--out", "x.png")
-    self.done(*argv, "1,03", "--num=2", "--out", self.root / "folder")
-    folders = {file.parent.name for file in self.root.rglob("*.png")}
-    self.assertEqual(folders, {"cat-1", "cat-3"})
+      self.assert_refused(message, *argv, f"0,{label}")
+    self.assertEqual(self._folders(*argv, "1,03"), {"cat-1", "cat-3"})
 
   @pytest.mark.integration
   def test_folder_has_a_file_for_every_image_below_its_label(self):

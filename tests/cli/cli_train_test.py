@@ -5,7 +5,6 @@ from unittest import mock
 import chex
 import pytest
 
-from moh_jax.runtime import checkpoint
 from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
 from tests.inference import tiny_vae
@@ -57,9 +56,6 @@ class OwnImagesTest(tiny_checkpoint.CommandTest):
       f"--config.train.init_from={tiny_checkpoint.stored('vit')}",
       *_QUICK,
     )
-    metadata, step = checkpoint.read_metadata(root / "run")
-    self.assertEqual((metadata.class_names, step), (("ant", "cat"), 2))
-    self.assertEqual(metadata.config.model.num_classes, 2)
     metrics = json.loads(out.splitlines()[-1])
     self.assertBetween(metrics["examples"], 1, 19)
     argv = (root / "images", "--checkpoint", root / "run")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import pathlib
 from typing import Literal
 from unittest import mock
 
@@ -13,6 +12,7 @@ from absl.testing import parameterized
 
 from moh_jax.cli import command, flags
 from moh_jax.config.base import Count, Decay
+from tests import folders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,6 @@ class ParseTest(parameterized.TestCase):
     )  # fmt: skip
     self.assertEqual(given, wanted)
     self.assertEqual(_parse("a", "--from="), _Options(files=("a",), from_=""))
-
-  def test_hints(self):
     self.assertIn("did you mean '--quick'?", _parse("a", "--from=b", "--quik"))
 
   def test_help_is_that_of_the_docstring(self):
@@ -119,41 +117,32 @@ class ProcessesTest(parameterized.TestCase):
     ({"json": "b"}, True),
     ({"top_k": (1,)}, False),
     ({"changes": ("model.dtype=bfloat16",)}, False),
+    ({}, False),  # of a newer checkpoint
   )
   def test_processes_of_a_run_have_the_same_options(self, changes, same):
-    given = {"checkpoint": "run", "step": "3", "json": "a", "top_k": (2,)}
-    told = [_Served(**x).compared() for x in (given, {**given, **changes})]
+    given = {"checkpoint": "run", "json": "a", "top_k": (2,)}
+    newest = iter([[100], [100] if changes else [200]])
+    with mock.patch.object(command.steps, "list_steps", lambda _: next(newest)):
+      told = [_Served(**x).compared() for x in (given, {**given, **changes})]
     self.assertEqual(told[0] == told[1], same)
 
-  def test_a_newer_checkpoint_matters_where_no_step_is_given(self):
-    newest = iter([[100], [200]])
-    with mock.patch.object(command.steps, "list_steps", lambda _: next(newest)):
-      told = [_Served(checkpoint="run").compared() for _ in range(2)]
-    self.assertNotEqual(*told)
 
-
-class GiveTest(parameterized.TestCase):
+class GiveTest(folders.FolderTest):
   def _give(self, values, options):
     with contextlib.redirect_stdout(io.StringIO()) as out:
       options.give(values, ("a line", "another"))
     return out.getvalue()
 
-  def test_lines_are_for_people_and_minus_for_programs(self):
-    value = {"a": [1, 2], "b": {"c": 0.5}}
-    self.assertEqual(self._give(value, command.Output()), "a line\nanother\n")
-    told = '{"a": [1, 2], "b": {"c": 0.5}}\n'
-    self.assertEqual(self._give(value, command.Output(json="-")), told)
-
-  def test_file_has_null_where_a_number_is_not_finite(self):
-    path = pathlib.Path(self.create_tempdir().full_path) / "new/metrics.json"
-    nan, inf = float("nan"), np.float64("inf")
-    value = {"loss": nan, "rows": [{"a": (inf, -inf, 1.5)}], "name": "NaN"}
-    out = self._give(value, command.Output(json=str(path)))
-    self.assertEqual(out, "a line\nanother\n")
-    self.assertEqual(
-      json.loads(path.read_text(), parse_constant=self.fail),
-      {"loss": None, "rows": [{"a": [None, None, 1.5]}], "name": "NaN"},
-    )
+  def test_lines_are_for_people_and_json_for_programs(self):
+    value, path = {"a": [1, 2], "b": {"c": np.nan}}, self.root / "new/x.json"
+    told = '{"a": [1, 2], "b": {"c": null}}\n'
+    for to, out in (
+      (None, "a line\nanother\n"),
+      (str(path), "a line\nanother\n"),
+      ("-", told),
+    ):
+      self.assertEqual(self._give(value, command.Output(json=to)), out)
+    self.assertEqual(json.loads(path.read_text()), json.loads(told))
 
   def test_only_the_first_process_writes(self):
     given = _Served(checkpoint="x", distributed=True, json="-")

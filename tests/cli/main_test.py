@@ -51,29 +51,20 @@ class MainTest(tiny_checkpoint.CommandTest):
     ("paint", "invalid choice: 'paint' (choose from 'classify'"),
     ("evalute", "); did you mean 'evaluate'?; see"),
     ("prepare tokenise", "did you mean 'tokenize'?; see python -m moh_jax pre"),
-    ("inspect --config x b.csv", "arguments: b.csv; see"),
     ("train --workdir x", "--config"),
-    ("heads --checkpoint x --step -1", "--step='-1' must be"),
     ("convert --from onnx --source x --out y", "--from='on"),
     ("heads --checkpoint x --top-k 8,,9", "--top-k[1]='' must be of type int"),
     ("heads --checkpoint x --batches 0", "--batches=0 must be at least 1"),
     ("heads --checkpoint x --out=", "--out='' must be the name of a file or"),
-    ("inspect --nope", "unrecognized arguments: --nope"),
     ("inspect --check x", "unrecognized arguments: --check"),  # not shortened
     ("inspect --config.a.b=1", "--config.a.b=1 needs --config FILE[:ARG]"),
   )
   def test_wrong_use_is_one_line_that_says_where_help_is(self, argv, message):
-    self.assert_refused(message, *argv.split())
-    self.assertRegex(
-      self.call(*argv.split())[2], "; see python -m moh_jax .*--help\n$"
-    )
+    said = self.assert_refused(message, *argv.split())
+    self.assertRegex(said, "; see python -m moh_jax .*--help\n$")
 
   def test_tells_its_version(self):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), self.assertRaises(SystemExit) as end:
-      main.main(["--version"])
-    self.assertEqual(end.exception.code, 0)
-    self.assertEqual(out.getvalue(), f"moh_jax {moh_jax.__version__}\n")
+    self.assertEqual(done("--version"), f"moh_jax {moh_jax.__version__}\n")
 
   def test_a_module_that_cannot_be_imported_is_named(self):
     (self.root / "failing.py").write_text("1 / 0")
@@ -85,10 +76,8 @@ class MainTest(tiny_checkpoint.CommandTest):
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
     self.assert_refused("nowhere holds no checkpoint", *argv)
-    status, _, long = self.call(*argv, "--traceback")
-    self.assertEqual(status, 2)
-    self.assertIn("Traceback (most recent call last)", long)
-    self.assertIn("FileNotFoundError", long)
+    said = self.call(*argv, "--traceback")[2]
+    self.assertIn("Traceback (most recent call last)", said)
 
   def test_names_that_the_terminal_cannot_show_end_no_command(self):
     run, names = self.root / "run", ("\u0436\u0443\u043a", *"abcde")
@@ -142,16 +131,13 @@ for argv in {calls}:
 _EARLY = f"""
 paint
 train
-heads --checkpoint=x --nope
 heads --checkpoint=/nope
 heads --checkpoint=/nope --out=
 inspect {_DIGITS} --json=README.md/x
 inspect --config=configs/nope.py
 inspect {_DIGITS}:huge
-train --config=README.md --workdir=x
 train {_DIGITS} --workdir=x --config.optim.nope=1
 train {_DIGITS} --workdir=x --config.optim.lr=-1
-train {_DIGITS} --workdir=x --config.optim.lr
 """
 
 
@@ -179,12 +165,10 @@ class ProcessTest(parameterized.TestCase):
       self.assertRegex(row, rf"-> {lines}$")
 
   def test_script_is_the_command(self):
-    folder = self.create_tempdir().full_path
-    argv = f"--workdir={folder}", _DIGITS, "--config.model.nope=1"
+    argv = "--workdir=/nope/run", _DIGITS, "--config.model.nope=1"
     status, out, err = _python("train.py", *argv)
     self.assertEqual((status, out), (2, ""))
     self.assertRegex(err, "^error: unknown config key model.nope; .*\n$")
-    self.assertEmpty(os.listdir(folder))
 
   def test_warnings_of_libraries_do_not_reach_the_terminal(self):
     folder = self.create_tempdir()
@@ -215,16 +199,10 @@ class ReportErrorsTest(parameterized.TestCase):
     (ValueError("field=1\n  must be  2"), "field=1 must be 2"),
     (OSError("no space"), "no space"),
     (RuntimeError("RESOURCE_EXHAUSTED: 9 bytes."), "R.*data.batch_size.*"),
-    (
-      ValueError('RESOURCE_EXHAUSTED: at "/a/b": No space left on device'),
-      'RESOURCE_EXHAUSTED: at "/a/b": No space left on device',
-    ),
+    # Of a disk, not of a device's memory.
+    (ValueError("RESOURCE_EXHAUSTED: No space left"), "R.* No space left"),
     (RuntimeError("Unknown backend: 'gpu' requested"), "Unknown .*"),
     (ImportError("Please install gcsfs"), "Please install gcsfs"),
-    (
-      ModuleNotFoundError("No module named 'grain'", name="grain"),
-      r"No module named 'grain'; pip install 'moh_jax\[train\]'",
-    ),
   )
   def test_users_mistakes_become_one_line(self, error, said):
     with contextlib.redirect_stderr(io.StringIO()) as err:

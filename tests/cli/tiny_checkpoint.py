@@ -109,8 +109,10 @@ class CommandTest(folders.FolderTest):
     return json.loads(self.done(*argv, "--json=-"))
 
   def assert_refused(self, message, *argv):
+    """Checks that an error of one line says so; returns it."""
     status, out, err = self.call(*argv)
     self.assertEqual((status, out), (2, ""))
     self.assertLen(err.splitlines(), 1)
     self.assertStartsWith(err, "error: ")
     self.assertIn(message, err)
+    return err

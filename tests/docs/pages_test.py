@@ -13,12 +13,7 @@ import pytest
 
 from benchmarks import tables
 from docs import write_reference
-from moh_jax.config import (
-  LLMConfig,
-  OptimConfig,
-  RouterConfig,
-  base,
-)
+from moh_jax.config import LLMConfig, OptimConfig, RouterConfig, base
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.devices import random_settings
 from moh_jax.training import entrance

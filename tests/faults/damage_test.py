@@ -15,20 +15,17 @@ from tests.training import tiny
 
 pytestmark = pytest.mark.faults
 
-_FLIPS = 20
-
 
 def _damages(content: bytes, seed: str):
-  """Yields (what was done, content), None for a file that is deleted."""
+  """Contents of a damaged file, None where it is deleted."""
   rng = random.Random(seed)
-  for number in range(_FLIPS):
-    bit = rng.randrange(8 * len(content))
-    changed = bytearray(content)
-    changed[bit // 8] ^= 1 << bit % 8
-    yield "other bits" if number else "a bit", bytes(changed)
-  yield "truncated", content[: rng.randrange(1, len(content))]
-  yield "empty", b""
-  yield "deleted", None
+  bit = rng.randrange(8 * len(content))
+  changed = bytearray(content)
+  changed[bit // 8] ^= 1 << bit % 8
+  yield bytes(changed)
+  yield content[: rng.randrange(1, len(content))]
+  yield b""
+  yield None
 
 
 class DamageTest(parameterized.TestCase):
@@ -44,19 +41,18 @@ class DamageTest(parameterized.TestCase):
       name = path.relative_to(folder).as_posix()
       item = name.partition("/")[0] if "/" in name else ""
       content = path.read_bytes()
-      for what, damaged in _damages(content, name):
+      for damaged in _damages(content, name):
         path.unlink() if damaged is None else path.write_bytes(damaged)
-        self.assertEqual([*steps.find_damage(workdir, 4)], [name], what)
+        self.assertEqual([*steps.find_damage(workdir, 4)], [name])
         self.assertEqual(steps.newest_whole_step(workdir), 2)
         cases += 1
-        # What restores the model need not be asked of each flipped bit.
-        if item in read and what != "other bits":
+        if item in read:
           with self.assertRaisesRegex(
             DamagedCheckpointError, r"step 4: damaged, .*steps: \[2\]$"
           ) as caught:
             restore(workdir)
           self.assertIn(name.removeprefix(f"{item}/"), str(caught.exception))
-        elif what == "deleted":  # of an item that inference does not read
+        elif damaged is None:  # of an item that inference does not read
           values = restore(workdir).params
           jax.tree.map(np.testing.assert_array_equal, values, whole)
       path.write_bytes(content)

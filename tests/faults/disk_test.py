@@ -7,7 +7,7 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax.runtime import steps
-from tests.faults.runs import Run, RunsTest, differences, rows
+from tests.faults.runs import RunsTest, differences, rows
 
 pytestmark = pytest.mark.faults
 
@@ -28,16 +28,16 @@ class DiskTest(RunsTest):
     self.addCleanup(subprocess.run, ["umount", "-l", folder], check=True)
     return os.path.join(folder, "run")
 
-  def _fails(self, run: Run) -> str:
+  def _fails(self, *options: str, **more: str) -> str:
     """The one line of a run that cannot write."""
+    run = self.start(_SAVE_OFTEN, *options, **more)
     self.assertEqual(run.wait(), 2, run.said())
     return run.error()
 
   @parameterized.parameters("450k", "600k", "800k", "1100k")
   def test_small_file_system(self, size):
     workdir = self._small(size)
-    run = self.start(_SAVE_OFTEN, "--config.train.steps=40", workdir=workdir)
-    line = self._fails(run)
+    line = self._fails("--config.train.steps=40", workdir=workdir)
     self.assertRegex(line, "cannot be written: ")
     if not steps.list_steps(workdir):
       self.assertIn("holds no checkpoint", line)
@@ -49,14 +49,13 @@ class DiskTest(RunsTest):
     self.assertLessEqual(taken, last + 2 + 2)  # the failed save is last + 2
 
   def test_limit_of_file_sizes(self):
-    run = self.start(_SAVE_OFTEN, shell="ulimit -f 12")  # 12 KiB
-    line = self._fails(run)
+    line = self._fails(shell="ulimit -f 12")  # 12 KiB
     self.assertRegex(line, "checkpoint .* cannot be written: .*File too large")
 
   def test_run_goes_on_from_the_last_whole_step_when_there_is_space(self):
     whole = self.finished(_SAVE_OFTEN)
     workdir = self._small("800k")
-    self._fails(self.start(_SAVE_OFTEN, workdir=workdir))
+    self._fails(workdir=workdir)
     argv = ["mount", "-o", "remount,size=50M", os.path.dirname(workdir)]
     subprocess.run(argv, check=True)
     self.finished(_SAVE_OFTEN, workdir=workdir)

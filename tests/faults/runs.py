@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import orbax.checkpoint as ocp
 from absl.testing import parameterized
 
 from moh_jax.runtime import steps
+from tests import two_processes
 from tests.training import tiny
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -46,17 +46,12 @@ class Run:
     """
     argv = [sys.executable, "-m", "moh_jax", "train", "--workdir", workdir]
     argv += ["--config", f"{CONFIG}:{family}", *options]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    count = "--xla_force_host_platform_device_count="
-    flags = environment.get("XLA_FLAGS", "").split()
-    flags = [flag for flag in flags if not flag.startswith(count)]
-    environment["XLA_FLAGS"] = " ".join(flags)
+    flags = os.environ["XLA_FLAGS"]
+    one = f"{flags} --xla_force_host_platform_device_count=1"
+    environment = {**os.environ, "XLA_FLAGS": one}
     if processes > 1:
-      with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
       argv.append("--distributed")
-      environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+      environment["JAX_COORDINATOR_ADDRESS"] = two_processes.free_address()
       environment["JAX_NUM_PROCESSES"] = str(processes)
     if shell:
       argv = ["bash", "-c", f'{shell}; exec "$@"', "bash", *argv]
@@ -65,13 +60,8 @@ class Run:
     for index, file in enumerate(self.files):
       environment["JAX_PROCESS_ID"] = str(index)
       with file.open("w") as stderr:
-        process = subprocess.Popen(
-          argv,
-          env=environment,
-          cwd=_ROOT,
-          stdout=subprocess.DEVNULL,
-          stderr=stderr,
-        )
+        streams = {"stdout": subprocess.DEVNULL, "stderr": stderr}
+        process = subprocess.Popen(argv, env=environment, cwd=_ROOT, **streams)
       self.processes.append(process)
 
   def wait(self, timeout: float = 300) -> int:

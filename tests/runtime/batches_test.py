@@ -12,19 +12,18 @@ from moh_jax.runtime import mesh as mesh_lib
 from moh_jax.runtime.batches import batch_rows, local_rows, shard_batch
 from moh_jax.runtime.mesh import AXES, batch_shards, make_mesh
 
-_AXES = AXES
 # Process of each device in the order that JAX gives for mesh.data=-1.
 _V5E_4X4 = (0, 0, 1, 1, 1, 1, 0, 2, 3, 3, 3, 3, 2, 2, 2, 0)
 
 
 def _mesh(processes, **sizes):
   """A mesh whose devices know only their process."""
-  shape = tuple(sizes.get(axis, 1) for axis in _AXES)
+  shape = tuple(sizes.get(axis, 1) for axis in AXES)
   devices = np.array(
     [types.SimpleNamespace(process_index=p) for p in processes]
   ).reshape(shape)
   return types.SimpleNamespace(
-    devices=devices, shape=dict(zip(_AXES, shape, strict=True))
+    devices=devices, shape=dict(zip(AXES, shape, strict=True))
   )
 
 
@@ -35,13 +34,11 @@ def assemble(mesh, size):
   out = []
   for shard, devices in enumerate(mesh.devices.reshape(shards, -1)):
     index = (slice(shard * each, (shard + 1) * each),)
-    parts = []
     for device in devices:
       rows = batch_rows(mesh, size, device.process_index)
-      parts.append(rows[local_rows(rows, index)])
-    for part in parts:
-      np.testing.assert_array_equal(part, parts[0])
-    out.append(parts[0])
+      part = rows[local_rows(rows, index)]
+      np.testing.assert_array_equal(part, np.arange(size)[index])
+    out.append(part)
   return np.concatenate(out)
 
 
@@ -96,7 +93,6 @@ class SlicesTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({}, "mesh.dcn_data=1 must be 2: the 8 devices are of 2 slice"),
-    ({"dcn_data": 3}, "mesh.dcn_data=3 must be 2"),
     ({"dcn_data": 2, "tensor": 8}, "must divide the 4 devices of a slice"),
     ({"dcn_data": 2, "data": 8}, "needs 8 devices, there are 4 devices of a"),
     ({"dcn_data": 2}, r"of equal size, .* \[3, 5\]", (0, 1, 2)),
@@ -105,9 +101,5 @@ class SlicesTest(parameterized.TestCase):
     ({"data": 16}, "needs 16 devices", range(8)),
   )
   def test_what_does_not_fit_is_refused(self, axes, message, first=_FIRST):
-    with (
-      two_slices(first),
-      self.assertRaisesRegex(ValueError, message) as caught,
-    ):
+    with two_slices(first), self.assertRaisesRegex(ValueError, message):
       make_mesh(MeshConfig(**axes))
-    self.assertNotIn("\n", str(caught.exception))

@@ -35,12 +35,9 @@ class CompilationCacheTest(folders.FolderTest):
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     del environment["JAX_COMPILATION_CACHE_DIR"]
+    program = [sys.executable, "-c", _PROGRAM]
     done = subprocess.run(
-      [sys.executable, "-c", _PROGRAM],
-      env=environment,
-      capture_output=True,
-      text=True,
-      check=True,
+      program, env=environment, capture_output=True, text=True, check=True
     )
     value, hits, limit = done.stdout.split()
     return value, int(hits), int(limit), done.stderr

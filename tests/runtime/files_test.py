@@ -10,7 +10,7 @@ from moh_jax.runtime import files
 from tests.folders import FolderTest
 
 
-class _Row(msgspec.Struct, forbid_unknown_fields=True):
+class _Row(msgspec.Struct):
   file: files.FileName
   size: files.Count
 
@@ -61,11 +61,8 @@ class FilesTest(FolderTest):
     self.assertEqual(found["other"], 1)
 
   @parameterized.parameters(
-    ('{"rows": [{"file": "a", "size": -1}]}', r">= 0 - at `\$.rows\[0\].size`"),
     ('{"rows": [{"file": "../a", "size": 1}]}', r"at `\$.rows\[0\].file`"),
     ('{"rows": [{"file": "a"}]}', "missing required field `size`"),
-    ('{"rows": [{"file": "a", "size": 1, "x": 1}]}', "unknown field `x`"),
-    ("[]", "Expected `object`, got `array`"),
     ("{", "not valid JSON"),
     (b"\xff\xff", "not valid JSON"),
   )

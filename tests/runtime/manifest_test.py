@@ -8,6 +8,7 @@ from absl.testing import parameterized
 from etils import epath
 
 from moh_jax.runtime import steps
+from tests import folders
 
 _FILES = {
   "config/metadata": b"{}",
@@ -26,22 +27,18 @@ def _write(folder: pathlib.Path) -> None:
   steps.write_manifest(epath.Path(folder))
 
 
-class ManifestTest(parameterized.TestCase):
+class ManifestTest(folders.FolderTest):
   def setUp(self):
     super().setUp()
-    self.workdir = pathlib.Path(self.create_tempdir().full_path)
-    self.folder = self.workdir / "checkpoints" / "2"
+    self.folder = self.root / "checkpoints/2"
     _write(self.folder)
 
   def _found(self, items=None):
-    return steps.find_damage(self.workdir, 2, items)
-
-  def test_whole_checkpoint_has_no_damage(self):
-    self.assertEqual(self._found(), {})
-    steps.check_whole(self.workdir, 2)
+    return [*steps.find_damage(self.root, 2, items)]
 
   @parameterized.parameters(*_FILES, steps.MANIFEST)
   def test_every_flipped_bit_and_other_length_names_its_file(self, name):
+    self.assertEqual(self._found(), [])
     file = self.folder / name
     content = file.read_bytes()
     damages = [b"", content[: len(content) // 2], content + b"x"]
@@ -51,43 +48,43 @@ class ManifestTest(parameterized.TestCase):
       damages.append(bytes(changed))
     for damaged in damages:
       file.write_bytes(damaged)
-      self.assertEqual([*self._found()], [name], damaged[:100])
+      self.assertEqual(self._found(), [name], damaged[:100])
     file.unlink()
-    self.assertEqual([*self._found()], [name])
+    self.assertEqual(self._found(), [name])
 
   def test_only_what_is_read_is_compared(self):
     (self.folder / "train/d/0").write_bytes(b"State")
-    self.assertEqual(self._found({"config", "params"}), {})
-    self.assertEqual([*self._found({"train"})], ["train/d/0"])
+    self.assertEqual(self._found({"config", "params"}), [])
+    self.assertEqual(self._found({"train"}), ["train/d/0"])
     (self.folder / "_CHECKPOINT_METADATA").write_bytes(b"[]")  # of the step
-    self.assertEqual([*self._found({"config"})], ["_CHECKPOINT_METADATA"])
+    self.assertEqual(self._found({"config"}), ["_CHECKPOINT_METADATA"])
 
   def test_message_names_step_item_file_and_the_other_steps(self):
     for count, rest in ((1, "missing$"), (4, "; and 3 more files$")):
       damage = dict.fromkeys(map(str, range(count)), "missing")
       self.assertRegex(steps.describe(2, damage), rest)
     for step in ("4", "6"):
-      _write(self.workdir / "checkpoints" / step)
-    (self.workdir / "checkpoints/4/params/d/0").write_bytes(b"")
+      _write(self.root / "checkpoints" / step)
+    (self.root / "checkpoints/4/params/d/0").write_bytes(b"")
     pattern = (
       "checkpoint of step 4: damaged, item params, file d/0: 0 bytes, 2304000 "
       r"were written; other steps: \[2, 6\]$"
     )
     with self.assertRaisesRegex(steps.DamagedCheckpointError, pattern):
-      steps.check_whole(self.workdir, 4)
+      steps.check_whole(self.root, 4)
 
   def test_newest_whole_step_is_found_and_later_ones_are_named(self):
-    for step in (4, 6):
-      _write(self.workdir / "checkpoints" / str(step))
-      (self.workdir / f"checkpoints/{step}/train/d/0").unlink()
-    self.assertEqual(steps.find_step(self.workdir, None), 6)
+    folder = self.root / "checkpoints"
+    for step in ("4", "6"):
+      _write(folder / step)
+      (folder / step / "train/d/0").unlink()
+    self.assertEqual(steps.find_step(self.root, None), 6)
     with self.assertLogs("moh_jax", "WARNING") as logs:
-      self.assertEqual(steps.newest_whole_step(self.workdir), 2)
+      self.assertEqual(steps.newest_whole_step(self.root), 2)
     self.assertLen(logs.output, 3)
-    steps.set_aside_after(self.workdir, 2)
-    self.assertEqual(steps.list_steps(self.workdir), [2])
-    aside = self.workdir / "checkpoints" / "damaged"
-    self.assertCountEqual(os.listdir(aside), ["4.1", "6.1"])
-    _write(self.workdir / "checkpoints" / "4")
-    steps.set_aside_after(self.workdir, 2)
-    self.assertCountEqual(os.listdir(aside), ["4.1", "4.2", "6.1"])
+    steps.set_aside_after(self.root, 2)
+    _write(folder / "4")
+    steps.set_aside_after(self.root, 2)
+    self.assertEqual(steps.list_steps(self.root), [2])
+    aside = os.listdir(folder / "damaged")
+    self.assertCountEqual(aside, ["4.1", "4.2", "6.1"])

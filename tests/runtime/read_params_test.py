@@ -24,13 +24,10 @@ class ReadParamsTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    rng = np.random.default_rng(0)
+    normal = np.random.default_rng(0).standard_normal
     cls.params = {
-      "a": {
-        "kernel": rng.standard_normal((16, 24), np.float32),
-        "bias": rng.standard_normal(16, np.float32),
-      },
-      "b": {"kernel": rng.standard_normal((24, 16), np.float32)},
+      "a": {"kernel": normal((16, 24), "f"), "bias": normal(16, "f")},
+      "b": {"kernel": normal((24, 16), "f")},
     }
     cls.folder = cls.create_tempdir(cls()).full_path
     metadata = checkpoint.Metadata(tiny.llm_config())
@@ -127,13 +124,10 @@ class MemoryTest(parameterized.TestCase):
     )
     metadata = checkpoint.Metadata(tiny.llm_config())
     checkpoint.save_params(folder, params, metadata)
+    command = [sys.executable, "-c", _RESTORE, folder]
     for devices in (1, 4):
       flags = f"--xla_force_host_platform_device_count={devices}"
-      done = subprocess.run(
-        [sys.executable, "-c", _RESTORE, folder],
-        env={**os.environ, "XLA_FLAGS": flags},
-        check=True,
-        capture_output=True,
-        text=True,
+      out = subprocess.check_output(
+        command, env={**os.environ, "XLA_FLAGS": flags}, text=True
       )
-      self.assertLess(float(done.stdout.splitlines()[-1]), 1.3)
+      self.assertLess(float(out.splitlines()[-1]), 1.3)

@@ -14,18 +14,14 @@ _GPUS = pathlib.Path(moh_jax.__file__).parent / "runtime" / "gpu_targets"
 
 class ParseTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("v5p-64", "v5p:2x4x4", 32, 8),
     ("v5p:2x4x4", "v5p:2x4x4", 32, 8),
     ("v5p-8", "v5p:2x2x1", 4, 1),
-    ("v5p-16", "v5p:2x2x2", 8, 2),
     ("v5p-1024", "v5p:8x8x8", 512, 128),
     ("v5litepod-16", "v5e:4x4", 16, 4),
-    ("v5e-8", "v5e:2x4", 8, 2),
     ("v6e-8", "v6e:2x4", 8, 2),
     ("tpu7x:2x2x1", "tpu7x:2x2x1", 8, 1),
     ("h100", "h100:1", 1, 1),
-    ("h100:16", "h100:16", 16, 2),
-    ("b200:8", "b200:8", 8, 1),
+    ("b200:16", "b200:16", 16, 2),
   )
   def test_both_notations(self, name, canonical, devices, hosts):
     found = parse_topology(name)
@@ -35,18 +31,14 @@ class ParseTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("v9-8", "one of a100, h100.*v5e, v5p"),
-    ("h100:", "one of a100"),
     ("v5p:2x2", "one of a100"),
     ("v5p-6", "6 cores name no slice.*2x2x2"),
     ("v5e-12", "12 chips name no slice"),
     ("h100:12", "multiple of 8"),
-    ("h100:0", "must have 1 chip"),
-    ("v5p:-2x2x2", "one of a100"),
   )
   def test_bad_names_are_told_what_is_allowed(self, name, message):
-    with self.assertRaisesRegex(ValueError, message) as caught:
+    with self.assertRaisesRegex(ValueError, message):
       parse_topology(name)
-    self.assertNotIn("\n", str(caught.exception))
 
 
 class ChipsTest(absltest.TestCase):

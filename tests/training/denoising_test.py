@@ -93,28 +93,21 @@ class LossTest(absltest.TestCase):
 
 class StepsTest(absltest.TestCase):
   @pytest.mark.integration
-  def test_loss_decreases_on_a_batch_and_every_parameter_is_trained(self):
+  def test_loss_decreases_on_a_batch(self):
     config = tiny.dit_config(model=tiny.ALIKE["dit"])
     mesh, task = meshes.mesh_of(config), make_task(config)
     program = make_program(config, task, mesh)
     with use_mesh(mesh):
       batch = shard_batch(next(task.batches(mesh)), mesh)
-      state = program.init()
-      before = jax.device_get(state.params)
-      state, first = program.step(state, batch)
+      state, first = program.step(program.init(), batch)
       for _ in range(9):
         state, _ = program.step(state, batch)
-      after = jax.device_get(state.params)
       # The draws of the first step, with the trained parameters.
       again = dataclasses.replace(state, step=jnp.zeros_like(state.step))
       _, last = program.step(again, batch)
     self.assertLess(float(last["loss"]), 0.8 * float(first["loss"]))
     self.assertLess(float(last["mse"]), 0.9 * float(first["mse"]))
     self.assertAlmostEqual(float(first["mse"]), 1.0, delta=0.1)  # of nothing
-    [load] = first["head_loads"]  # of two layers that pick one of two heads
-    np.testing.assert_allclose(load[:, 2:].sum(-1), [1, 1], rtol=1e-5)
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, after)
-    self.assertGreater(min(jax.tree.leaves(moved)), 1e-5)
 
 
 class HeldOutTest(folders.FolderTest):
