@@ -70,11 +70,6 @@ class HarnessModel(LM):
     self._seed = seed
     self._progress = progress
 
-  @property
-  def tokenizer_name(self) -> str:
-    """Names the tokenizer in the harness's caches of requests."""
-    return f"{self._tokenizer.kind}-{self._tokenizer.sha256[:16]}"
-
   def loglikelihood(
     self, requests: Sequence[Instance]
   ) -> list[tuple[float, bool]]:
@@ -131,8 +126,8 @@ class HarnessModel(LM):
       ids = self._before + encoded[request.args[0]] or [self._prefix]
       groups.setdefault(repr(options), {})[index] = ids[-space:]
     texts = [""] * len(requests)
-    seed, how = self._seed, {"unit": "text", "disable": not self._progress}
-    with tqdm.tqdm(total=len(requests), **how) as bar:
+    seed, hidden = self._seed, not self._progress
+    with tqdm.tqdm(total=len(requests), unit="text", disable=hidden) as bar:
       for prompts in groups.values():
         order = sorted(prompts, key=lambda i: -len(prompts[i]))
         options = generation_options(requests[order[0]].args[1])

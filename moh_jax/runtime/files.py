@@ -81,11 +81,6 @@ def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:
   return pathlib.Path(folder, name)
 
 
-def temporary_beside(path: pathlib.Path) -> pathlib.Path:
-  """A new name, for what takes the place of `path` when it is whole."""
-  return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-
-
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   """A path to write to; what is there at the end takes `path`'s place.
@@ -99,7 +94,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   if path.is_dir():
     raise IsADirectoryError(f"{path}: is a folder, must be a file")
   path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = temporary_beside(path)
+  temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
   try:
     yield temporary
     with temporary.open("r+b") as file:
