@@ -43,6 +43,7 @@ _REFUSED = {
     "nope": "nope holds no checkpoint",
     "{vit} --config.model.dtype=bfloat16": "only eval.use_ema and train.init",
     "{vit} --out gs://bucket/x": "--out='gs://bucket/x' must be local",
+    "{vit} --to hf": "must be absent, as --license for",
     "{vit} --out {here}/folder.npz": "folder.npz: is a folder, must be a file",
   },
   "train --workdir {here}/x --config": {

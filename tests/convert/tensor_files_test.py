@@ -1,7 +1,6 @@
 """Safetensors: read when they are used, in shards, and written."""
 
 import json
-import pathlib
 import sys
 import zipfile
 from unittest import mock
@@ -39,9 +38,7 @@ class ReadTest(FolderTest):
       np.testing.assert_array_equal(np.asarray(opened[name]), value)
 
   @parameterized.parameters(
-    ("_orig_mod.{}", "_orig_mod.{}"),
-    ("module._orig_mod.{}", "module._orig_mod.{}"),
-    ("_orig_mod.module.{}", "_orig_mod.module.{}"),
+    ("_orig_mod.module.{}", "module._orig_mod.{}"),
     ("_orig_mod.{}", "{}"),
     ("module.{}", "module.blocks.0._orig_mod.{}", "blocks.0.b"),
   )
@@ -111,13 +108,10 @@ class ShardsTest(FolderTest):
     self._write(other, "c")
     self.assertEqual(list(tensor_files.read_tensors(self.root)), ["c"])
 
-  def test_a_name_in_two_files(self):
-    self._write("2.safetensors", "a")
-    file = self.root / "2.safetensors"
-    with self.assertRaisesRegex(ValueError, f"{file}: 'a' is in another"):
-      tensor_files.read_tensors(self.root)
-
   def test_an_index_leads_to_files_beside_it_alone(self):
+    self._write("2.safetensors", "a")
+    with self.assertRaisesRegex(ValueError, "2.safe.*: 'a' is in another"):
+      tensor_files.read_tensors(self.root)
     self._write_index(a="7.safetensors")
     with self.assertRaisesRegex(FileNotFoundError, "7.safetensors: no such f"):
       tensor_files.read_tensors(self.root)
@@ -187,5 +181,5 @@ class WriteTest(FolderTest):
       (folder / "b").write_text("2")
     self.assertEqual((target / "b").read_text(), "2")
     with self.assertRaisesRegex(ValueError, "empty is no new or empty folder"):
-      with tensor_files.new_folder(pathlib.Path(target)):
+      with tensor_files.new_folder(target):
         self.fail("entered")

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from moh_jax.config import LLMConfig, without_router
 from moh_jax.config.llm import Sampling
@@ -17,6 +16,7 @@ from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.models.llm import LLM, unroll
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.parameters import abstract_params, unbox
+from tests.convert.stored import save_tensors
 
 MOH = LLMConfig(
   vocab_size=37,
@@ -59,11 +59,7 @@ def tensors(model: LLMConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
 
 
 def greedy(
-  model: LLMConfig,
-  params: Any,
-  prompts: np.ndarray,
-  count: int,
-  padding: Any = 0,
+  model: LLMConfig, params: Any, prompts: np.ndarray, count: int
 ) -> np.ndarray:
   """Greedy tokens after prompts, by the programs of the `generate` command.
 
@@ -72,7 +68,6 @@ def greedy(
     params: its parameters.
     prompts: [B, P].
     count: tokens to write.
-    padding: [B] empty places before each prompt.
 
   Returns:
     [B, count] int32.
@@ -82,7 +77,7 @@ def greedy(
   state = make_prefill(network, "float32")(
     params,
     prompts.astype(np.int32),
-    np.broadcast_to(np.int32(padding), batch),
+    np.zeros(batch, np.int32),
     np.arange(batch, dtype=np.int32),
     np.zeros(batch, bool),
     length + count,
@@ -100,20 +95,18 @@ def write_folder(
 ) -> dict[str, np.ndarray]:
   """Writes what transformers would; returns the tensors."""
   folder.mkdir(parents=True, exist_ok=True)
-  stored = {
-    n: np.ascontiguousarray(x) for n, x in tensors(model, dtype).items()
-  }
+  stored = tensors(model, dtype)
   names = sorted(stored)  # so that a layer's tensors lie in several shards
   files = {
     f"model-{i + 1:05}-of-{shards:05}.safetensors": names[i::shards]
     for i in range(shards)
   }
   for file, held in files.items():
-    save_file({n: stored[n] for n in held}, folder / file, {"format": "pt"})
+    content = {name: stored[name] for name in held}
+    save_tensors(folder / file, content, {"format": "pt"})
   if shards > 1:
     weight_map = {name: file for file, held in files.items() for name in held}
-    (folder / "model.safetensors.index.json").write_text(
-      json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
   (folder / "config.json").write_text(json.dumps(llama_config.to_hf(model)))
   return stored

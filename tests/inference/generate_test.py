@@ -314,30 +314,27 @@ class PromptFileTest(FolderTest):
       self.assertEqual(row, expected | {"finish_reason": one.finish_reason})
     self.assertGreater(len({row["text"] for row in rows}), 15)
 
-  @parameterized.parameters(0, 20)
-  def test_a_killed_call_continues_to_the_same_file(self, whole_lines):
-    self._complete()
-    expected = self.out.read_bytes()
-    lines = expected.splitlines(keepends=True)
-    self.out.write_bytes(b"".join(lines[:whole_lines]) + lines[0][:9])
-    # A chunk that is half written is made again, in the same batches.
-    self.assertEqual(self._complete(), whole_lines // 16 * 16)
-    self.assertEqual(self.out.read_bytes(), expected)
-    self.assertEqual(self._complete(), len(_TEXTS))
-    self.assertEqual(self.out.read_bytes(), expected)
-
-  def test_lines_appear_before_the_last_chunk(self):
-    generate = self.generator.generate
+  def test_a_killed_call_continues_to_the_same_file(self):
+    write = self.generator.generate
 
     def fail(chunk, sampling, first):
       if first:
         raise OSError("killed")
-      return generate(chunk, sampling, first=first)
+      return write(chunk, sampling, first=first)
 
     with mock.patch.object(self.generator, "generate", fail):
       with self.assertRaisesRegex(OSError, "killed"):
         self._complete()
     self.assertLen(self.out.read_text().splitlines(), 16)
+    self.assertEqual(self._complete(), 16)
+    expected = self.out.read_bytes()
+    lines = expected.splitlines(keepends=True)
+    # A chunk that is half written is made again, in the same batches.
+    part = lines[0][:9]
+    for there, kept in (([part], 0), ([*lines[:20], part], 16), (lines, 23)):
+      self.out.write_bytes(b"".join(there))
+      self.assertEqual(self._complete(), kept)
+      self.assertEqual(self.out.read_bytes(), expected)
 
   def test_output_of_other_settings_is_refused(self):
     self._complete(checkpoint="a")

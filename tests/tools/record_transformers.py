@@ -133,7 +133,6 @@ def main(folder: str) -> None:
     recorded[f"rotation/{name}"] = np.array([*frequencies.tolist(), factor])
   path = pathlib.Path(folder) / f"transformers_{transformers.__version__}.npz"
   np.savez_compressed(path, **recorded)
-  print(f"{path}: {len(CASES)} models, {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":
