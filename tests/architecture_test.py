@@ -92,10 +92,6 @@ class LayersTest(absltest.TestCase):
     # The public faces and `python -m moh_jax` are above all folders.
     self.assertLess(max(map(_layer, _below())), _MOST_LAYERS)
 
-  def test_training_is_for_training(self):
-    for folder in ("inference", "convert", "evaluation"):
-      self.assertNotIn("training", _below()[folder], folder)
-
   def test_no_module_imports_itself_through_others(self):
     done: set[str] = set()
 
@@ -121,7 +117,3 @@ class LayersTest(absltest.TestCase):
     )
     for module, path in _modules().items():
       self.assertIsNone(pattern.search(path.read_text()), module)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -72,7 +72,7 @@ class ChatSource:
       if _size(row) > capacity:
         too_long += 1
         most = capacity // len(row) if data.too_long == "cut" else 0
-        row = [one.cut(most) for one in row]
+        row = [_Conversation(x.tokens[:most], x.trained[:most]) for x in row]
       if all(one.trained[1:].any() for one in row):
         kept.append(row)
     bad = "".join(f"; {len(self._bad)} bad rows: {x}" for x in self._bad[:1])
@@ -207,10 +207,6 @@ class _Conversation(NamedTuple):
 
   tokens: np.ndarray
   trained: np.ndarray
-
-  def cut(self, most: int) -> "_Conversation":
-    """The first tokens."""
-    return _Conversation(self.tokens[:most], self.trained[:most])
 
 
 _Tokenized = list[_Conversation]

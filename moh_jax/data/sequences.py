@@ -240,8 +240,6 @@ class PackedSource:
     return self._examples
 
   def __getitem__(self, index: int) -> Sequence:
-    if not 0 <= index < self._examples:
-      raise IndexError(f"index={index} of {self._examples} sequences")
     start = index * self._length
     stop = min(start + self._length + 1, self.token_set.num_tokens)
     tokens = self.token_set.tokens(start, stop)

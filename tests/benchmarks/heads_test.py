@@ -1,6 +1,5 @@
 """Benchmarks of attention, of a layer, of decoding, and of exactness alone."""
 
-import functools
 import json
 import pathlib
 from unittest import mock
@@ -11,20 +10,13 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import attention, decode, exact, layer
 from benchmarks.decode import DecodeOptions
-from benchmarks.layer import LayerOptions
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
 from moh_jax.ops.attention import cached_attention
 from tests.cli.tiny_checkpoint import call
 
 _TINY = dict(lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,))
-_LAYER = functools.partial(LayerOptions, **_TINY)
-_DECODE = functools.partial(DecodeOptions, **_TINY)
 _ARGV = "--lengths 16 --shares 50 --heads 4 --head-dim 8 --rounds 1".split()
-
-
-def _layer_rows(options):
-  return attention.compare_forms(options, "layer", layer.splits)
 
 
 def _decode_rows(options):
@@ -44,17 +36,6 @@ class AttentionTest(parameterized.TestCase):
   def _rows(self, **options):
     given = attention.HeadOptions(**{**_TINY, **options})
     return attention.compare_forms(given, "attention", attention.splits)
-
-  @parameterized.parameters(("free", 4), ("per_group", 8), ("whole_group", 4))
-  @pytest.mark.integration
-  def test_structures_are_exact(self, structure, heads):
-    rows = self._rows(
-      structure=structure, heads=heads, kv_heads=2, shared=2,
-      modes=("causal_forward_backward",),
-    )  # fmt: skip
-    packed = next(row for row in rows if row.implementation == "packed")
-    self.assertEqual(packed.computed_share, 0.5)
-    self.assertLess(max(row.max_error for row in rows), 2e-6)
 
   @parameterized.parameters(
     ("forward", lambda x: x * 1.01, "error of the outputs 1.0e-02 is"),
@@ -108,7 +89,8 @@ class CommandTest(parameterized.TestCase):
 class DecodeTest(parameterized.TestCase):
   @parameterized.parameters("float32", "bfloat16")
   def test_every_cache_is_exact_and_a_wrong_form_is_found(self, dtype):
-    options = _DECODE(cache_dtype=dtype, implementations=("dense",))
+    forms = {"cache_dtype": dtype, "implementations": ("dense",)}
+    options = DecodeOptions(**_TINY, **forms)
     self.assertEqual([r.fault for r in _decode_rows(options)], [None, None])
 
     def wrong(*args):

@@ -25,6 +25,11 @@ def _lines(documents):
   return ("\n".join(lines) + "\n").encode()
 
 
+def _list(lines):
+  """One list of the objects of some lines."""
+  return b"[" + b",\n".join(lines.splitlines()) + b"]"
+
+
 def _zstd(content, frames=1):
   size = -(-len(content) // frames)
   parts = [content[i : i + size] for i in range(0, len(content), size)]
@@ -57,6 +62,7 @@ class LinesTest(_FilesTest):
     ("a.jsonl.gz", gzip.compress),
     ("A.JSONL.ZST", _zstd),
     ("a.jsonl.zst", functools.partial(_zstd, frames=9)),
+    ("a.json.gz", lambda x: gzip.compress(_list(x))),
   )
   def test_are_documents(self, name, pack):
     self._write(name, pack(_lines(_DOCUMENTS)))
@@ -111,10 +117,13 @@ class LinesTest(_FilesTest):
 
   def test_marks_at_the_start_of_files_are_dropped(self):
     rows = _lines("abc")
-    for name, text in (("a.txt", b"text"), ("b.jsonl", rows), ("c.json", rows)):
-      self._write(name, b"\xef\xbb\xbf" + b"\n" * (name == "c.json") + text)
+    for name, text in (
+      ("a.txt", b"text"), ("b.jsonl", rows), ("c.json", b"\n" + rows),
+      ("d.json", b"\n" + _list(rows)),
+    ):  # fmt: skip
+      self._write(name, b"\xef\xbb\xbf" + text)
     found = [text for _, text in self._read("*")]
-    self.assertEqual("".join(found), "textabcabc")
+    self.assertEqual("".join(found), "text" + "abc" * 3)
 
   def test_plain_text_is_one_document(self):
     self._write("a.txt", "é\r\n".encode())

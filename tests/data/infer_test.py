@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import re
-from unittest import mock
 
 from absl.testing import parameterized
 from PIL import Image
@@ -9,10 +8,7 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.dit import LatentScaling
-from moh_jax.config.registry import SourceKind
-from moh_jax.data import infer
 from moh_jax.data.infer import resolve, resolve_without_data
-from moh_jax.data.sources import ImageSource
 from tests.data import tiny_sets, tiny_text
 from tests.data.tiny_images import put
 from tests.folders import FolderTest
@@ -29,13 +25,6 @@ def _resolved(model, data=None, **sections):
 
 
 class ImagesTest(FolderTest):
-  def test_other_data_of_a_source_of_ones_own_are_read_by_it(self):
-    kind = SourceKind("own", ImageSource, ("images",))
-    config = Config(_VIT, data=DataConfig(path="here"))
-    with mock.patch.object(infer, "get_source", return_value=kind):
-      found = infer.data_at(config, "there")
-    self.assertEqual(found, {"path": "there"})
-
   @parameterized.parameters(
     ((100, 70), 64), ((20, 30), 32), ((500, 400), 224), ((96, 96), 96)
   )

@@ -49,23 +49,19 @@ class ReadTest(_SetTest):
       read[6]
 
   @parameterized.parameters(
-    ("metadata.json", "{", "metadata.json: not valid JSON"),
-    ("metadata.json", "{}", "metadata.json: .*missing required field `format`"),
-    (_SHARD, "x", f"{_SHARD}: missing, truncated or of another set"),
+    ("metadata.json", "", "{", "metadata.json: not valid JSON"),
+    ("metadata.json", "", "{}", "json: .*missing required field `format`"),
+    ("metadata.json", ": 2,", ": 1,", "'images', 1.* expected .'images', 2"),
+    ("metadata.json", "images", "latents", "'latents', 2.* expected .'images'"),
+    (_SHARD, "", "x", f"{_SHARD}: missing, truncated or of another set"),
   )
-  def test_what_is_damaged_is_named(self, name, text, reason):
+  def test_what_is_damaged_or_of_another_kind_is_named(
+    self, name, old, new, reason
+  ):
     self._whole()
-    (self.folder / name).write_text(text)
+    path = self.folder / name
+    path.write_text(path.read_text().replace(old, new, 1) if old else new)
     with self.assertRaisesRegex(ValueError, reason):
-      shards.Shards(self.folder, "images")
-
-  def test_other_kinds_and_versions_are_named(self):
-    self._whole()
-    with self.assertRaisesRegex(ValueError, "'images', 2.* expected .'lat"):
-      shards.Shards(self.folder, "latents")
-    path = self.folder / "metadata.json"
-    path.write_text(path.read_text().replace(": 2,", ": 1,", 1))
-    with self.assertRaisesRegex(ValueError, "'images', 1.* expected .'images'"):
       self._labels()
 
   def test_unfinished_and_absent_sets_are_told_apart(self):

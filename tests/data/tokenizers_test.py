@@ -21,14 +21,6 @@ from tests.folders import FolderTest
 
 pytest.importorskip("transformers")
 
-_TEXTS = (
-  "Hello, world!",
-  "  two  spaces\n\n\ttab \r\n",
-  "Grüße aus Köln, 你好世界, привет",
-  "👩‍👩‍👧‍👦 family 🇩🇪 flag 🤷🏽‍♀️",
-  "a\x00b\x7f\u2028c",
-  "<|end_of_text|> is text here, and so is <|begin_of_text|>",
-)
 _CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
 
 
@@ -56,20 +48,17 @@ def _sentencepiece(**files):
 
 
 class RoundTripTest(parameterized.TestCase):
-  @parameterized.product(kind=("bpe", "bytes", "sentencepiece"), text=_TEXTS)
-  def test_text_comes_back(self, kind, text):
-    if kind == "sentencepiece":  # which takes other spaces for its own
-      text = " ".join(text.replace("\x00b\x7f", "").split())
-    kinds = {"bytes": tokenizers.BytesTokenizer, "bpe": _bpe}
-    tokenizer = kinds.get(kind, _sentencepiece)()
-    ids = tokenizer.encode(text)
-    self.assertEqual(tokenizer.decode(ids), text)
-    self.assertLess(max(ids), tokenizer.vocab_size)
-    self.assertNoCommonElements(ids, [tokenizer.bos_id, tokenizer.eos_id])
-    self.assertEqual(tokenizer.encode_batch([text, "x"])[0], ids)
+  @parameterized.parameters(_bpe, tokenizers.BytesTokenizer)
+  def test_text_comes_back(self, make):
+    tokenizer = make()
     again = pickle.loads(pickle.dumps(tokenizer))
-    self.assertEqual(again.encode(text), ids)
     self.assertEqual(again.sha256, tokenizer.sha256)
+    special = [tokenizer.bos_id, tokenizer.eos_id]
+    for text in (*_texts(), "<|end_of_text|> is text, a\x00b\x7f\u2028c \r\n"):
+      ids = tokenizer.encode(text)
+      self.assertEqual(tokenizer.decode(ids), text)
+      self.assertNoCommonElements(ids, special)
+      self.assertEqual(again.encode(text), ids)
 
 
 class StreamTest(parameterized.TestCase):

@@ -78,12 +78,6 @@ class MadeTest(_FilesTest):
     self.assertEqual(listed.count("not JSON"), 4)
     self.assertIn(f"{self.root}/in/02.jsonl:4: not JSON", listed)
 
-  def test_a_run_that_met_a_bad_line_may_skip_it(self):
-    with self.assertRaisesRegex(ValueError, "02.jsonl:4: not JSON"):
-      self._run("out", on_error="stop")
-    self._run("out")
-    self.assertEqual(self._texts("out"), self.good)
-
   def test_other_input_or_options_are_refused(self):
     self._run("out")
     with self.assertRaisesRegex(ValueError, "field: 'body' here, 'text' there"):
@@ -91,15 +85,6 @@ class MadeTest(_FilesTest):
     self._write("in/07.jsonl", '{"text": "another"}')
     with self.assertRaisesRegex(ValueError, "inputs: 'sha256"):
       self._run("out")
-
-  def test_empty_documents_are_skipped_and_listed(self):
-    self._write("a.jsonl", '{"text": ""}\n{"text": null}\n{"text": "last"}')
-    metadata = self._run("out", inputs="a.jsonl")["all"]
-    self.assertEqual((metadata["documents"], metadata["skipped"]), (1, 2))
-    listed = (self.root / "out/all/skipped.txt").read_text().splitlines()
-    file = self.root / "a.jsonl"
-    self.assertEqual(listed, [f"{file}:1: empty", f"{file}:2: empty"])
-    self.assertEqual(self._texts("out"), ["last"])
 
 
 class SplitsTest(_FilesTest):

@@ -12,7 +12,6 @@ from PIL import Image
 from scipy import stats
 
 from moh_jax.config import DataConfig, TextDataConfig
-from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.config.dit import LatentScaling
 from moh_jax.data import packed, transforms
 from moh_jax.data.decode import to_array, to_picture
@@ -92,19 +91,7 @@ class LatentsTest(parameterized.TestCase):
       packed.encode_moments(moments)
 
 
-_PAPER = RandAugmentPolicy(magnitude=9, spread=0.5)
 _LEVEL = 1e-6  # of significance: how often a right sampler would fail
-
-
-class RandAugmentTest(parameterized.TestCase):
-  @parameterized.parameters("rgb", "grey")
-  def test_bytes_stay_bytes_and_the_input_as_it_was(self, mode):
-    image, _ = recorded(mode)
-    before, fill = image.copy(), (124, 116, 104)[: image.shape[-1]]
-    for rng in map(np.random.default_rng, range(20)):
-      out = transforms.rand_augment(image, rng, _PAPER, fill)
-      self.assertEqual((out.shape, out.dtype), (image.shape, np.uint8))
-      np.testing.assert_array_equal(image, before)
 
 
 class RandomErasingTest(parameterized.TestCase):
