@@ -265,7 +265,8 @@ class CompletionWriter:
     self, tokenizer: Tokenizer, sampling: Sampling, prompt: Sequence[int] = ()
   ):
     self._decoder = StreamDecoder(tokenizer, prompt)
-    self._stop_ids, self._stop = tokenizer.stop_ids, sampling.stop
+    self._stop_ids = tokenizer.stop_ids
+    self._stop = [text for text in sampling.stop if text]  # "" ends no text
     self._limit = sampling.max_new_tokens
     self._tokens: list[int] = []
     self._log_probs: list[float] = []
