@@ -47,9 +47,8 @@ KERNEL_SCALE = "kernel_scale"
 _DROPOUT = contextvars.ContextVar("dropout of adapters", default=0.0)
 
 
-def normal_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
+def normal_init(*_: Dims) -> nn.initializers.Initializer:
   """Normal with one deviation whatever the shape, as in the released ViT."""
-  del inputs, outputs
   return LINEAR_INIT
 
 
@@ -63,7 +62,7 @@ def scaled_normal_init(layers: int) -> KernelInit:
     layers: depth of the network.
   """
   init = nn.initializers.normal(0.02 / math.sqrt(2 * layers))
-  return lambda inputs, outputs: init
+  return lambda *_: init
 
 
 def xavier_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
@@ -152,7 +151,6 @@ class KernelLayer(nn.Module, kw_only=True):
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
   layout: HeadLayout | None = None
-  adapts = True  # whether the layer's products add those of its adapter
 
   def parameters(
     self,
@@ -180,17 +178,15 @@ class KernelLayer(nn.Module, kw_only=True):
     count = len((inputs, outputs)[order][0])
     dims = tuple(range(len(shape)))
     init = self.kernel_init(*(dims[:count], dims[count:])[order])
-    adapts = len(inputs) if self.adapts else None
     make = functools.partial(declare, self, param_dtype=self.param_dtype)
-    stored = make("kernel", init, shape, names, self.dtype, adapts)
+    stored = make("kernel", init, shape, names, self.dtype, len(inputs))
     scale = self.get_variable("params", KERNEL_SCALE)
 
     def kernel() -> jax.Array:
       whole = stored if scale is None else stored * scale
       return self._deal(whole, names)
 
-    narrow = stored.dtype.itemsize < jnp.dtype(self.dtype).itemsize
-    if not narrow or not self.adapts:
+    if stored.dtype.itemsize >= jnp.dtype(self.dtype).itemsize:
       kernel = kernel()
     if not self.use_bias:
       return kernel, None

@@ -141,19 +141,17 @@ class Table(nn.Module):
     rows: tokens or labels.
     width: C.
     axes: logical names of both dimensions.
-    init: initializer.
   """
 
   rows: int
   width: int
   axes: tuple[str | None, str | None]
-  init: nn.initializers.Initializer = LINEAR_INIT
 
   @nn.compact
   def __call__(self) -> jax.Array:
     """Returns the table [rows, C] float32."""
     shape = (self.rows, self.width)
-    return declare(self, "embedding", self.init, shape, self.axes)
+    return declare(self, "embedding", LINEAR_INIT, shape, self.axes)
 
 
 class OverlapPatchEmbed(nn.Module):

@@ -34,7 +34,6 @@ _KERNEL = "kernel"
 _MATRICES = (_KERNEL, "embedding")
 _MOST_INT8 = 127
 _LEAST_SCALE = 1e-30  # of a channel of zeros
-_LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,8 +322,7 @@ def _check(field: str, patterns: Iterable[str], names: Iterable[str]) -> None:
   names = sorted(set(names))
   for pattern in sorted(patterns):
     if not fnmatch.filter(names, pattern):
-      more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+      known = ", ".join(names)
       raise ValueError(
-        f"tune.lora.{field}: {pattern!r} matches none of "
-        f"{', '.join(names[:_LISTED])}{more}"
+        f"tune.lora.{field}: {pattern!r} matches none of {known}"
       )

@@ -289,15 +289,6 @@ def predict_x0(
   return (jnp.clip(x0, -1.0, 1.0) if clip else x0), spread
 
 
-def implied_noise(
-  process: Process, x0: jax.Array, x: jax.Array, t: jax.Array
-) -> jax.Array:
-  """The noise [B, ...] that turns x0 into x at step t."""
-  level = process.alphas_cumprod
-  scale = lookup(np.sqrt(1.0 / level), t, x.ndim)
-  return (scale * x - x0) / lookup(np.sqrt(1.0 / level - 1), t, x.ndim)
-
-
 def reverse_step(
   process: Process,
   prediction: str,

@@ -6,12 +6,7 @@ import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.linear import (
-  LINEAR_INIT,
-  Dims,
-  Linear,
-  xavier_init,
-)
+from moh_jax.layers.linear import Dims, Linear, xavier_init
 from moh_jax.layers.mlp import MLP, LayerNorm, Table, check_shape
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.layers.partitioning import constrain
@@ -22,9 +17,8 @@ from moh_jax.ops.routing import RouterAux
 _FREQUENCIES = 256  # features of a timestep
 
 
-def _zeros_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
+def _zeros_init(*_: Dims) -> nn.initializers.Initializer:
   """Zeros: at the start a block passes on its input, and the output is 0."""
-  del inputs, outputs
   return nn.initializers.zeros
 
 
@@ -46,8 +40,7 @@ class Embedding(nn.Module):
     x = nn.silu(Linear(*wide, gathered=True, name="time_in")(x))
     x = Linear(*wide, gathered=True, name="time_out")(x)
     rows = cfg.num_classes + bool(cfg.label_dropout)  # the last: no label
-    axes = (None, "embed")
-    table = Table(rows, cfg.width, axes, LINEAR_INIT, name="label")()
+    table = Table(rows, cfg.width, (None, "embed"), name="label")()
     # Whole on every device: rows of a table split along the width would have
     # to be split along the batch by the same devices afterwards.
     vectors = jnp.take(constrain(table, None, None), labels, axis=0)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from moh_jax.config import LayerGroup, LLMConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.linear import KernelLayer, product, scaled_normal_init
+from moh_jax.layers.linear import LINEAR_INIT, product, scaled_normal_init
 from moh_jax.layers.mlp import MLP, Table
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.partitioning import constrain, declare
 from moh_jax.layers.router import HeadChoice
 from moh_jax.layers.stack import ModelAux, collect_aux, scan_blocks
 from moh_jax.layers.vocabulary import lookup
@@ -24,17 +24,21 @@ from moh_jax.ops.routing import RouterAux
 StackCache = LayerCache | tuple[LayerCache, ...]
 
 
-class OutputKernel(KernelLayer):
-  """Weights of the output layer, stored as [C, V] or output-major as [V, C]."""
+class OutputKernel(nn.Module):
+  """Weights of the output layer, stored as [C, V] or output-major as [V, C].
 
-  adapts = False  # losses and decoding multiply by the weights themselves
+  Losses and decoding multiply by the weights themselves, without an adapter.
+  """
+
+  output_major: bool
 
   @nn.compact
   def __call__(self, width: int, vocab: int) -> jax.Array:
-    """Returns the kernel [C, V] float32."""
-    axes = (("embed",), ("vocab",))
-    kernel, _ = self.parameters((width,), (vocab,), axes)
-    return kernel.T if self.output_major else kernel
+    """Returns the kernel [C, V]."""
+    shape, axes = (width, vocab), ("embed", "vocab")
+    if self.output_major:
+      return declare(self, "kernel", LINEAR_INIT, shape[::-1], axes[::-1]).T
+    return declare(self, "kernel", LINEAR_INIT, shape, axes)
 
 
 class Block(nn.Module):
@@ -218,9 +222,7 @@ class LLM(nn.Module):
     if cfg.tie_embeddings:
       kernel = table.T
     else:
-      head = OutputKernel(
-        use_bias=False, output_major=self.unrolled, name="head"
-      )
+      head = OutputKernel(self.unrolled, name="head")
       kernel = head(cfg.width, cfg.vocab_size)
     return output_logits(x, kernel), aux, tuple(written)
 

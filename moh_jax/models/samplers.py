@@ -15,7 +15,6 @@ from moh_jax.models.diffusion import (
   AnyProcess,
   Flow,
   Process,
-  implied_noise,
   lookup,
   predict_x0,
   reverse_step,
@@ -81,7 +80,11 @@ def sample(
   def ddim(x: jax.Array, previous: None, step: jax.Array) -> tuple:
     """Noise that x0 implies, at the level of the next step."""
     x0, t = clean(x, step)
-    direction = implied_noise(process, x0, x, t)
+    of_x, of_noise = (
+      lookup(np.sqrt(table), t, x.ndim)
+      for table in (1 / process.alphas_cumprod, 1 / process.alphas_cumprod - 1)
+    )
+    direction = (of_x * x - x0) / of_noise
     before = process.alphas_cumprod_prev
     variance = eta**2 * process.posterior_variance
     signal, spread = (

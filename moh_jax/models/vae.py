@@ -16,6 +16,7 @@ import numpy as np
 from flax import traverse_util
 
 from moh_jax.config.dit import VAEConfig
+from moh_jax.layers.mlp import check_shape
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops.attention import attention
 
@@ -185,7 +186,9 @@ class VAE(nn.Module):
       ValueError: images of another shape.
     """
     cfg = self.config
-    _check_shape("images", images, cfg.image_channels, cfg.downscale)
+    step, sides = cfg.downscale, images.shape[1:3]
+    whole = (step * max(side // step, 1) for side in sides)
+    check_shape("images", images, (*whole, cfg.image_channels))
     x = images.astype(jnp.dtype(cfg.dtype))
     x = self.encoder(constrain(x, "batch", None, None, None))
     if cfg.use_quant_conv:
@@ -206,7 +209,8 @@ class VAE(nn.Module):
       ValueError: latents of another shape.
     """
     cfg = self.config
-    _check_shape("latents", latents, cfg.latent_channels, 1)
+    shape = (*latents.shape[1:3], cfg.latent_channels)
+    check_shape("latents", latents, shape)
     x = latents.astype(jnp.dtype(cfg.dtype))
     x = constrain(x, "batch", None, None, None)
     if cfg.use_post_quant_conv:
@@ -244,15 +248,6 @@ def _norm(config: VAEConfig, name: str, x: jax.Array) -> jax.Array:
     dtype=jnp.float32,
     name=name,
   )(x)
-
-
-def _check_shape(name: str, x: jax.Array, channels: int, step: int) -> None:
-  fits = x.ndim == 4 and x.shape[-1] == channels and min(x.shape[1:3]) > 0
-  if not fits or any(side % step for side in x.shape[1:3]):
-    raise ValueError(
-      f"{name} of shape {x.shape} must be [batch, rows, columns, {channels}], "
-      f"rows and columns multiples of {step}"
-    )
 
 
 def weights_sha256(config: VAEConfig, params: Any) -> str:

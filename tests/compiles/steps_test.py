@@ -7,10 +7,8 @@ import collections
 import dataclasses
 import math
 import re
-import unittest
 from typing import Any
 
-import numpy as np
 import pytest
 from absl.testing import parameterized
 
@@ -18,7 +16,6 @@ from moh_jax.cli.bench import bench_run
 from moh_jax.config import Config, MeshConfig, apply_overrides, released_model
 from moh_jax.config.layers import without_router
 from moh_jax.data.infer import resolve_without_data
-from moh_jax.runtime.batches import batch_rows
 from moh_jax.runtime.devices import (
   absent_devices,
   missing_packages,
@@ -30,7 +27,6 @@ from moh_jax.training.plan import make_plan
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 from tests.compiles.programs import read_collectives
-from tests.runtime.batches_test import assemble
 
 pytestmark = pytest.mark.compiles
 
@@ -58,19 +54,14 @@ def _run(
 
 
 def _compile(run: Config, target: str, **axes: int) -> Any:
-  """Compiles the training step of a run; see `_lower`."""
-  return _lower(run, target, **axes).compile()
-
-
-def _lower(run: Config, target: str, **axes: int) -> Any:
-  """Traces and lowers the training step of a run for absent devices."""
+  """Compiles the training step of a run for absent devices."""
   sizes = {"data": 1, **axes}
   devices = absent_devices(target)[: math.prod(sizes.values())]
   mesh = make_mesh(MeshConfig(**sizes), devices)
   objective = task_builder(run).make_objective(run)
   program = make_program(run, objective, mesh)
   with use_mesh(mesh):
-    return program.step.lower(program.state, program.batch)
+    return program.step.lower(program.state, program.batch).compile()
 
 
 # Released model, tokens, layers, heads of the layers, and the batch.
@@ -149,28 +140,6 @@ class PlanTest(parameterized.TestCase):
     self.assertIsNotNone(plan.total, plan.compiler)
     self.assertTrue(plan.fits)
     self.assertGreater(plan.total, sum(plan.state.values()))
-
-
-class BatchRowsTest(parameterized.TestCase):
-  @parameterized.parameters("v5e:4x4", "v5p:4x4x4")
-  def test_global_batch_is_in_order(self, target):
-    if missing_packages(target):
-      raise unittest.SkipTest("needs libtpu")
-    devices = absent_devices(target)
-    powers = [2**i for i in range(int(math.log2(len(devices))) + 1)]
-    tried, contiguous = 0, True
-    for fsdp in powers:
-      for tensor in powers:
-        if fsdp * tensor > len(devices):
-          continue
-        mesh = make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), devices)
-        size = 2 * len(devices)
-        np.testing.assert_array_equal(assemble(mesh, size), np.arange(size))
-        rows = batch_rows(mesh, size, 0)
-        contiguous &= rows[-1] - rows[0] == len(rows) - 1
-        tried += 1
-    self.assertGreater(tried, 10)
-    self.assertFalse(contiguous)  # so that this test tests something
 
 
 class ExchangeTest(parameterized.TestCase):

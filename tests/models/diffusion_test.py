@@ -139,14 +139,6 @@ class SquaredErrorTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(losses["loss"], 4, rtol=1e-5)
 
-  def test_bfloat16_outputs_are_compared_in_float32(self):
-    out = _out("epsilon", 0.3, error=1.0).astype(jnp.bfloat16)
-    losses, expected = (
-      _losses("epsilon", x) for x in (out, out.astype(jnp.float32))
-    )
-    chex.assert_type(list(losses.values()), jnp.float32)
-    chex.assert_trees_all_equal(losses, expected)
-
 
 class BoundTest(absltest.TestCase):
   # Its values and gradients are recorded, see tests/parity.

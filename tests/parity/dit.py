@@ -84,11 +84,8 @@ def network(case: Case) -> dict[str, Any]:
   outputs |= {f"block{layer}": x for layer, x in enumerate(blocks)}
   outputs |= {f"gates{layer}": x for layer, x in enumerate(gates)}
 
-  doubled = _guided_twice(
-    functools.partial(predict, params=params),
-    arrays["y_cfg"],
-    case.hyper["cfg_scale"],
-  )
+  labelled = functools.partial(predict, params=params)
+  doubled = _guided_twice(labelled, arrays["y_cfg"], case.hyper["cfg_scale"])
   outputs["out_cfg"] = channels_first(jax.jit(doubled)(x, t))
   return outputs
 
@@ -151,8 +148,8 @@ def _reverse(
       for clip in (False, True)
     ]
 
-  plain, clipped = run(params)
-  out = {
+  plain, clipped = jax.tree.map(channels_first, run(params))
+  return {
     "pmv_mean": plain.mean,
     "pmv_log_variance": plain.log_variance,
     "pmv_variance": jnp.exp(plain.log_variance),
@@ -160,7 +157,6 @@ def _reverse(
     "pmv_clipped_mean": clipped.mean,
     "pmv_clipped_pred_xstart": clipped.x0,
   }
-  return {name: channels_first(array) for name, array in out.items()}
 
 
 def _samples(
@@ -170,19 +166,11 @@ def _samples(
 
   @jax.jit
   def run(params):
-    guided = _guided_twice(
-      functools.partial(predict, params=params),
-      case.arrays["sample_y"],
-      case.hyper["cfg_scale"],
-    )
-    path = sample(
-      guided,
-      z,
-      respace(process, len(noises)),
-      method="ddpm",
-      noise=lambda step: noises[step],
-      trajectory=True,
-    )
+    labelled = functools.partial(predict, params=params)
+    scale, labels = case.hyper["cfg_scale"], case.arrays["sample_y"]
+    guided = _guided_twice(labelled, labels, scale)
+    steps, draw = respace(process, len(noises)), lambda step: noises[step]
+    path = sample(guided, z, steps, method="ddpm", noise=draw, trajectory=True)
     ddim, clipped = (
       sample(guided, z, respace(process, 50), method="ddim", clip=clip)
       for clip in (False, True)

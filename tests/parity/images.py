@@ -13,12 +13,6 @@ from moh_jax.convert.inception import convert_inception
 from moh_jax.convert.vae import convert_vae, public_config
 from moh_jax.data.transforms import sample_posterior
 from moh_jax.evaluation import fid
-from moh_jax.evaluation.fid import (
-  Gaussian,
-  moments,
-  open_images,
-  read_statistics,
-)
 from moh_jax.layers.linear import add_bias
 from moh_jax.models.inception import InceptionV3, prepare
 from moh_jax.models.vae import VAE
@@ -62,10 +56,10 @@ def metrics(case: Case) -> dict[str, Any]:
     results[f"sigma_{name}"] = gaussian.covariance
   references = gaussians["real"], gaussians["real_s"]
   if "adm_reference.npz" in case.meta["files"]:  # as `fid` reads them
-    samples = open_images(case.directory / "adm_samples.npz")
+    samples = fid.open_images(case.directory / "adm_samples.npz")
     assert samples.count == sum(map(len, samples.batches(2)))
     dims = [gaussian.mean.size for gaussian in references]
-    read = read_statistics(case.directory / "adm_reference.npz", *dims)
+    read = fid.read_statistics(case.directory / "adm_reference.npz", *dims)
     references = read.pool3, read.spatial
   constant = [
     _gaussian(np.repeat(arrays[f"{name}_features"][:1], count, axis=0))
@@ -83,8 +77,8 @@ def metrics(case: Case) -> dict[str, Any]:
   return results | _scores(case) | _manifolds(case)
 
 
-def _gaussian(features: np.ndarray) -> Gaussian:
-  return moments(features).gaussian()
+def _gaussian(features: np.ndarray) -> fid.Gaussian:
+  return fid.moments(features).gaussian()
 
 
 def _scores(case: Case) -> dict[str, Any]:
@@ -100,15 +94,14 @@ def _scores(case: Case) -> dict[str, Any]:
     return np.array([fid.block_score(logits[a:b]) for a, b in pairs])
 
   tenths = scores(*(i * count // parts for i in range(parts + 1)))
+  large, few = (scores(*range(0, count, n), count) for n in (block, small))
   return {
     "gen_probs": np.exp(fid.log_softmax(logits)),
-    "is_one_block": scores(*range(0, count, block), count),
-    f"is_blocks_{small}": scores(*range(0, count, small), count),
+    "is_one_block": large,
+    f"is_blocks_{small}": few,
     "is_tenths": tenths,
-    "inception_score": scores(*range(0, count, block), count).mean(),
-    f"inception_score_blocks_{small}": scores(
-      *range(0, count, small), count
-    ).mean(),
+    "inception_score": large.mean(),
+    f"inception_score_blocks_{small}": few.mean(),
     "inception_score_tenths": np.array([tenths.mean(), tenths.std()]),
     "extreme_inception_score": fid.block_score(case.arrays["extreme_logits"]),
   }

@@ -12,7 +12,7 @@ import optax
 
 from moh_jax.config import LLMConfig, RouterConfig
 from moh_jax.convert import llama, llama_config
-from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.llm import LLM
 from moh_jax.ops.cache import Slots
 from tests.convert import tiny_llm
 from tests.parity.case import Case, apply
@@ -92,20 +92,16 @@ def _routing(
 
   Args:
     config: the model.
-    recorded: intermediates of a network with scanned or with unrolled layers;
-      empty of one without routers.
+    recorded: intermediates; empty of a network without routers.
     field: name of the field.
   """
+  if not recorded:
+    return None
   values = []
-  for index, group in enumerate(config.layer_groups()):
-    names = [f"blocks{index}"]
-    if names[0] not in recorded:
-      names = [f"blocks{index}_{layer}" for layer in range(group.depth)]
-    for name in names if recorded else ():
-      (routing,) = recorded[name]["attn"]["router"]["routing"]
-      value = np.asarray(getattr(routing, field))
-      values.append(value.reshape(-1, *value.shape[-3:]))
-  return np.concatenate(values) if values else None
+  for index in range(len(config.layer_groups())):
+    (routing,) = recorded[f"blocks{index}"]["attn"]["router"]["routing"]
+    values.append(getattr(routing, field))
+  return np.concatenate(values)
 
 
 def _head_mask(
@@ -131,7 +127,7 @@ def _generate(
     "generated_step_logits" [steps, B, V]; and with routers
     "generated_head_mask" [layers, B, P + steps - 1, H] of the tokens read.
   """
-  model, params = LLM(config, unrolled=True), unroll(params, config)
+  model = LLM(config)
   tokens, steps = case.arrays["prompt_ids"], case.hyper["max_new_tokens"]
   batch, length = tokens.shape
   cache = model.new_cache(batch, length + steps)
