@@ -20,8 +20,6 @@ from moh_jax.config.base import differing
 # Numbers and texts that schemas share.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=1)]  # of an array's axis
-# A file that lies in the folder of the JSON, not in one below it.
-FileName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\\]+\Z")]
 
 
 def checksum(path: Any) -> tuple[str, int]:
