@@ -76,8 +76,8 @@ def run(options: Options) -> int:
   runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
   decode = read_decoder(options.vae, runs[0].config)
   with run_log.kept(options):
-    found = compare(runs, options.workdir, decode)
-  if found is None:  # a run was stopped, and said so
+    results = compare(runs, options.workdir, decode)
+  if results is None:  # a run was stopped, and said so
     return 0
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
@@ -87,10 +87,6 @@ def run(options: Options) -> int:
       seconds = step_seconds(steps, options.rounds)
   if not options.is_first():
     return 0
-  results: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-  for one in runs:
-    seeds = results.setdefault((one.variant, one.setting), {})
-    seeds[one.seed] = found[one.name]
   costs = {
     key: _costs(one, seconds.get(_step(one))) for key, one in configs.items()
   }

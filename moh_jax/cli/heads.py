@@ -57,13 +57,10 @@ def run(options: Options) -> int:
   from moh_jax.evaluation.probe import make_probe
   from moh_jax.evaluation.similarity import head_similarity
   from moh_jax.inference.restore import load_checkpoint_tokenizer
-  from moh_jax.models.registry import make_model
   from moh_jax.runtime.mesh import check_batch, make_mesh, use_mesh
 
   metadata, step = options.stored()
   config = metadata.config
-  # A family without a probe says so before its parameters are read.
-  probe = make_probe(make_model(config)[0], config)
   mesh = make_mesh(config.mesh)
   check_batch("--batch-size", options.batch_size, mesh)
   importance = similarity = None

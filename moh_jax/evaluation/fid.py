@@ -7,11 +7,8 @@ network a batch at a time.
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import os
 import pathlib
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -29,13 +26,7 @@ INCEPTION_BLOCK = 5000  # samples per block of the published scores
 NEIGHBOURS = 3  # of the published precision and recall
 _KEYS = ("mu", "sigma", "mu_s", "sigma_s")  # of ADM's reference batches
 _ROWS = 256  # with 50,000 columns, 100 MB of distances
-_COLUMNS = 4096  # in float64 at a time: all would double the memory
 _THREADS = 8
-# Of an npz file that is none, lacks an array or is damaged.
-_DAMAGE = (
-  *(ValueError, KeyError, TypeError, EOFError),
-  *(zipfile.BadZipFile, zlib.error),
-)
 _SEED = 0  # of the order of a folder's images
 
 
@@ -82,17 +73,13 @@ def moments(features: np.ndarray, before: Moments | None = None) -> Moments:
   features = features.astype(np.float64)
   mean = features.mean(0)
   centred = features - mean
-  own = Moments(len(features), mean, centred.T @ centred)
+  scatter, own = centred.T @ centred, len(features)
   if before is None:
-    return own
-  count = before.count + own.count
-  shift = own.mean - before.mean
-  between = before.count * own.count / count
-  return Moments(
-    count,
-    before.mean + shift * (own.count / count),
-    before.scatter + own.scatter + between * np.outer(shift, shift),
-  )
+    return Moments(own, mean, scatter)
+  count, shift = before.count + own, mean - before.mean
+  between = before.count * own / count * np.outer(shift, shift)
+  mean = before.mean + shift * (own / count)
+  return Moments(count, mean, before.scatter + scatter + between)
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
@@ -122,13 +109,12 @@ def frechet_terms(
     trace of the root of their product.
   """
   product = _factor(a.covariance).T @ _factor(b.covariance)
-  roots = np.linalg.svd(product, compute_uv=False) if product.size else 0.0
   shift = a.mean.astype(np.float64) - b.mean.astype(np.float64)
   return (
     float(shift @ shift),
     float(np.trace(a.covariance, dtype=np.float64)),
     float(np.trace(b.covariance, dtype=np.float64)),
-    float(np.sum(roots)),
+    float(np.linalg.svd(product, compute_uv=False).sum()),
   )
 
 
@@ -219,19 +205,14 @@ def _distances(
     Distances [rows, N], and a bound [rows, 1] on their rounding error: a
     product of `dim` terms errs by at most dim * eps * |x| |y|.
   """
-  own, norms = (
-    np.einsum("nd,nd->n", x, x, dtype=np.float64) for x in (points, features)
-  )
+  features = features.astype(np.float64)
+  norms = np.square(features).sum(-1)
   eps = 4 * (points.shape[1] + 4) * np.finfo(np.float64).eps
   for start in range(0, len(points), _ROWS):
-    part = slice(start, start + _ROWS)
-    rows, of_rows = -2 * points[part].astype(np.float64), own[part, None]
-    distances = np.empty((len(rows), len(features)))
-    for i in range(0, len(features), _COLUMNS):
-      columns = features[i : i + _COLUMNS].astype(np.float64)
-      distances[:, i : i + _COLUMNS] = rows @ columns.T
-    distances += of_rows + norms
-    yield np.maximum(distances, 0.0), eps * (of_rows + norms.max())
+    rows = points[start : start + _ROWS].astype(np.float64)
+    own = np.square(rows).sum(-1, keepdims=True)
+    distances = own + norms - 2 * rows @ features.T
+    yield np.maximum(distances, 0.0), eps * (own + norms.max())
 
 
 class Statistics(NamedTuple):
@@ -251,9 +232,11 @@ class Statistics(NamedTuple):
 def _opened(path: str | os.PathLike) -> Iterator[np.lib.npyio.NpzFile]:
   """Opens an npz file; ValueError names one that is none, or damaged."""
   try:
-    with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with open(path, "rb") as file, np.load(file) as arrays:
       yield arrays
-  except _DAMAGE as error:
+  except OSError:
+    raise
+  except Exception as error:  # of many kinds: the zip file, its arrays, a key
     raise ValueError(f"{path}: no npz file as needed: {error}") from error
 
 
@@ -286,9 +269,10 @@ def read_statistics(
       raise ValueError(
         f"{path}: {key} of shape {array.shape} must be finite and of {shape}"
       )
-  found = [array.astype(np.float64) for array in found]
-  spatial = Gaussian(*found[2:]) if found[2:] else None
-  return Statistics(Gaussian(*found[:2]), spatial)
+  mu, sigma, *spatial = (array.astype(np.float64) for array in found)
+  return Statistics(
+    Gaussian(mu, sigma), Gaussian(*spatial) if spatial else None
+  )
 
 
 def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:
@@ -298,8 +282,7 @@ def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:
     np.savez(file, **dict(zip(_KEYS, arrays)))
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageSet:
+class ImageSet(NamedTuple):
   """A set of equally large images, made by `open_images`.
 
   Attributes:
@@ -387,8 +370,7 @@ def _open_folder(path: str, image_size: int | None) -> ImageSet:
   return ImageSet(path, len(files), batches)
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
   """Features of a set of images.
 
   Attributes:
@@ -409,7 +391,6 @@ def summarize(
   *,
   keep: bool = False,
   progress: Callable[[int], object] = lambda count: None,
-  block_size: int = INCEPTION_BLOCK,
 ) -> Summary:
   """Streams a set of two and more images through the network.
 
@@ -423,7 +404,6 @@ def summarize(
       are not counted.
     keep: keep pool3 for precision and recall.
     progress: called with the number of images done since its last call.
-    block_size: images per Inception Score.
 
   Raises:
     ValueError: one image, which has no covariance, or a damaged file.
@@ -448,9 +428,10 @@ def summarize(
       kept.append(rows[0])
     progress(count)
   scores = np.concatenate(logits)  # [N, 1008]
-  blocks = range(0, len(scores), block_size)
+  blocks = range(0, len(scores), INCEPTION_BLOCK)
+  found = [block_score(scores[i : i + INCEPTION_BLOCK]) for i in blocks]
   return Summary(
     Statistics(pool3.gaussian(), spatial.gaussian()),
-    float(np.mean([block_score(scores[i : i + block_size]) for i in blocks])),
+    float(np.mean(found)),
     np.concatenate(kept) if keep else None,
   )

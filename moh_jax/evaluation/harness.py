@@ -167,8 +167,9 @@ def choose_tasks(text: str, shots: int | None = None) -> tuple[TaskChoice, ...]:
       task says.
 
   """
-  names = [name.strip() for name in text.split(",")]
-  chosen = [c for name in names for c in PRESETS.get(name, [TaskChoice(name)])]
+  chosen: list[TaskChoice] = []
+  for name in map(str.strip, text.split(",")):
+    chosen += PRESETS.get(name, [TaskChoice(name)])
   if shots is not None:
     chosen = [dataclasses.replace(choice, shots=shots) for choice in chosen]
   return tuple(chosen)
@@ -191,21 +192,8 @@ def main_metric(wanted: str, metrics: Sequence[str]) -> str:
   return next(iter(found), "")
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenTask:
-  """A choice with its data.
-
-  Attributes:
-    choice: what was asked for.
-    rows: names that get a row of metrics: the group itself, or single tasks.
-    parts: the harness's groups or tasks.
-    manager: the harness's index of tasks, which takes long to make.
-  """
-
-  choice: TaskChoice
-  rows: tuple[str, ...]
-  parts: tuple[Any, ...]
-  manager: Any
+# A choice, and what the harness's `simple_evaluate` takes to run it.
+OpenTask = tuple[TaskChoice, dict[str, Any]]
 
 
 def open_tasks(
@@ -219,7 +207,7 @@ def open_tasks(
 
   Raises:
     ValueError: the library is missing, a task is unknown or its data cannot be
-      loaded, or it asks for something that we do not have.
+      loaded.
   """
   import_extra("lm_eval", "the evaluation harness")
   from lm_eval.tasks import TaskManager
@@ -229,29 +217,21 @@ def open_tasks(
     if choice.name not in manager.all_tasks:
       hint = near(choice.name, manager.all_tasks)
       raise ValueError(f"task {choice.name!r} is none of the harness's{hint}")
-  return [_open(manager, choice) for choice in choices]
-
-
-def _open(manager: Any, choice: TaskChoice) -> OpenTask:
-  name = choice.name
-  try:
-    found = manager.load([name])
-  except Exception as error:  # whatever its data set's reader raises
-    text = f"task {name!r} cannot be loaded: {type(error).__name__}: {error}"
-    if "scripts are no longer supported" in str(error):
-      text += "; pip install 'datasets<4', or give a copy in --include-path"
-    raise ValueError(text) from error
-  for task in found["tasks"].values():
-    if task.OUTPUT_TYPE == "generate_until":
-      try:
-        generation_options(task.config.generation_kwargs or {})
-      except ValueError as error:
-        raise ValueError(f"task {task.task_name!r}: {error}") from error
-  group = found["groups"].get(name)
-  summed = group is not None and group.has_aggregation
-  rows = (name,) if summed else tuple(found["tasks"])
-  parts = [group] if group else found["tasks"].values()
-  return OpenTask(choice, rows, tuple(parts), manager)
+  opened = []
+  for choice in choices:
+    name = choice.name
+    try:
+      found = manager.load([name])
+    except Exception as error:  # whatever its data set's reader raises
+      text = f"task {name!r} cannot be loaded: {type(error).__name__}: {error}"
+      if "scripts are no longer supported" in str(error):
+        text += "; pip install 'datasets<4', or give a copy in --include-path"
+      raise ValueError(text) from error
+    # A tag has tasks alone; a group is summed where its own rules say so.
+    group = found["groups"].get(name)
+    tasks = [group] if group else list(found["tasks"].values())
+    opened.append((choice, {"tasks": tasks, "task_manager": manager}))
+  return opened
 
 
 def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,14 +247,13 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     ValueError: an option that is not known; it would change the metrics.
   """
+  known = *_OPTIONS, *_LENGTH_OPTIONS
   given = {n: v for n, v in given.items() if v is not None}
-  if given.get("num_beams") == 1:  # what we do
-    del given["num_beams"]
-  if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):
-    raise ValueError(
-      f"generation option {unknown[0]}={given[unknown[0]]!r} must be one of "
-      f"{(*_OPTIONS, *_LENGTH_OPTIONS)}"
-    )
+  for name, value in given.items():
+    if name not in known and (name, value) != ("num_beams", 1):
+      raise ValueError(
+        f"generation option {name}={value!r} must be one of {known}"
+      )
   until = given.get("until", ())
   stop = (until,) if isinstance(until, str) else until
   lengths = [given[n] for n in _LENGTH_OPTIONS if n in given]
@@ -307,19 +286,20 @@ def run_tasks(
 
   os.environ.setdefault("DISABLE_MULTIPROC", "1")  # resamples in this process
   rows = {}
-  for one in opened:
+  for choice, arguments in opened:
     with contextlib.redirect_stdout(sys.stderr):
       results = simple_evaluate(
         model=model,
-        tasks=list(one.parts),
-        task_manager=one.manager,
-        num_fewshot=one.choice.shots,
+        **arguments,
+        num_fewshot=choice.shots,
         limit=limit,
         bootstrap_iters=_RESAMPLES,
         log_samples=False,
         torch_random_seed=None,
       )
-    rows |= {name: _row(results, name, one.choice.metric) for name in one.rows}
+    is_summed = choice.name in results.get("groups", {})
+    names = [choice.name] if is_summed else results["configs"]
+    rows |= {name: _row(results, name, choice.metric) for name in names}
   main = [r["metrics"][r["main"]]["value"] for r in rows.values() if r["main"]]
   return {
     "tasks": rows,

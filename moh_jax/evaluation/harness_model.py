@@ -4,7 +4,7 @@ This module imports `lm_eval`, of the extra `moh_jax[llm]`; `harness.py` checks
 that it is there.
 """
 
-import re
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,11 +18,7 @@ from moh_jax.evaluation.harness import first_token, generation_options
 _CALL = 128  # prompts of a call of `generate`, so that the bar moves
 
 
-# (prompts as token ids; options of `generation_options`, and `seed`) -> the
-# texts that follow them. A stop string, and what comes after it, may be there.
-Generate = Callable[..., Sequence[str]]
-
-
+@dataclasses.dataclass(eq=False)
 class HarnessModel(LM):
   """Answers the harness's requests, in one process on any number of devices.
 
@@ -33,42 +29,27 @@ class HarnessModel(LM):
   the context accounts for all tokens, the continuation is the last of them.
 
   Attributes:
-    max_length: tokens that the model reads at most.
+    tokenizer: of the model; it has a begin or an end of text.
+    scorer: an `inference.score.Scorer`.
+    generate: (prompts as token ids; options of `generation_options`, and
+      `seed`) -> the texts that follow them. A stop string, and what comes after
+      it, may be there.
+    add_bos: contexts begin with the begin of text where the tokenizer says so,
+      as documents in training do. False leaves it to empty contexts.
+    progress: show bars on stderr.
   """
 
-  def __init__(
-    self,
-    tokenizer: Tokenizer,
-    scorer: Any,
-    generate: Generate,
-    *,
-    add_bos: bool = True,
-    seed: int = 0,
-    progress: bool = False,
-  ):
-    """Wraps a model.
+  tokenizer: Tokenizer
+  scorer: Any
+  generate: Callable[..., Sequence[str]]
+  add_bos: bool = True
+  progress: bool = False
 
-    Args:
-      tokenizer: of the model.
-      scorer: an `inference.score.Scorer`.
-      generate: writes continuations.
-      add_bos: contexts begin with the begin of text where the tokenizer says
-        so, as documents in training do. False leaves it to empty contexts.
-      seed: of what is sampled.
-      progress: show bars on stderr.
-
-    Raises:
-      ValueError: the tokenizer has no begin and no end of text.
-    """
+  def __post_init__(self):
     super().__init__()
-    self._prefix = first_token(tokenizer, "text")
-    self._tokenizer = tokenizer
-    self._scorer = scorer
-    self.max_length = scorer.max_length
-    self._generate = generate
-    self._before = [self._prefix] if add_bos and tokenizer.add_bos else []
-    self._seed = seed
-    self._progress = progress
+    self._prefix = first_token(self.tokenizer, "text")
+    begins = self.add_bos and self.tokenizer.add_bos
+    self._before = [self._prefix] if begins else []
 
   def loglikelihood(
     self, requests: Sequence[Instance]
@@ -90,18 +71,18 @@ class HarnessModel(LM):
         before = whole[:-1]  # the answer is a part of the last token
       start = self._before + before if context else []
       pairs.append((start or [self._prefix], whole[len(before) :]))
-    scores = self._scorer.log_likelihoods(pairs, progress=self._progress)
+    scores = self.scorer.log_likelihoods(pairs, progress=self.progress)
     return [(score.log_likelihood, score.greedy) for score in scores]
 
   def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
     """Nats of whole texts."""
     encoded = self._encode_all(request.args[0] for request in requests)
     windows = [
-      self._scorer.rolling(encoded[request.args[0]], self._prefix)
+      self.scorer.rolling(encoded[request.args[0]], self._prefix)
       for request in requests
     ]
     pairs = [pair for of_text in windows for pair in of_text]
-    scores = iter(self._scorer.log_likelihoods(pairs, progress=self._progress))
+    scores = iter(self.scorer.log_likelihoods(pairs, progress=self.progress))
     return [
       sum(next(scores).log_likelihood for _ in of_text) for of_text in windows
     ]
@@ -113,30 +94,33 @@ class HarnessModel(LM):
       ValueError: an option that is not known, or no space for a context.
     """
     encoded = self._encode_all(request.args[0] for request in requests)
-    groups: dict[str, dict[int, list[int]]] = {}  # prompts by their options
+    # Prompts that have the same options, by their place.
+    groups: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {}
     for index, request in enumerate(requests):
       options = generation_options(request.args[1])
-      space = self.max_length - options["max_new_tokens"]
+      space = self.scorer.max_length - options["max_new_tokens"]
       if space < 1:
         raise ValueError(
           f"max_gen_toks={options['max_new_tokens']} of task "
           f"{request.task_name!r} must be less than model.max_length="
-          f"{self.max_length}"
+          f"{self.scorer.max_length}"
         )
       ids = self._before + encoded[request.args[0]] or [self._prefix]
-      groups.setdefault(repr(options), {})[index] = ids[-space:]
+      _, prompts = groups.setdefault(repr(options), (options, {}))
+      prompts[index] = ids[-space:]
     texts = [""] * len(requests)
-    seed, hidden = self._seed, not self._progress
+    seed, hidden = 0, not self.progress
     with tqdm.tqdm(total=len(requests), unit="text", disable=hidden) as bar:
-      for prompts in groups.values():
+      for options, prompts in groups.values():
         order = sorted(prompts, key=lambda i: -len(prompts[i]))
-        options = generation_options(requests[order[0]].args[1])
         for start in range(0, len(order), _CALL):
           part = order[start : start + _CALL]
           ids = [prompts[index] for index in part]
-          made = self._generate(ids, **options, seed=seed)
+          made = self.generate(ids, **options, seed=seed)
           for index, text in zip(part, made):
-            texts[index] = _until(text, options["stop"])
+            for stop in options["stop"]:
+              text = text.partition(stop)[0]
+            texts[index] = text
           bar.update(len(part))
           seed += 1  # or repeats of a question in two calls would be the same
     return texts
@@ -144,7 +128,7 @@ class HarnessModel(LM):
   def _encode_all(self, texts: Iterable[str]) -> dict[str, list[int]]:
     """Token ids of each distinct text."""
     distinct = list(dict.fromkeys(texts))
-    return dict(zip(distinct, self._tokenizer.encode_batch(distinct)))
+    return dict(zip(distinct, self.tokenizer.encode_batch(distinct)))
 
 
 def _split(context: str, continuation: str) -> tuple[str, str]:
@@ -153,10 +137,3 @@ def _split(context: str, continuation: str) -> tuple[str, str]:
   if not bare:  # nothing but spaces: they cannot be a context of their own
     return "", context + continuation
   return bare, context[len(bare) :] + continuation
-
-
-def _until(text: str, stop: Sequence[str]) -> str:
-  """The text before the first stop string."""
-  if not stop:
-    return text
-  return re.split("|".join(map(re.escape, stop)), text, maxsplit=1)[0]

@@ -6,7 +6,6 @@ it takes long, and most commands make none.
 """
 
 import io
-import itertools
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moh_jax.data.decode import to_array, to_picture
-from moh_jax.evaluation.head_stats import HeadStats, Layer
+from moh_jax.evaluation.head_stats import HeadStats
 from moh_jax.runtime.files import write_whole
 
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
@@ -118,24 +117,20 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
     for layer, load in zip(stats.layers, groups.load)
     if layer.budget.top_k
   }
-  named = count <= _SHOWN_TICKS
-  height = min(max(1.2 + 0.16 * count, 1.8), 6.0 if named else 3.0)
+  names = groups.names if count <= _SHOWN_TICKS else ()
+  height = min(max(1.2 + 0.16 * count, 1.8), 6.0 if names else 3.0)
   title = f"Load of routed heads by {kind}"
-  figure, axes = _panels(shown, (2.4, height), (1.6, 0.6), title)
-  for panel, (axis, (layer, load)) in enumerate(zip(axes, shown.values())):
+  figure, axes = _panels(shown, (2.4, height), title, sharey=True)
+  for axis, (layer, load) in zip(axes, shown.values()):
     axis.set_facecolor(_MASKED)
     style = {"cmap": "cividis", "aspect": "auto", "rasterized": True}
     values = load[:, layer.budget.shared :]
     image = axis.imshow(values, vmin=0, vmax=1, **style)
     heads = layer.routed
     axis.set_xticks(range(len(heads)), heads, fontsize=6, rotation=90)
-    is_first = panel % _PANELS == 0
-    names = groups.names if named and is_first else ()
-    axis.set_yticks(range(count if named and is_first else 0), list(names))
-    axis.tick_params(axis="y", labelsize=6)
-    if is_first:
-      axis.set_ylabel(kind, fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=6)
   figure.supxlabel("routed head", fontsize=8)
+  figure.supylabel(kind, fontsize=8)
   figure.colorbar(image, ax=figure.axes, label="share of tokens", shrink=0.6)
   return figure
 
@@ -153,9 +148,11 @@ def routing_maps(stats: HeadStats, pictures: np.ndarray | None) -> Any:
     selected head.
   """
   from matplotlib.colors import to_rgba_array
+  from matplotlib.patches import Patch
 
   layers, best = stats.layers, stats.maps.best
-  colors = to_rgba_array([*_colors(layers), _MASKED])  # the last is for -1
+  palette = head_colors(max(layer.budget.num_heads for layer in layers))
+  colors = to_rgba_array([*palette, _MASKED])  # the last is for -1
   shown = np.linspace(0, len(layers) - 1, min(len(layers), _SHOWN_LAYERS))
   shown = sorted({round(place) for place in shown.tolist()})
   extra = pictures is not None
@@ -173,7 +170,10 @@ def routing_maps(stats: HeadStats, pictures: np.ndarray | None) -> Any:
         axis.set_title(layers[place].name, fontsize=8)
   for axis in axes.flat:
     axis.set(xticks=[], yticks=[])
-  _head_legend(figure, layers)
+  if len(palette) <= len(_PALETTE):  # whose colours all differ
+    heads = sorted({head for layer in layers for head in layer.routed})
+    handles = [Patch(color=palette[n], label=f"head {n}") for n in heads]
+    figure.legend(handles=handles, fontsize=7, loc="outside right upper")
   figure.suptitle("Best selected head of each patch", fontsize=10)
   return figure
 
@@ -185,7 +185,7 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
     features: [H, H] for each layer.
   """
   title = "Similarity of what heads add to the tokens"
-  figure, axes = _panels(features, (2, 2.1), (0.8, 0.5), title)
+  figure, axes = _panels(features, (2, 2.1), title)
   for axis, values in zip(axes, features.values()):
     image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
     axis.locator_params(integer=True)  # as the numbers of heads are
@@ -193,48 +193,25 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
   return figure
 
 
-def _colors(layers: Sequence[Layer]) -> list[str]:
-  """A colour for each head of the layer that has the most."""
-  heads = (layer.budget.num_heads for layer in layers)
-  return head_colors(max(heads, default=0))
-
-
-def _head_legend(figure: Any, layers: Sequence[Layer]) -> None:
-  """Names the colours of the heads that a layer routes, where all differ."""
-  from matplotlib.patches import Patch
-
-  colors = _colors(layers)
-  if len(colors) <= len(_PALETTE):
-    heads = sorted({head for layer in layers for head in layer.routed})
-    handles = [Patch(color=colors[n], label=f"head {n}") for n in heads]
-    figure.legend(handles=handles, fontsize=7, loc="outside right upper")
-
-
 def _panels(
-  names: Collection[str],
-  each: tuple[float, float],
-  around: tuple[float, float],
-  title: str = "",
+  names: Collection[str], each: tuple[float, float], title: str, **options: Any
 ) -> tuple[Any, list[Any]]:
   """A figure of panels, row by row, and their axes.
 
   Args:
     names: of the panels, at least one.
     each: width and height of a panel, inches.
-    around: what the figure has beside them.
     title: of the figure.
+    **options: of matplotlib's `subplots`.
   """
   columns = min(_PANELS, len(names))
   lines = -(-len(names) // columns)
-  size = each[0] * columns + around[0], each[1] * lines + around[1]
-  figure = new_figure(figsize=size)
-  if title:
-    figure.suptitle(title, fontsize=10)
-  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-  for axis, name in itertools.zip_longest(axes, names):
-    if name is None:
-      axis.set_axis_off()
-    else:
-      axis.set_title(name, fontsize=8)
-      axis.tick_params(labelsize=6)
+  figure = new_figure(figsize=(each[0] * columns + 1.6, each[1] * lines + 0.6))
+  figure.suptitle(title, fontsize=10)
+  axes = list(figure.subplots(lines, columns, squeeze=False, **options).flat)
+  for axis in axes[len(names) :]:
+    axis.set_axis_off()
+  for axis, name in zip(axes, names):
+    axis.set_title(name, fontsize=8)
+    axis.tick_params(labelsize=6)
   return figure, axes[: len(names)]

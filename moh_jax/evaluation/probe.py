@@ -162,9 +162,8 @@ def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:
   flat = traverse_util.flatten_dict(recorded)
   found = {"/".join(path): x for path, x in flat.items() if path[-1] == name}
 
-  def place(path: str) -> list[Any]:  # "blocks10" comes after "blocks2"
-    parts = re.split(r"(\d+)", path)
-    return [int(part) if part.isdecimal() else part for part in parts]
+  def place(path: str) -> str:  # "blocks10" comes after "blocks2"
+    return re.sub(r"\d+", lambda number: number[0].zfill(6), path)
 
   layers = []
   for path in sorted(found, key=place):

@@ -51,8 +51,7 @@ class Unit(NamedTuple):
 
 # A branch is a sequence of units and poolings. Units in a tuple of their own
 # read the same input, and their outputs are concatenated.
-Step = Unit | str | tuple[Unit, ...]
-Branch = tuple[Step, ...]
+Branch = tuple[Unit | str | tuple[Unit, ...], ...]
 
 
 class ConvUnit(nn.Module):
@@ -257,12 +256,9 @@ def _interpolate(
   length = x.shape[axis]
   # The public implementations compute coordinates in float32.
   step = np.float32(length) / np.float32(size)
-  source = np.arange(size, dtype=np.float32)
-  if half_pixel:
-    half = np.float32(0.5)
-    source = np.maximum((source + half) * step - half, np.float32(0))
-  else:
-    source = source * step
+  half = np.float32(0.5 if half_pixel else 0)
+  source = (np.arange(size, dtype=np.float32) + half) * step - half
+  source = np.maximum(source, np.float32(0))
   low = np.minimum(np.floor(source).astype(np.int32), length - 1)
   high = np.minimum(low + 1, length - 1)
   weight = np.expand_dims(source - low, [i for i in range(x.ndim) if i != axis])

@@ -57,15 +57,19 @@ def make_variant(config: Config, name: str) -> Config:
       "the last also with -onestage or -sharedNN (0 to 99 %)"
     )
   model = config.model
-  active, shared, kept = map(_part, found.group("active", "shared", "kept"))
+  # No floats: 58 % of 25 heads would be a little less than 14.5.
+  active, shared, kept = (
+    percent and Fraction(int(percent), 100)
+    for percent in found.group("active", "shared", "kept")
+  )
   try:
-    if name == "mha":
+    if kept:
+      model = _with_fewer_heads(model, kept, found["wide"])
+    if name.startswith("mha"):
       model = without_router(model)
     elif name == "gate":
       gate = dataclasses.replace(model.router, kind="gate")
       model = dataclasses.replace(model, router=gate)
-    elif kept:
-      model = without_router(_with_fewer_heads(model, kept, found["wide"]))
     elif name != "config" and not model.router.selects:
       raise ValueError(f"model.router.kind={model.router.kind!r} routes none")
     if found["onestage"]:
@@ -78,11 +82,6 @@ def make_variant(config: Config, name: str) -> Config:
     return dataclasses.replace(config, model=model)
   except ValueError as error:
     raise ValueError(f"variant {name!r}: {error}") from error
-
-
-def _part(percent: str | None) -> Fraction | None:
-  # Not a float: 58 % of 25 heads would be a little less than 14.5.
-  return None if percent is None else Fraction(int(percent), 100)
 
 
 def _with_budgets(
@@ -134,19 +133,16 @@ def _with_fewer_heads(model: Any, share: Fraction, widens: Any) -> Any:
     )
   heads = tuple(max(1, _nearest(share * n)) for n in model.num_heads)
   lost = sum(model.num_heads) - sum(heads)
-  changes, kv_lost = {"num_heads": heads, "shared_heads": heads}, lost
+  changes: dict[str, Any] = {"num_heads": heads, "shared_heads": heads}
+  changes |= {"top_k": (0,) * model.depth}
+  kv_lost = lost
   if old := model.num_kv_heads:
-    kv_heads = max(
-      n for n in range(1, old + 1) if all(x % n == 0 for x in heads)
-    )
+    common = math.gcd(*heads)
+    kv_heads = max(n for n in range(1, old + 1) if common % n == 0)
     kv_lost = (old - kv_heads) * model.depth
     changes |= {"num_kv_heads": kv_heads, "head_order": ()}
-  smaller = dataclasses.replace(
-    model,
-    router=dataclasses.replace(model.router, structure="free"),
-    top_k=(0,) * model.depth,
-    **changes,
-  )
+  router = dataclasses.replace(model.router, structure="free")
+  smaller = dataclasses.replace(model, router=router, **changes)
   if not widens:
     return smaller
   columns = Fraction(2 * (lost + kv_lost) * model.head_dim, model.depth)
@@ -190,7 +186,7 @@ def compared_runs(
 
   Args:
     config: the run that they are variants of.
-    variants: names for `make_variant`, each once.
+    variants: names for `make_variant`.
     sweep: "SECTION.FIELD=VALUE,VALUE,..." to run the variants of the config
       with each value, such as "model.top_k=(0,1),(0,2)"; "" for none.
     seeds: number of seeds, from the config's `train.seed` on.
@@ -199,30 +195,26 @@ def compared_runs(
     The runs, all of one seed before those of the next.
 
   Raises:
-    ValueError: a variant or a value does not fit or is named twice.
+    ValueError: a variant or a value does not fit.
   """
   key, equals, values = sweep.partition("=")
   if sweep and not (key and equals and values):
     raise ValueError(f"--sweep {sweep!r} must be SECTION.FIELD=VALUE,VALUE,...")
-  if key == "train.seed":
-    raise ValueError(f"--sweep {sweep!r}: the seeds are those of --seeds")
   each = re.findall(r"\([^()]*\)|[^,]+", values)
   settings = [f"{key}={value.strip()}" for value in each] or [""]
-  for option, given in (("variants", variants), ("sweep", settings)):
-    if twice := [name for name in given if given.count(name) > 1]:
-      raise ValueError(f"--{option}: {twice[0]!r} is named twice")
+  pairs = dict.fromkeys(itertools.product(variants, settings))
   runs = []
   for seed in range(config.train.seed, config.train.seed + seeds):
-    for variant, setting in itertools.product(variants, settings):
-      run = make_variant(changed(config, [setting] * bool(key)), variant)
-      run = apply_overrides(run, "train", seed=seed)
+    seeded = apply_overrides(config, "train", seed=seed)
+    for variant, setting in pairs:
+      run = make_variant(changed(seeded, [setting] * bool(key)), variant)
       runs.append(ComparedRun(variant, setting, seed, run))
   return runs
 
 
 def compare(
   runs: Sequence[ComparedRun], workdir: str, decode: Decode | None = None
-) -> dict[str, dict[str, float]] | None:
+) -> dict[tuple[str, str], dict[int, dict[str, float]]] | None:
   """Trains and scores runs; those that are done are scored again.
 
   Args:
@@ -231,20 +223,21 @@ def compare(
     decode: see `train`.
 
   Returns:
-    Metrics by `ComparedRun.name`, those of a run that diverged are {}; None
-    after a request to stop.
+    Metrics by variant and setting, and by seed, those of a run that diverged
+    are {}; None after a request to stop.
   """
-  found: dict[str, dict[str, float]] = {}
+  found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
   for number, run in enumerate(runs, start=1):
+    seeds = found.setdefault((run.variant, run.setting), {})
     _LOG.info("run %d of %d: %s", number, len(runs), run.name)
     try:
       result = train(run.config, f"{workdir}/{run.name}", decode=decode)
     except NonFiniteLossError as error:
       _LOG.warning("%s: %s", run.name, error)
-      found[run.name] = {}
+      seeds[run.seed] = {}
     else:
       if not result.finished:
         return None
-      found[run.name] = result.evaluation
+      seeds[run.seed] = result.evaluation
     jax.clear_caches()  # of programs that no other run uses
   return found

@@ -4,6 +4,7 @@ tests/parity has recorded values.
 """
 
 import functools
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -136,11 +137,11 @@ class ImagesTest(folders.FolderTest):
   @parameterized.parameters((8, 15), (64, 5000))
   def test_any_batch_size_equals_one_pass(self, batch_size, block):
     np.savez(self.file, _IMAGES)
+    self.enterContext(mock.patch.object(fid, "INCEPTION_BLOCK", block))
     done, images = [], open_images(self.file)
     summary = fid.summarize(
       *(self._extract, images, batch_size),
       keep=True,
-      block_size=block,
       progress=done.append,
     )
     self.assertEqual(sum(done), 53)

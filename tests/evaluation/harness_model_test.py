@@ -97,6 +97,9 @@ class HarnessModelTest(parameterized.TestCase):
       ValueError, "max_gen_toks=40 of task 'a_task' must be less than .*=40"
     ):
       self._model().generate_until(requests)
+    requests = _requests("generate_until", ("a", {"num_beams": 4}))
+    with self.assertRaisesRegex(ValueError, "num_beams=4 must be one of"):
+      self._model().generate_until(requests)
 
   @parameterized.parameters(1, 7, 8, 9, 16, 17, 40)
   def test_windows_of_the_scorer_are_the_harness_s(self, length):
@@ -127,7 +130,7 @@ class HarnessModelTest(parameterized.TestCase):
     requests = _requests(
       "generate_until", ("a", one), ("b" * 50, other), ("c" * 50, one)
     )
-    made = self._model(seed=7).generate_until(requests)
+    made = self._model().generate_until(requests)
     first = [text.splitlines()[0] for text in made]
     self.assertEqual(first, ["ab 2", "ab 10", "ab 10"])
     self.assertEqual(
@@ -136,8 +139,8 @@ class HarnessModelTest(parameterized.TestCase):
         for call in self.generate.call_args_list
       ],
       [
-        ([[*b"cccccccccc"], [256, *b"a"]], 0.0, 7),
-        ([[*b"bbbbbbbbbb"]], 0.5, 8),
+        ([[*b"cccccccccc"], [256, *b"a"]], 0.0, 0),
+        ([[*b"bbbbbbbbbb"]], 0.5, 1),
       ],
     )
 

@@ -97,7 +97,7 @@ def write_tasks(folder):
   """Writes the tasks "tiny_choice", "tiny_write", "tiny_text" and others.
 
   "tiny_second" is "tiny_choice" without examples, "tiny_group" both of them,
-  "tiny_lost" a task without data, "tiny_beams" one that asks for beams.
+  "tiny_lost" a task without data.
 
   Args:
     folder: of the YAML files and the data.
@@ -122,6 +122,5 @@ def write_tasks(folder):
   write("tiny_write")
   write("tiny_text", data="texts")
   write("tiny_second", "tiny_choice", num_fewshot=0)
-  write("tiny_beams", "tiny_write", generation_kwargs={"num_beams": 4})
   write("tiny_lost", "tiny_choice", data="nope")
   (folder / "tiny_group.yaml").write_text(json.dumps(_GROUP))
