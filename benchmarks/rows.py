@@ -19,7 +19,7 @@ import numpy as np
 
 from moh_jax._version import __version__
 from moh_jax.ops.target import target
-from moh_jax.training.bench import interleaved, seconds
+from moh_jax.training.bench import interleaved, seconds, summarize
 
 # On accelerators the call of a small function takes longer than its evaluation,
 # so one call evaluates it this many times.
@@ -230,7 +230,10 @@ def time_rows(
   times = interleaved(
     {i: one.run for i, one in here.items()}, rounds, min_seconds
   )
-  times = {i: time.per(here[i].loops) for i, time in times.items()}
+  times = {
+    i: summarize([turn / here[i].loops for turn in time.turns])
+    for i, time in times.items()
+  }
   timed = [i for i in mha if i in times]
   fastest = min(timed, key=lambda i: times[i].median, default=None)
   found = list(rows)

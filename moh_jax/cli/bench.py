@@ -51,13 +51,8 @@ class ModelOptions(command.RunConfig, command.Output):
   rounds: Count = 7
 
   def check(self) -> None:
-    """The model is known."""
-    super().check()
+    """The model is known; keys of a released one can be changed too."""
     config_lib.released_model(self.model)
-
-  def changeable(self) -> bool:
-    """A released model has keys too."""
-    return True
 
   @functools.cached_property
   def loaded(self) -> Config:
@@ -220,7 +215,6 @@ def _writing(run: Config, texts: int) -> _Calls:
 
   from moh_jax.config.llm import Sampling
   from moh_jax.inference import decoding, generate
-  from moh_jax.inference.generate import batch_bucket, length_bucket
   from moh_jax.models.llm import LLM
 
   config, length = run.model, run.data.sequence_length
@@ -228,7 +222,7 @@ def _writing(run: Config, texts: int) -> _Calls:
   params = generate.serving_params(random_params(run), config)
   read = decoding.make_prefill(model, generate.default_cache_dtype(config))
   write = decoding.make_decode(model, (), _SPAN)
-  rows = batch_bucket(texts, config)
+  rows = generate.batch_bucket(texts, config)
   prompts = (
     np.ones((rows, length), np.int32),
     np.zeros(rows, np.int32),
@@ -238,8 +232,10 @@ def _writing(run: Config, texts: int) -> _Calls:
   endless = Sampling(max_new_tokens=2**30)
   numbers = decoding.span_numbers(endless, _SPAN)
 
+  slots = generate.length_bucket(length + _SPAN)
+
   def prefill() -> Any:
-    return read(params, *prompts, length_bucket(length + _SPAN))
+    return read(params, *prompts, slots)
 
   state = [jax.block_until_ready(prefill())]
   start = np.int32(state[0].slot)

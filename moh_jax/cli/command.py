@@ -133,13 +133,9 @@ class BaseOptions(base.Section):
 
   def check(self) -> None:
     """Keys are changed where there are some."""
-    if self.changes and not self.changeable():
-      raise ValueError(f"{PREFIX}{self.changes[0]} needs --config FILE[:ARG]")
-
-  def changeable(self) -> bool:
-    """Whether there is a config whose keys can be changed."""
     sources = (getattr(self, name, None) for name in ("config", "checkpoint"))
-    return any(source is not None for source in sources)
+    if self.changes and all(source is None for source in sources):
+      raise ValueError(f"{PREFIX}{self.changes[0]} needs --config FILE[:ARG]")
 
   def need(self, name: str, fits: Any, needed: str) -> None:
     """Refuses an option that is not its default where it has no effect."""
@@ -409,8 +405,5 @@ def cell(value: Any) -> str:
 
 def metric_lines(metrics: Mapping[str, Any]) -> list[str]:
   """A line for each metric that there is."""
-  return [
-    f"{name}: {cell(value)}"
-    for name, value in metrics.items()
-    if value is not None
-  ]
+  there = {name: x for name, x in metrics.items() if x is not None}
+  return [f"{name}: {cell(value)}" for name, value in there.items()]

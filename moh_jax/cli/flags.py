@@ -44,7 +44,7 @@ def make_parser(prog: str, cls: type, shared: Collection[str] = ()) -> Parser:
   """
   parser = Parser(
     prog=prog,
-    description=description(cls),
+    description=inspect.getdoc(cls).partition("\n\nAttributes:")[0],
     allow_abbrev=False,
     add_help=False,
   )
@@ -70,11 +70,6 @@ def make_parser(prog: str, cls: type, shared: Collection[str] = ()) -> Parser:
   return parser
 
 
-def description(cls: type) -> str:
-  """What the docstring of a class says before its fields."""
-  return inspect.getdoc(cls).partition("\n\nAttributes:")[0]
-
-
 def _add(
   group: Any, cls: type, field: dataclasses.Field, text: str, how: str
 ) -> None:
@@ -83,7 +78,10 @@ def _add(
   is_tuple = typing.get_origin(hint) is tuple
   item = typing.get_args(hint)[0] if is_tuple else hint
   names = ",".join(map(str, base.choices(cls, field.name)))
-  shown = f"{{{names}}}" if names else _metavar(field, item)
+  mark = getattr(item, "__metadata__", (None,))[0]
+  by_type = {int: "N", float: "X", str: "NAME"}.get(base.plain(item), "VALUE")
+  metavar = field.metadata.get("metavar") or getattr(mark, "METAVAR", by_type)
+  shown = f"{{{names}}}" if names else metavar
   text, default = text.removesuffix(".").replace("%", "%%"), field.default
   # No test of equality with False, which 0 is, too.
   if hint is not bool and default not in (None, "", (), MISSING):
@@ -106,15 +104,6 @@ def _add(
 
 
 _SEVERAL = {"listed": {"nargs": "+"}, "repeated": {"action": "append"}}
-
-
-def _metavar(field: dataclasses.Field, hint: Any) -> str:
-  """What stands for a field's value, of a type, in the help."""
-  if own := field.metadata.get("metavar"):
-    return own
-  mark = getattr(hint, "__metadata__", (None,))[0]
-  names = {int: "N", float: "X", str: "NAME"}
-  return getattr(mark, "METAVAR", names.get(base.plain(hint), "VALUE"))
 
 
 def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:

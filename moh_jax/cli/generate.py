@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -172,8 +173,7 @@ def run(options: Options) -> int:
   return 0
 
 
-def _print(piece: str) -> None:
-  print(piece, end="", flush=True)
+_print = functools.partial(print, end="", flush=True)
 
 
 def _interact(

@@ -66,6 +66,7 @@ def run(options: Options) -> int:
   else:
     config = resolve(options.loaded)
   if options.batch:
+    _check_shown(config, options.batch == "-")
     show = _texts if options.batch == "-" else _pictures
     lines = list(show(config, options))
     options.give(lines, lines)
@@ -137,21 +138,28 @@ def _lines(report: dict, config: Config) -> Iterator[str]:
     yield f"classes: {len(names)} ({', '.join(names[:_NAMES])}{more})"
 
 
+def _check_shown(config: Config, as_text: bool) -> None:
+  """There are pixels, or text, to show."""
+  from moh_jax.data.sources import is_latent
+
+  source, reads_text = config.data.source, config.model.READS_TEXT
+  is_shown = source != "fake" if reads_text else not is_latent(config)
+  if not is_shown or as_text != reads_text:
+    raise ValueError(
+      f"data.source={source!r} of model.family={config.model.family!r}: "
+      "--batch FILE.png shows pixels, --batch - shows text"
+    )
+
+
 def _pictures(config: Config, options: Options) -> Iterator[str]:
   """Draws images of a training batch; yields the classes of each row."""
   import numpy as np
 
   from moh_jax.data.pipeline import TrainBatches, train_images
-  from moh_jax.data.sources import is_latent, make_source
+  from moh_jax.data.sources import make_source
   from moh_jax.evaluation.pictures import tiles
   from moh_jax.inference.sample import write_grid
 
-  if config.model.READS_TEXT or is_latent(config):
-    raise ValueError(
-      f"data.source={config.data.source!r} of model.family="
-      f"{config.model.family!r}: --batch FILE.png shows pixels, not text or "
-      "latents"
-    )
   source = make_source(config, "train")
   rows = range(min(_SHOWN, config.data.batch_size))
   stream = TrainBatches(train_images(config, source), config.data, rows)
@@ -174,11 +182,6 @@ def _texts(config: Config, options: Options) -> Iterator[str]:
   from moh_jax.data.sequences import Text
 
   data = config.data
-  if not config.model.READS_TEXT or data.source == "fake":
-    raise ValueError(
-      f"data.source={data.source!r} of model.family={config.model.family!r}: "
-      "--batch - shows text; pictures need a file that ends in .png"
-    )
   marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
   text = Text(data, config.model.vocab_size, "train")
   stream, size = text.stream(config.train.seed), data.batch_size

@@ -28,13 +28,8 @@ GROUPS = {
   "convert": ("convert", "export"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-_USER_ERRORS = (
-  ValueError,
-  OSError,
-  NotImplementedError,
-  MemoryError,
-  FloatingPointError,  # NaN
-)
+# The last is NaN.
+_USER_ERRORS = ValueError, NotImplementedError, MemoryError, FloatingPointError
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
 _NO_DEVICE = ("Unable to initialize backend", "Unknown backend")
 _LESS = (
@@ -93,9 +88,8 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
     warnings.simplefilter("ignore")
   status = main(argv)
   if status:
-    with contextlib.suppress(OSError):
-      sys.stdout.flush()
-      sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
   sys.exit(0)
 

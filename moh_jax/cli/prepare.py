@@ -139,8 +139,8 @@ class Tokenize(command.Texts):
       them, or 'bytes'.
     out: folder of the token sets; OUT/SPLIT/skipped.txt lists what was skipped.
     held_out: share of the documents in val/, chosen by a hash of their text;
-      the others are train/ (default: 0.005). Of one file of plain text the last
-      lines are held out.
+      the others are train/. Of one file of plain text the last lines are held
+      out.
     split: put all documents into OUT/NAME instead, such as OUT/train.
     on_error: what to do at a line, row or file that is not JSON, not UTF-8 or
       lacks the field; a damaged file ends the command.
@@ -148,15 +148,14 @@ class Tokenize(command.Texts):
 
   tokenizer: command.Place
   out: command.OutFolder
-  held_out: Part | None = None
+  held_out: Part = 0.005
   split: command.Place | None = command.option(metavar="NAME", default=None)
   on_error: Literal["stop", "skip"] = "stop"
 
   def check(self) -> None:
     """Documents have one way into splits."""
     super().check()
-    if self.split is not None and self.held_out is not None:
-      self.fail("split", "must not be given with --held-out")
+    self.need("held_out", self.split is None, "must not be given with --split")
 
 
 def tokenize(options: Tokenize) -> int:
@@ -164,15 +163,12 @@ def tokenize(options: Tokenize) -> int:
   from moh_jax.data import tokens
   from moh_jax.data.tokenizers import load_tokenizer
 
-  part = {"split": options.split}
-  if options.split is None:
-    share = 0.005 if options.held_out is None else options.held_out
-    part = {"held_out": share}
   done = tokens.tokenize(
     options.data,
     load_tokenizer(options.tokenizer),
     options.out,
-    **part,
+    options.split,
+    held_out=options.held_out if options.split is None else None,
     field=options.field,
     on_error=options.on_error,
   )

@@ -304,12 +304,8 @@ class CompletionWriter:
 
   def completion(self) -> Completion:
     """The whole."""
-    return Completion(
-      self._text,
-      tuple(self._tokens),
-      tuple(self._log_probs),
-      self.finish_reason,
-    )
+    tokens, log_probs = tuple(self._tokens), tuple(self._log_probs)
+    return Completion(self._text, tokens, log_probs, self.finish_reason)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -14,12 +14,7 @@ import tqdm
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.dit import VAEConfig
-from moh_jax.data.packed import (
-  LATENTS,
-  encode_moments,
-  read_ahead,
-  shard_items,
-)
+from moh_jax.data import packed
 from moh_jax.data.shards import OpenShard, ShardWriter
 from moh_jax.data.sources import EncodedSource
 from moh_jax.data.transforms import center_crop
@@ -79,8 +74,8 @@ def encode_latents(
     "class_names": source.class_names,
     "shard_size": shard_size,
   }
-  items = shard_items(len(source), shard_size)
-  writer = ShardWriter(out, LATENTS, len(items), settings)
+  items = packed.shard_items(len(source), shard_size)
+  writer = ShardWriter(out, packed.LATENTS, len(items), settings)
   params = jax.device_put(params, replicated(mesh))
 
   def read(place: int) -> _Image:
@@ -95,7 +90,7 @@ def encode_latents(
     return _moments(VAE(config), params, shard_batch(pixels, mesh))
 
   places = [place for shard in writer.todo() for place in items[shard]]
-  images = read_ahead(read, places, 2 * batch_size, bad_images)
+  images = packed.read_ahead(read, places, 2 * batch_size, bad_images)
   bar = tqdm.tqdm(total=len(places), unit="image", disable=None)
   with bar, use_mesh(mesh):
     for shard in writer.todo():
@@ -141,7 +136,7 @@ def _moments(autoencoder: VAE, params: Any, images: jax.Array) -> jax.Array:
 def _add(target: OpenShard, images: Sequence[_Image], moments: Any) -> None:
   for (name, label, _), values in zip(images, np.asarray(moments)):
     try:
-      payload = encode_moments(values)
+      payload = packed.encode_moments(values)
     except ValueError as error:
       raise ValueError(f"{name}: {error}") from error
     target.add({"label": label, "name": name}, payload)

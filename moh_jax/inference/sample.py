@@ -168,8 +168,9 @@ def sample_files(
   joined = out.suffix == ".npz"
   settings = {**settings, "num": num}
   if joined:
-    folder, settings["batch_size"] = _beside(out, ".parts"), batch_size
-    stated = _beside(out, ".settings.json")
+    settings["batch_size"] = batch_size
+    folder = out.with_name(f"{out.name}.parts")
+    stated = out.with_name(f"{out.name}.settings.json")
     files = [[folder / f"{start:09d}.npy"] for start in starts]
   else:
     folder, stated = out, out / "settings.json"
@@ -210,10 +211,6 @@ def sample_files(
     shutil.rmtree(folder)
   multihost_utils.sync_global_devices("samples written")
   return sum(min(batch_size, num - start) for start in missing)
-
-
-def _beside(out: pathlib.Path, ending: str) -> pathlib.Path:
-  return out.with_name(out.name + ending)
 
 
 def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:

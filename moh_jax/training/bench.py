@@ -4,8 +4,8 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -14,9 +14,6 @@ from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
-
-_MAX_REPEATS = 1000
-_Name = TypeVar("_Name", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +35,14 @@ class Timing:
 
     A slow phase of the machine takes both, so it spreads less than either time.
     """
-    return _summarize([a / b for a, b in zip(self.turns, other.turns)])
-
-  def per(self, count: int) -> "Timing":
-    """The time of one of several things that a call does."""
-    return _summarize([turn / count for turn in self.turns])
+    return summarize([a / b for a, b in zip(self.turns, other.turns)])
 
 
 def interleaved(
-  calls: Mapping[_Name, Callable[[], object]],
+  calls: Mapping[Any, Callable[[], object]],
   rounds: int,
   min_seconds: float = 0.0,
-) -> dict[_Name, Timing]:
+) -> dict[Any, Timing]:
   """Times calls in turns, so that a slow phase of the machine hits all.
 
   A short call finds in the caches what the one before it left, so each turn of
@@ -68,14 +61,14 @@ def interleaved(
   for name, call in calls.items():
     seconds(call)  # warms up
     count = math.ceil(min_seconds / seconds(call)) if min_seconds else 1
-    repeats[name] = min(count, _MAX_REPEATS)
-  times: dict[_Name, list[float]] = {name: [] for name in calls}
+    repeats[name] = min(count, 1000)
+  times: dict[Any, list[float]] = {name: [] for name in calls}
   for _ in range(rounds):
     for name, call in calls.items():
       if repeats[name] > 1:
         seconds(call)
       times[name].append(seconds(call, repeats[name]))
-  return {name: _summarize(values) for name, values in times.items()}
+  return {name: summarize(values) for name, values in times.items()}
 
 
 def seconds(call: Callable[[], object], repeats: int = 1) -> float:
@@ -93,7 +86,8 @@ def seconds(call: Callable[[], object], repeats: int = 1) -> float:
   return (time.perf_counter() - start) / repeats
 
 
-def _summarize(values: list[float]) -> Timing:
+def summarize(values: list[float]) -> Timing:
+  """The median and the spread of the seconds of a call in each turn."""
   median, turns = statistics.median(values), tuple(values)
   if len(values) < 2:
     return Timing(median, 0.0, turns)

@@ -13,18 +13,11 @@ from moh_jax.evaluation.metrics import classification_step
 from moh_jax.layers.partitioning import reverse_examples
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.training import task
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
-from moh_jax.training.task import (
-  Evaluate,
-  Objective,
-  Task,
-  image_evaluation,
-  image_objective,
-  image_task,
-)
 
 
-def make_task(config: Config, decode: Decode | None = None) -> Task:
+def make_task(config: Config, decode: Decode | None = None) -> task.Task:
   """Opens the data and builds the task.
 
   Raises:
@@ -33,17 +26,17 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   del decode  # previews are for models that make images
   objective = make_objective(config)
-  return image_task(config, objective, make_evaluate, shown=("accuracy",))
+  return task.image_task(config, objective, make_evaluate, shown=("accuracy",))
 
 
-def make_objective(config: Config) -> Objective:
+def make_objective(config: Config) -> task.Objective:
   """Builds the network and its loss; no data are read."""
-  return image_objective(config, make_loss)
+  return task.image_objective(config, make_loss)
 
 
 def make_evaluate(
   model: nn.Module, config: Config, trained: Metadata
-) -> Evaluate:
+) -> task.Evaluate:
   """Opens the held-out split and prepares its evaluation.
 
   Args:
@@ -51,7 +44,7 @@ def make_evaluate(
     config: the run.
     trained: its class names must be those of the held-out split.
   """
-  return image_evaluation(config, trained, classification_step(model))
+  return task.image_evaluation(config, trained, classification_step(model))
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:

@@ -18,21 +18,13 @@ from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.samplers import drop_labels
 from moh_jax.runtime.batches import gather, pad_to_shards, put_batch
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.training import task
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
-from moh_jax.training.task import (
-  Evaluate,
-  Objective,
-  Preview,
-  Task,
-  image_evaluation,
-  image_objective,
-  image_task,
-)
 
 _LOG = logging.getLogger(__name__)
 
 
-def make_task(config: Config, decode: Decode | None = None) -> Task:
+def make_task(config: Config, decode: Decode | None = None) -> task.Task:
   """Opens the data and builds the task.
 
   Args:
@@ -45,7 +37,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
       their autoencoder.
   """
   objective = make_objective(config)
-  return image_task(
+  return task.image_task(
     config,
     objective,
     _evaluate_if_held_out,
@@ -55,14 +47,14 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   )
 
 
-def make_objective(config: Config) -> Objective:
+def make_objective(config: Config) -> task.Objective:
   """Builds the network and its loss; no data are read."""
-  return image_objective(config, make_loss)
+  return task.image_objective(config, make_loss)
 
 
 def make_evaluate(
   model: nn.Module, config: Config, trained: Metadata
-) -> Evaluate:
+) -> task.Evaluate:
   """Opens the held-out split and prepares its evaluation.
 
   Args:
@@ -74,12 +66,12 @@ def make_evaluate(
     FileNotFoundError: there is no held-out split.
   """
   eval_step = denoising_step(model, config.diffusion)
-  return image_evaluation(config, trained, eval_step)
+  return task.image_evaluation(config, trained, eval_step)
 
 
 def _evaluate_if_held_out(
   model: nn.Module, config: Config, trained: Metadata
-) -> Evaluate:
+) -> task.Evaluate:
   try:
     return make_evaluate(model, config, trained)
   except MissingSplitError:
@@ -126,7 +118,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
 
 def _make_preview(
   model: nn.Module, config: Config, decode: Decode | None
-) -> Preview | None:
+) -> task.Preview | None:
   """Makes the preview: a grid of samples with fixed noise and labels."""
   if not config.sample.every:
     return None

@@ -43,10 +43,9 @@ _SAME_FIELDS = {
     *("separate_documents", "template", "too_long"),
   ),
 }
-# Fields of which only zero or not matters: it decides the state's structure.
-_STRUCTURE_FIELDS = {
-  "optim": ("ema_decay", "clip_norm", "b1", "skip_nonfinite")
-}
+# Fields of the optimizer of which only zero or not matters: it decides the
+# structure of its state.
+_STRUCTURE_FIELDS = "ema_decay", "clip_norm", "b1", "skip_nonfinite"
 
 
 def check_processes(config: Config, workdir: str) -> None:
@@ -204,9 +203,9 @@ def _fixed(metadata: Metadata, random: Mapping[str, Any]) -> dict[str, Any]:
     fields = dataclasses.asdict(sections[name]).items()
     fields = {field: value for field, value in fields if field not in free}
     found |= flatten_dict({name: fields}, sep=".")
-  for table, kind in ((_SAME_FIELDS, lambda x: x), (_STRUCTURE_FIELDS, bool)):
-    for section, names in table.items():
-      for name in names:  # a field that the family's section lacks is None
-        value = getattr(sections[section], name, None)
-        found[f"{section}.{name}"] = kind(value)
+  for section, names in _SAME_FIELDS.items():
+    for name in names:  # a field that the family's section lacks is None
+      found[f"{section}.{name}"] = getattr(sections[section], name, None)
+  for name in _STRUCTURE_FIELDS:
+    found[f"optim.{name}"] = bool(getattr(config.optim, name))
   return found

@@ -46,17 +46,6 @@ def published_peak(kind: str) -> float | None:
   return _BFLOAT16.get(kind)
 
 
-def at_peak(run: Config) -> float | None:
-  """Seconds of a step at the published bfloat16 peak of one device.
-
-  Divided by the seconds of the run's step and the number of devices, they are
-  "mfu", which counts active heads only. None where the peak is not known, as
-  for CPUs.
-  """
-  peak = published_peak(jax.devices()[0].device_kind)
-  return None if peak is None else step_flops(run) / peak
-
-
 def step_flops(run: Config) -> float:
   """FLOPs of one training step, by its program and its layers' attention.
 

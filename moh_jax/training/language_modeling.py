@@ -27,23 +27,11 @@ from moh_jax.models.llm import apply_packed, output_kernel
 from moh_jax.models.registry import make_model
 from moh_jax.ops.cross_entropy import summed_divergence
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import (
-  TARGETS,
-  LossFn,
-  Mean,
-  Metrics,
-  add_balance_loss,
-)
-from moh_jax.training.task import (
-  Evaluate,
-  Objective,
-  Task,
-  held_out_batches,
-  stream,
-)
+from moh_jax.training import task
+from moh_jax.training.step import TARGETS, LossFn, Mean, add_balance_loss
 
 
-def make_task(config: Config, decode: Decode | None = None) -> Task:
+def make_task(config: Config, decode: Decode | None = None) -> task.Task:
   """Opens the data and builds the task.
 
   Raises:
@@ -55,9 +43,9 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   text = sequences.Text(data, vocab_size, "train")
   train = text.stream(config.train.seed)
   objective = make_objective(config)
-  return Task(
+  return task.Task(
     **vars(objective),
-    batches=lambda mesh: stream(config, train, mesh, len(text)),
+    batches=lambda mesh: task.stream(config, train, mesh, len(text)),
     evaluate=make_evaluate(objective.model, config, Metadata(config)),
     class_names=(),
     tokenizer=text.tokenizer,
@@ -66,28 +54,24 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   )
 
 
-def make_objective(config: Config) -> Objective:
+def make_objective(config: Config) -> task.Objective:
   """Builds the network and its loss; no data are read."""
   model, inputs = make_model(config)
   data, length = config.data, config.data.sequence_length
-  sequence = pack(np.zeros(length + 1, np.int32), np.empty(0, int), length)
-  return Objective(
+  tokens, ends = np.zeros(length + 1, np.int32), np.empty(0, int)
+  return task.Objective(
     model=model,
     inputs=inputs,
-    example={
-      name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-      for name, x in sequence.items()
-    },
+    example=jax.eval_shape(lambda: pack(tokens, ends, length)),
     loss_fn=make_loss(model, config),
     unit="tokens",
     units_per_step=data.batch_size * length,
-    by_device=True,
   )
 
 
 def make_evaluate(
   model: nn.Module, config: Config, trained: Metadata
-) -> Evaluate:
+) -> task.Evaluate:
   """Opens the held-out text and prepares its evaluation.
 
   Args:
@@ -111,7 +95,7 @@ def make_evaluate(
   eval_step = language_step(model, config.model)
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    batches = held_out_batches(config, held_out, mesh)
+    batches = task.held_out_batches(config, held_out, mesh)
     sums = sum_metrics(eval_step, params, batches)
     nats, tokens = sums["nats"], sums["tokens"]
     if not tokens:
@@ -144,7 +128,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
 
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
-  ) -> tuple[jax.Array, Metrics]:
+  ) -> tuple[jax.Array, dict[str, Any]]:
     rngs = {"dropout": rng}  # for routers that need one
     options = {"top_k": scheduled(step), "rngs": rngs}
     x, aux = apply_packed(model, params, batch, **options)

@@ -62,7 +62,11 @@ class Log(contextlib.AbstractContextManager):
       start: steps already done.
     """
     self.directory, self._config, self._task = directory, config, task
-    self._mesh, self._peak = mesh, flops.at_peak(config)
+    self._mesh = mesh
+    # Seconds of a step at the peak of one device; None where it is not known,
+    # as for CPUs. "mfu" counts active heads only.
+    peak = flops.published_peak(jax.devices()[0].device_kind)
+    self._peak = peak and flops.step_flops(config) / peak
     self._collapsed: set[str] = set()
     self._is_first = jax.process_index() == 0
     self._pending: tuple[int, Any] | None = None  # of the newest step
@@ -226,12 +230,10 @@ class Log(contextlib.AbstractContextManager):
     """
     model = self._config.model
     orders = (x for g in model.layer_groups() for x in g.order_of_each)
-    layers = zip(
-      model.layer_budgets().items(), orders, itertools.chain(*stacks)
-    )
+    budgets, loads = model.layer_budgets().items(), itertools.chain(*stacks)
     return {
       name: np.asarray(load)[sorted(order[budget.shared :])]
-      for (name, budget), order, load in layers
+      for (name, budget), order, load in zip(budgets, orders, loads)
       if budget.top_k
     }
 

@@ -17,15 +17,8 @@ from moh_jax.layers.linear import adapter_dropout
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import ModelAux
 from moh_jax.models.adapters import Adapters, join
+from moh_jax.runtime import parameters
 from moh_jax.runtime.mesh import BATCH_AXES, axes_of_entry
-from moh_jax.runtime.parameters import (
-  abstract_boxed,
-  abstract_params,
-  init_params,
-  is_box,
-  unbox,
-  with_shardings,
-)
 from moh_jax.training import optim
 
 
@@ -87,13 +80,12 @@ class Objective:
     model: Linen module of the network.
     inputs: abstract positional arguments of the network, with batch size 1.
     example: abstract training example, without the axis of the batch.
-    loss_fn: (params, batch, rng, step) -> (loss, metrics).
+    loss_fn: (params, batch, rng, step) -> (loss, metrics). It sees the examples
+      of one device alone, so that gradients are exchanged once a step: it is
+      their mean, draws what is random by `layers.partitioning.draw_examples`,
+      and adds up over the batch by `sum_examples`.
     unit: unit of throughput, "images" or "tokens".
     units_per_step: number of units in a global batch.
-    by_device: whether the loss may see the examples of one device alone, so
-      that gradients are exchanged once a step: it is their mean, draws what is
-      random by `layers.partitioning.draw_examples`, and adds up over the batch
-      by `sum_examples`.
   """
 
   model: nn.Module
@@ -102,7 +94,6 @@ class Objective:
   loss_fn: LossFn
   unit: str
   units_per_step: int
-  by_device: bool = False
 
 
 def add_balance_loss(
@@ -137,12 +128,10 @@ def train_step(
   batch: Any,
   frozen: Any = None,
   *,
-  loss_fn: LossFn,
+  gradients: Callable[..., tuple[Any, Metrics]],
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
-  accumulation: int = 1,
   ema_decay: float = 0.0,
-  exchange: Callable[[Callable], Callable] | None = None,
 ) -> tuple[TrainState, Metrics]:
   """Updates the state with one global batch.
 
@@ -150,18 +139,12 @@ def train_step(
     state: state before the step.
     batch: dict of arrays [B, ...]; see `TARGETS`.
     frozen: tree of the parameters that are not trained; None where all are.
-    loss_fn: (params, batch, rng, step) -> ([] loss, metrics). The loss must be
-      a mean over examples of equal weight, which neither microbatches nor the
-      examples' devices change (`layers.partitioning` has what concerns all).
+    gradients: (params, batch, rng, step, frozen) -> (gradients, metrics), see
+      `mean_gradients` and `exchange_once`.
     optimizer: gradient transformation.
     schedule: step -> learning rate, which is logged.
-    accumulation: number of microbatches that the batch is cut into; gradients
-      and metrics are those of the whole batch. Only the balance loss, a product
-      of means over tokens, is then computed for each microbatch and averaged.
     ema_decay: decay per step of the averaged parameters; 0 leaves them
       unchanged.
-    exchange: wraps the gradients' function, see `exchange_once`; None
-      leaves it to the compiler, which exchanges them in every microbatch.
 
   Returns:
     The state after the step, and metrics as float32 scalars, the loads of heads
@@ -172,9 +155,6 @@ def train_step(
     # Before microbatches and devices get their parts: none knows the whole sum.
     mean = batch["weights"].sum() / len(batch["weights"])
     batch = {**batch, TARGETS: jnp.broadcast_to(mean, len(batch["weights"]))}
-  gradients = functools.partial(_gradients, loss_fn, accumulation)
-  if exchange is not None:
-    gradients = exchange(gradients)
   grads, metrics = gradients(state.params, batch, rng, state.step, frozen)
   metrics = metric_values(metrics)
   metrics["grad_norm"] = optax.tree.norm(grads)
@@ -190,7 +170,7 @@ def train_step(
   return new_state, metrics
 
 
-def _gradients(
+def mean_gradients(
   loss_fn: LossFn,
   parts: int,
   params: Any,
@@ -202,8 +182,12 @@ def _gradients(
   """Mean gradients over `parts` microbatches, and the metrics of each.
 
   Args:
-    loss_fn: see `train_step`.
-    parts: number of microbatches.
+    loss_fn: (params, batch, rng, step) -> ([] loss, metrics). The loss must be
+      a mean over examples of equal weight, which neither microbatches nor the
+      examples' devices change (`layers.partitioning` has what concerns all).
+    parts: number of microbatches that the batch is cut into; gradients and
+      metrics are those of the whole batch. Only the balance loss, a product of
+      means over tokens, is then computed for each microbatch and averaged.
     params: tree of the parameters that are trained.
     batch: tree of arrays [B, ...].
     rng: key of the step.
@@ -265,7 +249,7 @@ def exchange_once(
   boxed: Any,
   config: MeshConfig,
   mesh: Mesh | AbstractMesh,
-  frozen: Any = None,
+  frozen: Any,
 ) -> Callable[..., tuple[Any, Any]]:
   """Wraps a gradient function so that devices exchange its results at its end.
 
@@ -282,7 +266,8 @@ def exchange_once(
     boxed: the same in their boxes of logical axes.
     config: section `mesh`.
     mesh: the devices.
-    frozen: the parameters that are not trained, in boxes of logical axes.
+    frozen: the parameters that are not trained, in boxes of logical axes; None
+      where all are.
 
   Returns:
     The same function of global arrays. Gradients are split as the parameters
@@ -298,7 +283,7 @@ def exchange_once(
   split, whole = PartitionSpec(axes), PartitionSpec()
   leaves, tree = jax.tree.flatten(params)
   specs = [leaf.sharding.spec for leaf in leaves]
-  boxes = jax.tree.leaves(boxed, is_leaf=is_box)
+  boxes = jax.tree.leaves(boxed, is_leaf=parameters.is_box)
 
   def rounded(box: Any, param: jax.Array) -> jax.Array:
     # As its layer would, so that half is gathered, and that the gradients of a
@@ -351,7 +336,7 @@ def exchange_once(
   def exchanged(params: Any, *args: Any) -> tuple[Any, Any]:
     params = list(map(rounded, boxes, jax.tree.leaves(params)))
     *args, others = args
-    others = jax.tree.map(rounded, frozen, others, is_leaf=is_box)
+    others = jax.tree.map(rounded, frozen, others, is_leaf=parameters.is_box)
     grads, metrics = compute(params, *args, others)
     return jax.tree.unflatten(tree, join(grads)), metrics
 
@@ -397,13 +382,16 @@ def make_program(
       be compiled for, but its shardings are known.
   """
   section, steps = config.optim, config.train.steps
-  boxed = abstract_params(objective.model, objective.inputs)
+  boxed = parameters.abstract_params(objective.model, objective.inputs)
   lora, adapters, frozen = config.tune.lora, None, None
   if lora.rank:
     adapters = Adapters.of(boxed, lora)
-    boxed, frozen = adapters.trained, abstract_boxed(adapters.frozen, mesh)
-  plain = unbox(boxed)
-  params = abstract_boxed(boxed, mesh)
+    boxed, frozen = (
+      adapters.trained,
+      parameters.abstract_boxed(adapters.frozen, mesh),
+    )
+  plain = parameters.unbox(boxed)
+  params = parameters.abstract_boxed(boxed, mesh)
   schedule = optim.make_schedule(section, steps)
   optimizer = optim.make_optimizer(section, steps, boxed, config.model)
   opt_state = jax.eval_shape(optimizer.init, plain)
@@ -416,35 +404,27 @@ def make_program(
     objective.example,
   )
 
-  exchange = None
-  if objective.by_device:
-    exchange = functools.partial(
-      exchange_once,
-      params=params,
-      boxed=boxed,
-      config=config.mesh,
-      mesh=mesh,
-      frozen=adapters and adapters.frozen,
-    )
-
   def loss_fn(*args: Any) -> tuple[jax.Array, Metrics]:
     with adapter_dropout(lora.dropout):
       return objective.loss_fn(*args)
 
+  def gradients(*args: Any) -> tuple[Any, Metrics]:
+    ours = functools.partial(mean_gradients, loss_fn, section.accumulation)
+    others = adapters and adapters.frozen
+    return exchange_once(ours, params, boxed, config.mesh, mesh, others)(*args)
+
   step = functools.partial(
     train_step,
-    loss_fn=loss_fn,
+    gradients=gradients,
     optimizer=optimizer,
     schedule=schedule,
-    accumulation=section.accumulation,
     ema_decay=section.ema_decay,
-    exchange=exchange,
   )
 
   def random() -> Any:
     key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in objective.inputs]
-    return unbox(init_params(objective.model, key, zeros))
+    return parameters.unbox(parameters.init_params(objective.model, key, zeros))
 
   def init(params: Any = None) -> TrainState:
     rng = jax.random.key(config.train.seed)
@@ -460,7 +440,7 @@ def make_program(
       rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
     )
 
-  state = with_shardings(jax.eval_shape(init), shardings)
+  state = parameters.with_shardings(jax.eval_shape(init), shardings)
   # It runs once, and on CPUs optimizing it takes longer than running it.
   device = mesh.abstract_mesh.abstract_device
   on_cpu = device is not None and device.platform == "cpu"

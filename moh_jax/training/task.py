@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import flax.linen as nn
 import grain
@@ -12,19 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, get_family, imported
+from moh_jax.data import pipeline
 from moh_jax.data.files import Identity
-from moh_jax.data.pipeline import (
-  Source,
-  TrainBatches,
-  eval_batches,
-  held_out_images,
-  train_images,
-)
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.transforms import normalizer
 from moh_jax.evaluation.metrics import EvalStep, mean_metrics
-from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.batches import batch_rows, shard_batch
 from moh_jax.runtime.checkpoint import Metadata
@@ -35,42 +28,22 @@ Evaluate = Callable[[Any, Mesh], dict[str, float]]
 Preview = Callable[[Any, Mesh], np.ndarray]
 
 
-class TaskBuilder(Protocol):
-  """Builds what a family trains on and is scored by."""
+def task_builder(config: Config) -> Any:
+  """What builds the task of a run's family, often a module.
 
-  def make_objective(self, config: Config) -> Objective:
-    """Builds the network and its loss; no data are read.
+  It has three functions:
 
-    Args:
-      config: of the run.
-    """
-
-  def make_task(self, config: Config, decode: Decode | None = None) -> "Task":
-    """Opens the data and builds the training task.
-
-    Args:
-      config: of the run.
-      decode: latents to images, for previews of latent diffusion.
-
-    Raises:
-      FileNotFoundError: data is missing.
-      ValueError: the data does not fit the model.
-    """
-
-  def make_evaluate(
-    self, model: nn.Module, config: Config, trained: Metadata
-  ) -> Evaluate:
-    """Opens the held-out data alone and prepares its evaluation.
-
-    Args:
-      model: the network.
-      config: of the run, whose data may be other than that of the training.
-      trained: class names and tokenizer of the training, empty if unknown.
-    """
-
-
-def task_builder(config: Config) -> TaskBuilder:
-  """What builds the task of a run's family."""
+    make_objective(config) -> Objective
+      Builds the network and its loss; no data are read.
+    make_task(config, decode=None) -> Task
+      Opens the data and builds the training task. `decode` maps latents to
+      images, for previews of latent diffusion. FileNotFoundError: data is
+      missing; ValueError: it does not fit the model.
+    make_evaluate(model, config, trained: Metadata) -> Evaluate
+      Opens the held-out data alone and prepares its evaluation by a network.
+      The config's data may be other than that of the training, whose class
+      names and tokenizer `trained` has, empty if unknown.
+  """
   return imported(get_family(config.model.family).task)
 
 
@@ -93,7 +66,7 @@ class Task(Objective):
     encoder_sha256: of the autoencoder that made latents; "" where none did.
   """
 
-  batches: Callable[[Mesh], TrainBatches]
+  batches: Callable[[Mesh], pipeline.TrainBatches]
   evaluate: Evaluate
   class_names: tuple[str, ...]
   preview: Preview | None = None
@@ -136,7 +109,6 @@ def image_objective(
     ),
     unit="images",
     units_per_step=config.data.batch_size,
-    by_device=True,
   )
 
 
@@ -151,7 +123,7 @@ def image_task(
   Args:
     config: of the run.
     objective: see `image_objective`.
-    make_evaluate: see `TaskBuilder`.
+    make_evaluate: see `task_builder`.
     **fields: further ones of `Task`.
 
   Raises:
@@ -160,11 +132,10 @@ def image_task(
   """
   train = make_source(config, "train")
   trained = Metadata(config, train.class_names)
+  dataset = pipeline.train_images(config, train)
   return Task(
     **vars(objective),
-    batches=lambda mesh: stream(
-      config, train_images(config, train), mesh, len(train)
-    ),
+    batches=lambda mesh: stream(config, dataset, mesh, len(train)),
     evaluate=make_evaluate(objective.model, config, trained),
     class_names=train.class_names,
     identity={"train": train.identity()},
@@ -184,7 +155,7 @@ def image_evaluation(
     eval_step: sums of the metrics over a batch.
   """
   source = make_source(config, "val", trained.class_names)
-  ready = held_out_images(config, source)
+  ready = pipeline.held_out_images(config, source)
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
     batches = held_out_batches(config, ready, mesh)
@@ -195,7 +166,7 @@ def image_evaluation(
 
 def stream(
   config: Config, dataset: grain.MapDataset, mesh: Mesh, examples: int = 0
-) -> TrainBatches:
+) -> pipeline.TrainBatches:
   """The training batches that this process reads for a mesh.
 
   With the number of training examples it says how often a run reads them.
@@ -211,16 +182,16 @@ def stream(
       ", some in one batch" * (passes > steps),
     )
   rows = batch_rows(mesh, config.data.batch_size)
-  return TrainBatches(dataset, config.data, rows)
+  return pipeline.TrainBatches(dataset, config.data, rows)
 
 
 def held_out_batches(
-  config: Config, source: Source, mesh: Mesh
+  config: Config, source: pipeline.Source, mesh: Mesh
 ) -> Iterator[Any]:
   """Global batches of the held-out examples, as arrays on the devices."""
   if not len(source):
     raise ValueError("the split to evaluate is empty")
   rows = batch_rows(mesh, config.eval.batch_size)
-  batches = eval_batches(config, source, rows)
+  batches = pipeline.eval_batches(config, source, rows)
   normalize = normalizer(config.data)
   return (normalize(shard_batch(batch, mesh)) for batch in batches)

@@ -15,11 +15,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config, apply_overrides
 from moh_jax.config.parse import differing_keys
-from moh_jax.data.tokenizers import (
-  Tokenizer,
-  read_files_beside,
-  write_tokenizer_files,
-)
+from moh_jax.data import tokenizers
 from moh_jax.models import stored
 from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import fit_params, make_model
@@ -31,12 +27,8 @@ from moh_jax.training.step import Program, TrainState
 _LOG = logging.getLogger(__name__)
 # Keys, or beginnings of keys, that change what the model computes with the same
 # parameters, and those of models that choose heads.
-_NUMERIC_FIELDS = (
-  *("model.norm_eps", "model.rope.", "model.sr_ratios:", "model.window:"),
-)
-_ROUTING_FIELDS = (
-  *("model.router.gate_form", "model.router.structure", "model.head_order"),
-)
+_NUMERIC = "model.norm_eps", "model.rope.", "model.sr_ratios:", "model.window:"
+_ROUTED = "model.router.gate_form", "model.router.structure", "model.head_order"
 _Shapes = dict[str, tuple[int, ...]]  # by path
 # (the run's initial parameters, of which those that its source lacks are
 # enough) -> the parameters to start from.
@@ -185,7 +177,7 @@ def warm_start(
 def keep_tokenizer(
   directory: epath.Path,
   ours: Metadata,
-  tokenizer: Tokenizer | None,
+  tokenizer: tokenizers.Tokenizer | None,
   is_new: bool = True,
 ) -> None:
   """Writes a tokenizer and the files beside it into a working directory.
@@ -209,16 +201,16 @@ def keep_tokenizer(
     if source := ours.config.train.init_from:
       own = steps.workdir(source) / tokenizer.file_name
       if own.is_file() and own.read_bytes() == tokenizer.content:
-        files = read_files_beside(own.parent) | files
-  write_tokenizer_files(directory, files)
+        files = tokenizers.read_files_beside(own.parent) | files
+  tokenizers.write_tokenizer_files(directory, files)
 
 
 def _check_numbers(source: str, ours: Config, theirs: Config) -> None:
   """The same parameters compute the same in both models."""
   kinds = {ours.model.router.kind, theirs.model.router.kind}
-  numeric = _NUMERIC_FIELDS
+  numeric = _NUMERIC
   if "none" not in kinds:
-    numeric += _ROUTING_FIELDS
+    numeric += _ROUTED
   if kinds == {"two_stage"}:
     numeric += ("model.router.two_stage",)
   for name, section in ours.sections.items():

@@ -82,8 +82,8 @@ _REFUSED = {
   },
   "inspect": {
     "": "one of --checkpoint and --config must be given",
-    "--config tests/faults/tiny_run.py:llm --batch {here}/y.png": "not text or",
-    "--config configs/dit.py:s2_90 --batch {here}/y.png": "shows pixels, not",
+    "--config tests/faults/tiny_run.py:llm --batch {here}/y.png": "pixels",
+    "--config configs/dit.py:s2_90 --batch {here}/y.png": "pixels",
     "--config x --batch {here}/y.jpg": "must end in .png",
     "--checkpoint {vit} --batch {here}/y.png": "needs --config",
   },

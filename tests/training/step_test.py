@@ -17,7 +17,12 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import optim
-from moh_jax.training.step import Mean, make_program, train_step
+from moh_jax.training.step import (
+  Mean,
+  make_program,
+  mean_gradients,
+  train_step,
+)
 from tests.training import meshes, tiny
 from tests.training.tiny import make_task
 
@@ -32,7 +37,7 @@ def _setup(config=_CONFIG):
   task = make_task(config)
   step = functools.partial(
     train_step,
-    loss_fn=task.loss_fn,
+    gradients=functools.partial(mean_gradients, task.loss_fn, 1),
     optimizer=optim.make_optimizer(config.optim, config.train.steps),
     schedule=optim.make_schedule(config.optim, config.train.steps),
   )
@@ -114,7 +119,8 @@ class StepTest(parameterized.TestCase):
       loss = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
       return loss, {"loss": loss}
 
-    step = functools.partial(step, loss_fn=loss_fn, accumulation=4)
+    gradients = functools.partial(mean_gradients, loss_fn, 4)
+    step = functools.partial(step, gradients=gradients)
     jax.eval_shape(step, program.state, batch)
     self.assertEqual(traced, [2])
 
@@ -134,7 +140,8 @@ class StepTest(parameterized.TestCase):
         "squared": jnp.square(noise),
       }
 
-    step = functools.partial(step, loss_fn=loss_fn, accumulation=2)
+    gradients = functools.partial(mean_gradients, loss_fn, 2)
+    step = functools.partial(step, gradients=gradients)
     # Example i is in microbatch i % 2: one has only the label 0.
     batch = {"label": jnp.arange(16) % 2 * jnp.arange(16)}
     state, metrics = jax.jit(step)(program.init(), batch)
