@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any
 
 from moh_jax.cli import command
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural
 from moh_jax.runtime.alive import alive
-
-if TYPE_CHECKING:
-  from moh_jax.training.bench import Timing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +103,8 @@ def _step(config: Config) -> str:
   return repr((config.model, config.data, optim, config.mesh, config.sections))
 
 
-def _costs(config: Config, time: Timing | None) -> dict[str, float]:
-  """Parameters, FLOPs and, where measured, seconds of a step."""
+def _costs(config: Config, time: Any) -> dict[str, float]:
+  """Parameters, FLOPs and, with a `Timing`, seconds of a step."""
   import jax
 
   from moh_jax.models.registry import make_model

@@ -6,16 +6,12 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from moh_jax.cli import command
 from moh_jax.config import MeshConfig
 from moh_jax.config.base import Count
 from moh_jax.runtime.alive import alive
-
-if TYPE_CHECKING:
-  from moh_jax.evaluation.fid import Summary
-
 
 _BATCH = 32  # images of a device
 
@@ -58,13 +54,11 @@ class Options(command.Output):
 def run(options: Options) -> int:
   """Prints the metrics of the samples."""
   from moh_jax.evaluation import fid
-  from moh_jax.models import inception
 
   names, stated = options.metrics or ("is",), None
   if options.reference:
     names = options.metrics or ("fid", "sfid", "is", "pr")
-    sizes = inception.POOL_DIM, inception.SPATIAL_DIM
-    stated = fid.read_statistics(options.reference, *sizes)
+    stated = fid.read_statistics(options.reference)
     if stated and stated.spatial is None and not options.metrics:
       names = ("fid", "is")
     if stated and stated.spatial is None and "sfid" in names:
@@ -95,10 +89,9 @@ def run(options: Options) -> int:
   return 0
 
 
-def _summarized(options: Options, path: str, keep: bool) -> Summary:
-  """The features of a set of images; warns where it is small."""
+def _summarized(options: Options, path: str, keep: bool) -> Any:
+  """The `fid.Summary` of a set of images; warns where it is small."""
   import jax
-  import tqdm
 
   from moh_jax.evaluation import fid
   from moh_jax.models import inception
@@ -113,12 +106,7 @@ def _summarized(options: Options, path: str, keep: bool) -> Summary:
     )
   devices = jax.device_count()
   size = devices * min(_BATCH, -(-images.count // devices))
-  with tqdm.tqdm(total=images.count, unit="image", disable=None) as bar:
-    return fid.summarize(
-      *(extract, images, size),
-      keep=keep,
-      progress=bar.update,
-    )
+  return fid.summarize(extract, images, size, keep=keep)
 
 
 @functools.cache

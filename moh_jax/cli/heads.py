@@ -52,6 +52,7 @@ def run(options: Options) -> int:
   important heads in place of the first.
   """
   options.join()
+  from moh_jax.data.infer import data_at
   from moh_jax.evaluation import report
   from moh_jax.evaluation.head_stats import head_stats
   from moh_jax.evaluation.probe import make_probe
@@ -68,6 +69,9 @@ def run(options: Options) -> int:
     restored = options.restore(mesh=mesh)
     config, params = restored.config, restored.params
     probe = make_probe(restored.model, config)
+    if options.data:
+      seen = apply_overrides(config, "data", **data_at(config, options.data))
+      restored = dataclasses.replace(restored, config=seen)
     open_data = _training_text if config.model.READS_TEXT else _images
     labels, batches, where = open_data(options, restored, mesh)
     stats = head_stats(probe, config, params, batches(), labels, mesh)
@@ -99,7 +103,6 @@ _Data = tuple[tuple[str, ...], Callable[[], Iterable[Any]], str]
 
 def _images(options: Options, restored: Restored, mesh: Mesh) -> _Data:
   """Held-out images, or those of --data, by class."""
-  from moh_jax.data.infer import data_at
   from moh_jax.data.pipeline import held_out_images
   from moh_jax.data.sources import make_source
   from moh_jax.training.task import held_out_batches
@@ -110,8 +113,6 @@ def _images(options: Options, restored: Restored, mesh: Mesh) -> _Data:
     restored.config, "eval", batch_size=size, examples=examples
   )
   where = options.data or config.data.path or config.data.source
-  if options.data:
-    config = apply_overrides(config, "data", **data_at(config, where))
   source = make_source(config, "val", restored.class_names)
   ready = held_out_images(config, source)
   batches = lambda: held_out_batches(config, ready, mesh)  # noqa: E731
@@ -123,14 +124,11 @@ def _training_text(options: Options, restored: Restored, mesh: Mesh) -> _Data:
   import numpy as np
 
   from moh_jax.data import sequences
-  from moh_jax.data.infer import data_at
   from moh_jax.runtime.batches import batch_rows, shard_batch
   from moh_jax.training.task import stream
 
-  config, size = restored.config, options.batch_size
-  if options.data:
-    config = apply_overrides(config, "data", **data_at(config, options.data))
-  config = apply_overrides(config, "data", batch_size=size)
+  size = options.batch_size
+  config = apply_overrides(restored.config, "data", batch_size=size)
   # The seed of the run's order does not matter here: with a fixed one, runs of
   # different seeds are compared on the same sequences.
   text = sequences.Text(config.data, config.model.vocab_size, "train")

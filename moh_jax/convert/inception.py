@@ -42,17 +42,14 @@ def load_inception(path: str | os.PathLike) -> Any:
   """
   if not pathlib.Path(path).exists():
     raise FileNotFoundError(f"{path}: no such file; {HOW_TO_GET_INCEPTION}")
-  return convert_inception(read_tensors(path), InceptionV3(), source=str(path))
+  return convert_inception(read_tensors(path), source=str(path))
 
 
-def convert_inception(
-  tensors: Mapping[str, np.ndarray], model: InceptionV3, *, source: str
-) -> Any:
-  """Converts public tensors to the parameters of `model`.
+def convert_inception(tensors: Mapping[str, np.ndarray], *, source: str) -> Any:
+  """Converts public tensors to the parameters of `InceptionV3`.
 
   Args:
     tensors: tensors by public name; BatchNorm's counters may be missing.
-    model: the network.
     source: where the tensors come from, for messages.
 
   Returns:
@@ -62,7 +59,7 @@ def convert_inception(
     ValueError: tensors are missing, unexpected or of a wrong shape.
   """
   x = jax.ShapeDtypeStruct((1, INPUT_SIZE, INPUT_SIZE, 3), jnp.float32)
-  abstract = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+  abstract = jax.eval_shape(InceptionV3().init, jax.random.key(0), x)["params"]
   unused = ".num_batches_tracked", "fc.bias"  # some files lack the counters
   used = {n: x for n, x in tensors.items() if not n.endswith(unused)}
   table = rules.linear("fc", "fc", bias=False)

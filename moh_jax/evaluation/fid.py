@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import tqdm
 
 from moh_jax.data.decode import read_image
 from moh_jax.data.sources import find_images
 from moh_jax.data.transforms import center_crop
 from moh_jax.evaluation.metrics import one_late
-from moh_jax.models.inception import Features
+from moh_jax.models.inception import POOL_DIM, SPATIAL_DIM, Features
 from moh_jax.runtime.files import replacing
 from moh_jax.runtime.parameters import check_finite
 
@@ -188,12 +189,10 @@ def in_manifold(
   points: np.ndarray, features: np.ndarray, radii: np.ndarray
 ) -> np.ndarray:
   """Which of M points lie in a ball of at least one feature, [M] bool."""
-  return np.concatenate(
-    [
-      (distances <= radii + rounding).any(-1)
-      for distances, rounding in _distances(points, features)
-    ]
-  )
+  parts = []
+  for distances, rounding in _distances(points, features):
+    parts.append((distances <= radii + rounding).any(-1))
+  return np.concatenate(parts)
 
 
 def _distances(
@@ -231,17 +230,18 @@ class Statistics(NamedTuple):
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike) -> Iterator[np.lib.npyio.NpzFile]:
   """Opens an npz file; ValueError names one that is none, or damaged."""
-  try:
-    with open(path, "rb") as file, np.load(file) as arrays:
-      yield arrays
-  except OSError:
-    raise
-  except Exception as error:  # of many kinds: the zip file, its arrays, a key
-    raise ValueError(f"{path}: no npz file as needed: {error}") from error
+  with open(path, "rb") as file:
+    try:
+      with np.load(file) as arrays:
+        yield arrays
+    except Exception as error:  # of the zip file, of its arrays, of a key
+      raise ValueError(f"{path}: no npz file as needed: {error}") from error
 
 
 def read_statistics(
-  path: str | os.PathLike, pool_dim: int, spatial_dim: int
+  path: str | os.PathLike,
+  pool_dim: int = POOL_DIM,
+  spatial_dim: int = SPATIAL_DIM,
 ) -> Statistics | None:
   """Reads the statistics of a reference file, in ADM's or pytorch-fid's format.
 
@@ -390,7 +390,6 @@ def summarize(
   batch_size: int,
   *,
   keep: bool = False,
-  progress: Callable[[int], object] = lambda count: None,
 ) -> Summary:
   """Streams a set of two and more images through the network.
 
@@ -403,7 +402,6 @@ def summarize(
     batch_size: images per call; the last batch is filled with copies, which
       are not counted.
     keep: keep pool3 for precision and recall.
-    progress: called with the number of images done since its last call.
 
   Raises:
     ValueError: one image, which has no covariance, or a damaged file.
@@ -419,14 +417,15 @@ def summarize(
 
   pool3 = spatial = None
   logits, kept = [], []
-  for features, count in one_late(computed()):
-    rows = [np.asarray(x)[:count].reshape(count, -1) for x in features]
-    check_finite(rows, f"the features of {images.path}")
-    pool3, spatial = moments(rows[0], pool3), moments(rows[1], spatial)
-    logits.append(rows[2])
-    if keep:
-      kept.append(rows[0])
-    progress(count)
+  with tqdm.tqdm(total=images.count, unit="image", disable=None) as bar:
+    for features, count in one_late(computed()):
+      rows = [np.asarray(x)[:count].reshape(count, -1) for x in features]
+      check_finite(rows, f"the features of {images.path}")
+      pool3, spatial = moments(rows[0], pool3), moments(rows[1], spatial)
+      logits.append(rows[2])
+      if keep:
+        kept.append(rows[0])
+      bar.update(count)
   scores = np.concatenate(logits)  # [N, 1008]
   blocks = range(0, len(scores), INCEPTION_BLOCK)
   found = [block_score(scores[i : i + INCEPTION_BLOCK]) for i in blocks]

@@ -126,8 +126,8 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
     style = {"cmap": "cividis", "aspect": "auto", "rasterized": True}
     values = load[:, layer.budget.shared :]
     image = axis.imshow(values, vmin=0, vmax=1, **style)
-    heads = layer.routed
-    axis.set_xticks(range(len(heads)), heads, fontsize=6, rotation=90)
+    places = range(layer.budget.routed)
+    axis.set_xticks(places, layer.routed, fontsize=6, rotation=90)
     axis.set_yticks(range(len(names)), names, fontsize=6)
   figure.supxlabel("routed head", fontsize=8)
   figure.supylabel(kind, fontsize=8)
@@ -154,9 +154,8 @@ def routing_maps(stats: HeadStats, pictures: np.ndarray | None) -> Any:
   palette = head_colors(max(layer.budget.num_heads for layer in layers))
   colors = to_rgba_array([*palette, _MASKED])  # the last is for -1
   shown = np.linspace(0, len(layers) - 1, min(len(layers), _SHOWN_LAYERS))
-  shown = sorted({round(place) for place in shown.tolist()})
   extra = pictures is not None
-  names = list(stats.labels)
+  names = stats.labels
   columns = len(shown) + extra
   figure = new_figure(figsize=(1.5 * columns + 1.1, 1.5 * len(names) + 0.6))
   axes = figure.subplots(len(names), columns, squeeze=False)
@@ -164,7 +163,7 @@ def routing_maps(stats: HeadStats, pictures: np.ndarray | None) -> Any:
     row[0].set_ylabel(name, fontsize=7)
     if extra:
       row[0].imshow(pictures[example].squeeze(), cmap="gray", vmin=0, vmax=255)
-    for axis, place in zip(row[extra:], shown):
+    for axis, place in zip(row[extra:], shown.round().astype(int)):
       axis.imshow(colors[best[place][example].reshape(layers[place].grid)])
       if not example:
         axis.set_title(layers[place].name, fontsize=8)

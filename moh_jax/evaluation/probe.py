@@ -48,7 +48,6 @@ class Probe:
     shown: key of what the network reads in a batch, which routing maps keep.
     label: what a label of the data stands for, "class" or "task".
     groupings: further groupings by name, such as the timesteps of diffusion.
-    token_mask: batch -> [B, N] bool, False for padding; None counts all tokens.
     grids: rows and columns of the tokens in each group of equal layers, where
       they are patches of an image; () for text.
     importance: (params, batches) -> importance of every head [layers, H]; None
@@ -59,15 +58,14 @@ class Probe:
   shown: str = "image"
   label: str = "class"
   groupings: Mapping[str, Grouping] = dataclasses.field(default_factory=dict)
-  token_mask: Callable[[Batch], jax.Array] | None = None
   grids: tuple[tuple[int, int], ...] = ()
   importance: Callable[[Any, Iterable[Batch]], np.ndarray] | None = None
 
   def counted(self, batch: Batch) -> jax.Array:
     """[B, N], or [B, 1] where no token is padding: 1 for what counts."""
     counted = batch["mask"][:, None]
-    if self.token_mask is not None:
-      counted = counted * self.token_mask(batch)
+    if "segments" in batch:  # 0 is padding
+      counted = counted * (batch["segments"] > 0)
     return counted
 
 
@@ -77,12 +75,10 @@ def make_probe(network: nn.Module, config: Config) -> Probe:
   Raises:
     NotImplementedError: the family does not say.
   """
-  probe = imported(get_family(config.model.family).probe)
+  family = config.model.family
+  probe = imported(get_family(family).probe)
   if probe is None:
-    raise NotImplementedError(
-      f"model.family={config.model.family!r} has no probe: head statistics "
-      "need one"
-    )
+    raise NotImplementedError(f"model.family={family!r} has no probe of heads")
   return probe(network, config)
 
 
@@ -111,8 +107,7 @@ def diffusion_probe(network: nn.Module, config: Config) -> Probe:
     return network.apply({"params": params}, x, times, labels, **options)
 
   def time_group(batch: Batch) -> jax.Array:
-    shape = batch["image"].shape[1:]
-    t, _ = noise_of_index(batch["index"], shape, steps)
+    t, _ = noise_of_index(batch["index"], batch["image"].shape[1:], steps)
     inner = jnp.asarray(bounds[1:-1], jnp.int32)
     return (t[:, None] >= inner[None]).sum(-1)
 
@@ -129,23 +124,14 @@ def text_probe(network: nn.Module, config: Config) -> Probe:
   Heads have no importance where layers differ in their number.
   """
 
-  def token_mask(batch: Batch) -> jax.Array:
-    return batch["segments"] > 0
-
   def apply(params: Any, batch: Batch, **options: Any) -> Any:
-    mask = token_mask(batch)
+    mask = batch["segments"] > 0
     return apply_packed(network, params, batch, token_mask=mask, **options)
 
   importance = None
   if len(set(config.model.num_heads)) == 1:
     importance = functools.partial(head_importance, network, config.model)
-  return Probe(
-    apply,
-    shown="inputs",
-    label="task",
-    token_mask=token_mask,
-    importance=importance,
-  )
+  return Probe(apply, shown="inputs", label="task", importance=importance)
 
 
 def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:
@@ -212,14 +198,12 @@ def head_importance(
     weights = batch["weights"]
     targets = jnp.maximum(weights.sum(-1, keepdims=True), 1.0)
     kernel, weights = output_kernel(params, config), weights / targets
-    chunk = config.loss_chunk
-    return summed_nats(x, kernel, batch["targets"], weights, chunk)
+    return summed_nats(x, kernel, batch["targets"], weights, config.loss_chunk)
 
   @jax.jit
   def measure(params: Any, batch: Any) -> jax.Array:
     # Gates per sequence, so that one backward pass gives every gradient.
-    size = batch["inputs"].shape[0]
-    ones = jnp.ones((config.depth, size, 1, heads))
+    ones = jnp.ones((config.depth, len(batch["inputs"]), 1, heads))
     return jnp.abs(jax.grad(losses)(ones, params, batch)).sum((1, 2))
 
   total, count = np.zeros((config.depth, heads)), 0

@@ -207,8 +207,8 @@ def _texts(stats: HeadStats, tokenizer: Tokenizer | None) -> str:
   for layer, best in zip(stats.layers, stats.maps.best):
     colors = pictures.head_colors(layer.budget.num_heads)
     parts.append(f"<details><summary>{escape(layer.name)}</summary>")
-    for label, *of_text in zip(stats.labels, inputs, best, is_real):
-      tokens, heads, real = of_text
+    texts = zip(stats.labels, inputs, best, is_real)
+    for label, tokens, heads, real in texts:
       spans = []
       shown = zip(tokens[real][:_TOKENS].tolist(), heads[real].tolist())
       for token, head in shown:

@@ -19,7 +19,6 @@ SPATIAL_DIM = 2023  # 17 x 17 positions x 7 channels, channel fastest
 _SPATIAL_CHANNELS = 7
 _CLASSES = 1008  # of which 1,000 are in use
 _EPSILON = 1e-3  # of BatchNorm
-_BRANCH_POOL = "branch_pool"
 # Kernels of a factorized 7 x 7 convolution.
 _ROW, _COLUMN = (1, 7), (7, 1)
 _HALVE = (3, 3), 2, "VALID"  # kernel, stride and padding
@@ -163,7 +162,7 @@ def _mixed_35(pool: int) -> tuple[Branch, ...]:
     (Unit("branch1x1", 64),),
     _chain("branch5x5", (48,), (64, (5, 5))),
     _chain("branch3x3dbl", (64,), (96, (3, 3)), (96, (3, 3))),
-    ("avg", Unit(_BRANCH_POOL, pool)),
+    ("avg", Unit("branch_pool", pool)),
   )
 
 
@@ -174,7 +173,7 @@ def _mixed_17(width: int) -> tuple[Branch, ...]:
     (Unit("branch1x1", 192),),
     _chain("branch7x7", (width,), row, (192, _COLUMN)),
     _chain("branch7x7dbl", (width,), column, row, column, (192, _ROW)),
-    ("avg", Unit(_BRANCH_POOL, 192)),
+    ("avg", Unit("branch_pool", 192)),
   )
 
 
@@ -188,7 +187,7 @@ def _mixed_8(pool: str) -> tuple[Branch, ...]:
     (Unit("branch1x1", 320),),
     (Unit("branch3x3_1", 384), fork("branch3x3_2")),
     (*_chain("branch3x3dbl", (448,), (384, (3, 3))), fork("branch3x3dbl_3")),
-    (pool, Unit(_BRANCH_POOL, 192)),
+    (pool, Unit("branch_pool", 192)),
   )
 
 

@@ -139,7 +139,7 @@ def inception(case: Case) -> dict[str, Any]:
   hyper, arrays = case.hyper, case.arrays
   model = InceptionV3()
   tensors = regenerate(case.meta, case.weights)
-  params = convert_inception(tensors, model, source="weights")
+  params = convert_inception(tensors, source="weights")
   grid = arrays["input_grid_index"]
   results, inputs = {}, {}
   for name, images in sorted(arrays.items()):
