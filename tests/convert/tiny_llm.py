@@ -59,7 +59,11 @@ def tensors(model: LLMConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
 
 
 def greedy(
-  model: LLMConfig, params: Any, prompts: np.ndarray, count: int
+  model: LLMConfig,
+  params: Any,
+  prompts: np.ndarray,
+  count: int,
+  padding: Any = 0,
 ) -> np.ndarray:
   """Greedy tokens after prompts, by the programs of the `generate` command.
 
@@ -68,6 +72,7 @@ def greedy(
     params: its parameters.
     prompts: [B, P].
     count: tokens to write.
+    padding: [B] empty places before each prompt.
 
   Returns:
     [B, count] int32.
@@ -77,7 +82,7 @@ def greedy(
   state = make_prefill(network, "float32")(
     params,
     prompts.astype(np.int32),
-    np.zeros(batch, np.int32),
+    np.broadcast_to(np.int32(padding), batch),
     np.arange(batch, dtype=np.int32),
     np.zeros(batch, bool),
     length + count,
