@@ -1,7 +1,6 @@
 """Runs on meshes of fake devices: equal to one device; what they exchange.
 
-Each mesh of `meshes.MESHES` for each family takes minutes: `pytest -m slow`.
-One of them is compiled in the ordinary suite.
+All meshes of `meshes.MESHES` take minutes: `pytest -m slow`.
 """
 
 import collections
@@ -74,43 +73,40 @@ class ChecksTest(absltest.TestCase):
 
 def _config(name, mesh, **sections):
   optim = {"name": name, "lr": 3e-4, "warmup_steps": 1}
-  return meshes.config_of("llm", mesh=mesh, optim=optim, **sections)
+  return meshes.config_of(mesh=mesh, optim=optim, **sections)
 
 
 class LossesTest(parameterized.TestCase):
   """The first steps are those of one device."""
 
-  def _check(self, one, *others, steps=3, rtol=1e-5):
+  def _check(self, one, *others, steps=3):
     losses = meshes.losses(one, steps)
     self.assertLen(set(losses), len(losses))
     for other in others:
       found = meshes.losses(other, steps)
-      np.testing.assert_allclose(found, losses, rtol=rtol)
+      np.testing.assert_allclose(found, losses, rtol=1e-5)
 
   @pytest.mark.integration
   def test_of_an_optimizer(self):
     self._check(*(_config("muon", mesh) for mesh in ({}, tiny.MESH)))
 
   @parameterized.parameters(
-    ("dit", {"data": 2, "fsdp": 2}),
-    ("vit", {"data": 2, "fsdp": 2, "gather": "step"}),
+    ("dit", tiny.MESH),
+    ("vit", {**tiny.MESH, "gather": "step"}),
   )
   @pytest.mark.integration
   def test_of_random_choices(self, family, mesh):
     optim = {"accumulation": 2}
     one = tiny.CONFIGS[family](optim=optim, **_RANDOM[family])
-    self._check(one, tiny.changed(one, mesh=mesh), steps=2, rtol=2e-6)
+    self._check(one, tiny.changed(one, mesh=mesh), steps=2)
 
-  @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
+  @parameterized.parameters("dense", "packed")
   @pytest.mark.slow
-  def test_of_every_mesh(self, family, form):
-    if family == "vit" and form == "packed":
-      self.skipTest("ViT's forms compute every head")
+  def test_of_every_mesh(self, form):
     others = (
-      meshes.config_of(family, form, mesh=mesh)
-      for mesh in meshes.MESHES.values()
+      meshes.config_of(form, mesh=mesh) for mesh in meshes.MESHES.values()
     )
-    self._check(meshes.config_of(family), *others)
+    self._check(meshes.config_of(), *others)
 
 
 class StateShardingTest(parameterized.TestCase):
@@ -152,47 +148,29 @@ class StateShardingTest(parameterized.TestCase):
     self.assertEqual(found, ((2, width), P(None, "fsdp")))
 
 
-@functools.cache
-def _flops_of_one_device(family):
-  return meshes.dot_flops(meshes.compiled_step(meshes.config_of(family))[0])
-
-
-class CompiledTest(parameterized.TestCase):
-  """Devices share the work and exchange what is expected."""
-
-  def _check(self, family, name):
-    config = meshes.config_of(family, mesh=meshes.MESHES[name])
-    text, mesh = meshes.compiled_step(config)
-    ratio = 8 * meshes.dot_flops(text) / _flops_of_one_device(family)
-    self.assertBetween(ratio, 0.95, 1.05)
-    if not meshes.GOLDEN.exists():
-      self.skipTest(f"{meshes.GOLDEN.name} is not recorded")
-    self.assertEqual(
-      meshes.exchanges(text, mesh),
-      meshes.recorded(family, name),
-      "if it should be so: python -m tests.tools.record_collectives",
-    )
+class CompiledTest(absltest.TestCase):
+  """Devices share the work and what is large."""
 
   @pytest.mark.integration
-  def test_on_one_mesh(self):
-    self._check("llm", "2,4")
-
-  @parameterized.product(family=tuple(meshes.MODELS), mesh=tuple(meshes.MESHES))
-  @pytest.mark.slow
-  def test_on_every_mesh(self, family, mesh):
-    self._check(family, mesh)
+  def test_each_device_has_its_share_of_the_work(self):
+    one, all_axes = (
+      meshes.compiled_step(meshes.config_of(mesh=mesh))[0]
+      for mesh in ({}, meshes.MESHES["1,2,2,2"])
+    )
+    flops = [x.cost_analysis()["flops"] for x in (one, all_axes)]
+    # An axis along which work is repeated would double it.
+    self.assertBetween(8 * flops[1] / flops[0], 0.9, 1.5)
 
   @pytest.mark.integration
   def test_no_device_has_the_output_layer_or_its_gradient_whole(self):
     vocab, width = meshes.VOCAB, meshes.WIDTH
     config = meshes.config_of(
-      "llm",
       model={"tie_embeddings": True},
       mesh={"data": 2, "fsdp": 4},
       optim={"accumulation": 2},
       data={"batch_size": 16},
     )
-    text, _ = meshes.compiled_step(config)
+    text = meshes.compiled_step(config)[0].as_text()
     whole = {
       shape
       for dtype in ("f32", "bf16")
@@ -222,14 +200,13 @@ class ExchangeTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_of_gradients_is_one(self, mesh, expected):
     config = meshes.config_of(
-      "llm",
       mesh=mesh,
       data={"batch_size": 8 * _MICROBATCHES},
       optim={"accumulation": _MICROBATCHES},
     )
-    text, devices = meshes.compiled_step(config)
+    step, devices = meshes.compiled_step(config)
     sizes, counts = collections.Counter(), collections.Counter()
-    for one in read_collectives(text, dict(devices.shape)):
+    for one in read_collectives(step.as_text(), dict(devices.shape)):
       sizes[one.kind] += one.bytes
       counts[one.kind] += one.count
     # One of the routers' sums for each microbatch, and the gradients' few.

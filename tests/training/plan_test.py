@@ -40,33 +40,29 @@ class PlanTest(absltest.TestCase):
     """That of this machine's devices stands for one of absent devices."""
     sections = {"data": {"batch_size": 64}, "optim": {"accumulation": 2}}
     run = tiny.llm_config(mesh=tiny.MESH, **sections)
-    refused = jax.errors.JaxRuntimeError(
-      "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G "
-      "of 15.75G hbm."
-    )
-    broken = jax.errors.JaxRuntimeError("INTERNAL: Used 20.5G of 15.75G hbm.")
-    errors, arguments = iter((None, refused, broken)), []
-
-    def used(compiled):
-      memory = compiled.memory_analysis()
-      arguments.append(memory.argument_size_in_bytes)
-      if error := next(errors):
-        raise error
-      return used_bytes(compiled)
-
-    with (
-      mock.patch.object(plan_lib, "absent_devices", lambda *_: jax.devices()),
-      mock.patch.object(
-        plan_lib.importlib.metadata, "version", lambda _: "0.0"
+    used = mock.Mock(wraps=used_bytes)
+    used.side_effect = (
+      mock.DEFAULT,
+      *(
+        jax.errors.JaxRuntimeError(f"{what}: Used 20.5G of 15.75G hbm.")
+        for what in ("RESOURCE_EXHAUSTED", "INTERNAL")
       ),
-      mock.patch.object(plan_lib, "used_bytes", used),
-    ):
+    )
+    absent = mock.patch.object(
+      plan_lib, "absent_devices", lambda *_: jax.devices()
+    )
+    version = mock.patch.object(
+      plan_lib.importlib.metadata, "version", lambda _: "0.0"
+    )
+    with absent, version, mock.patch.object(plan_lib, "used_bytes", used):
       fits, full, failed = (
         make_plan(run, parse_topology("v5e-8"), True) for _ in range(3)
       )
+    memory = used.call_args_list[0].args[0].memory_analysis()
     self.assertTrue(fits.fits)
-    self.assertEqual(sum(fits.state.values()), arguments[0])
-    self.assertGreater(fits.total, arguments[0])
+    arguments = sum(fits.state.values())
+    self.assertEqual(arguments, memory.argument_size_in_bytes)
+    self.assertGreater(fits.total, arguments)
     self.assertEqual(fits.compiler, "libtpu 0.0")
     self.assertEqual((full.fits, full.total), (False, 20.5 * 2**30))
     self.assertTrue(failed.fits)  # its state does

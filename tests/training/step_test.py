@@ -61,7 +61,6 @@ def _chat_step(axes, accumulation):
   These are the gradients of the step, times a constant.
   """
   config = meshes.config_of(
-    "llm",
     mesh=dict(axes),
     model={"vocab_size": 60},
     data={"batch_size": 32},
@@ -109,20 +108,6 @@ class StepTest(parameterized.TestCase):
       scale = np.abs(theirs).max()
       np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6 * scale)
     np.testing.assert_allclose(many[0], many[1], rtol=1e-6)
-
-  def test_the_network_is_traced_once_whatever_the_microbatches(self):
-    program, step, batch = _setup()
-    traced = []
-
-    def loss_fn(params, batch, rng, step):
-      traced.append(len(batch["weights"]))
-      loss = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
-      return loss, {"loss": loss}
-
-    gradients = functools.partial(mean_gradients, loss_fn, 4)
-    step = functools.partial(step, gradients=gradients)
-    jax.eval_shape(step, program.state, batch)
-    self.assertEqual(traced, [2])
 
   @pytest.mark.integration
   def test_a_metric_is_the_whole_batchs_and_each_microbatch_has_a_key(self):

@@ -162,7 +162,6 @@ class WarmStartTest(folders.FolderTest):
   @parameterized.parameters(
     (("7", "new", "2"), _TEN, {"num_classes": 3}),
     (tuple("abcdefghij"), _TEN, {}),
-    (("7", "new", "2"), (), {"num_classes": 3}),
     # The same classes, or as many that nobody has named.
     (_TEN, (), {}),
     (_TEN, _TEN, {"image_size": (16, 16), "pretrain_image_size": 8}),
