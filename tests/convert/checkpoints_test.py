@@ -10,7 +10,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
@@ -20,9 +19,6 @@ from moh_jax.config import (
   DataConfig,
   DiffusionConfig,
   DiTConfig,
-  LoraConfig,
-  TrainConfig,
-  TuneConfig,
   released_model,
 )
 from moh_jax.config.heads import RouterConfig
@@ -31,9 +27,8 @@ from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import restore
-from moh_jax.models.adapters import Adapters
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, steps
+from moh_jax.runtime import checkpoint
 from moh_jax.runtime.parameters import abstract_params, unbox
 from tests.convert.stored import save_tensors
 from tests.folders import FolderTest
@@ -114,27 +109,6 @@ class CheckpointTest(parameterized.TestCase):
       restored = restore(out)
       self.assertEqual((restored.config, restored.class_names), (config, known))
       chex.assert_trees_all_equal(restored.params, params)
-
-  @pytest.mark.integration
-  def test_exported_adapters_are_a_part_of_the_weights(self):
-    base, out = _made("moh-vit")[2], self.target()
-    lora, params = LoraConfig(rank=2), restore(base).params
-    adapters = Adapters.of(abstract_params(*make_model(_VIT)), lora)
-    config = dataclasses.replace(
-      _VIT, tune=TuneConfig(lora=lora), train=TrainConfig(init_from=base)
-    )
-    metadata = checkpoint.Metadata(config, base_mark=steps.mark(base, 0))
-    trained = jax.tree.map(
-      lambda x: jnp.full_like(x, 0.1), adapters.begin(jax.random.key(0), params)
-    )
-    checkpoint.save_params(out, trained, metadata)
-    exported = f"{self.target()}/exported.safetensors"
-    export(out, exported)
-    converted = self.target()
-    convert("moh-vit", exported, converted)
-    again = restore(converted)
-    self.assertEqual(again.config.tune, TuneConfig())
-    chex.assert_trees_all_equal(again.params, restore(out).params)
 
 
 class ReleasedRunTest(parameterized.TestCase):

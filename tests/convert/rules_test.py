@@ -41,6 +41,7 @@ _MODELS = {
     _DIT, learn_sigma=False, label_dropout=0.0, patch_size=1
   ),
   "llm": _LLM,
+  "llm_scaled": dataclasses.replace(_LLM, attention_out_multiplier=0.5),
   "llm_query_norm": tiny_llm.QUERY_NORM,
   "llm_mha": tiny_llm.MHA,
   "llm_one_stage": dataclasses.replace(_LLM, num_kv_heads=6, **_ONE_STAGE),
@@ -91,11 +92,11 @@ class InverseTest(parameterized.TestCase):
 
 
 class NamesTest(parameterized.TestCase):
-  @parameterized.parameters("vit", "dit")
+  @parameterized.parameters("vit", "dit", "llm")
   def test_public_weights_include_the_constant_of_the_attention(self, family):
     plain, scaled = _dump(family), _dump(f"{family}_scaled")
     for name, tensor in plain.items():
-      factor = 0.5 if ".attn.proj." in name else 1
+      factor = 0.5 if ".attn.proj." in name or ".o_proj." in name else 1
       np.testing.assert_array_equal(scaled[name], tensor * factor)
 
   def test_routers_of_language_models_have_our_names(self):

@@ -67,7 +67,6 @@ CASES = {
     "shared_heads": (2, 3, 1),
     "top_k": (2, 2, 1),
   },
-  "moh_llama": {**_QUERY_NORM, "router": RouterConfig("query_norm")},
   "head_order": {
     **_QUERY_NORM,
     "router": RouterConfig("query_norm", straight_through="all"),
@@ -90,11 +89,6 @@ CASES = {
   "whole_group": {
     **_WHOLE_GROUP,
     "router": RouterConfig(structure="whole_group"),
-  },
-  "whole_group_norms": {
-    **_WHOLE_GROUP,
-    "router": RouterConfig("query_norm", structure="whole_group"),
-    "head_order": (_MIXED,) * 3,
   },
   "no_router": {**_PLAIN, "out_bias": True},  # no architecture of transformers
   "llama": {**_PLAIN, "tie_embeddings": True},

@@ -1,28 +1,21 @@
 """What transformers makes of exported folders: a program without JAX.
 
-`python transformers_checks.py FOLDER [RECORD.npz]` measures every case of
-FOLDER, as `transformers_cases.write` made them, and prints one JSON object: for
-each case its measurements. Errors are the largest absolute ones, of gradients
-relative to the largest of the parameter; `transformers_test.py` says what is
-allowed. RECORD.npz gets results of three cases, for tests without transformers:
-
-    python -m tests.convert.transformers_cases FOLDER
-    python tests/convert/transformers_checks.py FOLDER \\
-      tests/goldens/transformers.npz
+`python transformers_checks.py FOLDER` measures every case of FOLDER, as
+`transformers_cases.write` made them, and prints one JSON object: for each case
+its measurements. Errors are the largest absolute ones, of gradients relative to
+the largest of the parameter; `transformers_test.py` says what is allowed.
 """
 
 import json
 import pathlib
 import sys
-import tempfile
 
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 PROMPT = 8
-RECORDED = ("released_gates", "paper_gates", "head_order")
 # Attention -> caches that greedy tokens are written with.
 _DYNAMIC = {"dynamic": {"use_cache": True}}
 _CACHES = {
@@ -51,7 +44,6 @@ def measure(case: pathlib.Path) -> dict:
     }
   found["bfloat16"] = bfloat16(case / "hf", stored)
   found["again"] = again(case, stored)
-  found["trainer"] = trainer(case / "hf", stored)
   return found
 
 
@@ -84,7 +76,6 @@ def gradients(model, stored) -> dict[str, float]:
   for name, kwargs in {
     "gradients": None,
     "gradients_again": {"use_reentrant": False},
-    "gradients_again_reentrant": {"use_reentrant": True},
   }.items():
     model.train().zero_grad()
     model.gradient_checkpointing_disable()
@@ -157,46 +148,6 @@ def again(case: pathlib.Path, stored) -> float:
     return _error(model(_tensor(stored["tokens"])).logits, stored["logits"])
 
 
-def trainer(folder: pathlib.Path, stored) -> list[float]:
-  """Losses of steps of transformers' Trainer, which must fall."""
-  model = _load(folder)
-  if _router(model):
-    model.config.output_router_logits = True
-  tokens = stored["tokens"].astype(np.int64)
-  rows = [{"input_ids": row, "labels": row} for row in tokens]
-  with tempfile.TemporaryDirectory() as out:
-    arguments = TrainingArguments(
-      output_dir=out,
-      max_steps=5,
-      learning_rate=1e-2,
-      lr_scheduler_type="constant",
-      per_device_train_batch_size=2,
-      gradient_checkpointing=True,
-      logging_steps=1,
-      save_strategy="no",
-      report_to=[],
-      use_cpu=True,
-      disable_tqdm=True,
-    )
-    run = Trainer(model=model, args=arguments, train_dataset=rows)
-    run.train()
-  return [row["loss"] for row in run.state.log_history if "loss" in row]
-
-
-def record(folder: pathlib.Path, path: str) -> None:
-  """Writes logits, balance loss and greedy tokens of the recorded cases."""
-  found = {}
-  for name in RECORDED:
-    stored = dict(np.load(folder / name / "io.npz"))
-    model, tokens = _load(folder / name / "hf"), _tensor(stored["tokens"])
-    with torch.no_grad():
-      out = model(tokens, output_router_logits=True)
-    found[f"{name}/logits"] = out.logits.numpy()
-    found[f"{name}/balance"] = out.aux_loss.numpy()
-    found[f"{name}/greedy"] = _greedy(model, tokens[:, :PROMPT], stored)
-  np.savez_compressed(path, **found)
-
-
 def _greedy(model, prompt, stored, **options) -> np.ndarray:
   """Greedy tokens after a prompt, as many as stored."""
   count = stored["greedy"].shape[1]
@@ -238,5 +189,3 @@ if __name__ == "__main__":
   for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
     results[path.name] = measure(path)
   print(json.dumps(results))
-  if len(sys.argv) > 2:
-    record(pathlib.Path(sys.argv[1]), sys.argv[2])

@@ -51,7 +51,6 @@ class TransformersTest(parameterized.TestCase):
     for key, calls in (
       ("gradients", 1),
       ("gradients_again", 2),
-      ("gradients_again_reentrant", 2),
     ):
       self.assertLess(found[f"{form}/{key}"], 1e-4, key)
       self.assertEqual(found[f"{form}/{key}_calls"], calls, key)
@@ -65,15 +64,12 @@ class TransformersTest(parameterized.TestCase):
     self.assertEmpty({(name, key) for key in wrong} - _OTHERS)
 
   @parameterized.parameters(*_CASES)
-  def test_routers_stay_float32_and_trainer_lowers_the_loss(self, name):
-    found = self.measured[name]
-    half, losses = found["bfloat16"], found["trainer"]
+  def test_routers_stay_float32(self, name):
+    half = self.measured[name]["bfloat16"]
     self.assertTrue(np.isfinite(half["logits"]))
     self.assertEqual(half["projections"], "torch.bfloat16")
     learned = transformers_cases.model(name).router.kind == "two_stage"
     self.assertEqual(half["routers"], ["torch.float32"] * learned)
-    self.assertLen(losses, 5)
-    self.assertLess(losses[-1], losses[0] - 0.5)
 
   @parameterized.product(name=_CASES, which=("hf", "again"))
   def test_comes_back_bit_for_bit(self, name, which):

@@ -34,29 +34,20 @@ def _yarn(**more):
   return {"rope_scaling": _YARN | more, "rope_theta": 100.0}
 
 
-_BETAS = _yarn(beta_fast=4.0, beta_slow=0.5, truncate=False)
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 90}
 _QWEN_WINDOW |= {"max_window_layers": 1}
 # Name of a case: architecture and what differs from `_TINY`.
 CASES = {
-  "llama": ("Llama", {}),
   "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
   "llama_llama3": ("Llama", {"rope_scaling": _LLAMA3, "rope_theta": 100.0}),
   "mistral": ("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
   "mistral_window": ("Mistral", {"sliding_window": 100}),
-  "qwen2": ("Qwen2", {}),
   "qwen2_window": ("Qwen2", _QWEN_WINDOW),
-  "qwen3": ("Qwen3", {"head_dim": 16}),
   "qwen3_tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
-  "qwen3_mha": ("Qwen3", {"head_dim": 10, "num_key_value_heads": 4}),
   "qwen3_biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
   "qwen3_yarn": ("Qwen3", {"head_dim": 16, **_yarn()}),
-  "yarn": ("Llama", _yarn()),
   "yarn_factor": ("Llama", _yarn(attention_factor=1.3)),
-  "yarn_mscale": ("Llama", _yarn(mscale=1.0, mscale_all_dim=0.7)),
   "yarn_half_mscale": ("Llama", _yarn(mscale=0.7)),
-  "yarn_betas": ("Mistral", {"sliding_window": None, "head_dim": 8, **_BETAS}),
-  "yarn_qwen2": ("Qwen2", _yarn(factor=2.5)),
 }
 
 
