@@ -155,21 +155,6 @@ class AdaptersTest(parameterized.TestCase):
     )
     self.assertLess(np.abs(many).mean(), np.abs(few).mean() / 3)
 
-  @pytest.mark.integration
-  def test_without_adapters_the_network_is_its_base(self):
-    boxed, params, apply = _model("llm")
-    adapters = lib.Adapters.of(boxed, LoraConfig(2))
-    trained = adapters.begin(jax.random.key(0), params)
-    trained = jax.tree.map(jnp.asarray, _noisy(trained))
-    joined = lib.join(adapters.freeze(params), trained)
-    routers = {p: x for p, x in flatten_dict(trained).items() if "router" in p}
-    expected = lib.unflatten_dict(flatten_dict(params) | routers)
-    off = lib.without_adapters(joined)
-    self.assertEqual(
-      {p for p in flatten_dict(off)}, set(flatten_dict(expected))
-    )
-    chex.assert_trees_all_equal(apply(off), apply(expected))
-
   @parameterized.parameters(
     ({"targets": ("*/up", "*/query")}, r"targets: '\*/query' matches none of "),
     ({"whole": ("*/router/*", "*norm*", "x")}, "whole: 'x' matches none of "),

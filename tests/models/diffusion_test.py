@@ -17,7 +17,6 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import DiffusionConfig
 from moh_jax.config.dit import DIFFUSION_METHODS, FLOW_METHODS
 from moh_jax.models import diffusion, generation, samplers
 from moh_jax.models.diffusion import (
@@ -30,7 +29,6 @@ from moh_jax.models.diffusion import (
 )
 from tests.models import small
 
-_PREDICTIONS = ("epsilon", "x0", "v")
 _PROCESS = make_process("linear", 100)
 _STEPS = [1, 5, 40, 99]
 _T = jnp.array(_STEPS)
@@ -43,10 +41,6 @@ def _normal(seed: int) -> jax.Array:
 
 _X0, _NOISE = _normal(0) / 2, _normal(1)
 _X = q_sample(_PROCESS, _X0, _T, _NOISE)
-
-
-def _target(prediction: str) -> jax.Array:
-  return training_target(_PROCESS, prediction, _X0, _T, _NOISE)
 
 
 class ProcessTest(parameterized.TestCase):
@@ -78,6 +72,13 @@ class ProcessTest(parameterized.TestCase):
     target = training_target(process, "velocity", _X0, t, _NOISE)
     np.testing.assert_allclose(target, (ahead - here) * 1000, atol=2e-3)
 
+  def test_targets_are_those_of_the_formula(self):
+    level = _PROCESS.alphas_cumprod[np.array(_STEPS)].reshape(-1, 1, 1, 1)
+    velocity = np.sqrt(level) * _NOISE - np.sqrt(1 - level) * _X0
+    for name, want in (("epsilon", _NOISE), ("x0", _X0), ("v", velocity)):
+      target = training_target(_PROCESS, name, _X0, _T, _NOISE)
+      np.testing.assert_allclose(target, want, atol=1e-6)
+
   @parameterized.parameters(
     *((text, "N, 'ddimN' or 'N,M") for text in ("0", "", "-5", "5,", "ddim0")),
     ("101", "101 of the 100 timesteps in section 1 of 1; .* has 100"),
@@ -104,49 +105,10 @@ class ProcessTest(parameterized.TestCase):
     np.testing.assert_allclose(there, log_snr, atol=1e-4)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _compiled_losses(objective: DiffusionConfig, out: jax.Array) -> dict:
-  return diffusion.training_losses(
-    _PROCESS, objective, out, _X0, _X, _T, _NOISE
-  )
+class LossTest(absltest.TestCase):
+  """Values and gradients are recorded, see tests/parity."""
 
-
-def _losses(prediction: str, out: jax.Array, **fields) -> dict:
-  return _compiled_losses(DiffusionConfig(prediction=prediction, **fields), out)
-
-
-def _out(prediction: str, spread: float, error: float = 0.0) -> jax.Array:
-  """The exact target with an error, and one variance output everywhere."""
-  target = _target(prediction) + error * _normal(2)
-  return jnp.concatenate([target, jnp.full(_SHAPE, spread)], axis=-1)
-
-
-class SquaredErrorTest(parameterized.TestCase):
-  @parameterized.parameters(*_PREDICTIONS)
-  def test_is_the_mean_of_each_example(self, prediction):
-    scale = jnp.arange(1.0, 5.0)[:, None, None, None]
-    losses = _losses(prediction, _target(prediction) + scale)
-    self.assertCountEqual(losses, ["mse", "loss"])
-    for loss in losses.values():
-      np.testing.assert_allclose(loss, [1.0, 4.0, 9.0, 16.0], rtol=1e-5)
-
-  def test_is_that_of_the_velocity_for_a_flow(self):
-    process = make_process("flow", 100)
-    x = q_sample(process, _X0, _T, _NOISE)
-    objective = DiffusionConfig(schedule="flow", prediction="velocity")
-    losses = diffusion.training_losses(
-      process, objective, _NOISE - _X0 + 2, _X0, x, _T, _NOISE
-    )
-    np.testing.assert_allclose(losses["loss"], 4, rtol=1e-5)
-
-
-class BoundTest(absltest.TestCase):
-  # Its values and gradients are recorded, see tests/parity.
-  def test_is_weighed_and_the_impossible_costs_a_bounded_amount(self):
-    losses = _losses("x0", _out("x0", 0.3, error=1.0), vb_weight=3.0)
-    expected = losses["mse"] + 3 * losses["vb"]
-    np.testing.assert_allclose(losses["loss"], expected, rtol=1e-6)
-
+  def test_the_impossible_costs_a_bounded_amount(self):
     @jax.jit
     def bound(out):
       first = jnp.zeros(len(_STEPS), jnp.int32)
@@ -257,20 +219,6 @@ class PixelsTest(absltest.TestCase):
     chex.assert_type(pixels, jnp.uint8)
     expected = [*range(256), 0, 0, 0, 1, 255, 255, 255]
     np.testing.assert_array_equal(pixels, expected)
-
-  def test_lays_out_row_by_row_with_white_between_and_at_the_end(self):
-    # Images of one colour each: 10, 20, ...
-    colours = 10 * np.arange(1, 6, dtype=np.uint8)
-    images = np.broadcast_to(colours[:, None, None, None], (5, 2, 3, 1))
-    grid, gap = generation.image_grid(images, columns=3), 2
-    chex.assert_shape(grid, (2 * 2 + gap, 3 * 3 + 2 * gap, 1))
-    expected = np.full(grid.shape, 255)
-    for number in range(5):
-      row, column = divmod(number, 3)
-      top, left = row * (2 + gap), column * (3 + gap)
-      expected[top : top + 2, left : left + 3] = 10 * (number + 1)
-    np.testing.assert_array_equal(grid, expected)
-    self.assertEqual(grid.dtype, np.uint8)
 
 
 _TRAINING = make_process("linear", 1000)

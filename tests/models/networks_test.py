@@ -156,14 +156,6 @@ class DiTTest(parameterized.TestCase):
     np.testing.assert_allclose(same, plain, rtol=1e-3, atol=1e-4)
     self.assertGreater(float(jnp.abs(between - plain).max()), 1e-3)
 
-  def test_places_are_those_of_rows_and_columns(self):
-    x, *others = small.inputs(small.DIT)
-    _, recorded = small.record(small.DIT, 0 * x, *others)
-    tokens = recorded["tokens"][0][0].reshape(2, 3, 8)
-    # Half of them tells the column, the other half the row.
-    np.testing.assert_array_equal(tokens[0, :, :4], tokens[1, :, :4])
-    np.testing.assert_array_equal(tokens[:, 0, 4:], tokens[:, 2, 4:])
-
 
 class DiTInitializationTest(parameterized.TestCase):
   def test_matrices_are_xavier_embeddings_normal_and_all_else_zero(self):
