@@ -108,8 +108,7 @@ def diffusion_probe(network: nn.Module, config: Config) -> Probe:
 
   def time_group(batch: Batch) -> jax.Array:
     t, _ = noise_of_index(batch["index"], batch["image"].shape[1:], steps)
-    inner = jnp.asarray(bounds[1:-1], jnp.int32)
-    return (t[:, None] >= inner[None]).sum(-1)
+    return jnp.searchsorted(jnp.asarray(bounds[1:-1]), t, side="right")
 
   return Probe(
     apply,

@@ -133,8 +133,7 @@ class InceptionV3(nn.Module):
         spatial = x[..., :_SPATIAL_CHANNELS]
     pool3 = x.mean((1, 2))
     # The evaluator never adds the bias that checkpoints have.
-    exact = jax.lax.Precision.HIGHEST
-    scores = nn.Dense(_CLASSES, use_bias=False, precision=exact, name="fc")
+    scores = nn.Dense(_CLASSES, use_bias=False, precision="highest", name="fc")
     return Features(pool3, spatial, scores(pool3))
 
 
