@@ -67,6 +67,7 @@ def _lines(plan: Plan) -> list[str]:
   if plan.total is not None:
     sizes["gradients, activations"] = plan.total - state
     sizes["the compiled step"] = plan.total
+  memory = {f"memory of a device: {n}": _gb(x) for n, x in sizes.items() if x}
   rows = [
     ("model", f"{config.model.family}, {plan.parameters:,} parameters"),
     *((f"model.{k}, assumed without data", v) for k, v in plan.assumed.items()),
@@ -75,11 +76,7 @@ def _lines(plan: Plan) -> list[str]:
     ("step", f"{examples} in {parts} microbatch(es) of {batch // parts}"),
     ("FLOPs of a step", f"{plan.flops:.4g}"),
     ("FLOPs with every head", f"{plan.baseline_flops:.4g}"),
-    *(
-      (f"memory of a device: {name}", _gb(size))
-      for name, size in sizes.items()
-      if size
-    ),
+    *memory.items(),
   ]
   return [f"{_verdict(plan)}\n", command.table(rows, ("", ""))]
 

@@ -6,9 +6,10 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
 from moh_jax.cli import command
-from moh_jax.config.base import Count
+from moh_jax.config.base import Count, Range
 from moh_jax.runtime.alive import alive
 
 _COLUMNS = 10  # of a grid
@@ -36,7 +37,7 @@ class Options(command.Checkpoint, command.Distributed, command.Output):
   out: command.OutPath
   labels: str = ""
   num: Count | None = None
-  seed: int = 0
+  seed: Annotated[int, Range(0, 2**31 - 1)] = 0
   vae: command.Place | None = None
   batch_size: Count = 64
 
@@ -67,7 +68,7 @@ def run(options: Options) -> int:
   metadata, _ = options.stored("sample")
   config = metadata.config
   labels = _labels(options.labels, metadata.class_names)
-  sample.check_request(config, labels, options.seed)
+  sample.check_request(config, labels)
   num = options.num or len(labels) or config.model.num_classes
   if config.diffusion.space == "latent" and not options.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")

@@ -87,9 +87,8 @@ def classify(
   for start in range(0, len(ready), size):
     part = ready[start : start + size]
     batch = {"image": np.stack(part + part[:1] * (size - len(part)))}
-    rows += list(
-      np.asarray(_probabilities(model, params, normalize(batch)["image"]))
-    )
+    found = _probabilities(model, params, normalize(batch)["image"])
+    rows += list(np.asarray(found))
   check_finite(rows, "the model's probabilities of classes")
   names = class_names or [str(i) for i in range(config.model.num_classes)]
   return [

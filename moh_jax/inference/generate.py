@@ -167,8 +167,9 @@ class Generator:
       One completion a prompt.
 
     Raises:
-      ValueError: `prompts` is one text, or a prompt is empty, or too long for
-        the model with what is to be written.
+      ValueError: `prompts` is one text, or a prompt is empty, holds an id
+        beyond the vocabulary, or is too long for the model with what is to be
+        written.
     """
     if isinstance(prompts, str):
       raise ValueError(f"prompts={prompts!r} must be a list of prompts")
@@ -215,6 +216,10 @@ class Generator:
     name = f"prompt {index}"
     if not ids:
       raise ValueError(f"{name} is empty, and no begin of text is added")
+    if beyond := [t for t in ids if not 0 <= t < self.config.vocab_size]:
+      raise ValueError(
+        f"{name}: token {beyond[0]} must be in [0, {self.config.vocab_size})"
+      )
     needed = len(ids) + sampling.max_new_tokens
     if needed > self.config.max_length:
       raise ValueError(

@@ -81,14 +81,8 @@ class Restored:
       FileNotFoundError: a file does not exist.
       ValueError: an image cannot be used, or the model classifies no images.
     """
-    return classify(
-      self.model,
-      self.params,
-      self.config,
-      images,
-      class_names=self.class_names,
-      **options,
-    )
+    settings = {"class_names": self.class_names, **options}
+    return classify(self.model, self.params, self.config, images, **settings)
 
 
 def restore(

@@ -44,17 +44,17 @@ class Sampler:
       restored: a diffusion model, its parameters on the mesh.
       labels: of the images in turn, repeated; None is the label that stands
         for none. Empty takes every class once.
-      seed: of all noise.
+      seed: of all noise, in [0, 2**31 - 1].
       mesh: the devices that share each batch; None is the first one.
       decode: latents to images; required by models of latents.
 
     Raises:
-      ValueError: not a diffusion model, a label or the seed out of range, or
-        the decoder is missing.
+      ValueError: not a diffusion model, a label out of range, or the decoder
+        is missing.
     """
     config = restored.config
     mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
-    check_request(config, labels, seed)
+    check_request(config, labels)
     classes = config.model.num_classes
     self._paint = make_image_sampler(restored.model, config, decode)
     known = [classes if label is None else label for label in labels]
@@ -87,11 +87,11 @@ class Sampler:
     return self._names[label]
 
 
-def check_request(config: Config, labels: Labels, seed: int) -> None:
+def check_request(config: Config, labels: Labels) -> None:
   """Checks what `Sampler` is asked for, without a checkpoint's parameters.
 
   Raises:
-    ValueError: not a diffusion model, or a label or the seed out of range.
+    ValueError: not a diffusion model, or a label out of range.
   """
   check_command(config.model, "sample", "the checkpoint")
   classes = config.model.num_classes
@@ -103,8 +103,6 @@ def check_request(config: Config, labels: Labels, seed: int) -> None:
         )
     elif not 0 <= label < classes:
       raise ValueError(f"label {label} must be in [0, {classes - 1}], or none")
-  if not 0 <= seed < 2**31:
-    raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")
 
 
 def sample_images(sampler: Sampler, num: int, batch_size: int) -> np.ndarray:

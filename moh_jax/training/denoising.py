@@ -130,8 +130,8 @@ def _make_preview(
 
   def preview(params: Any, mesh: Mesh) -> np.ndarray:
     index = pad_to_shards(np.arange(num, dtype=np.int32), mesh)
-    batch = (index, wanted[index % len(wanted)])
-    batch = [put_batch(part, mesh) for part in batch]
+    labels = wanted[index % len(wanted)]
+    batch = [put_batch(part, mesh) for part in (index, labels)]
     pictures = gather(paint(params, seed, *batch))[:num]
     columns = min(num, max(1, round(num**0.5)))
     return image_grid(tiles(pictures, zoom=zoom), columns)

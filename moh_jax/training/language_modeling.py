@@ -14,12 +14,7 @@ from moh_jax.config import Config, TuneConfig, without_router
 from moh_jax.data import sequences
 from moh_jax.data.pipeline import eval_indices
 from moh_jax.data.sequences import pack
-from moh_jax.evaluation.metrics import (
-  bits_per_byte,
-  language_step,
-  perplexity,
-  sum_metrics,
-)
+from moh_jax.evaluation import metrics as metrics_lib
 from moh_jax.layers.vocabulary import summed_nats, token_nats
 from moh_jax.models.adapters import without_adapters
 from moh_jax.models.generation import Decode
@@ -66,6 +61,7 @@ def make_objective(config: Config) -> task.Objective:
     loss_fn=make_loss(model, config),
     unit="tokens",
     units_per_step=data.batch_size * length,
+    by_device=True,
   )
 
 
@@ -92,19 +88,19 @@ def make_evaluate(
       f"data.path={data.path!r} was made with a tokenizer of sha256 "
       f"{sha256[:16]}, the model was trained with {tokenizer_sha256[:16]}"
     )
-  eval_step = language_step(model, config.model)
+  eval_step = metrics_lib.language_step(model, config.model)
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
     batches = task.held_out_batches(config, held_out, mesh)
-    sums = sum_metrics(eval_step, params, batches)
+    sums = metrics_lib.sum_metrics(eval_step, params, batches)
     nats, tokens = sums["nats"], sums["tokens"]
     if not tokens:
       raise ValueError("the held-out text has no token that is predicted")
     text_bytes = held_out.bytes_of(eval_indices(config, len(held_out)))
     return {
-      "bits_per_byte": bits_per_byte(nats, text_bytes),
+      "bits_per_byte": metrics_lib.bits_per_byte(nats, text_bytes),
       "loss": nats / tokens,
-      "perplexity": perplexity(nats, tokens),
+      "perplexity": metrics_lib.perplexity(nats, tokens),
       "accuracy": sums["correct"] / tokens,
       "activated_share": sums["activated_share"] / sums["examples"],
       "tokens": int(tokens),

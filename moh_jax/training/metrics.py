@@ -62,11 +62,10 @@ class Log(contextlib.AbstractContextManager):
       start: steps already done.
     """
     self.directory, self._config, self._task = directory, config, task
-    self._mesh = mesh
-    # Seconds of a step at the peak of one device; None where it is not known,
+    # Seconds of a step at the peak of all devices; None where it is not known,
     # as for CPUs. "mfu" counts active heads only.
     peak = flops.published_peak(jax.devices()[0].device_kind)
-    self._peak = peak and flops.step_flops(config) / peak
+    self._at_peak = peak and flops.step_flops(config) / peak / mesh.size
     self._collapsed: set[str] = set()
     self._is_first = jax.process_index() == 0
     self._pending: tuple[int, Any] | None = None  # of the newest step
@@ -140,8 +139,8 @@ class Log(contextlib.AbstractContextManager):
       self._rated, self._since = step, now
       rate = self._task.units_per_step / seconds
       values[f"{self._task.unit}_per_second"] = rate
-      if self._peak is not None:
-        values["mfu"] = self._peak / (seconds * self._mesh.size)
+      if self._at_peak is not None:
+        values["mfu"] = self._at_peak / seconds
       if loads:
         values["load_entropy"] = self._least_entropy(step, loads)
       left = tqdm.tqdm.format_interval(seconds * (config.train.steps - step))

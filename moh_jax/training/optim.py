@@ -3,13 +3,13 @@
 import fnmatch
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 
 from moh_jax.config import OptimConfig, RoutedLayers
+from moh_jax.runtime.parameters import is_box
 
 _UPDATE_RMS = 0.2  # of Muon's updates: AdamW's (arXiv:2502.16982, section 2.2)
 # Adafactor keeps row and column means of dimensions of this size or more; with
@@ -88,9 +88,7 @@ def muon_axes(boxed: Any) -> Any:
         )
     return None
 
-  return jax.tree.map(
-    one, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
-  )
+  return jax.tree.map(one, boxed, is_leaf=is_box)
 
 
 def make_optimizer(

@@ -80,12 +80,13 @@ class Objective:
     model: Linen module of the network.
     inputs: abstract positional arguments of the network, with batch size 1.
     example: abstract training example, without the axis of the batch.
-    loss_fn: (params, batch, rng, step) -> (loss, metrics). It sees the examples
-      of one device alone, so that gradients are exchanged once a step: it is
-      their mean, draws what is random by `layers.partitioning.draw_examples`,
-      and adds up over the batch by `sum_examples`.
+    loss_fn: (params, batch, rng, step) -> (loss, metrics).
     unit: unit of throughput, "images" or "tokens".
     units_per_step: number of units in a global batch.
+    by_device: whether the loss may see the examples of one device alone, so
+      that gradients are exchanged once a step: it is their mean, draws what is
+      random by `layers.partitioning.draw_examples`, and adds up over the batch
+      by `sum_examples`.
   """
 
   model: nn.Module
@@ -94,6 +95,7 @@ class Objective:
   loss_fn: LossFn
   unit: str
   units_per_step: int
+  by_device: bool = False
 
 
 def add_balance_loss(
@@ -410,8 +412,10 @@ def make_program(
 
   def gradients(*args: Any) -> tuple[Any, Metrics]:
     ours = functools.partial(mean_gradients, loss_fn, section.accumulation)
-    others = adapters and adapters.frozen
-    return exchange_once(ours, params, boxed, config.mesh, mesh, others)(*args)
+    if objective.by_device:
+      others = adapters and adapters.frozen
+      ours = exchange_once(ours, params, boxed, config.mesh, mesh, others)
+    return ours(*args)
 
   step = functools.partial(
     train_step,

@@ -109,6 +109,7 @@ def image_objective(
     ),
     unit="images",
     units_per_step=config.data.batch_size,
+    by_device=True,
   )
 
 

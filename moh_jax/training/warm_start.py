@@ -98,9 +98,8 @@ def prepare(
     key = jax.random.key(config.train.seed)
     return adapters.begin(key, base), adapters.freeze(base)
 
-  shardings = jax.tree.map(
-    lambda x: x.sharding, (program.state.params, program.frozen)
-  )
+  trees = program.state.params, program.frozen
+  shardings = jax.tree.map(lambda x: x.sharding, trees)
   split = jax.jit(split, out_shardings=shardings, donate_argnums=0)
   first, frozen = split(read(jax.jit(initial)()))
   place = os.fspath(steps.absolute(config.train.init_from))

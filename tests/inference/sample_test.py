@@ -60,13 +60,9 @@ class SamplerTest(parameterized.TestCase):
     free = _sampler(sample=(("cfg_scale", 0.0),), labels=(4,)).batch(0, 2)
     np.testing.assert_array_equal(free, none)
 
-  @parameterized.parameters(
-    ({"labels": (3, 10)}, r"label 10 must be in \[0, 9\]"),
-    ({"seed": -1}, r"seed=-1 must be in \[0, 2147483647\]"),
-  )
-  def test_bad_requests_are_named(self, options, message):
-    with self.assertRaisesRegex(ValueError, message):
-      _sampler(**options)
+  def test_bad_labels_are_named(self):
+    with self.assertRaisesRegex(ValueError, r"label 10 must be in \[0, 9\]"):
+      _sampler(labels=(3, 10))
 
   def test_any_number_of_images_is_sampled(self):
     images = sample_lib.sample_images(_sampler(), 13, _SIZE)
