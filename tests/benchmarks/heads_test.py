@@ -9,19 +9,12 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import attention, decode, exact, layer
-from benchmarks.decode import DecodeOptions
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
-from moh_jax.ops.attention import cached_attention
 from tests.cli.tiny_checkpoint import call
 
 _TINY = dict(lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,))
 _ARGV = "--lengths 16 --shares 50 --heads 4 --head-dim 8 --rounds 1".split()
-
-
-def _decode_rows(options):
-  more = decode.splits, decode.chosen_form
-  return attention.compare_forms(options, "decode", *more)
 
 
 @jax.custom_vjp
@@ -84,22 +77,6 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual((status, len(err.splitlines())), (2, 1))
     self.assertIn("--shares 10 must be a whole number", err)
     self.assertRegex(err, r"see python -m benchmarks\.\S+ --help")
-
-
-class DecodeTest(parameterized.TestCase):
-  @parameterized.parameters("float32", "bfloat16")
-  def test_every_cache_is_exact_and_a_wrong_form_is_found(self, dtype):
-    forms = {"cache_dtype": dtype, "implementations": ("dense",)}
-    options = DecodeOptions(**_TINY, **forms)
-    self.assertEqual([r.fault for r in _decode_rows(options)], [None, None])
-
-    def wrong(*args):
-      out, active = cached_attention(*args), args[3]
-      return out if active is None else out * 1.01
-
-    with mock.patch.object(decode, "cached_attention", wrong):
-      faults = [row.fault is None for row in _decode_rows(options)]
-    self.assertEqual(faults, [True, False])
 
 
 class ExactTest(absltest.TestCase):

@@ -19,7 +19,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(
   r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|"
-  r"reduce-scatter)\("
+  r"ragged-all-to-all|reduce-scatter)(-start)?\("
 )
 _CALLS = re.compile(
   r"(calls|to_apply|body|condition|branch_computations|called_computations|"
@@ -27,6 +27,9 @@ _CALLS = re.compile(
 )
 _TRIPS = re.compile(r'known_trip_count"?:\{"n":"(\d+)"')
 _CONSTANT = re.compile(r"= s(?:32|64)\[\]\S* constant\((\d+)\)")
+# The compiler for TPUs puts the parts of one collective, a chain, into several
+# computations.
+_CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
 _MESH = re.compile(
   r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^ ]*)\))? \{([^}]*)\}"
 )
@@ -110,7 +113,7 @@ class Collective:
 
 
 def read_collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
-  """Reads the collectives of a program compiled for CPU devices.
+  """Reads the collectives of a compiled program.
 
   Args:
     text: of the program (HLO).
@@ -118,19 +121,25 @@ def read_collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
       along them.
   """
   bodies = computations(text)
-  runs, found = count_runs(bodies), []
+  runs, seen, found = count_runs(bodies), set(), []
   for name, lines in bodies.items():
     for line in lines if runs[name] else ():
-      match = _COLLECTIVE.search(line)
-      if not match:
+      match, chain = _COLLECTIVE.search(line), _CHAIN.search(line)
+      if not match or (chain and chain.groups() in seen):
         continue
+      seen.add(chain and chain.groups())
       groups = _groups(line, math.prod(mesh.values()))
       places = np.unravel_index(groups, tuple(mesh.values()))
       axes = tuple(a for a, x in zip(mesh, places) if (x != x[:, :1]).any())
-      kind, parts = match[2], arrays(match[1])
+      kind, is_start, parts = match[2], bool(match[3]), arrays(match[1])
+      if kind == "collective-permute" and is_start:
+        parts = parts[:1]  # the others are its result and its flags
       size = sum(_bytes(*part) for part in parts)
-      if kind == "reduce-scatter":
-        size *= groups.shape[1]
+      number = groups.shape[1]
+      if kind in ("all-gather", "reduce-scatter") and is_start:
+        size *= number / (number + 1)  # both operands and results
+      elif kind == "reduce-scatter":
+        size *= number
       if axes:
         dtype = "+".join(sorted({dtype for dtype, _ in parts}))
         times = runs[name]

@@ -15,6 +15,7 @@ from absl.testing import parameterized
 from moh_jax.cli.bench import bench_run
 from moh_jax.config import Config, MeshConfig, apply_overrides, released_model
 from moh_jax.config.layers import without_router
+from moh_jax.data.infer import resolve_without_data
 from moh_jax.runtime.devices import (
   absent_devices,
   missing_packages,
@@ -25,6 +26,7 @@ from moh_jax.runtime.steps import load_config
 from moh_jax.training.plan import make_plan
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
+from tests.compiles.programs import read_collectives
 
 pytestmark = pytest.mark.compiles
 
@@ -138,3 +140,25 @@ class PlanTest(parameterized.TestCase):
     self.assertIsNotNone(plan.total, plan.compiler)
     self.assertTrue(plan.fits)
     self.assertGreater(plan.total, sum(plan.state.values()))
+
+
+class ExchangeTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("configs/llm.py:b75", "h100:4", 4e9),
+    ("configs/llm.py:b50", "v5e-64", 32e9, "mesh.data=1", "mesh.fsdp=64"),
+  )
+  def test_gradients_are_exchanged_once_a_step(
+    self, config, name, most, *overrides
+  ):
+    if missing := missing_packages(name):
+      self.skipTest(f"needs {', '.join(missing)}")
+    run, _ = resolve_without_data(load_config(config, overrides))
+    mesh = make_mesh(run.mesh, absent_devices(name))
+    program = make_program(run, task_builder(run).make_objective(run), mesh)
+    with use_mesh(mesh):
+      step = program.step.lower(program.state, program.batch)
+    found = read_collectives(step.compile().as_text(), dict(mesh.shape))
+    self.assertLessEqual(sum(one.bytes for one in found), most)
+    # The routers' sums of each microbatch, and the gradients in some parts.
+    count = sum(one.count for one in found)
+    self.assertLessEqual(count, 2 * run.optim.accumulation)

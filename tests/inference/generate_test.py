@@ -17,6 +17,7 @@ from moh_jax.config import apply_overrides
 from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
 from moh_jax.data.tokenizers import END, JsonTokenizer
+from moh_jax.inference import generate
 from moh_jax.inference.decoding import (
   choose_tokens,
   make_decode,
@@ -99,6 +100,18 @@ class TokensTest(parameterized.TestCase):
     self.assertEqual(max(len(one.tokens) for one in written), 36)
     for one in written:
       self.assertEqual(one.finish_reason == "length", len(one.tokens) == 36)
+
+  def test_a_cache_of_16_bits_writes_the_same(self):
+    params, half = tiny_writer.random_params(_config()), mock.Mock()
+    half.return_value = "bfloat16"
+    with mock.patch.object(generate, "default_cache_dtype", half):
+      restored = tiny_writer.restored(_config(), params)
+      writer = Generator(restored, tiny_writer.WORDS, batch_size=4)
+    both = writer.generate(_PROMPTS, _GREEDY), _written()
+    self.assertEqual(*map(_tokens, both))
+    ours, theirs = ([one.log_probs for one in found] for found in both)
+    np.testing.assert_allclose(ours, theirs, atol=0.05)
+    self.assertNotEqual(ours, theirs)  # the cache was rounded
 
   @pytest.mark.integration
   def test_eight_devices_are_the_same_model_and_write_the_same(self):

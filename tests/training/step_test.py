@@ -112,8 +112,10 @@ class StepTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_a_metric_is_the_whole_batchs_and_each_microbatch_has_a_key(self):
     program, step, _ = _setup()
+    traced = []
 
     def loss_fn(params, batch, rng, step):
+      traced.append(len(batch["label"]))
       value = batch["label"].astype(jnp.float32)
       total = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
       noise = jax.random.uniform(rng)
@@ -130,6 +132,7 @@ class StepTest(parameterized.TestCase):
     # Example i is in microbatch i % 2: one has only the label 0.
     batch = {"label": jnp.arange(16) % 2 * jnp.arange(16)}
     state, metrics = jax.jit(step)(program.init(), batch)
+    self.assertEqual(traced, [8])  # once, whatever the microbatches
     self.assertEqual(float(metrics["some"]), 8.0)
     self.assertTrue(np.isnan(metrics["none"]))  # nothing weighs
     variance = metrics["squared"] - jnp.square(metrics["noise"])
