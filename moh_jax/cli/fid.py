@@ -57,10 +57,11 @@ def run(options: Options) -> int:
 
   names, stated = options.metrics or ("is",), None
   if options.reference:
-    names = options.metrics or ("fid", "sfid", "is", "pr")
     stated = fid.read_statistics(options.reference)
-    if stated and stated.spatial is None and not options.metrics:
-      names = ("fid", "is")
+    served = "fid", "sfid", "is", "pr"
+    if stated and not fid.has_images(options.reference):
+      served = ("fid", "sfid", "is") if stated.spatial else ("fid", "is")
+    names = options.metrics or served
     if stated and stated.spatial is None and "sfid" in names:
       options.fail("metrics", f"needs mu_s and sigma_s in {options.reference}")
   keep = "pr" in names

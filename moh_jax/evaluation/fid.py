@@ -275,6 +275,12 @@ def read_statistics(
   )
 
 
+def has_images(path: str | os.PathLike) -> bool:
+  """Whether an npz file holds images, maybe beside their statistics."""
+  with _opened(path) as arrays:
+    return "arr_0" in arrays
+
+
 def write_statistics(path: str | os.PathLike, statistics: Statistics) -> None:
   """Writes a reference file that is complete or absent, never partial."""
   arrays = (*statistics.pool3, *(statistics.spatial or ()))
