@@ -83,7 +83,7 @@ def _add(
   metavar = field.metadata.get("metavar") or getattr(mark, "METAVAR", by_type)
   shown = f"{{{names}}}" if names else metavar
   text, default = text.removesuffix(".").replace("%", "%%"), field.default
-  # No test of equality with False, which 0 is, too.
+  # Switches are told apart by their type: False would equal a default of 0.
   if hint is not bool and default not in (None, "", (), MISSING):
     values = default if isinstance(default, tuple) else [default]
     text += f" (default: {','.join(map(str, values))})"

@@ -100,7 +100,7 @@ def summarize(
 
   Args:
     results: of every variant and setting.
-    metrics: names, the one that decides first.
+    metrics: names; the first one decides which setting is best.
     costs: of each variant and setting, see `Row`.
 
   Returns:

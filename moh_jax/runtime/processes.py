@@ -144,11 +144,11 @@ class StoppedError(BaseException):
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-  """A block in which SIGTERM and SIGINT raise; a second one ends the process.
+  """A block in which SIGTERM and SIGINT raise `StoppedError`.
 
-  Python's handlers wait for the end of what C++ code does, such as compiling a
-  program, so a thread waits for the second signal. Outside of the main thread,
-  which alone gets signals, nothing is done.
+  A second one ends the process. Python's handlers wait for the end of what C++
+  code does, such as compiling a program, so a thread watches for it. Outside of
+  the main thread, which alone gets signals, nothing is done.
   """
   if threading.current_thread() is not threading.main_thread():
     yield

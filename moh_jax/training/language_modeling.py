@@ -217,8 +217,8 @@ def _make_preference(model: nn.Module, config: Config) -> _TaskLoss:
     del step
     own = without_adapters(params)
     gained = log_probs(params, x, batch["targets"])
-    known = apply_packed(model, own, batch, **options)[0]
-    gained -= log_probs(own, known, batch["targets"])
+    reference = apply_packed(model, own, batch, **options)[0]
+    gained -= log_probs(own, reference, batch["targets"])
     sign = jnp.where(batch["segments"] == 1, 1, -1) * batch["weights"]
     margin = beta * (gained * sign).sum(-1)
     # The gradient of the loss in each token's cross-entropy: with it as weight,
