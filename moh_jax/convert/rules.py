@@ -266,8 +266,8 @@ def router_rules(
   Raises:
     ValueError: no public checkpoint has such a router.
   """
-  matrices = {"query_norm": (), "none": ()}
-  matrices["two_stage"] = TwoStageRouter.matrices(budget, router)
+  two_stage = TwoStageRouter.matrices(budget, router)
+  matrices = {"two_stage": two_stage, "query_norm": (), "none": ()}
   if router.kind not in matrices:
     raise ValueError(
       f"model.router.kind={router.kind!r} must be one of {tuple(matrices)}: "
