@@ -100,7 +100,7 @@ class Family:
     network: (model section) -> the Linen module, which maps the section's
       `example_inputs` to (output, ModelAux).
     task: what builds the training task and the evaluation, often a module; see
-      `training.task.task_builder`.
+      `training.task.TaskBuilder`.
     converter: `convert.rules.Converter` of the public checkpoints; None
       where there are none.
     probe: (network, config) -> `evaluation.probe.Probe`, how `heads` runs the

@@ -237,6 +237,11 @@ class LogConfig(base.Section):
   wandb: str = ""
   heads: base.Natural | None = None
 
+  def check(self) -> None:
+    """There are steps to trace."""
+    if self.profile and self.profile[0] >= self.profile[1]:
+      self.fail("profile", "must be (A, B) with A < B")
+
 
 def section_types(family: str, names: Iterable[str] = ()) -> dict[str, type]:
   """The dataclass of every section of a family's configs, by name.

@@ -30,6 +30,7 @@ from moh_jax.convert import peft, rules, stream, tensor_files
 from moh_jax.convert.rules import CONFIG_FILE, converter_of
 from moh_jax.data import tokenizers
 from moh_jax.data.chat import template_names
+from moh_jax.data.files import import_extra
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.models.stored import read_params
@@ -220,8 +221,7 @@ def _located(source: str) -> str:
   missing = f"{source}: no such file or folder"
   if not _REPOSITORY.fullmatch(source):
     raise FileNotFoundError(missing)
-  import huggingface_hub as hub  # takes long
-
+  hub = import_extra("huggingface_hub", f"{missing}; a repository of the Hub")
   try:
     return hub.snapshot_download(source, local_files_only=True)
   except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):

@@ -165,6 +165,8 @@ class JsonTokenizer(Tokenizer):
     tokenizer.encode_special_tokens = special_as_text
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+      tokenizer.model.dropout = None  # of its training: equal texts, equal ids
     return tokenizer
 
   @functools.cached_property

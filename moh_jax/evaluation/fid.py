@@ -9,6 +9,8 @@ import concurrent.futures
 import contextlib
 import os
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -28,6 +30,11 @@ NEIGHBOURS = 3  # of the published precision and recall
 _KEYS = ("mu", "sigma", "mu_s", "sigma_s")  # of ADM's reference batches
 _ROWS = 256  # with 50,000 columns, 100 MB of distances
 _THREADS = 8
+# Of an npz file that is none, lacks an array or is damaged.
+_DAMAGE = (
+  *(ValueError, KeyError, TypeError, EOFError),
+  *(zipfile.BadZipFile, zlib.error),
+)
 _SEED = 0  # of the order of a folder's images
 
 
@@ -205,7 +212,7 @@ def _distances(
     product of `dim` terms errs by at most dim * eps * |x| |y|.
   """
   features = features.astype(np.float64)
-  norms = np.square(features).sum(-1)
+  norms = np.einsum("nd,nd->n", features, features)  # without a copy
   eps = 4 * (points.shape[1] + 4) * np.finfo(np.float64).eps
   for start in range(0, len(points), _ROWS):
     rows = points[start : start + _ROWS].astype(np.float64)
@@ -230,12 +237,11 @@ class Statistics(NamedTuple):
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike) -> Iterator[np.lib.npyio.NpzFile]:
   """Opens an npz file; ValueError names one that is none, or damaged."""
-  with open(path, "rb") as file:
-    try:
-      with np.load(file) as arrays:
-        yield arrays
-    except Exception as error:  # of the zip file, of its arrays, of a key
-      raise ValueError(f"{path}: no npz file as needed: {error}") from error
+  try:
+    with open(path, "rb") as file, np.load(file) as arrays:
+      yield arrays
+  except _DAMAGE as error:
+    raise ValueError(f"{path}: no npz file as needed: {error}") from error
 
 
 def read_statistics(
@@ -269,6 +275,8 @@ def read_statistics(
       raise ValueError(
         f"{path}: {key} of shape {array.shape} must be finite and of {shape}"
       )
+  if len(found) not in (2, 4):
+    raise ValueError(f"{path}: must hold {_KEYS}, or mu and sigma")
   mu, sigma, *spatial = (array.astype(np.float64) for array in found)
   return Statistics(
     Gaussian(mu, sigma), Gaussian(*spatial) if spatial else None

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import grain
@@ -18,6 +18,7 @@ from moh_jax.data.sources import make_source
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.transforms import normalizer
 from moh_jax.evaluation.metrics import EvalStep, mean_metrics
+from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.batches import batch_rows, shard_batch
 from moh_jax.runtime.checkpoint import Metadata
@@ -28,22 +29,42 @@ Evaluate = Callable[[Any, Mesh], dict[str, float]]
 Preview = Callable[[Any, Mesh], np.ndarray]
 
 
-def task_builder(config: Config) -> Any:
-  """What builds the task of a run's family, often a module.
+class TaskBuilder(Protocol):
+  """Builds what a family trains on and is scored by."""
 
-  It has three functions:
+  def make_objective(self, config: Config) -> Objective:
+    """Builds the network and its loss; no data are read.
 
-    make_objective(config) -> Objective
-      Builds the network and its loss; no data are read.
-    make_task(config, decode=None) -> Task
-      Opens the data and builds the training task. `decode` maps latents to
-      images, for previews of latent diffusion. FileNotFoundError: data is
-      missing; ValueError: it does not fit the model.
-    make_evaluate(model, config, trained: Metadata) -> Evaluate
-      Opens the held-out data alone and prepares its evaluation by a network.
-      The config's data may be other than that of the training, whose class
-      names and tokenizer `trained` has, empty if unknown.
-  """
+    Args:
+      config: of the run.
+    """
+
+  def make_task(self, config: Config, decode: Decode | None = None) -> "Task":
+    """Opens the data and builds the training task.
+
+    Args:
+      config: of the run.
+      decode: latents to images, for previews of latent diffusion.
+
+    Raises:
+      FileNotFoundError: data is missing.
+      ValueError: the data does not fit the model.
+    """
+
+  def make_evaluate(
+    self, model: nn.Module, config: Config, trained: Metadata
+  ) -> Evaluate:
+    """Opens the held-out data alone and prepares its evaluation.
+
+    Args:
+      model: the network.
+      config: of the run, whose data may be other than that of the training.
+      trained: class names and tokenizer of the training, empty if unknown.
+    """
+
+
+def task_builder(config: Config) -> TaskBuilder:
+  """What builds the task of a run's family."""
   return imported(get_family(config.model.family).task)
 
 
@@ -124,7 +145,7 @@ def image_task(
   Args:
     config: of the run.
     objective: see `image_objective`.
-    make_evaluate: see `task_builder`.
+    make_evaluate: see `TaskBuilder`.
     **fields: further ones of `Task`.
 
   Raises:

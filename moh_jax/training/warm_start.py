@@ -249,10 +249,9 @@ def _check_fit(
     here, there = needed.get(name), given.get(name)
     if here == there or (None in (here, there) and "/router/" in name):
       continue
-    found = there or "missing"
-    wrong.append(
-      f"{name} {found}, {here} needed" if here else f"{name} not used"
-    )
+    found = "missing" if there is None else there
+    needs = "not used" if here is None else f"{found}, {here} needed"
+    wrong.append(f"{name} {needs}")
   if wrong:
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     raise ValueError(

@@ -80,6 +80,7 @@ _REFUSED = (
   ("diffusion", "schedule", "flow", "must be 'velocity' for 'flow'"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
   ("checkpoint", "keep_every", 15, "a multiple of checkpoint.every=None"),
+  ("log", "profile", (5, 2), "(A, B) with A < B"),
 )
 # Fields, and the last value inside of their ranges.
 _TAKEN = (

@@ -138,6 +138,12 @@ class LoadTest(FolderTest):
     with self.assertRaisesRegex(error, message):
       tokenizers.load_tokenizer(self.root / name)
 
+  def test_equal_texts_have_equal_ids(self):
+    stored = json.loads(tokenizers.train_bpe(iter(_CORPUS), 300))
+    stored["model"]["dropout"] = 0.5
+    used = tokenizers.JsonTokenizer(json.dumps(stored).encode())
+    self.assertLen({tuple(used.encode(_CORPUS[0])) for _ in range(9)}, 1)
+
 
 def _content(template=None, specials=("<s>", "</s>", "<e>"), word=0):
   """A tokenizer.json of one word, id 0, and special tokens from id 1 on."""

@@ -85,21 +85,21 @@ class LossesTest(parameterized.TestCase):
     losses = meshes.losses(one, steps)
     self.assertLen(set(losses), len(losses))
     for other in others:
-      found = meshes.losses(other, steps)
-      np.testing.assert_allclose(found, losses, rtol=rtol)
+      np.testing.assert_allclose(meshes.losses(other, steps), losses, rtol=rtol)
 
   @pytest.mark.integration
   def test_of_an_optimizer(self):
     self._check(*(_config("muon", mesh) for mesh in ({}, tiny.MESH)))
 
   @parameterized.parameters(
+    ("llm", {**tiny.MESH, "gather": "step"}),
     ("dit", {"data": 2, "fsdp": 2}),
     ("vit", {"data": 2, "fsdp": 2, "gather": "step"}),
   )
   @pytest.mark.integration
   def test_of_random_choices(self, family, mesh):
     optim = {"accumulation": 2}
-    one = tiny.CONFIGS[family](optim=optim, **_RANDOM[family])
+    one = tiny.CONFIGS[family](optim=optim, **_RANDOM.get(family, {}))
     self._check(one, tiny.changed(one, mesh=mesh), steps=2, rtol=2e-6)
 
   @parameterized.product(family=tuple(meshes.MODELS), form=("dense", "packed"))
@@ -210,12 +210,17 @@ def _sums(jaxpr):
       yield from _sums(inner)
 
 
+# All parameters are gathered once, and their gradients scattered once.
+_SPLIT = dict.fromkeys(("all-gather", "reduce-scatter"), (0.95, 1))
+_SPLIT["all-reduce"] = (0, 0.05)
+
+
 class ExchangeTest(parameterized.TestCase):
   """Gradients are exchanged once a step, whatever the microbatches."""
 
   @parameterized.parameters(
-    ({"data": 8}, {"all-reduce": 1}),
-    ({"fsdp": 8, "gather": "step"}, {"all-gather": 1, "reduce-scatter": 1}),
+    ({"data": 8}, {"all-reduce": (0.95, 1.01)}),
+    ({"fsdp": 8, "gather": "step"}, _SPLIT),
   )
   @pytest.mark.integration
   def test_of_gradients_is_one(self, mesh, expected):
@@ -232,9 +237,10 @@ class ExchangeTest(parameterized.TestCase):
     # One of the routers' sums for each microbatch, and the gradients' few.
     self.assertLessEqual(counts["all-reduce"], _MICROBATCHES + 3)
     params = sum(x.nbytes for x in jax.tree.leaves(tiny.random_params(config)))
-    self.assertEqual(sizes.keys(), {"all-reduce", *expected})
-    for kind, size in sizes.items():  # how often all parameters
-      self.assertAlmostEqual(size / params, expected.get(kind, 0), delta=0.05)
+    self.assertEqual(sizes.keys(), expected.keys())
+    for kind, (low, high) in expected.items():  # how often all parameters
+      self.assertBetween(sizes[kind] / params, low, high)
+    self.assertEqual(sizes["all-gather"], sizes["reduce-scatter"])
 
   def test_has_the_dtype_of_the_config(self):
     config = tiny.llm_config(

@@ -1,9 +1,9 @@
 """Runs of every family on the meshes of eight fake devices."""
 
-import contextlib
 import math
 import pathlib
 import re
+from contextlib import nullcontext
 
 import jax
 
@@ -92,8 +92,7 @@ def mesh_of(config):
   axes = (*config.mesh.AXES, "dcn_data")
   size = [getattr(config.mesh, axis) for axis in axes]
   devices = jax.devices()[: math.prod(size)]
-  slices = config.mesh.dcn_data > 1
-  with two_slices((0, 2, 4, 6)) if slices else contextlib.nullcontext():
+  with two_slices((0, 2, 4, 6)) if config.mesh.dcn_data > 1 else nullcontext():
     return make_mesh(config.mesh, devices)
 
 
@@ -104,8 +103,7 @@ def losses(config, steps=3):
   with use_mesh(mesh):
     state, batches = program.init(), task.batches(mesh)
     for _ in range(steps):
-      batch = shard_batch(next(batches), mesh)
-      state, metrics = program.step(state, batch)
+      state, metrics = program.step(state, shard_batch(next(batches), mesh))
       found.append(float(metrics["loss"]))
   return found
 
