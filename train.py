@@ -1,8 +1,8 @@
 """Trains a model: python train.py --config=FILE[:ARG] --workdir=DIR.
 
-Every key of the config can be overridden (--config.optim.lr=3e-4). Run again
-with the same arguments, it resumes from the last checkpoint. The same command
-is `python -m moh_jax train`.
+Every key of the config can be overridden (--config.optim.lr=3e-4). To
+resume from the last checkpoint, run it again with the same arguments.
+`python -m moh_jax train` is the same command.
 """
 
 import sys

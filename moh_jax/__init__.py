@@ -192,7 +192,7 @@ def _text(name: str, code: str, *options: str, **properties: bool) -> None:
 
 
 _text("tokens", "sequences:PackedSource", "separate_documents", "mix", "ratios")
-_text("stdlib", "stdlib:StdlibSource", "separate_documents")
+_text("stdlib", "stdlib:StdlibSource", "separate_documents", "tokenizer")
 _FITTED = ("template", "too_long", "on_error")
 _text("chat", "conversations:ChatSource", "tokenizer_path", *_FITTED)
 _PAIRS = "conversations:PreferenceSource"

@@ -100,7 +100,8 @@ def _step(config: Config) -> str:
   """What the time of a step depends on, as text."""
   rates = {"lr": 0.0, "warmup_lr": 0.0, "final_lr": 0.0, "warmup_steps": 0}
   optim = dataclasses.replace(config.optim, **rates)
-  return repr((config.model, config.data, optim, config.mesh, config.sections))
+  own = config.mesh, config.tune, config.sections
+  return repr((config.model, config.data, optim, *own))
 
 
 def _costs(config: Config, time: Any) -> dict[str, float]:

@@ -56,7 +56,7 @@ def make_parser(prog: str, cls: type, shared: Collection[str] = ()) -> Parser:
     help="show this; beside --config its sections, and --help SECTION the keys "
     "of one",
   )
-  texts, own = reference.meanings(cls), vars(cls).get("__annotations__", {})
+  texts, own = reference.meanings(cls), inspect.get_annotations(cls)
   # Those that must be given come first, then those of the command itself.
   fields = sorted(
     dataclasses.fields(cls),

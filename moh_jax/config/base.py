@@ -61,7 +61,6 @@ Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, "()")]
 Decay = Annotated[float, Range(0, 1, "[)")]
 Dtype = Literal["float32", "bfloat16"]
-DTYPES = typing.get_args(Dtype)
 
 
 class Section:
@@ -71,12 +70,12 @@ class Section:
   say.
   """
 
-  # With which messages begin; may be "".
+  # What messages about the section begin with; may be "".
   NAME: ClassVar[str] = "model"
-  # Fields that a run may be continued with other values of.
+  # Fields that may change when a run is continued.
   RUNTIME_FIELDS: ClassVar[tuple[str, ...]] = ()
-  # Fields that parameters were trained for: a run cannot start from them with
-  # others.
+  # Fields that must be equal where a run starts from trained parameters: with
+  # other values these would compute something else.
   NUMERIC_FIELDS: ClassVar[tuple[str, ...]] = ()
 
   def __post_init__(self):
@@ -173,7 +172,7 @@ def _path(parent: str, name: str) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-  """A hint for a message at the known name that is most like a wrong one."""
+  """Text such as "; did you mean 'lr'?", empty if no known name is near."""
   close = difflib.get_close_matches(str(name), known, 1)
   return f"; did you mean {close[0]!r}?" if close else ""
 

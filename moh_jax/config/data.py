@@ -17,8 +17,8 @@ class ExamplesConfig(base.Section):
   Attributes:
     source: name of the source.
     path: directory of the source.
-    batch_size: examples per optimizer step, over all devices and processes; of
-      text sequences.
+    batch_size: examples per optimizer step, over all devices and processes;
+      for text an example is a sequence.
     num_threads: threads that read and transform examples.
     prefetch: batches prepared ahead.
     workers: processes that prepare batches, each with `num_threads`; 0 prepares
@@ -84,8 +84,8 @@ class DataConfig(ExamplesConfig):
     val_share: share of an image folder without val/ that is held out, in [0,
       1]. A hash of a file's name decides, so that further images move none.
     class_list: file that names a class on each line, whose order is that of the
-      labels of "image_folder" and "parquet"; "" is alphabetical order, or that
-      of the tables.
+      labels of "image_folder" and "parquet"; "" is alphabetical order (numbers
+      by value), or that of the tables.
     label_column: column of the labels of "parquet"; "" finds it.
     bad_images: what a training image that cannot be read does: "raise" ends the
       run when it is reached, "skip" takes another image in its place and warns,

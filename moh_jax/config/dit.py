@@ -194,7 +194,10 @@ class SampleConfig(base.Section):
   cfg_channels: Literal["three", "all"] = "three"
 
   # All of them: they train nothing.
-  RUNTIME_FIELDS = tuple(__annotations__)
+  RUNTIME_FIELDS = (
+    *("every", "num", "labels", "zoom", "method", "steps", "eta"),
+    *("cfg_scale", "cfg_channels"),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +247,7 @@ class DiTConfig(LayerStack, ImageModel):
   SECTIONS = {"diffusion": DiffusionConfig, "sample": SampleConfig}
   SIZE = "input_size"
   INPUTS = frozenset({"patch", "embed"})
-  CLASS_AXES = {("embed", "label", "embedding"): 0}  # then, the null label
+  CLASS_PARAMS = frozenset({"embed/label/embedding"})
   MLP_MATRICES = 2  # between the width and that of the MLP
 
   def check(self) -> None:
@@ -388,8 +391,8 @@ def spaced_timesteps(num_steps: int, spacing: str) -> list[int]:
     )
   if is_strided:
     count = int(counts[0])
-    # The largest stride of which so many fit.
-    kept = range(0, num_steps, max(1, -(-num_steps // count)))
+    # The smallest stride that takes at most so many steps.
+    kept = range(0, num_steps, -(-num_steps // count))
     if len(kept) != count:
       raise ValueError(
         f"steps='ddim{count}' must be the number of steps that an integer "

@@ -126,7 +126,7 @@ class Units:
   Attributes:
     budget: the layer's head split, counted in units.
     size: heads of a unit.
-    parts: equal parts of the units; of each as many are shared and selected.
+    parts: groups of equally many units, each with as many shared and selected.
   """
 
   budget: HeadBudget

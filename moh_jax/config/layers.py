@@ -94,9 +94,9 @@ class RoutedLayers(Section):
   # First names in the paths of the parameters before the first layer, see
   # `training.optim.decay_by_layer`.
   INPUTS: ClassVar[frozenset[str]] = frozenset({"embed"})
-  # Axis of the classes in parameters that have one, by path. A run that starts
-  # from a model of other classes initialises these anew.
-  CLASS_AXES: ClassVar[Mapping[tuple[str, ...], int]] = {}
+  # Paths of the parameters that have an axis of classes. A run that starts from
+  # a model of other classes initialises these anew.
+  CLASS_PARAMS: ClassVar[frozenset[str]] = frozenset()
 
   family: str
   router: RouterConfig = dataclasses.field(default_factory=RouterConfig)

@@ -196,9 +196,9 @@ class LLMConfig(LayerStack):
     return dataclasses.replace(self, mlp_dim=dim)
 
   def check_run(self, run: Config) -> None:
-    """Sequences fit the positions; a schedule of top_k ends as the model is.
+    """Sequences fit `max_length`; a schedule ends at the model's top_k.
 
-    Without routed heads it has no effect, as `top_k` itself.
+    Without a router the schedule, like `top_k`, has no effect.
     """
     if run.data.sequence_length > self.max_length:
       most = f"model.max_length={self.max_length}"
@@ -210,8 +210,10 @@ class LLMConfig(LayerStack):
     ends = tuple(sorted({group.budget.top_k for group in routed}))
     if ends != tune.top_k_values[-1:]:
       tune.fail(values, f"must end with the routing layers' top_k {ends}")
-    if tune.top_k_steps and tune.top_k_steps[-1] >= run.train.steps:
-      tune.fail("top_k_steps", f"must end before train.steps={run.train.steps}")
+    # The steps of a run of `epochs` are known once its examples are counted.
+    steps = math.inf if run.train.epochs else run.train.steps
+    if tune.top_k_steps and tune.top_k_steps[-1] >= steps:
+      tune.fail("top_k_steps", f"must end before train.steps={steps}")
     least = min(group.budget.routed for group in routed)
     if max(tune.top_k_values) > least:
       tune.fail(values, f"must be at most {least}, a layer's routed heads")

@@ -86,7 +86,7 @@ class OptimConfig(base.Section):
     return min(int(steps * self.warmup_share), 2000)
 
   def decay(self, steps: int) -> int:
-    """Steps in which a run of so many steps ends: the fall of "wsd"."""
+    """Steps at the end in which the rate falls, for "wsd"; else 0."""
     if self.schedule != "wsd":
       return 0
     return steps // 5 if self.decay_steps is None else self.decay_steps
@@ -102,10 +102,9 @@ class TrainConfig(base.Section):
       from it; 0 leaves `steps` as it is.
     seed: seed of parameters, data order and every random choice.
     init_from: workdir or output of `convert` whose parameters the run starts
-      from, with a fresh optimizer; "" initialises them at random. So is what
-      that model lacks, such as a router or the head of new classes; further
-      rows of its vocabulary are the
-      mean of its own.
+      from, with a fresh optimizer; "" initialises all at random. What that
+      model lacks, such as a router or the head of new classes, is initialised
+      at random too; further rows of its vocabulary are the mean of its own.
     balance_weight: weight of the router's load-balance loss in the loss.
     compilation_cache: folder or bucket that keeps compiled programs, so that a
       run that is started again does not compile; "" keeps none.
@@ -152,7 +151,7 @@ class MeshConfig(base.Section):
   sequence: _Axis = 1
   dcn_data: base.Count = 1
   gather: Literal["microbatch", "step"] = "microbatch"
-  exchange: Literal["float32", "bfloat16"] = "float32"
+  exchange: base.Dtype = "float32"
 
   def check(self) -> None:
     """Sizes are -1 or those of axes; one axis at most takes what is left."""
@@ -224,9 +223,9 @@ class LogConfig(base.Section):
       None traces none.
     wandb: project of Weights & Biases that gets the metrics too (the extra
       `wandb`); "" is none.
-    heads: steps between records of the load of every head: a row of the split
-      "heads" in metrics.jsonl, and a picture of each layer in tensorboard and
-      wandb; None is a 10th of `train.steps`, from 1 to 100, and 0 records none.
+    heads: steps between records of the load of every head, a row of the split
+      "heads" in metrics.jsonl; None is a 10th of `train.steps`, from 1 to 100,
+      and 0 records none.
   """
 
   NAME = "log"

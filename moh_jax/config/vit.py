@@ -98,7 +98,7 @@ class ViTConfig(LayerStack, ImageClassifier):
     *("embed_dims", "num_heads", "shared_heads", "top_k"),
     *("mlp_ratios", "sr_ratios"),
   )
-  CLASS_AXES = {("head", "kernel"): 1, ("head", "bias"): 0}
+  CLASS_PARAMS = frozenset({"head/kernel", "head/bias"})
 
   def check(self) -> None:
     """Stages, head splits and grids add up; attention has a position bias."""

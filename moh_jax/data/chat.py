@@ -5,9 +5,9 @@ sandbox, with its filters and tags, which lets it change nothing and read
 nothing but the messages and the names of the special tokens.
 """
 
+import copy
 import functools
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -186,7 +186,7 @@ class Template:
   def _check_calls(self, messages: Messages, write: _Write) -> None:
     """Refuses calls of tools whose names are not written."""
     # OpenAI's form of a call has the other one within it.
-    renamed, forms = json.loads(json.dumps(messages)), {"function", "arguments"}
+    renamed, forms = copy.deepcopy(messages), {"function", "arguments"}
     calls = [c for x in renamed for c in x.get("tool_calls") or ()]
     called = [c.get("function", c) for c in calls if forms.intersection(c)]
     for number, one in enumerate(called):
@@ -196,7 +196,7 @@ class Template:
       raise self._refusal("does not write all 'tool_calls'")
 
   def _unmarked(self, messages: Messages, write: _Write) -> _Answers:
-    """A conversation, and the answers in it, by what others would change.
+    """Finds the answers by writing parts and changed copies of a conversation.
 
     The span of an answer without a question is empty: some templates cannot
     write what is before it.
@@ -258,7 +258,7 @@ class Template:
     return len(ended) if is_alike else 0
 
   def _marked(self, messages: Messages, write: _Write) -> _Answers:
-    """A conversation, and what the template marks in it.
+    """A conversation and its answers, where the template marks them itself.
 
     transformers counts characters as they are written, which misplaces marks
     in macros, filters and set blocks; characters in the text move with it.

@@ -352,7 +352,7 @@ def read_pair(row: Mapping[str, Any]) -> list[list[Message]]:
     whole = any(said[i : i + len(asked)] == asked for i in starts)
     messages = said if whole else asked + said
     pair.append(read_messages({**row, "messages": messages}))
-    if asked and not whole and said[0]["role"] != ASSISTANT:
+    if asked and not whole and (not said or said[0]["role"] != ASSISTANT):
       raise ValueError(f"'prompt' must be the question in {name!r}")
   for name, messages in zip(("chosen", "rejected"), pair):
     if messages[-1]["role"] != ASSISTANT or len(messages) < 2:

@@ -170,5 +170,4 @@ def to_picture(image: np.ndarray) -> Image.Image:
 
 def to_array(picture: Image.Image) -> np.ndarray:
   """The pixels [X, Y, channels] uint8 of a grey or RGB image."""
-  image = np.asarray(picture)
-  return image[..., None] if image.ndim == 2 else image
+  return np.atleast_3d(np.asarray(picture))

@@ -49,7 +49,9 @@ SPLIT_WORDS = {
   **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
-_NO_DATA = re.compile(r"(^|/)(\.|cache-|metadata\.|state\.json|dataset_)")
+_NO_DATA = re.compile(
+  r"(^|/)(\.|cache-|metadata\.|state\.json|dataset_(info|dict)\.json)"
+)
 
 
 class MissingLibraryError(ValueError):
@@ -148,9 +150,9 @@ def file_size(file: str) -> int:
   return system.size(path)
 
 
-@alive("reading the sizes of the images")
-def of_files(root: StrPath, names: Sequence[str], facts: bytes) -> str:
-  """Identifies files by names and sizes, in order, and further facts.
+@alive("reading the sizes of the files")
+def fingerprint_of(root: StrPath, names: Sequence[str], facts: bytes) -> str:
+  """A hash of the names and sizes of files, in order, and of further facts.
 
   A file of equal name and length counts as the same.
   """

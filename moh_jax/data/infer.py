@@ -26,7 +26,8 @@ def resolve(config: Config) -> Config:
   follows from their number (`Config.scheduled`), and that from `train.epochs`
   and the training examples, `model.channels`, `model.num_classes` and
   `model.image_size` from the images or latents, `data.mean`, `data.std` and
-  `data.eval_resize` from both, `diffusion.latent_scale` from the latents,
+  `data.eval_resize` from both, `diffusion.latent_scale` (and with it
+  `latent_shift`, `latent_mean` and `latent_std`) from the latents,
   `model.vocab_size` from the text's tokenizer. Data are looked at only for
   values that are unset.
 
@@ -62,17 +63,17 @@ def resolve(config: Config) -> Config:
   if getattr(config.data, "eval_resize", 0) is None:
     side = min(config.model.input_shape[:2])
     config = apply_overrides(config, "data", eval_resize=side)
-  config = _counted(config).scheduled()
   diffusion = config.sections.get("diffusion")
-  if diffusion is None or diffusion.latent_scale is not None:
-    return config
-  scaling = LatentScaling()
-  # Checkpoints are converted with configs of runs whose data are elsewhere.
-  with contextlib.suppress(FileNotFoundError):
-    scaling = source.tell(config, ["scaling"]).get("scaling", scaling)
-  values = dataclasses.asdict(scaling).items()
-  stated = {f"latent_{name}": value for name, value in values}
-  return apply_overrides(config, "diffusion", **stated)
+  if diffusion is not None and diffusion.latent_scale is None:
+    scaling = LatentScaling()
+    # Checkpoints are converted with configs of runs whose data are elsewhere.
+    with contextlib.suppress(FileNotFoundError):
+      scaling = source.tell(config, ["scaling"]).get("scaling", scaling)
+    values = dataclasses.asdict(scaling).items()
+    stated = {f"latent_{name}": value for name, value in values}
+    config = apply_overrides(config, "diffusion", **stated)
+  # Last: examples of latents are counted by opening them with their scale.
+  return _counted(config).scheduled()
 
 
 def _counted(config: Config) -> Config:

@@ -53,7 +53,7 @@ class _PackedSource(sources.ImageSource):
       path: directory of the splits, local or mounted.
       split: "train" or "val".
       channels: 1 converts images to grey, 3 to RGB.
-      selection: not needed, packed images are as they were selected.
+      selection: ignored; images were selected when they were packed.
 
     Raises:
       FileNotFoundError: there is no metadata.json.

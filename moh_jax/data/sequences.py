@@ -66,10 +66,10 @@ class Text:
         padded.
 
     Raises:
-      FileNotFoundError: a set, or a file of it, is missing.
-      ValueError: a set is damaged, does not fit the model, is shorter than one
-        training sequence, or was made with another tokenizer than another
-        source or the other split.
+      FileNotFoundError: a set, or its metadata.json, is missing.
+      ValueError: a set is damaged or lacks a shard, does not fit the model, is
+        shorter than one training sequence, or was made with another tokenizer
+        than another source or the other split.
     """
     kind = imported(get_source(data).source)
     key = data, vocab_size, split
@@ -156,9 +156,6 @@ class PackedSource:
 
   It is the source "tokens". Others of `data.source` have the same methods, of
   which `open` maps names to opened sources.
-
-  Attributes:
-    token_set: the set.
   """
 
   def __init__(
@@ -177,7 +174,7 @@ class PackedSource:
       keep_rest: whether the tokens after the last whole sequence form a padded
         one.
     """
-    self.token_set = token_set
+    self._token_set = token_set
     self._length, self._separate = length, separate
     ends = {token_set.metadata[name] for name in ("bos_id", "eos_id")}
     self._has_ends = ends != {None}  # tokens between documents have no bytes
@@ -230,22 +227,22 @@ class PackedSource:
 
   def tokenizer(self) -> Tokenizer:
     """The tokenizer that made the set."""
-    return self.token_set.tokenizer
+    return self._token_set.tokenizer
 
   def identity(self) -> Identity:
     """Identifies the tokens and their division into documents."""
-    return self.token_set.identity()
+    return self._token_set.identity()
 
   def __len__(self) -> int:
     return self._examples
 
   def __getitem__(self, index: int) -> Sequence:
     start = index * self._length
-    stop = min(start + self._length + 1, self.token_set.num_tokens)
-    tokens = self.token_set.tokens(start, stop)
+    stop = min(start + self._length + 1, self._token_set.num_tokens)
+    tokens = self._token_set.tokens(start, stop)
     starts = np.empty(0, np.int64)
     if self._separate:
-      ends = self.token_set.ends
+      ends = self._token_set.ends
       first = np.searchsorted(ends, start, "right")
       starts = ends[first : np.searchsorted(ends, stop, "left")] - start
     return pack(tokens, starts, self._length)
@@ -256,12 +253,12 @@ class PackedSource:
     The bytes of the set are divided evenly among its tokens of text. Begin and
     end of text have none, but one of them is predicted in place of the other.
     """
-    metadata, total = self.token_set.metadata, self.token_set.num_tokens
+    metadata, total = self._token_set.metadata, self._token_set.num_tokens
     starts = indices * self._length
     stops = np.minimum(starts + self._length + 1, total)
     targets, tokens = stops - starts - 1, total - 1
     if self._separate:
-      ends = self.token_set.ends
+      ends = self._token_set.ends
       targets -= np.searchsorted(ends, stops, "left")
       targets += np.searchsorted(ends, starts, "right")
       tokens = total - metadata["documents"] * self._has_ends

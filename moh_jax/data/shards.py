@@ -35,7 +35,8 @@ _WRITER_OPTIONS = "group_size:1,uncompressed"
 _READER_OPTIONS = "readahead_buffer_size:0"
 _BUFFER_BYTES = 32 << 10
 # A process keeps open the shards that it used last: to open one takes 2 ms.
-_MOST_OPEN = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 256)
+_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+_MOST_OPEN = 4096 if _LIMIT == resource.RLIM_INFINITY else _LIMIT // 2
 
 
 class _Metadata(msgspec.Struct):
@@ -188,14 +189,11 @@ class OpenShard:
 class ShardWriter:
   """Writes a set shard by shard, also one that was interrupted.
 
-    writer = ShardWriter(...)
-    for shard in writer.todo():
-      with writer.open(shard) as target:
-        target.add(header, payload)
-    writer.finish()
-
-  Attributes:
-    num_shards: of the whole set.
+  writer = ShardWriter(...)
+  for shard in writer.todo():
+    with writer.open(shard) as target:
+      target.add(header, payload)
+  writer.finish()
   """
 
   def __init__(
@@ -220,7 +218,7 @@ class ShardWriter:
       ValueError: the folder holds shards of other settings, which are named.
     """
     self._folder = pathlib.Path(folder)
-    self._kind, self.num_shards, self._shard = kind, num_shards, shard
+    self._kind, self._num_shards, self._shard = kind, num_shards, shard
     self._settings = {**settings, "num_shards": num_shards}
     self._parts = self._folder / "parts"
     self._parts.mkdir(parents=True, exist_ok=True)
@@ -231,7 +229,7 @@ class ShardWriter:
 
   def todo(self) -> list[int]:
     """Numbers of the shards that are still to be written."""
-    shards = range(self.num_shards)
+    shards = range(self._num_shards)
     return [shard for shard in shards if not self._path(shard).is_file()]
 
   @contextlib.contextmanager
@@ -266,7 +264,7 @@ class ShardWriter:
     Raises:
       ValueError: the set is empty.
     """
-    entries = [read_json(self._entry(s)) for s in range(self.num_shards)]
+    entries = [read_json(self._entry(s)) for s in range(self._num_shards)]
     skipped = [line for entry in entries for line in entry.pop("skipped")]
     if skipped:
       lines = "\n".join([*skipped, ""])
@@ -286,7 +284,7 @@ class ShardWriter:
     return metadata
 
   def _path(self, shard: int) -> pathlib.Path:
-    name = f"{shard:05d}-of-{self.num_shards:05d}.array_record"
+    name = f"{shard:05d}-of-{self._num_shards:05d}.array_record"
     return self._folder / name
 
   def _entry(self, shard: int) -> pathlib.Path:

@@ -22,7 +22,7 @@ import numpy as np
 from moh_jax.config import Config, imported
 from moh_jax.config.registry import SPLITS, MissingSplitError, get_source
 from moh_jax.data import decode
-from moh_jax.data.files import SPLIT_WORDS, Identity, of_files
+from moh_jax.data.files import SPLIT_WORDS, Identity, fingerprint_of
 from moh_jax.runtime.alive import alive
 
 Example = dict[str, Any]
@@ -59,7 +59,7 @@ class ImageSource(abc.ABC):
 
   @classmethod
   def open(cls, config: Config, split: str, class_names: Names = ()) -> Self:
-    """Opens one split of a run's images; by default the class is called so.
+    """Opens one split of a run's images; by default calls the class so.
 
     Args:
       config: the run.
@@ -128,7 +128,8 @@ class Selection(NamedTuple):
   Attributes:
     val_share: share that is held out where there is no val.
     class_names: classes whose positions are the labels; () takes those of the
-      data: class folders in alphabetical order, or what tables name.
+      data: class folders in alphabetical order (numbers by value), or what
+      tables name.
     label_column: column of the labels of tables; "" finds it.
   """
 
@@ -255,7 +256,7 @@ class ImageFolderSource(EncodedSource):
   def fingerprint(self) -> str:
     """Identifies the list of images: names, labels and sizes."""
     names, labels = zip(*self._files)
-    found = of_files(self._root, names, str(labels).encode())
+    found = fingerprint_of(self._root, names, str(labels).encode())
     return f"{len(self)} files, xxh3 {found}"
 
   def __len__(self) -> int:
@@ -422,8 +423,9 @@ def make_source(
 
   Raises:
     MissingSplitError: there is no such split.
-    FileNotFoundError: a directory, metadata.json or a shard is missing.
-    ValueError: the data is damaged or does not fit the model or its classes.
+    FileNotFoundError: a directory or metadata.json is missing.
+    ValueError: the data is damaged, lacks a shard, or does not fit the model or
+      its classes.
   """
   data, model = config.data, config.model
   source = imported(get_source(data).source).open(config, split, class_names)

@@ -21,7 +21,12 @@ import numpy as np
 
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.data import sources
-from moh_jax.data.files import TABLES, files_by_split, import_extra, of_files
+from moh_jax.data.files import (
+  TABLES,
+  files_by_split,
+  fingerprint_of,
+  import_extra,
+)
 from moh_jax.data.sources import ALL, EncodedSource, Record, Selection
 
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
@@ -91,7 +96,7 @@ class TableSource(EncodedSource):
   def fingerprint(self) -> str:
     """Identifies the files, the rows that are taken of them, and labels."""
     taken = self._rows.tobytes() + self._labels.tobytes()
-    found = of_files(self._root, self._names, taken)
+    found = fingerprint_of(self._root, self._names, taken)
     return f"{len(self)} rows, xxh3 {found}"
 
   def read(self, index: int) -> Record:

@@ -273,7 +273,7 @@ class BytesTokenizer(Tokenizer):
   def __init__(self):
     self.content, self.files = b"", {}
 
-  __reduce__ = object.__reduce__  # a subclass may have a state
+  __reduce__ = object.__reduce__  # the base's would pass arguments on
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""

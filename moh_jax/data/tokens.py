@@ -62,8 +62,8 @@ class TokenSet:
       folder: folder of the set, local or mounted.
 
     Raises:
-      FileNotFoundError: metadata.json or a shard is missing.
-      ValueError: one of them is damaged.
+      FileNotFoundError: there is no metadata.json.
+      ValueError: it is damaged, or a shard is missing or damaged.
     """
     self.folder = pathlib.Path(folder)
     self._shards = Shards(folder, KIND)
@@ -200,7 +200,7 @@ def split_of(text: str, held_out: float) -> str:
     text: of the document.
     held_out: share of the documents in "val", in (0, 1).
   """
-  # A hash of our own: the texts may be what another hash of them chose.
+  # Not the hash that others select texts by: all would go to one part.
   content = text.encode()
   digest = hashlib.blake2b(content, digest_size=8, person=b"moh_jax").digest()
   number = int.from_bytes(digest, "little") / 2**64
@@ -223,19 +223,17 @@ def group_files(
     The groups, and what identifies them, wherever their folder is: names and
     sizes.
   """
-  groups: list[list[str]] = []
-  known: list[list[tuple[str, int]]] = []
+  groups: list[list[tuple[str, int]]] = []
   total = most + 1
   for file in files.list_files(inputs):
     total += (size := files.file_size(file))
     if total > most:
       groups.append([])
-      known.append([])
       total = size
-    groups[-1].append(file)
-    known[-1].append((os.path.basename(file), size))
+    groups[-1].append((file, size))
+  known = [[(os.path.basename(f), n) for f, n in group] for group in groups]
   digest = hashlib.sha256(repr(known).encode()).hexdigest()
-  return groups, f"sha256 {digest[:16]}"
+  return [[f for f, _ in group] for group in groups], f"sha256 {digest[:16]}"
 
 
 def tokenize(

@@ -1,1 +1,1 @@
-"""Trained checkpoints in use."""
+"""Inference: classes, images, latents, text, and how likely text is."""

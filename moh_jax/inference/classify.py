@@ -88,8 +88,8 @@ def classify(
     part = ready[start : start + size]
     batch = {"image": np.stack(part + part[:1] * (size - len(part)))}
     found = _probabilities(model, params, normalize(batch)["image"])
+    check_finite(found, "the model's probabilities of classes")
     rows += list(np.asarray(found))
-  check_finite(rows, "the model's probabilities of classes")
   names = class_names or [str(i) for i in range(config.model.num_classes)]
   return [
     [

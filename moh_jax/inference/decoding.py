@@ -303,7 +303,7 @@ class CompletionWriter:
     return piece
 
   def completion(self) -> Completion:
-    """The whole."""
+    """The text so far; whole once `finish_reason` is set."""
     tokens, log_probs = tuple(self._tokens), tuple(self._log_probs)
     return Completion(self._text, tokens, log_probs, self.finish_reason)
 

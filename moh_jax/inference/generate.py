@@ -9,7 +9,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 import tqdm
@@ -72,11 +71,11 @@ class Generator:
       batch_size: texts written at one time.
 
     Raises:
-      ValueError: the model is none of language, or the tokenizer has ids that
+      ValueError: it is not a language model, or the tokenizer has ids that
         it does not have.
     """
     config = restored.config.model
-    check_command(restored.config.model, "generate", "the checkpoint")
+    check_command(config, "generate", "the checkpoint")
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, "tokenizer")
     self.config, self.tokenizer = config, tokenizer
     self.batch_size = batch_size
@@ -113,10 +112,10 @@ class Generator:
 
     Raises:
       FileNotFoundError: there is no checkpoint, or no tokenizer beside it.
-      ValueError: the checkpoint is no language model, or an option is none of
-        the allowed.
+      ValueError: the checkpoint is no language model, or `restore` does not
+        know an option.
     """
-    tokenizer = load_checkpoint_tokenizer(directory)
+    tokenizer = load_checkpoint_tokenizer(directory, options.get("step"))
     restored = restore(directory, mesh=mesh, **options)
     return cls(restored, tokenizer, mesh=mesh, batch_size=batch_size)
 
@@ -326,7 +325,7 @@ def serving_params(params: Any, config: LLMConfig) -> Any:
     cast = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
     return unroll(cast, config)
 
-  return jax.jit(prepare)(nn.unbox(params))
+  return jax.jit(prepare)(params)
 
 
 def complete_file(

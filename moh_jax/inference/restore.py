@@ -68,7 +68,7 @@ class Restored:
   def predict(
     self, images: Sequence[ImageLike] | np.ndarray, **options: int
   ) -> list[list[Prediction]]:
-    """Classifies images with an image classifier, such as ["3.png"].
+    """Classifies images, such as ["3.png"], with an image classifier.
 
     Args:
       images: paths, Pillow images or uint8 arrays [X, Y, channels].

@@ -42,8 +42,8 @@ class Sampler:
 
     Args:
       restored: a diffusion model, its parameters on the mesh.
-      labels: of the images in turn, repeated; None is the label that stands
-        for none. Empty takes every class once.
+      labels: of the images in turn, repeated; None is the label of no
+        class. Empty takes every class once.
       seed: of all noise, in [0, 2**31 - 1].
       mesh: the devices that share each batch; None is the first one.
       decode: latents to images; required by models of latents.

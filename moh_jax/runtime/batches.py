@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from moh_jax.runtime.mesh import BATCH_AXES, batch_shards
+from moh_jax.runtime.mesh import batch_shards, split_by_batch
 
 
 def batch_rows(mesh: Mesh, size: int, process: int | None = None) -> np.ndarray:
@@ -42,7 +42,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
   Returns:
     Tree of arrays [B, ...], split over the axes data and fsdp.
   """
-  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  sharding = split_by_batch(mesh)
   shards, held = batch_shards(mesh), len(_held_shards(mesh))
 
   def one(x: np.ndarray) -> jax.Array:
@@ -74,7 +74,7 @@ def put_batch(array: np.ndarray, mesh: Mesh) -> jax.Array:
     array: [B, ...], the same on every process.
     mesh: the devices.
   """
-  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  sharding = split_by_batch(mesh)
   return jax.make_array_from_callback(
     array.shape, sharding, lambda index: array[index]
   )

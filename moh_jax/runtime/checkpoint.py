@@ -1,8 +1,8 @@
 """Checkpoint files: Orbax step folders DIR/checkpoints/STEP.
 
 A step folder has the items `params`, `train` (step, optimizer state, rng),
-`ema` (averaged parameters, if the run keeps them), `data` (position of the
-training stream) and `config` (config, class names, SHA-256 of the tokenizer).
+`ema` (averaged parameters, if the run keeps them), `data` (what identifies the
+training data, and JAX's settings of random numbers) and `config` (`Metadata`).
 Beside them lies the manifest of their checksums, see `steps.py`. The folder
 appears when it is complete. Each item can be read without the others, onto any
 mesh and any number of processes.
@@ -139,8 +139,8 @@ def params_item(
 ) -> epath.Path:
   """Path of a checkpoint's parameters, or of the averaged ones if preferred.
 
-  The first process compares them with their checksums. Averages that the run's
-  start, which may be noise, is a tenth of are warned of.
+  The first process compares them with their checksums. Warns where the
+  run's first parameters, which may be noise, are over a tenth of the averages.
 
   Args:
     directory: working directory.

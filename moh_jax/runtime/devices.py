@@ -252,7 +252,7 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 def random_settings() -> dict[str, Any]:
   """Settings of JAX that change random numbers, where they are not its own.
 
-  Those of JAX go unsaid, as in files of versions that did not look.
+  JAX's own are left out, so checkpoints that recorded none agree with them.
   """
   import jax
 

@@ -183,7 +183,7 @@ def same_settings(
   """Whether a file says with which settings something was begun.
 
   Args:
-    path: the file; entries whose names begin with "_" are notes beside them.
+    path: the file.
     settings: of this call.
     what: was begun, for the message: "out.jsonl holds completions".
 
@@ -192,10 +192,9 @@ def same_settings(
   """
   if not path.exists():
     return False
-  stored = {k: v for k, v in read_json(path).items() if k[:1] != "_"}
-  if differing := differences(settings, stored):
+  if found := differences(settings, read_json(path)):
     raise ValueError(
-      f"{what} of other settings; {differing}. Choose another --out or the "
+      f"{what} of other settings; {found}. Choose another --out or the "
       "same settings"
     )
   return True

@@ -87,7 +87,7 @@ def axes_of_entry(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-  """Sizes of the mesh's axes; `data` is all of the data axis's devices.
+  """Sizes of the mesh's axes; that of `data` counts the devices of all slices.
 
   Args:
     config: number of slices, and of devices along each axis in a slice; -1
@@ -122,7 +122,7 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-  """Builds the device mesh; its axis `data` is all of the data axis's devices.
+  """Builds the device mesh; its axis `data` runs through all slices.
 
   Devices of several slices (TPU pods that a data center's network joins) are
   laid out slice by slice, so that only the axis `data` crosses from one slice
@@ -214,3 +214,8 @@ def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
 def replicated(mesh: Mesh) -> NamedSharding:
   """Sharding with the whole array on every device."""
   return NamedSharding(mesh, PartitionSpec())
+
+
+def split_by_batch(mesh: Mesh) -> NamedSharding:
+  """Sharding of arrays [B, ...] over the axes of the batch."""
+  return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

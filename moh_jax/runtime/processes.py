@@ -19,18 +19,15 @@ from moh_jax.runtime.files import differences
 
 VARIABLES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 JOIN_SECONDS = 300  # that all processes have to come in
-_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LOG = logging.getLogger(__name__)
 
 
-def join(seconds: int = JOIN_SECONDS) -> None:
+def join() -> None:
   """Connects this process to the others; JAX must not have been used before.
 
   TPU pods, Slurm, Open MPI and Kubernetes tell JAX where the first process
   listens and which process this is; elsewhere `VARIABLES` do.
-
-  Args:
-    seconds: that the others have to come in.
 
   Raises:
     ValueError: the place is not known, or the first process is not reached.
@@ -41,9 +38,9 @@ def join(seconds: int = JOIN_SECONDS) -> None:
   try:
     count, index = (int(text) if text else None for text in numbers)
     if address and index:
-      _reach(address, seconds)
+      _reach(address)
     jax.distributed.initialize(
-      address, count, index, initialization_timeout=seconds
+      address, count, index, initialization_timeout=JOIN_SECONDS
     )
   except (ValueError, RuntimeError, OSError) as error:
     raise ValueError(
@@ -52,10 +49,10 @@ def join(seconds: int = JOIN_SECONDS) -> None:
     ) from error
 
 
-def _reach(address: str, seconds: float) -> None:
+def _reach(address: str) -> None:
   """Waits for the first process, without which JAX would abort with a stack."""
   host, _, port = address.rpartition(":")
-  deadline = time.monotonic() + seconds
+  deadline = time.monotonic() + JOIN_SECONDS
   while True:
     try:
       socket.create_connection((host.strip("[]"), int(port)), 1).close()
@@ -157,7 +154,7 @@ def handled() -> Iterator[None]:
   def watch() -> None:
     seen = 0
     while received := reader.recv(1):
-      seen += received[0] in _NUMBERS
+      seen += received[0] in _SIGNALS
       if seen > 1:
         name = signal.Signals(received[0]).name
         os.write(2, f"error: stopped by {name}, at once\n".encode())
@@ -199,7 +196,7 @@ def deferred() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-  before = {number: signal.signal(number, handler) for number in _NUMBERS}
+  before = {number: signal.signal(number, handler) for number in _SIGNALS}
   try:
     yield
   finally:

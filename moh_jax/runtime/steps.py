@@ -165,7 +165,7 @@ def describe(step: int, damage: Mapping[str, str]) -> str:
   (name, what), *others = damage.items()
   item, inside, file = name.partition("/")
   where = f"item {item}, file {file}" if inside else f"file {name}"
-  more = f"; and {len(others)} more files" if others else ""
+  more = f"; and {len(others)} more" if others else ""
   return f"step {step}: damaged, {where}: {what}{more}"
 
 
@@ -195,10 +195,8 @@ def newest_whole_step(directory: str | epath.Path) -> int:
   """Finds the newest checkpoint that is whole; warns of newer ones.
 
   Raises:
-    FileNotFoundError: there is no checkpoint.
     DamagedCheckpointError: none is whole.
   """
-  find_step(directory, None)
   damaged = []
   for step in reversed(list_steps(directory)):
     damage = find_damage(directory, step)

@@ -122,17 +122,23 @@ def step_of(run: Config) -> Callable[[], Any]:
   Its program is the one that the run compiles.
   """
   mesh = make_mesh(run.mesh)
-  task = task_builder(run).make_task(run)
+  # No preview is made, so nothing has to decode its latents.
+  task = task_builder(run).make_task(run, lambda latents: latents)
   with use_mesh(mesh):
     batches = task.batches(mesh)
     batch = shard_batch(next(batches), mesh)
     batches.close()
     program = make_program(run, task, mesh)
-    state = [program.init()]
+    state, frozen = [program.init()], None
+    if program.adapters:  # random too: values do not change the time
+      where = jax.tree.map(lambda x: x.sharding, program.frozen)
+      frozen = jax.jit(
+        lambda: program.adapters.freeze(program.random()), out_shardings=where
+      )()
 
   def take() -> Any:
     with use_mesh(mesh):
-      state[0], metrics = program.step(state[0], batch)
+      state[0], metrics = program.step(state[0], batch, frozen)
     return metrics
 
   return take

@@ -94,7 +94,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Metrics]:
     del step
-    time_rng, noise_rng, label_rng = jax.random.split(rng, 3)
+    time_rng, noise_rng, label_rng, dropout_rng = jax.random.split(rng, 4)
     shape = batch["image"].shape
     draw = functools.partial(
       jax.random.randint, minval=0, maxval=diffusion.steps
@@ -104,7 +104,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     labels = drop_labels(
       label_rng, batch["label"], no_label, config.model.label_dropout
     )
-    rngs = {"dropout": jax.random.fold_in(rng, 0)}
+    rngs = {"dropout": dropout_rng}
     losses, aux = denoising_losses(
       model, diffusion, params, {**batch, "label": labels}, t, noise, rngs
     )

@@ -1,8 +1,8 @@
-"""What may refuse a run: all checks, before anything is compiled.
+"""Checks of a run before anything is compiled; `warm_start` has its own.
 
 `check_processes` needs the config alone, `check_run` the mesh and the abstract
-program (as in `plan`), the rest the working directory and the data. What
-follows trusts its callers.
+program (as in `plan`), the rest the working directory and the data. The
+steps of the run check none of this again.
 """
 
 import contextlib
@@ -170,6 +170,11 @@ def check_same_run(
     raise ValueError(
       f"workdir {directory} is at step {step}, beyond train.steps="
       f"{config.train.steps}"
+    )
+  if not (steps.step_folder(directory, step) / "data").is_dir():
+    raise ValueError(
+      f"workdir {directory} holds a model, not a run; choose another workdir, "
+      f"with train.init_from={str(directory)!r} to start from that model"
     )
   data = steps.read_json_item(directory, step, "data")
   here = _fixed(ours, random_settings())

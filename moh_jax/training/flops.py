@@ -49,13 +49,13 @@ def published_peak(kind: str) -> float | None:
 def step_flops(run: Config) -> float:
   """FLOPs of one training step, by its program and its layers' attention.
 
-  They are three times those of the forward pass for the active heads alone,
-  without the queries and outputs of other heads, which every form of attention
-  computes all the same; the attention of windows is counted for all heads.
-  Products are twice where adapters are trained, their own too: frozen matrices
-  get no gradient. A teacher is a forward pass of every head in some of the
-  steps. Matrix products and convolutions are counted, nothing that is computed
-  again. XLA's own count would have the body of a scanned stack once.
+  The forward pass counts three times: once itself, twice for its gradients.
+  With adapters, matrix products count twice: frozen matrices get no gradient.
+  Only active heads are counted, although every form of attention also computes
+  the queries and outputs of the others; attention in windows is counted for all
+  heads. A teacher adds a forward pass of every head, divided by
+  `tune.distill.every`. What is recomputed (`remat`) is not counted. XLA's own
+  count would have the body of a scanned stack once.
   """
   # Whatever the form, which may be impossible on the device of this trace.
   model = dataclasses.replace(run.model, attention_impl="auto")

@@ -79,14 +79,12 @@ def make_evaluate(
     FileNotFoundError: there is no held-out text.
     ValueError: it does not fit the model, or was made with another tokenizer.
   """
-  data, tokenizer_sha256 = config.data, trained.tokenizer_sha256
-  held_out = sequences.Text(data, config.model.vocab_size, "val")
-  tokenizer = held_out.tokenizer
-  sha256 = tokenizer.sha256 if tokenizer else tokenizer_sha256
-  if tokenizer_sha256 and sha256 != tokenizer_sha256:
+  held_out = sequences.Text(config.data, config.model.vocab_size, "val")
+  tokenizer, expected = held_out.tokenizer, trained.tokenizer_sha256
+  if tokenizer and expected and tokenizer.sha256 != expected:
     raise ValueError(
-      f"data.path={data.path!r} was made with a tokenizer of sha256 "
-      f"{sha256[:16]}, the model was trained with {tokenizer_sha256[:16]}"
+      f"data.path={config.data.path!r} was made with a tokenizer of sha256 "
+      f"{tokenizer.sha256[:16]}, the model was trained with {expected[:16]}"
     )
   eval_step = metrics_lib.language_step(model, config.model)
 
@@ -125,7 +123,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, dict[str, Any]]:
-    rngs = {"dropout": rng}  # for routers that need one
+    rngs = {"dropout": rng}  # for dropout of adapters, and routers that draw
     options = {"top_k": scheduled(step), "rngs": rngs}
     x, aux = apply_packed(model, params, batch, **options)
     loss, metrics = task_loss(params, batch, x, step, options)
@@ -143,9 +141,9 @@ def _make_prediction(config: Config) -> _TaskLoss:
   """Cross-entropy of the next tokens.
 
   It is the mean over the trained targets of the whole step, so neither
-  microbatches nor devices change a target's weight. So is the divergence from a
-  teacher (`tune.distill`), which in some of the steps is added to it: the model
-  without its adapters and routers.
+  microbatches nor devices change a target's weight. With `tune.distill` every
+  so many steps add a mean of the same kind, the divergence from a teacher: the
+  model without its adapters and routers.
   """
   distill, chunk = config.tune.distill, config.model.loss_chunk
   if distill.weight:
@@ -188,7 +186,7 @@ def _make_prediction(config: Config) -> _TaskLoss:
 def _shares(batch: Any) -> jax.Array:
   """Weights of the targets, whose sum is 1 on average over a step's parts."""
   weights = batch["weights"]
-  own = weights.sum(keepdims=True)[0] / len(weights)  # where no step is
+  own = weights.sum(keepdims=True)[0] / len(weights)  # outside a training step
   targets = len(weights) * batch.get(TARGETS, own)[:, None]
   return weights / jnp.where(targets == 0, 1, targets)
 

@@ -72,7 +72,7 @@ def muon_axes(boxed: Any) -> Any:
 
   Args:
     boxed: abstract parameters in Linen's boxes of logical axes, see
-      `params.abstract_params`.
+      `runtime.parameters`.
 
   Returns:
     Tree with the structure of the unboxed parameters: which dimensions are the
@@ -130,7 +130,7 @@ def _direction(config: OptimConfig, boxed: Any) -> optax.GradientTransformation:
     return optax.scale_by_lion(b1, b2, mu_dtype=dtype)
   if config.name == "muon":
     return optax.contrib.muon(
-      -1.0,  # optax's sign of a step, and no learning rate yet
+      -1.0,  # undoes optax's sign; the learning rate comes later
       beta=b1,
       eps=config.eps,
       mu_dtype=dtype,

@@ -18,7 +18,7 @@ from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import ModelAux
 from moh_jax.models.adapters import Adapters, join
 from moh_jax.runtime import parameters
-from moh_jax.runtime.mesh import BATCH_AXES, axes_of_entry
+from moh_jax.runtime.mesh import axes_of_entry, replicated, split_by_batch
 from moh_jax.training import optim
 
 
@@ -398,7 +398,7 @@ def make_program(
   optimizer = optim.make_optimizer(section, steps, boxed, config.model)
   opt_state = jax.eval_shape(optimizer.init, plain)
   shardings = _state_shardings(config, params, opt_state, mesh)
-  split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  split = split_by_batch(mesh)
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       (config.data.batch_size, *x.shape), x.dtype, sharding=split
@@ -464,7 +464,7 @@ def _state_shardings(
   and without the missing dimension if it lacks one, as means over rows or
   columns do. Others are replicated.
   """
-  whole = NamedSharding(mesh, PartitionSpec())
+  whole = replicated(mesh)
   paths = dict(jax.tree_util.tree_flatten_with_path(params)[0])
 
   def moments(path: tuple, leaf: Any) -> NamedSharding:

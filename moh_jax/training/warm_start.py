@@ -149,7 +149,7 @@ def warm_start(
   )
   needed, given = _shapes(abstract), _shapes(jax.eval_shape(fit, theirs))
   names = ours.class_names, metadata.class_names
-  free = {"/".join(path) for path in wanted.model.CLASS_AXES}
+  free = wanted.model.CLASS_PARAMS
   if not all(names) or names[0] == names[1]:
     free = {name for name in free if needed.get(name) != given.get(name)}
   lacking = (needed.keys() - given.keys()) | (free & needed.keys())
@@ -243,7 +243,7 @@ def _check_tokenizer(source: str, ours: Metadata, theirs: Metadata) -> None:
 def _check_fit(
   source: str, needed: _Shapes, given: _Shapes, free: Collection[str]
 ) -> None:
-  """No parameters but routers and those of classes lack, or differ in shape."""
+  """Only routers and parameters of classes may be missing or differ."""
   wrong = []
   for name in sorted((needed.keys() | given.keys()) - free):
     here, there = needed.get(name), given.get(name)

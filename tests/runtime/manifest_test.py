@@ -60,7 +60,7 @@ class ManifestTest(folders.FolderTest):
     self.assertEqual(self._found({"config"}), ["_CHECKPOINT_METADATA"])
 
   def test_message_names_step_item_file_and_the_other_steps(self):
-    for count, rest in ((1, "missing$"), (4, "; and 3 more files$")):
+    for count, rest in ((1, "missing$"), (4, "; and 3 more$")):
       damage = dict.fromkeys(map(str, range(count)), "missing")
       self.assertRegex(steps.describe(2, damage), rest)
     for step in ("4", "6"):
