@@ -4,8 +4,8 @@ The names in `__all__` are the public interface; every other module and name is
 internal and may change in any release. They are imported when they are first
 used, so `import moh_jax` alone loads neither JAX nor Flax.
 
-The families and routers of the package are registered here, above all that
-their records name.
+The package's families, routers and data sources are registered here, the one
+file that stands above every module that their records name.
 """
 
 import dataclasses as _dataclasses

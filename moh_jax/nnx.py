@@ -35,18 +35,20 @@ class MoHAttention(nnx.bridge.ToNNX):
     Args:
       in_features: C.
       budget: the layer's head split.
-      rngs: of the parameters, and of "dropout".
+      rngs: of the parameters and, if `dropout_rate` is above 0, of "dropout",
+        from which a router of your own draws too.
       context_features: None where the layer attends to its own tokens.
       deterministic: drop nothing.
       **fields: others of `moh_jax.MoHAttention`.
     """
     layer = moh.MoHAttention(budget, **fields)
     super().__init__(layer, rngs.params())
-    self.deterministic = deterministic
+    self.deterministic = False  # drawing needs the keys of parameters
     widths = filter(None, (in_features, context_features))
     self.lazy_init(*(jnp.zeros((1, 1, width)) for width in widths))
     drops = nnx.Rngs(dropout=rngs.dropout()) if layer.dropout_rate else None
     self.to_nnx__rngs = drops  # applying draws no keys for parameters
+    self.deterministic = deterministic
 
   # The bridge takes other attributes than those with its prefix for variables.
   @property
@@ -62,6 +64,6 @@ class MoHAttention(nnx.bridge.ToNNX):
     self, *args: Any, deterministic: bool | None = None, **options: Any
   ) -> tuple[jax.Array, RouterAux]:
     """Attends, as `moh_jax.MoHAttention` does with the same arguments."""
-    if deterministic is None:
-      deterministic = self.deterministic
-    return super().__call__(*args, deterministic=deterministic, **options)
+    if self.deterministic if deterministic is None else deterministic:
+      options["rngs"] = nnx.Rngs()  # without keys nothing is dropped
+    return super().__call__(*args, **options)

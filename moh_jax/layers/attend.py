@@ -31,7 +31,8 @@ def implementation_of(layer: nn.Module) -> str:
   """The form that a layer asks for, by its attribute `implementation`.
 
   While parameters are made it is "auto": they are the same for all forms, and
-  any device can make them, to plan, convert or restore. Unknown names stay.
+  any device can make them, to plan, convert or restore. An unknown name stays:
+  it is refused later.
   """
   makes = layer.is_initializing() and layer.implementation in IMPLEMENTATIONS
   return "auto" if makes else layer.implementation

@@ -288,8 +288,11 @@ class MoHAttention(nn.Module):
     if context is not None and (self.causal or places is not None):
       raise ValueError("causal and places must be off where there is a context")
     check_array("token_mask", token_mask, bool, x.shape[:2], _PADDING)
-    keys = () if context is None else context.shape[:2]
-    check_array("context_mask", context_mask, bool, keys, _PADDING)
+    if context is not None:
+      keys = context.shape[:2]
+      check_array("context_mask", context_mask, bool, keys, _PADDING)
+    elif context_mask is not None:
+      raise ValueError("context_mask needs a context; token_mask is for x")
 
   @nn.nowrap
   def layout(self, *, cached: bool) -> HeadLayout:

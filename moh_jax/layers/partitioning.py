@@ -96,9 +96,9 @@ def declare(
 
 
 def gather(x: jax.Array, kept: int = 0) -> jax.Array:
-  """Gathers what Explicit axes of a mesh split, but for the first dimensions.
+  """Gathers an array along Explicit mesh axes, but for its first dimensions.
 
-  Few operations take every split that types of arrays say.
+  There the split is part of an array's type, and few operations take any.
   """
   own = jax.typeof(x).sharding
   if not any(own.spec[kept:]):

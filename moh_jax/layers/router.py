@@ -35,11 +35,11 @@ class HeadChoice:
   Attributes:
     top_k: [] int32 routed heads per token, in place of the budget's; rounded
       down to what the router's structure allows, but not to none.
-    order: [H] int32, the heads in the order in which the first are shared, for
-      instance (4, 0, 5, 2, 1, 3) shares heads 4 and 0 where the budget shares
-      two; for a structure as `Units.order` lists them. None is its default: 0,
-      1, 2, ... if heads are "free". The recorded `Routing` lists heads in this
-      order; gates and side values are in the heads' own.
+    order: [H] int32, the heads, those to be shared first: (4, 0, 5, 2, 1, 3)
+      shares heads 4 and 0 where the budget shares two. With a structure other
+      than "free" it must be listed as `Units.order` does. None is 0, 1, 2, ...,
+      or `Units.order()`. The recorded `Routing` lists heads in this order;
+      gates and side values are in the layer's own.
     scale: [H] or [B, 1, H] float32 that multiplies the gates, to measure what a
       head contributes.
   """
@@ -183,8 +183,8 @@ class Router(nn.Module):
   `self.has_rng("dropout")` tells whether there is one.
 
   Attributes:
-    budget: the layer's head split; its heads are groups of them where
-      `config.structure` is "whole_group".
+    budget: the layer's head split; where `config.structure` is "whole_group" it
+      counts key/value groups in place of heads.
     config: section `model.router`.
     kernel_init: the family's initializer of matrices.
     parts: key/value groups where `config.structure` is "per_group", else 1. The

@@ -67,12 +67,7 @@ class Matrix:
     lead = int(axes[0] == "layers")
     parts: tuple[str, ...] = ()
     if len(shape) - lead - box.inputs == 3:  # parts, heads, head dim
-      count = shape[lead + box.inputs]
-      parts = (
-        tuple(f"{name}{i}" for i in range(count)) if count > 1 else (name,)
-      )
-      if len(name) == count:  # "qkv" and "kv"
-        parts = tuple(name)
+      parts = tuple(name)  # a letter for each: "q", "kv" or "qkv"
     return cls(lead, box.inputs, parts, shape, axes)
 
   @property

@@ -114,7 +114,7 @@ def make_image_sampler(
   if not in_pixels and decode is None:
     raise ValueError(
       "diffusion.space='latent': an autoencoder must decode what the model "
-      "samples (`decode`, --vae PATH); of a run sample.every=0 samples nothing"
+      "samples (`decode`, --vae PATH); a run with sample.every=0 needs none"
     )
   parts = config.diffusion.scaling.affine(config.model.channels)
   offset, factor = (np.float32(part)[None, None, None] for part in parts)

@@ -30,7 +30,7 @@ class Features(NamedTuple):
   Attributes:
     pool3: [B, 2048] average of the last block, the FID feature.
     spatial: [B, 17, 17, 7] first channels of Mixed_6d, the sFID feature.
-    logits: [B, num_classes] class scores without the class bias.
+    logits: [B, 1008] class scores without the class bias.
   """
 
   pool3: jax.Array

@@ -120,7 +120,7 @@ class LLM(nn.Module):
     Args:
       tokens: [B, N] int32.
       **options: keyword arguments of `extend`: positions, segments, token_mask,
-        top_k, head_scale, with_logits.
+        counted, top_k, head_scale, with_logits.
 
     Returns:
       Logits [B, N, V] float32, or what the output layer reads [B, N, C]; and

@@ -170,17 +170,17 @@ def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
   the last one, to no noise at all, gives x0 itself.
   """
   alpha, sigma = process.signal, process.spread
-  log_snr = np.log(alpha / sigma)
+  lambdas = np.log(alpha / sigma)
   size = len(process.timesteps)
   keep, move, history = np.zeros(size), np.ones(size), np.zeros(size)
   for step in range(1, size):
-    h = log_snr[step - 1] - log_snr[step]
+    h = lambdas[step - 1] - lambdas[step]
     keep[step] = sigma[step - 1] / sigma[step]
     move[step] = alpha[step - 1] * -np.expm1(-h)
     if step < size - 1:
       # At most its value for equal steps: a step much longer than the one
       # before, such as the last of steps evenly spaced in t, would overshoot.
-      ratio = h / (log_snr[step] - log_snr[step + 1])
+      ratio = h / (lambdas[step] - lambdas[step + 1])
       history[step] = min(ratio, 1.0) / 2
   return keep, move, history
 

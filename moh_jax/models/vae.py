@@ -20,7 +20,7 @@ from moh_jax.layers.mlp import check_shape
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops.attention import attention
 
-# What decides which latents an image has; decoders are exchanged.
+# What decides which latents an image has; decoders may differ.
 _ENCODER = ("encoder", "quant_conv")
 _LOGVAR_RANGE = (-30.0, 20.0)
 

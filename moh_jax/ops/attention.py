@@ -144,6 +144,8 @@ def _check(call: Call) -> None:
     check_array(name, array, kind, shape)
   if call.scale <= 0:
     raise ValueError(f"scale={call.scale} must be above 0")
+  if active is not None and active.max_per_token < 1:
+    raise ValueError(f"max_active={active.max_per_token} must be above 0")
   if bias is not None:
     sizes = zip(bias.shape[::-1], logits[::-1])
     fits = bias.ndim <= 4 and all(size in (1, full) for size, full in sizes)
@@ -342,7 +344,7 @@ def kernels_of(device: Target) -> Kernels:
 
 
 def kernel_needs(call: Call, device: Target) -> str:
-  """What the kernel would need that a call has not; empty if nothing."""
+  """What the kernel needs and a call lacks; empty if nothing."""
   if call.bias is not None:
     return "logits without a bias; 'packed' adds it"
   if call.head_dim > MAX_HEAD_DIM:
@@ -355,7 +357,7 @@ def kernel_needs(call: Call, device: Target) -> str:
 
 
 def _cudnn_needs(call: Call, device: Target) -> str:
-  """What cuDNN would need that a call has not; empty if nothing."""
+  """What cuDNN needs and a call lacks; empty if nothing."""
   if problem := device.gpu_problem:
     return problem
   if not has_cudnn():

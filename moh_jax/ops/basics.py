@@ -5,26 +5,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 HALF = ("bfloat16", "float16")
-ATTENTION = "attention"  # what `keep_attention` names
+# Name of the results that the gradients of attention need. The remat policy
+# "dots" keeps them: to recompute them is to run the whole attention again.
+ATTENTION = "attention"
 
 
 def check_array(
   name: str, array: Any, kind: Any, shape: tuple[int, ...], what: str = ""
 ) -> None:
-  """Refuses an array, if there is one, of another kind or shape.
+  """Refuses an array of another dtype or shape; None passes.
 
   Args:
     name: of the argument.
     array: of JAX or NumPy, or None.
     kind: what its dtype is, such as `bool` or `jnp.floating`.
     shape: what its shape is.
-    what: end of the message.
+    what: ends the message.
 
   Raises:
-    ValueError: it is another one; the message names both.
+    ValueError: dtype or shape is another; the message names both.
   """
   if array is None or (
     array.shape == shape and jnp.issubdtype(array.dtype, kind)
@@ -74,18 +75,3 @@ def gelu(x: jax.Array) -> jax.Array:
   The absolute error of this form is one float32 rounding.
   """
   return 0.5 * x * (1.0 + jax.lax.erf(x * math.sqrt(0.5)))
-
-
-def keep_attention(x: Any) -> Any:
-  """Names the results that the gradients of attention need.
-
-  The remat policy "dots" keeps values of this name: recomputing them would run
-  the whole attention again.
-
-  Args:
-    x: a pytree of arrays.
-
-  Returns:
-    The same arrays, named `ATTENTION`.
-  """
-  return jax.tree.map(lambda leaf: checkpoint_name(leaf, ATTENTION), x)

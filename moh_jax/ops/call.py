@@ -140,7 +140,7 @@ class Call:
 
   @property
   def masked(self) -> bool:
-    """Whether cuDNN would read what is hidden as an array.
+    """Whether hidden keys make "auto" prefer other forms to cuDNN.
 
     These are segments, and where attention is causal a key mask, or fewer or
     more queries than keys.

@@ -155,9 +155,7 @@ def summed_cross_entropy(
 
 
 def _backward(chunk, columns, grads, cotangent):
-  dx, dkernel = grads
-  scaled = (cotangent * dx).astype(dx.dtype), cotangent * dkernel
-  return (*scaled, None, None)
+  return *((cotangent * x).astype(x.dtype) for x in grads), None, None
 
 
 def token_cross_entropy(

@@ -100,9 +100,9 @@ _logits = jax.custom_vjp(_multiply)
 
 def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
   q, k = saved
-  grad = grad.astype(q.dtype)
-  dq = jnp.einsum("...nm,...md->...nd", grad, k)
-  return dq, jnp.einsum("...nm,...nd->...md", grad, q)
+  grad = grad.astype(jnp.result_type(q, k))
+  dq = jnp.einsum("...nm,...md->...nd", grad, k).astype(q.dtype)
+  return dq, jnp.einsum("...nm,...nd->...md", grad, q).astype(k.dtype)
 
 
 _logits.defvjp(lambda q, k: (_logits(q, k), (q, k)), _logits_backward)
@@ -118,7 +118,7 @@ _mix_values = jax.custom_vjp(_mix)
 
 def _mix_forward(weights: jax.Array, v: jax.Array) -> tuple:
   weights = weights.astype(v.dtype)
-  return einsum_float32("...nm,...md->...nd", weights, v), (weights, v)
+  return _mix(weights, v), (weights, v)
 
 
 def _mix_backward(saved: tuple, grad: jax.Array) -> tuple:

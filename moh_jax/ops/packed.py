@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moh_jax.ops.basics import (
+  ATTENTION,
   einsum_float32,
-  keep_attention,
   unnormalized_softmax,
 )
 from moh_jax.ops.call import Call
@@ -53,7 +54,7 @@ def packed_attention(
   """
   bias = call.bias
   if bias is not None:
-    sizes = call.q.shape[1], call.k.shape[1]
+    sizes = call.queries, call.keys
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], *sizes))
   arrays = call.q, call.k, call.v
   if target().platform == "cpu":
@@ -69,7 +70,9 @@ def _packed(call, blocks, blocks_per_step):
 
 
 def _forward(call, blocks, blocks_per_step):
-  out, log_sums = keep_attention(_run(blocks_per_step, call, blocks))
+  out, log_sums = checkpoint_name(
+    _run(blocks_per_step, call, blocks), ATTENTION
+  )
   return out, (call, blocks, out, log_sums)
 
 
@@ -180,7 +183,7 @@ class _Problem:
   max_count = property(
     lambda self: min(self.blocks_per_step, len(self.blocks.token))
   )
-  groups = property(lambda self: len(self.call.k) * self.call.k.shape[2])
+  groups = property(lambda self: self.call.batch * self.call.kv_heads)
 
   def no_rows(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Zeros for all rows, plus the rows a last step may write past the end."""
@@ -208,7 +211,7 @@ class _Problem:
 
     def program(count: int, length: int, t: jax.Array, sums: tuple) -> tuple:
       token = lax.dynamic_slice_in_dim(table.token, t, count).reshape(-1)
-      rows = _Rows(t * width, group // self.call.k.shape[2], token)
+      rows = _Rows(t * width, group // self.call.kv_heads, token)
       values, sums = work(rows, length, sums)
       # Every branch returns the same shape. Rows of padding are written too,
       # and overwritten by the next step.
@@ -229,9 +232,9 @@ class _Problem:
       count = -(-left // -(-left // self.max_count))
       index = (count - 1) * len(lengths)
       if len(lengths) > 1:  # by the last key that a causal row may see
-        token, queries = table.token[t + count - 1], self.call.q.shape[1]
+        token, queries = table.token[t + count - 1], self.call.queries
         last = jnp.where(token < queries, token, 0).max()
-        last = jnp.maximum(last + self.call.k.shape[1] - queries, 0)
+        last = jnp.maximum(last + self.call.keys - queries, 0)
         index += last // lengths[0]
       if len(programs) > 1:
         values, sums = lax.switch(index, programs, t, sums)
@@ -249,7 +252,7 @@ class _Problem:
 
   def _lengths(self) -> list[int]:
     """Values of L that are compiled, ascending."""
-    keys = self.call.k.shape[1]
+    keys = self.call.keys
     if not self.call.visible.causal or keys < 2 * _MIN_LENGTH:
       return [keys]
     step = max(_MIN_LENGTH, -(-keys // _LENGTHS))
@@ -274,7 +277,7 @@ class _Problem:
       own = jnp.take(segments, rows.token, mode="clip")
       seen = seen & (own[:, None] == segments[None, :length])
     if self.call.visible.causal:
-      last = rows.token + self.call.k.shape[1] - self.call.q.shape[1]
+      last = rows.token + self.call.keys - self.call.queries
       seen = seen & (jnp.arange(length)[None] <= last[:, None])
     return jnp.where(seen, logits, -jnp.inf)
 
@@ -286,7 +289,7 @@ class _Problem:
     if heads > 1:
       head = jnp.maximum(rows.of(self.blocks.pair), 0) % heads
     # Empty rows read the last token's bias; their gradients are 0.
-    return row, head, jnp.minimum(rows.token, self.call.q.shape[1] - 1)
+    return row, head, jnp.minimum(rows.token, self.call.queries - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,7 @@ class HeadPlacement:
     Each device sends every other one only the heads that it needs.
 
     Args:
-      x: an array whose dimension `dim`, of H or K heads, the axis splits.
+      x: an array whose dimension `dim`, of H or K heads, `tensor` splits.
       dim: index of the dimension.
 
     Returns:
@@ -192,8 +192,8 @@ def check_heads(model: RoutedLayers, mesh: Mesh | AbstractMesh) -> None:
     if place_heads(group.attended, kv_heads, tensor, sequence) is not None:
       continue
     raise ValueError(
-      f"mesh.tensor={tensor} must divide the {kv_heads} key/value heads of the "
-      f"{index}. group of equal layers, and with mesh.sequence={sequence} its "
+      f"mesh.tensor={tensor} must divide the {kv_heads} key/value heads of "
+      f"group {index} of equal layers, and with mesh.sequence={sequence} its "
       f"{group.attended} heads evenly"
     )
 
@@ -216,6 +216,6 @@ def check_tokens(
     tokens = length or group.tokens
     if tokens % devices:
       raise ValueError(
-        f"mesh.sequence={devices}: the {index}. group of equal layers has "
+        f"mesh.sequence={devices}: group {index} of equal layers has "
         f"{tokens} tokens, must be a multiple of it"
       )

@@ -16,9 +16,9 @@ Two published forms of the gates exist:
 In both forms there is no a1 and a2 where one of the two groups is empty, and a
 single shared head has S = 1. Scores and gates are float32.
 
-Where heads have parts (`RouterConfig.structure`), routed heads stand part by
-part, and a token selects as many of each. Scores and gates are as without: of
-all routed heads.
+Where heads have parts (`RouterConfig.structure`), routed heads are listed part
+by part, and a token selects equally many of each. The softmax is still over all
+routed heads.
 
 The router "query_norm" has no parameters; it turns pre-trained models into MoH.
 Heads are selected by the norms of their queries, the gates of shared and
@@ -157,7 +157,7 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
   if isinstance(k, int) and k in (0, num):
     return jnp.full(scores.shape, k == num)
   # Whether head j is better than head i, or equal and before it: [..., i, j].
-  # Heads are few, and unlike a sort this is not gathered from a mesh.
+  # Heads are few, and for a sort a mesh would gather their scores.
   ours, theirs = scores[..., :, None], scores[..., None, :]
   before = jnp.tri(num, k=-1, dtype=bool)
   before = jax.lax.broadcast_to_rank(before, ours.ndim)

@@ -1,8 +1,8 @@
 """Attention of every head by others' kernels: cuDNN's, and JAX's for TPUs.
 
-They skip no inactive heads. Told the lengths of their queries, cuDNN takes as
-long in the forward pass for half of them as for all, and what its backward pass
-skips makes it no faster than the kernel (measured on an H100).
+They skip no inactive heads. cuDNN can be told how many queries each head has,
+but on an H100 its forward pass then takes as long for half of them as for all,
+and what its backward pass saves makes it no faster than our kernel.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim.
@@ -88,7 +88,7 @@ def splash_attention(call: Call, interpret: bool = False) -> jax.Array:
     residual_checkpoint_name=ATTENTION,
     interpret=interpret,
   )
-  # The kernel has no scale. In bfloat16 only powers of two multiply exactly.
+  # The kernel has no scale; a product in bfloat16 would round the scale too.
   q = (q.astype(jnp.float32) * call.scale).astype(q.dtype)
   count = heads_in_lanes(heads, dim) if heads == k.shape[2] else 1
   q, k, v = (fill_lanes(x, count).swapaxes(1, 2) for x in (q, k, v))

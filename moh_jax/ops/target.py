@@ -40,8 +40,8 @@ class Target:
   def compute(self) -> float:
     """Compute capability of an NVIDIA GPU; 0 for others, which read no PTX.
 
-    Of a GPU that is not here the name tells whether it is Hopper; all others
-    are taken for newer than 8.0.
+    A GPU that is not here is Hopper, 9.0, if its name says so; any other counts
+    as 8.0.
     """
     if self.platform != "gpu" or self.capability.startswith("gfx"):
       return 0.0
@@ -50,10 +50,10 @@ class Target:
 
   @property
   def gpu_problem(self) -> str:
-    """What programs for NVIDIA GPUs need that it has not; else empty."""
+    """What programs for NVIDIA GPUs need and it lacks; empty if nothing."""
     if not self.compute:
       return f"an NVIDIA GPU, this is a {self.platform} ({self.kind})"
-    old = f"compute capability 8.0 or later, which {self.kind} has not"
+    old = f"compute capability 8.0 or later, which {self.kind} lacks"
     return old if self.compute < 8 else ""
 
 

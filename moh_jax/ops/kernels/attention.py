@@ -17,9 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.basics import HALF, keep_attention
+from moh_jax.ops.basics import ATTENTION, HALF
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import HeadBlocks, gather_rows, scatter_rows
 from moh_jax.ops.target import Target
@@ -294,9 +295,9 @@ class Kernels:
 
   Attributes:
     tiles: default `BlockSizes`, see `fitting`.
-    few_rows: key/value heads with fewer rows than this get blocks of half the
-      rows,
-    least_rows: or of so many rows.
+    few_rows: a key/value head with fewer rows than this gets blocks of half as
+      many rows,
+    least_rows: but not of fewer than this.
   """
 
   tiles: ClassVar[dict[int, dict[int, BlockSizes]]]
@@ -426,8 +427,8 @@ def _attend_rows(q, k, v, problem, options):
 def _forward(q, k, v, problem, options):
   (kernels, sizes), dim = options, q.shape[-1]
   rows = kernels.to_rows(problem, q)
-  out, log_sums = keep_attention(
-    kernels.run("forward", problem, (rows,), (k, v), sizes.forward)
+  out, log_sums = checkpoint_name(
+    kernels.run("forward", problem, (rows,), (k, v), sizes.forward), ATTENTION
   )
   saved = rows, k, v, problem, out, log_sums
   return kernels.to_pairs(problem, out, dim), saved
