@@ -212,7 +212,6 @@ def time_rows(
   mha: Collection[int],
   units: int,
   rounds: int,
-  min_seconds: float = 0.005,
 ) -> list[Row]:
   """Times programs in turns and adds to their rows what was measured.
 
@@ -223,13 +222,10 @@ def time_rows(
       "mha", and the others are compared with it.
     units: tokens or images of one evaluation.
     rounds: measured turns.
-    min_seconds: seconds that a turn lasts at least; shorter programs are
-      repeated in it.
   """
   here = {i: one for i, one in enumerate(programs) if one}
-  times = interleaved(
-    {i: one.run for i, one in here.items()}, rounds, min_seconds
-  )
+  # Programs of less than 5 ms are repeated in a turn.
+  times = interleaved({i: one.run for i, one in here.items()}, rounds, 0.005)
   times = {
     i: summarize([turn / here[i].loops for turn in time.turns])
     for i, time in times.items()

@@ -1,17 +1,14 @@
 """Writes the measured tables of README.md and docs/ from benchmarks/results.
 
-  python -m benchmarks.tables          # after new results
-  python -m benchmarks.tables --check  # exit status 1 if a page is behind
+  python -m benchmarks.tables
 
 A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
 """
 
-import argparse
 import functools
 import json
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,21 +32,13 @@ _PASSES = {
 }
 
 
-def main() -> int:
-  """Writes the pages, or says which would change."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--check", action="store_true")
-  args = parser.parse_args()
-  behind = 0
+def main() -> None:
+  """Writes the pages whose tables have changed."""
   for page in _PAGES:
     text = (_ROOT / page).read_text()
-    if text == (new := rendered(text)):
-      continue
-    behind += 1
-    print(f"{page} {'is behind' if args.check else 'written'}")
-    if not args.check:
+    if text != (new := rendered(text)):
       (_ROOT / page).write_text(new)
-  return 1 if args.check and behind else 0
+      print(f"{page} written")
 
 
 def rendered(text: str) -> str:
@@ -252,4 +241,4 @@ for _name in ("llm", "vit", "dit"):
   _TABLES[f"costs_{_name}"] = functools.partial(_costs, name=_name)
 
 if __name__ == "__main__":
-  sys.exit(main())
+  main()

@@ -132,7 +132,7 @@ class BaseOptions(base.Section):
     self.check()
 
   def check(self) -> None:
-    """Keys are changed where there are some."""
+    """Refuses changes of keys where no config is read."""
     sources = (getattr(self, name, None) for name in ("config", "checkpoint"))
     if self.changes and all(source is None for source in sources):
       raise ValueError(f"{PREFIX}{self.changes[0]} needs --config FILE[:ARG]")
@@ -277,8 +277,10 @@ class Stored(BaseOptions):
   checkpoint: Place
   step: str = "newest"
 
+  CHANGES = ()  # of the stored config, before those of the command line
+
   def check(self) -> None:
-    """The step is a number or a word."""
+    """The step is a number or "newest"."""
     super().check()
     if self.step != "newest" and not self.step.isdecimal():
       self.fail("step", "must be a number or newest")
@@ -314,7 +316,7 @@ class Stored(BaseOptions):
     metadata, step = checkpoint.read_metadata(self.checkpoint, self.step_number)
     if command is not None:
       check_command(metadata.config.model, command, self.checkpoint)
-    config = changed(metadata.config, self.changes)
+    config = changed(metadata.config, (*self.CHANGES, *self.changes))
     return dataclasses.replace(metadata, config=config), step
 
 
@@ -334,12 +336,7 @@ class Checkpoint(Stored):
   top_k: tuple[int, ...] | None = None
 
   KEEPS_PROGRAMS = True
-
-  def stored(self, command: str | None = None) -> tuple[Metadata, int]:
-    """As `Stored.stored`; the config is that of the served model."""
-    metadata, step = super().stored(command)
-    config = changed(metadata.config, (*_SERVED, *self.changes))
-    return dataclasses.replace(metadata, config=config), step
+  CHANGES = _SERVED
 
   def restore(self, **options: Any) -> Restored:
     """Restores the model with the changes of the command line.
@@ -354,7 +351,7 @@ class Checkpoint(Stored):
     given = {
       "step": step,
       "use_ema": metadata.config.eval.use_ema,
-      "changes": (*_SERVED, *self.changes),
+      "changes": (*self.CHANGES, *self.changes),
       "top_k": self.top_k,
     }
     return restore(self.checkpoint, **(given | options))

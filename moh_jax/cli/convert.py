@@ -50,7 +50,6 @@ def run(options: Options) -> int:
   """Writes the converted checkpoint, and says what was taken."""
   from moh_jax.convert.checkpoints import convert
   from moh_jax.data.chat import template_names
-  from moh_jax.data.infer import resolve
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.runtime import checkpoint
 
@@ -60,7 +59,7 @@ def run(options: Options) -> int:
     options.out,
     key=options.key,
     model=options.model,
-    config=resolve(options.loaded) if options.config else None,
+    config=options.loaded if options.config else None,
     base=options.base,
   )
   print(f"{name}: {count:,} parameters written to {options.out}")

@@ -34,6 +34,8 @@ class Options(command.Stored):
   dtype: Dtype = "float32"
   license: str = ""
 
+  CHANGES = (f"{_KEYS[0]}=true",)
+
   def check(self) -> None:
     """The form is known, and no other key is changed."""
     super().check()
@@ -50,11 +52,10 @@ class Options(command.Stored):
 @alive("exporting")
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
-  from moh_jax.config.parse import changed
   from moh_jax.convert.checkpoints import export
 
   metadata, step = options.stored()
-  config = changed(metadata.config, (f"{_KEYS[0]}=true", *options.changes))
+  config = metadata.config
   count = export(
     options.checkpoint,
     options.out,

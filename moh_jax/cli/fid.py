@@ -29,7 +29,8 @@ class Options(command.Output):
     inception: weights of the Inception network, pytorch-fid's
       pt_inception-2015-12-05-6726825d.pth.
     metrics: of fid, sfid, is, pr (default: all that --reference serves).
-    resize: to 299 pixels: as ADM and DiT's numbers, or as pytorch-fid.
+    resize: how images become 299 pixels wide: tf1 as for ADM's and DiT's
+      numbers, ptfid as pytorch-fid.
     image_size: crop the images of folders to so many rows and columns, as in
       training of diffusion models (default: all must have one size).
     save_stats: write the statistics of the samples as a reference file.
@@ -57,13 +58,15 @@ def run(options: Options) -> int:
 
   names, stated = options.metrics or ("is",), None
   if options.reference:
-    stated = fid.read_statistics(options.reference)
-    served = "fid", "sfid", "is", "pr"
+    stated, lacks = fid.read_statistics(options.reference), {}
+    if stated and stated.spatial is None:
+      lacks["sfid"] = "mu_s and sigma_s"
     if stated and not fid.has_images(options.reference):
-      served = ("fid", "sfid", "is") if stated.spatial else ("fid", "is")
+      lacks["pr"] = "images (arr_0)"
+    served = [n for n in ("fid", "sfid", "is", "pr") if n not in lacks]
     names = options.metrics or served
-    if stated and stated.spatial is None and "sfid" in names:
-      options.fail("metrics", f"needs mu_s and sigma_s in {options.reference}")
+    for name in lacks.keys() & {*names}:
+      options.fail("metrics", f"needs {lacks[name]} in {options.reference}")
   keep = "pr" in names
   summary = _summarized(options, options.samples, keep)
   if options.save_stats:

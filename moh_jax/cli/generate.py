@@ -151,7 +151,8 @@ def run(options: Options) -> int:
       prompt_of=prompt_of,
     )
     told = f"{len(lines):,} completions in {options.out}"
-    options.give({}, [f"{told}; {before:,} were there"])
+    values = {"prompts": len(lines), "out": options.out}
+    options.give(values, [f"{told}; {before:,} were there"])
   elif not prompts:
     _interact(generator, sampling, prompt_of)
   elif len(prompts) == 1 and not options.json:

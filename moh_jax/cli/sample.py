@@ -54,8 +54,7 @@ def run(options: Options) -> int:
   """Samples images and writes them."""
   import numpy as np
 
-  from moh_jax.convert import HOW_TO_GET_VAE
-  from moh_jax.convert.vae import load_autoencoder
+  from moh_jax.convert.vae import HOW_TO_GET_VAE, load_autoencoder
   from moh_jax.evaluation.pictures import tiles
   from moh_jax.inference import sample
   from moh_jax.inference.restore import fingerprint

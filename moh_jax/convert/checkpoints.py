@@ -140,8 +140,7 @@ def export(
   Adapters become a part of the weights, which are then held in memory;
   `to="peft"` writes them alone, and `to="base"` the model that they are trained
   on, as the run computes with it: with its routers and other parameters that
-  are trained whole, and with its matrices as rounded as `tune.lora.base_dtype`
-  holds them.
+  are trained whole, and with its matrices rounded to `tune.lora.base_dtype`.
 
   Args:
     directory: a working directory or an output of `convert`.
@@ -178,7 +177,7 @@ def export(
       f"--to {form!r}: {directory} has no adapters (tune.lora.rank=0)"
     )
   if form == peft.FORM:
-    return peft.export_adapters(directory, out, step, use_ema, dtype)
+    return peft.export_adapters(config, directory, out, step, use_ema, dtype)
   table, abstract = model_rules(config.model, form), _abstract(config)
   rules.expected_tensors(table, abstract)  # there is a rule for all parameters
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"

@@ -184,7 +184,8 @@ def _described(kind: str, path: pathlib.Path) -> DiTConfig | None:
       router=RouterConfig("none"),
     )
   except (KeyError, ValueError) as error:
-    raise ValueError(f"{path}: {error}") from error
+    lacks = "lacks " * isinstance(error, KeyError)
+    raise ValueError(f"{path}: {lacks}{error}") from error
 
 
 CONVERTER = Converter(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from moh_jax.convert import HOW_TO_GET_INCEPTION, rules
+from moh_jax.convert import rules
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import INPUT_SIZE, InceptionV3
 
@@ -25,6 +25,13 @@ _UNIT = {
   "mean": "bn.running_mean",
   "var": "bn.running_var",
 }
+_FILE = "pt_inception-2015-12-05-6726825d.pth"
+_HOW_TO_GET = (
+  f"the FID metrics need the Inception weights {_FILE}: download "
+  "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
+  f"{_FILE} to any place and pass --inception PATH (a safetensors "
+  "file of the same tensors will do)"
+)
 
 
 def load_inception(path: str | os.PathLike) -> Any:
@@ -41,7 +48,7 @@ def load_inception(path: str | os.PathLike) -> Any:
     ValueError: the file is damaged or holds other tensors.
   """
   if not pathlib.Path(path).exists():
-    raise FileNotFoundError(f"{path}: no such file; {HOW_TO_GET_INCEPTION}")
+    raise FileNotFoundError(f"{path}: no such file; {_HOW_TO_GET}")
   return convert_inception(read_tensors(path), source=str(path))
 
 

@@ -22,7 +22,13 @@ import msgspec
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from moh_jax.config import LLMConfig, LoraConfig, TuneConfig, apply_overrides
+from moh_jax.config import (
+  Config,
+  LLMConfig,
+  LoraConfig,
+  TuneConfig,
+  apply_overrides,
+)
 from moh_jax.convert import rules, tensor_files
 from moh_jax.convert.rules import Path, Rule, converter_of, expected_tensors
 from moh_jax.data.tokenizers import copy_tokenizer_files
@@ -131,11 +137,12 @@ class _Place:
 
 
 def export_adapters(
-  directory: str, out: str, step: int, use_ema: bool, dtype: str
+  config: Config, directory: str, out: str, step: int, use_ema: bool, dtype: str
 ) -> int:
   """Writes the adapters of a checkpoint as a folder of PEFT.
 
   Args:
+    config: the run.
     directory: working directory of a run with adapters, or what
       `import_adapters` wrote.
     out: the folder, new or empty.
@@ -149,8 +156,6 @@ def export_adapters(
   Raises:
     ValueError: the adapters have no public form.
   """
-  metadata, step = checkpoint.read_metadata(directory, step)
-  config = metadata.config
   lora = config.tune.lora
   boxed = abstract_params(*make_model(config))
   adapters = Adapters.of(boxed, lora)
@@ -316,7 +321,7 @@ def _untie(source: str, found: _Stored, tensors: dict[str, Any]) -> None:
   if embed is None or head is None or not np.array_equal(embed, head):
     raise ValueError(
       f"{source}: the base has tie_embeddings=True, so {' and '.join(names)} "
-      "must be stored both and be equal, as PEFT's ensure_weight_tying=True "
+      "must both be stored and be equal, as PEFT's ensure_weight_tying=True "
       f"does; modules_to_save={found.modules_to_save}"
     )
   del tensors[names[1]]

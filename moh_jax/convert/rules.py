@@ -370,7 +370,7 @@ def dump_params(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
   """Converts our parameters (or gradients) to public tensors by name.
 
   Raises:
-    ValueError: no rule mentions some parameter.
+    ValueError: a parameter has no rule.
   """
   flat = traverse_util.flatten_dict(params)
   used = {path for rule in rules for path in rule.ours}

@@ -217,7 +217,7 @@ def block_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
   for axis, size in enumerate(shape):
     rest = math.prod(block[axis + 1 :]) * itemsize
     block[axis] = max(1, min(size, BLOCK_BYTES // max(rest, 1)))
-    if block[axis] > 1 or rest <= BLOCK_BYTES:
+    if rest <= BLOCK_BYTES:
       break
   return tuple(block)
 

@@ -171,14 +171,15 @@ class _Inert:
 
 
 def _open_torch(path: pathlib.Path, key: str | None) -> dict[str, np.ndarray]:
-  """Maps the tensors of a file of `torch.save` into memory."""
+  """Opens the tensors of a file of `torch.save`; those of a zip are mapped."""
   torch = import_extra("torch", f"{path}: a file of torch.save", "torch")
   load = torch.serialization
+  is_zip = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format
   try:
-    names = load.get_unsafe_globals_in_checkpoint(path)
+    names = load.get_unsafe_globals_in_checkpoint(path) if is_zip else []
     inert = [(type(name, (_Inert,), {}), name) for name in names]
     with load.safe_globals(inert):
-      tree = torch.load(path, "cpu", weights_only=True, mmap=True)
+      tree = torch.load(path, "cpu", weights_only=True, mmap=is_zip)
   except Exception as error:  # a damaged file raises nearly anything
     # The rest of torch's message advises to run the file's code.
     advice = r"(?s).*(WeightsUnpickler error: |trusted source\.)"

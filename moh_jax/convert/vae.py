@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +22,37 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config, differing_fields
 from moh_jax.config.dit import LatentScaling, VAEConfig
-from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
+from moh_jax.convert import rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.vae import VAE, encoder_sha256
-from moh_jax.runtime.files import Size, check_json, read_json
+from moh_jax.runtime.files import check_json, read_json
 from moh_jax.runtime.mesh import replicated
 
+VAE_FILES = (
+  "diffusion_pytorch_model.safetensors",
+  "diffusion_pytorch_model.bin",
+  "diffusion_pytorch_model.fp16.safetensors",
+  "diffusion_pytorch_model.fp16.bin",
+)
+HOW_TO_GET_VAE = (
+  f"latents need the Stable Diffusion autoencoder: put {VAE_FILES[0]} (or "
+  f"{VAE_FILES[1]}) and config.json of stabilityai/sd-vae-ft-ema or "
+  "stabilityai/sd-vae-ft-mse (https://huggingface.co/stabilityai/"
+  "sd-vae-ft-ema) into one folder and pass --vae PATH, the folder or the file"
+)
+_Size = Annotated[int, msgspec.Meta(ge=1)]
 _LOG = logging.getLogger(__name__)
 
 
 class _Public(msgspec.Struct):
   """What is read of diffusers' config.json, by the names of `VAEConfig`."""
 
-  block_out_channels: list[Size]
-  layers_per_block: Size = 1
-  image_channels: Size = msgspec.field(name="in_channels", default=3)
-  latent_channels: Size = 4
-  norm_groups: Size = msgspec.field(name="norm_num_groups", default=32)
+  block_out_channels: list[_Size]
+  layers_per_block: _Size = 1
+  image_channels: _Size = msgspec.field(name="in_channels", default=3)
+  latent_channels: _Size = 4
+  norm_groups: _Size = msgspec.field(name="norm_num_groups", default=32)
   norm_eps: float = 1e-6
   use_quant_conv: bool = True
   use_post_quant_conv: bool = True

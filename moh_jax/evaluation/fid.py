@@ -366,8 +366,8 @@ def _open_folder(path: str, image_size: int | None) -> ImageSet:
 
   def read(file: str) -> np.ndarray:
     image = read_image(file, 3)
-    if image_size and min(image.shape[:2]) >= image_size:
-      return center_crop(image, size)
+    if image_size:
+      return center_crop(image, size)  # small images are enlarged
     if image.shape[:2] != size:
       raise ValueError(
         f"{file} has {image.shape[0]} rows x {image.shape[1]} columns, must "
@@ -418,11 +418,12 @@ def summarize(
     keep: keep pool3 for precision and recall.
 
   Raises:
-    ValueError: one image, which has no covariance, or a damaged file.
+    ValueError: too few images, or a damaged file.
     FloatingPointError: features that are not finite.
   """
-  if images.count < 2:
-    raise ValueError(f"{images.path}: has one image; a covariance needs two")
+  needed = NEIGHBOURS + 1 if keep else 2  # a covariance needs two
+  if images.count < needed:
+    raise ValueError(f"{images.path}: {images.count} images, needs {needed}")
 
   def computed() -> Iterator[tuple[Features, int]]:
     for batch in images.batches(batch_size):

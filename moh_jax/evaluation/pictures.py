@@ -102,7 +102,7 @@ def head_colors(count: int) -> list[str]:
 def load_by_group(stats: HeadStats, kind: str) -> Any:
   """Share of tokens that select each routed head, groups by heads.
 
-  The paper's Figure 3 and A to E in kind (arXiv:2410.11842): a panel for each
+  Like Figures 3 and A to E of the paper (arXiv:2410.11842): a panel for each
   layer, a row for each class, task or range of timesteps. A group without
   examples is grey.
 

@@ -25,8 +25,8 @@ _SHOWN = {
   "Layers": "Entropy says how even the load is: 1 where routed heads are "
   "selected equally often, 0 where all tokens select the same ones. Weight of "
   "shared: part of shared heads in the output; 0.5 if not learned.",
-  "Load of heads": "Share of tokens that use a head; even is top_k, which a "
-  "token selects, over the number of routed heads; that of shared heads is 1.",
+  "Load of heads": "Share of tokens that select each routed head. If all were "
+  "selected equally often, it would be top_k over the number of routed heads.",
   "Which head each token chose": "Of those that it selected the one with the "
   "highest score.",
   "Similarity of heads": "Mean cosine between different heads, near 1 if they "
@@ -38,7 +38,7 @@ _REMEDIES = {
   "uneven load": "a larger train.balance_weight evens the load",
   "load 1": "share heads that all tokens select (model.shared_heads)",
   "load 0": "leave out heads that no token selects (model.num_heads)",
-  "no choice": "set model.top_k between no and all routed heads for a choice",
+  "no choice": "for a choice, set model.top_k below the routed heads, above 0",
   "equal": "leave out one of two heads that add the same, or share fewer",
 }
 _STYLE = """

@@ -10,16 +10,12 @@ import pathlib
 import tempfile
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import xxhash
 
 from moh_jax.config.base import differing
-
-# Numbers and texts that schemas share.
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Size = Annotated[int, msgspec.Meta(ge=1)]  # of an array's axis
 
 
 def checksum(path: Any) -> tuple[str, int]:

@@ -12,7 +12,8 @@ import pytest
 from absl.testing import parameterized
 
 from moh_jax.config.dit import LatentScaling
-from moh_jax.convert import VAE_FILES, rules, vae
+from moh_jax.convert import rules, vae
+from moh_jax.convert.vae import VAE_FILES
 from moh_jax.models.vae import encoder_sha256
 from moh_jax.runtime.mesh import make_mesh
 from tests.convert.stored import save_tensors

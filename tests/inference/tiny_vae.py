@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config.dit import VAEConfig
-from moh_jax.convert import VAE_FILES, rules, vae
+from moh_jax.convert import rules, vae
 from tests.convert.stored import save_tensors
 
 CONFIG = VAEConfig(
@@ -39,7 +39,7 @@ def save(folder, seed=0):
   }
   (folder / "config.json").write_text(json.dumps(entries))
   tensors = rules.dump_params(vae.vae_rules(CONFIG), params(seed))
-  save_tensors(folder / VAE_FILES[0], tensors)
+  save_tensors(folder / vae.VAE_FILES[0], tensors)
 
 
 def save_images(root, per_class=5, seed=0):
