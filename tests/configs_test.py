@@ -167,53 +167,42 @@ _MOH_OF_DIT = tuple(
 )
 _PLAIN_DIT = tuple(arg for arg in _ARGUMENTS["dit"] if len(arg) in (2, 3))
 _OF_VIT = ("s80", "s75", "b75", "b50", "micro", "tiny", "small", "base")
+_VIT_RECIPE = f"""
+  optim.lr=1e-3 optim.warmup_lr=1e-6 optim.final_lr=1e-5 optim.b1=0.9
+  optim.b2=0.999 optim.eps=1e-8 optim.weight_decay=0.05 optim.clip_norm=1.0
+  optim.schedule=cosine optim.warmup_steps={5 * _EPOCH} optim.ema_decay=0
+  optim.accumulation=1 data.batch_size=1024 train.steps={300 * _EPOCH}
+  train.balance_weight=0.01 classifier.label_smoothing=0.1
+  classifier.mixup=0.8 classifier.cutmix=1.0 classifier.cutmix_prob=0.5
+  model.image_size=(224,224) model.num_classes=1000 data.eval_resize=256
+  data.mean=(0.485,0.456,0.406) data.std=(0.229,0.224,0.225)
+  data.augment=crop_flip data.auto_augment=rand-m9-mstd0.5-inc1
+  data.random_erasing=0.25 data.repeats=3
+"""
+_DIT_RECIPE = """
+  optim.lr=1e-4 optim.schedule=constant optim.b1=0.9 optim.b2=0.999
+  optim.eps=1e-8 optim.weight_decay=0 optim.clip_norm=0 optim.warmup_steps=0
+  optim.accumulation=1 optim.ema_decay=0.9999 data.batch_size=256
+  train.balance_weight=0.01 diffusion.schedule=linear diffusion.steps=1000
+  diffusion.prediction=epsilon diffusion.latent_scale=none
+  diffusion.vb_weight=1 sample.method=ddpm
+  sample.steps=250 sample.cfg_scale=1.5 sample.cfg_channels=three
+  model.input_size=(32,32) model.channels=4 model.num_classes=1000
+  model.label_dropout=0.1 model.learn_sigma=True
+"""
 _RECIPES = (
-  (
-    "vit",
-    _OF_VIT,
-    f"""
-    optim.lr=1e-3 optim.warmup_lr=1e-6 optim.final_lr=1e-5 optim.b1=0.9
-    optim.b2=0.999 optim.eps=1e-8 optim.weight_decay=0.05 optim.clip_norm=1.0
-    optim.schedule=cosine optim.warmup_steps={5 * _EPOCH} optim.ema_decay=0
-    optim.accumulation=1 data.batch_size=1024 train.steps={300 * _EPOCH}
-    train.balance_weight=0.01 classifier.label_smoothing=0.1
-    classifier.mixup=0.8 classifier.cutmix=1.0 classifier.cutmix_prob=0.5
-    model.image_size=(224,224) model.num_classes=1000 data.eval_resize=256
-    data.mean=(0.485,0.456,0.406) data.std=(0.229,0.224,0.225)
-    data.augment=crop_flip data.auto_augment=rand-m9-mstd0.5-inc1
-    data.random_erasing=0.25 data.repeats=3
-    """,
-  ),
-  *(
-    ("vit", args, f"model.drop_path={rate}")
-    for args, rate in (
-      (("s80", "s75", "small"), 0.45),
-      (("b75", "b50", "base"), 0.6),
-      (("micro",), 0.15),
-      (("tiny",), 0.25),
-    )
-  ),
+  ("vit", _OF_VIT, _VIT_RECIPE),
+  ("vit", ("s80", "s75", "small"), "model.drop_path=0.45"),
+  ("vit", ("b75", "b50", "base"), "model.drop_path=0.6"),
+  ("vit", ("micro",), "model.drop_path=0.15"),
+  ("vit", ("tiny",), "model.drop_path=0.25"),
   ("vit", ("micro", "tiny", "small", "base"), "model.router.kind=none"),
   ("vit", ("s80", "s75", "b75", "b50"), "model.router.kind=two_stage"),
   ("vit", ("s80",), "model.shared_heads=(3,6,3,8) model.top_k=(0,0,6,12)"),
   ("vit", ("s75",), "model.shared_heads=(3,6,3,4) model.top_k=(0,0,6,12)"),
   ("vit", ("b75",), "model.shared_heads=(4,8,4,5) model.top_k=(0,0,8,16)"),
   ("vit", ("b50",), "model.shared_heads=(2,2,2,4) model.top_k=(2,4,6,8)"),
-  (
-    "dit",
-    (*_MOH_OF_DIT, *_PLAIN_DIT),
-    """
-    optim.lr=1e-4 optim.schedule=constant optim.b1=0.9 optim.b2=0.999
-    optim.eps=1e-8 optim.weight_decay=0 optim.clip_norm=0 optim.warmup_steps=0
-    optim.accumulation=1 optim.ema_decay=0.9999 data.batch_size=256
-    train.balance_weight=0.01 diffusion.schedule=linear diffusion.steps=1000
-    diffusion.prediction=epsilon diffusion.latent_scale=none
-    diffusion.vb_weight=1 sample.method=ddpm
-    sample.steps=250 sample.cfg_scale=1.5 sample.cfg_channels=three
-    model.input_size=(32,32) model.channels=4 model.num_classes=1000
-    model.label_dropout=0.1 model.learn_sigma=True
-    """,
-  ),
+  ("dit", (*_MOH_OF_DIT, *_PLAIN_DIT), _DIT_RECIPE),
   ("dit", _MOH_OF_DIT, "model.router.kind=two_stage model.patch_size=2"),
   ("dit", _PLAIN_DIT, "model.router.kind=none"),
   ("dit", ("s4", "b4", "l4", "xl4"), "model.patch_size=4"),

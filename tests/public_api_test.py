@@ -3,13 +3,12 @@
 import ast
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 
 from absl.testing import absltest
 
 import moh_jax
+from tests.two_processes import python
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PROMISED = """
@@ -49,14 +48,9 @@ class PublicApiTest(absltest.TestCase):
       "import sys, moh_jax, moh_jax.config; "
       "print(*{name.partition('.')[0] for name in sys.modules})"
     )
-    done = subprocess.run(
-      [sys.executable, "-c", code],
-      check=True,
-      capture_output=True,
-      text=True,
-      cwd=_ROOT,
-    )
-    self.assertNoCommonElements(done.stdout.split(), _HEAVY)
+    status, out, err = python("-c", code)
+    self.assertEqual(status, 0, err)
+    self.assertNoCommonElements(out.split(), _HEAVY)
 
   def test_train_brings_what_requirements_txt_lists(self):
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]

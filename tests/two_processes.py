@@ -1,4 +1,4 @@
-"""Two processes of one run on this machine, of two fake devices each."""
+"""Python as a process of its own; two processes of one run on this machine."""
 
 import os
 import pathlib
@@ -6,6 +6,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+def python(*argv: object, **environment: str) -> tuple[int, str, str]:
+  """Exit status, stdout and stderr of `python *argv` in the project's root."""
+  argv, variables = map(str, argv), os.environ | environment
+  found = subprocess.run(
+    [sys.executable, *argv], cwd=_ROOT, env=variables, capture_output=True,
+    text=True,
+  )  # fmt: skip
+  return found.returncode, found.stdout, found.stderr
 
 
 def free_address() -> str:

@@ -10,11 +10,8 @@ from tests.cli import tiny_checkpoint
 from tests.inference import tiny_vae
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-_QUICK = (
-  *("--config.data.batch_size=8", "--config.data.val_share=0.3"),
-  *("--config.eval.batch_size=8", "--config.data.num_threads=1"),
-  *("--config.optim.warmup_steps=0", "--config.log.tensorboard=False"),
-)
+_QUICK = """data.batch_size=8 data.val_share=0.3 data.num_threads=1
+  eval.batch_size=8 optim.warmup_steps=0 log.tensorboard=False""".split()
 
 
 class TrainTest(tiny_checkpoint.CommandTest):
@@ -54,7 +51,7 @@ class OwnImagesTest(tiny_checkpoint.CommandTest):
       *(f"--workdir={root / 'run'}", "--json=-"),
       *(f"--config.data.path={root / 'images'}", "--config.train.steps=2"),
       f"--config.train.init_from={tiny_checkpoint.stored('vit')}",
-      *_QUICK,
+      *(f"--config.{key}" for key in _QUICK),
     )
     metrics = json.loads(out.splitlines()[-1])
     self.assertBetween(metrics["examples"], 1, 19)

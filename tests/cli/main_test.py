@@ -3,9 +3,6 @@
 import contextlib
 import io
 import logging
-import os
-import pathlib
-import subprocess
 import sys
 from unittest import mock
 
@@ -16,8 +13,8 @@ from moh_jax.cli import classify, main
 from moh_jax.config import public_formats
 from tests.cli import tiny_checkpoint
 from tests.cli.tiny_checkpoint import call, done
+from tests.two_processes import python
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMMANDS = [
   (name, *kind.split()) for name in main.COMMANDS for kind in main.kinds(name)
 ]
@@ -103,18 +100,6 @@ class MainTest(tiny_checkpoint.CommandTest):
     self.assertEqual(result, (0, "", "an odd file\n"))
 
 
-def _python(*argv, **environment):
-  """Exit status, stdout and stderr of a program."""
-  found = subprocess.run(
-    [sys.executable, *argv],
-    cwd=_ROOT,
-    env=os.environ | environment,
-    capture_output=True,
-    text=True,
-  )
-  return found.returncode, found.stdout, found.stderr
-
-
 _LIGHT = """
 import contextlib, io, sys
 from moh_jax.cli import main
@@ -145,7 +130,7 @@ class ProcessTest(parameterized.TestCase):
   def test_a_device_that_is_not_here_is_one_line(self):
     argv = "-m", "moh_jax", "evaluate", "--checkpoint"
     stored = str(tiny_checkpoint.stored("vit"))
-    status, _, err = _python(*argv, stored, JAX_PLATFORMS="cuda")
+    status, _, err = python(*argv, stored, JAX_PLATFORMS="cuda")
     said = "error: JAX_PLATFORMS='cuda': JAX finds no such device\n"
     self.assertEqual((status, err), (2, said))
 
@@ -157,7 +142,7 @@ class ProcessTest(parameterized.TestCase):
     calls = [call.split() for call in calls]
     if lines != "1":
       calls = [[*call, "--help"] for call in calls]
-    status, out, err = _python("-c", _LIGHT.format(calls=calls))
+    status, out, err = python("-c", _LIGHT.format(calls=calls))
     self.assertEqual((status, err), (0, ""))
     rows = out.splitlines()
     self.assertLen(rows, len(calls))
@@ -166,7 +151,7 @@ class ProcessTest(parameterized.TestCase):
 
   def test_script_is_the_command(self):
     argv = "--workdir=/nope/run", _DIGITS, "--config.model.nope=1"
-    status, out, err = _python("train.py", *argv)
+    status, out, err = python("train.py", *argv)
     self.assertEqual((status, out), (2, ""))
     self.assertRegex(err, "^error: unknown config key model.nope; .*\n$")
 
@@ -181,7 +166,7 @@ class ProcessTest(parameterized.TestCase):
     program = "-m", "moh_jax", "--import", "odd", "inspect"
     where = {"PYTHONPATH": folder.full_path, "PYTHONWARNINGS": ""}
     for flags, shown in ([], 0), (["-W", "default"], 3):
-      _, _, err = _python(*flags, *program, **where)
+      _, _, err = python(*flags, *program, **where)
       self.assertEqual(err.count("old"), 2 * shown, err)
 
   def test_missing_library_says_what_to_install(self):
@@ -189,7 +174,7 @@ class ProcessTest(parameterized.TestCase):
       "import runpy, sys; sys.modules['msgspec'] = None; "
       "runpy.run_module('moh_jax', run_name='__main__')"
     )
-    status, _, err = _python("-c", program)
+    status, _, err = python("-c", program)
     self.assertEqual(status, 2)
     self.assertRegex(err, "^error: .*msgspec.*moh_jax.train.'\n$")
 

@@ -187,9 +187,7 @@ _CALL = re.compile(r'custom_call_target="__cudnn\$(\w+)"')
 
 class CudnnTest(parameterized.TestCase):
   @parameterized.product(
-    target=("h100", "a100"),
-    kv_heads=(_H, 4),
-    key_mask=(False, True),
+    target=("h100", "a100"), kv_heads=(_H, 4), key_mask=(False, True)
   )
   def test_reads_keys_and_values_once(self, target, kv_heads, key_mask):
     compiled = _core(

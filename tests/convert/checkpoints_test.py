@@ -115,8 +115,7 @@ class ReleasedRunTest(parameterized.TestCase):
   """What a released model stands for; shapes only."""
 
   @parameterized.parameters(
-    ("dit", "dit-s2", 64),
-    ("moh-dit", "moh-dit-s2-75", 16),
+    ("dit", "dit-s2", 64), ("moh-dit", "moh-dit-s2-75", 16)
   )
   def test_position_table_says_the_input_size(self, kind, name, side):
     model = dataclasses.replace(released_model(name), input_size=(side, side))

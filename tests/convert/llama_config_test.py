@@ -120,12 +120,23 @@ class ReadTest(FolderTest):
 
 
 _BIASES = {"qkv_bias": True, "out_bias": True}
-_PLAIN = ("llama", "linear", "dynamic", "yarn_options")
+# Cases that need no code of ours.
+_PLAIN = dict.fromkeys(("llama", "linear", "dynamic", "yarn_options"), _LLAMA)
+_PLAIN |= {"qwen2": "Qwen2ForCausalLM", "qwen3_tied": "Qwen3ForCausalLM"}
 _ORDER = dataclasses.replace(
   tiny_llm.QUERY_NORM,
   head_order=((5, 4, 3, 2, 1, 0),) * 3,
   router=RouterConfig("query_norm", straight_through="all"),
 )
+_LINEAR = RotaryConfig(scaling="linear", factor=3.0)
+_NO_EFFECT = {"rope": RotaryConfig(factor=2.0, original_length=5)}
+_NO_EFFECT |= {"norm_eps": 1e-6, "dtype": "bfloat16"}
+
+
+def _mha(**changes):
+  return dataclasses.replace(tiny_llm.MHA, **changes)
+
+
 # Models, and the architecture that they are written as.
 _MODELS = {
   **{
@@ -134,32 +145,13 @@ _MODELS = {
     if model.family == "llm"
   },
   **{
-    name: (transformers_cases.model(name), _LLAMA if name in _PLAIN else _OURS)
+    name: (transformers_cases.model(name), _PLAIN.get(name, _OURS))
     for name in transformers_cases.CASES
   },
-  "qwen2": (transformers_cases.model("qwen2"), "Qwen2ForCausalLM"),
-  "qwen3_tied": (transformers_cases.model("qwen3_tied"), "Qwen3ForCausalLM"),
-  "qwen3_biases": (
-    dataclasses.replace(tiny_llm.MHA, qk_norm=True, **_BIASES),
-    "Qwen3ForCausalLM",
-  ),
+  "qwen3_biases": (_mha(qk_norm=True, **_BIASES), "Qwen3ForCausalLM"),
   # With numbers of no effect, and a length that the factor does not divide.
-  "tied": (
-    dataclasses.replace(
-      tiny_llm.MHA,
-      **{"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16"},
-      rope=RotaryConfig(factor=2.0, original_length=5),
-    ),
-    _LLAMA,
-  ),
-  "odd_length": (
-    dataclasses.replace(
-      tiny_llm.MHA,
-      rope=RotaryConfig(scaling="linear", factor=3.0),
-      max_length=100,
-    ),
-    _LLAMA,
-  ),
+  "tied": (_mha(tie_embeddings=True, **_NO_EFFECT), _LLAMA),
+  "odd_length": (_mha(rope=_LINEAR, max_length=100), _LLAMA),
 }
 
 

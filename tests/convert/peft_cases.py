@@ -32,9 +32,7 @@ CASES = {
 }
 _WHOLE = {"untied": ("embed/*", "norm/*"), "tied": ("embed/*",)}
 _LORA = LoraConfig(
-  rank=3,
-  alpha=6.0,
-  targets=("*/attn/q", "*/attn/v", "*/attn/out", "*/mlp/*"),
+  rank=3, alpha=6.0, targets=("*/attn/q", "*/attn/v", "*/attn/out", "*/mlp/*")
 )
 
 

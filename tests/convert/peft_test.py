@@ -191,11 +191,7 @@ class PeftTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.root = _written(cls, peft_cases.CASES)
-    cls.measured = transformers_cases.run_checks(
-      "peft_checks.py", "MOH_JAX_TRANSFORMERS_PYTHON", cls.root
-    )
-    if isinstance(cls.measured, str):
-      raise RuntimeError(cls.measured)
+    cls.measured = transformers_cases.measure("peft_checks.py", cls.root)
 
   @parameterized.parameters(*peft_cases.CASES)
   def test_peft_computes_the_same(self, name):

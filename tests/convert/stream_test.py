@@ -1,9 +1,6 @@
 """Checkpoints written in pieces: ordinary to Orbax, whole or absent."""
 
 import dataclasses
-import pathlib
-import subprocess
-import sys
 import textwrap
 from unittest import mock
 
@@ -21,6 +18,7 @@ from moh_jax.runtime.mesh import make_mesh
 from moh_jax.runtime.parameters import abstract_on
 from tests.convert import tiny_llm
 from tests.folders import FolderTest
+from tests.two_processes import python
 
 _RUN = released_run(tiny_llm.MOH, {})
 _MESH = MeshConfig(data=2, fsdp=2, tensor=2)
@@ -35,16 +33,6 @@ def _save(directory, tensors=None):
     source="some.file",
   )
   stream.save_params(directory, params, checkpoint.Metadata(_RUN))
-
-
-def _run_program(text):
-  """Runs Python, which may be killed; its result."""
-  return subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(text)],
-    cwd=pathlib.Path(__file__).parents[2],
-    check=False,
-    capture_output=True,
-  )
 
 
 class WriteTest(FolderTest):
@@ -78,7 +66,7 @@ class WriteTest(FolderTest):
       steps.find_step(self.root, None)
 
   def test_kill_in_the_middle_leaves_no_checkpoint(self):
-    done = _run_program(f"""
+    program = textwrap.dedent(f"""
       import os
       from tests.convert import stream_test as t
       from moh_jax.convert import stream
@@ -90,7 +78,7 @@ class WriteTest(FolderTest):
       stream.SourceLeaf.blocks = killed
       t._save({str(self.root)!r})
     """)
-    self.assertEqual(done.returncode, -9)
+    self.assertEqual(python("-c", program)[0], -9)
     self.assertNotEmpty(list((self.root / "checkpoints").iterdir()))
     with self.assertRaises(FileNotFoundError):
       steps.find_step(self.root, None)
@@ -109,7 +97,7 @@ class MemoryTest(FolderTest):
     )
     tiny_llm.write_folder(self.root / "big", big, "bfloat16", shards=2)
     tiny_llm.write_folder(self.root / "tiny", tiny_llm.MHA, "bfloat16")
-    done = _run_program(f"""
+    program = textwrap.dedent(f"""
       import resource
       from moh_jax.convert import checkpoints, stream
       stream.BLOCK_BYTES = 2**21
@@ -120,4 +108,4 @@ class MemoryTest(FolderTest):
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
       print(peaks[1] - peaks[0])
     """)
-    self.assertLess(int(done.stdout), 48 * 1024)  # KiB
+    self.assertLess(int(python("-c", program)[1]), 48 * 1024)  # KiB

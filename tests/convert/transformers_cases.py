@@ -1,7 +1,6 @@
 """Exported folders and what our models compute, for tests with transformers.
 
-`python -m tests.convert.transformers_cases FOLDER` writes all cases, each in
-its own folder: `ours`, a checkpoint; `hf`, what `export` made of it; and
+A case is a folder: `ours`, a checkpoint; `hf`, what `export` made of it; and
 `io.npz`, our results.
 """
 
@@ -228,5 +227,8 @@ def run_checks(program: str, variable: str, *arguments: Any) -> Any:
   return json.loads(done.stdout.splitlines()[-1])
 
 
-if __name__ == "__main__":
-  write_all(pathlib.Path(sys.argv[1]))
+def measure(program: str, folder: pathlib.Path) -> dict[str, Any]:
+  """What a program, run with transformers, prints of the cases in a folder."""
+  found = run_checks(program, "MOH_JAX_TRANSFORMERS_PYTHON", folder)
+  assert isinstance(found, dict), found
+  return found

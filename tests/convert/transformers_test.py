@@ -4,9 +4,6 @@ PyTorch and transformers may be those of another Python, which
 MOH_JAX_TRANSFORMERS_PYTHON names; it needs no JAX.
 """
 
-import pathlib
-import tempfile
-
 import jax
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from absl.testing import parameterized
 from moh_jax.convert.checkpoints import convert
 from moh_jax.inference.restore import restore
 from tests.convert import transformers_cases
+from tests.folders import FolderTest
 
 pytestmark = pytest.mark.transformers
 
@@ -25,19 +23,15 @@ _CASES = tuple(transformers_cases.CASES)
 _OTHERS = {("dynamic", "logits_padded"), ("dynamic", "greedy_none")}
 
 
-class TransformersTest(parameterized.TestCase):
+class TransformersTest(FolderTest):
   @classmethod
   def setUpClass(cls):
     """Runs transformers_checks.py on all cases."""
     super().setUpClass()
-    root = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.folder = pathlib.Path(root, "cases")
+    cls.folder = cls.shared_folder() / "cases"
     transformers_cases.write_all(cls.folder)
-    cls.measured = transformers_cases.run_checks(
-      "transformers_checks.py", "MOH_JAX_TRANSFORMERS_PYTHON", cls.folder
-    )
-    if isinstance(cls.measured, str):
-      raise RuntimeError(cls.measured)
+    measure = transformers_cases.measure
+    cls.measured = measure("transformers_checks.py", cls.folder)
 
   @parameterized.product(name=_CASES, form=_ATTENTIONS)
   def test_outputs_and_gradients_are_ours(self, name, form):
@@ -48,10 +42,7 @@ class TransformersTest(parameterized.TestCase):
     for key in ("balance", "balance_padded"):
       self.assertLess(found.get(f"{form}/{key}", 0), 1e-5, key)
     self.assertLess(found[f"{form}/accumulated"], 1e-5)
-    for key, calls in (
-      ("gradients", 1),
-      ("gradients_again", 2),
-    ):
+    for key, calls in (("gradients", 1), ("gradients_again", 2)):
       self.assertLess(found[f"{form}/{key}"], 1e-4, key)
       self.assertEqual(found[f"{form}/{key}_calls"], calls, key)
 
@@ -77,9 +68,8 @@ class TransformersTest(parameterized.TestCase):
     model = transformers_cases.model(name)
     case = self.folder / name
     kind = "moh-hf" if (case / "hf" / "modeling_moh.py").exists() else "llama"
-    out = self.create_tempdir().full_path
-    convert(kind, str(case / which), out)
-    restored = restore(out)
+    convert(kind, str(case / which), str(self.root / "out"))
+    restored = restore(str(self.root / "out"))
     self.assertEqual(restored.config.model, model)
     jax.tree.map(
       np.testing.assert_array_equal,

@@ -97,14 +97,9 @@ class LoadTest(FolderTest):
     ({"_class_name": "AsymmetricAutoencoderKL"}, "_class_name='Asymmetric"),
     ({"up_block_types": ["AttnUpDecoderBlock2D"] * 2}, "up_block_types="),
     ({"block_out_channels": "48"}, ".*got `str` - at .*block_out_channels"),
-    ("{", "not valid JSON"),
-    ("{}", ".*missing required field `block_out_channels`"),
   )
   def test_other_configs_are_refused(self, entries, message):
-    if isinstance(entries, str):
-      self.config.write_text(entries)
-    else:
-      self._change(**entries)
+    self._change(**entries)
     errors = ValueError, NotImplementedError
     with self.assertRaisesRegex(errors, rf"config\.json: {message}"):
       vae.load_vae(self.folder)

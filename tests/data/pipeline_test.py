@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import subprocess
 import sys
 from unittest import mock
 
@@ -18,6 +17,7 @@ from moh_jax.data import pipeline, sources
 from moh_jax.data.pipeline import RepeatedImages
 from tests.data import tiny_sets, transforms_test
 from tests.training import tiny
+from tests.two_processes import python
 
 _FEW = {"num_threads": 2, "prefetch": 2, "mean": (0.5,), "std": (0.5,)}
 CONFIG = tiny.config(
@@ -68,11 +68,8 @@ def _print_digests(workers, count):
 class WorkersTest(parameterized.TestCase):
   def test_processes_make_the_batches_of_threads(self):
     # Worker processes start from a file, so each number has a program.
-    command = [sys.executable, "-m", "tests.data.pipeline_test"]
-    said = [
-      subprocess.check_output([*command, str(workers), "6"], text=True)
-      for workers in (0, 1, 2)
-    ]
+    argv = "-m", "tests.data.pipeline_test"
+    said = [python(*argv, workers, 6)[1] for workers in (0, 1, 2)]
     self.assertLen(said[0].splitlines(), 9)
     self.assertEqual(said[0].splitlines()[3:6], said[0].splitlines()[6:])
     self.assertEqual(said[1:], said[:1] * 2)

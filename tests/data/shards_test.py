@@ -49,7 +49,6 @@ class ReadTest(_SetTest):
       read[6]
 
   @parameterized.parameters(
-    ("metadata.json", "", "{", "metadata.json: not valid JSON"),
     ("metadata.json", "", "{}", "json: .*missing required field `format`"),
     ("metadata.json", ": 2,", ": 1,", "'images', 1.* expected .'images', 2"),
     ("metadata.json", "images", "latents", "'latents', 2.* expected .'images'"),

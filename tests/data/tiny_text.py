@@ -39,11 +39,9 @@ def write(folder, documents, used=None):
   return writer.finish()
 
 
-def row(documents, bos_id=256, eos_id=256):
+def row(documents):
   """All tokens of a set, [T] int32, and where its documents end, from 0."""
-  before = [i for i in (bos_id,) if i is not None]
-  after = [i for i in (eos_id,) if i is not None]
-  pieces = [before + ids + after for shard in documents for ids in shard]
+  pieces = [[256, *ids, 256] for shard in documents for ids in shard]
   ends = np.cumsum([0, *map(len, pieces)])
   return np.array([i for piece in pieces for i in piece], np.int32), ends
 

@@ -197,9 +197,7 @@ _VOCAB = 300
 
 class MixtureTest(parameterized.TestCase):
   @parameterized.parameters(
-    ((70.0, 20.0, 10.0),),
-    ((82.3, 4.6, 4.55, 4.5, 4.05),),
-    ((0.01, 99.99),),
+    ((70.0, 20.0, 10.0),), ((82.3, 4.6, 4.55, 4.5, 4.05),), ((0.01, 99.99),)
   )
   def test_turns_follow_the_ratios(self, ratios):
     mixture = sequences.Mixture(ratios)

@@ -43,8 +43,7 @@ def _adm(image, size):
 
 class CenterCropTest(parameterized.TestCase):
   @parameterized.product(
-    shape=((8, 8), (9, 17), (31, 16), (64, 50), (33, 130), (5, 6)),
-    size=(7, 8),
+    shape=((8, 8), (9, 17), (31, 16), (64, 50), (33, 130), (5, 6)), size=(7, 8)
   )
   def test_equals_the_public_rule(self, shape, size):
     image = _image((*shape, 3))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import tempfile
 from unittest import mock
 
 import jax.numpy as jnp
@@ -33,11 +32,11 @@ def _config() -> config_lib.Config:
   return dataclasses.replace(run, model=PatchConfig())
 
 
-class OwnFamilyTest(parameterized.TestCase):
+class OwnFamilyTest(tiny_checkpoint.CommandTest):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    folder = cls.shared_folder()
     cls.workdir, module = folder / "run", "docs.examples.patch_family"
     cls.file = tiny_checkpoint.write_config(folder, _config(), module)
     train = ("train", f"--config={cls.file}", f"--workdir={cls.workdir}")
@@ -89,21 +88,15 @@ class OwnFamilyTest(parameterized.TestCase):
   )
   @pytest.mark.integration
   def test_commands_that_need_more_say_so(self, command, out, message):
-    status, _, err = tiny_checkpoint.call(
-      *(command, "--checkpoint", self.workdir, "--out", out)
-    )
-    self.assertEqual(status, 2)
-    self.assertIn(message, err)
+    argv = command, "--checkpoint", self.workdir, "--out", out
+    self.assert_refused(message, *argv)
 
   @pytest.mark.integration
   def test_heads_says_what_the_family_lacks(self):
     plain = moh_jax.Family("patch", PatchConfig, PatchNet, task=None)
     with mock.patch.dict(registry.FAMILIES._records, patch=plain):
-      status, _, err = tiny_checkpoint.call(
-        *("heads", "--checkpoint", self.workdir)
-      )
-    self.assertEqual(status, 2)
-    self.assertIn("family='patch' has no probe", err)
+      argv = "heads", "--checkpoint", self.workdir
+      self.assert_refused("family='patch' has no probe", *argv)
 
 
 class RegisterTest(parameterized.TestCase):

@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import shutil
-import tempfile
 
 import chex
 import jax
@@ -61,12 +60,11 @@ def _save_steps(directory, steps, config=_CONFIG):
       saver.save(state)
 
 
-class RestoreTest(parameterized.TestCase):
+class RestoreTest(FolderTest):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.released = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.run_dir = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.released, cls.run_dir = cls.shared_folder(), cls.shared_folder()
     _save(cls.released)
     _save_steps(cls.run_dir, (2, 4))
 
@@ -79,23 +77,22 @@ class RestoreTest(parameterized.TestCase):
     chex.assert_trees_all_equal(restored.params, _params(seed))
 
   def test_averages_that_are_mostly_the_start_say_so(self):
-    where = self.enterContext(tempfile.TemporaryDirectory())
     config = config_lib.apply_overrides(_CONFIG, "optim", ema_decay=0.7)
-    _save_steps(where, (2, 7), config)
+    _save_steps(self.root, (2, 7), config)
     with self.assertLogs("moh_jax", "WARNING") as logs:
-      restore_lib.restore(where, step=2)
+      restore_lib.restore(self.root, step=2)
     said = "step 2: averaged parameters are still 49% those of"
     self.assertIn(said, logs.output[0])
     with self.assertNoLogs("moh_jax", "WARNING"):
-      restore_lib.restore(where, step=2, use_ema=False)
-      restore_lib.restore(where, step=7)
+      restore_lib.restore(self.root, step=2, use_ema=False)
+      restore_lib.restore(self.root, step=7)
 
   def test_missing_checkpoints_are_named(self):
     with self.assertRaisesRegex(FileNotFoundError, r"step 3; it has \[2, 4\]"):
       restore_lib.restore(self.run_dir, step=3)
-    where = self.enterContext(tempfile.TemporaryDirectory())
-    with self.assertRaisesRegex(FileNotFoundError, f"{where} holds no check"):
-      restore_lib.restore(where)
+    message = f"{self.root} holds no check"
+    with self.assertRaisesRegex(FileNotFoundError, message):
+      restore_lib.restore(self.root)
 
   @parameterized.parameters(
     ({"top_k": (4,)}, r"top_k=4 must be in \[0, 3\]"),

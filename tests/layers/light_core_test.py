@@ -1,13 +1,10 @@
 """Layers, routing and attention need JAX, Flax, Chex and NumPy alone."""
 
-import pathlib
-import subprocess
-import sys
-
 import pytest
 from absl.testing import absltest
 
-_ROOT = pathlib.Path(__file__).parents[2]
+from tests.two_processes import python
+
 _PROGRAM = """
 import builtins, importlib, pkgutil, sys
 
@@ -34,4 +31,5 @@ jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 8, 32)))
 class LightCoreTest(absltest.TestCase):
   @pytest.mark.integration
   def test_layers_import_no_other_package(self):
-    subprocess.run([sys.executable, "-c", _PROGRAM], check=True, cwd=_ROOT)
+    status, _, err = python("-c", _PROGRAM)
+    self.assertEqual(status, 0, err)

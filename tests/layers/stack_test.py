@@ -1,4 +1,4 @@
-"""Scanned stacks, rematerialization, stochastic depth, side values."""
+"""Scanned stacks, rematerialization, stochastic depth."""
 
 import re
 
@@ -12,8 +12,7 @@ from absl.testing import parameterized
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.stack import DropPath, collect_aux, scan_blocks
-from moh_jax.ops.routing import RouterAux
+from moh_jax.layers.stack import DropPath, scan_blocks
 
 
 class _DropBlock(nn.Module):
@@ -40,8 +39,7 @@ class _Attention(nn.Module):
 
 class ScanBlocksTest(parameterized.TestCase):
   @parameterized.product(
-    implementation=("packed", "kernel"),
-    remat=("full", "attention", "dots"),
+    implementation=("packed", "kernel"), remat=("full", "attention", "dots")
   )
   @pytest.mark.integration
   def test_only_full_remat_attends_once_more(self, implementation, remat):
@@ -84,20 +82,3 @@ class DropPathTest(parameterized.TestCase):
     np.testing.assert_allclose(np.unique(out), [0, 1 / (1 - rate)], rtol=1e-2)
     deviation = (rate * (1 - rate) / count) ** 0.5
     np.testing.assert_allclose((out == 0).mean(), rate, atol=5 * deviation)
-
-
-def _side(loss, load, *, routed=True) -> RouterAux:
-  """Side values of a layer with this loss and load."""
-  load = jnp.float32(load)
-  scores = jnp.full_like(load, loss / load.sum())
-  return RouterAux(jnp.float32(1), load, scores, scores, routed=routed)
-
-
-class CollectAuxTest(parameterized.TestCase):
-  # Of stacks by name it is that of tests/models/networks_test.
-  def test_mean_over_routed_layers_and_share_over_all_heads(self):
-    routed = [_side(loss, [1, 0.5, 0.5, 0]) for loss in (1.0, 2.0, 6.0)]
-    aux = collect_aux([_side(0.0, [1, 1], routed=False), *routed])
-    chex.assert_shape([aux.balance_loss, aux.activated_share], ())
-    np.testing.assert_allclose(aux.balance_loss, 3.0)
-    np.testing.assert_allclose(aux.activated_share, (2 + 6) / (2 + 12))

@@ -306,8 +306,7 @@ def _written_out(method, predict, process, noise, eta):
 
 class PerfectDenoiserTest(parameterized.TestCase):
   @parameterized.product(
-    method=DIFFUSION_METHODS,
-    case=(("x0", "20"), ("v", "1"), ("v", "2")),
+    method=DIFFUSION_METHODS, case=(("x0", "20"), ("v", "1"), ("v", "2"))
   )
   def test_returns_the_example(self, method, case):
     prediction, steps = case

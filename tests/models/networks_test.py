@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from moh_jax.config import DiTConfig, ViTConfig, without_router
 from moh_jax.evaluation.probe import recorded_layers
+from moh_jax.layers.stack import collect_aux
 from moh_jax.models.dit import DiT
 from moh_jax.models.vit import ViT, drop_path_rates
 from tests.models import small
@@ -47,6 +48,8 @@ class NetworksTest(parameterized.TestCase):
     np.testing.assert_allclose(aux.balance_loss, expected, rtol=1e-6)
     self.assertGreater(float(aux.balance_loss), 0.5)
     np.testing.assert_allclose(aux.activated_share, config.activated_share)
+    listed = collect_aux([*aux.layers.values()])  # stacks without names
+    np.testing.assert_allclose(listed.balance_loss, expected, rtol=1e-6)
 
   @pytest.mark.integration
   def test_gradients_are_finite_and_reach_every_parameter(self, family):

@@ -19,14 +19,12 @@ from moh_jax.runtime.parameters import abstract_params, unbox
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _DIT_SPLITS = ("-90", "-75", "")  # the last: plain multi-head attention
+_SHARES = ("small", 80), ("small", 75), ("base", 75), ("base", 50)
 # Name -> the recorded table of its release.
 _PUBLIC = {
   **{
     f"moh-vit-{size[0]}{share}": f"moh_transnext_{size}_{share}"
-    for size, share in (
-      *(("small", 80), ("small", 75)),
-      *(("base", 75), ("base", 50)),
-    )
+    for size, share in _SHARES
   },
   **{
     f"transnext-{size}": f"transnext_{size}"
@@ -45,14 +43,6 @@ _LLAMA = {
   "llama3-8b-expanded": "MoH-LLaMA3-8B",
   "llama3-8b": "LLaMA3-8B",
 }
-# Of each kind; the others are under the marker `integration`.
-_SMALL = (
-  "moh-vit-s80",
-  "transnext-micro",
-  "moh-dit-s2-90",
-  "dit-s2",
-  "llama3-8b",
-)
 
 
 @functools.cache
@@ -92,16 +82,9 @@ class RegistryTest(parameterized.TestCase):
     count = sum(leaf.size for leaf in jax.tree.leaves(_params(name)))
     self.assertEqual(count, _RECORDED[name])
 
-  @parameterized.parameters(*_SMALL)
-  def test_has_the_public_names_shapes_and_total(self, name):
-    self._check_names(name)
-
-  @parameterized.parameters(*sorted({*_PUBLIC, *_LLAMA} - {*_SMALL}))
+  @parameterized.parameters(*sorted({*_PUBLIC, *_LLAMA}))
   @pytest.mark.integration
-  def test_large_one_has_the_public_names_shapes_and_total(self, name):
-    self._check_names(name)
-
-  def _check_names(self, name):
+  def test_has_the_public_names_shapes_and_total(self, name):
     table = (_PUBLIC | _LLAMA)[name]
     public, tensors = _tables()[table], _tensors(name)
     shapes = {key: list(leaf.shape) for key, leaf in tensors.items()}

@@ -10,17 +10,9 @@ import numpy as np
 from moh_jax.ops.attention import HOPPER, TPU
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import dense_attention
-from moh_jax.ops.kernels.attention import (
-  Problem,
-  kernel_attention,
-)
+from moh_jax.ops.kernels.attention import Problem, kernel_attention
 from moh_jax.ops.packed import packed_attention
-from moh_jax.ops.pairs import (
-  ActiveHeads,
-  HeadBlocks,
-  blocks_of,
-  head_blocks,
-)
+from moh_jax.ops.pairs import ActiveHeads, HeadBlocks, blocks_of, head_blocks
 from moh_jax.ops.stock import cudnn_attention, splash_attention
 
 _table = jax.jit(head_blocks, static_argnums=(1, 2))

@@ -40,12 +40,10 @@ def vectors(
   return jnp.asarray(rng.normal(size=(B, tokens, heads, D)), dtype)
 
 
-def filled(
-  dtype: str = "float32", tokens: int = M, slot: int = 0
-) -> tuple[LayerCache, jax.Array, jax.Array]:
-  """A cache with random keys and values in it, and these."""
+def filled(dtype: str = "float32", tokens: int = M) -> LayerCache:
+  """A cache with random keys and values in its first slots."""
   k, v = vectors(tokens, seed=1), vectors(tokens, seed=2)
-  return write(make_cache(B, K, M, D, dtype), k, v, jnp.int32(slot)), k, v
+  return write(make_cache(B, K, M, D, dtype), k, v, jnp.int32(0))
 
 
 def stored(cache: LayerCache, name: str) -> np.ndarray:
@@ -67,7 +65,7 @@ class SlotsTest(parameterized.TestCase):
 class WriteCacheTest(parameterized.TestCase):
   @parameterized.product(dtype=DTYPES, slot=(0, 6))
   def test_writes_its_slots_and_no_other(self, dtype, slot):
-    before, *_ = filled(dtype)
+    before = filled(dtype)
     new = vectors(2, seed=3), vectors(2, seed=4)
     # Texts may have slots of their own.
     for slots in (slot, slot), (slot, 3):
@@ -85,9 +83,9 @@ _attend = jax.jit(cached_attention, static_argnames="implementation")
 _dense = jax.jit(attention, static_argnames="causal")
 
 
-def _slots(new, seen, first=(0, 0)):
+def _slots(new, seen):
   """The last of `new` tokens sees the slots up to `seen`, the others fewer."""
-  return Slots(jnp.asarray(seen) - new, jnp.asarray(first, jnp.int32))
+  return Slots(jnp.asarray(seen) - new, jnp.zeros(2, jnp.int32))
 
 
 class CachedAttentionTest(parameterized.TestCase):
@@ -99,7 +97,7 @@ class CachedAttentionTest(parameterized.TestCase):
     ),
   )  # fmt: skip
   def test_equals_dense_attention_to_what_is_stored(self, case, dtype, q_dtype):
-    (heads, new, seen), (cache, *_) = case, filled(dtype)
+    (heads, new, seen), cache = case, filled(dtype)
     q = vectors(new, heads, dtype=q_dtype)
     k, v = (jnp.asarray(stored(cache, name)[:, :seen]) for name in "kv")
     out = _attend(q, cache, _slots(new, seen), None, "dense")
@@ -112,7 +110,7 @@ class CachedAttentionTest(parameterized.TestCase):
 
   @parameterized.parameters((3, "dense"), ((4, 2), "dense"), (3, "kernel"))
   def test_texts_and_heads_may_be_one_axis(self, slot, form):
-    before, *_ = filled(tokens=4)
+    before = filled(tokens=4)
     new = vectors(1, seed=3), vectors(1, seed=4), jnp.asarray(slot)
     after, merged = write(before, *new), write(merge_texts(before), *new)
     chex.assert_shape(merged.k, (B * K, M, D))
@@ -122,7 +120,7 @@ class CachedAttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(*outs, atol=1e-6)
 
   def test_more_heads_than_the_bound_give_nan_in_their_text(self):
-    cache, *_ = filled()
+    cache = filled()
     q, slots = vectors(1, 4), _slots(1, 5)
     mask = np.arange(4) <= 3 * (np.arange(B) == 0)[:, None, None]
     active = ActiveHeads(jnp.asarray(mask), 1)

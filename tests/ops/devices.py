@@ -15,10 +15,7 @@ _WHOLE = jax.sharding.AbstractMesh((), ())
 
 
 def traced_for(
-  platform: str,
-  kind: str = "",
-  cores: int | None = None,
-  mesh: Any = _WHOLE,
+  platform: str, kind: str = "", cores: int | None = None, mesh: Any = _WHOLE
 ) -> contextlib.AbstractContextManager:
   """Context in which functions are traced for devices that are not here."""
   device = jax.sharding.AbstractDevice(

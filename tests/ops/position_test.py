@@ -10,11 +10,7 @@ import numpy as np
 from absl.testing import parameterized
 
 from moh_jax.config.llm import ROPE_SCALINGS, RotaryConfig
-from moh_jax.ops.position import (
-  pooling_bins,
-  relative_coordinates,
-  rotation,
-)
+from moh_jax.ops.position import pooling_bins, relative_coordinates, rotation
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 

@@ -226,21 +226,15 @@ def _load(case: Case) -> tuple[DiTConfig, Any, _Predict]:
   heads = tuple(hyper["heads_per_block"])
   (width,) = set(hyper["head_dim_per_block"])
   size = hyper["input_size"]
+  same = ("num_classes", "patch_size", "mlp_ratio", "learn_sigma")
   config = DiTConfig(
-    input_size=(size, size),
-    channels=hyper["in_channels"],
-    num_classes=hyper["num_classes"],
-    patch_size=hyper["patch_size"],
-    width=hyper["hidden_size"],
-    num_heads=heads,
-    head_dim=width,
+    **{name: hyper[name] for name in same}, input_size=(size, size),
+    channels=hyper["in_channels"], width=hyper["hidden_size"],
+    label_dropout=hyper["class_dropout_prob"], num_heads=heads, head_dim=width,
     shared_heads=tuple(hyper.get("shared_head", heads)),
     top_k=tuple(hyper.get("routed_head", (0,) * len(heads))),
-    mlp_ratio=hyper["mlp_ratio"],
-    label_dropout=hyper["class_dropout_prob"],
-    learn_sigma=hyper["learn_sigma"],
     router=RouterConfig("two_stage" if "shared_head" in hyper else "none"),
-  )
+  )  # fmt: skip
   model, number = DiT(config), jax.ShapeDtypeStruct((1,), jnp.int32)
   x = jax.ShapeDtypeStruct((1, *config.input_shape), jnp.float32)
   params = case.load(model, model_rules(config), x, number, number)

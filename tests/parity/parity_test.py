@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from unittest import mock
 
 import numpy as np
@@ -14,6 +11,7 @@ from absl.testing import parameterized
 
 from tests.parity import __main__ as command
 from tests.parity.case import read_case
+from tests.two_processes import python
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _CASES = sorted(path.parent.name for path in _GOLDENS.glob("*/meta.json"))
@@ -53,16 +51,10 @@ class RecordedCasesTest(parameterized.TestCase):
   def test_cases_pass_with_default_compiler_settings(self):
     # Layers and metrics: a whole model takes many seconds to optimize.
     names = "dit_attn_wide", "fid_metrics", "vit_pooled_shared_routed"
-    done = subprocess.run(
-      [sys.executable, "-m", "tests.parity", *(_GOLDENS / n for n in names)],
-      env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-      cwd=_GOLDENS.parents[1],
-      capture_output=True,
-      text=True,
-      check=False,
-    )
-    self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-    self.assertRegex(done.stdout, r"3 case\(s\), \d+ arrays, 0 failed")
+    argv = "-m", "tests.parity", *(_GOLDENS / name for name in names)
+    status, out, err = python(*argv, XLA_FLAGS="")
+    self.assertEqual(status, 0, out + err)
+    self.assertRegex(out, r"3 case\(s\), \d+ arrays, 0 failed")
 
 
 class DamagedCaseTest(parameterized.TestCase):

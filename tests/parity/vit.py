@@ -110,21 +110,15 @@ def _model_config(hyper: Mapping[str, Any]) -> ViTConfig:
   heads = tuple(hyper["num_heads"])
   size = hyper["img_size"]
   (window,) = {w for w in hyper.get("window_size", [3]) if w} or {3}
+  lists = ("embed_dims", "depths", "mlp_ratios", "sr_ratios")
   return ViTConfig(
-    image_size=(size, size),
-    channels=hyper.get("in_chans", 3),
-    num_classes=hyper["num_classes"],
-    patch_stride=hyper["patch_size"],
-    embed_dims=tuple(hyper["embed_dims"]),
-    depths=tuple(hyper["depths"]),
-    num_heads=heads,
+    image_size=(size, size), channels=hyper.get("in_chans", 3),
+    num_classes=hyper["num_classes"], patch_stride=hyper["patch_size"],
+    **{name: tuple(hyper[name]) for name in lists}, num_heads=heads,
     shared_heads=tuple(hyper.get("shared_head", heads)),
-    top_k=tuple(hyper.get("routed_head", (0,) * len(heads))),
-    mlp_ratios=tuple(hyper["mlp_ratios"]),
-    sr_ratios=tuple(hyper["sr_ratios"]),
-    window=window,
+    top_k=tuple(hyper.get("routed_head", (0,) * len(heads))), window=window,
     fixed_pool_size=hyper.get("fixed_pool_size") or 0,
     pretrain_image_size=hyper.get("pretrain_size") or 0,
     router=RouterConfig("two_stage" if "shared_head" in hyper else "none"),
     qkv_bias=hyper.get("qkv_bias", False),
-  )
+  )  # fmt: skip

@@ -1,13 +1,11 @@
 """Files that are whole, JSON of a schema, and names."""
 
-import subprocess
-import sys
-
 import msgspec
 from absl.testing import parameterized
 
 from moh_jax.runtime import files
 from tests.folders import FolderTest
+from tests.two_processes import python
 
 
 class _Row(msgspec.Struct):
@@ -35,8 +33,7 @@ class FilesTest(FolderTest):
       "from moh_jax.runtime import files; import pathlib; "
       "files.write_whole(pathlib.Path('/dev/stdout'), b'b\\n')"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True)
-    self.assertEqual(out.stdout, b"b\n")
+    self.assertEqual(python("-c", code)[1], "b\n")
 
   @parameterized.parameters("", "..", "../x", "a/../../x", "/etc")
   def test_names_that_leave_the_folder(self, name):

@@ -14,12 +14,7 @@ from moh_jax.runtime import processes
 from moh_jax.runtime.batches import gather
 from tests import two_processes
 
-_CHILD = """
-import sys
-sys.path.insert(0, ".")
-from tests.runtime import processes_test
-processes_test.compare()
-"""
+_CHILD = "from tests.runtime import processes_test as t; t.compare()"
 _COMMAND = """
   import ctypes, sys, time
   from moh_jax.cli import main

@@ -1,8 +1,6 @@
 """Parameters are read some at a time, in the wanted dtype and sharding."""
 
-import os
 import pathlib
-import subprocess
 import sys
 from unittest import mock
 
@@ -18,6 +16,7 @@ from moh_jax.config import MeshConfig
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.mesh import make_mesh
 from tests.training import tiny
+from tests.two_processes import python
 
 
 class ReadParamsTest(parameterized.TestCase):
@@ -82,11 +81,7 @@ class ReadParamsTest(parameterized.TestCase):
       self._read(abstract)
 
 
-_RESTORE = """
-import sys
-from tests.runtime import read_params_test
-read_params_test.restore(sys.argv[1])
-"""
+_RESTORE = "from tests.runtime import read_params_test as t; t.restore()"
 
 
 def _blocks():
@@ -97,12 +92,12 @@ def _blocks():
   return {f"kernel{index}": kernel for index in range(20)}
 
 
-def restore(folder: str) -> None:
+def restore() -> None:
   """Prints the most memory that restoring takes, over the result's bytes."""
   abstract = _blocks()
   jax.block_until_ready(jnp.zeros(8))
   before = _kilobytes("VmRSS")
-  params = checkpoint.restore_params(folder, 0, abstract, use_ema=False)
+  params = checkpoint.restore_params(sys.argv[1], 0, abstract, use_ema=False)
   jax.block_until_ready(params)
   used = 1024 * (_kilobytes("VmHWM") - before)
   print(used / sum(x.nbytes for x in jax.tree.leaves(params)))
@@ -124,10 +119,7 @@ class MemoryTest(parameterized.TestCase):
     )
     metadata = checkpoint.Metadata(tiny.llm_config())
     checkpoint.save_params(folder, params, metadata)
-    command = [sys.executable, "-c", _RESTORE, folder]
     for devices in (1, 4):
       flags = f"--xla_force_host_platform_device_count={devices}"
-      out = subprocess.check_output(
-        command, env={**os.environ, "XLA_FLAGS": flags}, text=True
-      )
+      _, out, _ = python("-c", _RESTORE, folder, XLA_FLAGS=flags)
       self.assertLess(float(out.splitlines()[-1]), 1.3)

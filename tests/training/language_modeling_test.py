@@ -46,13 +46,8 @@ def _metrics(batch):
 class LossTest(absltest.TestCase):
   def test_loss_is_the_cross_entropy_plus_the_weighted_balance_loss(self):
     batch, (model, _) = _batch(), make_model(_CONFIG)
-    logits, aux = jax.jit(model.apply)(
-      {"params": tiny.random_params(_CONFIG)},
-      batch["inputs"],
-      positions=batch["positions"],
-      segments=batch["segments"],
-    )
-    log_probs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    params = tiny.random_params(_CONFIG)
+    log_probs, aux = tiny.all_log_probs(model, params, batch)
     picked = np.take_along_axis(log_probs, batch["targets"][..., None], -1)
     weights = batch["weights"]
     self.assertLess(weights.sum(), weights.size)  # some documents begin

@@ -9,9 +9,6 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 from unittest import mock
 
 import chex
@@ -33,6 +30,7 @@ from moh_jax.training.train import train
 from tests import folders
 from tests.data.tiny_images import put
 from tests.training import tiny
+from tests.two_processes import python
 
 # The average stays behind the parameters.
 _OPTIM = {"ema_decay": 0.999, "lr": 0.1, "accumulation": 2}
@@ -65,8 +63,7 @@ class LoopTest(folders.FolderTest):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    root = cls.enterClassContext(tempfile.TemporaryDirectory())
-    cls.whole = os.path.join(root, "whole")
+    cls.whole = cls.shared_folder() / "whole"
     with cls().assertLogs("moh_jax", "INFO") as logs:
       cls.result = run(cls.whole)
     cls.said = [record.getMessage() for record in logs.records]
@@ -139,7 +136,6 @@ class LoopTest(folders.FolderTest):
         train(config, str(self.root / name))
 
   @parameterized.parameters(
-    ({"model": {"top_k": (1, 2)}}, r"model\.top_k: \(1, 2\) here"),
     ({"train": {"seed": 1}, "data": {"batch_size": 16}},
      r"data\.batch_size: 16 here, 8 there; train\.seed: 1 here"),
     ({"optim": {"ema_decay": 0.0}}, "optim.ema_decay: False here, True there"),
@@ -182,9 +178,8 @@ class LoopTest(folders.FolderTest):
     self._check_goes_on(self.root)
 
   def test_run_killed_by_sigkill_resumes_bit_identically(self):
-    command = [sys.executable, "-c", _KILLED, str(self.root)]
-    status = subprocess.run(command, check=False).returncode
-    self.assertEqual(status, -signal.SIGKILL)
+    status, _, err = python("-c", _KILLED, self.root)
+    self.assertEqual(status, -signal.SIGKILL, err)
     self.assertEqual(steps.find_step(self.root, None), 2)
     self._check_goes_on(self.root)
 

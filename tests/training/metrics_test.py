@@ -67,9 +67,7 @@ class LogTest(folders.FolderTest):
     self.assertEqual(self._rows(), [row])
 
   @parameterized.parameters(
-    (0, "", [9]),
-    (2, "", [1, 2, 9]),
-    (4, '{"step": 5, "spl', [1, 2, 3, 4, 9]),
+    (0, "", [9]), (2, "", [1, 2, 9]), (4, '{"step": 5, "spl', [1, 2, 3, 4, 9])
   )
   def test_resuming_drops_later_and_half_written_rows(self, start, tail, left):
     lines = [json.dumps({"step": s, "split": "train"}) for s in (1, 2, 3, 4)]

@@ -2,18 +2,16 @@
 
 import functools
 import pathlib
-import tempfile
 
 import jax
 import numpy as np
 import pytest
-from absl.testing import absltest
 
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler, sample_files, sample_images
 from moh_jax.runtime.mesh import make_mesh
 from moh_jax.training.train import train
-from tests import two_processes
+from tests import folders, two_processes
 from tests.training import tiny
 
 _IMAGES, _BATCH = 13, 8
@@ -41,31 +39,29 @@ def train_and_draw(root: pathlib.Path) -> None:
   sample_files(sampler, _IMAGES, images, batch_size=_BATCH, settings={})
 
 
-class ProcessesTest(absltest.TestCase):
+class ProcessesTest(folders.FolderTest):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.root = pathlib.Path(
-      cls.enterClassContext(tempfile.TemporaryDirectory())
-    )
-    tiny.save(cls.root, _DIT)
-    two_processes.call("-c", _CHILD, str(cls.root))
+    cls.folder = cls.shared_folder()
+    tiny.save(cls.folder, _DIT)
+    two_processes.call("-c", _CHILD, str(cls.folder))
 
   @pytest.mark.integration
   def test_two_processes_train_and_one_continues(self):
-    tiny.train(_config(), self.root / "alone")
-    losses = [tiny.losses(self.root / run) for run in ("run", "alone")]
+    tiny.train(_config(), self.folder / "alone")
+    losses = [tiny.losses(self.folder / run) for run in ("run", "alone")]
     self.assertLen(losses[0], 2)
     np.testing.assert_allclose(*losses, rtol=2e-5)
-    resumed = tiny.train(_config(train={"steps": 3}), self.root / "run")
+    resumed = tiny.train(_config(train={"steps": 3}), self.folder / "run")
     self.assertEqual(int(resumed.state.step), 3)
 
   @pytest.mark.integration
   def test_two_processes_draw_what_one_draws(self):
     mesh = make_mesh(_DIT.mesh, jax.devices()[:1])
-    sampler = Sampler(restore(str(self.root / "base"), mesh=mesh), mesh=mesh)
+    sampler = Sampler(restore(str(self.folder / "base"), mesh=mesh), mesh=mesh)
     alone = sample_images(sampler, _IMAGES, _BATCH)
-    with np.load(self.root / "images.npz") as stored:
+    with np.load(self.folder / "images.npz") as stored:
       np.testing.assert_array_equal(stored["arr_0"], alone)
       np.testing.assert_array_equal(stored["arr_1"], np.arange(_IMAGES) % 10)
-    self.assertFalse((self.root / "images.npz.parts").exists())
+    self.assertFalse((self.folder / "images.npz.parts").exists())

@@ -17,12 +17,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.training import optim
-from moh_jax.training.step import (
-  Mean,
-  make_program,
-  mean_gradients,
-  train_step,
-)
+from moh_jax.training.step import Mean, make_program, mean_gradients, train_step
 from tests.training import meshes, tiny
 from tests.training.tiny import make_task
 
@@ -61,12 +56,9 @@ def _chat_step(axes, accumulation):
   These are the gradients of the step, times a constant.
   """
   config = meshes.config_of(
-    mesh=dict(axes),
-    model={"vocab_size": 60},
-    data={"batch_size": 32},
-    train={"balance_weight": 0.0},
-    optim={"accumulation": accumulation},
-  )
+    mesh=dict(axes), model={"vocab_size": 60}, data={"batch_size": 32},
+    train={"balance_weight": 0.0}, optim={"accumulation": accumulation},
+  )  # fmt: skip
   mesh, batch = meshes.mesh_of(config), _trained_batch()
   program = make_program(config, make_task(config), mesh)
   with use_mesh(mesh):

@@ -217,6 +217,14 @@ def stacked(source: Any, count: int) -> Any:
   )
 
 
+def all_log_probs(net: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+  """Of packed sequences, [B, N, V] float64 from all logits; and side values."""
+  places = {name: batch[name] for name in ("positions", "segments")}
+  call = functools.partial(jax.jit(net.apply), {"params": params})
+  logits, aux = call(batch["inputs"], **places)
+  return np.asarray(jax.nn.log_softmax(logits), np.float64), aux
+
+
 def save(folder: str | os.PathLike, config: Config, names: Any = ()) -> str:
   """Writes random parameters as a checkpoint FOLDER/base; returns its path."""
   base = os.path.join(folder, "base")
