@@ -11,6 +11,7 @@ from flax import nnx
 
 import moh_jax
 from moh_jax.nnx import MoHAttention
+from moh_jax.ops.cache import Slots, make_cache
 from tests.layers import small
 
 
@@ -73,3 +74,15 @@ class MoHAttentionTest(absltest.TestCase):
     after = model(x, context)[0]
     chex.assert_trees_all_equal(after, model(x, context)[0])
     self.assertLess(float(jnp.sum((after - 1) ** 2)), before)
+
+  def test_decodes_and_draws_nothing_in_eval(self):
+    options = {"causal": True, "dropout_rate": 0.5, "rngs": nnx.Rngs(0)}
+    layer, x = MoHAttention(8, small.BUDGET, **options), small.tokens()
+    layer.eval()
+    heads = small.BUDGET.num_heads
+    cache = make_cache(
+      small.B, heads, small.N, small.BUDGET.head_dim, "float32"
+    )
+    slots = Slots(jnp.int32(0))
+    out, *_ = layer.decode(x, cache, slots)
+    chex.assert_trees_all_close(out, layer(x)[0], atol=1e-6)

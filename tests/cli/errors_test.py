@@ -56,6 +56,7 @@ _REFUSED = {
   "fid --samples {here}/samples.npz --inception no.pth": {
     "--metrics fid,pr": "need --reference",
     "--reference {here}/stats.npz --metrics sfid": "mu_s",
+    "--reference {here}/stats.npz --metrics pr": "images (arr_0) in",
     "": "pt_inception-2015-12-05-6726825d",
   },
   "generate --checkpoint": {

@@ -128,6 +128,12 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(found.tune.top_k_values, values)
     self.assertEqual(found.scheduled(), found)
 
+  def test_a_schedule_is_checked_once_epochs_are_steps(self):
+    schedule = {"top_k_steps": (0, 2000), "top_k_values": (3, 2)}
+    tiny.llm_config(train={"epochs": 3.0}, tune=schedule)
+    with self.assertRaisesRegex(ValueError, "before train.steps=1000"):
+      tiny.llm_config(train={"steps": 1000}, tune=schedule)
+
   def test_what_is_stated_stays(self):
     keys = "optim.warmup_steps=3 eval.every=0 log.every=7 log.heads=0"
     stated = parse.changed(_LLM, keys.split())

@@ -66,6 +66,15 @@ class ReadTest(_Case):
     for i, view in enumerate(views):
       np.testing.assert_array_equal(read[str(i)], view(values), strict=True)
 
+  def test_files_of_torch_before_1_6(self):
+    old = {"_use_new_zipfile_serialization": False}
+    torch.save({"a": torch.arange(3.0)}, self.path, **old)
+    chex.assert_trees_all_equal(
+      tensor_files.read_tensors(self.path), {"a": np.arange(3, dtype="f4")}
+    )
+    torch.save({"a": _Call(os.system, "true")}, self.path, **old)
+    self.assert_rejected("torch does not read it as data")
+
   def test_folder_of_one_file_or_of_shards_with_an_index(self):
     one, two = torch.arange(3.0), torch.ones(2)
     torch.save({"model": {"a": one}, "epoch": 3}, self.path)

@@ -3,6 +3,7 @@
 import functools
 import gzip
 import io
+import itertools
 import json
 import sys
 from unittest import mock
@@ -13,7 +14,12 @@ import zstandard
 from absl.testing import parameterized
 from pyarrow import ipc, parquet
 
-from moh_jax.data.files import list_files, read_documents, read_texts
+from moh_jax.data.files import (
+  files_by_split,
+  list_files,
+  read_documents,
+  read_texts,
+)
 from tests.folders import FolderTest
 
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
@@ -183,6 +189,13 @@ class PlacesTest(_FilesTest):
     found = self._read("memory://texts/**", "d.jsonl")
     texts = ["local", *_TEXTS * 2, "packed"]
     self.assertCountEqual([text for _, text in found], texts)
+
+  def test_what_datasets_writes_beside_its_data_is_none(self):
+    names = "train.jsonl", "dataset_train.jsonl", "dataset_2/a.jsonl"
+    for name in (*names, "dataset_info.json", "state.json", "cache-1.jsonl"):
+      self._write(name, _lines(["a"]))
+    found = files_by_split(self.root, (".jsonl", ".json"))
+    self.assertCountEqual(itertools.chain(*found.values()), names)
 
   @parameterized.parameters(
     ("memory://texts/no", FileNotFoundError, "memory://texts/no: no such"),

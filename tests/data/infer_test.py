@@ -50,6 +50,10 @@ class ImagesTest(FolderTest):
     data = DataConfig(source="latents", path=str(self.root))
     scaling = _resolved(_DIT, data).diffusion.scaling
     self.assertEqual(scaling, LatentScaling(0.5, 0.25))
+    train = config_lib.TrainConfig(epochs=1)  # counts the latents, too
+    model = dataclasses.replace(_DIT, input_size=(4, 4))
+    scaling = _resolved(model, data, train=train).diffusion.scaling
+    self.assertEqual(scaling, LatentScaling(0.5, 0.25))
     scaling = _resolved(_DIT, DataConfig()).diffusion.scaling  # random ones
     self.assertEqual(scaling, LatentScaling(0.18215))
 

@@ -25,7 +25,7 @@ class MoHAttentionTest(parameterized.TestCase):
     ({}, {"context": (2, 5)}, r"context has shape \(2, 5\), .* token_mask="),
     ({"causal": True}, {"context": (2, 7, 8)}, "causal and places must be off"),
     ({}, {"context": (2, 7, 8), "places": Places()}, "causal and places must"),
-    ({}, {"context_mask": (2, 5)}, r"must be bool\(\), False for padding"),
+    ({}, {"context_mask": (2, 5)}, r"context_mask needs a context"),
     ({}, {"context": (2, 7, 8), "context_mask": (2, 5)},
      r"context_mask float32\(2, 5\) must be bool\(2, 7\)"),
   )  # fmt: skip

@@ -65,6 +65,15 @@ class FormsTest(parameterized.TestCase):
     exact = case.dtype == "float32"
     cases.check(got, cases.reference(case), *(() if exact else (2e-2, 2e-2)))
 
+  @parameterized.parameters("dense", "packed")
+  def test_gradients_have_the_dtype_of_their_arrays(self, form):
+    case = CASES["fewer_queries"]
+    q, k, v, *_ = case.arrays()
+    k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+    loss = lambda *arrays: _call(case, form, arrays).sum()  # noqa: E731
+    grads = jax.grad(loss, (0, 1, 2))(q, k, v)
+    chex.assert_trees_all_equal_dtypes(grads, (q, k, v))
+
   @parameterized.parameters(*_PLAIN)
   def test_16_bits_are_close_and_keep_their_dtype(self, form):
     case = CASES["fewer_queries"]

@@ -94,6 +94,11 @@ class SummedCrossEntropyTest(parameterized.TestCase):
     grad = jax.grad(summed_cross_entropy, argnums=3)(*_inputs(), chunk)
     np.testing.assert_array_equal(grad, 0.0)  # weights are known
 
+  def test_gradients_have_the_dtype_of_their_arrays(self):
+    x, kernel, *others = _inputs(jnp.bfloat16)
+    _, *grads = _run((x, kernel.astype(jnp.bfloat16), *others), 3)
+    chex.assert_type(grads, jnp.bfloat16)
+
   @parameterized.parameters(0, 3)
   def test_bfloat16_multiplies_in_bfloat16_and_sums_in_float32(self, chunk):
     ours, *grads = _run(_inputs(jnp.bfloat16), chunk)

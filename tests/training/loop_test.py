@@ -20,7 +20,7 @@ import pytest
 from absl.testing import parameterized
 from jax.experimental.compilation_cache import compilation_cache
 
-from moh_jax.runtime import steps
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.mesh import make_mesh
 from moh_jax.training import entrance, flops
 from moh_jax.training.metrics import Log
@@ -148,6 +148,12 @@ class LoopTest(folders.FolderTest):
       self.enterContext(jax.threefry_partitionable(False))
     with self.assertRaisesRegex(ValueError, message):
       run(self._copy(), **sections)
+
+  def test_a_model_is_no_run_that_goes_on(self):
+    metadata = checkpoint.Metadata(_config().scheduled(), ())
+    checkpoint.save_params(self.root, {"w": np.zeros(1)}, metadata)
+    with self.assertRaisesRegex(ValueError, "a model, not a run.*init_from="):
+      run(self.root)
 
   @pytest.mark.integration
   def test_what_may_change_in_a_continued_run_is_said(self):
