@@ -4,9 +4,12 @@ import functools
 import itertools
 from unittest import mock
 
-from absl.testing import parameterized
+import pytest
+from absl.testing import absltest, parameterized
 
+from moh_jax.config import LoraConfig
 from moh_jax.training import bench
+from tests.training import tiny
 
 
 class TurnsTest(parameterized.TestCase):
@@ -48,3 +51,18 @@ class TurnsTest(parameterized.TestCase):
     self.assertAlmostEqual(times["a"].median, 0.3)
     _, order = time({"a": itertools.repeat(1e-9)}, 1)
     self.assertLess(len(order), 2000)
+
+
+class StepTest(absltest.TestCase):
+  @pytest.mark.integration
+  def test_adapters_and_latents_are_timed_without_their_files(self):
+    lora = {"lora": LoraConfig(rank=2, base_dtype="int8")}
+    latents = {"diffusion": {"space": "latent"}, "sample": {"every": 1}}
+    latents["mesh"] = {"data": -1}
+    latents["data"] = {"source": "fake", "fake_examples": 16}
+    runs = {
+      "adapters": tiny.llm_config(tune=lora, mesh={"data": -1}),
+      "latents": tiny.dit_config(**latents),
+    }
+    times = bench.step_seconds(runs, 1)
+    self.assertGreater(min(time.median for time in times.values()), 0)
