@@ -10,7 +10,6 @@ import dataclasses
 import math
 import sys
 import time
-import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from moh_jax.config import (
   released_model,
   without_router,
 )
-from moh_jax.config.base import Dtype
+from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache
 from moh_jax.runtime.mesh import make_mesh
@@ -41,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = make_parser(__doc__, rounds=10)
   parser.add_argument("--model", required=True, help="released name")
   parser.add_argument("--mha", action="store_true", help="without its router")
-  dtypes = typing.get_args(Dtype)
-  parser.add_argument("--dtype", choices=dtypes, default="float32")
+  parser.add_argument("--dtype", choices=DTYPES, default="float32")
   parser.add_argument("--batch", type=int, default=8, help="examples, on 80 GB")
   parser.add_argument("--length", type=int, help="tokens of a sequence")
   args = parser.parse_args(argv)

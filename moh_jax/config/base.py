@@ -61,6 +61,7 @@ Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, "()")]
 Decay = Annotated[float, Range(0, 1, "[)")]
 Dtype = Literal["float32", "bfloat16"]
+DTYPES = typing.get_args(Dtype)
 
 
 class Section:

@@ -154,7 +154,7 @@ class FolderTest(parameterized.TestCase):
     (["embed_tokens", "lm_head"], {"embed": 1, "head": 1.001}),
   )
   def test_an_embedding_that_is_not_the_head_is_refused(self, saved, factors):
-    words = "model.embed_tokens.weight and lm_head.weight must be stored both"
+    words = "model.embed_tokens.weight and lm_head.weight must both be stored"
     self._refused(words, "tied", self._tied(**factors), modules_to_save=saved)
 
   @pytest.mark.integration

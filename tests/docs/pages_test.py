@@ -99,6 +99,7 @@ def _refused(key, value):
       with (
         mock.patch.object(entrance, "read_metadata", return_value=stored),
         mock.patch.object(entrance.steps, "read_json_item", return_value=data),
+        mock.patch.object(entrance.steps, "step_folder"),
       ):
         try:
           entrance.check_same_run("run", 0, Metadata(changed), {})

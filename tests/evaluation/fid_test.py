@@ -162,5 +162,5 @@ class ImagesTest(folders.FolderTest):
     with self.assertRaisesRegex(FloatingPointError, "features of .*s.npz"):
       fid.summarize(nan, open_images(self.file), 8)
     np.savez(self.file, _IMAGES[:1])
-    with self.assertRaisesRegex(ValueError, "a covariance needs two"):
+    with self.assertRaisesRegex(ValueError, "1 images, needs 2"):
       fid.summarize(self._extract, open_images(self.file), 8)

@@ -68,7 +68,7 @@ class ChecksTest(absltest.TestCase):
     check, eight = placement.check_heads, make_mesh(MeshConfig(tensor=8))
     check(released_model("moh-llama3-8b"), eight)
     for name in ("moh-llm-s-75", "moh-vit-s80"):  # of 12 and of 3 heads
-      message = r"mesh.tensor=8 must divide the \d+ key/value heads of the 1\. "
+      message = r"mesh.tensor=8 must divide the \d+ key/value heads of group 1"
       with self.assertRaisesRegex(ValueError, message):
         check(released_model(name), eight)
 
