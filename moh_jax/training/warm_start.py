@@ -27,7 +27,10 @@ from moh_jax.training.step import Program, TrainState
 _LOG = logging.getLogger(__name__)
 # Keys, or beginnings of keys, that change what the model computes with the same
 # parameters, and those of models that choose heads.
-_NUMERIC = "model.norm_eps", "model.rope.", "model.sr_ratios:", "model.window:"
+_NUMERIC = (
+  *("model.norm_eps", "model.rope.", "model.sr_ratios:", "model.window:"),
+  "model.attention_out_multiplier:",
+)
 _ROUTED = "model.router.gate_form", "model.router.structure", "model.head_order"
 _Shapes = dict[str, tuple[int, ...]]  # by path
 # (the run's initial parameters, of which those that its source lacks are

@@ -79,8 +79,14 @@ def write(
 
   both = jax.jit(jax.value_and_grad(loss, has_aux=True))
   (_, logits), grads = both(jax.tree.map(jnp.asarray, trained))
-  for what, tree in (("lora", trained), ("grads", jax.device_get(grads))):
-    checkpoint.save_params(folder / what, tree, metadata)
+  # Export multiplies a factor by this constant, so its gradient is divided.
+  constant = 1 / run.model.attention_out_multiplier
+  inverse = dataclasses.replace(run.model, attention_out_multiplier=constant)
+  inverse = dataclasses.replace(config, model=inverse)
+  inverse = dataclasses.replace(metadata, config=inverse)
+  grads = jax.device_get(grads)
+  for what, *saved in (("lora", trained, metadata), ("grads", grads, inverse)):
+    checkpoint.save_params(folder / what, *saved)
     export(str(folder / what), str(folder / f"peft_{what}"), to="peft")
   # In float32 the base is what it was before there were adapters.
   rounded = lora.base_dtype != "float32"

@@ -47,6 +47,7 @@ _REFUSED = (
    r"model\.sr_ratios: \(4, 1\) here, \(2, 1\) there"),
   *((tiny.llm_config, "model", model, message) for model, message in (
     ({"rope": RotaryConfig(theta=500.0)}, r"model\.rope\.theta: 500.0 here"),
+    ({"attention_out_multiplier": 0.5}, r"attention_out_multiplier: 0\.5 here"),
     ({"router": RouterConfig(gate_form="paper")},
      r"router\.gate_form: 'paper' here, 'released' there"),
     ({"head_order": _OTHER_ORDER}, r"head_order: \(\(1, .* here, \(\) t"),
