@@ -20,7 +20,7 @@ without an autoencoder, on your images).
 
 FOLDER holds a folder of images for each class, or images alone, which is one
 class: then the model is unconditional. All but the label table is the
-checkpoint's, its vector of "no label" included.
+checkpoint's.
 """
 
 import ml_collections

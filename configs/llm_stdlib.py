@@ -58,8 +58,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     head_dim=256 // heads,
     shared_heads=(shared,) * _DEPTH,
     top_k=(chosen,) * _DEPTH,
-    # The best in docs/results.md.
-    attention_out_multiplier=0.125,
+    attention_out_multiplier=0.125,  # the best in docs/results.md
     tie_embeddings=True,
     loss_chunk=0,
   )

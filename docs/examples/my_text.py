@@ -3,7 +3,7 @@
   python -m moh_jax train --config=docs/examples/my_text.py --workdir=DIR \
     --config.data.path=TOKENS/mine
 
-TOKENS/mine holds train/ and val/, as `tokenize` writes them.
+TOKENS/mine holds train/ and val/, as `prepare tokenize` writes them.
 """
 
 import ml_collections
