@@ -189,11 +189,13 @@ class OpenShard:
 class ShardWriter:
   """Writes a set shard by shard, also one that was interrupted.
 
-  writer = ShardWriter(...)
-  for shard in writer.todo():
-    with writer.open(shard) as target:
-      target.add(header, payload)
-  writer.finish()
+  That is:
+
+    writer = ShardWriter(...)
+    for shard in writer.todo():
+      with writer.open(shard) as target:
+        target.add(header, payload)
+    writer.finish()
   """
 
   def __init__(
