@@ -1,6 +1,7 @@
 """What rows of conversations say beside messages, as text and as masks."""
 
 import dataclasses
+import datetime
 import json
 import random
 from typing import Any, NamedTuple
@@ -174,6 +175,16 @@ class TextTest(_RowsTest):
     found = [self.open(split=split).identity() for split in ("train", "val")]
     file.unlink()
     self.assertEqual(found, [self.open(*rows).identity()] * 2)
+
+  def test_tables_may_date_their_messages(self):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    self.use("qwen")
+    talk = [m | {"timestamp": datetime.date(2026, 1, 1)} for m in ask("one")]
+    table = pa.Table.from_pylist([{"messages": talk}])
+    pa.parquet.write_table(table, self.root / "train.parquet")
+    self.assertEqual(self.trained(self.open()), ["one<|stop|>"])
 
   def test_both_answers_have_tools_and_a_system_message(self):
     self.use("qwen")
