@@ -250,7 +250,7 @@ class PreferenceTest(tiny_chat.ChatTest):
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "must differ"),
     ({"chosen": "b", "rejected": "c"}, "'chosen' must be the answer to a"),
     ({"prompt": [*ask("b"), user("")], "chosen": [], "rejected": "c"},
-     "'chosen' must be"),
+     "'prompt' must be"),
     ({"prompt": 3, "chosen": "b", "rejected": "c"}, "got `int` - .*prompt"),
     ({"prompt": "a", "chosen": "b", "rejected": [user("")]},
      "no message of 'assistant'"),
