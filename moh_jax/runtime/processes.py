@@ -20,6 +20,9 @@ from moh_jax.runtime.files import differences
 VARIABLES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 JOIN_SECONDS = 300  # that all processes have to come in
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A signal came. Python drops what is raised in a callback, such as one of JAX
+# during compilation; then `deferred` finds it here.
+_asked = threading.Event()
 _LOG = logging.getLogger(__name__)
 
 
@@ -169,6 +172,7 @@ def handled() -> Iterator[None]:
     with _handler(_raise):
       yield
   finally:
+    _asked.clear()
     signal.set_wakeup_fd(wakeup)
     writer.close()
     watcher.join()
@@ -178,20 +182,22 @@ def handled() -> Iterator[None]:
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], bool]]:
   """A block that gets a function which says whether a first signal came."""
-  asked = threading.Event()
   if threading.current_thread() is not threading.main_thread():
-    yield asked.is_set
+    yield lambda: False
     return
 
   def ask(number: int, frame: Any) -> None:
-    if asked.is_set():
+    if _asked.is_set():
       _raise(number, frame)
-    asked.set()
+    _asked.set()
     name = signal.Signals(number).name
     _LOG.warning("%s: saving after this step, then stopping", name)
 
-  with _handler(ask):
-    yield asked.is_set
+  try:
+    with _handler(ask):
+      yield _asked.is_set
+  finally:
+    _asked.clear()
 
 
 @contextlib.contextmanager
@@ -205,4 +211,5 @@ def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def _raise(number: int, _: Any) -> None:
+  _asked.set()
   raise StoppedError(number)

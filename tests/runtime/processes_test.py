@@ -1,5 +1,6 @@
 """Processes that differ are named; signals end a command in one line."""
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -69,6 +70,15 @@ class AgreementTest(absltest.TestCase):
 
 
 class SignalsTest(parameterized.TestCase):
+  def test_one_whose_exception_was_dropped_is_found_later(self):
+    with processes.handled():
+      with contextlib.suppress(processes.StoppedError):  # as in a callback
+        signal.raise_signal(signal.SIGTERM)
+      with processes.deferred() as was_asked:
+        self.assertTrue(was_asked())
+    with processes.deferred() as was_asked:
+      self.assertFalse(was_asked())
+
   def _start(self, clean_up):
     program = textwrap.dedent(_COMMAND).format(clean_up=clean_up)
     child = subprocess.Popen(
