@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from traceback import walk_stack
 from typing import Any
 
 from moh_jax._version import __version__
@@ -20,8 +21,9 @@ from moh_jax.runtime.files import differences
 VARIABLES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 JOIN_SECONDS = 300  # that all processes have to come in
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A signal came. Python drops what is raised in a callback, such as one of JAX
-# during compilation; then `deferred` finds it here.
+# Functions in which Python drops what is raised, JAX's among them.
+_DROPPING = {"__del__", "_xla_gc_callback"}
+# A signal came. Should what it raised be dropped elsewhere, `deferred` knows.
 _asked = threading.Event()
 _LOG = logging.getLogger(__name__)
 
@@ -173,6 +175,7 @@ def handled() -> Iterator[None]:
       yield
   finally:
     _asked.clear()
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.set_wakeup_fd(wakeup)
     writer.close()
     watcher.join()
@@ -210,6 +213,9 @@ def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
       signal.signal(number, handler)
 
 
-def _raise(number: int, _: Any) -> None:
+def _raise(number: int, frame: Any) -> None:
   _asked.set()
-  raise StoppedError(number)
+  if _DROPPING.isdisjoint(f.f_code.co_name for f, _ in walk_stack(frame)):
+    raise StoppedError(number)
+  signal.signal(signal.SIGALRM, lambda _, later: _raise(number, later))
+  signal.setitimer(signal.ITIMER_REAL, 0.05)  # tries again soon

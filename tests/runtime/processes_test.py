@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import jax
 import numpy as np
@@ -70,6 +71,18 @@ class AgreementTest(absltest.TestCase):
 
 
 class SignalsTest(parameterized.TestCase):
+  def test_one_during_the_collection_of_garbage_waits_for_its_end(self):
+    class Slow:
+      def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+        deleted.append(True)
+
+    deleted = []
+    with processes.handled(), self.assertRaises(processes.StoppedError):
+      Slow()
+      time.sleep(10)
+    self.assertEqual(deleted, [True])
+
   def test_one_whose_exception_was_dropped_is_found_later(self):
     with processes.handled():
       with contextlib.suppress(processes.StoppedError):  # as in a callback
