@@ -195,10 +195,9 @@ class CudnnTest(parameterized.TestCase):
       batch=_B, heads=_H, kv_heads=kv_heads,
     )  # fmt: skip
     found = programs(compiled)
-    # No mask is written out: it would have the size of the logits.
-    self.assertEqual(
-      _CALL.findall(compiled.as_text()), ["fmhaSoftmax", "fmhaSoftmaxBackward"]
-    )
+    name = "fmhaScaleBiasSoftmax" if key_mask else "fmhaSoftmax"
+    calls = _CALL.findall(compiled.as_text())
+    self.assertEqual(calls, [name, f"{name}Backward"])
     # The only scatter is that of the table's numbers.
     for line in re.findall(r".* scatter\(.*", compiled.as_text()):
       self.assertIn(" = s32[", line)
@@ -207,11 +206,15 @@ class CudnnTest(parameterized.TestCase):
     # float32 where it has to.
     rows, ours, theirs = _N * _D, _B * _H * 2, _B * kv_heads * 2
     largest = rows * (4 * ours + 2 * ours + 4 * theirs) + (1 << 20)
+    # The only array of tokens by tokens is the mask, for all heads.
+    mask = key_mask * _B * _N * _N
+    largest += 2 * mask
     memory = compiled.memory_analysis()
     self.assertLess(memory.temp_size_in_bytes, largest)
     sizes = [shape for _, shapes in found for shape in shapes]
     for shape in sizes:
-      self.assertLessEqual(shape[-2:].count(_N), 1, shape)
+      by_tokens = shape[-2:].count(_N) == 2
+      self.assertLessEqual(by_tokens * math.prod(shape), mask, shape)
 
   @parameterized.parameters("h100", "a100")
   def test_a_layer_arranges_its_arrays_in_one_pass(self, target):
