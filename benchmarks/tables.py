@@ -237,7 +237,7 @@ _TABLES: dict[str, Callable[[str], str]] = {
   "routing": _routing,
   "readme": _readme,
 }
-for _name in ("llm", "vit", "dit"):
+for _name in ("vit", "dit"):
   _TABLES[f"costs_{_name}"] = functools.partial(_costs, name=_name)
 
 if __name__ == "__main__":

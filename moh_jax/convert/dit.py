@@ -183,9 +183,10 @@ def _described(kind: str, path: pathlib.Path) -> DiTConfig | None:
       learn_sigma=stored.get("out_channels") == 2 * channels,
       router=RouterConfig("none"),
     )
-  except (KeyError, ValueError) as error:
-    lacks = "lacks " * isinstance(error, KeyError)
-    raise ValueError(f"{path}: {lacks}{error}") from error
+  except KeyError as error:
+    raise ValueError(f"{path} lacks {error}") from error
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
 
 
 CONVERTER = Converter(

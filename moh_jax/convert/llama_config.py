@@ -137,8 +137,7 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
       "llama" if kind == _OURS else kind, **given
     )
   except Exception as error:  # its checks raise nearly anything
-    lacks = "lacks " * isinstance(error, KeyError)
-    raise ValueError(lacks + " ".join(str(error).split())) from error
+    raise ValueError(" ".join(str(error).split())) from error
   heads, layers = theirs.num_attention_heads, theirs.num_hidden_layers
   quantized = stored.get("quantization_config")
   _check("hidden_act", theirs.hidden_act, "silu", "swish")

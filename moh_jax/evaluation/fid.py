@@ -423,7 +423,9 @@ def summarize(
   """
   needed = NEIGHBOURS + 1 if keep else 2  # a covariance needs two
   if images.count < needed:
-    raise ValueError(f"{images.path}: {images.count} images, needs {needed}")
+    raise ValueError(
+      f"{images.path}: {needed} images or more are needed, not {images.count}"
+    )
 
   def computed() -> Iterator[tuple[Features, int]]:
     for batch in images.batches(batch_size):

@@ -21,6 +21,7 @@ from moh_jax.runtime.files import differences
 VARIABLES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 JOIN_SECONDS = 300  # that all processes have to come in
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_USED = (*_SIGNALS, signal.SIGALRM)  # the last by `_raise`
 # Functions in which Python drops what is raised, JAX's among them.
 _DROPPING = {"__del__", "_xla_gc_callback"}
 # A signal came. Should what it raised be dropped elsewhere, `deferred` knows.
@@ -175,7 +176,6 @@ def handled() -> Iterator[None]:
       yield
   finally:
     _asked.clear()
-    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.set_wakeup_fd(wakeup)
     writer.close()
     watcher.join()
@@ -205,10 +205,13 @@ def deferred() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-  before = {number: signal.signal(number, handler) for number in _SIGNALS}
+  before = {number: signal.getsignal(number) for number in _USED}
+  for number in _SIGNALS:
+    signal.signal(number, handler)
   try:
     yield
   finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in before.items():
       signal.signal(number, handler)
 

@@ -162,5 +162,7 @@ class ImagesTest(folders.FolderTest):
     with self.assertRaisesRegex(FloatingPointError, "features of .*s.npz"):
       fid.summarize(nan, open_images(self.file), 8)
     np.savez(self.file, _IMAGES[:1])
-    with self.assertRaisesRegex(ValueError, "1 images, needs 2"):
+    with self.assertRaisesRegex(
+      ValueError, "2 images or more are needed, not 1"
+    ):
       fid.summarize(self._extract, open_images(self.file), 8)

@@ -80,7 +80,7 @@ class SignalsTest(parameterized.TestCase):
     deleted = []
     with processes.handled(), self.assertRaises(processes.StoppedError):
       Slow()
-      time.sleep(10)
+      time.sleep(10)  # ends when the signal is raised again
     self.assertEqual(deleted, [True])
 
   def test_one_whose_exception_was_dropped_is_found_later(self):
