@@ -16,6 +16,12 @@ from tests.data import tiny_text
 from tests.folders import FolderTest
 
 
+class DtypeTest(parameterized.TestCase):
+  @parameterized.parameters((2, "<u2"), (2**16, "<u2"), (2**16 + 1, "<u4"))
+  def test_holds_every_token(self, vocabulary, dtype):
+    self.assertEqual(tokens.token_dtype(vocabulary), np.dtype(dtype))
+
+
 class _FilesTest(FolderTest):
   """Files of lines, of which some are no JSON."""
 

@@ -9,7 +9,12 @@ from absl.testing import parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.runtime import mesh as mesh_lib
-from moh_jax.runtime.batches import batch_rows, local_rows, shard_batch
+from moh_jax.runtime.batches import (
+  batch_rows,
+  local_rows,
+  pad_to_shards,
+  shard_batch,
+)
 from moh_jax.runtime.mesh import AXES, batch_shards, make_mesh
 
 # Process of each device in the order that JAX gives for mesh.data=-1.
@@ -60,6 +65,14 @@ class BatchRowsTest(parameterized.TestCase):
       for order in (_V5E_4X4, *(orders.permutation(_V5E_4X4) for _ in "abc")):
         found = assemble(_mesh(order, **axes), 48)
         np.testing.assert_array_equal(found, np.arange(48))
+
+  @parameterized.parameters((8, 8), (9, 12), (1, 4))
+  def test_the_last_example_fills_up(self, size, padded):
+    images = np.arange(size * 6).reshape(size, 2, 3)
+    found = pad_to_shards(images, _mesh(range(4), data=4))
+    np.testing.assert_array_equal(found[:size], images)
+    last = np.broadcast_to(images[-1], (padded - size, 2, 3))
+    np.testing.assert_array_equal(found[size:], last)
 
   def test_shard_batch_places_every_row(self):
     devices = np.random.RandomState(1).permutation(np.array(jax.devices()))
