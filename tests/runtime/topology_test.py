@@ -3,13 +3,21 @@
 import pathlib
 import re
 
+import jax
 from absl.testing import absltest, parameterized
 
 import moh_jax
-from moh_jax.runtime.devices import CHIPS, parse_topology
+from moh_jax.runtime.devices import CHIPS, parse_topology, random_settings
 from moh_jax.training.flops import published_peak
 
 _GPUS = pathlib.Path(moh_jax.__file__).parent / "runtime" / "gpu_targets"
+
+
+class RandomSettingsTest(absltest.TestCase):
+  def test_those_of_jax_are_left_out(self):
+    self.assertEqual(random_settings(), {})
+    with jax.enable_x64(True):
+      self.assertEqual(random_settings(), {"jax_enable_x64": True})
 
 
 class ParseTest(parameterized.TestCase):
