@@ -15,16 +15,22 @@ from absl.testing import parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.llm import RotaryConfig
-from moh_jax.layers.attend import active_heads, attend_to_cache
+from moh_jax.layers.attend import (
+  active_heads,
+  attend_on_mesh,
+  attend_to_cache,
+)
 from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops import lanes, placement
 from moh_jax.ops.cache import LayerCache, Slots
+from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.pairs import ActiveHeads
 from moh_jax.ops.placement import place_heads
 from moh_jax.ops.position import rotation
 from moh_jax.ops.target import Target
+from moh_jax.runtime.batches import shard_batch
 from moh_jax.runtime.mesh import make_mesh, use_mesh
 from moh_jax.runtime.parameters import unbox
 from tests.compiles.programs import read_collectives
@@ -76,6 +82,19 @@ class MeshTest(parameterized.TestCase):
     heads = 2 if kv_heads > 1 else 4  # one key/value head is not split
     self.assertEqual(out.sharding.shard_shape(out.shape), (2, 1, heads, 8))
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  def test_devices_pack_their_own_heads(self):
+    mesh, q = make_mesh(MeshConfig(**_CUBE)), jnp.ones((8, 40, 4, 8))
+    active = ActiveHeads(jnp.ones(q.shape[:3], bool), 3)
+
+    def run(q):
+      call = Call(q, q, q, Visible(causal=True), 1.0, active=active)
+      return attend_on_mesh(call, "packed")
+
+    with use_mesh(mesh):
+      q = shard_batch({"x": q}, mesh)["x"]
+      text = jax.jit(run).lower(q).compile().as_text()
+    self.assertEmpty(list(read_collectives(text, dict(mesh.shape))))
 
 
 class LayerTest(parameterized.TestCase):
