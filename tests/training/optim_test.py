@@ -107,7 +107,7 @@ class OptimizerTest(parameterized.TestCase):
   def test_steps_are_those_of_adafactor(self):
     config = OptimConfig(
       name="adafactor", schedule="constant", lr=1.0, warmup_steps=0, b1=0.0,
-      b2=0.6, weight_decay=0.0, clip_norm=0.0,
+      b2=0.5, weight_decay=0.0, clip_norm=0.0,
     )  # fmt: skip
     optimizer = optim.make_optimizer(config, 10)
     grads = [_random(i, scale) for i, scale in ((1, 1.0), (2, 9.0), (3, 0.1))]
@@ -115,7 +115,7 @@ class OptimizerTest(parameterized.TestCase):
     for step, grad in enumerate(grads, start=1):
       # arXiv:1804.04235: 1 - t^-0.8, here at most b2; no update's root mean
       # square is above 1. A matrix below 128 x 128 is not factored.
-      decay = min(0.6, 1 - step**-0.8)
+      decay = min(0.5, 1 - step**-0.8)
       second = decay * second + (1 - decay) * jnp.square(grad["bias"])
       update = grad["bias"] / jnp.sqrt(second)
       update /= jnp.maximum(1.0, jnp.sqrt(jnp.square(update).mean()))
