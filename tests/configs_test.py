@@ -153,6 +153,8 @@ class PlanTest(parameterized.TestCase):
     devices = "h200:64" if run[0] in ("llm", "llama3_moh") else "h200:4"
     if run[1].endswith("_8k"):  # 16 sequences at a time
       devices = "h200:16"
+    if run[1].endswith("lora"):  # one at a time
+      devices = "h200:1"
     plan = make_plan(self._load(*run), parse_topology(devices), compiles=False)
     routes = plan.config.model.router.kind != "none"
     self.assertGreater(plan.flops, 0)
