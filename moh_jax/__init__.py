@@ -168,6 +168,12 @@ register_router(
   reads_norms=True,
   straight_through=True,
 )
+register_router(
+  "timestep",
+  "moh_jax.layers.router:TimestepRouter",
+  reads_time=True,
+  straight_through=True,
+)
 register_router("gate", "moh_jax.layers.router:GateRouter", selects=False)
 register_router("none", None)
 

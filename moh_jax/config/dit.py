@@ -248,6 +248,7 @@ class DiTConfig(LayerStack, ImageModel):
   SIZE = "input_size"
   INPUTS = frozenset({"patch", "embed"})
   CLASS_PARAMS = frozenset({"embed/label/embedding"})
+  HAS_TIME = True
   MLP_MATRICES = 2  # between the width and that of the MLP
 
   def check(self) -> None:

@@ -20,17 +20,20 @@ class RouterConfig(base.Section):
     kind: "two_stage", a learned router; "query_norm", one without parameters
       that takes the heads with the largest queries and gates of 0 or 1;
       "none", all heads for every token (multi-head attention); "gate", all
-      heads, each weighed by a learned sigmoid (arXiv:2505.06708); or the name
-      of a registered router.
+      heads, each weighed by a learned sigmoid (arXiv:2505.06708); "timestep",
+      in diffusion, a learned router that reads the step alone and has gates of
+      0 or 1, so that sampling computes no other heads (as in arXiv:2410.03456);
+      or the name of a registered router.
     gate_form: weights of the heads as in the "released" checkpoints or as in
       the "paper", see `moh_jax.ops.routing`. "query_norm" uses it for the
       balance loss alone.
     two_stage: whether "two_stage" learns the weights (a1, a2) of the shared and
       of the routed heads; False fixes both to 1/2 (the paper's ablation, Table
       5).
-    straight_through: which routed heads' scores get a gradient from the hard
-      gates of "query_norm": the "selected" ones, since the score of another is
-      the constant 0 in eq. 5, or "all", which needs every head's output.
+    straight_through: which routed heads' scores get a gradient from hard gates
+      ("query_norm", "timestep"): the "selected" ones, since the score of
+      another is the constant 0 in eq. 5, or "all", which needs every head's
+      output.
     structure: which choices tokens have where several query heads share keys
       and values. "free": any `top_k` of the routed heads (MoH). "per_group":
       shared and routed heads are counted within each key/value group, and a
@@ -68,6 +71,11 @@ class RouterConfig(base.Section):
   def reads_norms(self) -> bool:
     """Whether the router reads the norms of the queries."""
     return get_router(self.kind).reads_norms
+
+  @property
+  def reads_time(self) -> bool:
+    """Whether the router reads the embedding of the diffusion step."""
+    return get_router(self.kind).reads_time
 
   @property
   def varies(self) -> bool:

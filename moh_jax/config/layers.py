@@ -97,6 +97,8 @@ class RoutedLayers(Section):
   # Paths of the parameters that have an axis of classes. A run that starts from
   # a model of other classes initialises these anew.
   CLASS_PARAMS: ClassVar[frozenset[str]] = frozenset()
+  # Whether the layers get the embedding of a diffusion step.
+  HAS_TIME: ClassVar[bool] = False
 
   family: str
   router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
@@ -266,6 +268,9 @@ class LayerStack(RoutedLayers):
     Raises:
       ValueError: a tuple of another length, or a split that does not add up.
     """
+    if self.router.reads_time and not self.HAS_TIME:
+      steps = "must not read diffusion steps"
+      raise ValueError(f"model.router.kind={self.router.kind!r} {steps}")
     if not getattr(self, self.COUNTED_BY):
       self.fail(self.COUNTED_BY, f"must have at least one {self.PART}")
     self.fill_parts(*self.COUNTED)

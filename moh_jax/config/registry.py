@@ -233,6 +233,9 @@ class RouterKind:
       None leaves every head on.
     reads_norms: whether it reads the norms of the queries. Families whose
       queries have unit length refuse it.
+    reads_time: whether it reads the embedding of the diffusion step in place of
+      tokens, and so chooses the same heads for all tokens of an example. Only
+      families that have one take it.
     varies: whether a token may select more routed heads than its budget says.
       Attention then allows for all of them.
     straight_through: whether `RouterConfig.straight_through` says which heads'
@@ -243,6 +246,7 @@ class RouterKind:
   name: str
   module: Callable[..., Any] | str | None
   reads_norms: bool = False
+  reads_time: bool = False
   varies: bool = False
   straight_through: bool = False
   selects: bool = True
@@ -261,10 +265,12 @@ def register_router(
     name: value of `model.router.kind`.
     module: subclass of `moh_jax.Router`, or a function of the same arguments
       that makes one, such as a `functools.partial` with further fields.
-    **properties: `reads_norms`, `varies` and `straight_through`, False unless
-      given, and `selects`, True. `reads_norms`: the router needs the norms of
-      the queries. `varies`: a token may select more heads than the budget's
-      `top_k`; to leave it out for such a router gives wrong outputs.
+    **properties: `reads_norms`, `reads_time`, `varies` and `straight_through`,
+      False unless given, and `selects`, True. `reads_norms`: the router needs
+      the norms of the queries. `reads_time`: it reads the embedding [B, 1, C]
+      of the diffusion step, not tokens. `varies`: a token may select more
+      heads than the budget's `top_k`; to leave it out for such a router gives
+      wrong outputs.
       `straight_through`: the gates obey `RouterConfig.straight_through`.
       `selects`: tokens select heads; without, all heads of a layer are shared.
 

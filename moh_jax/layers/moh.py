@@ -124,6 +124,7 @@ class MoHAttention(nn.Module):
     context_mask: jax.Array | None = None,
     places: Places | None = None,
     choice: HeadChoice | None = None,
+    time: jax.Array | None = None,
     deterministic: bool | None = None,
     memory: tuple[LayerCache, Slots] | None = None,
   ) -> tuple[jax.Array, RouterAux] | tuple[jax.Array, RouterAux, LayerCache]:
@@ -138,6 +139,8 @@ class MoHAttention(nn.Module):
       context_mask: [B, M] bool, False for padding of the context.
       places: where the tokens stand in their texts, without a context.
       choice: runtime overrides of the budget.
+      time: [B, any width] embedding of each example's diffusion step, for
+        routers that read it.
       deterministic: whether none are dropped; None is where there is no rng
         "dropout".
       memory: earlier keys and values, and where the new ones go: `decode`.
@@ -158,7 +161,7 @@ class MoHAttention(nn.Module):
     layout = self.layout(cached=memory is not None)
 
     q, k, v = self.project(x, layout, context)
-    gates, aux = self.route(x, q, layout, counted, choice)
+    gates, aux = self.route(x, q, layout, counted, choice, time)
     q, k = self.rotate([q, k], places.rotation, layout)
     if memory is not None:
       cache, slots = memory
@@ -230,6 +233,7 @@ class MoHAttention(nn.Module):
     layout: HeadLayout,
     counted: jax.Array | None,
     choice: HeadChoice,
+    time: jax.Array | None = None,
   ) -> tuple[jax.Array | None, RouterAux]:
     """Gates [B, N, H] in the layout's order, or None; and side values."""
     norms = None
@@ -240,7 +244,7 @@ class MoHAttention(nn.Module):
       norms = layout.undealt(norms)
     kinds = self.budget, self.router, self.kernel_init, self.num_kv_heads
     router = HeadRouter(*kinds, name="router")
-    gates, aux = router(x, counted, norms=norms, choice=choice)
+    gates, aux = router(x, counted, norms=norms, time=time, choice=choice)
     if gates is not None:
       # The router is whole on each device: the heads of the mix must not split
       # its small arrays.

@@ -77,6 +77,7 @@ class HeadRouter(nn.Module):
     token_mask: jax.Array | None = None,
     *,
     norms: jax.Array | None = None,
+    time: jax.Array | None = None,
     choice: HeadChoice | None = None,
   ) -> tuple[jax.Array | None, RouterAux]:
     """Routes tokens.
@@ -87,6 +88,8 @@ class HeadRouter(nn.Module):
         the statistics count; None counts all.
       norms: [B, N, H] float32 norms of the queries (`ops.routing.query_norms`),
         where `config.reads_norms`.
+      time: [B, any width] embedding of each example's diffusion step, where
+        `config.reads_time`. The balance loss counts examples, not tokens.
       choice: runtime overrides of the budget.
 
     Returns:
@@ -94,8 +97,9 @@ class HeadRouter(nn.Module):
       one), and the side values.
 
     Raises:
-      ValueError: the mask has another shape or dtype, the kind reads norms and
-        there are none, or a registered router returned something else.
+      ValueError: the mask has another shape or dtype, the kind reads norms or
+        steps and there are none, or a registered router returned something
+        else.
     """
     budget, config = self.budget, self.config
     check_array("token_mask", token_mask, bool, x.shape[:-1])
@@ -111,6 +115,14 @@ class HeadRouter(nn.Module):
         "norms=None must be the norms [B, N, H] of the queries where the "
         f"router's kind is {config.kind!r}"
       )
+    tokens = x.shape[1]
+    if config.reads_time:
+      if time is None:
+        kind = f"where the router's kind is {config.kind!r}"
+        raise ValueError(f"time=None must be embeddings of steps {kind}")
+      x = time[:, None]
+      if token_mask is not None:
+        token_mask = token_mask.any(1, keepdims=True)
     units = Units.of(budget, config, self.kv_heads)
     order, top_k = choice.order, choice.top_k
     if order is None and units.parts > 1:
@@ -134,6 +146,8 @@ class HeadRouter(nn.Module):
     )
     if units.size > 1:
       decided, aux = (x.of_heads(units.size) for x in (decided, aux))
+    if config.reads_time:  # every token of an example has the same heads
+      decided = jax.tree.map(lambda a: jnp.repeat(a, tokens, axis=1), decided)
     self.sow("intermediates", "routing", decided)
     gates = decided.gates
     if order is not None:
@@ -324,6 +338,27 @@ class GateRouter(Router):
     decided = self.routing(none, none, none.astype(bool))
     share = gates / gates.sum(-1, keepdims=True)
     return dataclasses.replace(decided, gates=gates, shared_scores=share)
+
+
+class TimestepRouter(Router):
+  """Gates 0 and 1 from the step of diffusion (as in arXiv:2410.03456).
+
+  Its matrix `time` is [C, R]; what it multiplies is the step's embedding, so
+  all tokens of all examples at one step have the same heads, and a sampler
+  computes no others (`models.time_heads`).
+  """
+
+  @nn.compact
+  def __call__(self, x, *, norms=None, top_k=None):
+    """See `Router`."""
+    size = self.budget.routed if self.budget.top_k else 0
+    return routing.hard_gates(
+      self.logits(nn.silu(x), time=size)["time"],
+      self.budget,
+      straight_through=self.config.straight_through,
+      parts=self.parts,
+      top_k=top_k,
+    )
 
 
 class QueryNormRouter(Router):

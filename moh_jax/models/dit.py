@@ -32,8 +32,14 @@ class Embedding(nn.Module):
   config: DiTConfig
 
   @nn.compact
-  def __call__(self, t: jax.Array, labels: jax.Array) -> jax.Array:
-    """Maps t [B] and labels [B] to [B, C] float32."""
+  def __call__(
+    self, t: jax.Array, labels: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Maps t [B] and labels [B] to vectors [B, C] float32.
+
+    Returns:
+      Those of the timesteps, and the conditioning.
+    """
     cfg = self.config
     wide = cfg.width, ("embed", None)
     x = sinusoidal(t, _FREQUENCIES)
@@ -44,7 +50,7 @@ class Embedding(nn.Module):
     # Whole on every device: rows of a table split along the width would have
     # to be split along the batch by the same devices afterwards.
     vectors = jnp.take(constrain(table, None, None), labels, axis=0)
-    return constrain(x + vectors, "batch", None)
+    return x, constrain(x + vectors, "batch", None)
 
 
 class Modulation(nn.Module):
@@ -84,8 +90,16 @@ class Block(nn.Module):
   budget: HeadBudget
 
   @nn.compact
-  def __call__(self, x: jax.Array, c: jax.Array) -> tuple[jax.Array, RouterAux]:
-    """Maps x [B, N, C] and c [B, C] to [B, N, C] and the router's values."""
+  def __call__(
+    self, x: jax.Array, time: jax.Array, c: jax.Array
+  ) -> tuple[jax.Array, RouterAux]:
+    """Maps x [B, N, C] to [B, N, C] and the router's side values.
+
+    Args:
+      x: the tokens.
+      time: [B, C] embedding of the timestep, which some routers read.
+      c: [B, C] conditioning.
+    """
     cfg = self.config
     dtype = jnp.dtype(cfg.dtype)
     parts = Modulation(6, dtype, name="modulation")(c)
@@ -98,7 +112,7 @@ class Block(nn.Module):
       implementation=cfg.attention_impl,
       dtype=dtype,
       name="attn",
-    )(modulate(layer_norm(dtype, "norm1")(x), shift, scale))
+    )(modulate(layer_norm(dtype, "norm1")(x), shift, scale), time=time)
     x = x + gate * out
     shift, scale, gate = parts[3:]
     normed = layer_norm(dtype, "norm2")(x)
@@ -156,7 +170,7 @@ class DiT(nn.Module):
     )(x)
     position = sincos_2d(cfg.grid, cfg.width)[None]
     x = constrain(x + position, "batch", "tokens", None)
-    c = Embedding(cfg, name="embed")(t, labels)
+    time, c = Embedding(cfg, name="embed")(t, labels)
     self.sow("intermediates", "tokens", x)
     self.sow("intermediates", "conditioning", c)
 
@@ -164,9 +178,9 @@ class DiT(nn.Module):
     for index, group in enumerate(cfg.layer_groups()):
       name = f"blocks{index}"
       stack = scan_blocks(
-        Block, group.depth, in_axes=(nn.broadcast,), remat=cfg.remat
+        Block, group.depth, in_axes=(nn.broadcast,) * 2, remat=cfg.remat
       )
-      x, layers[name] = stack(cfg, group.budget, name=name)(x, c)
+      x, layers[name] = stack(cfg, group.budget, name=name)(x, time, c)
 
     shift, scale = Modulation(2, name="final_modulation")(c)
     x = Linear(

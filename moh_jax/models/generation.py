@@ -18,6 +18,7 @@ from moh_jax.models.diffusion import (
   respace,
 )
 from moh_jax.models.samplers import guide, sample
+from moh_jax.models.time_heads import with_active_heads
 from moh_jax.runtime.parameters import check_finite
 
 _GAP = 2  # white pixels between the images of a grid
@@ -55,10 +56,13 @@ def make_sampler(model: nn.Module, config: Config) -> SampleFn:
     def draw(number: int | jax.Array) -> jax.Array:
       return jax.vmap(lambda k: jax.random.normal(fold(k, number), shape))(keys)
 
-    def network(x: jax.Array, t: jax.Array, labels: jax.Array) -> jax.Array:
+    def whole(x: jax.Array, t: jax.Array, labels: jax.Array) -> jax.Array:
       out, _ = model.apply({"params": params}, x, t, labels)
       return out
 
+    network, router = whole, config.model.router
+    if router.reads_time and not router.varies:
+      network = with_active_heads(model, params, process.timesteps)
     predict = guide(
       network,
       labels,

@@ -306,9 +306,6 @@ def query_norm_gates(
     The `Routing` of every token.
   """
   norms = norms[..., budget.shared :]
-  if not budget.top_k:
-    none = jnp.zeros_like(norms)
-    return beside_shared(budget, none, none, none.astype(bool))
   if budget.routed > 1:
     mean = norms.mean(-1, keepdims=True)
     variance = jnp.square(norms - mean).sum(-1, keepdims=True)
@@ -319,8 +316,30 @@ def query_norm_gates(
     differ = variance > jnp.square(_EQUAL_TO * mean) + _TINY
     scale = jax.lax.rsqrt(jnp.where(differ, variance, 1.0))
     norms = jnp.where(differ, norms * scale, 0.0)
-  probs = jax.nn.softmax(norms)
-  selected = select_heads(norms, budget, **choice)
+  return hard_gates(norms, budget, straight_through=straight_through, **choice)
+
+
+def hard_gates(
+  logits: jax.Array,
+  budget: HeadBudget,
+  *,
+  straight_through: str = "selected",
+  **choice: Any,
+) -> Routing:
+  """Gates 0 and 1, which count as softmax scores in the backward pass.
+
+  Args:
+    logits: [B, N, R] float32, of which the largest select a head; unused where
+      the budget's top_k is 0.
+    budget: the layer's head split.
+    straight_through: "selected" or "all", see `RouterConfig`.
+    **choice: `parts` and `top_k` of `select_heads`.
+  """
+  if not budget.top_k:
+    none = jnp.zeros((*logits.shape[:-1], budget.routed), jnp.float32)
+    return beside_shared(budget, none, none, none.astype(bool))
+  probs = jax.nn.softmax(logits)
+  selected = select_heads(logits, budget, **choice)
 
   passed = probs - jax.lax.stop_gradient(probs)  # 0 with the scores' gradient
   if straight_through == "selected":
