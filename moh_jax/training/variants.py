@@ -22,8 +22,9 @@ _LOG = logging.getLogger(__name__)
 _PERCENT = r"100|[1-9]\d?"
 _NAME = re.compile(
   rf"mha((?P<kept>{_PERCENT})(?P<wide>-wide)?)?|gate|"
-  rf"(config|moh(?P<active>{_PERCENT}))(?P<onestage>-onestage)?"
-  r"(-shared(?P<shared>\d{1,2}))?"
+  rf"(config|moh(?P<active>{_PERCENT}))(?P<double>-double)?"
+  r"(?P<onestage>-onestage)?(-shared(?P<shared>\d{1,2}))?"
+  r"(-(?P<rich>first|last))?"
 )
 
 
@@ -41,10 +42,13 @@ def make_variant(config: Config, name: str) -> Config:
       head, weighed by a sigmoid), "mhaNN" (a smaller network: multi-head
       attention that has NN % of the query heads, arXiv:2510.01817, and
       "mhaNN-wide" with an MLP that is wider by as many parameters) or "mohNN"
-      (NN % of the heads active). After "config" and "mohNN": "-onestage" (both
-      groups of heads weigh the same) and "-sharedNN" (NN % of the active heads
-      are shared), the ablations and the sweep of the paper's Tables 5 and 7;
-      "-shared0" has no shared heads.
+      (NN % of the heads active). After "config" and "mohNN", in this order:
+      "-double" (twice the heads, and an MLP that is narrower by as many
+      parameters), "-onestage" (both groups of heads weigh the same) and
+      "-sharedNN" (NN % of the active heads are shared), the ablations and the
+      sweep of the paper's Tables 5 and 7, "-shared0" has no shared heads; and
+      "-first" or "-last" (that half of the layers has more active heads, the
+      other as many fewer: 75 % are all and 50 %, 50 % are 75 and 25 %).
 
   Raises:
     ValueError: there is no such variant of this run.
@@ -54,7 +58,8 @@ def make_variant(config: Config, name: str) -> Config:
     raise ValueError(
       f"variant {name!r} must be config, mha, gate, mhaNN or mhaNN-wide (1 to "
       "100 % of the heads present) or mohNN (so many active), the first and "
-      "the last also with -onestage or -sharedNN (0 to 99 %)"
+      "the last also with -double, -onestage, -sharedNN (0 to 99 %), -first or "
+      "-last"
     )
   model = config.model
   # No floats: 58 % of 25 heads would be a little less than 14.5.
@@ -64,7 +69,9 @@ def make_variant(config: Config, name: str) -> Config:
   )
   try:
     if kept:
-      model = _with_fewer_heads(model, kept, found["wide"])
+      model = _with_heads(model, kept, found["wide"])
+    elif found["double"]:
+      model = _with_heads(model, Fraction(2), True)
     if name.startswith("mha"):
       model = without_router(model)
     elif name == "gate":
@@ -77,15 +84,18 @@ def make_variant(config: Config, name: str) -> Config:
         raise ValueError(f"model.router.kind={model.router.kind!r} has one")
       router = dataclasses.replace(model.router, two_stage=False)
       model = dataclasses.replace(model, router=router)
-    if active or shared is not None:
-      model = _with_budgets(model, active, shared)
+    if active or shared is not None or found["rich"]:
+      model = _with_budgets(model, active, shared, found["rich"])
     return dataclasses.replace(config, model=model)
   except ValueError as error:
     raise ValueError(f"variant {name!r}: {error}") from error
 
 
 def _with_budgets(
-  model: Any, active: Fraction | None, shared: Fraction | None
+  model: Any,
+  active: Fraction | None,
+  shared: Fraction | None,
+  rich: str | None = None,
 ) -> Any:
   """A model whose routed layers have other budgets.
 
@@ -93,21 +103,30 @@ def _with_budgets(
     model: the section, with one value for each layer or stage.
     active: share of the heads that are active; None keeps the layer's.
     shared: share of those that are shared; None keeps the layer's.
+    rich: half of the layers, "first" or "last", that has more active heads than
+      this share, as many as the other half has fewer.
   """
   if not hasattr(model, "shared_heads"):
     raise ValueError(
       f"model.family={model.family!r} has no num_heads, shared_heads and top_k "
       "for each layer"
     )
-  splits = []
-  for budget in model.budgets():
+  splits, budgets = [], model.budgets()
+  for index, budget in enumerate(budgets):
     if not budget.top_k:
       splits.append((budget.shared, 0))
       continue
     step = Units.of(budget, model.router, model.num_kv_heads).step
-    count = budget.active // step
+    present, count = budget.num_heads // step, budget.active // step
     if active is not None:
-      count = max(1, _nearest(active * (budget.num_heads // step)))
+      count = max(1, _nearest(active * present))
+    if rich:
+      more = min(present - count, count // 2)
+      is_rich = (index < len(budgets) // 2) == (rich == "first")
+      count += more if is_rich else -more
+    if rich and count == present:  # no choice is left
+      splits.append((budget.num_heads, 0))
+      continue
     share = Fraction(budget.shared, budget.active) if shared is None else shared
     fixed = min(count - 1, _nearest(share * count))
     splits.append((fixed * step, (count - fixed) * step))
@@ -115,15 +134,16 @@ def _with_budgets(
   return dataclasses.replace(model, shared_heads=shared_heads, top_k=top_k)
 
 
-def _with_fewer_heads(model: Any, share: Fraction, widens: Any) -> Any:
-  """A model with a share of the query heads of every layer.
+def _with_heads(model: Any, share: Fraction, widens: Any) -> Any:
+  """A model with another number of query heads in every layer.
 
   Of key/value heads it has the most, up to those of the model, that divide the
   query heads of all layers.
 
   Args:
     model: the section; its heads have a width of their own.
-    share: of the heads.
+    share: of the heads; below 1 all are active, else as large a share as in
+      the model.
     widens: whether the MLP gets as many parameters as attention loses.
   """
   if not hasattr(model, "with_mlp_dim"):
@@ -135,6 +155,9 @@ def _with_fewer_heads(model: Any, share: Fraction, widens: Any) -> Any:
   lost = sum(model.num_heads) - sum(heads)
   changes: dict[str, Any] = {"num_heads": heads, "shared_heads": heads}
   changes |= {"top_k": (0,) * model.depth}
+  if share > 1:
+    for field in "shared_heads", "top_k":
+      changes[field] = tuple(int(share * n) for n in getattr(model, field))
   kv_lost = lost
   if old := model.num_kv_heads:
     common = math.gcd(*heads)

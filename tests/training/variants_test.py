@@ -51,6 +51,9 @@ class VariantsTest(parameterized.TestCase):
     ("moh50-shared0", (0, 0, 4), (4, 4, 0)),
     ("config-shared99", (5, 5, 4), (1, 1, 0)),  # one head stays routed
     ("moh75-onestage-shared50", (3, 3, 4), (3, 3, 0)),
+    ("moh75-first", (8, 2, 4), (0, 2, 0)),  # all heads, and 4 of 8
+    ("moh50-last", (1, 3, 4), (1, 3, 0)),  # 2 and 6 of 8
+    ("config-last", (1, 8, 4), (3, 0, 0)),
   )
   def test_budgets(self, name, shared, top_k):
     model = make_variant(_CONFIG, name).model
@@ -104,6 +107,26 @@ class VariantsTest(parameterized.TestCase):
       self.assertAlmostEqual(after / before, 1, delta=0.005)
     else:
       self.assertLess(after, before)
+
+  @parameterized.parameters("dit", "llm")
+  def test_twice_the_heads_take_their_parameters_from_the_mlp(self, family):
+    config = _CONFIG if family == "dit" else _grouped("per_group")
+    config = tiny.changed(
+      config, model={"mlp_ratio": 16.0} if family == "dit" else {"mlp_dim": 96}
+    )
+    made = make_variant(config, "moh50-double").model
+    self.assertEqual(
+      made.num_heads, tuple(2 * n for n in config.model.num_heads)
+    )
+    first = made.budgets()[0]
+    self.assertEqual(first.active, config.model.num_heads[0])
+    self.assertEqual(made.num_kv_heads, config.model.num_kv_heads)
+    before, after = (
+      _num_params(make_variant(config, x)) for x in ("config", "moh50-double")
+    )  # fmt: skip
+    self.assertAlmostEqual(
+      after / before, 1, delta=0.02
+    )  # its router is larger
 
   def test_what_there_is_not_is_refused(self):
     router = config_lib.RouterConfig("query_norm")
