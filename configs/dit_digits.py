@@ -4,14 +4,15 @@
   python -m moh_jax sample --checkpoint DIR --labels 3,3,7 --out grid.png
 
 Arguments: moh (default; 67 % of the heads), mha (the multi-head baseline),
-long and mha_long (4,000 steps instead of 1,500), flow (moh by flow matching).
+long and mha_long (4,000 steps instead of 1,500), flow (moh by flow matching),
+timestep (the step of diffusion alone chooses the heads).
 """
 
 import ml_collections
 
 from moh_jax import config as lib
 
-ARGUMENTS = ("moh", "mha", "long", "mha_long", "flow")
+ARGUMENTS = ("moh", "mha", "long", "mha_long", "flow", "timestep")
 # Schedule, prediction and sampler. Few steps and few pixels: v is learned much
 # faster than the noise.
 _DIFFUSION = ("linear", "v", "dpm")
@@ -29,6 +30,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     shared_heads=(2,) * depth,
     top_k=(2,) * depth,
     learn_sigma=arg != "flow",
+    router=lib.RouterConfig("timestep" if arg == "timestep" else "two_stage"),
   )
   config = lib.Config(
     lib.without_router(model) if arg.startswith("mha") else model,
