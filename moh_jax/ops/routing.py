@@ -264,7 +264,9 @@ def two_stage_gates(
   groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
   if budget.shared and budget.top_k:
     if "group" in logits:
-      groups = jax.nn.softmax(logits["group"])
+      # Their softmax; a sum over an axis of two would be a program of its own.
+      ahead = logits["group"][..., :1] - logits["group"][..., 1:]
+      groups = jax.nn.sigmoid(jnp.concatenate([ahead, -ahead], axis=-1))
     factors = groups * 2 if released else groups
     shared_gates = shared_gates * factors[..., :1]
     routed_gates = routed_gates * factors[..., 1:]
@@ -369,16 +371,16 @@ def router_aux(
     tokens = weight.sum()
 
   def total(x: jax.Array) -> jax.Array:
-    x = x.astype(jnp.float32)
     return (x if weight is None else x * weight).sum((0, 1))
 
   factor = jnp.float32(budget.routed if form == "released" else 1)
   shared = jnp.broadcast_to(tokens, budget.shared)
-  scores = jnp.concatenate([routing.shared_scores, routing.probs], axis=-1)
-  scores = total(scores)
+  values = routing.selected, routing.shared_scores, routing.probs
+  sums = total(jnp.concatenate([x.astype(jnp.float32) for x in values], -1))
+  selected, scores = jnp.split(sums, [budget.routed])
   return RouterAux(
     tokens,
-    jnp.concatenate([shared, total(routing.selected)]),
+    jnp.concatenate([shared, selected]),
     jax.lax.stop_gradient(scores),
     jnp.where(jnp.arange(budget.num_heads) < budget.shared, 0.0, factor)
     * scores,
