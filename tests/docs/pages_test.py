@@ -169,10 +169,13 @@ def test_keys_options_and_files_exist(page, options):
   assert [path for path in paths if not [*blocks.ROOT.glob(path)]] == []
 
 
+_ROUTERS = "two_stage", "query_norm", "timestep", "gate", "none"
+
+
 def test_tables_of_values_are_whole():
   for page, header, names in (
     ("concepts", "form", base.choices(LLMConfig, "attention_impl")),
-    ("concepts", "kind", ("two_stage", "query_norm", "gate", "none")),
+    ("concepts", "kind", _ROUTERS),
     ("concepts", "`gate_form`", base.choices(RouterConfig, "gate_form")),
     ("launching", "`optim.name`", base.choices(OptimConfig, "name")),
   ):
