@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import attention, decode, exact, layer, step
+from benchmarks import attention, decode, exact, layer, model, step
 from benchmarks.common import attempt, table_of
 from benchmarks.rows import Row, failure, machine, read_rows, table_cells
 from moh_jax.cli.command import table
@@ -28,11 +28,27 @@ from moh_jax.ops.target import target
 from moh_jax.runtime.files import read_json
 
 _ORDER = "forward", "causal", "forward_backward", "causal_forward_backward"
-# Released name, examples a step on 80 GB, and more.
-_MODELS = (
-  ("moh-dit-xl2-90", 256),
-  ("moh-vit-b50", 128),
-  ("moh-llm-b-50", 32, "--length", 2048),
+# What a training step is timed of, with the options of `benchmarks.step`: the
+# examples are for 80 GB.
+_VARIANTS = "moh50", "mha", "moh75", "moh75-first"
+_STEPS = (
+  *(f"moh-llm-b-50 --length 2048 --batch 32 --variant {x}" for x in _VARIANTS),
+  *(f"moh-llm-b-50 --length 8192 --batch 8 --variant {x}" for x in _VARIANTS),
+  *(
+    f"moh-llm-bg-50 --length 8192 --batch 8 --structure per_group --variant {x}"
+    for x in ("moh50", "mha", "moh75")
+  ),
+  *(f"moh-llm-b-50 --length 16384 --batch 4 --variant {x}" for x in _VARIANTS),
+  *(f"moh-dit-xl2-90 --batch 256 --variant {x}" for x in ("config", "mha")),
+  *(f"moh-vit-b50 --batch 128 --variant {x}" for x in ("config", "mha")),
+)
+# Passes beside those of MHA, with the options of `benchmarks.model`.
+_PASSES = (
+  "moh-dit-xl2-75 --config.model.router.kind=timestep --config.data."
+  "batch_size=32",
+  "moh-dit-xl2-75 --config.data.batch_size=32",
+  "moh-llm-b-50 --config.model.max_length=8192 --config.data."
+  "sequence_length=8192 --config.data.batch_size=2",
 )
 # The shapes of the stages; of several, those of the most value come first.
 SHAPES: dict[str, Any] = {
@@ -43,7 +59,8 @@ SHAPES: dict[str, Any] = {
   "slots": (4096, 1024),
   # Float32 takes other tiles, but no other path at larger head dims.
   "exact": (("bfloat16", (64, 128, 256)), ("float32", (64,))),
-  "models": _MODELS,
+  "steps": _STEPS,
+  "passes": _PASSES,
   "tokens": 16384,
   "texts": 32,
 }
@@ -100,11 +117,9 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
           f"--shares {shares}",
         )
 
-  def models(more: str) -> Iterator[_Stage]:
-    for name, batch, *length in has["models"]:
-      text = f"--model {name} --batch {batch} --dtype {dtype} {more}"
-      tokens = map(str, length)
-      yield stage(f"model_{name}{more[1:]}", step.main, text, *tokens)
+  def of_models(kind: str, program: Callable, more: str) -> Iterator[_Stage]:
+    for number, text in enumerate(has[kind]):
+      yield stage(f"{kind}_{number}", program, f"--model {text} {more}")
 
   for number, (exact_dtype, dims) in enumerate(has["exact"]):
     for dim in dims:
@@ -118,7 +133,9 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
       )
   first, others = has["lengths"][:3], has["lengths"][3:]
   yield from cores(_ORDER[:1], first)
-  yield from models("")
+  yield from of_models("steps", step.main, f"--dtype {dtype}")
+  inputs = f"--config.model.dtype={dtype} --rounds {rounds}"
+  yield from of_models("passes", model.main, inputs)
   yield from decodes(has["slots"][:1])
   yield from cores(_ORDER[1:3], first)
   for length in has["layers"]:
@@ -131,7 +148,6 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
     )
   yield from cores(_ORDER[:3], others)
   yield from decodes(has["slots"][1:])
-  yield from models("--mha")
   yield from cores(_ORDER[3:], has["lengths"])
 
 
@@ -203,7 +219,9 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 def _report(results: dict[str, dict[str, Any]]) -> None:
   """Prints all tables."""
   groups: dict[str, list[Row]] = {}
-  parts: dict[str, list[dict[str, Any]]] = {"exact": [], "model": []}
+  parts: dict[str, list[dict[str, Any]]] = {
+    kind: [] for kind in ("exact", "steps", "passes")
+  }
   for name, result in results.items():
     kind, *more = name.split("_")
     if kind in parts:

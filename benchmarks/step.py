@@ -17,12 +17,7 @@ import jax
 
 from benchmarks.common import finish, make_parser
 from moh_jax.cli.bench import bench_run
-from moh_jax.config import (
-  Config,
-  apply_overrides,
-  released_model,
-  without_router,
-)
+from moh_jax.config import Config, apply_overrides, released_model
 from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache
@@ -31,21 +26,30 @@ from moh_jax.training.bench import step_seconds
 from moh_jax.training.flops import published_peak, step_flops
 from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
+from moh_jax.training.variants import make_variant
 
 _CARD_BYTES = 80e9  # that the batch is for
+_CHOICES = "variant", "structure", "length"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints a line."""
   parser = make_parser(__doc__, rounds=10)
   parser.add_argument("--model", required=True, help="released name")
-  parser.add_argument("--mha", action="store_true", help="without its router")
+  parser.add_argument(
+    "--variant", default="config", help="of `compare`, such as mha or moh75"
+  )
+  parser.add_argument("--structure", help="in place of the model's")
   parser.add_argument("--dtype", choices=DTYPES, default="float32")
   parser.add_argument("--batch", type=int, default=8, help="examples, on 80 GB")
   parser.add_argument("--length", type=int, help="tokens of a sequence")
   args = parser.parse_args(argv)
   model = dataclasses.replace(released_model(args.model), dtype=args.dtype)
-  model = without_router(model) if args.mha else model
+  if args.length:
+    model = dataclasses.replace(model, max_length=args.length)
+  if args.structure:
+    router = dataclasses.replace(model.router, structure=args.structure)
+    model = dataclasses.replace(model, router=router)
   batch = args.batch
   stats = jax.devices()[0].memory_stats() or {}  # of a CPU there are none
   if memory := stats.get("bytes_limit"):
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   compilation_cache.enable()  # the step is compiled twice
   row = None
   while row is None:
-    run = resolve(bench_run(model, batch))
+    run = make_variant(resolve(bench_run(model, batch)), args.variant)
     if args.length:
       run = apply_overrides(run, "data", sequence_length=args.length)
     try:
@@ -63,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       if batch == 1 or "RESOURCE_EXHAUSTED" not in str(error):
         raise
       batch //= 2
-  row = {"model": args.model + "-mha" * args.mha, **row}
+  names = {name: getattr(args, name) for name in ("model", *_CHOICES)}
+  row = {**names, **row}
   finish(args, [row], settings=vars(args))
   return 0
 

@@ -13,7 +13,8 @@ from tests.training import tiny
 
 _TINY = dict(
   heads=(4, "float32", "50", 1), dims=(8,), lengths=(256,), layers=(32,),
-  slots=(16,), exact=(("float32", (8,)),), models=(), tokens=256, texts=2,
+  slots=(16,), exact=(("float32", (8,)),), steps=(), passes=(), tokens=256,
+  texts=2,
 )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ class StagesTest(absltest.TestCase):
       mock.patch.object(step, "measure", return_value={"batch": 1}),
       mock.patch.object(step, "compilation_cache"),
       mock.patch.object(card.exact, "measure", return_value=[]),
+      mock.patch.object(card.model.bench, "measure_model", return_value=[]),
     ):
       for name, program, argv in card.stages(folder):
         status, _, err = call(*argv, main=program)
