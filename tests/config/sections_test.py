@@ -43,7 +43,11 @@ _OUTSIDE = (
   (0, "-1 or at least 1", "mesh.data mesh.sequence"),
   (20, "must be at least 21", "diffusion.steps"),
   ("?", "must be one of ('float32', 'bfloat16')", "vit.dtype"),
-  ("?", "('two_stage', 'query_norm', 'gate', 'none'", "router.kind"),
+  (
+    "?",
+    "('two_stage', 'query_norm', 'timestep', 'gate', 'none'",
+    "router.kind",
+  ),
   ("?", "'array_record', 'parquet', 'latents', 'fake')", "data.source"),
 )
 _STAGES = "one value per stage, or one, as model.depths=(1, 2"
@@ -185,7 +189,7 @@ class ReferenceTest(absltest.TestCase):
       "as fine-tuning wants it: the output has the whole rate, the first",
       "1 is one rate for all. |",
       "One of 'cosine', 'constant', 'wsd'. |",
-      "One of 'two_stage', 'query_norm', 'gate', 'none'",
+      "One of 'two_stage', 'query_norm', 'timestep', 'gate', 'none'",
     ):
       self.assertIn(part, text)
     self.assertEqual(text.count("| `train.steps` |"), 1)
