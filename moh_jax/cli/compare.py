@@ -9,6 +9,7 @@ from moh_jax.cli import command
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.config.base import Count, Natural
+from moh_jax.runtime import processes
 from moh_jax.runtime.alive import alive
 
 
@@ -77,7 +78,7 @@ def run(options: Options) -> int:
   with run_log.kept(options):
     results = compare(runs, options.workdir, decode)
   if results is None:  # a run was stopped, and said so
-    return 0
+    return processes.stop_status()
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
   if options.rounds:  # no learning rate changes the time of a step

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moh_jax.cli import command
 from moh_jax.config import Config, imported
 from moh_jax.config.registry import get_source
+from moh_jax.runtime import processes
 
 if TYPE_CHECKING:
   from moh_jax.models.generation import Decode
@@ -42,7 +43,7 @@ def run(options: Options) -> int:
     lines += [f"held-out: {', '.join(shown)}"] if result.evaluation else []
     lines += [f"checkpoint: {options.workdir}"]
   options.give(metrics, lines)
-  return 0
+  return 0 if result.finished else processes.stop_status()
 
 
 def read_decoder(vae: str | None, config: Config) -> Decode | None:

@@ -26,6 +26,7 @@ _USED = (*_SIGNALS, signal.SIGALRM)  # the last by `_raise`
 _DROPPING = {"__del__", "_xla_gc_callback"}
 # A signal came. Should what it raised be dropped elsewhere, `deferred` knows.
 _asked = threading.Event()
+_obeyed = signal.SIGTERM  # the last one of `deferred`
 _LOG = logging.getLogger(__name__)
 
 
@@ -190,10 +191,12 @@ def deferred() -> Iterator[Callable[[], bool]]:
     return
 
   def ask(number: int, frame: Any) -> None:
+    global _obeyed
     if _asked.is_set():
       _raise(number, frame)
     _asked.set()
-    name = signal.Signals(number).name
+    _obeyed = signal.Signals(number)
+    name = _obeyed.name
     _LOG.warning("%s: saving after this step, then stopping", name)
 
   try:
@@ -201,6 +204,14 @@ def deferred() -> Iterator[Callable[[], bool]]:
       yield _asked.is_set
   finally:
     _asked.clear()
+
+
+def stop_status() -> int:
+  """Exit status of a command that did as a signal asked: saved and stopped.
+
+  Of several processes JAX asks all on a SIGTERM of one.
+  """
+  return 128 + _obeyed
 
 
 @contextlib.contextmanager

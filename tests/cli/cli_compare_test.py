@@ -83,7 +83,7 @@ class CompareTest(tiny_checkpoint.CommandTest):
   def test_a_stopped_run_goes_on(self):
     stopped = Result(state=None, evaluation={}, finished=False)
     train = mock.Mock(return_value=stopped)
-    self.assertEqual(self.call(train=train)[:2], (0, ""))
+    self.assertEqual(self.call(train=train)[:2], (143, ""))
     train.assert_called_once()
     self.assertLen(self._rows(), 3)
 
