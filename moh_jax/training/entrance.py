@@ -160,17 +160,12 @@ def check_same_run(
 
   Raises:
     ValueError: parameters, order of the data or random choices would differ
-      (the message names the fields), or the checkpoint is beyond the run's end.
+      (the message names the fields).
   """
   if step is None:
     return
   metadata, _ = read_metadata(directory, step)
   config = ours.config
-  if step > config.train.steps:
-    raise ValueError(
-      f"workdir {directory} is at step {step}, beyond train.steps="
-      f"{config.train.steps}"
-    )
   if not (steps.step_folder(directory, step) / "data").is_dir():
     raise ValueError(
       f"workdir {directory} holds a model, not a run; choose another workdir, "
@@ -187,8 +182,9 @@ def check_same_run(
   if fields:
     raise ValueError(
       f"workdir {directory} holds another run's checkpoint; "
-      f"{'; '.join(fields)}. Choose another workdir, or the same config, data "
-      "and settings of JAX"
+      f"{'; '.join(fields)}. Choose the same config, data and settings of JAX "
+      "(optim.accumulation computes a batch in parts), or another workdir, "
+      f"with train.init_from={str(directory)!r} to go on from its parameters"
     )
   if changed := differing_keys(config, metadata.config):
     _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))

@@ -109,6 +109,8 @@ def train(
       state = saving.restore(directory, start, program.state)
       total = config.train.steps
       _LOG.info("resumed from step %d of %d in %s", start, total, directory)
+      if start > total:
+        _LOG.warning("nothing to do: train.steps=%d are done", total)
     run = _Run(config, task, mesh, program, frozen, saver, log)
     return run.take_steps(state, start or 0)
 
