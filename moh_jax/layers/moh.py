@@ -32,7 +32,7 @@ from moh_jax.layers.partitioning import (
 )
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
-from moh_jax.ops.basics import check_array
+from moh_jax.ops.basics import as_mask, check_array
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.lanes import HeadLayout
@@ -134,8 +134,8 @@ class MoHAttention(nn.Module):
       x: [B, N, C] tokens.
       context: [B, M, any width] tokens that those of x attend to, which still
         choose the heads; None is x.
-      token_mask: [B, N] bool, False for padding: unseen as keys, not counted
-        by the router's statistics.
+      token_mask: [B, N] bool, or integers 0 and 1, False for padding: unseen
+        as keys, not counted by the router's statistics.
       context_mask: [B, M] bool, False for padding of the context.
       places: where the tokens stand in their texts, without a context.
       choice: runtime overrides of the budget.
@@ -151,6 +151,7 @@ class MoHAttention(nn.Module):
     Raises:
       ValueError: shapes or dtypes are none of these.
     """
+    token_mask, context_mask = as_mask(token_mask), as_mask(context_mask)
     self._check(x, context, token_mask, context_mask, places)
     whole, (places, choice) = x, (places or Places(), choice or HeadChoice())
     given = split_batch_alone((x, context, token_mask, context_mask))

@@ -23,7 +23,7 @@ from moh_jax.config.registry import get_router, imported
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import declare, examples_key
 from moh_jax.ops import routing
-from moh_jax.ops.basics import check_array
+from moh_jax.ops.basics import as_mask, check_array
 from moh_jax.ops.routing import RouterAux, Routing
 
 
@@ -102,6 +102,7 @@ class HeadRouter(nn.Module):
         else.
     """
     budget, config = self.budget, self.config
+    token_mask = as_mask(token_mask)
     check_array("token_mask", token_mask, bool, x.shape[:-1])
     choice = HeadChoice() if choice is None else choice
     if config.kind == "none":

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from moh_jax.config.layers import IMPLEMENTATIONS
-from moh_jax.ops.basics import HALF, check_array
+from moh_jax.ops.basics import HALF, as_mask, check_array
 from moh_jax.ops.cache import LayerCache, Slots, split_texts
 from moh_jax.ops.call import Call, Visible
 from moh_jax.ops.dense import cached_dense_attention, dense_attention
@@ -105,12 +105,12 @@ def attention(
     ValueError: the implementation is unknown or does not support the call, H
       is not a multiple of K, or an argument has another shape or dtype.
   """
-  visible = Visible(key_mask, segments, causal)
+  visible = Visible(as_mask(key_mask), segments, causal)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   heads = None
   if active is not None:
     most = active.shape[-1] if max_active is None else max_active
-    heads = ActiveHeads(active, most)
+    heads = ActiveHeads(as_mask(active), most)
   call = Call(q, k, v, visible, scale, bias, heads)
   _check(call)
   return attend(call, implementation)

@@ -36,6 +36,13 @@ def check_array(
   )
 
 
+def as_mask(array: jax.Array | None) -> jax.Array | None:
+  """Integers 0 and 1, as tokenizers give them, as bool; others as they are."""
+  if array is None or not jnp.issubdtype(array.dtype, jnp.integer):
+    return array
+  return array != 0
+
+
 def einsum_float32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
   """`jnp.einsum` whose result is float32 whatever the inputs' dtypes."""
   return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

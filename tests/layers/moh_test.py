@@ -39,6 +39,14 @@ class MoHAttentionTest(parameterized.TestCase):
       layer = MoHAttention(small.BUDGET, **fields)
       layer.init(jax.random.key(0), **given)
 
+  def test_masks_of_integers_are_masks(self):
+    layer, x = MoHAttention(small.BUDGET), small.tokens()
+    mask = jnp.arange(small.N)[None] < jnp.array([[3], [small.N]])
+    params, apply = small.params(layer, x), jax.jit(layer.apply)
+    expected = apply(params, x, token_mask=mask)
+    found = apply(params, x, token_mask=mask.astype(jnp.int32))
+    chex.assert_trees_all_equal(found, expected)
+
   @parameterized.parameters("dense", "packed", "kernel")
   @pytest.mark.integration
   def test_context_gives_keys_and_values_and_x_chooses(self, implementation):
