@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     action="append",
     default=[],
     metavar="MODULE",
-    help="import a module first, such as one that registers a family, by its "
-    "name in the current folder or installed",
+    help="import a module first, such as one that registers a family: a "
+    "file, or a name in the current folder or installed",
   )
   version = f"moh_jax {__version__}"
   parser.add_argument("--version", action="version", version=version)
@@ -97,12 +97,17 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   """Parses a command's arguments, checks its inputs and runs it."""
   for module in modules:
+    name = module
+    if module.endswith(".py"):
+      folder, file = os.path.split(module)
+      sys.path.insert(0, os.path.abspath(folder))
+      name = file.removesuffix(".py")
     try:
-      importlib.import_module(module)
+      importlib.import_module(name)
     except Exception as error:  # whatever the module's own code raises
       raise ValueError(
         f"--import {module!r}: {type(error).__name__}: {error}; it takes a "
-        "name as `import` does, in the current folder or installed"
+        "file, or a name as `import` does, in the current folder or installed"
       ) from error
   given, run = parsed(name, argv)
   with run_log.shown():

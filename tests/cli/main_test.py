@@ -70,6 +70,12 @@ class MainTest(tiny_checkpoint.CommandTest):
         argv = ("--import", name, "inspect")
         self.assert_refused(f"--import '{name}': ", *argv)
 
+  def test_a_file_can_be_imported_by_its_path(self):
+    file = self.root / "lies_elsewhere.py"
+    file.write_text("raise KeyError('it ran')")
+    with mock.patch.object(sys, "path", list(sys.path)):
+      self.assert_refused("KeyError: 'it ran'", "--import", str(file), "train")
+
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
     self.assert_refused("nowhere holds no checkpoint", *argv)
