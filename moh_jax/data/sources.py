@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -28,6 +29,7 @@ from moh_jax.runtime.alive import alive
 Example = dict[str, Any]
 Names = tuple[str, ...]  # of classes
 FLAT_CLASS = "images"  # the one class of a folder without class folders
+_FEW = 20  # held-out images whose score says little
 _MOST_NAMED = 10  # bad images, or classes, in one message
 # Images whose headers tell the size and the channels of all: a look at each
 # would take minutes at ImageNet's size.
@@ -328,8 +330,9 @@ def hold_out(
 ) -> list[int]:
   """Positions of the images of a split where a share of them is held out.
 
-  A hash of an image's name decides, so that further images move none from one
-  split to the other.
+  It is that share of each class, as nearly as whole images allow. A hash of an
+  image's name decides, so that further images move few from one split to the
+  other.
 
   Args:
     names: of the images.
@@ -342,12 +345,22 @@ def hold_out(
     ValueError: training lacks a class, or nothing is held out.
   """
 
-  def is_held_out(name: str) -> bool:
-    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
+  def digest(i: int) -> bytes:
+    return hashlib.sha256(names[i].encode(errors="surrogateescape")).digest()
 
+  # An image's place in its class, from 0 to 1; the first of all are held out.
+  counts, seen, place = Counter(labels), Counter(), {}
+  for i in sorted(range(len(names)), key=digest):
+    label = labels[i]
+    place[i] = (seen[label] + 0.5) / counts[label]
+    seen[label] += 1
+  number = round(share * len(names))
+  held_out = set(sorted(place, key=place.get)[:number])
   of_val = split == "val"
-  chosen = [i for i, name in enumerate(names) if is_held_out(name) == of_val]
+  chosen = [i for i in range(len(names)) if (i in held_out) == of_val]
+  if of_val and number < _FEW and share < 1:
+    said = "%s: only %d images are held out, too few for a reliable score"
+    _LOG.warning(said, where, number)
   if not chosen or not (of_val or {*labels} == {labels[i] for i in chosen}):
     what = "no image" if of_val else "every image of a class"
     raise ValueError(f"{where}: data.val_share={share} holds out {what}")

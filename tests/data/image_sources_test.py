@@ -67,17 +67,25 @@ class FoldersTest(_ImagesTest):
     with self.assertRaisesRegex(ValueError, "'11' is none of 11 classes"):
       self._folders(class_names=names[:11])
 
-  def test_share_cuts_the_images_in_two_and_further_ones_move_none(self):
+  def test_share_is_that_of_each_class_and_further_images_move_few(self):
     for prefix in ("", "train/"):
       names = [f"{prefix}{c}/{i}.png" for c in CLASSES for i in range(40)]
       put(self.root, *names)
       train, val = self._names("train"), self._names("val")
       self.assertEqual(train & val, set())
       self.assertLen(train | val, 120)
-      self.assertBetween(len(val), 15, 45)
+      self.assertEqual(
+        {sum(x.startswith(c) for x in val) for c in CLASSES}, {10}
+      )
     put(self.root, *(f"train/{c}/{i}.png" for c in "xa" for i in range(40, 60)))
-    self.assertLess(train, self._names("train"))
-    self.assertLess(val, self._names("val"))
+    self.assertLen(self._names("val"), 40)
+    self.assertLess(len(val - self._names("val")), 4)
+
+  def test_a_share_of_few_images_is_as_near_as_whole_ones_allow(self):
+    put(self.root, *(f"{c}/{i}.png" for c in CLASSES for i in range(5)))
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      self.assertLen(self._names("val", 0.14), 2)
+    self.assertIn("only 2 images are held out", logs.output[0])
 
   def test_identity_changes_with_names_and_sizes(self):
     first, second = put(self.root, "a/1.png", "b/2.png")
