@@ -56,7 +56,8 @@ def classify(
     config: the run.
     images: paths, Pillow images or uint8 arrays [X, Y] or [X, Y, 1] (grey)
       or [X, Y, 3] (RGB), mixed at will and of any size, which are converted
-      to the model's channels; or one uint8 array [B, X, Y, channels].
+      to the model's channels; or one uint8 array [B, X, Y, channels]. One
+      image is as a list of it.
     class_names: of the outputs; () names them by their index.
     top: classes per image, most probable first.
     batch_size: images at a time. Fewer are filled up to a power of two, so
@@ -73,9 +74,7 @@ def classify(
   """
   check_command(config.model, "classify", "the checkpoint")
   if isinstance(images, ImageLike) and np.ndim(images) != 4:
-    raise ValueError(
-      f"images must be a list of images, not one {type(images).__name__}"
-    )
+    images = [images]
   fit = eval_fit(config.data, config.model)
   normalize = normalizer(config.data)
   ready = [
