@@ -121,6 +121,9 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
     hint = base.near(name, [flag(x.name) for x in dataclasses.fields(cls)])
     if name.startswith("--") and "." in name:
       hint = f"; a key of the config is changed by {PREFIX}KEY=VALUE"
+    places = {"checkpoint", "config"} & {x.name for x in dataclasses.fields(cls)}
+    if places and not name.startswith("-"):
+      hint = f", did you mean {flag(min(places))} {name}?"
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
   hints = base.hints(cls)
   given = {name: _value(x, hints[name]) for name, x in vars(args).items()}

@@ -54,6 +54,7 @@ class MainTest(tiny_checkpoint.CommandTest):
     ("heads --checkpoint x --batches 0", "--batches=0 must be at least 1"),
     ("heads --checkpoint x --out=", "--out='' must be the name of a file or"),
     ("inspect --check x", "unrecognized arguments: --check"),  # not shortened
+    ("inspect runs/x", "runs/x, did you mean --checkpoint runs/x?"),
     ("inspect --config.a.b=1", "--config.a.b=1 needs --config FILE[:ARG]"),
   )
   def test_wrong_use_is_one_line_that_says_where_help_is(self, argv, message):
