@@ -118,10 +118,11 @@ def parse(parser: Parser, cls: type[T], argv: Sequence[str]) -> T:
   args, unknown = parser.parse_known_args(argv)
   if unknown:
     name = unknown[0].partition("=")[0]
-    hint = base.near(name, [flag(x.name) for x in dataclasses.fields(cls)])
+    names = [x.name for x in dataclasses.fields(cls)]
+    hint = base.near(name, [flag(x) for x in names])
     if name.startswith("--") and "." in name:
       hint = f"; a key of the config is changed by {PREFIX}KEY=VALUE"
-    places = {"checkpoint", "config"} & {x.name for x in dataclasses.fields(cls)}
+    places = {"checkpoint", "config"}.intersection(names)
     if places and not name.startswith("-"):
       hint = f", did you mean {flag(min(places))} {name}?"
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
