@@ -83,6 +83,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
       config,
       data=lib.TextDataConfig(
         source="chat",
+        template="chatml",
         path=folder,
         tokenizer_path=folder,
         sequence_length=256,

@@ -5,8 +5,8 @@
 Each public function, class and method that has a docstring is asked for in one
 form, "What does os.path.join do?", and answered by the docstring's first
 sentence. The folder gets train.jsonl, val.jsonl (the packages that "stdlib"
-holds out), the tokenizer of "stdlib", so that a model of its runs can be tuned,
-and a chat template.
+holds out), and the tokenizer of "stdlib", so that a model of its runs can be
+tuned, with `data.template=chatml`.
 """
 
 import argparse
@@ -21,16 +21,6 @@ from typing import Any
 from moh_jax.config.registry import SPLITS
 from moh_jax.data.stdlib import BPE_TOKENS, list_sources, train_tokenizer
 
-# ChatML, with the begin and the end of text around each message.
-CHATML = """\
-{% for message in messages %}
-{{ bos_token }}{{ message.role }}
-{{ message.content }}{{ eos_token }}
-{% endfor %}
-{% if add_generation_prompt %}
-{{ bos_token }}assistant
-{% endif %}
-"""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -40,7 +30,6 @@ def write(folder: pathlib.Path) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   content = train_tokenizer(parts[0], BPE_TOKENS).content
   (folder / "tokenizer.json").write_bytes(content)
-  (folder / "chat_template.jinja").write_text(CHATML)
   for split, files in zip(SPLITS, parts):
     with (folder / f"{split}.jsonl").open("w") as stream:
       for name, answer in answers(files):

@@ -173,7 +173,7 @@ class TextDataConfig(ExamplesConfig):
     tokenizer_path: folder of the tokenizer of conversations (tokenizer.json),
       with the chat template beside it; "" is that of `train.init_from`.
     template: name of the chat template where there are several; "" is
-      "default".
+      "default"; "chatml" is ours where the tokenizer has none of this name.
     too_long: what becomes of a conversation of more than N + 1 tokens: "cut"
       keeps its beginning, "skip" leaves it out.
     on_error: what becomes of a row that is no conversation, or that the

@@ -47,6 +47,26 @@ _Write = Callable[..., str]  # of messages, by a template with its options
 _CHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # that stand for nothing
 
 
+# A template for tokenizers without one, with their own begin and end of text
+# around each message.
+CHATML = "chatml"
+_CHATML = """\
+{% for message in messages %}
+{{ bos_token or eos_token }}{{ message.role }}
+{{ message.content }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ bos_token or eos_token }}assistant
+{% endif %}
+"""
+
+
+def chatml_files() -> dict[str, bytes]:
+  """The template "chatml" as the one of a tokenizer, and by its name."""
+  named = f"{tokenizers.TEMPLATE_FOLDER}/{CHATML}.jinja"
+  return dict.fromkeys((tokenizers.TEMPLATE, named), _CHATML.encode())
+
+
 class Template:
   """A chat template of a tokenizer.
 
@@ -67,7 +87,8 @@ class Template:
     found, wanted = _sources(tokenizer.files), name or _DEFAULT
     if wanted not in found:
       raise ValueError(
-        f"no chat template {wanted!r} beside the tokenizer, only {tuple(found)}"
+        f"no chat template {wanted!r} beside the tokenizer, only "
+        f"{tuple(found)}; data.template={CHATML!r} trains with one of ours"
       )
     self._source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}

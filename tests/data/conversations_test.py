@@ -9,7 +9,7 @@ import tokenizers as hf
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import inspect as inspect_cli
-from moh_jax.data import conversations, infer
+from moh_jax.data import chat, conversations, infer
 from moh_jax.data.chat import Template
 from moh_jax.data.conversations import (
   ChatSource,
@@ -186,6 +186,22 @@ class SourceTest(tiny_chat.ChatTest):
     found = infer.resolve(dataclasses.replace(config, data=data))
     self.assertEqual(found.data.tokenizer_path, str(self.root))
     self.assertEqual(found.model.vocab_size, self.tokenizer.vocab_size)
+
+  def test_a_tokenizer_without_a_template_gets_one(self):
+    tiny_chat.write_rows(self.root / "train.jsonl", {"messages": ask("Q", "a")})
+    (self.root / "chat_template.jinja").unlink()
+    with self.assertRaisesRegex(ValueError, "; data.template='chatml'"):
+      self.open()
+    source = self.open(template="chatml")
+    names = chat.template_names(source.tokenizer())
+    self.assertEqual(names, ("default", "chatml"))
+    template = chat.Template(source.tokenizer())
+    begin, end = tiny_chat.CONFIG["bos_token"], tiny_chat.CONFIG["eos_token"]
+    asked = f"{begin}user\na?{end}\n{begin}assistant\n"
+    self.assertEqual(template.render(ask("Q")[:1]), asked)
+    text, spans = template.answers(ask("Q", "a"))
+    trained = [text[first:last] for first, last in spans]
+    self.assertEqual(trained, [f"Q{end}", f"a{end}"])
 
   def test_lacking_data_tokenizers_and_templates_are_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "no conversations to train"):
