@@ -50,11 +50,16 @@ class LoadConfigTest(folders.FolderTest):
       found = getattr(found, part)
     self.assertEqual((type(found), found), (type(value), value))
 
+  def test_one_side_is_a_square(self):
+    config = load_config(_DIGITS, ["model.image_size=16"])
+    self.assertEqual(config.model.image_size, (16, 16))
+
   def test_later_overrides_win(self):
     config = load_config(_DIGITS, ["model.top_k=(1,2)", "model.top_k=0,3"])
     self.assertEqual(config.model.top_k, (0, 3))
 
   @parameterized.parameters(
+    ("model.depth=3", "depth; num_heads has a value for each layer, such as"),
     ("model.num_head=1", "num_head; did you mean 'num_heads'?; known: ["),
     ("nope.x=1", "unknown config section 'nope'"),
     ("nope=1", "config key 'nope' must be SECTION.FIELD"),

@@ -182,7 +182,7 @@ class FormsTest(parameterized.TestCase):
     ("vit", "optim", "lr", "1e-3", "must be of type float"),
     ("vit", "optim", "no_decay", "*/bias", "must be a tuple"),
     ("vit", "eval", "use_ema", 1, "must be of type bool"),
-    ("vit", "model", "image_size", (8,), "must have 2 values"),
+    ("vit", "model", "image_size", (8, 8, 8), "must have 2 values"),
     ("vit", "model", "router", {"kinds": "none"},
      "unknown config key model.router.kinds; did you mean 'kind'?; known:"),
     ("llm", "model", "head_order", ((0, "1"),), "head_order[0][1]='1' must"),
