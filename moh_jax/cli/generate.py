@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from moh_jax.cli import command
 from moh_jax.config.base import Amount, Count, Range
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.files import read_json
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def run(options: Options) -> int:
   names = "max_new_tokens", "temperature", "top_p", "stop", "seed"
   sampling = Sampling(**{name: getattr(options, name) for name in names})
   mesh = make_mesh(metadata.config.mesh)
-  with use_mesh(mesh):
+  with use_mesh(mesh), alive("loading the model"):
     restored = options.restore(mesh=mesh)
   generator = Generator(restored, tokenizer, mesh=mesh)
   del restored  # the generator has its own copy of the parameters
@@ -157,13 +158,15 @@ def run(options: Options) -> int:
     _interact(generator, sampling, prompt_of)
   elif len(prompts) == 1 and not options.json:
     pieces = generator.stream(prompts[0], sampling)
-    first = next(pieces, "")  # a bad prompt is an error before any output
+    with alive("compiling, then reading the prompt"):
+      first = next(pieces, "")  # a bad prompt is an error before any output
     shown = asked[0].get("prompt", "")
     for piece in itertools.chain([shown, first], pieces, ["\n"]):
       if options.is_first():
         _print(piece)
   else:
-    made = list(zip(asked, generator.generate(prompts, sampling)))
+    with alive("compiling and generating"):
+      made = list(zip(asked, generator.generate(prompts, sampling)))
     more = {"tools": tools} if tools else {}
     rows = [one | more | dataclasses.asdict(found) for one, found in made]
     told = [

@@ -13,6 +13,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import command
 from moh_jax.config import Config
 from moh_jax.config.base import Count
+from moh_jax.runtime.alive import alive
 
 if TYPE_CHECKING:
   import numpy as np
@@ -53,6 +54,7 @@ class Options(command.Stored, command.RunConfig, command.Output):
       self.fail("batch", "must end in .png, or be - for text")
 
 
+@alive("looking at the model")
 def run(options: Options) -> int:
   """Prints the model's layers and sizes, or shows a batch."""
   from moh_jax.data.infer import resolve

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 
 _LOG = logging.getLogger(__name__)
-_SECONDS = 20.0  # between two lines
+_SECONDS = 8.0  # between two lines
 
 
 @contextlib.contextmanager
 def alive(what: str) -> Iterator[None]:
-  """A block that logs a line every 20 seconds, "still WHAT"."""
+  """A block that logs a line every 8 seconds, "still WHAT"."""
   done, began = threading.Event(), time.monotonic()
 
   def tell() -> None:

@@ -104,7 +104,8 @@ def train(
     saver = enter(Saver(directory, metadata, task.identity, start))
     log = enter(Log(directory, config, task, mesh, start or 0))
     if start is None:
-      state = first_state()
+      with alive("initialising the parameters"):
+        state = first_state()
     else:
       state = saving.restore(directory, start, program.state)
       total = config.train.steps
