@@ -119,7 +119,8 @@ def stages(folder: pathlib.Path) -> Iterator[_Stage]:
 
   def of_models(kind: str, program: Callable, more: str) -> Iterator[_Stage]:
     for number, text in enumerate(has[kind]):
-      yield stage(f"{kind}_{number}", program, f"--model {text} {more}")
+      name = f"{kind}_{number}_{text.split()[0]}"
+      yield stage(name, program, f"--model {text} {more}")
 
   for number, (exact_dtype, dims) in enumerate(has["exact"]):
     for dim in dims:

@@ -29,7 +29,6 @@ from moh_jax.training.task import task_builder
 from moh_jax.training.variants import make_variant
 
 _CARD_BYTES = 80e9  # that the batch is for
-_CHOICES = "variant", "structure", "length"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       if batch == 1 or "RESOURCE_EXHAUSTED" not in str(error):
         raise
       batch //= 2
-  names = {name: getattr(args, name) for name in ("model", *_CHOICES)}
-  row = {**names, **row}
+  names = "model", "variant", "structure", "length"
+  row = {**{name: getattr(args, name) for name in names}, **row}
   finish(args, [row], settings=vars(args))
   return 0
 

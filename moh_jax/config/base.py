@@ -78,6 +78,8 @@ class Section:
   # Fields that must be equal where a run starts from trained parameters: with
   # other values these would compute something else.
   NUMERIC_FIELDS: ClassVar[tuple[str, ...]] = ()
+  # Names of other packages for what a field says, with what to tell of it.
+  OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
 
   def __post_init__(self):
     for name, value in read_fields(self.NAME, type(self), vars(self)).items():
@@ -162,17 +164,12 @@ def read_fields(
     )
   for key, value in values.items():
     if key not in known:
-      hint = near(key, known)
-      if key in _DEPTHS and "num_heads" in known:
-        hint = "; num_heads has a value for each layer, such as (8,8,8)"
+      said = getattr(cls, "OTHER_NAMES", {}).get(key)
+      hint = f"; {said}" if said else near(key, known)
       hint = f"{hint}; known: {sorted(known)}"
       raise ValueError(f"unknown config key {name}.{key}{hint}")
     found[key] = converted(_path(name, key), value, known[key])
   return found
-
-
-# What other packages call the number of layers.
-_DEPTHS = "depth", "layers", "num_layers", "n_layer", "num_hidden_layers"
 
 
 def _path(parent: str, name: str) -> str:
@@ -239,8 +236,8 @@ def _tuple(path: str, value: Any, item: Any, length: int | None) -> tuple:
   """Items of one type, so many of them where that is stated."""
   if not isinstance(value, list | tuple):
     raise ValueError(f"{path}={value!r} must be a tuple of values")
-  if path.endswith("_size") and len(value) == 1:
-    value = [*value] * (length or 1)  # one number is a square
+  if length and len(value) == 1:
+    value = [*value] * length  # one side is a square
   if length not in (None, len(value)):
     raise ValueError(f"{path}={value!r} must have {length} values")
   return tuple(

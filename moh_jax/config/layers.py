@@ -252,6 +252,10 @@ class LayerStack(RoutedLayers):
   COUNTED_BY: ClassVar[str] = "num_heads"
   # Fields that have as many values, or one for all parts.
   COUNTED: ClassVar[tuple[str, ...]] = ("shared_heads", "top_k")
+  OTHER_NAMES = dict.fromkeys(
+    ("depth", "layers", "num_layers", "n_layer", "num_hidden_layers"),
+    "num_heads has a value for each layer, such as (8,8,8)",
+  )
 
   sees = "all"
   num_kv_heads = 0

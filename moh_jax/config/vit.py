@@ -94,6 +94,7 @@ class ViTConfig(LayerStack, ImageClassifier):
   PART = "stage"
   FIRST = 1
   COUNTED_BY = "depths"
+  OTHER_NAMES = {}
   COUNTED = (
     *("embed_dims", "num_heads", "shared_heads", "top_k"),
     *("mlp_ratios", "sr_ratios"),

@@ -385,7 +385,8 @@ def _load(data: TextDataConfig) -> JsonTokenizer:
   if not isinstance(tokenizer, JsonTokenizer):
     # Others do not tell which text a token is.
     raise ValueError(f"{where} must have a tokenizer.json")
-  if data.template == chat.CHATML not in chat.template_names(tokenizer):
+  names = chat.template_names(tokenizer)
+  if data.template == chat.CHATML and data.template not in names:
     files = {**tokenizer.files, **chat.chatml_files()}
     return JsonTokenizer(tokenizer.content, files)
   return tokenizer

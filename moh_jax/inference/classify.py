@@ -39,7 +39,7 @@ def classify(
   model: nn.Module,
   params: Any,
   config: Config,
-  images: Sequence[ImageLike] | np.ndarray,
+  images: Sequence[ImageLike] | ImageLike,
   *,
   class_names: Sequence[str] = (),
   top: int = 5,

@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 import xxhash
 from flax import traverse_util
 from jax.sharding import Mesh
@@ -66,12 +65,13 @@ class Restored:
     return dataclasses.replace(self, config=wanted, model=model, params=params)
 
   def predict(
-    self, images: Sequence[ImageLike] | np.ndarray, **options: int
+    self, images: Sequence[ImageLike] | ImageLike, **options: int
   ) -> list[list[Prediction]]:
     """Classifies images, such as ["3.png"], with an image classifier.
 
     Args:
-      images: paths, Pillow images or uint8 arrays [X, Y, channels].
+      images: paths, Pillow images or uint8 arrays [X, Y, channels]; one of
+        these is as a list of it.
       **options: `top` and `batch_size`, see `classify`.
 
     Returns:

@@ -127,7 +127,7 @@ def take_heads(model: DiTConfig, params: Any, plan: Plan, step: Any) -> Any:
     return leaf
 
   flat = traverse_util.flatten_dict(params)
-  is_int8 = any(path[-1] == KERNEL_SCALE for path in flat)
+  is_int8 = any(path[-2:] == ("out", KERNEL_SCALE) for path in flat)
   gated = {("out", LORA_A), ("out", KERNEL_SCALE if is_int8 else "kernel")}
   taken = {p: part(p, x) for p, x in flat.items() if "router" not in p}
   tree = traverse_util.unflatten_dict(taken)

@@ -124,9 +124,9 @@ def _with_budgets(
       more = min(present - count, count // 2)
       is_rich = (index < len(budgets) // 2) == (rich == "first")
       count += more if is_rich else -more
-    if rich and count == present:  # no choice is left
-      splits.append((budget.num_heads, 0))
-      continue
+      if count == present:  # no choice is left
+        splits.append((budget.num_heads, 0))
+        continue
     share = Fraction(budget.shared, budget.active) if shared is None else shared
     fixed = min(count - 1, _nearest(share * count))
     splits.append((fixed * step, (count - fixed) * step))

@@ -54,12 +54,21 @@ class LoadConfigTest(folders.FolderTest):
     config = load_config(_DIGITS, ["model.image_size=16"])
     self.assertEqual(config.model.image_size, (16, 16))
 
+  def test_the_depth_of_other_packages_is_told_by_the_heads(self):
+    path, message = (
+      self._file(_gives({"model": {"family": "llm"}})),
+      "num_heads",
+    )
+    for name in ("depth", "num_layers"):
+      with self.assertRaisesRegex(ValueError, f"{name}; {message} has a value"):
+        load_config(path, [f"model.{name}=3"])
+
   def test_later_overrides_win(self):
     config = load_config(_DIGITS, ["model.top_k=(1,2)", "model.top_k=0,3"])
     self.assertEqual(config.model.top_k, (0, 3))
 
   @parameterized.parameters(
-    ("model.depth=3", "depth; num_heads has a value for each layer, such as"),
+    ("model.depth=3", "model.depth; did you mean 'depths'?; known: ["),
     ("model.num_head=1", "num_head; did you mean 'num_heads'?; known: ["),
     ("nope.x=1", "unknown config section 'nope'"),
     ("nope=1", "config key 'nope' must be SECTION.FIELD"),

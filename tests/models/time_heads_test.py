@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from moh_jax.config import LLMConfig, RouterConfig, ViTConfig
 from moh_jax.config.registry import register_router
@@ -57,6 +58,33 @@ class TimeHeadsTest(parameterized.TestCase):
       return few(*inputs), network.apply({"params": params}, *inputs)[0]
 
     got, expected = jax.jit(both)(variables["params"])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+  @parameterized.parameters(*_KINDS)
+  def test_adapters_and_kernels_in_int8_are_taken_too(self, kind):
+    model, rng = _model(kind), np.random.default_rng(0)
+    network, inputs = small.network(model), _inputs(model, 500)
+    params = flatten_dict(small.random_variables(model)["params"])
+
+    def add(layer, a, b, outputs):
+      depth = len(kernel := params[(*layer, "kernel")])
+      scale = jnp.abs(kernel).max(outputs, keepdims=True) / 127
+      params[(*layer, "kernel")] = jnp.round(kernel / scale).astype(jnp.int8)
+      params[(*layer, "kernel_scale")] = scale
+      for name, shape in (("lora_a", a), ("lora_b", b), ("lora_scale", ())):
+        values = rng.normal(size=(depth, *shape)) / 4
+        params[(*layer, name)] = jnp.asarray(values, jnp.float32)
+
+    width, heads, dim = model.width, 4, model.head_dim
+    for name in model.stack_names():
+      add((name, "attn", "qkv"), (width, 3, 2), (3, 2, heads, dim), 1)
+      add((name, "attn", "out"), (heads, dim, 2), (2, width), (1, 2))
+
+    def both(params):
+      few = time_heads.with_active_heads(network, params, _TIMES)
+      return few(*inputs), network.apply({"params": params}, *inputs)[0]
+
+    got, expected = jax.jit(both)(unflatten_dict(params))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
   def test_choice_follows_the_step_and_is_that_of_all_tokens(self):

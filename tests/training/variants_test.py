@@ -124,9 +124,8 @@ class VariantsTest(parameterized.TestCase):
     before, after = (
       _num_params(make_variant(config, x)) for x in ("config", "moh50-double")
     )  # fmt: skip
-    self.assertAlmostEqual(
-      after / before, 1, delta=0.02
-    )  # its router is larger
+    # Its router is larger.
+    self.assertAlmostEqual(after / before, 1, delta=0.02)
 
   def test_what_there_is_not_is_refused(self):
     router = config_lib.RouterConfig("query_norm")
