@@ -265,8 +265,7 @@ def two_stage_gates(
   if budget.shared and budget.top_k:
     if "group" in logits:
       # Their softmax; a sum over an axis of two would be a program of its own.
-      ahead = logits["group"][..., :1] - logits["group"][..., 1:]
-      groups = jax.nn.sigmoid(jnp.concatenate([ahead, -ahead], axis=-1))
+      groups = jax.nn.sigmoid(logits["group"] - logits["group"][..., ::-1])
     factors = groups * 2 if released else groups
     shared_gates = shared_gates * factors[..., :1]
     routed_gates = routed_gates * factors[..., 1:]
