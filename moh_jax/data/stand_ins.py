@@ -1,6 +1,8 @@
 """Images without a download: handwritten digits, and random images."""
 
 import functools
+import importlib.util
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -46,11 +48,13 @@ class DigitsSource(ImageSource):
 
 @functools.cache
 def _load_digits() -> tuple[np.ndarray, np.ndarray]:
-  from sklearn import datasets  # slow to import, only this source needs it
-
-  digits = datasets.load_digits()
-  images = np.round(digits.images * (255 / 16)).astype(np.uint8)
-  return images[..., None], digits.target.astype(np.int32)
+  # Scikit-learn's file of 64 pixels and a label a row; importing it is slow.
+  package = importlib.util.find_spec("sklearn").submodule_search_locations[0]
+  file = os.path.join(package, "datasets", "data", "digits.csv.gz")
+  table = np.loadtxt(file, delimiter=",")
+  images = table[:, :-1].reshape(-1, 8, 8, 1)
+  pixels = np.round(images * (255 / 16)).astype(np.uint8)
+  return pixels, table[:, -1].astype(np.int32)
 
 
 class FakeSource(ImageSource):

@@ -71,7 +71,7 @@ class Log(contextlib.AbstractContextManager):
     self._pending: tuple[int, Any] | None = None  # of the newest step
     self._viewers: list[Any] = []
     self._written: set[tuple[int, str]] = set()  # (step, split) of each row
-    self._rated, self._since = start, time.monotonic()
+    self._rated, self._since = start, math.nan  # from the first step on
     if self._is_first:
       self._open(start)
 
@@ -115,6 +115,8 @@ class Log(contextlib.AbstractContextManager):
       NonFiniteLossError: the step before has a loss that is not finite.
     """
     self.flush()
+    if math.isnan(self._since):
+      self._since = time.monotonic()
     self._pending = step, metrics
 
   def flush(self) -> None:

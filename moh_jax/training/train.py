@@ -204,7 +204,7 @@ class _Run:
       "compiling the training step; a large model takes minutes, and a message "
       "of XLA about a slow compile or constant folding is no error"
     )
-    with self.log.not_counted(), alive("compiling the training step"):
+    with alive("compiling the training step"):
       lowered = program.step.lower(program.state, program.batch, program.frozen)
       compiled = lowered.compile()
     _LOG.info("compiled in %.1f s", time.monotonic() - began)

@@ -97,6 +97,14 @@ class LogTest(folders.FolderTest):
       r"ETA \d\d:\d\d\n$",
     )
 
+  def test_what_comes_before_the_first_step_takes_none_of_its_time(self):
+    log = self._log(every=2)
+    with mock.patch.object(metrics, "time") as clock:
+      for step, clock.monotonic.return_value in ((1, 100), (2, 101), (3, 104)):
+        self._step(log, step)
+    # Two steps of two seconds; six are left.
+    self.assertIn("ETA 00:12", self.said.getvalue())
+
   @parameterized.parameters("loss", "grad_norm")
   def test_what_is_not_finite_ends_the_run_unless_it_is_skipped(self, name):
     log = self._log(config=tiny.config(optim={"skip_nonfinite": 2}))
