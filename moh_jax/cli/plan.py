@@ -70,7 +70,7 @@ def _lines(plan: Plan) -> list[str]:
   memory = {f"memory of a device: {n}": _gb(x) for n, x in sizes.items() if x}
   rows = [
     ("model", f"{config.model.family}, {plan.parameters:,} parameters"),
-    *((f"model.{k}, assumed without data", v) for k, v in plan.assumed.items()),
+    *((f"{key}, assumed", value) for key, value in plan.assumed.items()),
     ("topology", f"{topology.slices} x {topology.name}: {chips}"),
     ("mesh", ", ".join(f"{axis}={n}" for axis, n in plan.mesh.items())),
     ("step", f"{examples} in {parts} microbatch(es) of {batch // parts}"),
@@ -83,17 +83,21 @@ def _lines(plan: Plan) -> list[str]:
 
 def _verdict(plan: Plan) -> str:
   """One line: whether a run fits, who says so, and what would fit."""
-  word, limit = "fits" if plan.fits else "does not fit", _gb(plan.limit)
+  word, limit = "fits" if plan.fits else "does not fit", plan.limit / 1e9
+  parts = plan.assumed.get("optim.accumulation")
+  how = f" with --config.optim.accumulation={parts}" if parts else ""
   if plan.total is None:
     word = "may fit" if plan.fits else word
-    state = _gb(sum(plan.state.values()))
-    line = f"{word}: state of {state} of {limit}, and a compiler tells the rest"
-    return f"{line} ({plan.compiler})"
-  line = f"{word}: {_gb(plan.total)} of {limit}, compiled by {plan.compiler}"
+    state = sum(plan.state.values()) / 1e9
+    line = f"{word}{how}: a state of {state:.3g} of {limit:.3g} GB, and a "
+    return f"{line}compiler tells the rest ({plan.compiler})"
+  needs = f"{plan.total / 1e9:.3g} of {limit:.3g} GB"
+  line = f"{word}{how}: {needs}, compiled by {plan.compiler}"
   if plan.fits:
     return line
   if number := plan.accumulation():
-    return f"{line}; --config.optim.accumulation={number} should fit"
+    estimate = f"{plan.estimate(number) / 1e9:.3g} GB"
+    return f"{line}; --config.optim.accumulation={number} should ({estimate})"
   return (
     f"{line}; no number of microbatches fits: mesh.fsdp or mesh.tensor split "
     "the state over devices, model.remat keeps fewer activations"

@@ -129,9 +129,11 @@ def restore_params(
       )
       read = jax.block_until_ready(handler.restore(folder, args=restore))
       leaves |= traverse_util.flatten_dict(read)
-  params = traverse_util.unflatten_dict(leaves)
-  check_finite(params, f"the parameters of {directory}, step {step},")
-  return params
+  # Some at a time, since XLA writes which numbers of an array are finite.
+  for group in _groups(leaves):
+    params = traverse_util.unflatten_dict(group)
+    check_finite(params, f"the parameters of {directory}, step {step},")
+  return traverse_util.unflatten_dict(leaves)
 
 
 def params_item(

@@ -201,14 +201,31 @@ def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
     parts: number of microbatches of a step.
 
   Raises:
-    ValueError: a microbatch cannot be split evenly over mesh.data x mesh.fsdp.
+    ValueError: a microbatch cannot be split evenly over mesh.data x mesh.fsdp;
+      names a value that can.
   """
   shards = batch_shards(mesh)
   if size % (shards * parts):
+    fits = f"{name}={math.ceil(size / shards / parts) * shards * parts}"
+    if fewer := fitting_parts(size, mesh, parts):
+      fits = f"optim.accumulation={fewer} or {fits}"
     raise ValueError(
       f"{name}={size} must be a multiple of {shards * parts}: mesh.data x "
-      f"mesh.fsdp = {shards} shards, in {parts} microbatch(es)"
+      f"mesh.fsdp = {shards} shards, in {parts} microbatch(es); {fits} fits"
     )
+
+
+def fitting_parts(size: int, mesh: Mesh, most: int) -> int | None:
+  """The most microbatches, up to `most`, that split a batch; None if none do.
+
+  Args:
+    size: examples in the batch.
+    mesh: the devices.
+    most: number of microbatches.
+  """
+  shards = batch_shards(mesh)
+  fit = (n for n in range(most, 0, -1) if size % (shards * n) == 0)
+  return next(fit, None)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

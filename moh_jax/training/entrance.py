@@ -68,7 +68,11 @@ def check_processes(config: Config, workdir: str) -> None:
 
 
 def check_run(
-  config: Config, mesh: Mesh | AbstractMesh, program: Program
+  config: Config,
+  mesh: Mesh | AbstractMesh,
+  program: Program,
+  *,
+  evaluates: bool = True,
 ) -> None:
   """Checks what a config and its devices allow.
 
@@ -76,19 +80,32 @@ def check_run(
     config: of the run.
     mesh: the devices, which may be absent or abstract.
     program: of the run, for these devices.
+    evaluates: whether `eval.batch_size` is used.
 
   Raises:
-    ValueError: names what does not fit.
+    ValueError: names all that does not fit.
   """
-  _check_reference(config, program)
-  # Devices have equally many examples of a microbatch or an evaluation.
   batch, parts = config.data.batch_size, config.optim.accumulation
-  check_batch("data.batch_size", batch, mesh, parts)
-  check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  # The mesh can split the heads, and the tokens of an example.
-  check_heads(config.model, mesh)
   length = getattr(config.data, "sequence_length", None)
-  check_tokens(config.model, mesh, length)
+  # Devices have equally many examples of a microbatch or an evaluation, and
+  # the mesh can split the heads, and the tokens of an example.
+  checks = [
+    lambda: _check_reference(config, program),
+    lambda: check_batch("data.batch_size", batch, mesh, parts),
+    lambda: check_heads(config.model, mesh),
+    lambda: check_tokens(config.model, mesh, length),
+  ]
+  if evaluates:
+    size = config.eval.batch_size
+    checks.append(lambda: check_batch("eval.batch_size", size, mesh))
+  found = []
+  for check in checks:
+    try:
+      check()
+    except ValueError as error:
+      found.append(str(error))
+  if found:
+    raise ValueError("; ".join(found))
 
 
 def _check_reference(config: Config, program: Program) -> None:

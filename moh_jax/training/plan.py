@@ -8,11 +8,17 @@ from typing import Any
 
 import jax
 
-from moh_jax.config import Config, without_router
+from moh_jax.config import Config, apply_overrides, without_router
 from moh_jax.data.infer import resolve_without_data
 from moh_jax.models.adapters import count, join
 from moh_jax.runtime.devices import USABLE, Topology, absent_devices
-from moh_jax.runtime.mesh import BATCH_AXES, axis_sizes, make_mesh, use_mesh
+from moh_jax.runtime.mesh import (
+  BATCH_AXES,
+  axis_sizes,
+  fitting_parts,
+  make_mesh,
+  use_mesh,
+)
 from moh_jax.runtime.parameters import bytes_on_device
 from moh_jax.training.entrance import check_run
 from moh_jax.training.flops import step_flops
@@ -32,8 +38,9 @@ class Plan:
   Attributes:
     config: of the run; nothing is unset.
     topology: the devices.
-    assumed: fields of the model that missing data would tell, with the values
-      that stand for them.
+    assumed: keys that missing data would tell, with the values that stand for
+      them; and "optim.accumulation", where that of the config does not split
+      the batch over the devices.
     mesh: sizes of the mesh's axes.
     parameters: their number.
     state: bytes on one device by what holds them, exact by shapes and
@@ -69,20 +76,30 @@ class Plan:
   def accumulation(self) -> int | None:
     """The fewest microbatches that should fit a step which does not.
 
-    What is neither the state nor gradients grows with the microbatch. None
-    where no number fits, or nothing was compiled.
+    None where no number fits, or nothing was compiled.
     """
-    config, parts = self.config, self.config.optim.accumulation
+    batch, parts = self.config.data.batch_size, self.config.optim.accumulation
     shards = math.prod(self.mesh[axis] for axis in BATCH_AXES)
+    for number in range(parts + 1, batch // shards + 1):
+      is_whole = batch % (shards * number) == 0
+      if is_whole and self.estimate(number) <= self.limit:
+        return number
+    return None
+
+  def estimate(self, parts: int) -> float:
+    """Bytes that the step should need with other microbatches.
+
+    What is neither the state nor gradients grows with the microbatch.
+
+    Args:
+      parts: their number.
+    """
+    config = self.config
     whole = self.mesh["fsdp"] if config.mesh.gather == "step" else 1
     # The gradients of a microbatch, and their sum.
     fixed = sum(self.state.values()) + 2 * whole * self.state["parameters"]
-    grows = parts * ((self.total or math.inf) - fixed)
-    for number in range(parts + 1, config.data.batch_size // shards + 1):
-      is_whole = config.data.batch_size % (shards * number) == 0
-      if is_whole and fixed + grows / number <= self.limit:
-        return number
-    return None
+    grows = (self.total or math.inf) - fixed
+    return fixed + grows * config.optim.accumulation / parts
 
 
 def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
@@ -96,7 +113,8 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
   Raises:
     ValueError: the mesh does not fit the devices, the batch or the heads.
   """
-  config, assumed = resolve_without_data(config)
+  config, told = resolve_without_data(config)
+  assumed = {f"model.{name}": value for name, value in told.items()}
   topology = dataclasses.replace(topology, slices=config.mesh.dcn_data)
   mesh = _abstract_mesh(config, topology)
   compiler = "not asked for"
@@ -108,9 +126,14 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
       compiler = f"{package} {importlib.metadata.version(package)}"
     except ValueError as error:
       compiles, compiler = False, str(error)
+  batch, parts = config.data.batch_size, config.optim.accumulation
+  fitting = fitting_parts(batch, mesh, parts) or parts
+  if fitting != parts:
+    assumed["optim.accumulation"] = fitting
+    config = apply_overrides(config, "optim", accumulation=fitting)
   objective = task_builder(config).make_objective(config)
   program = make_program(config, objective, mesh)
-  check_run(config, mesh, program)
+  check_run(config, mesh, program, evaluates=False)
   state = program.state
   held = {
     "parameters": state.params,

@@ -22,7 +22,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
       *_DATA.split(),
     )
     self.assertTrue(plan["fits"])
-    self.assertEqual(plan["assumed"], {"vocab_size": 65536})
+    self.assertEqual(plan["assumed"], {"model.vocab_size": 65536})
     self.assertEqual(plan["topology"]["name"], "v5e:4x4")
     self.assertGreater(plan["state"]["parameters"], 65536 * 256 * 4 / 4)
     self.assertLess(plan["flops"], plan["baseline_flops"])
@@ -30,7 +30,7 @@ class PlanTest(tiny_checkpoint.CommandTest):
   def test_without_a_compiler_no_run_is_said_to_fit(self):
     argv = "--topology=h100:8", "--config.optim.accumulation=2"
     out = self.done(*argv)
-    self.assertRegex(out, "^may fit: state of .* of 80.655 GB, .*not asked for")
+    self.assertRegex(out, "^may fit: a state of .* of 80.7 GB, .*not asked for")
     self.assertIn("64 examples in 2 microbatch(es) of 32\n", out)
     file = self.root / "x.json"
     argv = "--topology=v5e-8", f"--json={file}"
@@ -54,5 +54,18 @@ class PlanTest(tiny_checkpoint.CommandTest):
     self.assertRegex(
       out,
       r"^does not fit: .* compiled by libtpu 0; "
-      r"--config.optim.accumulation=2 should fit\n",
+      r"--config.optim.accumulation=2 should \([\d.]+ GB\)\n",
+    )
+
+  def test_microbatches_that_do_not_split_the_batch_are_fewer(self):
+    argv = "--config.optim.accumulation=16", "--config.eval.batch_size=3"
+    out = self.done("--topology=h100:8", *argv)
+    self.assertStartsWith(out, "may fit with --config.optim.accumulation=8: ")
+    self.assertIn("64 examples in 8 microbatch(es) of 8\n", out)
+
+  def test_all_that_does_not_fit_is_refused_at_once(self):
+    argv = "--config.data.batch_size=12", "--config.mesh.tensor=16"
+    self.assert_refused(
+      "data.batch_size=16 fits; mesh.tensor=16 must",
+      *("--topology=h100:128", *argv),
     )
