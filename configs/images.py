@@ -7,7 +7,7 @@
 
 FOLDER holds train/CLASS/* and val/CLASS/*, or CLASS/*, of which a tenth is held
 out. The number of classes, the channels (grey or RGB) and the image size come
-from it; `--config.model.image_size="(64, 64)"` states a size.
+from it; `--config.model.image_size=96` states a size.
 
 Arguments: small and medium (MoH-ViT from scratch; 75 % of the heads), small_mha
 and medium_mha (the multi-head baseline), finetune (the model of a checkpoint,

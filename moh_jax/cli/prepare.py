@@ -138,9 +138,8 @@ class Tokenize(command.Texts):
     tokenizer: a tokenizer.json, a SentencePiece .model, a folder with one of
       them, or 'bytes'.
     out: folder of the token sets; OUT/SPLIT/skipped.txt lists what was skipped.
-    held_out: share of the documents in val/, chosen by a hash of their text;
-      the others are train/. Of one file of plain text the last lines are held
-      out.
+    held_out: share of the text in val/, the others are train/: documents
+      chosen by a hash of their text, and of few files the last lines of one.
     split: put all documents into OUT/NAME instead, such as OUT/train.
     on_error: what to do at a line, row or file that is not JSON, not UTF-8 or
       lacks the field; a damaged file ends the command.

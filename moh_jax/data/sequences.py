@@ -35,6 +35,7 @@ from moh_jax.config.data import TextDataConfig
 from moh_jax.config.registry import SPLITS, get_source, imported
 from moh_jax.data.files import Identity
 from moh_jax.data.shards import METADATA, read_metadata
+from moh_jax.data.sources import FEW
 from moh_jax.data.tokenizers import Tokenizer, check_vocabulary
 from moh_jax.data.tokens import KIND, TokenSet
 
@@ -78,6 +79,9 @@ class Text:
     self._ends = list(itertools.accumulate(map(len, self.sources.values())))
     for name, source in self.sources.items():
       _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
+    if split == "val" and len(self) < FEW:
+      said = "%s: only %d sequences are held out, too few for a reliable score"
+      _LOG.warning(said, data.path or data.source, len(self))
 
   @functools.cached_property
   def tokenizer(self) -> Tokenizer | None:

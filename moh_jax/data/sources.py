@@ -29,13 +29,15 @@ from moh_jax.runtime.alive import alive
 Example = dict[str, Any]
 Names = tuple[str, ...]  # of classes
 FLAT_CLASS = "images"  # the one class of a folder without class folders
-_FEW = 20  # held-out images whose score says little
+FEW = 20  # held-out examples whose score says little
 _MOST_NAMED = 10  # bad images, or classes, in one message
 # Images whose headers tell the size and the channels of all: a look at each
 # would take minutes at ImageNet's size.
 _LOOKED_AT = 64
-# Sides of inputs are multiples of this, which every stage can halve.
-_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
+# Sides of inputs are multiples of this, which every stage can halve. A few
+# hundred images teach a network no details, which take most of its time.
+_SIDE_STEP = 32
+_MOST_SIDE = ((1000, 64), (10_000, 128), (math.inf, 224))  # images below, side
 _SUFFIXES = (
   *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff"),
   *(".gif", ".avif", ".jp2", ".ppm", ".pgm"),
@@ -180,8 +182,9 @@ class EncodedSource(ImageSource):
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The classes of the training images, and what some headers say.
 
-    The size is a square about as large as the images, in steps of 32 up to
-    224. Images whose headers cannot be read are for `data.bad_images`.
+    The size is a square about as large as the images, in steps of 32, and the
+    smaller the fewer they are. Images whose headers cannot be read are for
+    `data.bad_images`.
     """
     if not {"channels", "image_size", "num_classes"} & set(names):
       return {}
@@ -194,7 +197,11 @@ class EncodedSource(ImageSource):
       raise ValueError(f"data.path={config.data.path!r}: no image can be read")
     sizes, greys = zip(*found)
     side = statistics.median_low(map(min, sizes)) // _SIDE_STEP * _SIDE_STEP
-    side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
+    most = next(most for count, most in _MOST_SIDE if len(source) < count)
+    side = max(min(side, most), _SIDE_STEP)
+    if "image_size" in names:
+      said = "data: %d images are read at %d x %d pixels; another size: %s"
+      _LOG.info(said, len(source), side, side, "--config.model.image_size=N")
     return {
       "num_classes": len(source.class_names),
       "channels": 1 if all(greys) else 3,
@@ -358,7 +365,7 @@ def hold_out(
   held_out = set(sorted(place, key=place.get)[:number])
   of_val = split == "val"
   chosen = [i for i in range(len(names)) if (i in held_out) == of_val]
-  if of_val and number < _FEW and share < 1:
+  if of_val and number < FEW and share < 1:
     said = "%s: only %d images are held out, too few for a reliable score"
     _LOG.warning(said, where, number)
   if not chosen or not (of_val or {*labels} == {labels[i] for i in chosen}):

@@ -18,7 +18,8 @@ import hashlib
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -189,28 +190,62 @@ def token_writer(
   return writer
 
 
-def split_of(text: str, held_out: float) -> str:
-  """The part of a document, "train" or "val", by its text.
+def place_of(text: str) -> float:
+  """Where a document is among all, in [0, 1); the first ones are held out.
 
-  A hash of the text decides, so the choice depends on nothing else: not on the
-  name or place of a file, nor on what other documents there are. Documents of
-  the same text are in the same part.
-
-  Args:
-    text: of the document.
-    held_out: share of the documents in "val", in (0, 1).
+  It is a hash of the text, so it depends on nothing else: not on the name or
+  place of a file, nor on what other documents there are.
   """
   # Not the hash that others select texts by: all would go to one part.
   content = text.encode()
   digest = hashlib.blake2b(content, digest_size=8, person=b"moh_jax").digest()
-  number = int.from_bytes(digest, "little") / 2**64
-  return "val" if number < held_out else "train"
+  return int.from_bytes(digest, "little") / 2**64
 
 
-def cut_tail(text: str, held_out: float) -> tuple[str, str]:
-  """A text without its last lines, and these; one line has none."""
-  place = text.rfind("\n", 0, int(len(text) * (1 - held_out))) + 1
-  place = place or text.find("\n") + 1 or len(text)
+def parts_held_out(texts: Iterable[str], share: float) -> dict[float, float]:
+  """What to hold out of documents so that it is a share of all their bytes.
+
+  The first ones by `place_of` are held out whole. Where whole ones miss the
+  share by more than a tenth of it, so are the last lines of one more.
+
+  Args:
+    texts: of the documents.
+    share: of their bytes, in (0, 1).
+
+  Returns:
+    By place the part of a document that is held out; others are not.
+  """
+  sizes, lines = Counter(), Counter()
+  for text in texts:
+    place = place_of(text)
+    sizes[place] += len(text.encode())
+    lines[place] = len(text.splitlines())
+  wanted = left = share * sizes.total()
+  parts = {}
+  for place in sorted(sizes):
+    part = min(1.0, left / max(1, sizes[place]))
+    missed = min(part, 1 - part) * sizes[place]
+    is_cut = missed > wanted / 10 and lines[place] > 1
+    parts[place] = part if is_cut else round(part)
+    left -= sizes[place]
+    if left <= 0:
+      break
+  return parts
+
+
+def cut_tail(text: str, part: float) -> tuple[str, str]:
+  """A text without its last lines, and these; one line is not cut.
+
+  Args:
+    text: to cut.
+    part: of the text that the last lines are, about; all of it where it is 1.
+  """
+  place = len(text)
+  if part == 1:
+    place = 0
+  elif part:
+    place = text.rfind("\n", 0, int(len(text) * (1 - part))) + 1
+    place = place or text.find("\n") + 1 or len(text)
   return text[:place], text[place:]
 
 
@@ -255,8 +290,8 @@ def tokenize(
     out: folder of the splits, local or mounted.
     split: name of the set that all documents go to.
     held_out: makes two sets in its place, "train" and "val", which gets this
-      share of the documents, see `split_of`; of one file of plain text the last
-      lines.
+      share of the text, see `parts_held_out`; of input for several shards the
+      documents whose `place_of` is below it.
     field: field of JSON objects, or column of tables, that holds the text.
     shard_bytes: approximate bytes of input for one shard; no file is cut.
     on_error: "skip" lists lines, rows and files that hold no text in
@@ -274,29 +309,41 @@ def tokenize(
   """
   groups, known = group_files(inputs, shard_bytes)
   settings = {"inputs": known, "field": field, "held_out": held_out}
-  writers = {}
+  writers, parts = {}, {}
   for part in (split,) if held_out is None else SPLITS:
     folder = pathlib.Path(out, part)
     writers[part] = token_writer(folder, tokenizer, len(groups), settings)
 
+  def read(group: int) -> Iterator[tuple[str, str | ValueError]]:
+    """The places of documents in files, and their texts."""
+    for file in groups[group]:
+      for place, text in files.read_documents(file, field):
+        if isinstance(text, ValueError) and on_error == "stop":
+          raise text
+        yield place, text
+
+  def part_of(text: str) -> float:
+    """The part of a document that is held out."""
+    place = place_of(text)
+    one, several = parts.get(place, 0.0), float(place < held_out)
+    return one if len(groups) == 1 else several
+
   def documents(group: int, shards: dict[str, TokenShard]) -> Iterator[tuple]:
     """The shards that documents go to, their places, and their texts."""
     first = next(iter(shards.values()))
-    of_files = (files.read_documents(file, field) for file in groups[group])
-    for place, text in itertools.chain.from_iterable(of_files):
+    for place, text in read(group):
       if isinstance(text, ValueError):
-        if on_error == "stop":
-          raise text
         first.skip(str(text))
-      elif held_out is None:
+      elif held_out is None or not text:
         yield first, place, text
-      elif groups == [[place]]:  # the only document
-        for shard, part in zip(shards.values(), cut_tail(text, held_out)):
-          yield shard, place, part
       else:
-        yield shards[split_of(text, held_out)], place, text
+        cut = zip(shards.values(), cut_tail(text, part_of(text)))
+        yield from ((shard, place, piece) for shard, piece in cut if piece)
 
   todo = sorted({i for writer in writers.values() for i in writer.todo()})
+  if held_out is not None and len(groups) == 1 and todo:
+    texts = (text for _, text in read(0) if isinstance(text, str))
+    parts = parts_held_out(texts, held_out)
   for group in tqdm.tqdm(todo, ", ".join(writers), disable=None):
     with contextlib.ExitStack() as stack:
       shards = {

@@ -32,6 +32,7 @@ from moh_jax.training.step import HEAD_LOADS
 from moh_jax.training.task import Task
 
 _LOG = logging.getLogger(__name__)
+_MEASURED = 3  # steps that tell how long a run takes
 
 
 class Log(contextlib.AbstractContextManager):
@@ -72,6 +73,7 @@ class Log(contextlib.AbstractContextManager):
     self._viewers: list[Any] = []
     self._written: set[tuple[int, str]] = set()  # (step, split) of each row
     self._rated, self._since = start, math.nan  # from the first step on
+    self._measured = start + _MEASURED
     if self._is_first:
       self._open(start)
 
@@ -125,7 +127,8 @@ class Log(contextlib.AbstractContextManager):
       return
     (step, metrics), self._pending = self._pending, None
     config = self._config
-    is_last = step == config.train.steps
+    total = config.train.steps
+    is_last = step == total
     is_row, is_load = (
       every and (step % every == 0 or is_last)
       for every in (config.log.every, config.log.heads)
@@ -135,8 +138,12 @@ class Log(contextlib.AbstractContextManager):
     loads = self._by_layer(stacks) if is_row or is_load else {}
     values = {name: float(value) for name, value in metrics.items()}
     self._check(step, values)
+    now = time.monotonic()
+    if step == self._measured == self._rated + _MEASURED:
+      left = (now - self._since) / _MEASURED * (total - step)
+      if left > 3600:
+        _LOG.info("%d steps take about %.1f hours", total - step, left / 3600)
     if is_row:
-      now = time.monotonic()
       seconds = (now - self._since) / (step - self._rated)
       self._rated, self._since = step, now
       rate = self._task.units_per_step / seconds
@@ -145,7 +152,7 @@ class Log(contextlib.AbstractContextManager):
         values["mfu"] = self._at_peak / seconds
       if loads:
         values["load_entropy"] = self._least_entropy(step, loads)
-      left = tqdm.tqdm.format_interval(seconds * (config.train.steps - step))
+      left = tqdm.tqdm.format_interval(seconds * (total - step))
       self.write(step, "train", values, f", ETA {left}")
     if loads and is_load:
       rounded = {n: np.round(np.float64(x), 3) for n, x in loads.items()}

@@ -1,6 +1,8 @@
 import dataclasses
 import json
+import math
 import re
+from unittest import mock
 
 from absl.testing import parameterized
 from PIL import Image
@@ -8,6 +10,7 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.dit import LatentScaling
+from moh_jax.data import sources
 from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data import tiny_sets, tiny_text
 from tests.data.tiny_images import put
@@ -26,9 +29,12 @@ def _resolved(model, data=None, **sections):
 
 class ImagesTest(FolderTest):
   @parameterized.parameters(
-    ((100, 70), 64), ((20, 30), 32), ((500, 400), 224), ((96, 96), 96)
-  )
-  def test_size_and_classes_are_those_of_the_files(self, stored, side):
+    ((100, 70), 64, 9), ((20, 30), 32, 9), ((500, 400), 224, 1),
+    ((500, 400), 64, 7), ((500, 400), 128, 6), ((96, 96), 96, 6),
+  )  # fmt: skip
+  def test_size_and_classes_are_those_of_the_files(self, stored, side, few):
+    most = ((few, 64), (few + 1, 128), (math.inf, 224))  # six images
+    self.enterContext(mock.patch.object(sources, "_MOST_SIDE", most))
     put(self.root, "train/bee/0.png", size=stored[::-1])
     folder = self.root / "train/ant"
     folder.mkdir()

@@ -119,10 +119,33 @@ class SplitsTest(_FilesTest):
       self.assertEqual(self._texts("out", split), [part])
       self.assertEqual(found[split]["text_bytes"], len(part))
 
-  @parameterized.parameters(("in/00.jsonl", 1e-9), ("one.txt", 0.9))
-  def test_a_part_without_documents_is_named(self, inputs, share):
+  @parameterized.parameters((0.2, 36), (0.5, 90), (0.01, 2))
+  def test_a_share_of_one_shard_is_exact(self, share, number):
+    found = self._run("out", held_out=share, shard_bytes=1 << 20)
+    held, all_texts = self._texts("out", "val"), self._texts("out", "train")
+    size = found["val"]["text_bytes"]
+    wanted = share * (size + found["train"]["text_bytes"])
+    self.assertBetween(len(held), 0.8 * number, 1.3 * number)
+    self.assertLess(abs(size - wanted), 16)  # half a document
+    self.assertCountEqual(held + all_texts, self.good)
+
+  def test_of_few_files_the_last_lines_of_one_complete_the_share(self):
+    lines = [f"line {i:03d}\n" for i in range(100)]
+    for name, part in (("a", lines[:40]), ("b", lines[40:])):
+      self._write(f"few/{name}.txt", "".join(part))
+    found = self._run("out", inputs="few/*", held_out=0.2, shard_bytes=2000)
+    self.assertBetween(found["val"]["text_bytes"], 180, 198)  # of 900
+    texts = self._texts("out", "train") + self._texts("out", "val")
+    self.assertLen(texts, 3)
+    self.assertCountEqual("".join(texts).splitlines(True), lines)
+
+  @parameterized.parameters(
+    ("in/00.jsonl", 1e-9, "val"), ("one.txt", 0.1, "val"),
+    ("one.txt", 0.9, "train"),
+  )  # fmt: skip
+  def test_a_part_without_documents_is_named(self, inputs, share, part):
     self._write("one.txt", "one line")
-    message = "out/val: the input has nothing for it"
+    message = f"out/{part}: the input has nothing for it"
     with self.assertRaisesRegex(ValueError, message):
       self._run("out", inputs=inputs, held_out=share)
 
@@ -227,6 +250,15 @@ class SetsTest(FolderTest):
   def _data(self, **fields):
     defaults = {"source": "tokens", "path": str(self.root)}
     return TextDataConfig(**{**defaults, "sequence_length": 16, **fields})
+
+  def test_few_held_out_sequences_are_warned_of(self):
+    self._write("few", documents=2)
+    self._write("many")
+    with self.assertLogs(level="WARNING") as told:
+      for mix, split in (("few", "val"), ("many", "val"), ("few", "train")):
+        sequences.Text(self._data(mix=(mix,), ratios=(100.0,)), _VOCAB, split)
+    (line,) = told.output
+    self.assertRegex(line, r"only \d+ sequences are held out, too few")
 
   def test_missing_sources_and_other_tokenizers_are_named(self):
     self._write("a")

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import types
 from unittest import mock
@@ -104,6 +105,19 @@ class LogTest(folders.FolderTest):
         self._step(log, step)
     # Two steps of two seconds; six are left.
     self.assertIn("ETA 00:12", self.said.getvalue())
+
+  @parameterized.parameters((10, 3000), (10, 4000), (1, 4000))
+  def test_more_than_an_hour_is_told_after_three_steps(self, every, seconds):
+    log = self._log(4, every=every)
+    with mock.patch.object(metrics, "time") as clock, self.assertLogs() as told:
+      logging.info("nothing else")
+      for step in (5, 6, 7, 8):
+        clock.monotonic.return_value = seconds * step
+        self._step(log, step)
+    found = [line for line in told.output if "hours" in line]
+    known = every > 3 and seconds > 3600
+    expected = ["INFO:moh_jax.training.metrics:1 steps take about 1.1 hours"]
+    self.assertEqual(found, expected * known)
 
   @parameterized.parameters("loss", "grad_norm")
   def test_what_is_not_finite_ends_the_run_unless_it_is_skipped(self, name):
