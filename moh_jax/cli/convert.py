@@ -26,6 +26,8 @@ class Options(command.RunConfig):
       whose shapes fit).
     config: config file of another model.
     base: checkpoint of the model that adapters of PEFT were trained on.
+    overwrite: replace a folder that holds something; what convert wrote is
+      replaced in any case.
   """
 
   from_: str | None = None
@@ -35,6 +37,7 @@ class Options(command.RunConfig):
   model: str | None = None
   config: command.Place | None = None
   base: command.Place | None = None
+  overwrite: bool = False
 
   def check(self) -> None:
     """The format is known, and one option says which model it is."""
@@ -48,20 +51,21 @@ class Options(command.RunConfig):
 @alive("converting")
 def run(options: Options) -> int:
   """Writes the converted checkpoint, and says what was taken."""
-  from moh_jax.convert.checkpoints import convert
+  from moh_jax.convert.checkpoints import convert, replacing
   from moh_jax.data.chat import template_names
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.runtime import checkpoint
 
-  name, count = convert(
-    options.from_,
-    options.source,
-    options.out,
-    key=options.key,
-    model=options.model,
-    config=options.loaded if options.config else None,
-    base=options.base,
-  )
+  with replacing(options.out, options.source, options.overwrite) as out:
+    name, count = convert(
+      options.from_,
+      options.source,
+      out,
+      key=options.key,
+      model=options.model,
+      config=options.loaded if options.config else None,
+      base=options.base,
+    )
   print(f"{name}: {count:,} parameters written to {options.out}")
   metadata, _ = checkpoint.read_metadata(options.out, None)
   if metadata.config.model.READS_TEXT:

@@ -27,12 +27,15 @@ class Options(command.Stored):
       on, as the run computes with it.
     dtype: of the stored weights.
     license: licence that the model card states, such as apache-2.0.
+    overwrite: replace a folder that holds something; what export wrote is
+      replaced in any case.
   """
 
   out: command.OutPath
   to: str | None = None
   dtype: Dtype = "float32"
   license: str = ""
+  overwrite: bool = False
 
   CHANGES = (f"{_KEYS[0]}=true",)
 
@@ -52,19 +55,20 @@ class Options(command.Stored):
 @alive("exporting")
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
-  from moh_jax.convert.checkpoints import export
+  from moh_jax.convert.checkpoints import export, replacing
 
   metadata, step = options.stored()
   config = metadata.config
-  count = export(
-    options.checkpoint,
-    options.out,
-    to=options.to,
-    step=step,
-    use_ema=config.eval.use_ema,
-    base=config.train.init_from,
-    dtype=options.dtype,
-    license=options.license,
-  )
+  with replacing(options.out, options.checkpoint, options.overwrite) as out:
+    count = export(
+      options.checkpoint,
+      out,
+      to=options.to,
+      step=step,
+      use_ema=config.eval.use_ema,
+      base=config.train.init_from,
+      dtype=options.dtype,
+      license=options.license,
+    )
   print(f"{count:,} parameters written to {options.out}")
   return 0

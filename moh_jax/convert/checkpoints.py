@@ -4,12 +4,14 @@
 `export` holds one file of tensors and a parameter of all layers.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import pathlib
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -180,7 +182,7 @@ def export(
     return peft.export_adapters(config, directory, out, step, use_ema, dtype)
   table, abstract = model_rules(config.model, form), _abstract(config)
   rules.expected_tensors(table, abstract)  # there is a rule for all parameters
-  text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
+  text = {**tensor_files.HEADER, "step": str(step)}
 
   def tensors() -> Iterator[tuple[str, np.ndarray]]:
     if adapted:
@@ -211,6 +213,44 @@ def export(
         (folder / name).write_text(content)
       tensor_files.write_folder(folder, tensors(), dtype, text)
   return _count(abstract)
+
+
+@contextlib.contextmanager
+def replacing(out: str, source: str, overwrites: bool) -> Iterator[str]:
+  """A block that writes a checkpoint or an export in the place of another.
+
+  What `convert` or `export` wrote is replaced by what the block writes, when
+  that is whole; anything else only where `overwrites`.
+
+  Args:
+    out: local folder; files and buckets are left to the block.
+    source: what the block reads, which is never replaced.
+    overwrites: replace whatever `out` holds.
+
+  Yields:
+    Where to write to.
+  """
+  path = pathlib.Path(out).resolve()
+  is_full = path.is_dir() and any(path.iterdir())
+  reads = pathlib.Path(source).resolve()
+  is_own = is_full and (overwrites or _is_written(path))
+  if not is_own or path in (reads, *reads.parents):
+    yield out
+    return
+  with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
+    new = pathlib.Path(temporary, path.name)
+    yield str(new)
+    path.rename(f"{new}.old")
+    new.rename(path)
+
+
+def _is_written(folder: pathlib.Path) -> bool:
+  """Whether `convert` or `export` wrote a folder, and nobody trained in it."""
+  if (tensors := next(folder.glob("*.safetensors"), None)) is not None:
+    text = tensor_files.read_text(tensors)
+    return tensor_files.HEADER.items() <= text.items()
+  items = {path.name for path in steps.step_folder(folder, 0).glob("*")}
+  return steps.list_steps(folder) == [0] and not items & {"train", "data"}
 
 
 def _located(source: str) -> str:

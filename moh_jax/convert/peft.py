@@ -201,7 +201,7 @@ def export_adapters(
   with tensor_files.new_folder(pathlib.Path(out)) as folder:
     text = json.dumps(stored_config, indent=2) + "\n"
     (folder / _CONFIG).write_text(text)
-    text = {"format": "pt"}
+    text = tensor_files.HEADER
     tensor_files.write_file(folder / _TENSORS, tensors.items(), dtype, text)
   return sum(x.size for x in tensors.values())
 

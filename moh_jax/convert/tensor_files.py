@@ -26,6 +26,8 @@ from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import read_json, replacing, write_whole
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
+# Text in the headers of our files; transformers asks for "format".
+HEADER = {"format": "pt", "writer": "moh_jax"}
 # Bytes of a file at most, unless one tensor has more, as transformers splits.
 SHARD_SIZE = 5 * 10**9
 # What transformers reads of a folder, the first that is there; others may lie
@@ -302,7 +304,9 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """
   path = path.resolve()  # of a link, what it leads to
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
-    raise ValueError(f"{path} is no new or empty folder; choose another --out")
+    raise ValueError(
+      f"{path} is no new or empty folder; choose another --out, or --overwrite"
+    )
   path.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
     growing = pathlib.Path(temporary, path.name)

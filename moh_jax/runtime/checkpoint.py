@@ -227,7 +227,7 @@ def check_vacant(directory: str | epath.Path) -> None:
   if found := steps.list_steps(directory):
     raise ValueError(
       f"{directory} already holds checkpoints {found}; choose an empty "
-      "directory"
+      "directory, or --overwrite"
     )
 
 

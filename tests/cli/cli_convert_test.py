@@ -1,5 +1,6 @@
 """`convert` and `export`: options arrive; tests/convert has what they do."""
 
+import shutil
 from unittest import mock
 
 from moh_jax.convert import checkpoints
@@ -7,11 +8,21 @@ from tests.cli import tiny_checkpoint
 from tests.inference import tiny_writer
 
 
+def _copies(folder, count):
+  """Stands for `convert`: what it writes is a copy."""
+
+  def convert(kind, source, out, **options):
+    shutil.copytree(folder, out)
+    return "it", count
+
+  return mock.Mock(side_effect=convert)
+
+
 class ConvertTest(tiny_checkpoint.CommandTest):
   def test_options_reach_the_conversion(self):
-    source, out = str(self.root), str(tiny_checkpoint.stored("vit"))
-    with mock.patch.object(checkpoints, "convert") as convert:
-      convert.return_value = "it", 1234
+    source, out = str(self.root), str(self.root / "out")
+    copies = _copies(tiny_checkpoint.stored("vit"), 1234)
+    with mock.patch.object(checkpoints, "convert", copies) as convert:
       told = self.done(
         *("convert", "--from=moh-vit", "--source", source, "--out", out),
         *("--key=ema", "--model=moh-vit-s80"),
@@ -20,12 +31,38 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     given = dict(key="ema", model="moh-vit-s80", config=None, base=None)
     convert.assert_called_once_with("moh-vit", source, out, **given)
 
+  def test_what_they_wrote_is_written_again_and_the_rest_on_request(self):
+    checkpoint, out = tiny_checkpoint.stored("llm"), self.root / "out"
+    argv = "export", "--checkpoint", checkpoint, "--out", out
+    again = "convert", "--source", out, "--out", self.root / "again"
+    self.done(*argv)
+    for _ in range(2):
+      (out / "old.txt").write_text("gone")
+      self.done(*argv)
+      self.assertFalse((out / "old.txt").exists())
+      self.done(*again)
+    other = "export", *argv[1:4], self.root / "other"
+    (self.root / "other").mkdir()
+    (self.root / "other" / "mine.txt").write_text("mine")
+    self.assert_refused("or --overwrite", *other)
+    self.done(*other, "--overwrite")
+    self.assertFalse((self.root / "other" / "mine.txt").exists())
+    names = {path.name for path in self.root.iterdir()}
+    self.assertEqual(names, {"out", "again", "other"})
+
+  def test_what_is_read_is_not_replaced(self):
+    run = self.root / "run"
+    shutil.copytree(tiny_checkpoint.stored("llm"), run)
+    for out in (run, self.root):
+      argv = "export", "--checkpoint", run, "--out", out
+      self.assert_refused("no new or empty folder", *argv, "--overwrite")
+
   def test_tokenizer_of_a_language_model_is_described(self):
     out = self.root / "out"
     tiny_writer.save_alphabet(out)
     argv = "convert", "--from=llama", "--source", self.root, "--out", out
     for told in ("tokenizer.json, .*; chat templates: none", "none"):
-      with mock.patch.object(checkpoints, "convert", return_value=("it", 1)):
+      with mock.patch.object(checkpoints, "convert", _copies(out, 1)):
         self.assertRegex(self.done(*argv), rf"\ntokenizer: {told}")
       (out / "tokenizer.json").unlink(missing_ok=True)
 
