@@ -127,6 +127,7 @@ class MoHAttention(nn.Module):
     time: jax.Array | None = None,
     deterministic: bool | None = None,
     memory: tuple[LayerCache, Slots] | None = None,
+    **others: Any,
   ) -> tuple[jax.Array, RouterAux] | tuple[jax.Array, RouterAux, LayerCache]:
     """Attends.
 
@@ -149,8 +150,14 @@ class MoHAttention(nn.Module):
       [B, N, C] and the router's side values; with a memory its new cache too.
 
     Raises:
+      TypeError: there are others, such as `mask` of Flax's attention.
       ValueError: shapes or dtypes are none of these.
     """
+    if others:
+      raise TypeError(
+        f"MoHAttention takes no {', '.join(others)}: padding is token_mask "
+        "[B, N], and MoHAttention(budget, causal=True) sees no later tokens"
+      )
     token_mask, context_mask = as_mask(token_mask), as_mask(context_mask)
     self._check(x, context, token_mask, context_mask, places)
     whole, (places, choice) = x, (places or Places(), choice or HeadChoice())

@@ -46,6 +46,8 @@ class MoHAttentionTest(parameterized.TestCase):
     expected = apply(params, x, token_mask=mask)
     found = apply(params, x, token_mask=mask.astype(jnp.int32))
     chex.assert_trees_all_equal(found, expected)
+    with self.assertRaisesRegex(TypeError, "no mask: padding is token_mask"):
+      layer.apply(params, x, mask=mask)
 
   @parameterized.parameters("dense", "packed", "kernel")
   @pytest.mark.integration
