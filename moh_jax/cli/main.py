@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from moh_jax._version import __version__
 from moh_jax.cli import command, flags, run_log
 from moh_jax.cli.flags import Parser
-from moh_jax.config import reference
+from moh_jax.config import Config, reference
+from moh_jax.config.registry import FAMILIES
 from moh_jax.runtime import compilation_cache, processes, steps
 
 # By what one does. Each is a module of this folder, see `command`.
@@ -156,12 +157,25 @@ def _help(parser: Parser, argv: Sequence[str]) -> None:
   if not given.section:
     parser.print_help()
   if given.config:
-    config = steps.load_config(given.config, changes)
+    config = _described(given.config, changes)
     if given.section:
       print(reference.describe(config, given.section))
     else:
       every = reference.sections(config)
       print(f"\n{_listed('sections of the config', every)}")
+
+
+def _described(spec: str, changes: Sequence[str]) -> Config:
+  """A config to describe; where a checkpoint has its model, any that fits."""
+  try:
+    return steps.load_config(spec, changes)
+  except ValueError:
+    for family in FAMILIES.records():
+      with contextlib.suppress(ValueError):
+        return steps.load_config(
+          spec, [f"model.family={family.name}", *changes]
+        )
+    raise
 
 
 def kinds(name: str) -> dict[str, tuple[type[command.BaseOptions], Run]]:

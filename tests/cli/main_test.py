@@ -40,6 +40,10 @@ class HelpTest(parameterized.TestCase):
     self.assertStartsWith(out, "optim: ")
     self.assertIn("--config.optim.lr=0.25  (float)", out)
     self.assertNotIn("--config.data", out)
+    tuning = "--config=configs/llm_tune.py:lora"  # its model is a checkpoint's
+    self.assertIn(
+      "lora.rank=16  (int)", done("train", "--help", "tune", tuning)
+    )
 
 
 class MainTest(tiny_checkpoint.CommandTest):
