@@ -61,7 +61,7 @@ def run(options: Options) -> int:
   """Trains the variants and prints the table that compares them.
 
   Returns:
-    0, also after a request to stop.
+    0, or the status after a request to stop.
   """
   from moh_jax.cli import run_log
   from moh_jax.data.infer import resolve
@@ -92,10 +92,12 @@ def run(options: Options) -> int:
   }
   metrics = comparison.choose_metrics(results, options.metrics)
   rows = comparison.summarize(results, metrics, costs)
+  lines = [comparison.to_markdown(rows)]
   if options.plot:
     pictures.write_plot(options.plot, comparison.plot(rows))
+    lines.append(f"plot: {options.plot}")
   values = {"rows": [dataclasses.asdict(row) for row in rows]}
-  options.give(values, [comparison.to_markdown(rows)])
+  options.give(values, lines)
   return 0
 
 

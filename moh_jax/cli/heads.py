@@ -150,10 +150,12 @@ def _training_text(options: Options, restored: Restored, mesh: Mesh) -> _Data:
 
 def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
   """A row for each layer, and the importance of its heads."""
-  from moh_jax.evaluation.report import layer_table
+  from moh_jax.evaluation import report
 
-  header, rows = layer_table(stats)
+  header, rows = report.layer_table(stats)
   if rows:
+    yield report.WORDS
+    yield ""
     yield command.table(rows, header)
   if importance is not None:
     rows = [

@@ -159,9 +159,10 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-  """The rows as a Markdown table; ratios are to the first row.
+  """The rows as a Markdown table, and what its numbers mean.
 
-  The first metric names how many runs diverged, if any did.
+  Ratios are to the first row. The first metric names how many runs diverged, if
+  any did.
   """
   costs = [n for n in _COSTS if all(n in row.costs for row in rows)]
   names = list(rows[0].metrics)
@@ -193,7 +194,20 @@ def to_markdown(rows: Sequence[Row]) -> str:
         *ratios,
       ]
     )
-  return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+  widths = [max(map(len, column)) for column in zip(*lines)]
+  lines[1] = ["-" * width for width in widths]
+  table = "\n".join(
+    f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in lines
+  )
+  better = "; ".join(f"{name}: {_better(name)} is better" for name in names)
+  return (
+    f"{table}\n\n{better}. The difference is to {rows[0].variant} with the same "
+    "seed; ± is a standard deviation over seeds, of times half a spread."
+  )
+
+
+def _better(metric: str) -> str:
+  return "more" if metric in _HIGHER else "less"
 
 
 def plot(rows: Sequence[Row]) -> Any:
@@ -216,7 +230,7 @@ def plot(rows: Sequence[Row]) -> Any:
     line = {"color": color, "marker": "_", "markersize": 14, "capsize": 4}
     axis.errorbar(share, spread.mean, spread.deviation, label=label, **line)
   axis.set_xlabel("activated share of the heads")
-  axis.set_ylabel(f"{name} (bars: mean ± standard deviation)")
+  axis.set_ylabel(f"{name}, {_better(name)} is better (mean ± deviation)")
   axis.grid(alpha=0.3)
   figure.legend(loc="outside right upper", fontsize=8)
   return figure

@@ -173,6 +173,7 @@ def routing_maps(stats: HeadStats, pictures: np.ndarray | None) -> Any:
     heads = sorted({head for layer in layers for head in layer.routed})
     handles = [Patch(color=palette[n], label=f"head {n}") for n in heads]
     figure.legend(handles=handles, fontsize=7, loc="outside right upper")
+  figure.supylabel("class of the example", fontsize=8)
   figure.suptitle("Best selected head of each patch", fontsize=10)
   return figure
 
@@ -188,6 +189,8 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
   for axis, values in zip(axes, features.values()):
     image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
     axis.locator_params(integer=True)  # as the numbers of heads are
+  figure.supxlabel("head", fontsize=8)
+  figure.supylabel("head", fontsize=8)
   figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.6)
   return figure
 

@@ -20,13 +20,20 @@ from moh_jax.evaluation.similarity import HeadSimilarity, mean_similarity
 from moh_jax.ops.routing import COLLAPSED
 from moh_jax.runtime.files import write_whole
 
+WORDS = (
+  "Every token uses the shared heads of a layer, and of the others, the routed "
+  "heads, the top_k that its router scores highest. The load of a head is the "
+  "share of tokens that use it; entropy says how even the load of the routed "
+  "heads is, from 0 (all tokens select the same ones) to 1 (equally often)."
+)
 # What the sections of the page show.
 _SHOWN = {
-  "Layers": "Entropy says how even the load is: 1 where routed heads are "
-  "selected equally often, 0 where all tokens select the same ones. Weight of "
-  "shared: part of shared heads in the output; 0.5 if not learned.",
-  "Load of heads": "Share of tokens that select each routed head. If all were "
-  "selected equally often, it would be top_k over the number of routed heads.",
+  "Layers": "A layer is named by its group of equal layers and its place in "
+  "it, both from 0. The router's weights of a token's heads are their gates; "
+  "the weight of shared is the part of the shared heads in their sum, 0.5 "
+  "where it is not learned. Least and most used: routed heads, by their load.",
+  "Load of heads": "If all routed heads were selected equally often, the load "
+  "of each would be top_k over their number.",
   "Which head each token chose": "Of those that it selected the one with the "
   "highest score.",
   "Similarity of heads": "Mean cosine between different heads, near 1 if they "
@@ -166,7 +173,8 @@ def write_report(
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
     f"<title>How heads are used</title>\n<style>{_STYLE}</style></head>\n"
     f"<body><h1>How heads are used</h1>\n<p>{escape(title)}: "
-    f"{config.model.activated_share:.1%} of all heads are active</p>\n"
+    f"{config.model.activated_share:.1%} of all heads are active. "
+    f"{WORDS}</p>\n"
     f"{sections}\n</body></html>\n"
   )
   # Names of classes and files may hold bytes that are not UTF-8.
@@ -206,18 +214,26 @@ def _texts(stats: HeadStats, tokenizer: Tokenizer | None) -> str:
   is_real = np.broadcast_to(stats.maps.counted, inputs.shape)
   for layer, best in zip(stats.layers, stats.maps.best):
     colors = pictures.head_colors(layer.budget.num_heads)
-    parts.append(f"<details><summary>{escape(layer.name)}</summary>")
+    is_open = " open" * (not parts)
+    parts.append(f"<details{is_open}><summary>{escape(layer.name)}</summary>")
+    named = (_span(f"head {n}", n, colors) for n in sorted(layer.routed))
+    parts.append(f"<p>{' '.join(named)}</p>")
     texts = zip(stats.labels, inputs, best, is_real)
     for label, tokens, heads, real in texts:
       spans = []
       shown = zip(tokens[real][:_TOKENS].tolist(), heads[real].tolist())
       for token, head in shown:
-        text = escape(tokenizer.decode([token]) if tokenizer else f"{token} ")
-        style = f' style="background:{colors[head]}99"' * (head >= 0)
-        spans.append(f'<span title="head {head}"{style}>{text}</span>')
+        text = tokenizer.decode([token]) if tokenizer else f"{token} "
+        spans.append(_span(text, head, colors))
       parts.append(f'<p class="text">{escape(label)}: {"".join(spans)}</p>')
     parts.append("</details>")
   return "\n".join(parts)
+
+
+def _span(text: str, head: int, colors: Sequence[str]) -> str:
+  """Text in the colour of a head; -1 is none."""
+  style = f' style="background:{colors[head]}99"' * (head >= 0)
+  return f'<span title="head {head}"{style}>{escape(text)}</span>'
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

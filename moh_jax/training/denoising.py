@@ -1,5 +1,6 @@
 """Class-conditional diffusion: the task of MoH-DiT, and its previews."""
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -36,15 +37,14 @@ def make_task(config: Config, decode: Decode | None = None) -> task.Task:
     ValueError: the data does not fit the model, or previews of latents lack
       their autoencoder.
   """
-  objective = make_objective(config)
-  return task.image_task(
+  made = task.image_task(
     config,
-    objective,
+    make_objective(config),
     _evaluate_if_held_out,
-    preview=_make_preview(objective.model, config, decode),
     preview_every=config.sample.every,
     shown=("mse",),
   )
+  return dataclasses.replace(made, preview=_make_preview(made, config, decode))
 
 
 def make_objective(config: Config) -> task.Objective:
@@ -117,14 +117,15 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
 
 
 def _make_preview(
-  model: nn.Module, config: Config, decode: Decode | None
+  made: task.Task, config: Config, decode: Decode | None
 ) -> task.Preview | None:
   """Makes the preview: a grid of samples with fixed noise and labels."""
   if not config.sample.every:
     return None
-  paint = make_image_sampler(model, config, decode)
+  paint = make_image_sampler(made.model, config, decode)
   num, zoom = config.sample.num, config.sample.zoom
   classes, seed = config.model.num_classes, config.train.seed
+  names = [*(made.class_names or map(str, range(classes))), "none"]
   wanted = np.array(config.sample.labels or range(classes), np.int32)
   wanted = np.where(wanted < 0, classes, wanted)
 
@@ -134,6 +135,7 @@ def _make_preview(
     batch = [put_batch(part, mesh) for part in (index, labels)]
     pictures = gather(paint(params, seed, *batch))[:num]
     columns = min(num, max(1, round(num**0.5)))
-    return image_grid(tiles(pictures, zoom=zoom), columns)
+    shown = [names[label] for label in labels[:num]]
+    return image_grid(tiles(pictures, shown, zoom), columns)
 
   return preview

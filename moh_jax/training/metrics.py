@@ -246,16 +246,22 @@ class Log(contextlib.AbstractContextManager):
     }
 
   def _least_entropy(self, step: int, loads: Mapping[str, np.ndarray]) -> float:
-    """The smallest entropy of a layer's load; warns once of a collapse."""
+    """The smallest entropy of a layer's load; tells of collapses and ends."""
     entropies = {n: float(load_entropy(load)) for n, load in loads.items()}
-    for name, entropy in entropies.items():
-      if entropy < COLLAPSED and name not in self._collapsed and self._is_first:
-        self._collapsed.add(name)
+    collapsed = {name for name, x in entropies.items() if x < COLLAPSED}
+    weight = self._config.train.balance_weight
+    for name in sorted(collapsed ^ self._collapsed) * self._is_first:
+      where = f"step {step}: the router of layer {name} has"
+      entropy = f"(entropy of the load {entropies[name]:.3f})"
+      if name in collapsed:
         _LOG.warning(
-          f"step {step}: the router of layer {name} has collapsed: nearly all "
-          f"tokens select the same heads (entropy of the load {entropy:.3f}, "
-          f"under {COLLAPSED:g})"
+          f"{where} collapsed: nearly all tokens select the same heads "
+          f"{entropy}; if it stays so, raise train.balance_weight={weight:g} "
+          "several times"
         )
+      else:
+        _LOG.warning(f"{where} recovered {entropy}")
+    self._collapsed = collapsed
     return min(entropies.values())
 
 

@@ -1,6 +1,7 @@
 """Spreads over seeds, differences by seed, and what diverged."""
 
 import math
+import re
 import statistics
 
 from absl.testing import absltest
@@ -19,13 +20,20 @@ def _seeds(*losses, share=1.0):
 
 
 def _compare(results, metrics=("loss",), **costs):
-  """The rows of "VARIANT SETTING" -> seeds, and the lines of their table."""
+  """The rows of "VARIANT SETTING" -> seeds, and the lines of their table.
+
+  Its columns are as wide as their longest cell; here cells are not filled up.
+  """
   results = {tuple(f"{k} ".split(" ")[:2]): v for k, v in results.items()}
   plain = {"parameters": 1000, "step_flops": 2e9}
   plain |= {"step_seconds": 0.5, "step_spread": 0.0}
   costs = {key: plain | costs.get(key[0], {}) for key in results}
   rows = comparison.summarize(results, metrics, costs)
-  return rows, comparison.to_markdown(rows).splitlines()
+  table, meaning = comparison.to_markdown(rows).split("\n\n")
+  lines, better = table.splitlines(), "more" if "acc" in metrics[0] else "less"
+  assert len(set(map(len, lines))) == 1, table
+  assert meaning.startswith(f"{metrics[0]}: {better} is better"), meaning
+  return rows, [re.sub(" +", " ", line) for line in lines]
 
 
 class ComparisonTest(absltest.TestCase):
@@ -58,7 +66,7 @@ class ComparisonTest(absltest.TestCase):
     self.assertEqual([row.best for row in rows], [False, True, True, False])
     self.assertAlmostEqual(rows[2].difference.mean, -0.1)
     self.assertLen(lines, 6)
-    self.assertIn("| **2** | 0.5500 ± 0.0707 |  |  | 100.0% | 1,000", lines[3])
+    self.assertIn("| **2** | 0.5500 ± 0.0707 | | | 100.0% | 1,000", lines[3])
     self.assertIn("| **1** |", lines[4])
     self.assertIn("| -0.1000 ± 0.0000 | 2 of 2 | 50.0% |", lines[4])
 

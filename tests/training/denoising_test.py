@@ -111,7 +111,8 @@ class PreviewTest(folders.FolderTest):
     files = sorted(path.name for path in (self.root / "samples").iterdir())
     self.assertEqual(files, ["00000002.png", "00000003.png"])
     with Image.open(self.root / "samples" / files[0]) as picture:
-      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
+      # 3 rows of 2 images of 8 x 8 and a line of text, 2 pixels apart.
+      self.assertEqual((picture.size, picture.mode), ((18, 79), "L"))
 
   def _preview(self, devices=1, decode=None, **sections):
     sample = {**_PREVIEW, **sections.pop("sample", {})}
@@ -124,19 +125,22 @@ class PreviewTest(folders.FolderTest):
 
   @pytest.mark.integration
   def test_is_of_wanted_labels_on_any_devices(self):
-    picture = self._preview()  # 3 rows of 2 images of 8 x 8, 2 pixels apart
+    picture = self._preview()
     gap = np.abs(picture - self._preview(devices=8))
     self.assertLessEqual(gap.max(), 1)  # where the rounding is a tie
     labelled = self._preview(sample={"labels": (0, 1, -1), "zoom": 3})
-    self.assertEqual(labelled.shape, (76, 50, 1))
+    self.assertEqual(labelled.shape, (127, 50, 1))
     # The first two images have the classes' labels, the third one has none.
-    second, third = labelled[1:24:3, 27:50:3], labelled[27:50:3, 1:24:3]
+    second, third = labelled[1:24:3, 27:50:3], labelled[44:67:3, 1:24:3]
     np.testing.assert_array_equal(second, picture[:8, 10:])
-    self.assertFalse(np.array_equal(third, picture[10:18, :8]))
+    self.assertFalse(np.array_equal(third, picture[27:35, :8]))
+    names = labelled[24:41, 26:], labelled[67:84, :24]
+    self.assertTrue(all((name < 128).any() for name in names))
+    self.assertFalse(np.array_equal(*names))
 
   def test_latents_are_shown_as_the_autoencoder_decodes_them(self):
     decode = mock.Mock(side_effect=lambda x: jnp.zeros((len(x), 16, 16, 3)))
     latent = {"data": {"source": "fake"}, "diffusion": {"space": "latent"}}
     picture = self._preview(decode=decode, **latent)
     self.assertEqual(decode.call_args.args[0].shape, (5, 8, 8, 1))
-    self.assertEqual(picture.shape, (52, 34, 3))
+    self.assertEqual(picture.shape, (103, 34, 3))

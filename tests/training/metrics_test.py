@@ -179,16 +179,19 @@ class LogTest(folders.FolderTest):
     expected = [{"step": step, "split": "heads", **heads} for step in (3, 4)]
     self.assertEqual(self._rows("heads"), expected)
 
-  def test_a_collapsed_router_is_called_out_once(self):
+  def test_a_collapse_and_its_end_are_called_out_once(self):
     log = self._log(every=1)
     collapsed = [[[1.0, 1.0]], [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0]]]
     with self.assertLogs("moh_jax", "WARNING") as logs:
       for step, loads in ((1, collapsed), (2, collapsed), (3, _EVEN)):
         self._step(log, step, **{HEAD_LOADS: loads})
       log.flush()
-    self.assertLen(logs.records, 2)  # of the two layers that can choose
-    said = "step 1: the router of layer stage2.0 has collapsed"
-    self.assertIn(said, logs.output[0])
+    self.assertLen(logs.records, 4)  # of the two layers that can choose
+    layer = "the router of layer stage2.0 has"
+    self.assertRegex(
+      logs.output[0], f"step 1: {layer} collapsed: .*raise train"
+    )
+    self.assertRegex(logs.output[2], f"step 3: {layer} recovered .*1.000")
     first, _, last = (row["load_entropy"] for row in self._rows("train"))
     self.assertEqual(first, 0.0)
     self.assertGreater(last, 0.9)
