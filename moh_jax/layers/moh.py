@@ -144,6 +144,7 @@ class MoHAttention(nn.Module):
         routers that read it.
       deterministic: whether none are dropped; None is where there is no rng
         "dropout".
+      **others: none; what Flax's attention takes is named.
       memory: earlier keys and values, and where the new ones go: `decode`.
 
     Returns:
