@@ -24,6 +24,8 @@ class Options(command.Workdir, command.Distributed, command.Output):
 
   vae: command.Place | None = None
 
+  KEEPS_PROGRAMS = True  # a run that goes on, and what evaluates it
+
 
 def run(options: Options) -> int:
   """Trains and prints the final metrics."""
