@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from moh_jax.runtime.steps import absolute
 
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 _OURS = logging.getLogger("moh_jax")
+_BEFORE_RUNS = {"run.log", "run.lock"}  # of a workdir, before a run begins
 
 
 @contextlib.contextmanager
@@ -38,13 +40,15 @@ def shown() -> Iterator[None]:
 def kept(options: Any) -> Iterator[None]:
   """Shows our own messages, and keeps all in WORKDIR/run.log.
 
-  Tracebacks, of other threads and of C++ code too, are in the file alone.
+  Tracebacks, of other threads and of C++ code too, are in the file alone. A run
+  that is refused before it writes anything leaves no folder.
 
   Args:
     options: of a command that trains: its `workdir`; in a bucket no file is
       written.
   """
   file, folder = logging.NullHandler(), absolute(options.workdir)
+  is_new = not folder.exists()
   if "://" not in os.fspath(folder):
     with contextlib.suppress(OSError):  # which the run tells by itself
       pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
@@ -70,6 +74,9 @@ def kept(options: Any) -> Iterator[None]:
       yield
     except Exception:
       _OURS.debug("the run ended with an error", exc_info=True)
+      if is_new and {path.name for path in folder.glob("*")} <= _BEFORE_RUNS:
+        file.close()
+        shutil.rmtree(folder, ignore_errors=True)
       raise
 
 

@@ -39,6 +39,14 @@ class TrainTest(tiny_checkpoint.CommandTest):
       result = self.call()
     self.assertEqual(result, (1, "", "error: loss=nan at step 1\n"))
 
+  def test_a_refused_start_leaves_no_folder_of_its_own(self):
+    other = "--config.train.init_from=no/run"
+    self.assert_refused("no/run holds no checkpoint", other)
+    self.assertFalse((self.root / "run").exists())
+    (self.root / "run").mkdir()
+    self.assert_refused("no/run holds no checkpoint", other)
+    self.assertIn("Traceback", (self.root / "run" / "run.log").read_text())
+
 
 class OwnImagesTest(tiny_checkpoint.CommandTest):
   COMMAND = f"train --config={_ROOT / 'configs/images.py'}:finetune"
