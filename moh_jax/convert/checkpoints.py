@@ -45,6 +45,8 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 # What describes the model in the header of an exported file: the config, in
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
+# Ends of what both write beside weights: configs, tokenizers, code, a card.
+_BESIDE = (".json", ".jinja", ".model", "merges.txt", ".py", ".md")
 _BASE = "base"  # the form of the model that adapters are trained on
 
 
@@ -245,12 +247,16 @@ def replacing(out: str, source: str, overwrites: bool) -> Iterator[str]:
 
 
 def _is_written(folder: pathlib.Path) -> bool:
-  """Whether `convert` or `export` wrote a folder, and nobody trained in it."""
-  if (tensors := next(folder.glob("*.safetensors"), None)) is not None:
-    text = tensor_files.read_text(tensors)
-    return tensor_files.HEADER.items() <= text.items()
+  """Whether `convert` or `export` wrote a folder, and all that is in it."""
+  weights = [*folder.glob("*.safetensors")]
+  every = {path for path in folder.iterdir() if not path.name.endswith(_BESIDE)}
+  if weights:
+    texts = [tensor_files.read_text(path).items() for path in weights]
+    ours = all(tensor_files.HEADER.items() <= text for text in texts)
+    return ours and every == {*weights}
   items = {path.name for path in steps.step_folder(folder, 0).glob("*")}
-  return steps.list_steps(folder) == [0] and not items & {"train", "data"}
+  is_model = steps.list_steps(folder) == [0] and "train" not in items
+  return is_model and every == {folder / steps.FOLDER}
 
 
 def _located(source: str) -> str:

@@ -37,18 +37,25 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     again = "convert", "--source", out, "--out", self.root / "again"
     self.done(*argv)
     for _ in range(2):
-      (out / "old.txt").write_text("gone")
+      (out / "old.json").write_text("gone")
       self.done(*argv)
-      self.assertFalse((out / "old.txt").exists())
+      self.assertFalse((out / "old.json").exists())
       self.done(*again)
-    other = "export", *argv[1:4], self.root / "other"
-    (self.root / "other").mkdir()
-    (self.root / "other" / "mine.txt").write_text("mine")
-    self.assert_refused("or --overwrite", *other)
-    self.done(*other, "--overwrite")
-    self.assertFalse((self.root / "other" / "mine.txt").exists())
+    for what, command in ((out, argv), (self.root / "again", again)):
+      (what / "mine").mkdir()  # such as another model
+      self.assert_refused("or --overwrite", *command)
+      self.assertTrue((what / "mine").exists())
+      self.done(*command, "--overwrite")
+      self.assertFalse((what / "mine").exists())
+    shutil.copytree(run := tiny_checkpoint.stored("vit"), self.root / "run")
+    step = self.root / "run" / "checkpoints" / "0"
+    (step / "train").mkdir()
+    file = self.root / "run" / "vit.safetensors"
+    self.done("export", "--checkpoint", run, "--out", file)
+    self.assert_refused("or --overwrite", *again[:4], self.root / "run")
+    self.assertTrue(file.exists() and step.exists())
     names = {path.name for path in self.root.iterdir()}
-    self.assertEqual(names, {"out", "again", "other"})
+    self.assertEqual(names, {"out", "again", "run"})
 
   def test_what_is_read_is_not_replaced(self):
     run = self.root / "run"
