@@ -215,17 +215,18 @@ def parts_held_out(texts: Iterable[str], share: float) -> dict[float, float]:
   Returns:
     By place the part of a document that is held out; others are not.
   """
-  sizes, lines = Counter(), Counter()
+  sizes, of_lines = Counter(), set()
   for text in texts:
     place = place_of(text)
     sizes[place] += len(text.encode())
-    lines[place] = len(text.splitlines())
+    if "\n" in text.rstrip("\n"):
+      of_lines.add(place)
   wanted = left = share * sizes.total()
   parts = {}
   for place in sorted(sizes):
     part = min(1.0, left / max(1, sizes[place]))
     missed = min(part, 1 - part) * sizes[place]
-    is_cut = missed > wanted / 10 and lines[place] > 1
+    is_cut = missed > wanted / 10 and place in of_lines
     parts[place] = part if is_cut else round(part)
     left -= sizes[place]
     if left <= 0:
