@@ -14,7 +14,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
   except ModuleNotFoundError as error:  # the entry point itself needs libraries
     if (error.name or "").startswith("moh_jax"):
       raise
-    print(f"error: {error}; pip install 'moh_jax[train]'", file=sys.stderr)
+    print(
+      f"error: {error}; pip install '.[train]' in the clone", file=sys.stderr
+    )
     sys.exit(2)
   except KeyboardInterrupt:  # before signals are handled
     print("error: stopped by SIGINT", file=sys.stderr)

@@ -163,7 +163,11 @@ def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
       for layer, values in enumerate(importance)
     ]
     heads = (f"head {head}" for head in range(importance.shape[1]))
-    yield f"\nimportance\n{command.table(rows, ('layer', *heads))}"
+    yield (
+      "\nImportance: how much the loss would change without a head, to first "
+      "order and relative to its layer\n"
+      f"{command.table(rows, ('layer', *heads))}"
+    )
 
 
 def _values(stats: HeadStats, importance: np.ndarray | None) -> dict[str, Any]:

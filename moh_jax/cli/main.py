@@ -98,13 +98,10 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   """Parses a command's arguments, checks its inputs and runs it."""
   for module in modules:
-    name = module
-    if module.endswith(".py"):
-      folder, file = os.path.split(module)
-      sys.path.insert(0, os.path.abspath(folder))
-      name = file.removesuffix(".py")
+    folder, file = os.path.split(module) if module.endswith(".py") else ("", "")
+    sys.path.insert(0, os.path.abspath(folder))
     try:
-      importlib.import_module(name)
+      importlib.import_module(file.removesuffix(".py") or module)
     except Exception as error:  # whatever the module's own code raises
       raise ValueError(
         f"--import {module!r}: {type(error).__name__}: {error}; it takes a "
@@ -224,7 +221,7 @@ def _explained(error: Exception) -> str | None:
   if isinstance(error, ModuleNotFoundError):
     # jax, flax and few others are always installed.
     is_ours = (error.name or "moh_jax").partition(".")[0] == "moh_jax"
-    return None if is_ours else f"{text}; pip install 'moh_jax[train]'"
+    return None if is_ours else f"{text}; pip install '.[train]' in the clone"
   if isinstance(error, OSError):
     return text
   if _FULL in text:  # disks may be full too

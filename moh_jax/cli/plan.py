@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moh_jax import config as config_lib
 from moh_jax.cli import command
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.devices import parse_topology
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def run(options: Options) -> int:
 
   jax.config.update("jax_platforms", "cpu")  # no device of this machine is used
   topology = parse_topology(options.topology)
-  plan = make_plan(options.loaded, topology, not options.no_compile)
+  with alive("planning"):
+    plan = make_plan(options.loaded, topology, not options.no_compile)
   values = dataclasses.asdict(dataclasses.replace(plan, config=None))
   values["topology"]["devices"] = plan.topology.devices
   values |= {

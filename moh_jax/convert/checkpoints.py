@@ -96,6 +96,7 @@ def convert(
   path = _located(source)
   kind = kind or _kind_of(source, path)
   if kind is None:
+    tensor_files.open_tensors(path, key)  # raises where there are none
     raise ValueError(
       f"{source}: neither its name nor a config.json tells the format; name it "
       f"(--from), one of {public_formats()}"
@@ -242,6 +243,7 @@ def replacing(out: str, source: str, overwrites: bool) -> Iterator[str]:
   with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
     new = pathlib.Path(temporary, path.name)
     yield str(new)
+    _LOG.warning("%s is replaced", out)
     path.rename(f"{new}.old")
     new.rename(path)
 

@@ -44,7 +44,8 @@ def _opened(content: bytes, name: str) -> Image.Image:
   try:
     return Image.open(io.BytesIO(content), formats=_FORMATS)
   except Exception as error:  # a damaged image raises nearly anything
-    raise ValueError(f"{name}: not an image: {error}") from error
+    text = str(error).partition(" <_io.")[0]  # a name of our own bytes
+    raise ValueError(f"{name}: not an image: {text}") from error
 
 
 def describe_image(content: bytes, name: str) -> tuple[tuple[int, int], bool]:

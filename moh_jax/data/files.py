@@ -78,7 +78,8 @@ def import_extra(library: str, purpose: str, extra: str = "llm") -> Any:
   except ModuleNotFoundError as error:
     name = library.partition(".")[0]
     raise MissingLibraryError(
-      f"{purpose} needs the library {name!r}: pip install 'moh_jax[{extra}]'"
+      f"{purpose} needs the library {name!r}: pip install '.[{extra}]' in the "
+      "clone of moh_jax"
     ) from error
 
 

@@ -275,7 +275,7 @@ class ShardWriter:
     counts = [name for name in entries[0] if name not in ("file", "bytes")]
     sums = {name: sum(entry[name] for entry in entries) for name in counts}
     if not sums.get("documents", sums["examples"]):
-      raise ValueError(f"{self._folder}: the input has nothing for it")
+      raise ValueError(f"{self._folder}: the input is too small to fill it")
     metadata = {"format": self._kind, "version": VERSION, **self._settings}
     metadata |= {**notes, **sums, "skipped": len(skipped)}
     # What tells sets apart: settings, and names and sizes of the shards.

@@ -531,9 +531,13 @@ class CheckedSource:
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
       bad = list(filter(None, pool.map(error, range(len(self)))))
     if bad:
+      todo = "data.bad_images='skip' trains without"
+      if where.endswith(SPLITS[1]):
+        todo = "held-out images must all be readable, remove"
+      named = "; ".join(bad[:_MOST_NAMED])
       raise ValueError(
-        f"{where}: {len(bad)} of {len(self)} images cannot be used; data."
-        f"bad_images='skip' trains without: {'; '.join(bad[:_MOST_NAMED])}"
+        f"{where}: {len(bad)} of {len(self)} images cannot be used; {todo}: "
+        f"{named}"
       )
 
   def _checked(self, index: int) -> Example:

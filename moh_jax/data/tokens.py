@@ -206,7 +206,8 @@ def parts_held_out(texts: Iterable[str], share: float) -> dict[float, float]:
   """What to hold out of documents so that it is a share of all their bytes.
 
   The first ones by `place_of` are held out whole. Where whole ones miss the
-  share by more than a tenth of it, so are the last lines of one more.
+  share by more than a tenth of it, so are the last lines of one more. Of
+  several documents one is held out at least.
 
   Args:
     texts: of the documents.
@@ -231,6 +232,8 @@ def parts_held_out(texts: Iterable[str], share: float) -> dict[float, float]:
     left -= sizes[place]
     if left <= 0:
       break
+  if len(sizes) > 1 and not any(parts.values()):
+    parts[min(sizes)] = 1
   return parts
 
 

@@ -162,7 +162,7 @@ def params_item(
       _LOG.warning(
         f"{directory}, step {step}: averaged parameters are still {rest:.0%} "
         f"those of the run's start (optim.ema_decay={optim.ema_decay:g}); "
-        "eval.use_ema=false takes the trained ones"
+        "--config.eval.use_ema=false takes the trained ones"
       )
   return folder / item
 

@@ -110,7 +110,7 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     if each % fixed:
       raise ValueError(
         f"mesh={sizes} must divide the {where}; the fixed axes multiply to "
-        f"{fixed}"
+        f"{fixed}: choose one that does"
       )
   elif fixed != each:
     raise ValueError(

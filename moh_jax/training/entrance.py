@@ -63,7 +63,7 @@ def check_processes(config: Config, workdir: str) -> None:
   if config.log.wandb and importlib.util.find_spec("wandb") is None:
     raise ValueError(
       f"log.wandb={config.log.wandb!r} needs the package wandb: "
-      "pip install 'moh_jax[wandb]'"
+      "pip install '.[wandb]' in the clone of moh_jax"
     )
 
 
@@ -199,9 +199,9 @@ def check_same_run(
   if fields:
     raise ValueError(
       f"workdir {directory} holds another run's checkpoint; "
-      f"{'; '.join(fields)}. Choose the same config, data and settings of JAX "
-      "(optim.accumulation computes a batch in parts), or another workdir, "
-      f"with train.init_from={str(directory)!r} to go on from its parameters"
+      f"{'; '.join(fields)}. Choose the same values, or another workdir; there "
+      f"train.init_from={str(directory)!r} takes the parameters, if they fit, "
+      "and optim.accumulation computes a batch in parts"
     )
   if changed := differing_keys(config, metadata.config):
     _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))

@@ -75,6 +75,15 @@ class MainTest(tiny_checkpoint.CommandTest):
         argv = ("--import", name, "inspect")
         self.assert_refused(f"--import '{name}': ", *argv)
 
+  def test_the_command_comes_after_the_module(self):
+    file = self.root / "mine.py"
+    file.write_text("from unittest import mock\nit = mock.sentinel.it")
+    with mock.patch.object(sys, "path", [str(self.root), *sys.path]):
+      for module in ("mine", file):
+        out = self.done("--import", module, "inspect", _DIGITS)
+        self.assertIn("358,570", out)
+    self.assertIs(sys.modules.pop("mine").it, mock.sentinel.it)
+
   def test_a_file_can_be_imported_by_its_path(self):
     file = self.root / "lies_elsewhere.py"
     file.write_text("raise KeyError('it ran')")
@@ -187,7 +196,9 @@ class ProcessTest(parameterized.TestCase):
     )
     status, _, err = python("-c", program)
     self.assertEqual(status, 2)
-    self.assertRegex(err, "^error: .*msgspec.*moh_jax.train.'\n$")
+    self.assertRegex(
+      err, r"^error: .*msgspec.*pip install '.\[train\]' in the clone\n$"
+    )
 
 
 class ReportErrorsTest(parameterized.TestCase):

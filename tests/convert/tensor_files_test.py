@@ -68,7 +68,7 @@ class ReadTest(FolderTest):
     with zipfile.ZipFile(self.path, "w") as archive:
       archive.writestr("net/data.pkl", b"")
     with mock.patch.dict(sys.modules, {"torch": None}):
-      message = r"weights: .*pip install 'moh_jax\[torch\]'"
+      message = r"weights: .*pip install '.\[torch\]'"
       with self.assertRaisesRegex(ValueError, message):
         tensor_files.open_tensors(self.path)
 

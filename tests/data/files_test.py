@@ -212,6 +212,8 @@ class PlacesTest(_FilesTest):
     self._write("a.jsonl.zst", b"")
     with (
       mock.patch.dict(sys.modules, zstandard=None),
-      self.assertRaisesRegex(ValueError, r"a.jsonl.zst.*moh_jax\[llm\]"),
+      self.assertRaisesRegex(
+        ValueError, r"a.jsonl.zst.*pip install .\.\[llm\]"
+      ),
     ):
       self._read("a.jsonl.zst")

@@ -139,15 +139,17 @@ class SplitsTest(_FilesTest):
     self.assertLen(texts, 3)
     self.assertCountEqual("".join(texts).splitlines(True), lines)
 
-  @parameterized.parameters(
-    ("in/00.jsonl", 1e-9, "val"), ("one.txt", 0.1, "val"),
-    ("one.txt", 0.9, "train"),
-  )  # fmt: skip
-  def test_a_part_without_documents_is_named(self, inputs, share, part):
+  @parameterized.parameters((0.1, "val"), (0.9, "train"))
+  def test_a_part_without_documents_is_named(self, share, part):
     self._write("one.txt", "one line")
-    message = f"out/{part}: the input has nothing for it"
+    message = f"out/{part}: the input is too small to fill it"
     with self.assertRaisesRegex(ValueError, message):
-      self._run("out", inputs=inputs, held_out=share)
+      self._run("out", inputs="one.txt", held_out=share)
+
+  def test_one_of_several_documents_is_held_out_at_least(self):
+    self._run("out", inputs="in/00.jsonl", held_out=1e-9, shard_bytes=1 << 20)
+    self.assertLen(self._texts("out", "val"), 1)
+    self.assertLen(self._texts("out", "train"), 9)
 
 
 _PARTS = {
