@@ -31,7 +31,7 @@ _SHOWN = {
   "Layers": "A layer is named by its stage or group of equal layers, and by "
   "its place in it, from 0. The router's weights of a token's heads are their "
   "gates; the weight of shared is the part of the shared heads in their sum, "
-  "0.5 where it is not learned. Least and most used: routed heads, by their load.",
+  "0.5 where it is not learned. Least and most used: routed heads, by load.",
   "Load of heads": "If all routed heads were selected equally often, the load "
   "of each would be top_k over their number.",
   "Which head each token chose": "Of those that it selected the one with the "

@@ -199,9 +199,9 @@ def check_same_run(
   if fields:
     raise ValueError(
       f"workdir {directory} holds another run's checkpoint; "
-      f"{'; '.join(fields)}. Choose the same values, or another workdir; there "
-      f"train.init_from={str(directory)!r} takes the parameters, if they fit, "
-      "and optim.accumulation computes a batch in parts"
+      f"{'; '.join(fields)}. Choose the same values (optim.accumulation may "
+      "change: a batch in parts takes less memory), or another workdir, where "
+      f"train.init_from={str(directory)!r} takes the parameters, if they fit"
     )
   if changed := differing_keys(config, metadata.config):
     _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))
