@@ -126,8 +126,10 @@ class BaseOptions(base.Section):
   KEEPS_PROGRAMS = False
 
   def __post_init__(self):
+    how = {x.name: x.metadata.get("how") for x in dataclasses.fields(self)}
     for name, hint in base.hints(type(self)).items():
-      value = base.converted(flag(name), getattr(self, name), hint)
+      said = name.upper() if how[name] == "positional" else flag(name)
+      value = base.converted(said, getattr(self, name), hint)
       object.__setattr__(self, name, value)
     self.check()
 

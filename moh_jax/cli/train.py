@@ -34,9 +34,9 @@ def run(options: Options) -> int:
   from moh_jax.data.infer import resolve
   from moh_jax.training.train import train
 
-  config = resolve(options.loaded)
-  decode = read_decoder(options.vae, config)
   with run_log.kept(options):
+    config = resolve(options.loaded)
+    decode = read_decoder(options.vae, config)
     result = train(config, options.workdir, decode=decode)
   metrics = {**result.evaluation, "step": int(result.state.step)}
   lines = []

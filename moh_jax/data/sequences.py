@@ -80,7 +80,7 @@ class Text:
     for name, source in self.sources.items():
       _LOG.info("data: %s, %s: %d sequences", name, split, len(source))
     if split == "val" and len(self) < FEW:
-      said = "%s: only %d sequences are held out, too few for a reliable score"
+      said = "%s: only %d sequences are held out, few for a reliable score"
       _LOG.warning(said, data.path or data.source, len(self))
 
   @functools.cached_property

@@ -366,7 +366,7 @@ def hold_out(
   of_val = split == "val"
   chosen = [i for i in range(len(names)) if (i in held_out) == of_val]
   if of_val and number < FEW and share < 1:
-    said = "%s: only %d images are held out, too few for a reliable score"
+    said = "%s: only %d images are held out (data.val_share), few for a score"
     _LOG.warning(said, where, number)
   if not chosen or not (of_val or {*labels} == {labels[i] for i in chosen}):
     what = "no image" if of_val else "every image of a class"

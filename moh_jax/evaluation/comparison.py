@@ -202,7 +202,8 @@ def to_markdown(rows: Sequence[Row]) -> str:
   better = "; ".join(f"{name}: {_better(name)} is better" for name in names)
   return (
     f"{table}\n\n{better}. Differences are to {rows[0].variant} with the same "
-    "seed; ± is a standard deviation over seeds, of times half a spread."
+    "seed; ± is the standard deviation over seeds; of times, half of the "
+    "interquartile range of the turns."
   )
 
 

@@ -260,7 +260,7 @@ class SetsTest(FolderTest):
       for mix, split in (("few", "val"), ("many", "val"), ("few", "train")):
         sequences.Text(self._data(mix=(mix,), ratios=(100.0,)), _VOCAB, split)
     (line,) = told.output
-    self.assertRegex(line, r"only \d+ sequences are held out, too few")
+    self.assertRegex(line, r"only \d+ sequences are held out, few for")
 
   def test_missing_sources_and_other_tokenizers_are_named(self):
     self._write("a")
