@@ -64,7 +64,7 @@ class HeadsTest(tiny_checkpoint.CommandTest):
     _, page, text, _ = self._heads(
       *("--checkpoint", stored("text"), "--batches=1", "--batch-size=8")
     )
-    self.assertIn("importance", text)
+    self.assertIn("Importance", text)
     self.assertRegex(page, r'<span title="head \d" style="background:#\w{8}">')
 
   @pytest.mark.integration
