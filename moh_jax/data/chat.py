@@ -88,7 +88,7 @@ class Template:
     if wanted not in found:
       raise ValueError(
         f"no chat template {wanted!r} beside the tokenizer, only "
-        f"{tuple(found)}; data.template={CHATML!r} trains with one of ours"
+        f"{tuple(found)}; training with data.template={CHATML!r} gives it one"
       )
     self._source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}

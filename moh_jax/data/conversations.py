@@ -129,6 +129,8 @@ class ChatSource:
           raise row
         options = template_options(row)
         yield [template.answers(one, **options) for one in self._read(row)]
+      except files.MissingLibraryError:
+        raise
       except ValueError as error:
         named = error if error is row else ValueError(f"{place}: {error}")
         if data.on_error == "stop":
