@@ -190,7 +190,7 @@ class SourceTest(tiny_chat.ChatTest):
   def test_a_tokenizer_without_a_template_gets_one(self):
     tiny_chat.write_rows(self.root / "train.jsonl", {"messages": ask("Q", "a")})
     (self.root / "chat_template.jinja").unlink()
-    with self.assertRaisesRegex(ValueError, "; training with data.template='chatml'"):
+    with self.assertRaisesRegex(ValueError, "training with .*='chatml'"):
       self.open()
     source = self.open(template="chatml")
     names = chat.template_names(source.tokenizer())
