@@ -51,12 +51,13 @@ class Options(command.RunConfig):
 @alive("converting")
 def run(options: Options) -> int:
   """Writes the converted checkpoint, and says what was taken."""
-  from moh_jax.convert.checkpoints import convert, replacing
+  from moh_jax.convert.checkpoints import convert, written_over
   from moh_jax.data.chat import template_names
   from moh_jax.inference.restore import load_checkpoint_tokenizer
   from moh_jax.runtime import checkpoint
 
-  with replacing(options.out, options.source, options.overwrite) as out:
+  reads = options.source, options.base
+  with written_over(options.out, reads, options.overwrite) as out:
     name, count = convert(
       options.from_,
       options.source,

@@ -55,11 +55,12 @@ class Options(command.Stored):
 @alive("exporting")
 def run(options: Options) -> int:
   """Writes the weights under their public names."""
-  from moh_jax.convert.checkpoints import export, replacing
+  from moh_jax.convert.checkpoints import export, written_over
 
   metadata, step = options.stored()
   config = metadata.config
-  with replacing(options.out, options.checkpoint, options.overwrite) as out:
+  reads = options.checkpoint, config.train.init_from
+  with written_over(options.out, reads, options.overwrite) as out:
     count = export(
       options.checkpoint,
       out,

@@ -12,7 +12,7 @@ import math
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -219,7 +219,9 @@ def export(
 
 
 @contextlib.contextmanager
-def replacing(out: str, source: str, overwrites: bool) -> Iterator[str]:
+def written_over(
+  out: str, reads: Iterable[str | None], overwrites: bool
+) -> Iterator[str]:
   """A block that writes a checkpoint or an export in the place of another.
 
   What `convert` or `export` wrote is replaced by what the block writes, when
@@ -227,7 +229,7 @@ def replacing(out: str, source: str, overwrites: bool) -> Iterator[str]:
 
   Args:
     out: local folder; files and buckets are left to the block.
-    source: what the block reads, which is never replaced.
+    reads: what the block reads, which is never replaced: sources and bases.
     overwrites: replace whatever `out` holds.
 
   Yields:
@@ -235,9 +237,9 @@ def replacing(out: str, source: str, overwrites: bool) -> Iterator[str]:
   """
   path = pathlib.Path(out).resolve()
   is_full = path.is_dir() and any(path.iterdir())
-  reads = pathlib.Path(source).resolve()
   is_own = is_full and (overwrites or _is_written(path))
-  if not is_own or path in (reads, *reads.parents):
+  sources = [pathlib.Path(one).resolve() for one in reads if one]
+  if not is_own or any(path in (one, *one.parents) for one in sources):
     yield out
     return
   with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:

@@ -467,7 +467,10 @@ def make_source(
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (skips and split == "val"):
-    checked.read_all(data.num_threads, where)
+    todo = "data.bad_images='skip' trains without"
+    if split == "val":
+      todo = "held-out images must all be readable, remove"
+    checked.read_all(data.num_threads, where, todo)
   return checked
 
 
@@ -510,12 +513,13 @@ class CheckedSource:
           _LOG.warning("skipped %s (%d so far)", error, len(self._bad))
     raise ValueError(f"none of the {len(self)} images can be read")
 
-  def read_all(self, threads: int, where: str) -> None:
+  def read_all(self, threads: int, where: str, todo: str) -> None:
     """Reads every example once.
 
     Args:
       threads: number of threads that read.
       where: names the source in messages.
+      todo: what to do about those that cannot be read, for messages.
 
     Raises:
       ValueError: some cannot be read; the first ones are named.
@@ -531,9 +535,6 @@ class CheckedSource:
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
       bad = list(filter(None, pool.map(error, range(len(self)))))
     if bad:
-      todo = "data.bad_images='skip' trains without"
-      if where.endswith(SPLITS[1]):
-        todo = "held-out images must all be readable, remove"
       named = "; ".join(bad[:_MOST_NAMED])
       raise ValueError(
         f"{where}: {len(bad)} of {len(self)} images cannot be used; {todo}: "

@@ -329,8 +329,9 @@ def tokenize(
   def part_of(text: str) -> float:
     """The part of a document that is held out."""
     place = place_of(text)
-    one, several = parts.get(place, 0.0), float(place < held_out)
-    return one if len(groups) == 1 else several
+    if len(groups) > 1:
+      return float(place < held_out)
+    return parts.get(place, 0.0)
 
   def documents(group: int, shards: dict[str, TokenShard]) -> Iterator[tuple]:
     """The shards that documents go to, their places, and their texts."""

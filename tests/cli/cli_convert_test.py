@@ -64,6 +64,18 @@ class ConvertTest(tiny_checkpoint.CommandTest):
       argv = "export", "--checkpoint", run, "--out", out
       self.assert_refused("no new or empty folder", *argv, "--overwrite")
 
+  def test_a_base_is_not_replaced_by_its_adapters(self):
+    base = self.root / "base"
+    shutil.copytree(tiny_checkpoint.stored("llm"), base)
+    for overwrites in (False, True):
+      with checkpoints.written_over(
+        str(base), ["adapters", str(base)], overwrites
+      ) as out:
+        self.assertEqual(out, str(base))
+    with checkpoints.written_over(str(base), ["x", None], False) as out:
+      shutil.copytree(base, out)
+      self.assertNotEqual(out, str(base))
+
   def test_tokenizer_of_a_language_model_is_described(self):
     out = self.root / "out"
     tiny_writer.save_alphabet(out)
