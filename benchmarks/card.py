@@ -30,13 +30,13 @@ from moh_jax.runtime.files import read_json
 _ORDER = "forward", "causal", "forward_backward", "causal_forward_backward"
 # What a training step is timed of, with the options of `benchmarks.step`: the
 # examples are for 80 GB.
-_VARIANTS = "moh50", "mha", "moh75", "moh75-first"
+_VARIANTS = "moh50", "mha", "moh75", "moh75-last"
 _STEPS = (
   *(f"moh-llm-b-50 --length 2048 --batch 32 --variant {x}" for x in _VARIANTS),
   *(f"moh-llm-b-50 --length 8192 --batch 8 --variant {x}" for x in _VARIANTS),
   *(
-    f"moh-llm-bg-50 --length 8192 --batch 8 --structure per_group --variant {x}"
-    for x in ("moh50", "mha", "moh75")
+    f"moh-llm-bg-50 --length 8192 --batch 8 --variant {x}"
+    for x in ("moh50-per_group", "mha", "moh75-per_group")
   ),
   *(f"moh-llm-b-50 --length 16384 --batch 4 --variant {x}" for x in _VARIANTS),
   *(f"moh-dit-xl2-90 --batch 256 --variant {x}" for x in ("config", "mha")),

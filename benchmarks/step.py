@@ -38,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--variant", default="config", help="of `compare`, such as mha or moh75"
   )
-  parser.add_argument("--structure", help="in place of the model's")
   parser.add_argument("--dtype", choices=DTYPES, default="float32")
   parser.add_argument("--batch", type=int, default=8, help="examples, on 80 GB")
   parser.add_argument("--length", type=int, help="tokens of a sequence")
@@ -46,9 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   model = dataclasses.replace(released_model(args.model), dtype=args.dtype)
   if args.length:
     model = dataclasses.replace(model, max_length=args.length)
-  if args.structure:
-    router = dataclasses.replace(model.router, structure=args.structure)
-    model = dataclasses.replace(model, router=router)
   batch = args.batch
   stats = jax.devices()[0].memory_stats() or {}  # of a CPU there are none
   if memory := stats.get("bytes_limit"):
@@ -66,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       if batch == 1 or "RESOURCE_EXHAUSTED" not in str(error):
         raise
       batch //= 2
-  names = "model", "variant", "structure", "length"
+  names = "model", "variant", "length"
   row = {**{name: getattr(args, name) for name in names}, **row}
   finish(args, [row], settings=vars(args))
   return 0

@@ -5,10 +5,11 @@
   python train.py --config=configs/dit.py:xl2_90 --workdir=DIR \
     --config.data.path=LATENTS
 
-Arguments: s2_90, s2_75, b2_90, b2_75, l2_90, l2_75, xl2_90, xl2_75 (MoH); s2,
-s4, s8, b2, ..., xl8 (DiT, plain multi-head attention). Of patch 2 also with
-_512 or _1024 behind the name: images have so many rows, 1,024 or 4,096 tokens;
-encode them with --image-size 512 or 1024.
+Arguments: s2_90, s2_75, b2_90, b2_75, l2_90, l2_75, xl2_90, xl2_75 (MoH);
+s2_75_last and so on (ours: all heads in the later half of the layers, half of
+them before); s2, s4, s8, b2, ..., xl8 (DiT, plain multi-head attention). Of
+patch 2 also with _512 or _1024 behind the name: images have so many rows, 1,024
+or 4,096 tokens; encode them with --image-size 512 or 1024.
 
 Two arguments make a model of your own classes from a trained one: finetune (for
 the released models, on latents of your images) and finetune_pixels (a model

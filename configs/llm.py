@@ -7,8 +7,9 @@
 
 Arguments: s75, s50, b75, b50 (MoH) and s, b (multi-head baseline), 100 billion
 tokens each; s75_200, b_200 and so on train on 200 billion. Beyond the paper,
-s50_8k and so on read sequences of 8,192 tokens, as many in a step. Of equal
-parameters but with 4 key/value heads are sg, bg (baselines), sg75, sg67,
+s50_8k and so on read sequences of 8,192 tokens, as many in a step; s75last and
+b75last have all heads in the later half of the layers, half of them before. Of
+equal parameters but with 4 key/value heads are sg, bg (baselines), sg75, sg67,
 sg50, bg75 and bg50, also as sg67_per_group, bg75_per_group and bg50_per_group
 (a token chooses as many heads of each key/value group) and sg75_whole_group,
 sg50_whole_group, bg75_whole_group and bg50_whole_group (it chooses groups).

@@ -24,9 +24,9 @@ class Options(command.Workdir, command.Distributed, command.Output):
       or mhaNN-wide (NN % of the heads present) or mohNN (NN % active); config
       and mohNN also with -double (of twice the heads, with a narrower MLP),
       -onestage (the groups of heads weigh the same), -sharedNN (NN % of the
-      active heads are shared), as in moh50-shared0, and -first or -last (that
-      half of the layers has more active heads, the other fewer); differences
-      are to the first one.
+      active heads are shared), as in moh50-shared0, -first or -last (that half
+      of the layers has more active heads, the other fewer), and -per_group or
+      -whole_group (model.router.structure); differences are to the first one.
     seeds: runs of each variant, from train.seed on.
     sweep: train each variant with each value of a config field, such as
       optim.lr=1e-3,2e-3 or "model.top_k=(1,2),(1,3)"; the best one of each, and

@@ -74,6 +74,11 @@ _DIT_BUDGETS = {
   "l2-75": ((8, 8, 8, 0), (8, 16, 8, 4), (8, 24, 12, 4)),
   "xl2-90": ((9, 8, 8, 0), (10, 16, 16, 0), (9, 24, 16, 3)),
   "xl2-75": ((9, 8, 8, 0), (10, 16, 10, 2), (9, 24, 14, 2)),
+  # Ours: half of the heads in the first layers, all in the last.
+  "s2-75-last": ((6, 6, 1, 2), (6, 6, 6, 0)),
+  "b2-75-last": ((6, 12, 3, 3), (6, 12, 12, 0)),
+  "l2-75-last": ((12, 16, 4, 4), (12, 16, 16, 0)),
+  "xl2-75-last": ((14, 16, 4, 4), (14, 16, 16, 0)),
 }
 
 
@@ -125,19 +130,23 @@ _LLM_SIZES = {
   "8b-expanded": (160896, 8192, 5e5, 32, 4096, 14336, 32, 8),
   "70b": (128256, 8192, 5e5, 80, 8192, 28672, 64, 8),
 }
-# (shared, top_k). The paper gives the activated share; of the active heads at
-# least 40 % are shared here.
-_LLM_BUDGETS = {
-  **{"s-75": (4, 5), "s-50": (3, 3), "b-75": (6, 6), "b-50": (4, 4)},
+# (shared, top_k) of equally many layers each. The paper gives the activated
+# share; of the active heads at least 40 % are shared here.
+_LLM_BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
+  **{"s-75": ((4, 5),), "s-50": ((3, 3),)},
+  **{"b-75": ((6, 6),), "b-50": ((4, 4),)},
+  # Ours: half of the heads in the first layers, all in the last.
+  **{"s-75-last": ((3, 3), (12, 0)), "b-75-last": ((4, 4), (16, 0))},
   # For groups: 12 heads are 4 groups of 3, 16 are 4 of 4.
-  **{"sg-75": (3, 6), "sg-67": (4, 4), "sg-50": (3, 3)},
-  **{"bg-75": (4, 8), "bg-50": (4, 4)},
+  **{"sg-75": ((3, 6),), "sg-67": ((4, 4),), "sg-50": ((3, 3),)},
+  **{"bg-75": ((4, 8),), "bg-50": ((4, 4),)},
 }
 
 
-def _llm(size: str, kind: str, shared: int, top_k: int) -> LLMConfig:
+def _llm(size: str, kind: str, *splits: tuple[int, int]) -> LLMConfig:
   vocabulary, length, theta, *layers = _LLM_SIZES[size]
   depth, width, mlp_dim, heads, kv_heads = layers
+  shared, top_k = zip(*(x for x in splits for _ in range(depth // len(splits))))
   return LLMConfig(
     vocab_size=vocabulary,
     max_length=length,
@@ -146,8 +155,8 @@ def _llm(size: str, kind: str, shared: int, top_k: int) -> LLMConfig:
     num_heads=(heads,) * depth,
     num_kv_heads=kv_heads,
     head_dim=width // heads,
-    shared_heads=(shared,) * depth,
-    top_k=(top_k,) * depth,
+    shared_heads=shared,
+    top_k=top_k,
     rope=RotaryConfig(theta),
     router=RouterConfig(kind),
     remat="dots",
@@ -163,10 +172,10 @@ LLM_MODELS: dict[str, LLMConfig] = {
     f"llm-{size}": _llm(size, "none", *_LLM_BUDGETS[f"{size}-75"])
     for size in ("s", "b", "sg", "bg")
   },
-  "moh-llama3-8b": _llm("8b-expanded", "query_norm", 16, 8),
-  "llama3-8b-expanded": _llm("8b-expanded", "none", 32, 0),
-  "llama3-8b": _llm("8b", "none", 32, 0),
-  "llama3-70b": _llm("70b", "none", 64, 0),
+  "moh-llama3-8b": _llm("8b-expanded", "query_norm", (16, 8)),
+  "llama3-8b-expanded": _llm("8b-expanded", "none", (32, 0)),
+  "llama3-8b": _llm("8b", "none", (32, 0)),
+  "llama3-70b": _llm("70b", "none", (64, 0)),
 }
 
 # Repositories of the Hugging Face Hub that hold released weights.

@@ -24,7 +24,7 @@ _NAME = re.compile(
   rf"mha((?P<kept>{_PERCENT})(?P<wide>-wide)?)?|gate|"
   rf"(config|moh(?P<active>{_PERCENT}))(?P<double>-double)?"
   r"(?P<onestage>-onestage)?(-shared(?P<shared>\d{1,2}))?"
-  r"(-(?P<rich>first|last))?"
+  r"(-(?P<rich>first|last))?(-(?P<structure>per_group|whole_group))?"
 )
 
 
@@ -46,9 +46,10 @@ def make_variant(config: Config, name: str) -> Config:
       "-double" (twice the heads, and an MLP that is narrower by as many
       parameters), "-onestage" (both groups of heads weigh the same) and
       "-sharedNN" (NN % of the active heads are shared), the ablations and the
-      sweep of the paper's Tables 5 and 7, "-shared0" has no shared heads; and
+      sweep of the paper's Tables 5 and 7, "-shared0" has no shared heads;
       "-first" or "-last" (that half of the layers has more active heads, the
-      other as many fewer: 75 % are all and 50 %, 50 % are 75 and 25 %).
+      other as many fewer: 75 % are all and 50 %, 50 % are 75 and 25 %), and
+      "-per_group" or "-whole_group" (`RouterConfig.structure`).
 
   Raises:
     ValueError: there is no such variant of this run.
@@ -59,7 +60,7 @@ def make_variant(config: Config, name: str) -> Config:
       f"variant {name!r} must be config, mha, gate, mhaNN or mhaNN-wide (1 to "
       "100 % of the heads present) or mohNN (so many active), the first and "
       "the last also with -double, -onestage, -sharedNN (0 to 99 %), -first or "
-      "-last"
+      "-last, -per_group or -whole_group"
     )
   model = config.model
   # No floats: 58 % of 25 heads would be a little less than 14.5.
@@ -84,8 +85,9 @@ def make_variant(config: Config, name: str) -> Config:
         raise ValueError(f"model.router.kind={model.router.kind!r} has one")
       router = dataclasses.replace(model.router, two_stage=False)
       model = dataclasses.replace(model, router=router)
-    if active or shared is not None or found["rich"]:
-      model = _with_budgets(model, active, shared, found["rich"])
+    budgets = active, shared, found["rich"], found["structure"]
+    if any(x is not None for x in budgets):
+      model = _with_budgets(model, *budgets)
     return dataclasses.replace(config, model=model)
   except ValueError as error:
     raise ValueError(f"variant {name!r}: {error}") from error
@@ -95,7 +97,8 @@ def _with_budgets(
   model: Any,
   active: Fraction | None,
   shared: Fraction | None,
-  rich: str | None = None,
+  rich: str | None,
+  structure: str | None,
 ) -> Any:
   """A model whose routed layers have other budgets.
 
@@ -105,18 +108,23 @@ def _with_budgets(
     shared: share of those that are shared; None keeps the layer's.
     rich: half of the layers, "first" or "last", that has more active heads than
       this share, as many as the other half has fewer.
+    structure: of the choice; None keeps the model's.
   """
   if not hasattr(model, "shared_heads"):
     raise ValueError(
       f"model.family={model.family!r} has no num_heads, shared_heads and top_k "
       "for each layer"
     )
+  router = model.router
+  if structure:
+    router = dataclasses.replace(router, structure=structure)
   splits, budgets = [], model.budgets()
   for index, budget in enumerate(budgets):
     if not budget.top_k:
       splits.append((budget.shared, 0))
       continue
-    step = Units.of(budget, model.router, model.num_kv_heads).step
+    every = dataclasses.replace(budget, shared=budget.num_heads, top_k=0)
+    step = Units.of(every, router, model.num_kv_heads).step
     present, count = budget.num_heads // step, budget.active // step
     if active is not None:
       count = max(1, _nearest(active * present))
@@ -131,7 +139,9 @@ def _with_budgets(
     fixed = min(count - 1, _nearest(share * count))
     splits.append((fixed * step, (count - fixed) * step))
   shared_heads, top_k = zip(*splits)
-  return dataclasses.replace(model, shared_heads=shared_heads, top_k=top_k)
+  return dataclasses.replace(
+    model, router=router, shared_heads=shared_heads, top_k=top_k
+  )
 
 
 def _with_heads(model: Any, share: Fraction, widens: Any) -> Any:

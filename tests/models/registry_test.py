@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import pathlib
+import re
 
 import chex
 import jax
@@ -96,9 +97,9 @@ class RegistryTest(parameterized.TestCase):
   @parameterized.parameters(
     *((name, 1.0) for name in ("transnext-base", "dit-xl2", "llm-b")),
     *(
-      (name, int(name[-2:]) / 100)
+      (name, int(share) / 100)
       for name in released_models()
-      if name.startswith("moh-") and name[-2:].isdecimal()
+      for share in re.findall(r"moh-.*(\d\d)(?:-last)?$", name)
     ),
     ("moh-llama3-8b", 0.75),
     ("llama3-8b", 1.0),

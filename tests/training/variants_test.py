@@ -77,6 +77,21 @@ class VariantsTest(parameterized.TestCase):
     [budget] = set(make_variant(config, name).model.budgets())
     self.assertEqual((budget.shared, budget.top_k), split)
 
+  @parameterized.parameters(
+    ("moh67-per_group", (4, 4), (4, 4)),
+    ("config-whole_group", (3, 3), (6, 6)),
+    ("moh67-last-per_group", (0, 12), (4, 0)),
+  )
+  def test_another_structure(self, name, shared, top_k):
+    config = _grouped("per_group")
+    free = config_lib.RouterConfig()
+    config = tiny.changed(
+      config, model={"router": free, "shared_heads": (4, 4), "top_k": (5, 5)}
+    )
+    model = make_variant(config, name).model
+    self.assertTrue(name.endswith(model.router.structure))
+    self.assertEqual((model.shared_heads, model.top_k), (shared, top_k))
+
   def test_schedules_follow_the_layers_that_choose(self):
     tune = config_lib.TuneConfig((0, 1), (8, 4))
     config = tiny.changed(_grouped("per_group"), tune=tune)
