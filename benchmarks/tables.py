@@ -25,6 +25,18 @@ _MODELS = {
   "vit": "ViT S-80",
   "dit": "DiT S/2-90",
 }
+# Results of a small language model, by budget.
+_PAYS_LLM = "pays_llm_50", "pays_llm_75", "pays_llm_75_last"
+_USES = {
+  "forward_backward": "training",
+  "prefill": "reading a prompt",
+  "decode_8": "writing, 8 texts",
+}
+_CARD_USES = {
+  "training": "core_64_causal_forward_backward_4096",
+  "reading a prompt": "core_64_causal_4096",
+  "writing, 32 texts": "decode_64_4096",
+}
 _PASSES = {
   "forward": "forward",
   "forward_backward": "forward + backward",
@@ -110,23 +122,49 @@ def _models(_: str) -> str:
 
 
 def _pays(_: str) -> str:
-  """Times of models over those of multi-head attention, by tokens."""
-  lines, columns = [], (256, 1024, 4096)
-  for name, model, tokens in (
-    ("pays_llm", "LLM S-50", lambda length: length),
-    ("pays_dit", "DiT S/2-75", lambda side: (side // 2) ** 2),
-  ):
-    cells: dict[str, dict[int, str]] = {}
-    for row in _rows(f"{name}_measured"):
-      if row.implementation == "auto":
-        cells.setdefault(row.mode, {})[tokens(row.length)] = row.to_mha
-    for mode, found in cells.items():
-      if mode not in ("forward", "prefill"):  # training is as forward
-        continue
-      lines.append((model, mode, *(found.get(n, "") for n in columns)))
-      model = ""
-  header = ("", "tokens:", *(f"{n:,}" for n in columns))
+  """Where MoH pays: a line for a use and a length, a column for a budget."""
+  lines = [
+    (f"H100, attention alone: {use}", "4,096", *_card_cells(stage))
+    for use, stage in _CARD_USES.items()
+  ]
+  stages = _load("card", "h100")["stages"]
+  [ours], [mha] = (
+    stages[f"model_moh-llm-b-50{x}"]["rows"] for x in ("", "-mha")
+  )  # fmt: skip
+  ratio = f"{ours['step_ms'] / mha['step_ms']:.2f}"
+  lines.append(("H100, LLM B: training", "2,048", ratio, "", ""))
+  found = {
+    (row.length, row.mode, name): row.to_mha
+    for name in _PAYS_LLM
+    for row in _rows(name)
+    if row.implementation == "auto"
+  }
+  lines += [
+    (
+      f"CPU, LLM S: {use}",
+      f"{length:,}",
+      *(found.get((length, mode, name), "") for name in _PAYS_LLM),
+    )
+    for mode, use in _USES.items()
+    for length in sorted({key[0] for key in found})
+  ]
+  by_step = (
+    next(row.to_mha for row in _rows(name) if row.mode == "sampling_step")
+    for name in ("pays_dit_50", "pays_dit_83")
+  )
+  lines.append(("CPU, DiT-S/2 by the step: sampling", "256", *by_step, ""))
+  header = ("time over MHA's", "tokens", "50 %", "75 %", "75 %, uneven")
   return markdown(header, lines)
+
+
+def _card_cells(stage: str) -> tuple[str, str, str]:
+  """Times of kernels on a card: 50 %, 75 %, and half of the layers at 50 %."""
+  half, most = (
+    row
+    for row in read_rows(_load("card", "h100")["stages"][stage])
+    if row.implementation == "kernel" and row.share in (0.5, 0.75)
+  )
+  return half.to_mha, most.to_mha, f"≈ {(half.ratio_to_mha + 1) / 2:.2f}"
 
 
 def _card(_: str) -> str:
@@ -186,46 +224,11 @@ def _costs(before: str, name: str) -> str:
     costs[f"`{row['variant']}`"] = time
   lines = []
   for line in before.splitlines():
-    cells = line.strip("| ").split(" | ")
+    cells = [cell.strip() for cell in line[1:-1].split("|")]
     if cells[0] in costs:
       line = f"| {' | '.join([*cells[:-1], costs[cells[0]]])} |"
     lines.append(line)
   return "\n".join(lines)
-
-
-def _readme(_: str) -> str:
-  lines = []
-  for text, name, length in (
-    ("attention alone", "attention", 2048),
-    ("a whole layer", "layer", 1024),
-  ):
-    lines += [
-      (
-        f"{text}, {length:,} tokens",
-        f"{row.share:.0%}",
-        f"{row.computed_share:.0%}",
-        row.to_mha,
-      )
-      for row in _rows(name)
-      if (row.length, row.mode) == (length, "forward")
-      and row.implementation == "auto"
-    ]
-  models = [row for row in _rows(*_MODELS) if row.implementation == "auto"]
-  models.sort(key=lambda row: row.ratio_to_mha)
-  lines.append(
-    (
-      "whole models, 49 to 256 tokens",
-      _range([row.share for row in models]),
-      _range([row.computed_share for row in models if row.computed_share]),
-      f"{models[0].to_mha} to {models[-1].to_mha}",
-    )
-  )
-  header = ("speed", "active heads", "heads computed", "time over MHA's")
-  return markdown(header, lines)
-
-
-def _range(shares: Sequence[float]) -> str:
-  return shares and f"{min(shares):.0%} to {max(shares):.0%}"
 
 
 _TABLES: dict[str, Callable[[str], str]] = {
@@ -235,9 +238,8 @@ _TABLES: dict[str, Callable[[str], str]] = {
   "pays": _pays,
   "card": _card,
   "routing": _routing,
-  "readme": _readme,
 }
-for _name in ("vit", "dit"):
+for _name in ("vit", "dit", "llm"):
   _TABLES[f"costs_{_name}"] = functools.partial(_costs, name=_name)
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import command
-from moh_jax.config import apply_overrides
+from moh_jax.config import Config, apply_overrides
 from moh_jax.config.base import Count
 from moh_jax.runtime.alive import alive
 
@@ -82,7 +82,7 @@ def run(options: Options) -> int:
   if not options.is_first():
     return 0
   verdict = report.verdict(config, stats, similarity)
-  lines = [*verdict, "", *_lines(stats, importance)]
+  lines = [*verdict, "", *_lines(config, stats, importance)]
   if options.out:
     tokenizer = None
     if metadata.tokenizer_sha256:
@@ -148,7 +148,9 @@ def _training_text(options: Options, restored: Restored, mesh: Mesh) -> _Data:
   return ("training text",), batches, options.data or "the run's training text"
 
 
-def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
+def _lines(
+  config: Config, stats: HeadStats, importance: np.ndarray | None
+) -> Iterator[str]:
   """A row for each layer, and the importance of its heads."""
   from moh_jax.evaluation import report
 
@@ -160,7 +162,7 @@ def _lines(stats: HeadStats, importance: np.ndarray | None) -> Iterator[str]:
   if importance is not None:
     rows = [
       (layer, *(f"{value:.3f}" for value in values))
-      for layer, values in enumerate(importance)
+      for layer, values in zip(config.model.layer_budgets(), importance)
     ]
     heads = (f"head {head}" for head in range(importance.shape[1]))
     yield (

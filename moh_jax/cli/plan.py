@@ -80,7 +80,7 @@ def _lines(plan: Plan) -> list[str]:
     ("FLOPs with every head", f"{plan.baseline_flops:.4g}"),
     *memory.items(),
   ]
-  return [f"{_verdict(plan)}\n", command.table(rows, ("", ""))]
+  return [_verdict(plan), command.table(rows, ("", ""))]
 
 
 def _verdict(plan: Plan) -> str:
@@ -91,8 +91,8 @@ def _verdict(plan: Plan) -> str:
   if plan.total is None:
     word = "may fit" if plan.fits else word
     state = sum(plan.state.values()) / 1e9
-    line = f"{word}{how}: a state of {state:.3g} of {limit:.3g} GB, and a "
-    return f"{line}compiler tells the rest ({plan.compiler})"
+    line = f"{word}{how}: a state of {state:.3g} of {limit:.3g} GB, without "
+    return f"{line}activations, which a compiler counts ({plan.compiler})"
   needs = f"{plan.total / 1e9:.3g} of {limit:.3g} GB"
   line = f"{word}{how}: {needs}, compiled by {plan.compiler}"
   if plan.fits:

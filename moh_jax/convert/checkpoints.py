@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -45,6 +46,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 # What describes the model in the header of an exported file: the config, in
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
+_CARD = "README.md"  # of a model
 # Ends of what both write beside weights: configs, tokenizers, code, a card.
 _BESIDE = (".json", ".jinja", ".model", "merges.txt", ".py", ".md")
 _BASE = "base"  # the form of the model that adapters are trained on
@@ -214,6 +216,7 @@ def export(
       small = files(config, folder, tokenizer, dtype, license, form)
       for name, content in small.items():
         (folder / name).write_text(content)
+      text |= _card_mark(folder)
       tensor_files.write_folder(folder, tensors(), dtype, text)
   return _count(abstract)
 
@@ -251,16 +254,28 @@ def written_over(
 
 
 def _is_written(folder: pathlib.Path) -> bool:
-  """Whether `convert` or `export` wrote a folder, and all that is in it."""
+  """Whether `convert` or `export` wrote a folder, and all that is in it.
+
+  An edited card is not theirs.
+  """
   weights = [*folder.glob("*.safetensors")]
   every = {path for path in folder.iterdir() if not path.name.endswith(_BESIDE)}
   if weights:
-    texts = [tensor_files.read_text(path).items() for path in weights]
-    ours = all(tensor_files.HEADER.items() <= text for text in texts)
+    texts = [tensor_files.read_text(path) for path in weights]
+    ours = all(tensor_files.HEADER.items() <= x.items() for x in texts)
+    card = _card_mark(folder)
+    ours = ours and card.items() <= (card | texts[0]).items()
     return ours and every == {*weights}
   items = {path.name for path in steps.step_folder(folder, 0).glob("*")}
   is_model = steps.list_steps(folder) == [0] and "train" not in items
   return is_model and every == {folder / steps.FOLDER}
+
+
+def _card_mark(folder: pathlib.Path) -> dict[str, str]:
+  """What the header of a folder's weights says of its card, if it has one."""
+  if not (card := folder / _CARD).is_file():
+    return {}
+  return {_CARD: hashlib.sha256(card.read_bytes()).hexdigest()}
 
 
 def _located(source: str) -> str:

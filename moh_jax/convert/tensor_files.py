@@ -230,7 +230,10 @@ def write_file(
   """
   held = {name: _stored(name, array, dtype) for name, array in tensors}
   with replacing(path) as temporary:
+    temporary.touch()
+    mode = temporary.stat().st_mode  # the library's files are their owner's
     safetensors.numpy.save_file(held, temporary, dict(metadata))
+    temporary.chmod(mode)
 
 
 def _stored(name: str, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -86,9 +86,10 @@ class Template:
     """
     found, wanted = _sources(tokenizer.files), name or _DEFAULT
     if wanted not in found:
+      has = f"only {', '.join(found)}" if found else "nor any other"
       raise ValueError(
-        f"no chat template {wanted!r} beside the tokenizer, only "
-        f"{tuple(found)}; training with data.template={CHATML!r} gives it one"
+        f"no chat template {wanted!r} beside the tokenizer, {has}; training "
+        f"with --config.data.template={CHATML} gives it one"
       )
     self._source, self.file = found[wanted]
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}

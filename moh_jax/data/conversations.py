@@ -134,7 +134,7 @@ class ChatSource:
       except ValueError as error:
         named = error if error is row else ValueError(f"{place}: {error}")
         if data.on_error == "stop":
-          raise named from error
+          raise ValueError(f"{named} (data.on_error=skip goes on)") from error
         self._bad.append(named)
 
   def _pack(self, rows: list["_Tokenized"]) -> list["_Tokenized"]:

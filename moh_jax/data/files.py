@@ -104,7 +104,10 @@ def list_files(patterns: Sequence[str]) -> list[str]:
     except Exception as error:  # each file system has errors of its own
       raise OSError(f"{pattern}: cannot be read: {error}") from error
     if not found:
-      raise FileNotFoundError(f"{pattern}: no such file (or give DIR/**/*)")
+      what = "no such file"
+      if os.path.isdir(pattern):
+        what = f"is a folder; give its files, '{pattern.rstrip('/')}/**/*'"
+      raise FileNotFoundError(f"{pattern}: {what}")
     files.update(found)
   return sorted(files)
 
@@ -288,7 +291,10 @@ def _object(row: Any, place: str) -> Any:
   """An object, also of its line of JSON, or the error that it is."""
   try:
     row = json.loads(row) if isinstance(row, bytes) else row
-  except ValueError as error:  # of JSON, or of UTF-8
+  except json.JSONDecodeError as error:  # its line is that of the row
+    why = f"{error.msg} at character {error.pos + 1}"
+    return BadTextError(f"{place}: not JSON: {why}")
+  except ValueError as error:  # of UTF-8
     return BadTextError(f"{place}: not JSON: {error}")
   if isinstance(row, dict):
     return row

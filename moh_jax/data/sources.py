@@ -306,7 +306,8 @@ def list_images(root: pathlib.Path) -> tuple[Names, list[tuple[str, int]]]:
     found = [x for x in listed if x.lower().endswith(_SUFFIXES)]
     if not found:
       raise FileNotFoundError(
-        f"{root / name} holds no image {_SUFFIXES}; for others set data.source"
+        f"{root / name} holds no image {_SUFFIXES}; for other files set "
+        "data.source"
       )
     files += [(f"{name}/{file}".lstrip("/"), label) for file in found]
   return tuple(classes) or (FLAT_CLASS,), files

@@ -24,6 +24,7 @@ import tokenizers as hf
 from etils import epath
 
 from moh_jax.data.files import StrPath, import_extra
+from moh_jax.runtime.alive import alive
 from moh_jax.runtime.files import parse_json, write_whole
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
@@ -436,5 +437,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
-  tokenizer.train_from_iterator(texts, trainer)
+  with alive("training the vocabulary"):
+    tokenizer.train_from_iterator(texts, trainer)
   return tokenizer.to_str().encode()

@@ -323,7 +323,7 @@ def tokenize(
     for file in groups[group]:
       for place, text in files.read_documents(file, field):
         if isinstance(text, ValueError) and on_error == "stop":
-          raise text
+          raise ValueError(f"{text} (--on-error skip goes on)") from text
         yield place, text
 
   def part_of(text: str) -> float:

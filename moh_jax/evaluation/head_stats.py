@@ -100,7 +100,7 @@ class HeadStats:
 
   Attributes:
     layers: the L layers with a router, in order; () of multi-head attention.
-    groups: statistics by grouping: "all", then "class" or "task", and others of
+    groups: statistics by grouping: "all", then "class" or "text", and others of
       the family, such as "timestep".
     maps: of the first examples of each label.
   """

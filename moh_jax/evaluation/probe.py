@@ -46,7 +46,7 @@ class Probe:
     apply: (params, batch, **options) -> the result of the network's `apply` on
       a batch; the options are those of `flax.linen.Module.apply`.
     shown: key of what the network reads in a batch, which routing maps keep.
-    label: what a label of the data stands for, "class" or "task".
+    label: what a label of the data stands for, "class" or "text".
     groupings: further groupings by name, such as the timesteps of diffusion.
     grids: rows and columns of the tokens in each group of equal layers, where
       they are patches of an image; () for text.
@@ -118,7 +118,7 @@ def diffusion_probe(network: nn.Module, config: Config) -> Probe:
 
 
 def text_probe(network: nn.Module, config: Config) -> Probe:
-  """Packed sequences by task, and the importance of heads for the loss.
+  """Packed sequences by text, and the importance of heads for the loss.
 
   Heads have no importance where layers differ in their number.
   """
@@ -130,7 +130,7 @@ def text_probe(network: nn.Module, config: Config) -> Probe:
   importance = None
   if len(set(config.model.num_heads)) == 1:
     importance = functools.partial(head_importance, network, config.model)
-  return Probe(apply, shown="inputs", label="task", importance=importance)
+  return Probe(apply, shown="inputs", label="text", importance=importance)
 
 
 def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.layers.attend import (
@@ -292,14 +293,17 @@ class MoHAttention(nn.Module):
     places: Places | None,
   ) -> None:
     """Refuses what would fail later, or be taken for something else."""
+    for name, kind in (("budget", HeadBudget), ("router", RouterConfig)):
+      if not isinstance(found := getattr(self, name), kind):
+        raise TypeError(f"{name}={found!r} must be a {kind.__name__}")
     for name, tokens in (("x", x), ("context", context)):
-      if tokens is not None and (tokens.ndim != 3 or len(tokens) != len(x)):
+      if tokens is not None and (np.ndim(tokens) != 3 or len(tokens) != len(x)):
         raise ValueError(
-          f"{name} has shape {tokens.shape}, must be [B, N, C] with the same B "
-          "as x; reshape or jax.vmap, and give a mask as token_mask="
+          f"{name} has shape {np.shape(tokens)}, must be [B, N, C] with "
+          "one B for all; reshape or jax.vmap, and give a mask as token_mask="
         )
     if context is not None and (self.causal or places is not None):
-      raise ValueError("causal and places must be off where there is a context")
+      raise ValueError("with a context causal must be False and places None")
     check_array("token_mask", token_mask, bool, x.shape[:2], _PADDING)
     if context is not None:
       keys = context.shape[:2]

@@ -207,8 +207,8 @@ def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
   wanted = dataclasses.replace(parse_topology(name), slices=slices)
   if missing := missing_packages(name):
     raise ValueError(
-      f"topology={name!r} needs the package {', '.join(missing)} in the "
-      "version of jax"
+      f"topology={name!r} needs the package {', '.join(missing)}, see 'Plan a "
+      "run' in docs/launching.md"
     )
   changes: dict[str, str] = {}
   if wanted.chip.platform == "gpu":

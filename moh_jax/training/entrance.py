@@ -8,7 +8,6 @@ steps of the run check none of this again.
 import contextlib
 import dataclasses
 import importlib.util
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,7 +31,6 @@ from moh_jax.runtime.mesh import check_batch
 from moh_jax.runtime.processes import agree, ask_first_process
 from moh_jax.training.step import Program
 
-_LOG = logging.getLogger(__name__)
 # Fields that determine the training stream, the random choices and what the
 # optimizer keeps, by their sections.
 _SAME_FIELDS = {
@@ -166,8 +164,8 @@ def check_same_run(
   step: int | None,
   ours: Metadata,
   stream: Mapping[str, Identity],
-) -> None:
-  """Checks that a run would continue a checkpoint, and says what changes.
+) -> list[str]:
+  """Checks that a run would continue a checkpoint.
 
   Args:
     directory: working directory.
@@ -175,14 +173,16 @@ def check_same_run(
     ours: metadata of the run that continues it.
     stream: identity of its data, by source.
 
+  Returns:
+    What changes, in words, by config key.
+
   Raises:
     ValueError: parameters, order of the data or random choices would differ
       (the message names the fields).
   """
   if step is None:
-    return
+    return []
   metadata, _ = read_metadata(directory, step)
-  config = ours.config
   if not (steps.step_folder(directory, step) / "data").is_dir():
     raise ValueError(
       f"workdir {directory} holds a model, not a run; choose another workdir, "
@@ -203,8 +203,7 @@ def check_same_run(
       "change: a batch in parts takes less memory), or another workdir, where "
       f"train.init_from={str(directory)!r} takes the parameters, if they fit"
     )
-  if changed := differing_keys(config, metadata.config):
-    _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))
+  return differing_keys(ours.config, metadata.config)
 
 
 def _fixed(metadata: Metadata, random: Mapping[str, Any]) -> dict[str, Any]:

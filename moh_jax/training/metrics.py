@@ -248,7 +248,11 @@ class Log(contextlib.AbstractContextManager):
   def _least_entropy(self, step: int, loads: Mapping[str, np.ndarray]) -> float:
     """The smallest entropy of a layer's load; tells of collapses and ends."""
     entropies = {n: float(load_entropy(load)) for n, load in loads.items()}
-    collapsed = {name for name, x in entropies.items() if x < COLLAPSED}
+    # It ends above twice the limit, so that few words are of what wavers.
+    limits = {name: 2 * COLLAPSED for name in self._collapsed}
+    collapsed = {
+      name for name, x in entropies.items() if x < limits.get(name, COLLAPSED)
+    }
     weight = self._config.train.balance_weight
     for name in sorted(collapsed ^ self._collapsed) * self._is_first:
       where = f"step {step}: the router of layer {name} has"

@@ -91,7 +91,7 @@ def train(
     directory = enter(entrance.own_directory(workdir))
     start = saving.resumable_step(directory)
     metadata = task.metadata(config)
-    entrance.check_same_run(directory, start, metadata, task.identity)
+    changed = entrance.check_same_run(directory, start, metadata, task.identity)
     enter(use_mesh(mesh))
     first_state, metadata, frozen = warm_start.prepare(
       metadata, program, mesh, directory, start
@@ -109,9 +109,13 @@ def train(
     else:
       state = saving.restore(directory, start, program.state)
       total = config.train.steps
-      _LOG.info("resumed from step %d of %d in %s", start, total, directory)
       if start > total:
-        _LOG.warning("nothing to do: train.steps=%d are done", total)
+        told = "nothing to do: %d steps are done, which train.steps=%d is below"
+        _LOG.warning(told, start, total)
+      else:
+        if changed:
+          _LOG.info("from step %d on, changed: %s", start, "; ".join(changed))
+        _LOG.info("resumed from step %d of %d in %s", start, total, directory)
     run = _Run(config, task, mesh, program, frozen, saver, log)
     return run.take_steps(state, start or 0)
 

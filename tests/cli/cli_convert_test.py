@@ -47,6 +47,11 @@ class ConvertTest(tiny_checkpoint.CommandTest):
       self.assertTrue((what / "mine").exists())
       self.done(*command, "--overwrite")
       self.assertFalse((what / "mine").exists())
+    card = (out / "README.md").read_text()
+    (out / "README.md").write_text(f"{card}Mine.")
+    self.assert_refused("or --overwrite", *argv)
+    self.done(*argv, "--overwrite")
+    self.assertEqual((out / "README.md").read_text(), card)
     shutil.copytree(run := tiny_checkpoint.stored("vit"), self.root / "run")
     step = self.root / "run" / "checkpoints" / "0"
     (step / "train").mkdir()

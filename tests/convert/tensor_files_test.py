@@ -143,6 +143,8 @@ class WriteTest(FolderTest):
       want = array.astype(dtype)
       np.testing.assert_array_equal(read[name], want, strict=True)
     self.assertEqual(tensor_files.read_text(self.path), metadata)
+    (other := self.root / "other").touch()
+    self.assertEqual(self.path.stat().st_mode, other.stat().st_mode)
 
   def test_failure_leaves_the_old_file(self):
     tensor_files.write_file(self.path, [("w", np.ones(2))], "float32", {})

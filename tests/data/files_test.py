@@ -78,7 +78,7 @@ class LinesTest(_FilesTest):
     self.assertEqual(places, tuple(f"{name}:{n}" for n in numbers))
 
   @parameterized.parameters(
-    (b'{"text": "b"', "not JSON"),
+    (b'{"text": "b"', "not JSON: Expecting ',' delimiter at character 1[34]"),
     (b"[1]", "no JSON object, found list"),
     (b'{"body": "b"}', r"no field 'text', found \['body'\]"),
     (b'{"text": 1}', "'text' is int, no text"),
@@ -201,7 +201,7 @@ class PlacesTest(_FilesTest):
     ("memory://texts/no", FileNotFoundError, "memory://texts/no: no such"),
     ("nothing://a", OSError, "nothing://a: cannot be read: Protocol not known"),
     ("no.txt", FileNotFoundError, "no.txt: no such file"),
-    ("folder", FileNotFoundError, r"folder: .*DIR/\*\*/\*"),
+    ("folder", FileNotFoundError, r"folder: is a folder; .*folder/\*\*/\*'"),
   )
   def test_missing_input_is_named(self, pattern, error, message):
     (self.root / "folder").mkdir()

@@ -116,7 +116,7 @@ class HeadStatsTest(parameterized.TestCase):
   def test_equals_a_count_of_tokens(self, family, devices):
     stats = _measured(family, devices)
     batch, counted, layers = _recorded(family)
-    label, members = "task" if family == "llm" else "class", batch["label"]
+    label, members = "text" if family == "llm" else "class", batch["label"]
     groups = {(label, i): members == i for i in range(3)}
     groups["all", 0] = members >= 0
     for layer, routing in enumerate(layers):

@@ -23,8 +23,11 @@ class MoHAttentionTest(parameterized.TestCase):
     ({}, {"x": (4, 2, 6, 8)}, r"x has shape \(4, 2, 6, 8\), .* or jax.vmap"),
     ({}, {"token_mask": (2, 5)}, r"float32\(2, 5\) must be bool\(2, 5\)"),
     ({}, {"context": (2, 5)}, r"context has shape \(2, 5\), .* token_mask="),
-    ({"causal": True}, {"context": (2, 7, 8)}, "causal and places must be off"),
-    ({}, {"context": (2, 7, 8), "places": Places()}, "causal and places must"),
+    ({"causal": True}, {"context": (2, 7, 8)}, "context causal must be False"),
+    ({}, {"context": (2, 7, 8), "places": Places()}, "and places None"),
+    ({"budget": 8}, {}, "budget=8 must be a HeadBudget"),
+    ({"router": "gate"}, {}, "router='gate' must be a RouterConfig"),
+    ({}, {"x": [[1.0]]}, r"x has shape \(1, 1\), must be"),
     ({}, {"context_mask": (2, 5)}, r"context_mask needs a context"),
     ({}, {"context": (2, 7, 8), "context_mask": (2, 5)},
      r"context_mask float32\(2, 5\) must be bool\(2, 7\)"),
@@ -35,8 +38,8 @@ class MoHAttentionTest(parameterized.TestCase):
       name: jnp.ones(value) if isinstance(value, tuple) else value
       for name, value in given.items()
     }
-    with self.assertRaisesRegex(ValueError, message):
-      layer = MoHAttention(small.BUDGET, **fields)
+    with self.assertRaisesRegex((TypeError, ValueError), message):
+      layer = MoHAttention(**{"budget": small.BUDGET, **fields})
       layer.init(jax.random.key(0), **given)
 
   def test_masks_of_integers_are_masks(self):

@@ -154,7 +154,7 @@ class LoopTest(folders.FolderTest):
       done = run(self._copy(), train={"steps": 2})
     self.assertTrue(done.finished)
     self.assertEqual(int(done.state.step), 4)
-    self.assertIn("nothing to do: train.steps=2 are done", logs.output[-1])
+    self.assertIn("nothing to do: 4 steps are done", logs.output[-1])
 
   def test_a_model_is_no_run_that_goes_on(self):
     metadata = checkpoint.Metadata(_config().scheduled(), ())

@@ -182,8 +182,10 @@ class LogTest(folders.FolderTest):
   def test_a_collapse_and_its_end_are_called_out_once(self):
     log = self._log(every=1)
     collapsed = [[[1.0, 1.0]], [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0]]]
+    wavers = [1.0, 1.0, 0.97, 0.03]  # an entropy of 0.16
+    nearly = [collapsed[0], [wavers, collapsed[1][1]]]
     with self.assertLogs("moh_jax", "WARNING") as logs:
-      for step, loads in ((1, collapsed), (2, collapsed), (3, _EVEN)):
+      for step, loads in ((1, collapsed), (2, nearly), (3, _EVEN)):
         self._step(log, step, **{HEAD_LOADS: loads})
       log.flush()
     self.assertLen(logs.records, 4)  # of the two layers that can choose
