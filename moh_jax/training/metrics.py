@@ -248,7 +248,7 @@ class Log(contextlib.AbstractContextManager):
   def _least_entropy(self, step: int, loads: Mapping[str, np.ndarray]) -> float:
     """The smallest entropy of a layer's load; tells of collapses and ends."""
     entropies = {n: float(load_entropy(load)) for n, load in loads.items()}
-    # It ends above twice the limit, so that few words are of what wavers.
+    # A collapse ends above twice the limit: one that wavers is told once.
     limits = {name: 2 * COLLAPSED for name in self._collapsed}
     collapsed = {
       name for name, x in entropies.items() if x < limits.get(name, COLLAPSED)
