@@ -122,7 +122,7 @@ def _models(_: str) -> str:
 
 
 def _pays(_: str) -> str:
-  """Where MoH pays: a line for a use and a length, a column for a budget."""
+  """Where MoH pays: a line for a use, a column for a budget."""
   lines = [
     (f"H100, attention alone: {use}", "4,096", *_card_cells(stage))
     for use, stage in _CARD_USES.items()
@@ -133,30 +133,23 @@ def _pays(_: str) -> str:
   )  # fmt: skip
   ratio = f"{ours['step_ms'] / mha['step_ms']:.2f}"
   lines.append(("H100, LLM B: training", "2,048", ratio, "", ""))
-  found = {
-    (row.length, row.mode, name): row.to_mha
-    for name in _PAYS_LLM
-    for row in _rows(name)
-    if row.implementation == "auto"
-  }
-  lines += [
-    (
-      f"CPU, LLM S: {use}",
-      f"{length:,}",
-      *(found.get((length, mode, name), "") for name in _PAYS_LLM),
-    )
-    for mode, use in _USES.items()
-    for length in sorted({key[0] for key in found})
-  ]
+  for mode, use in _USES.items():
+    cells = (_of_pass(name, mode) for name in _PAYS_LLM)
+    lines.append((f"CPU, LLM S: {use}", "4,096", *cells))
   half, most = (
-    next(row.to_mha for row in _rows(name) if row.mode == "sampling_step")
-    for name in ("pays_dit_50", "pays_dit_83")
+    _of_pass(name, "sampling_step") for name in ("pays_dit_50", "pays_dit_83")
   )
   lines.append(
     ("CPU, DiT-S/2 by the step: sampling", "256", half, f"{most} (83 %)", "")
   )
   header = ("time over MHA's", "tokens", "50 %", "75 %", "75 %, uneven")
   return markdown(header, lines)
+
+
+def _of_pass(name: str, mode: str) -> str:
+  """The time of a model's pass."""
+  rows = (row for row in _rows(name) if row.implementation == "auto")
+  return next(row.to_mha for row in rows if row.mode == mode)
 
 
 def _card_cells(stage: str) -> tuple[str, str, str]:

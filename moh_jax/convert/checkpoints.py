@@ -261,18 +261,16 @@ def _is_written(folder: pathlib.Path) -> bool:
   weights = [*folder.glob("*.safetensors")]
   every = {path for path in folder.iterdir() if not path.name.endswith(_BESIDE)}
   if weights:
-    texts = [tensor_files.read_text(path) for path in weights]
-    ours = all(tensor_files.HEADER.items() <= x.items() for x in texts)
-    card = _card_mark(folder)
-    ours = ours and card.items() <= (card | texts[0]).items()
-    return ours and every == {*weights}
+    marks = (tensor_files.HEADER | _card_mark(folder)).items()
+    texts = (tensor_files.read_text(path).items() for path in weights)
+    return all(marks <= text for text in texts) and every == {*weights}
   items = {path.name for path in steps.step_folder(folder, 0).glob("*")}
   is_model = steps.list_steps(folder) == [0] and "train" not in items
   return is_model and every == {folder / steps.FOLDER}
 
 
 def _card_mark(folder: pathlib.Path) -> dict[str, str]:
-  """What the header of a folder's weights says of its card, if it has one."""
+  """What the headers of a folder's weights say of its card, if it has one."""
   if not (card := folder / _CARD).is_file():
     return {}
   return {_CARD: hashlib.sha256(card.read_bytes()).hexdigest()}

@@ -110,7 +110,7 @@ def train(
       state = saving.restore(directory, start, program.state)
       total = config.train.steps
       if start > total:
-        told = "nothing to do: %d steps are done, which train.steps=%d is below"
+        told = "nothing to do: %d steps are done, more than train.steps=%d"
         _LOG.warning(told, start, total)
       else:
         if changed:

@@ -106,7 +106,8 @@ class TextTest(tiny_checkpoint.CommandTest):
   def test_documents_are_held_out_and_broken_lines_skipped_on_request(self):
     out = self.root / "out"
     argv = "tokenize", out, "--tokenizer=bytes", "--held-out=0.2"
-    self.assert_refused("(--on-error skip goes on)", *argv)
+    for words in ("a.jsonl:501: not JSON", "(--on-error skip goes on)"):
+      self.assert_refused(words, *argv)
     told = self.done(*argv, "--on-error=skip")
     train, val = (TokenSet(out / s).metadata for s in SPLITS)
     self.assertEqual(train["documents"] + val["documents"], 500)

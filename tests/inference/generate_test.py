@@ -253,7 +253,7 @@ class SpecialTokensTest(parameterized.TestCase):
     self.assertEqual(completion.text, "cCdDeE")
     with self.assertRaisesRegex(ValueError, "prompt 0 has 4 tokens; with max"):
       generator.chat(messages, Sampling(max_new_tokens=30))
-    with self.assertRaisesRegex(ValueError, "nor any other; .*=chatml"):
+    with self.assertRaisesRegex(ValueError, "template 'default' .*, nor any other; .*=chatml"):
       self._generator().chat(messages)
 
 
