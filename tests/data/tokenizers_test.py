@@ -260,7 +260,8 @@ class TemplatesTest(parameterized.TestCase):
     tokenizer = _chat_tokenizer({"chat_template.jinja": "x", rag: "y"})
     self.assertEqual(template_names(tokenizer), ("default", "rag"))
     self.assertEqual(Template(tokenizer, "rag").render(_USER), "y")
-    with self.assertRaisesRegex(ValueError, "no .*'tool' .*, only default, rag"):
+    message = "no .*'tool' .*, only default, rag"
+    with self.assertRaisesRegex(ValueError, message):
       Template(tokenizer, "tool")
 
 

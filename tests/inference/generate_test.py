@@ -253,7 +253,8 @@ class SpecialTokensTest(parameterized.TestCase):
     self.assertEqual(completion.text, "cCdDeE")
     with self.assertRaisesRegex(ValueError, "prompt 0 has 4 tokens; with max"):
       generator.chat(messages, Sampling(max_new_tokens=30))
-    with self.assertRaisesRegex(ValueError, "template 'default' .*, nor any other; .*=chatml"):
+    message = "no chat template 'default' .*, nor any other; .*=chatml"
+    with self.assertRaisesRegex(ValueError, message):
       self._generator().chat(messages)
 
 
