@@ -81,8 +81,8 @@ class DataConfig(ExamplesConfig):
     repeats: copies of an image in an epoch, one after the other and augmented
       apart (arXiv:1901.09335). An epoch has as many examples as without, down
       to a multiple of 256, so it holds a part of the images.
-    val_share: share of an image folder without val/ that is held out, in [0,
-      1]. A hash of a file's name decides, so that further images move none.
+    val_share: share of an image folder, or of tables, without val/ that is held
+      out, in [0, 1]. Hashes of names decide, so that further images move few.
     class_list: file that names a class on each line, whose order is that of the
       labels of "image_folder" and "parquet"; "" is alphabetical order (numbers
       by value), or that of the tables.

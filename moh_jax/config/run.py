@@ -52,7 +52,7 @@ class OptimConfig(base.Section):
       before it, as fine-tuning wants it: the output has the whole rate, the
       first layers the least. 1 is one rate for all.
     skip_nonfinite: steps in a row whose gradients may be NaN or infinite: they
-      change nothing. 0 ends the run at the first one.
+      change nothing, and the schedule waits. 0 ends the run at the first one.
     accumulation: microbatches that a step's batch is split into, to save
       memory.
   """
@@ -183,7 +183,11 @@ class CheckpointConfig(base.Section):
 
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
-    if self.keep_every and (not self.every or self.keep_every % self.every):
+    if self.keep_every and not self.every:
+      self.fail(
+        "keep_every", "needs checkpoint.every too"
+      )
+    if self.every and self.keep_every % self.every:
       whole = f"must be a multiple of checkpoint.every={self.every}"
       self.fail("keep_every", whole)
 

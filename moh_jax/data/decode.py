@@ -130,6 +130,11 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
   image.load()  # a PNG file may note its orientation behind the pixels
   if _orientation(image) != 1:
     image = ImageOps.exif_transpose(image)
+  if image.mode == "F":
+    raise ValueError(
+      "its pixels are floating-point numbers of no known range; make them 8 or "
+      "16 bits"
+    )
   if image.mode.startswith("I"):  # 16 bits, which `convert` would clip to white
     grey = np.clip(np.asarray(image), 0, 65535) / 257
     image = Image.fromarray(np.round(grey).astype(np.uint8))

@@ -158,7 +158,12 @@ class EncodedSource(ImageSource):
     data = config.data
     names = class_names or listed_classes(data.class_list)
     selection = Selection(data.val_share, names, data.label_column)
-    return cls(data.path, split, config.model.channels or 3, selection)
+    channels = config.model.channels or 3
+    if channels not in (1, 3):
+      raise ValueError(
+        f"model.channels={channels} must be 1 (grey) or 3 (RGB) for image files"
+      )
+    return cls(data.path, split, channels, selection)
 
   @abc.abstractmethod
   def read(self, index: int) -> Record:

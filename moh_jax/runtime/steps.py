@@ -320,9 +320,15 @@ def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
   """
   cfg = override(run_file(spec), overrides)
   model = cfg.get("model")
-  if isinstance(model, Mapping) and "family" not in model:
-    cfg = _with_model(spec, cfg)
-  return from_config_dict(cfg)
+  if not isinstance(model, Mapping) or "family" in model:
+    return from_config_dict(cfg)
+  cfg = _with_model(spec, cfg)
+  try:
+    return from_config_dict(cfg)
+  except ValueError as error:
+    family, place = cfg["model"]["family"], cfg["train"]["init_from"]
+    whose = f"model.family={family!r} is that of train.init_from={place!r}"
+    raise ValueError(f"{error} ({whose})") from error
 
 
 def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:

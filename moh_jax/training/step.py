@@ -160,14 +160,19 @@ def train_step(
   grads, metrics = gradients(state.params, batch, rng, state.step, frozen)
   metrics = metric_values(metrics)
   metrics["grad_norm"] = optax.tree.norm(grads)
-  metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
+  skips = isinstance(state.opt_state, optax.ApplyIfFiniteState)
+  taken = state.step
+  if skips:  # optax counts no step that it skips
+    taken -= state.opt_state.total_notfinite
+  metrics["lr"] = jnp.asarray(schedule(taken), jnp.float32)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
-  if isinstance(opt_state, optax.ApplyIfFiniteState):
+  ema, moves = state.ema, 1.0 - ema_decay
+  if skips:
     metrics["skipped"] = opt_state.notfinite_count
-  ema = state.ema
+    moves = jnp.where(opt_state.notfinite_count > 0, 0.0, moves)
   if ema_decay:
-    ema = optax.incremental_update(params, ema, 1.0 - ema_decay)
+    ema = optax.incremental_update(params, ema, moves)
   new_state = TrainState(state.step + 1, params, opt_state, ema, state.rng)
   return new_state, metrics
 

@@ -79,7 +79,7 @@ def train(
       run that is going on.
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
-  config = resolve(config)
+  config = warm_start.with_absolute_base(resolve(config))
   entrance.check_processes(config, workdir)
   _keep_programs(config)
   mesh = make_mesh(config.mesh, devices)

@@ -174,8 +174,9 @@ def _with_heads(model: Any, share: Fraction, widens: Any) -> Any:
     kv_heads = max(n for n in range(1, old + 1) if common % n == 0)
     kv_lost = (old - kv_heads) * model.depth
     changes |= {"num_kv_heads": kv_heads, "head_order": ()}
-  router = dataclasses.replace(model.router, structure="free")
-  smaller = dataclasses.replace(model, router=router, **changes)
+  if share < 1:  # no head is left to choose
+    changes["router"] = dataclasses.replace(model.router, structure="free")
+  smaller = dataclasses.replace(model, **changes)
   if not widens:
     return smaller
   columns = Fraction(2 * (lost + kv_lost) * model.head_dim, model.depth)
@@ -258,6 +259,9 @@ def compare(
   Returns:
     Metrics by variant and setting, and by seed, those of a run that diverged
     are {}; None after a request to stop.
+
+  Raises:
+    ValueError: a run has no scores; also as `train` does.
   """
   found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
   for number, run in enumerate(runs, start=1):
@@ -271,6 +275,12 @@ def compare(
     else:
       if not result.finished:
         return None
+      if not result.evaluation:
+        raise ValueError(
+          f"{workdir}/{run.name} has no scores: its data are without a "
+          "held-out split, or it has more steps than "
+          f"train.steps={run.config.train.steps}"
+        )
       seeds[run.seed] = result.evaluation
     jax.clear_caches()  # of programs that no other run uses
   return found

@@ -38,6 +38,14 @@ _Shapes = dict[str, tuple[int, ...]]  # by path
 Read = Callable[[Any], Any]
 
 
+def with_absolute_base(config: Config) -> Config:
+  """A run whose adapters tell their base from wherever they are read."""
+  if not (config.tune.lora.rank and config.train.init_from):
+    return config
+  place = os.fspath(steps.absolute(config.train.init_from))
+  return apply_overrides(config, "train", init_from=place)
+
+
 def prepare(
   ours: Metadata,
   program: Program,
@@ -105,10 +113,9 @@ def prepare(
   shardings = jax.tree.map(lambda x: x.sharding, trees)
   split = jax.jit(split, out_shardings=shardings, donate_argnums=0)
   first, frozen = split(read(jax.jit(initial)()))
-  place = os.fspath(steps.absolute(config.train.init_from))
-  config = apply_overrides(config, "train", init_from=place)
+  place = config.train.init_from
   mark = steps.mark(place, steps.find_step(place, None))
-  ours = dataclasses.replace(ours, config=config, base_mark=mark)
+  ours = dataclasses.replace(ours, base_mark=mark)
   return lambda: program.init(first), ours, frozen
 
 

@@ -59,6 +59,12 @@ class CompareTest(tiny_checkpoint.CommandTest):
     self.assertIn("mha-seed2: at step 3: NaN, norm: Infinity\n", err)
     self.assertRegex(out, r"\| mha +\| 8.0000 \(2 of 3 diverged\) +\|")
 
+  def test_a_run_without_scores_has_not_diverged(self):
+    train = mock.Mock(return_value=Result(None, {}, finished=True))
+    status, _, err = self.call("--rounds=0", train=train)
+    self.assertEqual(status, 2)
+    self.assertIn("mha-seed0 has no scores: its data are without a", err)
+
   @pytest.mark.integration
   def test_each_program_is_timed(self):
     def seconds(programs, rounds):

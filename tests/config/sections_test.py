@@ -83,7 +83,7 @@ _REFUSED = (
   ("mix", "ratios", (60.0, 39.0), "must sum to 100 (percent), not 99"),
   ("diffusion", "schedule", "flow", "must be 'velocity' for 'flow'"),
   ("mesh", "fsdp", -1, "at most one axis of size -1"),
-  ("checkpoint", "keep_every", 15, "a multiple of checkpoint.every=None"),
+  ("checkpoint", "keep_every", 15, "needs checkpoint.every too"),
   ("log", "profile", (5, 2), "(A, B) with A < B"),
 )
 # Fields, and the last value inside of their ranges.

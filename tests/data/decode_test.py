@@ -66,6 +66,12 @@ class ReadImageTest(FolderTest):
       found = decode.read_image(path, channels)
       np.testing.assert_array_equal(found, np.full((7, 5, channels), shown))
 
+  def test_pixels_of_no_known_range_are_refused(self):
+    path = self.root / "x.tiff"
+    Image.new("F", (5, 7), 0.5).save(path)
+    with self.assertRaisesRegex(ValueError, "floating-point numbers"):
+      decode.read_image(path, 1)
+
   @parameterized.parameters(
     ("L", True), ("1", True), ("LA", True), ("I;16", True), ("RGB", False),
     ("P", False), ("RGBA", False),

@@ -1,6 +1,8 @@
 """Runs that train adapters: the base, resuming, meshes, serving, tuning."""
 
+import contextlib
 import dataclasses
+import os
 import pathlib
 import shutil
 
@@ -50,7 +52,7 @@ class AdaptersRunTest(folders.FolderTest):
 
   @pytest.mark.integration
   def test_a_dense_model_becomes_moh_by_adapters(self):
-    base = tiny.save(self.root, _DENSE)
+    base = os.path.relpath(tiny.save(self.root, _DENSE))
     before = tiny.random_params(_DENSE)
     lora = dataclasses.replace(_LORA, base_dtype="int8", dropout=0.2)
     config, run = _tuned(tiny.llm_config(), base, lora), self._folder("run")
@@ -73,6 +75,9 @@ class AdaptersRunTest(folders.FolderTest):
     again = tiny.train(config, run)
     chex.assert_trees_all_equal(done.state, again.state)
     self.assertEqual(done.evaluation, again.evaluation)
+    # From another folder too.
+    with contextlib.chdir(self.root):
+      self.assertTrue(os.path.isabs(restore(run).config.train.init_from))
 
   @pytest.mark.integration
   def test_another_or_no_base_is_refused(self):

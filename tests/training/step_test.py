@@ -89,6 +89,21 @@ class StepTest(parameterized.TestCase):
     chex.assert_trees_all_close(state.ema, mine, atol=1e-6)
     np.testing.assert_allclose(rates[:3], [0.0, 5e-4, 1e-3], rtol=1e-6)
 
+  def test_a_step_that_is_skipped_changes_nothing(self):
+    optim = {"lr": 1e-3, "ema_decay": 0.8, "skip_nonfinite": 9}
+    program, step, batch = _setup(tiny.llm_config(optim=optim))
+    step = jax.jit(functools.partial(step, ema_decay=0.8))
+    bad = {**batch, "weights": batch["weights"] * np.nan}
+    found = []
+    for given in ((batch, batch, batch), (batch, batch, bad, batch)):
+      state, rates = program.init(), []
+      for one in given:
+        state, metrics = step(state, one)
+        rates.append(metrics["lr"])
+      np.testing.assert_allclose(rates, [0.0, 5e-4, 1e-3, 1e-3][: len(given)])
+      found.append((state.params, state.ema))
+    chex.assert_trees_all_equal(*found)
+
   @parameterized.parameters(
     ({}, 4), ({"data": 8}, 1), ({"fsdp": 4}, 2),
   )  # fmt: skip

@@ -140,6 +140,7 @@ class VariantsTest(parameterized.TestCase):
       _num_params(make_variant(config, x)) for x in ("config", "moh50-double")
     )  # fmt: skip
     # Its router is larger.
+    self.assertEqual(made.router, config.model.router)
     self.assertAlmostEqual(after / before, 1, delta=0.02)
 
   def test_what_there_is_not_is_refused(self):
