@@ -184,9 +184,7 @@ class CheckpointConfig(base.Section):
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
     if self.keep_every and not self.every:
-      self.fail(
-        "keep_every", "needs checkpoint.every too"
-      )
+      self.fail("keep_every", "needs checkpoint.every too")
     if self.every and self.keep_every % self.every:
       whole = f"must be a multiple of checkpoint.every={self.every}"
       self.fail("keep_every", whole)
