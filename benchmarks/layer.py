@@ -71,7 +71,9 @@ def _module(
   """The benchmarked layer; a budget of None leaves out the router."""
   return MoHAttention(
     budget or options.budgets()[0],
-    RouterConfig("none" if budget is None else "two_stage"),
+    RouterConfig("none")
+    if budget is None
+    else RouterConfig("two_stage", structure=options.structure),
     num_kv_heads=options.num_kv_heads,
     causal="causal" in mode,
     implementation=name,

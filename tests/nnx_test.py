@@ -65,6 +65,8 @@ class MoHAttentionTest(absltest.TestCase):
     first, second = (model(x, context)[0] for _ in range(2))
     self.assertBetween(float((first == 0).mean()), 0.3, 0.7)
     self.assertTrue(bool((first != second).any()))  # another mask each time
+    views = (nnx.view(model, deterministic=True) for _ in range(2))
+    chex.assert_trees_all_equal(*(view(x, context)[0] for view in views))
     model.eval()
     before = float(jnp.sum((model(x, context)[0] - 1) ** 2))
     model.train()
@@ -75,6 +77,16 @@ class MoHAttentionTest(absltest.TestCase):
     chex.assert_trees_all_equal(after, model(x, context)[0])
     self.assertLess(float(jnp.sum((after - 1) ** 2)), before)
 
+  def test_what_it_reads_beside_tokens_is_known_from_the_start(self):
+    router = moh_jax.RouterConfig("timestep")
+    layer = MoHAttention(
+      8, small.BUDGET, time_features=7, router=router, rngs=nnx.Rngs(0)
+    )
+    x, time = small.tokens(), jnp.ones((small.B, 7))
+    self.assertEqual(layer(x, time=time)[0].shape, x.shape)
+    with self.assertRaisesRegex(ValueError, "made with context_features"):
+      layer(x, x, time=time)
+
   def test_decodes_and_draws_nothing_in_eval(self):
     options = {"causal": True, "dropout_rate": 0.5, "rngs": nnx.Rngs(0)}
     layer, x = MoHAttention(8, small.BUDGET, **options), small.tokens()
@@ -84,5 +96,6 @@ class MoHAttentionTest(absltest.TestCase):
       small.B, heads, small.N, small.BUDGET.head_dim, "float32"
     )
     slots = Slots(jnp.int32(0))
-    out, *_ = layer.decode(x, cache, slots)
+    decode = nnx.jit(lambda *args: layer.decode(*args), donate_argnums=1)
+    out, *_ = decode(x, cache, slots)
     chex.assert_trees_all_close(out, layer(x)[0], atol=1e-6)

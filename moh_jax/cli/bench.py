@@ -10,6 +10,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import command
 from moh_jax.config import Config, get_family
 from moh_jax.config.base import Count
+from moh_jax.config.dit import FLOW
 from moh_jax.config.parse import changed
 from moh_jax.runtime import steps
 from moh_jax.runtime.alive import alive
@@ -63,10 +64,13 @@ class ModelOptions(command.RunConfig, command.Output):
     """The run on random data that is timed."""
     from moh_jax.data.infer import resolve, resolve_without_data
 
-    model = config_lib.released_model(self.model)
-    if self.config is not None:
-      model = resolve_without_data(self.loaded)[0].model
-    return changed(resolve(bench_run(model, _BATCH)), self.changes)
+    if self.config is None:
+      run = bench_run(config_lib.released_model(self.model), _BATCH)
+    else:
+      own = resolve_without_data(self.loaded)[0]
+      run = bench_run(own.model, _BATCH)
+      run = dataclasses.replace(run, sections=own.sections)
+    return changed(resolve(run), self.changes)
 
 
 def bench_run(model: Any, batch: int) -> Config:
@@ -195,7 +199,8 @@ def _sampling(run: Config, batch: int) -> _Calls:
   from moh_jax.models.generation import make_sampler
   from moh_jax.models.registry import make_model
 
-  one = config_lib.apply_overrides(run, "sample", steps="1", method="ddim")
+  method = "euler" if run.diffusion.schedule == FLOW else "ddim"
+  one = config_lib.apply_overrides(run, "sample", steps="1", method=method)
   draw = jax.jit(make_sampler(make_model(one)[0], one))
   index = jnp.arange(batch, dtype=jnp.int32)
   labels = index % run.model.num_classes

@@ -46,6 +46,8 @@ class Options(command.RunConfig):
       self.fail("from_", f"must be one of {public_formats()}")
     if self.model is not None and self.config is not None:
       self.fail("model", "must not be given with --config")
+    for name in "key", "model", "config":
+      self.need(name, self.from_ != "peft", "has no effect on adapters")
 
 
 @alive("converting")

@@ -48,8 +48,9 @@ class Options(command.Stored, command.RunConfig, command.Output):
     super().check()
     if (self.checkpoint is None) == (self.config is None):
       raise ValueError("one of --checkpoint and --config must be given")
-    if self.batch is not None and self.config is None:
-      self.fail("batch", "needs --config")
+    self.need("batch", self.config, "needs --config")
+    self.need("step", self.checkpoint, "needs --checkpoint")
+    self.need("at_step", self.batch, "needs --batch")
     if self.batch not in (None, "-") and not self.batch.endswith(".png"):
       self.fail("batch", "must end in .png, or be - for text")
 

@@ -151,7 +151,7 @@ def _help(parser: Parser, argv: Sequence[str]) -> None:
   asked.add_argument("--config")
   asked.add_argument("-h", "--help", dest="section", nargs="?")
   given, _ = asked.parse_known_args(others)
-  if not given.section:
+  if not (given.section and given.config):
     parser.print_help()
   if given.config:
     config = _described(given.config, changes)

@@ -6,7 +6,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -46,9 +45,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the Hugging Face Hub
 # What describes the model in the header of an exported file: the config, in
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
-_CARD = "README.md"  # of a model
-# Ends of what both write beside weights: configs, tokenizers, code, a card.
-_BESIDE = (".json", ".jinja", ".model", "merges.txt", ".py", ".md")
+_LIST = ".moh_jax_files"  # of a folder that was written, what lies in it
 _BASE = "base"  # the form of the model that adapters are trained on
 
 
@@ -94,7 +91,7 @@ def convert(
       "checkpoint that the adapters were trained on"
     )
   if base is not None:
-    return "adapters", peft.import_adapters(source, base, out)
+    return "adapters", peft.import_adapters(_located(source), base, out)
   path = _located(source)
   kind = kind or _kind_of(source, path)
   if kind is None:
@@ -216,7 +213,6 @@ def export(
       small = files(config, folder, tokenizer, dtype, license, form)
       for name, content in small.items():
         (folder / name).write_text(content)
-      text |= _card_mark(folder)
       tensor_files.write_folder(folder, tensors(), dtype, text)
   return _count(abstract)
 
@@ -227,8 +223,9 @@ def written_over(
 ) -> Iterator[str]:
   """A block that writes a checkpoint or an export in the place of another.
 
-  What `convert` or `export` wrote is replaced by what the block writes, when
-  that is whole; anything else only where `overwrites`.
+  A folder that such a block has filled, in which nothing has changed since, is
+  replaced by what the block writes, when that is whole; anything else only
+  where `overwrites`.
 
   Args:
     out: local folder; files and buckets are left to the block.
@@ -240,40 +237,37 @@ def written_over(
   """
   path = pathlib.Path(out).resolve()
   is_full = path.is_dir() and any(path.iterdir())
-  is_own = is_full and (overwrites or _is_written(path))
+  is_own = is_full and (overwrites or _is_unchanged(path))
   sources = [pathlib.Path(one).resolve() for one in reads if one]
   if not is_own or any(path in (one, *one.parents) for one in sources):
     yield out
+    if path.is_dir() and not is_full:
+      (path / _LIST).write_text(_listed(path))
     return
   with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
     new = pathlib.Path(temporary, path.name)
     yield str(new)
+    (new / _LIST).write_text(_listed(new))
     _LOG.warning("%s is replaced", out)
     path.rename(f"{new}.old")
     new.rename(path)
 
 
-def _is_written(folder: pathlib.Path) -> bool:
-  """Whether `convert` or `export` wrote a folder, and all that is in it.
-
-  An edited card is not theirs.
-  """
-  weights = [*folder.glob("*.safetensors")]
-  every = {path for path in folder.iterdir() if not path.name.endswith(_BESIDE)}
-  if weights:
-    marks = (tensor_files.HEADER | _card_mark(folder)).items()
-    texts = (tensor_files.read_text(path).items() for path in weights)
-    return all(marks <= text for text in texts) and every == {*weights}
-  items = {path.name for path in steps.step_folder(folder, 0).glob("*")}
-  is_model = steps.list_steps(folder) == [0] and "train" not in items
-  return is_model and every == {folder / steps.FOLDER}
+def _is_unchanged(folder: pathlib.Path) -> bool:
+  """Whether a folder holds what it did when it was written."""
+  file = folder / _LIST
+  return file.is_file() and file.read_text() == _listed(folder)
 
 
-def _card_mark(folder: pathlib.Path) -> dict[str, str]:
-  """What the headers of a folder's weights say of its card, if it has one."""
-  if not (card := folder / _CARD).is_file():
-    return {}
-  return {_CARD: hashlib.sha256(card.read_bytes()).hexdigest()}
+def _listed(folder: pathlib.Path) -> str:
+  """A line for each file of a folder, with its size and time."""
+  lines = []
+  for path in sorted(folder.rglob("*")):
+    if path.name != _LIST:
+      is_file, found = path.is_file(), path.stat()
+      state = (found.st_size, found.st_mtime_ns) if is_file else "folder"
+      lines.append(f"{path.relative_to(folder)} {state}\n")
+  return "".join(lines)
 
 
 def _located(source: str) -> str:

@@ -26,8 +26,8 @@ from moh_jax.data.files import import_extra
 from moh_jax.runtime.files import read_json, replacing, write_whole
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
-# Text in the headers of our files; transformers asks for "format".
-HEADER = {"format": "pt", "writer": "moh_jax"}
+# Text in the headers of our files, which transformers asks for.
+HEADER = {"format": "pt"}
 # Bytes of a file at most, unless one tensor has more, as transformers splits.
 SHARD_SIZE = 5 * 10**9
 # What transformers reads of a folder, the first that is there; others may lie

@@ -355,8 +355,10 @@ def open_images(
 def _member(path: str | os.PathLike) -> Iterator[tuple]:
   """Opens arr_0: a stream of its data; shape, whether Fortran order, dtype."""
   with _opened(path) as arrays, arrays.zip.open("arr_0.npy") as stream:
-    np.lib.format.read_magic(stream)
-    yield stream, np.lib.format.read_array_header_1_0(stream)
+    if np.lib.format.read_magic(stream) == (1, 0):
+      yield stream, np.lib.format.read_array_header_1_0(stream)
+    else:
+      yield stream, np.lib.format.read_array_header_2_0(stream)
 
 
 def _open_folder(path: str, image_size: int | None) -> ImageSet:

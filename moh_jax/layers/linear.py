@@ -47,6 +47,25 @@ KERNEL_SCALE = "kernel_scale"
 _DROPOUT = contextvars.ContextVar("dropout of adapters", default=0.0)
 
 
+def initializer(
+  make: KernelInit, inputs: Dims, outputs: Dims
+) -> nn.initializers.Initializer:
+  """The initializer of a kernel with such dimensions.
+
+  Raises:
+    TypeError: `make` is an initializer, which takes a key and a shape.
+  """
+  made = None
+  with contextlib.suppress(TypeError):
+    made = make(inputs, outputs)
+  if not callable(made):
+    raise TypeError(
+      f"kernel_init={make} must make an initializer from a kernel's input and "
+      "output dimensions: lambda i, o: nn.initializers.xavier_uniform(i, o)"
+    )
+  return made
+
+
 def normal_init(*_: Dims) -> nn.initializers.Initializer:
   """Normal with one deviation whatever the shape, as in the released ViT."""
   return LINEAR_INIT
@@ -177,7 +196,8 @@ class KernelLayer(nn.Module, kw_only=True):
     names = sum(axes[order], ())
     count = len((inputs, outputs)[order][0])
     dims = tuple(range(len(shape)))
-    init = self.kernel_init(*(dims[:count], dims[count:])[order])
+    fans = (dims[:count], dims[count:])[order]
+    init = initializer(self.kernel_init, *fans)
     make = functools.partial(declare, self, param_dtype=self.param_dtype)
     stored = make("kernel", init, shape, names, self.dtype, len(inputs))
     scale = self.get_variable("params", KERNEL_SCALE)

@@ -88,8 +88,10 @@ class MoHAttention(nn.Module):
     qk_norm: epsilon of an RMSNorm over D of queries and keys, before RoPE; None
       is no norm. The router `query_norm` reads the queries before it: after it
       the norms of all heads would be nearly equal.
-    kernel_init: initializer of the projections and the router.
-    out_init: initializer of the output projection; None is `kernel_init`.
+    kernel_init: makes the initializer of a projection or the router from the
+      kernel's input and output dimensions, as
+      `lambda i, o: nn.initializers.xavier_uniform(i, o)`.
+    out_init: that of the output projection; None is `kernel_init`.
     out_multiplier: constant that multiplies the layer's output.
     output_major: how the projections' kernels are stored, see `KernelLayer`.
     implementation: see `attention` and `choose_cached_form` of
@@ -296,6 +298,10 @@ class MoHAttention(nn.Module):
     for name, kind in (("budget", HeadBudget), ("router", RouterConfig)):
       if not isinstance(found := getattr(self, name), kind):
         raise TypeError(f"{name}={found!r} must be a {kind.__name__}")
+    if isinstance(self.qk_norm, bool):
+      raise TypeError(
+        f"qk_norm={self.qk_norm} must be the norm's epsilon, or None"
+      )
     for name, tokens in (("x", x), ("context", context)):
       if tokens is not None and (np.ndim(tokens) != 3 or len(tokens) != len(x)):
         raise ValueError(
@@ -330,6 +336,8 @@ class MoHAttention(nn.Module):
       devices = math.prod(tensor.values())
       sequence = math.prod(both.values()) // devices
       placement = place_heads(heads, kv_heads, devices, sequence)
+      if placement and tensor:
+        placement = dataclasses.replace(placement, axes=tuple(tensor))
     # An RMSNorm over D must not count zeros.
     pads = not cached and not self.output_major and self.qk_norm is None
     return layer_layout(

@@ -20,7 +20,7 @@ import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig, Units
 from moh_jax.config.registry import get_router, imported
-from moh_jax.layers.linear import KernelInit, normal_init
+from moh_jax.layers.linear import KernelInit, initializer, normal_init
 from moh_jax.layers.partitioning import declare, examples_key
 from moh_jax.ops import routing
 from moh_jax.ops.basics import as_mask, check_array
@@ -61,7 +61,7 @@ class HeadRouter(nn.Module):
   Attributes:
     budget: the layer's head split.
     config: the kind and form of the router.
-    kernel_init: initializer of the matrices.
+    kernel_init: makes the matrices' initializer, see `KernelInit`.
     kv_heads: K, which `config.structure` reads; None is one per query head.
   """
 
@@ -102,6 +102,8 @@ class HeadRouter(nn.Module):
         else.
     """
     budget, config = self.budget, self.config
+    if x.ndim != 3:
+      raise ValueError(f"x has shape {x.shape}, must be [B, N, C]")
     token_mask = as_mask(token_mask)
     check_array("token_mask", token_mask, bool, x.shape[:-1])
     choice = HeadChoice() if choice is None else choice
@@ -116,11 +118,14 @@ class HeadRouter(nn.Module):
         "norms=None must be the norms [B, N, H] of the queries where the "
         f"router's kind is {config.kind!r}"
       )
+    heads = *x.shape[:2], budget.num_heads
+    check_array("norms", norms, jnp.floating, heads)
     tokens = x.shape[1]
     if config.reads_time:
       if time is None:
         kind = f"where the router's kind is {config.kind!r}"
         raise ValueError(f"time=None must be embeddings of steps {kind}")
+      check_array("time", time, jnp.floating, (len(x), time.shape[-1]))
       x = time[:, None]
       if token_mask is not None:
         token_mask = token_mask.any(1, keepdims=True)
@@ -245,7 +250,7 @@ class Router(nn.Module):
     Returns:
       [B, N, size] float32 by name.
     """
-    init, width = self.kernel_init(0, 1), x.shape[-1]
+    init, width = initializer(self.kernel_init, 0, 1), x.shape[-1]
     # Whole on every device: to gather them would take longer than the memory is
     # worth.
     kernels = [
@@ -254,7 +259,7 @@ class Router(nn.Module):
       if size
     ]
     if not kernels:
-      return {name: jnp.zeros((*x.shape[:2], 0), jnp.float32) for name in sizes}
+      return {name: x[..., :0].astype(jnp.float32) for name in sizes}
     kernel = jnp.concatenate([k.astype(jnp.float32) for k in kernels], axis=-1)
     logits = jnp.matmul(
       x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST
@@ -335,7 +340,7 @@ class GateRouter(Router):
   def __call__(self, x, *, norms=None, top_k=None):
     """See `Router`."""
     gates = jax.nn.sigmoid(self.logits(x, gate=self.budget.num_heads)["gate"])
-    none = jnp.zeros((*x.shape[:2], 0), jnp.float32)
+    none = gates[..., :0]
     decided = self.routing(none, none, none.astype(bool))
     share = gates / gates.sum(-1, keepdims=True)
     return dataclasses.replace(decided, gates=gates, shared_scores=share)

@@ -242,12 +242,15 @@ class LLM(nn.Module):
       `unrolled` a tuple of one per layer.
     """
     cfg = self.config
-    layer = make_cache(batch, cfg.num_kv_heads, slots, cfg.head_dim, dtype)
-    if self.unrolled:
-      return tuple((layer,) * group.depth for group in cfg.layer_groups())
-    return tuple(
-      jax.tree.map(lambda x: jnp.stack([x] * group.depth), layer)  # noqa: B023
+    sizes = batch, cfg.num_kv_heads, slots, cfg.head_dim, dtype
+    stacks = (
+      [make_cache(*sizes) for _ in range(group.depth)]
       for group in cfg.layer_groups()
+    )
+    if self.unrolled:
+      return tuple(map(tuple, stacks))
+    return tuple(
+      jax.tree.map(lambda *x: jnp.stack(x), *each) for each in stacks
     )
 
   def _stack(

@@ -213,7 +213,7 @@ def guide(
     scale: w in labelled + (w - 1) (labelled - unlabelled). 1 skips the
       unlabelled evaluation, 0 the labelled one.
     channels: guides the first "three" channels of the prediction, as released,
-      or "all". A learned variance is always the labelled one.
+      or "all". With guidance a learned variance is the labelled one.
 
   Returns:
     (x, t) -> output [B, X, Y, channels or 2 * channels].

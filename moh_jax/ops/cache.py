@@ -80,8 +80,8 @@ def make_cache(
   Returns:
     Zeros, [B, K, M, D].
   """
-  values = jnp.zeros((batch, kv_heads, slots, head_dim), dtype)
-  return LayerCache(values, values)
+  shape = batch, kv_heads, slots, head_dim
+  return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def merge_texts(caches: Any) -> Any:

@@ -42,15 +42,17 @@ class HeadPlacement:
   Attributes:
     heads: query heads of the layer, H.
     kv_heads: its key/value heads, K.
-    devices: devices along the axis `tensor`, which splits parameters; it
-      divides K.
+    devices: devices that split the heads of parameters, the axis `tensor` of
+      our meshes; it divides K.
     sequence: devices along the axis `sequence`, see `place_heads`.
+    axes: names of the axes of `devices`.
   """
 
   heads: int
   kv_heads: int
   devices: int
   sequence: int = 1
+  axes: tuple[str, ...] = ("tensor",)
 
   @property
   def total(self) -> int:
@@ -95,7 +97,7 @@ class HeadPlacement:
     Each device sends every other one only the heads that it needs.
 
     Args:
-      x: an array whose dimension `dim`, of H or K heads, `tensor` splits.
+      x: an array whose dimension `dim`, of H or K heads, `axes` split.
       dim: index of the dimension.
 
     Returns:
@@ -107,15 +109,15 @@ class HeadPlacement:
     sends, takes = _routes(order, self.devices)
 
     def exchange(x: jax.Array) -> jax.Array:
-      device = jax.lax.axis_index("tensor")
+      device = jax.lax.axis_index(self.axes)
       x = jnp.take(x, jnp.asarray(sends)[device], axis=dim)
-      x = jax.lax.all_to_all(x, "tensor", dim, dim, tiled=True)
+      x = jax.lax.all_to_all(x, self.axes, dim, dim, tiled=True)
       return jnp.take(x, jnp.asarray(takes)[device], axis=dim)
 
-    spec = jax.sharding.PartitionSpec(*[None] * dim, "tensor")
+    spec = jax.sharding.PartitionSpec(*[None] * dim, self.axes)
     # Other axes stay with the compiler: fsdp may split another dimension.
     return jax.shard_map(
-      exchange, in_specs=spec, out_specs=spec, axis_names={"tensor"}
+      exchange, in_specs=spec, out_specs=spec, axis_names={*self.axes}
     )(x)
 
 

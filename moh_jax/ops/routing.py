@@ -155,7 +155,7 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
   """
   num = scores.shape[-1]
   if isinstance(k, int) and k in (0, num):
-    return jnp.full(scores.shape, k == num)
+    return jnp.full_like(scores, k == num, dtype=bool)
   # Whether head j is better than head i, or equal and before it: [..., i, j].
   # Heads are few, and for a sort a mesh would gather their scores.
   ours, theirs = scores[..., :, None], scores[..., None, :]
@@ -208,12 +208,18 @@ def num_selected(
   return jnp.clip(top_k, parts, budget.routed) // parts * parts
 
 
+def _constant(value: float, size: int, like: jax.Array) -> jax.Array:
+  """[B, N, size] float32 of one value, on the devices that have `like`."""
+  none = like[..., :0].astype(jnp.float32)
+  return jnp.pad(none, ((0, 0), (0, 0), (0, size)), constant_values=value)
+
+
 def beside_shared(
   budget: HeadBudget, gates: jax.Array, probs: jax.Array, selected: jax.Array
 ) -> Routing:
   """Decisions about the routed heads [B, N, R]; shared heads weigh one."""
-  shared = jnp.ones((*gates.shape[:-1], budget.shared), jnp.float32)
-  groups = jnp.full((*gates.shape[:-1], 2), 0.5, jnp.float32)
+  shared = _constant(1.0, budget.shared, gates)
+  groups = _constant(0.5, 2, gates)
   gates = jnp.concatenate([shared, gates], axis=-1)
   return Routing(gates, probs, selected, shared, groups)
 
@@ -242,14 +248,15 @@ def two_stage_gates(
     The `Routing` of every token.
   """
   released = form == "released"
+  like = next(iter(logits.values()), jnp.zeros((*batch_shape, 0)))
   if "shared" in logits:
     shared_scores = jax.nn.softmax(logits["shared"])
   else:
-    shared_scores = jnp.ones((*batch_shape, budget.shared), jnp.float32)
+    shared_scores = _constant(1.0, budget.shared, like)
   if "routed" in logits:
     scores, probs = logits["routed"], jax.nn.softmax(logits["routed"])
   else:
-    scores = probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
+    scores = probs = _constant(0.0, budget.routed, like)
   # By logits, since distant ones have a probability of 0 and would be ties.
   selected = select_heads(scores, budget, **choice)
 
@@ -261,7 +268,7 @@ def two_stage_gates(
     routed_gates = routed_gates / total * num_selected(budget, **choice)
     shared_gates = shared_gates * budget.shared
 
-  groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
+  groups = _constant(0.5, 2, like)
   if budget.shared and budget.top_k:
     if "group" in logits:
       # Their softmax; a sum over an axis of two would be a program of its own.
@@ -337,7 +344,7 @@ def hard_gates(
     **choice: `parts` and `top_k` of `select_heads`.
   """
   if not budget.top_k:
-    none = jnp.zeros((*logits.shape[:-1], budget.routed), jnp.float32)
+    none = _constant(0.0, budget.routed, logits)
     return beside_shared(budget, none, none, none.astype(bool))
   probs = jax.nn.softmax(logits)
   selected = select_heads(logits, budget, **choice)

@@ -33,34 +33,35 @@ class ConvertTest(tiny_checkpoint.CommandTest):
 
   def test_what_they_wrote_is_written_again_and_the_rest_on_request(self):
     checkpoint, out = tiny_checkpoint.stored("llm"), self.root / "out"
+    again = self.root / "again"
     argv = "export", "--checkpoint", checkpoint, "--out", out
-    again = "convert", "--source", out, "--out", self.root / "again"
-    self.done(*argv)
+    then = "convert", "--source", out, "--out", again
     for _ in range(2):
-      (out / "old.json").write_text("gone")
       self.done(*argv)
-      self.assertFalse((out / "old.json").exists())
-      self.done(*again)
-    for what, command in ((out, argv), (self.root / "again", again)):
-      (what / "mine").mkdir()  # such as another model
-      self.assert_refused("or --overwrite", *command)
-      self.assertTrue((what / "mine").exists())
-      self.done(*command, "--overwrite")
-      self.assertFalse((what / "mine").exists())
-    card = (out / "README.md").read_text()
-    (out / "README.md").write_text(f"{card}Mine.")
-    self.assert_refused("or --overwrite", *argv)
-    self.done(*argv, "--overwrite")
-    self.assertEqual((out / "README.md").read_text(), card)
-    shutil.copytree(run := tiny_checkpoint.stored("vit"), self.root / "run")
-    step = self.root / "run" / "checkpoints" / "0"
-    (step / "train").mkdir()
-    file = self.root / "run" / "vit.safetensors"
-    self.done("export", "--checkpoint", run, "--out", file)
-    self.assert_refused("or --overwrite", *again[:4], self.root / "run")
-    self.assertTrue(file.exists() and step.exists())
+      self.done(*then)
+    for command, folder, edited in (
+      (argv, out, "config.json"), (then, again, "tokenizer.json"),
+    ):  # fmt: skip
+      for change in (
+        lambda f: (f / "eval.json").write_text("{}"),
+        lambda f: (f / "mine").mkdir(),  # such as another model
+        lambda f, e=edited: (f / e).write_text((f / e).read_text() + "\n"),
+      ):
+        change(folder)
+        self.assert_refused("or --overwrite", *command)
+        self.done(*command, "--overwrite")
+        self.done(*command)
+      self.assertFalse((folder / "eval.json").exists())
     names = {path.name for path in self.root.iterdir()}
-    self.assertEqual(names, {"out", "again", "run"})
+    self.assertEqual(names, {"out", "again"})
+
+  def test_a_file_takes_the_place_of_no_folder(self):
+    argv = "export", "--checkpoint", tiny_checkpoint.stored("vit"), "--out"
+    folder = self.root / "exports"
+    for name in "a.safetensors", "b.safetensors":
+      self.done(*argv, folder / name)
+    self.assert_refused("exports is a folder, must be a file", *argv, folder)
+    self.assertLen([*folder.iterdir()], 2)
 
   def test_what_is_read_is_not_replaced(self):
     run = self.root / "run"
@@ -77,7 +78,7 @@ class ConvertTest(tiny_checkpoint.CommandTest):
         str(base), ["adapters", str(base)], overwrites
       ) as out:
         self.assertEqual(out, str(base))
-    with checkpoints.written_over(str(base), ["x", None], False) as out:
+    with checkpoints.written_over(str(base), ["x", None], True) as out:
       shutil.copytree(base, out)
       self.assertNotEqual(out, str(base))
 

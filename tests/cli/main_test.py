@@ -36,6 +36,7 @@ class HelpTest(parameterized.TestCase):
   def test_keys_of_a_config_are_shown_a_section_at_a_time(self):
     out = done("train", "--help", _DIGITS)
     self.assertRegex(out, r"\n  optim +The optimizer")
+    self.assertIn("--workdir", done("train", "--help", "optim"))
     out = done("train", "--help", "optim", _DIGITS, "--config.optim.lr=0.25")
     self.assertStartsWith(out, "optim: ")
     self.assertIn("--config.optim.lr=0.25  (float)", out)

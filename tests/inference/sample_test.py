@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from absl.testing import parameterized
 
+from moh_jax.evaluation.fid import open_images
 from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.sample import Sampler
 from moh_jax.runtime.mesh import make_mesh
@@ -126,6 +127,8 @@ class NpzTest(FolderTest):
       self.assertEqual(stored.files, ["arr_0", "arr_1"])
       images, labels = stored["arr_0"], stored["arr_1"]
     np.testing.assert_array_equal(images, _images()[:_NUM])
+    (scored,) = open_images(self.out).batches(_NUM)  # by `fid`
+    np.testing.assert_array_equal(scored, np.broadcast_to(images, scored.shape))
     np.testing.assert_array_equal(labels, np.arange(_NUM) % 10)
     self.assertEqual((images.dtype, labels.dtype), (np.uint8, np.int32))
     self.assertCountEqual(self.root.iterdir(), [self.out, self.stated])

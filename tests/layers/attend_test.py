@@ -6,11 +6,13 @@ import math
 from unittest import mock
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from jax.sharding import AxisType
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -227,3 +229,15 @@ class TpuOrderTest(parameterized.TestCase):
     with use_mesh(mesh), _as_on_a_tpu():
       self.assertEqual(layer_layout(64, heads).count(heads), heads // 4)
     self._check(layer, 1e-5, mesh)
+
+  def test_heads_lie_on_an_axis_of_any_name(self):
+    layer = MoHAttention(HeadBudget(8, shared=2, top_k=2, head_dim=8))
+    x = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    params = nn.unbox(layer.init(jax.random.key(1), x))
+    types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=types)
+    rules = [(name, "model") for name in ("heads", "attended_heads")]
+    rules += [(x, None) for x in ("batch", "tokens", "embed", "head_dim")]
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+      got = jax.jit(layer.apply)(params, x)[0]
+    cases.check(got, layer.apply(params, x)[0])

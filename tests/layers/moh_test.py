@@ -25,6 +25,11 @@ class MoHAttentionTest(parameterized.TestCase):
     ({}, {"context": (2, 5)}, r"context has shape \(2, 5\), .* token_mask="),
     ({"causal": True}, {"context": (2, 7, 8)}, "context causal must be False"),
     ({}, {"context": (2, 7, 8), "places": Places()}, "and places None"),
+    ({"qk_norm": True}, {}, "qk_norm=True must be the norm's epsilon"),
+    *(
+      ({"kernel_init": init}, {}, "must make an initializer from a kernel's in")
+      for init in (nn.initializers.xavier_uniform(), nn.initializers.zeros)
+    ),
     ({"budget": 8}, {}, "budget=8 must be a HeadBudget"),
     ({"router": "gate"}, {}, "router='gate' must be a RouterConfig"),
     ({}, {"x": [[1.0]]}, r"x has shape \(1, 1\), must be"),

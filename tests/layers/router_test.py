@@ -189,6 +189,17 @@ class RegisteredTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       layer.init(jax.random.key(0), small.tokens())
 
+  @parameterized.parameters(
+    ("two_stage", (4, 2, 5, 8), {}, r"x has shape \(4, 2, 5, 8\), must be"),
+    ("query_norm", (2, 5, 8), {"norms": (2, 5, 4)}, r"must be float.*5, 6\)"),
+    ("timestep", (2, 5, 8), {"time": (3, 9)}, r"time .* must be .*\(2, 9\)"),
+  )
+  def test_arrays_of_other_shapes_are_refused(self, kind, x, given, message):
+    given = {name: jnp.ones(shape) for name, shape in given.items()}
+    layer = HeadRouter(small.BUDGET, RouterConfig(kind))
+    with self.assertRaisesRegex(ValueError, message):
+      layer.init(jax.random.key(0), jnp.ones(x), **given)
+
   def test_masks_of_other_shapes_and_dtypes_are_refused(self):
     layer, x = HeadRouter(small.BUDGET), small.tokens()
     whole = jnp.ones(x.shape[:2], bool)

@@ -7,6 +7,7 @@ import functools
 import itertools
 from unittest import mock
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from absl.testing import parameterized
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moh_jax.config.heads import HeadBudget
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.ops import attention as attention_lib
 from moh_jax.ops.attention import attention
@@ -182,6 +183,21 @@ class TransformationsTest(parameterized.TestCase):
   @pytest.mark.integration
   def test_sequences_that_are_packed(self, name):
     _check(name, "auto", 1024, "float32")
+
+  @parameterized.parameters(
+    ((1, 2), "two_stage"), ((2, 6), "two_stage"), ((0, 2), "two_stage"),
+    ((8, 0), "two_stage"), ((1, 2), "query_norm"), ((8, 0), "query_norm"),
+    ((1, 2), "gate"),
+  )  # fmt: skip
+  @pytest.mark.integration
+  def test_every_budget_and_router_on_explicit_axes(self, split, kind):
+    budget = HeadBudget(8, shared=split[0], top_k=split[1], head_dim=8)
+    layer = MoHAttention(budget, RouterConfig(kind))
+    params = nn.unbox(layer.init(jax.random.key(1), x := _inputs(16)[1]))
+    got = _on_mesh(AxisType.Explicit, _apply(layer), params, x)
+    chex.assert_trees_all_close(
+      got, _results(_apply(layer))(params, x), rtol=1e-5, atol=1e-6
+    )
 
   @parameterized.parameters(("tpu", "TPU v5"), ("gpu", "NVIDIA H100"))
   def test_kernels_lower_where_shard_map_checks(self, platform, kind):
