@@ -60,7 +60,7 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     folder = self.root / "exports"
     for name in "a.safetensors", "b.safetensors":
       self.done(*argv, folder / name)
-    self.assert_refused("exports is a folder, must be a file", *argv, folder)
+    self.assert_refused("exports: is a folder, must be a file", *argv, folder)
     self.assertLen([*folder.iterdir()], 2)
 
   def test_what_is_read_is_not_replaced(self):
@@ -88,7 +88,8 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     argv = "convert", "--from=llama", "--source", self.root, "--out", out
     for told in ("tokenizer.json, .*; chat templates: none", "none"):
       with mock.patch.object(checkpoints, "convert", _copies(out, 1)):
-        self.assertRegex(self.done(*argv), rf"\ntokenizer: {told}")
+        said = self.done(*argv, "--overwrite")
+        self.assertRegex(said, rf"\ntokenizer: {told}")
       (out / "tokenizer.json").unlink(missing_ok=True)
 
   def test_repositories_in_the_hubs_cache_are_sources(self):
