@@ -26,8 +26,8 @@ class Options(command.RunConfig):
       whose shapes fit).
     config: config file of another model.
     base: checkpoint of the model that adapters of PEFT were trained on.
-    overwrite: replace a folder that holds something; what convert wrote is
-      replaced in any case.
+    overwrite: replace a folder that holds something; one that is as
+      convert left it is replaced in any case.
   """
 
   from_: str | None = None

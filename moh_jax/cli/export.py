@@ -27,8 +27,8 @@ class Options(command.Stored):
       on, as the run computes with it.
     dtype: of the stored weights.
     license: licence that the model card states, such as apache-2.0.
-    overwrite: replace a folder that holds something; what export wrote is
-      replaced in any case.
+    overwrite: replace a folder that holds something; one that is as
+      export left it is replaced in any case.
   """
 
   out: command.OutPath

@@ -243,14 +243,15 @@ class LLM(nn.Module):
     """
     cfg = self.config
     sizes = batch, cfg.num_kv_heads, slots, cfg.head_dim, dtype
-    stacks = (
-      [make_cache(*sizes) for _ in range(group.depth)]
-      for group in cfg.layer_groups()
-    )
+    depths = [group.depth for group in cfg.layer_groups()]
     if self.unrolled:
-      return tuple(map(tuple, stacks))
+      return tuple(
+        tuple(make_cache(*sizes) for _ in range(depth)) for depth in depths
+      )
+    layer = make_cache(*sizes)
     return tuple(
-      jax.tree.map(lambda *x: jnp.stack(x), *each) for each in stacks
+      jax.tree.map(lambda x: jnp.stack([x] * depth), layer)  # noqa: B023
+      for depth in depths
     )
 
   def _stack(

@@ -79,8 +79,9 @@ def train(
       run that is going on.
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
-  config = warm_start.with_absolute_base(resolve(config))
+  config = resolve(config)
   entrance.check_processes(config, workdir)
+  config = warm_start.with_absolute_base(config)
   _keep_programs(config)
   mesh = make_mesh(config.mesh, devices)
   task = task_builder(config).make_task(config, decode)
