@@ -118,6 +118,8 @@ class SignalsTest(RunsTest):
     run = self.start(_LONG, processes=2)
     self.assertTrue(run.wait_for_step(3))
     run.processes[victim].send_signal(signal.SIGTERM)
-    self.assertEqual([p.wait(60) for p in run.processes], [143, 143], run.said())
+    self.assertEqual(
+      [p.wait(60) for p in run.processes], [143, 143], run.said()
+    )
     for index in (0, 1):
       self.assertIn("saved; run again to resume", run.said(index))
