@@ -241,16 +241,22 @@ def written_over(
   sources = [pathlib.Path(one).resolve() for one in reads if one]
   if not is_own or any(path in (one, *one.parents) for one in sources):
     yield out
-    if path.is_dir() and not is_full:
-      (path / _LIST).write_text(_listed(path))
+    if not is_full:
+      _write_list(path)
     return
   with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as temporary:
     new = pathlib.Path(temporary, path.name)
     yield str(new)
-    (new / _LIST).write_text(_listed(new))
+    _write_list(new)
     _LOG.warning("%s is replaced", out)
     path.rename(f"{new}.old")
     new.rename(path)
+
+
+def _write_list(path: pathlib.Path) -> None:
+  """Notes what a folder holds; a file replaces others in any case."""
+  if path.is_dir():
+    (path / _LIST).write_text(_listed(path))
 
 
 def _is_unchanged(folder: pathlib.Path) -> bool:

@@ -55,14 +55,16 @@ def initializer(
   Raises:
     TypeError: `make` is an initializer, which takes a key and a shape.
   """
-  made = None
-  with contextlib.suppress(TypeError):
+  message = (
+    f"kernel_init={make} must make an initializer from a kernel's input and "
+    "output dimensions: lambda i, o: nn.initializers.xavier_uniform(i, o)"
+  )
+  try:
     made = make(inputs, outputs)
+  except TypeError as error:
+    raise TypeError(message) from error
   if not callable(made):
-    raise TypeError(
-      f"kernel_init={make} must make an initializer from a kernel's input and "
-      "output dimensions: lambda i, o: nn.initializers.xavier_uniform(i, o)"
-    )
+    raise TypeError(message)
   return made
 
 

@@ -335,9 +335,8 @@ class MoHAttention(nn.Module):
     if both and not cached and deals:
       devices = math.prod(tensor.values())
       sequence = math.prod(both.values()) // devices
-      placement = place_heads(heads, kv_heads, devices, sequence)
-      if placement and tensor:
-        placement = dataclasses.replace(placement, axes=tuple(tensor))
+      sizes = devices, sequence
+      placement = place_heads(heads, kv_heads, *sizes, axes=tuple(tensor))
     # An RMSNorm over D must not count zeros.
     pads = not cached and not self.output_major and self.qk_norm is None
     return layer_layout(

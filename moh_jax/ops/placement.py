@@ -51,8 +51,8 @@ class HeadPlacement:
   heads: int
   kv_heads: int
   devices: int
-  sequence: int = 1
-  axes: tuple[str, ...] = ("tensor",)
+  sequence: int
+  axes: tuple[str, ...]
 
   @property
   def total(self) -> int:
@@ -157,15 +157,20 @@ def kv_repeats(kv_heads: int, devices: int) -> int:
 
 
 def place_heads(
-  heads: int, kv_heads: int, devices: int, sequence: int = 1
+  heads: int,
+  kv_heads: int,
+  devices: int,
+  sequence: int = 1,
+  axes: tuple[str, ...] = ("tensor",),
 ) -> HeadPlacement | None:
   """How a mesh holds a layer's heads.
 
   Args:
     heads: H.
     kv_heads: K.
-    devices: devices along the axis `tensor`, which splits parameters.
+    devices: devices that split the heads of parameters.
     sequence: devices along the axis `sequence`.
+    axes: names of the axes of `devices`.
 
   Returns:
     The placement; None if `devices` does not divide K, or if not every device
@@ -174,7 +179,7 @@ def place_heads(
   repeats = kv_repeats(kv_heads, devices * sequence)
   if kv_heads % devices or heads % (kv_heads * repeats):
     return None
-  return HeadPlacement(heads, kv_heads, devices, sequence)
+  return HeadPlacement(heads, kv_heads, devices, sequence, axes)
 
 
 def check_heads(model: RoutedLayers, mesh: Mesh | AbstractMesh) -> None:

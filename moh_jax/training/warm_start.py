@@ -39,7 +39,7 @@ Read = Callable[[Any], Any]
 
 
 def with_absolute_base(config: Config) -> Config:
-  """A run whose adapters tell their base from wherever they are read."""
+  """Names the base of adapters so that it is found from any folder."""
   if not (config.tune.lora.rank and config.train.init_from):
     return config
   place = os.fspath(steps.absolute(config.train.init_from))

@@ -55,13 +55,15 @@ class ConvertTest(tiny_checkpoint.CommandTest):
     names = {path.name for path in self.root.iterdir()}
     self.assertEqual(names, {"out", "again"})
 
-  def test_a_file_takes_the_place_of_no_folder(self):
+  def test_a_file_takes_the_place_of_a_folder_on_request_alone(self):
     argv = "export", "--checkpoint", tiny_checkpoint.stored("vit"), "--out"
     folder = self.root / "exports"
     for name in "a.safetensors", "b.safetensors":
       self.done(*argv, folder / name)
     self.assert_refused("exports: is a folder, must be a file", *argv, folder)
     self.assertLen([*folder.iterdir()], 2)
+    self.done(*argv, folder, "--overwrite")
+    self.assertTrue(folder.is_file())
 
   def test_what_is_read_is_not_replaced(self):
     run = self.root / "run"
